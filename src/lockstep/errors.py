@@ -1,0 +1,28 @@
+"""Errors that Lockstep raises: the cause on the first line, what to do on those that follow."""
+
+EXIT_CODE = 1
+"""What every failing ``lockstep`` command returns; Ctrl-C returns 130."""
+
+
+class LockstepError(RuntimeError):
+    """Base of all errors that Lockstep raises on purpose."""
+
+
+class ConfigurationError(LockstepError, ValueError):
+    """The caller asked for something that cannot work; the message says what and what to do instead."""
+
+
+class WorldSizeMismatch(LockstepError):
+    """Fewer or more processes arrived at start-up than the world size says; names the missing ranks."""
+
+
+class ModelMismatch(LockstepError):
+    """The model differs between ranks; names the ranks, the parameter and both shapes or dtypes."""
+
+
+class CollectiveError(LockstepError):
+    """A collective failed or timed out; names this rank, the operation and the tensors it was for."""
+
+
+class RankFailed(LockstepError):
+    """A rank of a launched job failed; carries the first failing rank's own traceback."""
