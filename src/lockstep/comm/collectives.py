@@ -1,0 +1,164 @@
+"""The collective operations that the engines and ``fit`` need, on any process group.
+
+Every function takes the group explicitly and talks to it directly, so that groups written in Python, groups
+that were never registered with c10d and groups of a part of the ranks all work. A ``src`` is a rank of the group.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.futures import Future
+
+from lockstep.errors import ConfigurationError
+
+Group = dist.ProcessGroup
+GradBucketType = dist.GradBucket
+BuiltinCommHookType = dist.BuiltinCommHookType
+
+ReduceName = Literal["sum", "max", "min"]
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_BROADCAST_CHUNK_BYTES = 250 * 2**20
+
+
+def is_initialized() -> bool:
+    """Tell whether this process has a default process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def default_group() -> Group:
+    """Return the default process group.
+
+    Raises:
+        ConfigurationError: There is none yet.
+    """
+    if not is_initialized():
+        raise ConfigurationError(
+            "Default process group has not been initialized, please make sure to call init_process_group.\n"
+            "Start the script with `lockstep run` and put `with lockstep.init() as world:` around the training."
+        )
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def backend_name(group: Group) -> str:
+    """Return the backend's name, such as ``gloo`` or ``nccl``."""
+    name: str = group.name() if isinstance(group, dist.ProcessGroup) else type(group).__name__
+    try:
+        return str(dist.get_backend(group))
+    except (ValueError, KeyError, RuntimeError):  # a group that c10d does not know
+        return name
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return a view that backends without complex numbers can sum."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def all_reduce_async(tensor: Tensor, *, group: Group, op: ReduceName = "sum") -> Future[Any]:
+    """Start to replace ``tensor`` by its sum, maximum or minimum over all ranks; return a future.
+
+    Collective: every rank, in the same order. Does not block; the tensor is valid after ``future.wait()``.
+
+    Args:
+        tensor: Any shape, contiguous or sparse; same shape and dtype on every rank.
+        group: The ranks that take part.
+        op: What is computed, element by element.
+    """
+    options = dist.AllreduceOptions()
+    options.reduceOp = _OPERATIONS[op]
+    return group.allreduce([_real(tensor)], options).get_future()
+
+
+def all_reduce(tensor: Tensor, *, group: Group, op: ReduceName = "sum") -> None:
+    """Replace ``tensor`` by its sum, maximum or minimum over all ranks, in place.
+
+    Collective: every rank, in the same order. Blocks until complete (on CUDA: the current stream waits).
+    """
+    options = dist.AllreduceOptions()
+    options.reduceOp = _OPERATIONS[op]
+    group.allreduce([_real(tensor)], options).wait()
+
+
+def broadcast(tensor: Tensor, *, group: Group, src: int = 0) -> None:
+    """Overwrite ``tensor`` with that of rank ``src``, in place.
+
+    Collective: every rank, in the same order. Blocks until complete. ``tensor`` is contiguous.
+    """
+    options = dist.BroadcastOptions()
+    options.rootRank = src
+    group.broadcast([_real(tensor)], options).wait()
+
+
+def broadcast_coalesced(tensors: Sequence[Tensor], *, group: Group, src: int = 0) -> None:
+    """Overwrite ``tensors`` with those of rank ``src``, in place, in as few messages as dtypes and devices allow.
+
+    Collective: every rank, with tensors of the same shapes and dtypes in the same order. Blocks until complete.
+    Version counters are left alone: autograd may have saved these tensors, and their meaning does not change.
+    """
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+        for chunk in _coalesce(tensors):
+            flat = _flatten_dense_tensors(chunk)
+            broadcast(flat, group=group, src=src)
+            if group.rank() != src:
+                torch._foreach_copy_(chunk, list(_unflatten_dense_tensors(flat, chunk)))
+
+
+def _coalesce(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Cut ``tensors`` into lists of one dtype and device and at most 250 MiB (or one tensor) each."""
+    chunks: list[list[Tensor]] = []
+    open_chunks: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
+    for tensor in tensors:
+        key = (tensor.dtype, tensor.device)
+        chunk, size_bytes = open_chunks.get(key, ([], 0))
+        if not chunk or size_bytes + tensor.nbytes > _BROADCAST_CHUNK_BYTES:
+            chunk, size_bytes = [], 0
+            chunks.append(chunk)
+        chunk.append(tensor)
+        open_chunks[key] = (chunk, size_bytes + tensor.nbytes)
+    return chunks
+
+
+def all_gather(tensor: Tensor, *, group: Group) -> list[Tensor]:
+    """Return every rank's ``tensor``, by rank.
+
+    Collective: every rank, in the same order, with the same shape and dtype. Blocks until complete.
+    """
+    outputs = [torch.empty_like(tensor) for _ in range(group.size())]
+    group.allgather([outputs], [tensor]).wait()
+    return outputs
+
+
+def all_gather_object(value: Any, *, group: Group, device: torch.device | str = "cpu") -> list[Any]:
+    """Return every rank's ``value``, by rank. Values travel as JSON: numbers, strings, lists and dicts.
+
+    Collective: every rank, in the same order. Blocks until complete.
+
+    Args:
+        value: What JSON can hold; tuples arrive as lists.
+        group: The ranks that take part.
+        device: Where the bytes lie while they travel: a CUDA device for NCCL.
+    """
+    data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
+    lengths = [int(length) for length in all_gather(torch.tensor([data.numel()], device=device), group=group)]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    padded[: data.numel()] = data
+    gathered = all_gather(padded, group=group)
+    return [
+        json.loads(bytes(part[:length].tolist()).decode()) for part, length in zip(gathered, lengths, strict=True)
+    ]
+
+
+def broadcast_object(value: Any, *, group: Group, src: int = 0, device: torch.device | str = "cpu") -> Any:
+    """Return rank ``src``'s ``value`` on every rank; see :func:`all_gather_object` for what can travel.
+
+    Collective: every rank, in the same order. Blocks until complete.
+    """
+    return all_gather_object(value if group.rank() == src else None, group=group, device=device)[src]
