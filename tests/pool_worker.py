@@ -1,0 +1,111 @@
+"""A worker of the pool: waits for calls on a pipe and runs each in a fresh process group.
+
+Started as ``python -m tests.pool_worker FD`` by tests/pool.py, and by nobody else.
+"""
+
+import ctypes
+import faulthandler
+import gc
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from tests.pool_messages import IDLE, READY, Call, Reply
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when the test session dies, however busy this process is."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def make_world(call: Call) -> Any:
+    """Build the world that a test function gets, on the process group that is already up."""
+    return SimpleNamespace(
+        rank=call.rank,
+        local_rank=call.rank,
+        world_size=call.world_size,
+        local_world_size=call.world_size,
+        node_rank=0,
+        device=torch.device("cpu"),
+        backend="gloo",
+        group=dist.group.WORLD,
+    )
+
+
+def run(call: Call) -> Reply:
+    """Run one call in a process group of its own; the group is still up when this returns."""
+    # Ranks differ on purpose: a test that needs equal models must say so, or rely on the broadcast it tests.
+    torch.manual_seed(1000 + call.rank)
+    random.seed(1000 + call.rank)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter(call.warnings)
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(call.store_path, call.world_size),
+                rank=call.rank,
+                world_size=call.world_size,
+                timeout=timedelta(seconds=call.group_timeout_s),
+            )
+            fn, args = cloudpickle.loads(call.payload)
+            result = fn(make_world(call), *args)
+            return Reply(False, cloudpickle.dumps(result), "", time.monotonic())
+    except BaseException as error:
+        ended_at = time.monotonic()
+        trace = traceback.format_exc()
+        return Reply(True, pickle_error(error), trace, ended_at)
+
+
+def pickle_error(error: BaseException) -> bytes:
+    """Pickle an error, without its frames; what does not survive the journey becomes a RuntimeError."""
+    try:
+        payload = cloudpickle.dumps(error.with_traceback(None))
+        cloudpickle.loads(payload)
+    except Exception:
+        return cloudpickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+    return payload
+
+
+def tear_down() -> None:
+    """Leave no group and no socket, so that ranks that still wait for this one learn at once that it is gone."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+
+
+def main(fd: int, parent_pid: int) -> None:
+    """Serve calls until the session closes its end of the pipe."""
+    die_with_parent(parent_pid)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    torch.set_num_threads(1)
+    connection = Connection(fd)
+    connection.send(READY)
+    while True:
+        try:
+            call = connection.recv()
+        except EOFError:
+            return
+        connection.send(run(call))
+        tear_down()
+        connection.send(IDLE)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
