@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -74,6 +75,18 @@ class Worker:
         self.connection.close()
 
 
+@dataclass(frozen=True)
+class Job:
+    """``fn(world, *args)`` on each of ``num_ranks`` ranks; unless ``patient``, ranks that outlive an error are killed."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    num_ranks: int
+    timeout_s: float
+    warnings: str
+    patient: bool
+
+
 class Pool:
     """Up to `MAX_WORKERS` persistent workers, started when first needed."""
 
@@ -88,20 +101,20 @@ class Pool:
             raise ValueError(f"ranks({num_ranks}): the pool has 1 to {MAX_WORKERS} ranks")
         return Ranks(self, num_ranks, warnings)
 
-    def run(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], num_ranks: int, timeout_s: float, warnings: str, patient: bool
-    ) -> list[Outcome]:
-        """Run ``fn(world, *args)`` on each rank; unless ``patient``, ranks that outlive the first error are killed."""
+    def run(self, job: Job) -> list[Outcome]:
+        """Run a job on fresh or idle workers; whatever goes wrong, none of them is left in the middle of it."""
         register_test_modules()
-        payload = cloudpickle.dumps((fn, args))
+        payload = cloudpickle.dumps((job.fn, job.args))
         try:
-            workers = self._ready_workers(num_ranks)
+            workers = self._ready_workers(job.num_ranks)
             store_path = str(Path(self._folder.name) / f"store{self._num_calls}")
             self._num_calls += 1
             for rank, worker in enumerate(workers):
                 worker.mark_log()
-                worker.connection.send(Call(payload, rank, num_ranks, store_path, timeout_s / 2, warnings))
-            return self._collect(workers, timeout_s, patient)
+                # Half the time, so that a collective that waits in vain says so before the pool gives up.
+                call = Call(payload, rank, job.num_ranks, store_path, job.timeout_s / 2, job.warnings)
+                worker.connection.send(call)
+            return self._collect(workers, job)
         except BaseException:
             self.kill()
             raise
@@ -121,15 +134,15 @@ class Pool:
                 raise PoolError(f"a worker of the pool did not start\n{worker.log()}")
         return self._workers[:num_ranks]
 
-    def _collect(self, workers: list[Worker], timeout_s: float, patient: bool) -> list[Outcome]:
+    def _collect(self, workers: list[Worker], job: Job) -> list[Outcome]:
         """Wait until every rank has replied and is idle again."""
         outcomes: dict[int, Outcome] = {}
         busy = {worker.connection: rank for rank, worker in enumerate(workers)}
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + job.timeout_s
         while busy:
             ready = wait(list(busy), max(0.0, deadline - time.monotonic()))
             if not ready:
-                return self._give_up(workers, outcomes, sorted(busy.values()), timeout_s)
+                return self._give_up(workers, outcomes, sorted(busy.values()), job.timeout_s)
             for connection in ready:
                 rank = busy[connection]
                 try:
@@ -143,7 +156,7 @@ class Pool:
                     del busy[connection]
                     continue
                 outcomes[rank] = open_reply(message, rank, len(workers), workers[rank].log())
-                if message.failed and not patient:
+                if message.failed and not job.patient:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         return [outcomes[rank] for rank in range(len(workers))]
 
@@ -164,7 +177,8 @@ class Pool:
         return list(outcomes.values())
 
     def _logs(self, workers: list[Worker]) -> str:
-        return "".join(f"\n--- rank {rank} wrote:\n{worker.log()}" for rank, worker in enumerate(workers) if worker.log())
+        logs = {rank: worker.log() for rank, worker in enumerate(workers)}
+        return "".join(f"\n--- rank {rank} wrote:\n{log}" for rank, log in logs.items() if log)
 
     def kill(self) -> None:
         """End all workers; the next call starts fresh ones."""
@@ -193,7 +207,7 @@ class Ranks:
             Exception: What the rank that failed first raised, with its traceback and output as a note.
             PoolError: A rank died, or did not finish within ``timeout`` seconds.
         """
-        outcomes = self._pool.run(fn, args, self._num_ranks, timeout, self._warnings, patient=False)
+        outcomes = self._pool.run(Job(fn, args, self._num_ranks, timeout, self._warnings, patient=False))
         failed = [outcome for outcome in outcomes if outcome.error is not None]
         if failed:
             raise min(failed, key=lambda outcome: outcome.ended_at).error
@@ -205,7 +219,7 @@ class Ranks:
         Raises:
             PoolError: A rank died, or did not finish within ``timeout`` seconds.
         """
-        outcomes = self._pool.run(fn, args, self._num_ranks, timeout, self._warnings, patient=True)
+        outcomes = self._pool.run(Job(fn, args, self._num_ranks, timeout, self._warnings, patient=True))
         if len(outcomes) < self._num_ranks:
             missing = sorted(set(range(self._num_ranks)) - {outcome.rank for outcome in outcomes})
             error = next(outcome.error for outcome in outcomes if outcome.error is not None)

@@ -1,1 +1,53 @@
-"""Data-parallel training for PyTorch."""
+"""Data-parallel training for PyTorch: the same training run on any number of devices.
+
+The public names are loaded on first use, so that ``import lockstep`` costs nothing and imports not even torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lockstep import errors
+
+if TYPE_CHECKING:
+    pass
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "DataParallel",
+    "DistributedDataParallel",
+    "DistributedSampler",
+    "Loss",
+    "Task",
+    "World",
+    "adopt",
+    "errors",
+    "fit",
+    "init",
+    "launch",
+]
+
+_HOMES = {
+    "DataParallel": "lockstep.parallel.data_parallel",
+    "DistributedDataParallel": "lockstep.parallel.distributed",
+    "DistributedSampler": "lockstep.data.sampler",
+    "Loss": "lockstep.train.task",
+    "Task": "lockstep.train.task",
+    "World": "lockstep.comm.world",
+    "adopt": "lockstep.adoption",
+    "fit": "lockstep.train.fit",
+    "init": "lockstep.comm.world",
+    "launch": "lockstep.launcher.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,8 +2,11 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 import warnings
+from pathlib import Path
 
 import psutil
 import pytest
@@ -132,3 +135,21 @@ def test_timeout_names_the_stuck_ranks_and_shows_where_they_are(own_pool):
         own_pool.ranks(2)(stick_on_one, timeout=1.0)
     assert str(caught.value).splitlines()[0] == "ranks [1] of 2 did not finish within 1 s"
     assert "in stick_on_one" in str(caught.value)
+
+
+def test_killed_session_leaves_no_worker():
+    code = (
+        "import os, time\n"
+        "from tests.pool import Pool\n"
+        "print(*Pool().ranks(2)(lambda world: os.getpid()), flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    session = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+    )
+    with session:
+        pids = [int(pid) for pid in session.stdout.readline().split()]
+        assert len(pids) == 2
+        session.kill()
+    gone, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
+    assert alive == []
