@@ -77,7 +77,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Job:
-    """``fn(world, *args)`` on each of ``num_ranks`` ranks; unless ``patient``, ranks that outlive an error are killed."""
+    """``fn(world, *args)`` on each of ``num_ranks`` ranks; ``patient`` lets ranks go on after one has failed."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]

@@ -148,8 +148,8 @@ def test_killed_session_leaves_no_worker():
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
     )
     with session:
-        pids = [int(pid) for pid in session.stdout.readline().split()]
-        assert len(pids) == 2
+        workers = [psutil.Process(int(pid)) for pid in session.stdout.readline().split()]
+        assert len(workers) == 2
         session.kill()
-    gone, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
+    _gone, alive = psutil.wait_procs(workers, timeout=10)
     assert alive == []

@@ -1,0 +1,45 @@
+# Everything runs in .venv, which the first target that needs it creates. PYTHON=... chooses the interpreter.
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+DEVICES ?= 2
+PYTHON ?=
+export PYTHON
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format bench clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(INSTALLED)  ## Create .venv with the pinned versions and the package (quick when nothing changed)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@set -e; if [ ! -x $(BIN)/python ]; then python=$$(tools/find_python.sh); "$$python" -m venv $(VENV); fi
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: setup  ## Train on real data, then compare one device, both engines and torch's own
+	$(BIN)/lockstep train examples/digits.py --strategy ddp --devices $(DEVICES) --epochs 2
+	$(BIN)/lockstep compare examples/digits.py --devices $(DEVICES)
+
+test: setup  ## Run all tests
+	$(BIN)/python -m pytest
+
+check: setup  ## Run the gates: lint, format, types, and the contracts (layers, sizes, names, flags)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/contract
+
+format: setup  ## Put the code into the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup  ## Measure every claim; writes bench/results/
+	$(BIN)/python tools/bench.py
+
+clean:  ## Remove .venv and what the tools left
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,75 @@
+"""The layers of the package, and the imports of a file that break them."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+LAYERS = [
+    {"errors"},
+    {"hostlist"},
+    {"env"},
+    {"comm"},
+    {"parallel", "data", "launcher"},
+    {"train"},
+    {"study", "adoption"},
+    {"cli", "__main__"},
+]
+"""Lowest first. A part imports from layers below its own; parts of one layer do not import each other."""
+
+RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
+
+TORCH_DISTRIBUTED = {
+    "comm": ["torch.distributed"],
+    "launcher": ["torch.distributed.run", "torch.distributed.launcher", "torch.distributed.elastic"],
+}
+"""What each part may use of torch.distributed; parts that are not named may use nothing of it."""
+
+
+def part_of(path: Path, package: Path) -> str:
+    """The part that a file belongs to: the first folder or file name below the package."""
+    first = path.relative_to(package).parts[0]
+    return first.removesuffix(".py")
+
+
+def violations(source: str, part: str) -> list[str]:
+    """What a file of ``part`` imports that it must not, each as "line N: reason"."""
+    found = []
+    for line, name in imported_names(ast.parse(source)):
+        reason = wrong_layer(name, part) or wrong_torch(name, part)
+        if reason:
+            found.append(f"line {line}: {reason}")
+    return found
+
+
+def imported_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Full names that a file imports or reaches through ``torch.``; ``from a import b`` counts as ``a.b``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+            yield node.lineno, "torch.distributed"
+
+
+def wrong_layer(name: str, part: str) -> str | None:
+    """Why ``part`` must not import ``name``, or None."""
+    if name != "lockstep" and not name.startswith("lockstep."):
+        return None
+    target = name.split(".")[1] if "." in name else ""
+    if target not in RANK:
+        # The package itself holds the public names, which sit on top of everything.
+        return None if part in LAYERS[-1] else f"{part} imports {name}: only {sorted(LAYERS[-1])} use the public names"
+    if target == part or RANK[target] < RANK[part]:
+        return None
+    return f"{part} imports {name}: {target} is not below {part}"
+
+
+def wrong_torch(name: str, part: str) -> str | None:
+    """Why ``part`` must not use ``name`` of torch.distributed, or None."""
+    if name != "torch.distributed" and not name.startswith("torch.distributed."):
+        return None
+    allowed = TORCH_DISTRIBUTED.get(part, [])
+    if any(name == prefix or name.startswith(prefix + ".") for prefix in allowed):
+        return None
+    return f"{part} uses {name}: it may use {allowed or 'nothing'} of torch.distributed; take it from lockstep.comm"

@@ -1,0 +1,76 @@
+"""The commands and their flags: scripts depend on them, so they change only on purpose."""
+
+import difflib
+from pathlib import Path
+
+import click
+import pytest
+
+FROZEN = Path(__file__).parent / "cli_flags.txt"
+HOW_TO_UPDATE = (
+    "The command line differs from tests/contract/cli_flags.txt.\n"
+    "If that is meant: .venv/bin/python -m tests.contract.test_cli_flags > tests/contract/cli_flags.txt, "
+    "and name the change in CHANGELOG.md."
+)
+
+
+def flags(command: click.Command, name: str) -> list[str]:
+    """One line a parameter, "command flag/flag", for a command and the commands under it."""
+    context = click.Context(command)
+    found = []
+    for parameter in command.get_params(context):
+        spelled = "/".join([*parameter.opts, *parameter.secondary_opts])
+        is_argument = isinstance(parameter, click.Argument)
+        found.append(f"{name} {parameter.human_readable_name if is_argument else spelled}")
+    if isinstance(command, click.Group):
+        for child in command.list_commands(context):
+            found += flags(command.get_command(context, child), f"{name} {child}")
+    return found
+
+
+def difference(frozen: list[str], current: list[str]) -> list[str]:
+    """What was removed ("-") and added ("+"), in words that a failing test can print."""
+    changes = difflib.unified_diff(frozen, current, lineterm="", n=0)
+    return [line for line in changes if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+
+
+def current_flags() -> list[str]:
+    from lockstep.cli import group
+
+    return flags(group, "lockstep")
+
+
+def test_flags_are_frozen():
+    changes = difference(FROZEN.read_text().splitlines(), current_flags())
+    if changes:
+        pytest.fail("\n".join([HOW_TO_UPDATE, *changes]), pytrace=False)
+
+
+def test_flags_walks_groups_options_and_arguments():
+    @click.group()
+    def tool():
+        pass
+
+    @tool.command()
+    @click.argument("script")
+    @click.option("-n", "--devices")
+    @click.option("--html/--no-html")
+    def go(script, devices, html):
+        pass
+
+    assert flags(tool, "tool") == [
+        "tool --help",
+        "tool go SCRIPT",
+        "tool go -n/--devices",
+        "tool go --html/--no-html",
+        "tool go --help",
+    ]
+
+
+def test_difference_names_what_went_and_what_came():
+    assert difference(["a --x", "a --y"], ["a --x", "a --z"]) == ["-a --y", "+a --z"]
+    assert difference(["a --x"], ["a --x"]) == []
+
+
+if __name__ == "__main__":
+    print(*current_flags(), sep="\n")

@@ -1,0 +1,73 @@
+"""Imports point down the layers, and only comm speaks torch.distributed."""
+
+import pytest
+
+from tests.contract.layers import RANK, part_of, violations
+from tests.contract.tree import PACKAGE, sources
+
+
+def test_every_part_has_a_layer():
+    parts = {part_of(path, PACKAGE) for path in sources()} - {"__init__"}
+    assert parts - set(RANK) == set(), "give the new part a place in LAYERS (tests/contract/layers.py)"
+
+
+def test_the_package_follows_the_layers():
+    found = [
+        f"{path.relative_to(PACKAGE.parent)} {violation}"
+        for path in sources()
+        if part_of(path, PACKAGE) != "__init__"
+        for violation in violations(path.read_text(), part_of(path, PACKAGE))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("part", "source", "expected"),
+    [
+        ("train", "from lockstep.parallel.distributed import DistributedDataParallel", []),
+        ("comm", "import torch.distributed as dist", []),
+        ("launcher", "from torch.distributed.launcher.api import LaunchConfig", []),
+        (
+            "comm",
+            "from lockstep.train import fit",
+            ["line 1: comm imports lockstep.train.fit: train is not below comm"],
+        ),
+        (
+            "parallel",
+            "def f():\n    from lockstep.data.sampler import DistributedSampler",
+            ["line 2: parallel imports lockstep.data.sampler.DistributedSampler: data is not below parallel"],
+        ),
+        (
+            "train",
+            "from lockstep import World",
+            ["line 1: train imports lockstep.World: only ['__main__', 'cli'] use the public names"],
+        ),
+        (
+            "train",
+            "from torch import distributed",
+            [
+                "line 1: train uses torch.distributed: it may use nothing of torch.distributed; "
+                "take it from lockstep.comm"
+            ],
+        ),
+        (
+            "data",
+            "import torch\nrank = torch.distributed.get_rank()",
+            [
+                "line 2: data uses torch.distributed: it may use nothing of torch.distributed; "
+                "take it from lockstep.comm"
+            ],
+        ),
+        (
+            "launcher",
+            "import torch.distributed as dist",
+            [
+                "line 1: launcher uses torch.distributed: it may use ['torch.distributed.run', "
+                "'torch.distributed.launcher', 'torch.distributed.elastic'] of torch.distributed; "
+                "take it from lockstep.comm"
+            ],
+        ),
+    ],
+)
+def test_what_counts_as_a_violation(part, source, expected):
+    assert violations(source, part) == expected

@@ -1,0 +1,54 @@
+"""The public names: no more and no fewer without a reason, each of them real, and all of them free to import."""
+
+import subprocess
+import sys
+
+import pytest
+
+import lockstep
+
+PUBLIC_NAMES = {
+    "DataParallel",
+    "DistributedDataParallel",
+    "DistributedSampler",
+    "Loss",
+    "Task",
+    "World",
+    "adopt",
+    "errors",
+    "fit",
+    "init",
+    "launch",
+}
+
+
+def test_public_names_are_frozen():
+    assert set(lockstep.__all__) == PUBLIC_NAMES
+    assert len(lockstep.__all__) == len(PUBLIC_NAMES)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC_NAMES))
+def test_public_name_exists_and_is_documented(name):
+    assert getattr(lockstep, name).__doc__
+    assert name in dir(lockstep)
+
+
+def test_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError) as caught:
+        _ = lockstep.DistributedDataParalel
+    assert str(caught.value) == "module 'lockstep' has no attribute 'DistributedDataParalel'"
+
+
+def modules_after(code):
+    code += "\nimport sys\nprint(*sorted(name for name in sys.modules if '.' not in name))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    return set(done.stdout.split())
+
+
+def test_import_is_light():
+    assert modules_after("import lockstep") & {"torch", "numpy", "rich", "click", "matplotlib", "sklearn"} == set()
+
+
+def test_engines_do_not_load_what_only_the_commands_use():
+    code = "import lockstep\nlockstep.DataParallel, lockstep.DistributedDataParallel, lockstep.init"
+    assert modules_after(code) & {"rich", "click", "matplotlib", "sklearn"} == set()
