@@ -38,8 +38,8 @@ format: setup  ## Put the code into the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup  ## Measure every claim; writes bench/results/
-	$(BIN)/python tools/bench.py
+bench: setup  ## Measure every claim, or ONLY=name; writes bench/results/
+	$(BIN)/python tools/bench.py $(ONLY)
 
 clean:  ## Remove .venv and what the tools left
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache
