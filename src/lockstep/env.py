@@ -94,7 +94,7 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnv:
             if value is None:
                 raise ConfigurationError(
                     f"RANK and WORLD_SIZE are set, but {name} is not.\n"
-                    "Set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, the same on every rank."
+                    "Set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, on every rank."
                 )
     one_machine = world_size == 1 or (master_addr is not None and is_loopback(master_addr))
     if one_machine:

@@ -13,6 +13,7 @@ def first_host(hosts: str, *, variable: str) -> str:
     """Return the first host of a SLURM host list.
 
     Args:
+        hosts: As in SLURM_NODELIST.
         variable: The environment variable that it came from, for the message.
 
     Raises:

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from lockstep.comm.roll_call import listed
 from lockstep.errors import CollectiveError, RankFailed
@@ -20,7 +21,7 @@ _DONE = "done"
 class HostSync:
     """Barriers and leader-first blocks of one group of ranks."""
 
-    store: dist.Store
+    store: Store
     group: dist.ProcessGroup
     rank: int
     world_size: int

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from lockstep.env import RankEnv, is_loopback
 from lockstep.errors import ConfigurationError, WorldSizeMismatch
@@ -26,12 +27,12 @@ _MARK = "lockstep/hosted"
 class Meeting:
     """An open store; ``is_host`` says that its server lives in this process and ends with it."""
 
-    store: dist.Store
+    store: Store
     is_host: bool
     prefix: str
 
 
-_hosted: dict[tuple[str, int], dist.Store] = {}
+_hosted: dict[tuple[str, int], Store] = {}
 """Servers of this process. They live as long as it does, so that a second world finds the same one."""
 
 _num_meetings: dict[tuple[str, int], int] = {}
@@ -47,7 +48,7 @@ def open_meeting(env: RankEnv, timeout_s: float) -> Meeting:
         WorldSizeMismatch: Nobody hosts the store, so rank zero did not come or cannot be reached.
     """
     if env.master_addr is None or env.master_port is None:
-        return Meeting(dist.HashStore(), is_host=False, prefix="lockstep")
+        return Meeting(HashStore(), is_host=False, prefix="lockstep")
     place = (env.master_addr.strip("[]"), env.master_port)
     prefix = f"lockstep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -65,7 +66,7 @@ def open_meeting(env: RankEnv, timeout_s: float) -> Meeting:
 
 @dataclass(frozen=True)
 class _Opened:
-    store: dist.Store
+    store: Store
     is_host: bool
 
 
@@ -110,10 +111,10 @@ def _connect(env: RankEnv, place: tuple[str, int], timeout_s: float, may_host: b
         time.sleep(_RETRY_S)
 
 
-def _host(env: RankEnv, place: tuple[str, int], timeout_s: float) -> dist.Store:
+def _host(env: RankEnv, place: tuple[str, int], timeout_s: float) -> Store:
     """Start the server in this process; raises ``OSError`` when the address cannot be bound."""
     listener = _listen(*place)
-    store = dist.TCPStore(
+    store = TCPStore(
         place[0],
         place[1],
         env.world_size,
@@ -138,9 +139,9 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server(("", port), family=family, backlog=1024)
 
 
-def _client(env: RankEnv, place: tuple[str, int], timeout_s: float) -> dist.Store | None:
+def _client(env: RankEnv, place: tuple[str, int], timeout_s: float) -> Store | None:
     try:
-        return dist.TCPStore(*place, env.world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
+        return TCPStore(*place, env.world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
     except dist.DistError:
         return None
 

@@ -6,7 +6,7 @@ import json
 import time
 from dataclasses import asdict, dataclass
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from lockstep.errors import ConfigurationError, LockstepError, WorldSizeMismatch
 
@@ -32,7 +32,7 @@ class Arrival:
 
 
 def call_roll(
-    store: dist.Store, me: Arrival, *, deadline: float, timeout_s: float, is_host: bool, objection: str | None
+    store: Store, me: Arrival, *, deadline: float, timeout_s: float, is_host: bool, objection: str | None
 ) -> None:
     """Sign in and wait until all ranks have; every rank returns, or every rank raises.
 
@@ -40,6 +40,7 @@ def call_roll(
 
     Args:
         store: Empty at the start of every roll call.
+        me: What this rank signs in with.
         deadline: On the clock of ``time.monotonic``.
         timeout_s: What the user asked for, for the message.
         is_host: The store ends with this process, so it waits until the others have read a bad verdict.
@@ -69,7 +70,7 @@ def call_roll(
     raise complaint if complaint is not None else _parse(verdict)
 
 
-def _sign_in(store: dist.Store, me: Arrival) -> LockstepError | None:
+def _sign_in(store: Store, me: Arrival) -> LockstepError | None:
     """Enter this rank; return what is wrong with that."""
     signature = json.dumps(asdict(me))
     present = store.compare_set(f"rank/{me.rank}", "", signature).decode()
@@ -96,7 +97,7 @@ def _sign_in(store: dist.Store, me: Arrival) -> LockstepError | None:
     return None
 
 
-def _missing(store: dist.Store, me: Arrival, timeout_s: float) -> WorldSizeMismatch:
+def _missing(store: Store, me: Arrival, timeout_s: float) -> WorldSizeMismatch:
     keys = [f"rank/{rank}" for rank in range(me.world_size)]
     came = [Arrival(**json.loads(store.get(key))) for key in keys if store.check([key])]
     missing = sorted(set(range(me.world_size)) - {arrival.rank for arrival in came})
@@ -114,7 +115,7 @@ def listed(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) != 1 else ''} {shown}"
 
 
-def _decide(store: dist.Store, error: LockstepError) -> None:
+def _decide(store: Store, error: LockstepError) -> None:
     store.compare_set("verdict", "", json.dumps([type(error).__name__, str(error)]))
 
 
@@ -123,7 +124,7 @@ def _parse(verdict: str) -> LockstepError:
     return (ConfigurationError if kind == ConfigurationError.__name__ else WorldSizeMismatch)(message)
 
 
-def _see_off(store: dist.Store) -> None:
+def _see_off(store: Store) -> None:
     deadline = time.monotonic() + FAREWELL_S
     while store.add("read", 0) < store.add("arrived", 0) and time.monotonic() < deadline:
         time.sleep(POLL_S)

@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
 from lockstep.comm.hardware import choose_backend, choose_device
@@ -30,7 +31,7 @@ class Session:
     """What `start` opened, to be ended once."""
 
     meeting: Meeting
-    store: dist.Store
+    store: Store
     world_size: int
     undo: ExitStack
 
@@ -68,7 +69,7 @@ def start(
     if env.world_size > 1:
         me = Arrival(env.rank, env.world_size, name, socket.gethostname(), os.getpid())
         call_roll(
-            dist.PrefixStore(f"{meeting.prefix}/roll", meeting.store),
+            PrefixStore(f"{meeting.prefix}/roll", meeting.store),
             me,
             deadline=deadline,
             timeout_s=timeout_s,
@@ -80,7 +81,7 @@ def start(
             stack.enter_context(_gloo_on_loopback())
         dist.init_process_group(
             name,
-            store=dist.PrefixStore(f"{meeting.prefix}/group", meeting.store),
+            store=PrefixStore(f"{meeting.prefix}/group", meeting.store),
             rank=env.rank,
             world_size=env.world_size,
             timeout=timedelta(seconds=timeout_s),
@@ -92,7 +93,7 @@ def start(
     limit = (default_pg_nccl_timeout if name == "nccl" else None) or default_pg_timeout
     dist.distributed_c10d._set_pg_timeout(limit)
     meeting.store.set_timeout(default_pg_timeout)
-    return Session(meeting, dist.PrefixStore(meeting.prefix, meeting.store), env.world_size, undo), chosen
+    return Session(meeting, PrefixStore(meeting.prefix, meeting.store), env.world_size, undo), chosen
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import TextIO
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from lockstep.comm.hardware import choose_device
 from lockstep.comm.host_sync import HostSync
@@ -102,6 +103,7 @@ class World:
 
         Args:
             local: The first rank of each machine goes first, for files that the machines do not share.
+            timeout_s: How long the others wait.
 
         Raises:
             RankFailed: The rank that went first failed in the block; raised on those that waited.
@@ -192,7 +194,7 @@ _syncs: dict[str, HostSync] = {}
 
 def _sync_of(group: dist.ProcessGroup) -> HostSync:
     name = group.group_name
-    store = dist.PrefixStore(f"lockstep/sync/{name}", dist.distributed_c10d._get_default_store())
+    store = PrefixStore(f"lockstep/sync/{name}", dist.distributed_c10d._get_default_store())
     known = _syncs.get(name)
     if known is None or known.group is not group:
         _syncs[name] = HostSync(store, group, dist.get_rank(group), dist.get_world_size(group))
