@@ -1,0 +1,135 @@
+"""The micro-batches that one process computes, in order and without end, each share collated on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
+
+from lockstep.data.order import GlobalOrder, cut
+from lockstep.data.seeding import mix, seed_cpu
+
+_SAMPLE = 2
+"""Keeps the bits that samples are augmented with apart from those that other purposes draw from the same seed."""
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Request(NamedTuple):
+    """The samples of one micro-batch: what a loader process is asked for."""
+
+    epoch: int
+    step: int
+    num_global: int
+    shares: list[list[int]]
+
+
+class MicroBatch(NamedTuple):
+    """What a process computes at once: for each of its shares that has samples, how many, and them collated."""
+
+    step: int
+    num_global: int
+    sizes: list[int]
+    batches: list[Any]
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a global batch is divided: over ``num_shares`` devices, each share into ``accumulate`` micro-batches.
+
+    Args:
+        shares: Those that this process computes.
+    """
+
+    num_shares: int
+    shares: range
+    accumulate: int
+
+    def micro_batches(self, batch: Tensor) -> list[list[list[int]]]:
+        """Return the indices of each micro-batch of this process, for each of its shares; empty shares are left out."""
+        micro_batches: list[list[list[int]]] = [[] for _ in range(self.accumulate)]
+        for share in self.shares:
+            positions = cut(len(batch), self.num_shares, share)
+            mine = batch[positions.start : positions.stop].tolist()
+            for micro, shares in enumerate(micro_batches):
+                part = cut(len(mine), self.accumulate, micro)
+                if part:
+                    shares.append(mine[part.start : part.stop])
+        return micro_batches
+
+
+class _Requests(Sampler[Request]):
+    """All requests of this process from a step on, without end."""
+
+    def __init__(self, order: GlobalOrder, division: Division, first_step: int) -> None:
+        self._order, self._division, self._first_step = order, division, first_step
+
+    def __iter__(self) -> Iterator[Request]:
+        step = self._first_step
+        while True:
+            batch = self._order.batch(step)
+            for shares in self._division.micro_batches(batch):
+                yield Request(self._order.epoch(step), step, len(batch), shares)
+            step += 1
+
+
+class _Fetch(Dataset[MicroBatch]):
+    """Answers requests; runs in the loader processes if there are any."""
+
+    def __init__(self, samples: Sequence[Any], collate: Collate | None, seed: int) -> None:
+        self._samples, self._collate, self._seed = samples, collate, seed
+
+    def __getitem__(self, request: Request) -> MicroBatch:
+        batches = [self._share(indices, request.epoch) for indices in request.shares]
+        return MicroBatch(request.step, request.num_global, [len(indices) for indices in request.shares], batches)
+
+    def _share(self, indices: list[int], epoch: int) -> Any:
+        if isinstance(self._samples, TensorDataset) and self._collate is None:
+            index = torch.tensor(indices)
+            return [tensor[index] for tensor in self._samples.tensors]  # what default_collate makes of the rows
+        return (self._collate or default_collate)([self._sample(index, epoch) for index in indices])
+
+    def _sample(self, index: int, epoch: int) -> Any:
+        seed_cpu(mix(self._seed, _SAMPLE, epoch, index))
+        return self._samples[index]
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def micro_batches(
+    samples: Sequence[Any],
+    order: GlobalOrder,
+    division: Division,
+    *,
+    first_step: int,
+    collate: Collate | None,
+    workers: int,
+    pin_memory: bool,
+) -> Iterator[MicroBatch]:
+    """Return the micro-batches of this process from ``first_step`` on, without end; still in host memory.
+
+    Args:
+        samples: With ``len`` and ``[]``.
+        order: Which samples are in which step.
+        division: Which of them fall to this process.
+        first_step: Counted from 0 over all epochs.
+        collate: A list of samples to a batch; ``default_collate`` if None.
+        workers: Loader processes; with 0, samples are loaded as they are asked for.
+        pin_memory: Whether to page-lock the batches, for copies to CUDA that do not block.
+    """
+    loader = DataLoader(
+        _Fetch(samples, collate, order.seed),
+        sampler=_Requests(order, division, first_step),
+        batch_size=None,
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        pin_memory=pin_memory,
+        generator=torch.Generator(),  # or else it would draw from the default generator
+    )
+    return iter(loader)

@@ -1,0 +1,65 @@
+"""Which samples make up each global batch, and which of them fall to whom: pure functions of seed and position.
+
+The order of the samples depends on (seed, epoch) only. The k-th global batch is the k-th slice of the epoch's
+permutation; each share of it is contiguous. So the same samples are in the same step on any number of devices.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from lockstep.data.seeding import mix
+
+_ORDER = 1
+"""Keeps the bits that shuffle apart from those that other purposes draw from the same seed."""
+
+
+def cut(size: int, num_parts: int, index: int) -> range:
+    """Return the positions of part ``index`` when ``size`` things are cut into contiguous parts.
+
+    Sizes differ by one at most and the larger parts come first, so parts without anything are the last ones.
+    """
+    quotient, remainder = divmod(size, num_parts)
+    start = index * quotient + min(index, remainder)
+    return range(start, start + quotient + (index < remainder))
+
+
+@dataclass(frozen=True)
+class GlobalOrder:
+    """The global batches of a data set of known length, step after step, epoch after epoch.
+
+    Args:
+        num_samples: Length of the data set.
+        batch_size: Samples of a global batch; the last one of an epoch may hold fewer.
+        seed: What the permutations derive from.
+    """
+
+    num_samples: int
+    batch_size: int
+    seed: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The number of global batches in an epoch."""
+        return math.ceil(self.num_samples / self.batch_size)
+
+    def epoch(self, step: int) -> int:
+        """Return the epoch that ``step`` (counted from 0 over all epochs) falls into."""
+        return step // self.steps_per_epoch
+
+    def batch(self, step: int) -> Tensor:
+        """Return the indices of the global batch of ``step``, a 1-D int64 tensor."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        start = position * self.batch_size
+        return _permutation(self.num_samples, self.seed, epoch)[start : start + self.batch_size]
+
+
+@lru_cache(maxsize=2)
+def _permutation(num_samples: int, seed: int, epoch: int) -> Tensor:
+    generator = torch.Generator().manual_seed(mix(seed, _ORDER, epoch))
+    return torch.randperm(num_samples, generator=generator)

@@ -1,0 +1,65 @@
+"""What a run comes to, worked out from task, settings and sizes before anything is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.data.loader import Division
+from lockstep.data.order import GlobalOrder
+from lockstep.errors import ConfigurationError
+from lockstep.train.schedule import LearningRate, batch_scale
+from lockstep.train.settings import Settings
+from lockstep.train.task import Task
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run's steps, which samples each takes, how they are divided, and the learning rate."""
+
+    order: GlobalOrder
+    division: Division
+    num_steps: int
+    learning_rate: LearningRate
+    base_batch_size: int
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in a global batch."""
+        return self.order.batch_size
+
+
+def make_plan(task: Task, settings: Settings, *, num_samples: int, num_shares: int, shares: range) -> Plan:
+    """Return the plan for ``num_samples`` over ``num_shares`` devices, of which this process has ``shares``.
+
+    Raises:
+        ConfigurationError: The global batch does not divide evenly; names the nearest ones that do.
+    """
+    batch_size = settings.global_batch_size or task.global_batch_size
+    _require_even(batch_size, num_shares, settings.accumulate)
+    order = GlobalOrder(num_samples, batch_size, settings.seed)
+    num_steps = settings.steps or (settings.epochs or 1) * order.steps_per_epoch
+    base = settings.base_batch_size or task.global_batch_size
+    return Plan(
+        order=order,
+        division=Division(num_shares, shares, settings.accumulate),
+        num_steps=num_steps,
+        learning_rate=LearningRate(
+            scale=batch_scale(settings.lr_scaling, batch_size, base),
+            warmup=settings.warmup,
+            num_steps=num_steps,
+            decay=settings.schedule or task.schedule or "constant",
+        ),
+        base_batch_size=base,
+    )
+
+
+def _require_even(batch_size: int, num_shares: int, accumulate: int) -> None:
+    parts = num_shares * accumulate
+    if batch_size % parts == 0:
+        return
+    below = batch_size // parts * parts
+    nearest = f"{below} or {below + parts}" if below else f"{below + parts}"
+    times = f"{num_shares} devices" + (f" x {accumulate} micro-batches" if accumulate > 1 else "")
+    raise ConfigurationError(
+        f"The global batch of {batch_size} samples does not divide by {times}.\nSet the global batch size to {nearest}."
+    )

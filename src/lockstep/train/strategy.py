@@ -1,0 +1,171 @@
+"""Who computes: one device, several in this process, or one in each process; ours and torch's.
+
+A strategy runs forward and backward of a micro-batch and leaves in ``param.grad`` of the bare model the sum over all
+devices of ``grad(value * weight) * scale``. Everything else in the loop is the same for all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.collectives import Group
+from lockstep.comm.world import World
+from lockstep.data.loader import MicroBatch
+from lockstep.errors import ConfigurationError
+from lockstep.train.objective import LossModule, Objective, Part
+from lockstep.train.settings import StrategyName
+from lockstep.train.stopwatch import Mark, Stopwatch
+
+
+@dataclass(frozen=True)
+class Pass:
+    """How a micro-batch is run.
+
+    Args:
+        scale: Factor on the gradient of ``value * weight``.
+        sync: Whether gradients are summed over the ranks at the end of backward.
+        watch: Gets a lap for forward and one for backward.
+        after_forward: Called with the losses between the two, or after both where they are one.
+    """
+
+    scale: float
+    sync: bool
+    watch: Stopwatch
+    after_forward: Callable[[list[Part]], None]
+
+
+class Strategy(ABC):
+    """Runs micro-batches. Abstract; `make_strategy` returns the one asked for."""
+
+    num_shares: int = 1
+    """Devices that a global batch is divided over."""
+    shares: range = range(1)
+    """Those of them that this process computes for."""
+    group: Group | None = None
+    """The ranks that take part, or None if it is only this process."""
+
+    @abstractmethod
+    def run(self, micro: MicroBatch, how: Pass) -> None:
+        """Run forward and backward of ``micro``, adding to ``param.grad``.
+
+        Collective if ``how.sync`` and there is a group: every rank, with or without samples.
+        """
+
+
+def _backward(part: Part, scale: float) -> None:
+    factor = part.weight * scale
+    value = part.value if part.value.dtype in (torch.float32, torch.float64) else part.value.float()
+    (value if factor == 1.0 else value * factor).backward()
+
+
+class Single(Strategy):
+    """One device computes all; ``model`` may also be torch's DataParallel around the bare one."""
+
+    def __init__(self, model: nn.Module, objective: Objective) -> None:
+        self._model, self._objective = model, objective
+
+    def run(self, micro: MicroBatch, how: Pass) -> None:
+        """Run forward and backward of ``micro``, adding to ``param.grad``."""
+        parts = [self._objective(self._model, *item) for item in zip(micro.batches, micro.sizes, strict=True)]
+        how.watch.lap("forward_s")
+        how.after_forward(parts)
+        for part in parts:
+            _backward(part, how.scale)
+        how.watch.lap("backward_s")
+
+
+class Replicated(Strategy):
+    """Our `DataParallel`: a thread for each device, the loss computed inside it."""
+
+    def __init__(self, model: nn.Module, objective: Objective, devices: Sequence[torch.device]) -> None:
+        from lockstep.parallel.data_parallel import DataParallel
+
+        self.num_shares = len(devices)
+        self.shares = range(self.num_shares)
+        self._engine = DataParallel(model, device_ids=list(devices))
+        self._objective = objective
+
+    def run(self, micro: MicroBatch, how: Pass) -> None:
+        """Run forward and backward of ``micro``, adding to ``param.grad``."""
+        if not micro.batches:
+            return how.after_forward([])
+        parts: list[Part | None] = [None] * len(micro.batches)
+        ends: list[Mark] = []
+
+        def loss(replica: nn.Module, shard: tuple[int, object]) -> Tensor:
+            index, batch = shard
+            part = self._objective(replica, batch, micro.sizes[index])
+            parts[index] = part._replace(value=part.value.detach())
+            if index == 0:
+                ends.append(how.watch.mark())
+            return part.value * part.weight
+
+        self._engine.backward(loss, list(enumerate(micro.batches)), [how.scale] * len(micro.batches))
+        how.watch.lap("forward_s", at=ends[0])
+        how.watch.lap("backward_s")
+        how.after_forward([part for part in parts if part is not None])
+
+
+class Distributed(Strategy):
+    """One process for each device; ``wrap`` is our `DistributedDataParallel` or torch's."""
+
+    def __init__(self, model: nn.Module, objective: Objective, world: World, wrap: Callable[..., nn.Module]) -> None:
+        self.num_shares = world.world_size
+        self.shares = range(world.rank, world.rank + 1)
+        self.group = world.group
+        self._module = wrap(LossModule(model, objective), process_group=world.group)
+
+    def run(self, micro: MicroBatch, how: Pass) -> None:
+        """Run forward and backward of ``micro``, adding to ``param.grad``.
+
+        Collective if ``how.sync``: every rank, with or without samples.
+        """
+        if not micro.batches and not how.sync:
+            return how.after_forward([])
+        batch, num_samples = (micro.batches[0], micro.sizes[0]) if micro.batches else (None, 0)
+        no_sync: Callable[[], contextlib.AbstractContextManager[None]] = self._module.no_sync  # type: ignore[assignment]
+        with contextlib.nullcontext() if how.sync else no_sync():
+            part: Part = self._module(batch, num_samples)
+            how.watch.lap("forward_s")
+            how.after_forward([part] if num_samples else [])
+            # The engine's mean over the ranks becomes the sum again.
+            _backward(part._replace(weight=part.weight or 1.0), how.scale * self.num_shares)
+        how.watch.lap("backward_s")
+
+
+def make_strategy(
+    name: StrategyName, model: nn.Module, objective: Objective, world: World, devices: Sequence[torch.device]
+) -> Strategy:
+    """Return the strategy ``name`` for the bare ``model``, which is on the first of ``devices``.
+
+    Collective for ``ddp`` and ``torch-ddp``: every rank.
+
+    Raises:
+        ConfigurationError: It cannot run on these devices.
+    """
+    if name == "single":
+        return Single(model, objective)
+    if name == "dp":
+        return Replicated(model, objective, devices)
+    if name == "torch-dp":
+        return Single(_torch_data_parallel(model, devices), objective)
+    if name == "ddp":
+        from lockstep.parallel.distributed import DistributedDataParallel
+
+        return Distributed(model, objective, world, DistributedDataParallel)
+    return Distributed(model, objective, world, nn.parallel.DistributedDataParallel)
+
+
+def _torch_data_parallel(model: nn.Module, devices: Sequence[torch.device]) -> nn.Module:
+    if any(device.type != "cuda" for device in devices):
+        raise ConfigurationError(
+            "Strategy torch-dp needs CUDA devices: torch.nn.DataParallel does nothing on CPUs.\n"
+            "Use strategy dp, which runs on CPUs too."
+        )
+    return nn.DataParallel(model, device_ids=[device.index for device in devices])

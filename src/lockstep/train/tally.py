@@ -1,0 +1,71 @@
+"""The loss of a step over all ranks and micro-batches: what it sums to, and out of how many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from lockstep.comm.collectives import Group, all_reduce_async
+from lockstep.train.objective import Part
+
+
+class Tally:
+    """Sums the parts of a step; the sum over the ranks travels while the last backward runs.
+
+    Args:
+        device: Where the sums are.
+        group: The ranks that take part, or None if it is only this process.
+    """
+
+    def __init__(self, device: torch.device, group: Group | None) -> None:
+        self._group = group
+        self._sums = torch.zeros(2, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        self._future: Future[Any] | None = None
+        self.known = True
+        """Whether the count is that of the samples of the global batch, as far as this rank saw."""
+        self._empty = True
+
+    def add(self, parts: list[Part]) -> None:
+        """Add the losses of this process's shares of a micro-batch."""
+        for part in parts:
+            device = self._sums.device
+            if part.is_mean:
+                self._sums[1] += part.out_of
+            else:
+                self.known = False
+                self._sums[1] += torch.as_tensor(part.out_of).detach().to(device)
+            self._sums[0] += part.value.detach().to(device, self._sums.dtype) * part.weight
+            self._empty = False
+
+    def start_sum(self) -> None:
+        """Start to sum over the ranks, once all parts are in.
+
+        Collective: every rank of the group. Does not block.
+        """
+        if self._group is not None:
+            self._future = all_reduce_async(self._sums, group=self._group)
+
+    def wait(self) -> None:
+        """Block until the sum over the ranks is there (on CUDA: let the current stream wait)."""
+        if self._future is not None:
+            self._future.wait()
+
+    def loss(self) -> Tensor:
+        """Return the loss of the step, a 0-dimensional tensor; zero if nothing counted."""
+        return self._sums[0] / self._count()
+
+    def divisor(self, num_samples: int) -> Tensor | None:
+        """Return what a gradient scaled by ``1 / num_samples`` has yet to be divided by, or None if that is one.
+
+        A rank that saw no part cannot know, and divides in any case: by exactly one if the losses were means.
+        """
+        if self.known and not self._empty:
+            return None
+        return self._count() / num_samples
+
+    def _count(self) -> Tensor:
+        count = self._sums[1]
+        return torch.where(count > 0, count, torch.ones_like(count))

@@ -1,0 +1,150 @@
+"""What to train, never how: `Task`, and `Loss` for losses that are not a mean over the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from lockstep.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss that is a sum over something else than samples, such as tokens that are not padding.
+
+    The loss of a step is the sum of ``total`` over the sum of ``count``, over all devices and micro-batches: what one
+    device would compute on the whole global batch. ``Loss(cross_entropy(..., reduction="sum"), num_tokens)``.
+
+    Args:
+        total: 0-dimensional floating tensor with a gradient: the sum of the parts.
+        count: Number of parts in ``total``; a number or a 0-dimensional tensor.
+    """
+
+    total: Tensor
+    count: Tensor | float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What to train: one description serves one device, many devices, and comparing them.
+
+    Args:
+        model: Returns a new model; called with the seed set, so that every rank gets the same weights.
+        dataset: Returns the samples: with ``len`` and ``[]``, or an `IterableDataset` that gives the same stream in
+            every process.
+        loss: ``(model, batch)`` to a 0-dimensional tensor that is the mean over the batch's samples, or a `Loss`.
+            ``model`` is the bare model, so that its attributes and methods can be used.
+        optimizer: The model's trainable parameters to the optimizer.
+        global_batch_size: Samples in one optimizer step over all devices.
+        eval_dataset: Returns the samples for evaluation, with ``len`` and ``[]``; evaluation reports the loss on them.
+        metrics: ``(model, batch)`` to more to report of an evaluation, by name: for each a tensor with one value for
+            each sample of the batch (the mean over all samples is reported), or a `Loss`.
+        collate: A list of samples to a batch; torch's ``default_collate`` if None.
+        schedule: ``(step, num_steps)`` to the factor on the learning rate at optimizer step ``step``, from 0.
+        after: Called with the bare trained model on rank zero at the end.
+        name: What the task is called in reports.
+
+    Raises:
+        ConfigurationError: ``global_batch_size`` is not positive, or something that must be callable is not.
+    """
+
+    model: Callable[[], nn.Module]
+    dataset: Callable[[], Dataset[Any]]
+    loss: Callable[[nn.Module, Any], Tensor | Loss]
+    optimizer: Callable[[list[nn.Parameter]], Optimizer]
+    global_batch_size: int
+    eval_dataset: Callable[[], Dataset[Any]] | None = None
+    metrics: Callable[[nn.Module, Any], Mapping[str, Tensor | Loss]] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    schedule: Callable[[int, int], float] | None = None
+    after: Callable[[nn.Module], object] | None = None
+    name: str = "task"
+
+    def __post_init__(self) -> None:
+        size: object = self.global_batch_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigurationError(
+                f"global_batch_size={size!r} is not a number of samples.\nGive a whole number of at least 1."
+            )
+        for field in ("model", "dataset", "loss", "optimizer"):
+            _require_callable(field, getattr(self, field))
+        for field in ("eval_dataset", "metrics", "collate", "schedule", "after"):
+            if getattr(self, field) is not None:
+                _require_callable(field, getattr(self, field))
+
+
+_EXAMPLES = {
+    "model": "model=Net, not model=Net()",
+    "dataset": "dataset=lambda: MyDataset(...)",
+    "loss": "loss=my_loss, with def my_loss(model, batch)",
+    "optimizer": "optimizer=lambda params: AdamW(params, lr=3e-4)",
+}
+
+
+def _require_callable(field: str, value: object) -> None:
+    # A module or a data set is callable or not as it happens to be, but never what makes a new one.
+    if not callable(value) or (field == "model" and isinstance(value, nn.Module)):
+        example = f", such as {_EXAMPLES[field]}" if field in _EXAMPLES else ""
+        raise ConfigurationError(f"Task.{field} is a {type(value).__name__}.\nGive a function{example}.")
+
+
+def build_model(task: Task) -> nn.Module:
+    """Return a new model of ``task``.
+
+    Raises:
+        ConfigurationError: What it returns is no module, or has nothing to train.
+    """
+    model: object = task.model()
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(
+            f"Task.model returned a {type(model).__name__}, no torch.nn.Module.\nReturn the model from it."
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        found = "all of its parameters are frozen" if any(True for _ in model.parameters()) else "it has no parameters"
+        raise ConfigurationError(
+            f"{type(model).__name__} has no trainable parameter: {found}.\n"
+            "Leave requires_grad set on those that should be trained."
+        )
+    return model
+
+
+def build_optimizer(task: Task, model: nn.Module) -> Optimizer:
+    """Return the optimizer of ``task`` for the trainable parameters of ``model``.
+
+    Raises:
+        ConfigurationError: What it returns is no optimizer.
+    """
+    optimizer: object = task.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigurationError(
+            f"Task.optimizer returned a {type(optimizer).__name__}, no torch.optim.Optimizer.\n"
+            "Return the optimizer from it."
+        )
+    return optimizer
+
+
+def build_dataset(task: Task, *, evaluation: bool = False) -> Sequence[Any]:
+    """Return the samples of ``task``, for training or for evaluation.
+
+    Raises:
+        ConfigurationError: There are none, or they have no length.
+    """
+    field = "eval_dataset" if evaluation else "dataset"
+    make: Callable[[], Any] = getattr(task, field)
+    dataset = make()
+    try:
+        num_samples = len(dataset)
+    except TypeError:
+        raise ConfigurationError(
+            f"Task.{field} returned a {type(dataset).__name__}, which has no length.\n"
+            "Return a data set with len() and [], such as a torch.utils.data.Dataset."
+        ) from None
+    if num_samples == 0:
+        raise ConfigurationError(f"The data set of Task.{field} is empty.\nCheck where it reads its samples from.")
+    samples: Sequence[Any] = dataset
+    return samples
