@@ -25,6 +25,8 @@ from tests.pool_messages import IDLE, READY, Call, Outcome, Reply
 TESTS = Path(__file__).parent
 MAX_WORKERS = 4
 START_TIMEOUT_S = 90.0
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+"""Without it Gloo connects through whatever address the host's name has, if it has one."""
 GRACE_S = 10.0
 """How long the other ranks may go on after the first one failed."""
 
@@ -43,7 +45,7 @@ class Worker:
             self.process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "tests.pool_worker", str(theirs.fileno()), str(os.getpid())],
                 cwd=TESTS.parent,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **LOOPBACK},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

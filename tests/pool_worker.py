@@ -15,13 +15,13 @@ import traceback
 import warnings
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from types import SimpleNamespace
-from typing import Any
 
 import cloudpickle
 import torch
 import torch.distributed as dist
 
+from lockstep.comm import world
+from lockstep.comm.teardown import destroy_default_group
 from tests.pool_messages import IDLE, READY, Call, Reply
 
 PR_SET_PDEATHSIG = 1
@@ -33,20 +33,6 @@ def die_with_parent(parent_pid: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
-
-
-def make_world(call: Call) -> Any:
-    """Build the world that a test function gets, on the process group that is already up."""
-    return SimpleNamespace(
-        rank=call.rank,
-        local_rank=call.rank,
-        world_size=call.world_size,
-        local_world_size=call.world_size,
-        node_rank=0,
-        device=torch.device("cpu"),
-        backend="gloo",
-        group=dist.group.WORLD,
-    )
 
 
 def run(call: Call) -> Reply:
@@ -65,7 +51,7 @@ def run(call: Call) -> Reply:
                 timeout=timedelta(seconds=call.group_timeout_s),
             )
             fn, args = cloudpickle.loads(call.payload)
-            result = fn(make_world(call), *args)
+            result = fn(world.World.from_group(device="cpu"), *args)
             return Reply(False, cloudpickle.dumps(result), "", time.monotonic())
     except BaseException as error:
         ended_at = time.monotonic()
@@ -83,10 +69,11 @@ def pickle_error(error: BaseException) -> bytes:
     return payload
 
 
-def tear_down() -> None:
+def tear_down(failed: bool) -> None:
     """Leave no group and no socket, so that ranks that still wait for this one learn at once that it is gone."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    destroy_default_group(abort=failed)
+    # Gloo closes its sockets when nothing refers to the group any more, and only then.
+    world._syncs.clear()
     gc.collect()
 
 
@@ -102,8 +89,9 @@ def main(fd: int, parent_pid: int) -> None:
             call = connection.recv()
         except EOFError:
             return
-        connection.send(run(call))
-        tear_down()
+        reply = run(call)
+        connection.send(reply)
+        tear_down(reply.failed)
         connection.send(IDLE)
 
 
