@@ -17,6 +17,7 @@ setup: $(INSTALLED)  ## Create .venv with the pinned versions and the package (q
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@set -e; if [ ! -x $(BIN)/python ]; then python=$$(tools/find_python.sh); "$$python" -m venv $(VENV); fi
+	@echo "Installing the pinned versions into $(VENV); the first time this takes minutes."
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
