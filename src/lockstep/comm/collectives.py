@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -48,13 +49,47 @@ def default_group() -> Group:
     return group
 
 
+def mesh_group(device_mesh: Any, module: torch.nn.Module) -> Group:
+    """Return the group of a one-dimensional ``DeviceMesh``; prepare ``module`` if the mesh is part of a larger one.
+
+    Raises:
+        RuntimeError: The mesh has more than one dimension.
+    """
+    if device_mesh.ndim != 1:
+        raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+    if device_mesh._get_root_mesh() != device_mesh:  # tensor parallelism on the other dimensions: DTensor parameters
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(module)
+    group: Group = device_mesh.get_group(mesh_dim=0)
+    return group
+
+
+def stock_comm_hooks() -> ModuleType:
+    """Return torch's module of default communication hooks."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    return default_hooks
+
+
+def overlapped_optimizer(optimizer: type, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return torch's wrapper that runs a functional optimizer behind a communication hook."""
+    from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
+
+    return _as_overlapped_optim(optimizer, parameters, *args, **kwargs)
+
+
+def is_native(group: Group) -> bool:
+    """Tell whether ``group`` is c10d's own class; a group written in Python may do anything, alone or not."""
+    return type(group) is dist.ProcessGroup
+
+
 def backend_name(group: Group) -> str:
     """Return the backend's name, such as ``gloo`` or ``nccl``."""
-    name: str = group.name() if isinstance(group, dist.ProcessGroup) else type(group).__name__
     try:
         return str(dist.get_backend(group))
     except (ValueError, KeyError, RuntimeError):  # a group that c10d does not know
-        return name
+        return str(group.name())
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -151,9 +186,7 @@ def all_gather_object(value: Any, *, group: Group, device: torch.device | str = 
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: data.numel()] = data
     gathered = all_gather(padded, group=group)
-    return [
-        json.loads(bytes(part[:length].tolist()).decode()) for part, length in zip(gathered, lengths, strict=True)
-    ]
+    return [json.loads(bytes(part[:length].tolist()).decode()) for part, length in zip(gathered, lengths, strict=True)]
 
 
 def broadcast_object(value: Any, *, group: Group, src: int = 0, device: torch.device | str = "cpu") -> Any:

@@ -1,0 +1,282 @@
+"""Gradient buckets: memory that holds the gradients of some parameters, and how they get in and out.
+
+[Note: layout of a dense bucket]
+One flat buffer: the gradients of the parameters, back to back, then a tail of one element per parameter. The tail
+travels in the same collective and counts on how many ranks each parameter received a gradient; see [Note: parameters
+without a gradient] in reducer.py. ``views[k]`` has the shape and the strides of parameter k and becomes its ``.grad``.
+
+[Note: held gradients]
+In torch, a gradient that somebody keeps after ``zero_grad()`` stays as it is. Ours are views of a buffer that the next
+step overwrites, so a bucket whose views somebody still holds takes new memory and leaves the old to its holders.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lockstep.errors import LockstepError
+from lockstep.parallel.bucket_plan import BucketSpec
+
+_OWN_REFERENCES = 2  # to a view nobody else holds, as sys.getrefcount sees it: the list of views and the argument
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A parameter that received no gradient on this rank: its place in the bucket and the gradient it had before."""
+
+    place: int
+    previous: Tensor | None
+
+
+class Bucket(ABC):
+    """The gradients of ``spec.parameters`` on their way through one collective."""
+
+    def __init__(self, spec: BucketSpec, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
+        self.spec = spec
+        self.parameters = [parameters[index] for index in spec.parameters]
+        self.names = [names[index] for index in spec.parameters]
+        self.absent: list[Absent] = []
+
+    @property
+    @abstractmethod
+    def gradients(self) -> Tensor:
+        """The gradients alone, as communication hooks see them."""
+
+    @gradients.setter
+    @abstractmethod
+    def gradients(self, value: Tensor) -> None: ...
+
+    @property
+    @abstractmethod
+    def payload(self) -> Tensor:
+        """What the collective sums: the gradients and what travels with them."""
+
+    @abstractmethod
+    def gradient_views(self) -> list[Tensor]:
+        """Return the gradients one by one, by place."""
+
+    @abstractmethod
+    def gather(self, used: Sequence[int]) -> None:
+        """Bring this rank's gradients in. ``used[k]``: the parameter at place k received one since the last step."""
+
+    @abstractmethod
+    def divide(self, divisor: float) -> None:
+        """Divide this rank's gradients, before they are summed."""
+
+    @abstractmethod
+    def settle(self, num_users: Sequence[int] | None) -> None:
+        """Hand the reduced gradients to the parameters.
+
+        Args:
+            num_users: On how many ranks the parameter at each place received a gradient; None: as the tail says.
+        """
+
+    @abstractmethod
+    def adopt(self) -> None:
+        """Take over the gradients that the parameters have now, from a bucket of an earlier plan."""
+
+
+@final
+class DenseBucket(Bucket):
+    """Gradients in one flat buffer; see [Note: layout of a dense bucket]."""
+
+    def __init__(
+        self,
+        spec: BucketSpec,
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        *,
+        keep_held_gradients: bool,
+    ) -> None:
+        super().__init__(spec, parameters, names)
+        self._keep_held_gradients = keep_held_gradients
+        self._allocate()
+
+    def _allocate(self) -> None:
+        numel = sum(parameter.numel() for parameter in self.parameters)
+        self._buffer = torch.zeros(numel + len(self.parameters), dtype=self.spec.dtype, device=self.spec.device)
+        self._data = self._buffer[:numel]
+        self._tail = self._buffer[numel:]
+        self._views = _cut_views(self._data, self.parameters)
+        self._num_aliases = self._count_aliases()
+
+    @property
+    @override
+    def gradients(self) -> Tensor:
+        return self._data
+
+    @gradients.setter
+    def gradients(self, value: Tensor) -> None:
+        if value.data_ptr() != self._data.data_ptr() or value.dtype != self._data.dtype:
+            self._data.copy_(value.reshape(-1)[: self._data.numel()])
+
+    @property
+    @override
+    def payload(self) -> Tensor:
+        return self._buffer
+
+    @override
+    def gradient_views(self) -> list[Tensor]:
+        return list(self._views)
+
+    @override
+    def gather(self, used: Sequence[int]) -> None:
+        self.absent = []
+        places: list[int] = []
+        sources: list[Tensor] = []
+        views = self._views
+        for place, parameter in enumerate(self.parameters):
+            gradient = parameter.grad
+            if gradient is None or not used[place]:
+                self.absent.append(Absent(place, None if gradient is None else gradient.clone()))
+            if gradient is not None and gradient is not views[place]:
+                places.append(place)
+                sources.append(gradient)
+        if sources:
+            self._copy_in(places, sources)
+        self._tail.fill_(1)
+        for absent in self.absent:
+            self._tail[absent.place] = 0
+            if absent.previous is None:
+                self._views[absent.place].zero_()
+
+    def _copy_in(self, places: list[int], sources: list[Tensor]) -> None:
+        for place, source in zip(places, sources, strict=True):
+            if source.layout is not torch.strided:
+                raise LockstepError(
+                    f"Parameter {self.names[place]} received a sparse gradient, which was not expected.\n"
+                    "Only nn.Embedding and nn.EmbeddingBag with sparse=True may produce sparse gradients."
+                )
+        if self._keep_held_gradients and self._is_held(places):
+            self._renew()
+        views = self._views
+        torch._foreach_copy_([views[place] for place in places], [source.detach() for source in sources])
+        for place in places:
+            self.parameters[place].grad = views[place]
+
+    def _is_held(self, places: list[int]) -> bool:
+        views = self._views
+        return self._count_aliases() > self._num_aliases or any(
+            sys.getrefcount(views[place]) > _OWN_REFERENCES for place in places
+        )
+
+    def _count_aliases(self) -> int:
+        storage = self._buffer.untyped_storage()
+        return int(torch._C._storage_Use_Count(storage._cdata))
+
+    def _renew(self) -> None:
+        old_views = self._views
+        self._allocate()
+        for parameter, old, new in zip(self.parameters, old_views, self._views, strict=True):
+            if parameter.grad is old:  # in use now, not merely held
+                new.copy_(old)
+                parameter.grad = new
+
+    @override
+    def divide(self, divisor: float) -> None:
+        if divisor != 1:
+            self._data.mul_(1.0 / divisor)
+
+    @override
+    def settle(self, num_users: Sequence[int] | None) -> None:
+        if not self.absent:
+            return
+        if num_users is None:
+            num_users = [round(count) for count in self._tail.real.tolist()]
+        for absent in self.absent:
+            parameter, view = self.parameters[absent.place], self._views[absent.place]
+            if num_users[absent.place]:
+                parameter.grad = view
+            elif absent.previous is None:
+                parameter.grad = None
+            else:
+                view.copy_(absent.previous)
+
+    @override
+    def adopt(self) -> None:
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if parameter.grad is not None:
+                view.copy_(parameter.grad)
+                parameter.grad = view
+
+
+@final
+class SparseBucket(Bucket):
+    """The gradient of one embedding with ``sparse=True``; it has no fixed size and so neither buffer nor tail."""
+
+    def __init__(self, spec: BucketSpec, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
+        super().__init__(spec, parameters, names)
+        self._gradient = self._empty()
+
+    def _empty(self) -> Tensor:
+        shape = self.parameters[0].shape
+        indices = torch.empty(1, 0, dtype=torch.int64, device=self.spec.device)
+        values = torch.empty(0, *shape[1:], dtype=self.spec.dtype, device=self.spec.device)
+        return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
+
+    @property
+    @override
+    def gradients(self) -> Tensor:
+        return self._gradient
+
+    @gradients.setter
+    def gradients(self, value: Tensor) -> None:
+        self._gradient = value
+
+    @property
+    @override
+    def payload(self) -> Tensor:
+        return self._gradient
+
+    @override
+    def gradient_views(self) -> list[Tensor]:
+        return [self._gradient]
+
+    @override
+    def gather(self, used: Sequence[int]) -> None:
+        gradient = self.parameters[0].grad
+        if gradient is None:
+            self._gradient = self._empty()
+        else:
+            self._gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).detach().coalesce()
+        self.absent = [] if gradient is not None and used[0] else [Absent(0, gradient)]
+
+    @override
+    def divide(self, divisor: float) -> None:
+        self._gradient = self._gradient / divisor
+
+    @override
+    def settle(self, num_users: Sequence[int] | None) -> None:
+        reduced, self._gradient = self._gradient.coalesce(), self._empty()
+        if not self.absent or reduced._nnz() > 0:
+            self.parameters[0].grad = reduced
+
+    @override
+    def adopt(self) -> None:
+        """Do nothing: the parameter's gradient is a tensor of its own."""
+
+
+def _cut_views(flat: Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:
+    """Cut ``flat`` into tensors of the parameters' shapes; dense strides such as channels_last are kept.
+
+    autograd accumulates fastest, and without a warning, into gradients with the strides of their parameter.
+    """
+    views = []
+    offset = 0
+    for parameter in parameters:
+        piece = flat[offset : offset + parameter.numel()]
+        by_stride = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+        if parameter.permute(by_stride).is_contiguous():
+            views.append(piece.as_strided(parameter.shape, parameter.stride()))
+        else:  # it overlaps itself or has gaps
+            views.append(piece.view(parameter.shape))
+        offset += parameter.numel()
+    return views

@@ -1,0 +1,103 @@
+"""``join()``: what a rank that has run out of data does while others still train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from lockstep.comm.collectives import Group, all_reduce
+from lockstep.comm.join import Join, JoinHook
+from lockstep.parallel.torch_names import TorchNames
+
+
+class UnevenInputs(TorchNames):
+    """The part of ``DistributedDataParallel`` that lets ranks have different numbers of batches."""
+
+    _divide_by_initial_world_size: bool
+
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> Join:
+        """Return a context in which ranks may have different numbers of batches.
+
+        A rank that leaves its loop early takes part in the other ranks' steps with zero gradients, and takes over
+        the final model. Collective: every rank enters it; each ``forward`` inside costs one small all-reduce more.
+
+        Args:
+            divide_by_initial_world_size: Divide gradients by the number of all ranks, else by those with data.
+            enable: False: do nothing.
+            throw_on_early_termination: Raise RuntimeError on every rank when the first one runs out of data.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> DDPJoinHook:
+        """Return what a rank without data does in each step; for ``Join`` with several participants."""
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return DDPJoinHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the tensors that ``Join`` sends."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> Group:
+        """The group that ``Join`` uses."""
+        return self.process_group
+
+    def _notify_joined_ranks(self) -> None:
+        """Tell ranks without data that another step begins. Collective inside ``join()``, else nothing."""
+        work = Join.notify_join_context(self)
+        if work is None:
+            return
+        work.wait()
+        num_active = float(work.result()[0].item())
+        self._reducer.divisor = float(self.process_group.size()) if self._divide_by_initial_world_size else num_active
+
+
+class DDPJoinHook(JoinHook):
+    """Mirrors, in order, the collectives of the other ranks' forward and backward."""
+
+    def __init__(self, ddp: UnevenInputs) -> None:
+        self._ddp = ddp
+
+    @override
+    def main_hook(self) -> None:
+        """Take part in one step with zero gradients. Collective."""
+        ddp = self._ddp
+        if ddp.will_sync_module_buffers():
+            ddp._sync_buffers(after_forward=False, src=common_rank(ddp, candidate=False))
+        ddp.require_forward_param_sync = announce_backward(ddp, will_sync=False)
+        if ddp.require_forward_param_sync:
+            ddp._reducer.shadow_step()
+
+    @override
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Take over the model of a rank that trained to the end. Collective."""
+        src = common_rank(self._ddp, candidate=is_last_joiner)
+        self._ddp._model_sync.broadcast(src=src, with_buffers=self._ddp.forward_sync_buffers)
+
+
+def common_rank(ddp: UnevenInputs, *, candidate: bool) -> int:
+    """Return the highest rank that calls this as a candidate. Collective: every rank. Blocks until complete."""
+    rank = torch.tensor([ddp.process_group.rank() if candidate else -1], device=ddp.device)
+    all_reduce(rank, group=ddp.process_group, op="max")
+    assert rank.item() >= 0, "no rank is a candidate"
+    return int(rank.item())
+
+
+def announce_backward(ddp: UnevenInputs, *, will_sync: bool) -> bool:
+    """Tell the ranks that have joined whether this step's backward synchronises; return whether any rank's does.
+
+    Collective: every rank. Blocks until complete.
+    """
+    flag = torch.tensor([float(will_sync)], device=ddp.device)
+    all_reduce(flag, group=ddp.process_group)
+    return bool(flag.item() != 0)

@@ -1,0 +1,137 @@
+"""Checks of what ``DistributedDataParallel`` is given, before anything is sent to another rank."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.parallel.bucket_plan import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB
+
+
+def ignored_names(module: nn.Module) -> set[str]:
+    """Return the parameters and buffers that were marked to be left alone."""
+    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def check_parameters(parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse a module that has nothing to reduce, or parameters that do not exist yet.
+
+    Raises:
+        RuntimeError: No parameter requires a gradient, or a lazy module was not run yet.
+    """
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise RuntimeError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient.\n"
+            "Unfreeze what is to be trained before wrapping, or use the bare module."
+        )
+    if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in parameters):
+        raise RuntimeError(
+            "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
+            "Run a dummy forward pass to correctly initialize the modules"
+        )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a module lies, and where inputs are moved to before ``forward`` (None: they stay where they are)."""
+
+    device_type: str
+    is_multi_device: bool
+    input_device: torch.device | None
+    output_device: int | None
+
+
+def check_placement(parameters: Sequence[nn.Parameter], device_ids: Any, output_device: Any) -> Placement:
+    """Work out where the module lies and check ``device_ids`` against it.
+
+    Raises:
+        ValueError: ``device_ids`` holds several devices, or does not fit the module, or the module mixes device types.
+    """
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError("device_ids can only be None or contain a single element.")
+    devices = {parameter.device for parameter in parameters}
+    types = {device.type for device in devices}
+    if len(types) != 1:
+        raise ValueError(
+            "DistributedDataParallel's input module must be on the same type of devices, "
+            f"but input module parameters locate in {types}."
+        )
+    device_type = types.pop()
+    if (device_ids and (device_type == "cpu" or len(devices) > 1)) or (output_device and not device_ids):
+        raise ValueError(
+            "DistributedDataParallel device_ids and output_device arguments only work with single-device/"
+            f"multiple-device GPU modules or CPU modules, but got device_ids {device_ids}, output_device "
+            f"{output_device}, and module parameters {devices}."
+        )
+    if not device_ids:
+        return Placement(device_type, len(devices) > 1, None, None)
+    index = _device_index(device_ids[0])
+    output_index = index if output_device is None else _device_index(output_device)
+    input_device = torch.device(device_type, index)
+    if devices != {input_device}:
+        raise ValueError(
+            f"The module lies on {devices.pop()}, but device_ids is {list(device_ids)}.\n"
+            f"Move the module first: module.to('{input_device}')."
+        )
+    return Placement(device_type, False, input_device, output_index)
+
+
+def _device_index(device: Any) -> int:
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return torch.accelerator.current_device_index() if index is None else index
+
+
+def bucket_caps_bytes(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> tuple[int, ...]:
+    """Return one cap per bucket, the last for all that follow.
+
+    Raises:
+        ValueError: Both are given, or a cap is not positive.
+    """
+    if bucket_cap_mb_list:
+        if bucket_cap_mb is not None:
+            raise ValueError("bucket_cap_mb and bucket_cap_mb_list cannot both be given.\nUse one of them.")
+        caps = list(bucket_cap_mb_list)
+    elif bucket_cap_mb is not None:
+        caps = [bucket_cap_mb]
+    else:
+        return FIRST_CAP_BYTES, DEFAULT_CAP_BYTES
+    if any(cap <= 0 for cap in caps):
+        raise ValueError(f"A bucket's size must be positive, but got {caps} (MiB).")
+    return tuple(int(cap * MIB) for cap in caps)
+
+
+@dataclass(frozen=True)
+class BufferPolicy:
+    """When buffers are broadcast: at construction, and before every ``forward``."""
+
+    at_start: bool
+    before_forward: bool
+
+
+def buffer_policy(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> BufferPolicy:
+    """Combine torch's two flags: ``forward_sync_buffers`` (2.13) leaves the broadcast at construction on."""
+    if forward_sync_buffers is not None:
+        if broadcast_buffers is not None:
+            warnings.warn(
+                "Both `broadcast_buffers` and `forward_sync_buffers` were specified. `broadcast_buffers` is deprecated "
+                "and its value is ignored when `forward_sync_buffers` is provided.",
+                FutureWarning,
+                stacklevel=3,
+            )
+        return BufferPolicy(at_start=True, before_forward=forward_sync_buffers)
+    both = broadcast_buffers is None or broadcast_buffers
+    return BufferPolicy(at_start=both, before_forward=both)
+
+
+def sparse_parameters(module: nn.Module) -> set[torch.Tensor]:
+    """Return the weights of embeddings that produce sparse gradients."""
+    return {
+        layer.weight for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
+    }

@@ -1,0 +1,313 @@
+"""``DistributedDataParallel``: one process a device, gradients averaged during backward. Design: docs/design/ddp.md."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.profiler import record_function
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+from lockstep.comm.collectives import Group, default_group, mesh_group
+from lockstep.comm.join import Joinable
+from lockstep.errors import ConfigurationError
+from lockstep.parallel.attributes import forward_attribute
+from lockstep.parallel.comm_hooks import check_comm_hook
+from lockstep.parallel.ddp_join import UnevenInputs, announce_backward, common_rank
+from lockstep.parallel.ddp_options import (
+    bucket_caps_bytes,
+    buffer_policy,
+    check_parameters,
+    check_placement,
+    ignored_names,
+    sparse_parameters,
+)
+from lockstep.parallel.delayed import DelayedReduction
+from lockstep.parallel.dynamo import leave_uncompiled
+from lockstep.parallel.inputs import move_to
+from lockstep.parallel.model_sync import ModelSync
+from lockstep.parallel.outputs import anchor_tensors, find_tensors
+from lockstep.parallel.reducer import Reducer
+from lockstep.parallel.torch_reducer import TorchReducer
+
+
+class DistributedDataParallel(UnevenInputs):
+    """Train one model in many processes: each computes gradients on its own data, and all get their mean.
+
+    A drop-in for ``torch.nn.parallel.DistributedDataParallel`` of torch 2.13: same arguments, same ``state_dict``
+    keys (a bare model's keys load too), same joining, hooks and private names that libraries use.
+
+    Gradients are averaged in buckets while backward still runs. Each backward through an output of this module is one
+    synchronised step; parameters without a gradient, also on some ranks only, need no flag. A parameter that no
+    rank used keeps its gradient as it was.
+
+    Collective: the constructor, ``forward`` (if the module has buffers) and every synchronised backward. All block
+    until the other ranks take part, at most as long as the process group's time-out.
+
+    Args:
+        module: The model, on its device, the same on every rank in shapes and dtypes. Values come from rank 0.
+        device_ids: ``[device]`` of a module on one GPU: inputs are moved there. None: inputs stay where they are.
+        output_device: Accepted as in torch.
+        dim: Accepted as in torch.
+        broadcast_buffers: Broadcast buffers from rank 0 at construction and before each ``forward``. Default: True.
+        init_sync: Compare the model between ranks and broadcast it from rank 0. False: the caller has done so.
+        process_group: The ranks that take part. Default: all.
+        bucket_cap_mb: Size of a bucket in MiB. Default: 1 for the first, 25 for the others.
+        find_unused_parameters: Accepted and never needed.
+        check_reduction: Accepted as in torch.
+        gradient_as_bucket_view: Gradients are views of the buckets in any case. True promises that nobody keeps
+            a gradient after ``zero_grad()``, which saves a check.
+        static_graph: Accepted and never needed.
+        delay_all_reduce_named_params: Parameters whose gradients are reduced when that of
+            ``param_to_hook_all_reduce`` is ready.
+        param_to_hook_all_reduce: See above; both or neither.
+        mixed_precision: Not supported; use ``torch.autocast``.
+        device_mesh: A one-dimensional mesh, instead of ``process_group``.
+        skip_all_reduce_unused_params: Do not reduce buckets that received no gradient. Only right if the same
+            parameters stay unused on all ranks.
+        bucket_cap_mb_list: One size per bucket, the last for all that follow.
+        batched_grad_copy: Accepted; gradients are always copied a bucket at a time.
+        forward_sync_buffers: Broadcast buffers before each ``forward``; they are broadcast at construction anyhow.
+
+    Raises:
+        ModelMismatch: On every rank: the model differs between ranks; names the parameter, the rank and both shapes.
+        ConfigurationError: There is no process group, or ``mixed_precision`` was asked for.
+        RuntimeError: No parameter requires a gradient.
+        ValueError: Arguments contradict each other or the module's device.
+        CollectiveError: From ``backward``: another rank ended or did not take part.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | str | torch.device] | None = None,
+        output_device: int | str | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Group | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: object | None = None,
+        device_mesh: Any | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        if mixed_precision is not None:
+            raise ConfigurationError(
+                "mixed_precision is not supported by lockstep.DistributedDataParallel.\n"
+                "Run forward under torch.autocast, or fit() with precision='bf16'."
+            )
+        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
+            raise ValueError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
+            )
+        if process_group is not None and device_mesh is not None:
+            raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+            process_group = mesh_group(device_mesh, module)
+        self.process_group: Group = default_group() if process_group is None else process_group
+
+        delayed = list(delay_all_reduce_named_params or ())
+        self.parameters_to_ignore = ignored_names(module) | {name for name, _ in delayed}
+        self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
+        if not delayed:
+            check_parameters(self._module_parameters)
+        placement = check_placement(self._module_parameters or [p for _, p in delayed], device_ids, output_device)
+
+        self.module = module
+        self.dim = dim
+        self.device_type = placement.device_type
+        self.is_multi_device_module = placement.is_multi_device
+        self.device = (self._module_parameters or [p for _, p in delayed])[0].device
+        self._input_device = placement.input_device
+        self.device_ids = None if placement.input_device is None else [placement.input_device.index]
+        self.output_device = placement.output_device
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.batched_grad_copy = batched_grad_copy
+        self.mixed_precision = None
+        self._bucket_caps_bytes = bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list)
+        self.bucket_bytes_cap = self._bucket_caps_bytes[-1]
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self._divide_by_initial_world_size = True
+        self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
+
+        buffers = buffer_policy(broadcast_buffers, forward_sync_buffers)
+        self.forward_sync_buffers = buffers.before_forward
+        self._connect()
+        if init_sync:
+            self._model_sync.check(with_buffers=buffers.at_start)
+            self._model_sync.broadcast(src=0, with_buffers=buffers.at_start)
+        if delayed:
+            assert param_to_hook_all_reduce is not None
+            parameters = [parameter for _, parameter in delayed]
+            self._delayed = DelayedReduction(parameters, param_to_hook_all_reduce, group=self.process_group)
+        self._watch_parameters()
+
+    # --- construction, copies and pickles ---------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        """Make what talks to the process group but not yet to other ranks."""
+        if self.device_type == "cpu" and any(isinstance(layer, nn.SyncBatchNorm) for layer in self.module.modules()):
+            raise ValueError("SyncBatchNorm layers only work with GPU modules")
+        self._model_sync = ModelSync(self.module, self.parameters_to_ignore, self.process_group, self.device)
+        self.register_load_state_dict_pre_hook(_accept_bare_keys)  # type: ignore[no-untyped-call]
+
+    def _watch_parameters(self) -> None:
+        named = [item for item in self._model_sync.named_parameters().items() if item[1].requires_grad]
+        sparse = sparse_parameters(self.module)
+        self._reducer = Reducer(
+            [parameter for _, parameter in named],
+            [name for name, _ in named],
+            sparse=frozenset(index for index, (_, parameter) in enumerate(named) if parameter in sparse),
+            group=self.process_group,
+            caps_bytes=self._bucket_caps_bytes,
+            keep_held_gradients=not self.gradient_as_bucket_view,
+            skip_unused_buckets=self.skip_all_reduce_unused_params,
+        )
+        self.reducer = TorchReducer(self._reducer, self.process_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group != default_group():
+            raise RuntimeError(
+                "DDP Pickling/Unpickling are only supported when using DDP with the default process group. That is, "
+                "when you have called init_process_group and have not passed process_group argument to DDP constructor"
+            )
+        return self._portable_state()
+
+    def _portable_state(self) -> dict[str, Any]:
+        tied_to_process = ("process_group", "reducer", "_reducer", "_model_sync", "_load_state_dict_pre_hooks")
+        state = {name: value for name, value in self.__dict__.items() if name not in tied_to_process}
+        return state | {"_comm_hooks": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.process_group = default_group()
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._connect()
+        self._watch_parameters()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        nn.Module.__setstate__(clone, copy.deepcopy(self._portable_state(), memo))
+        clone.process_group = self.process_group
+        clone._connect()
+        clone._watch_parameters()
+        return clone
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
+                raise
+        return forward_attribute(self, module, name)
+
+    # --- forward ----------------------------------------------------------------------------------------------------
+
+    @leave_uncompiled
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module on this rank's inputs; see its ``forward`` for what goes in and out.
+
+        Collective: every rank, if buffers are broadcast.
+        """
+        with record_function("DistributedDataParallel.forward"):
+            self._before_forward()
+            if self._input_device is not None:
+                inputs = move_to(inputs, self._input_device)
+                kwargs = move_to(kwargs, self._input_device)
+            return self._after_forward(self.module(*inputs, **kwargs))
+
+    def _before_forward(self) -> None:
+        self._notify_joined_ranks()
+        enabled = self._join_config.enable
+        if self.will_sync_module_buffers():
+            self._sync_buffers(after_forward=False, src=common_rank(self, candidate=True) if enabled else 0)
+        if enabled:
+            announce_backward(self, will_sync=self.require_backward_grad_sync)
+
+    def _after_forward(self, output: Any) -> Any:
+        if self.will_sync_module_buffers():
+            self._sync_buffers(after_forward=True, src=0)
+        self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if not torch.is_grad_enabled():
+            return output
+        self._reducer.disarm()
+        if not self.require_backward_grad_sync:
+            return output
+        watched = [tensor for tensor in find_tensors(output) if tensor.requires_grad]
+        if self.training and not watched:
+            output = anchor_tensors(output)
+            watched = list(find_tensors(output))
+        self._reducer.prepare_for_backward(watched)
+        return output
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on this rank alone: forwards inside the context are not synchronised.
+
+        The first backward of a forward outside the context averages all that was accumulated.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    # --- buffers and communication hooks ----------------------------------------------------------------
+
+    def will_sync_module_buffers(self) -> bool:
+        """Tell whether the next ``forward`` synchronises buffers."""
+        return self.require_forward_param_sync and self.forward_sync_buffers and self._model_sync.has_buffers
+
+    def _sync_buffers(self, *, after_forward: bool, src: int) -> None:
+        self._reducer.post_backward += self._model_sync.sync_buffers(after_forward=after_forward, src=src)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let ``hook(state, bucket)`` reduce each bucket of gradients instead of the mean over ranks.
+
+        torch's stock hooks (``torch.distributed.algorithms.ddp_comm_hooks``) work unchanged. The hook gets an object
+        with the methods of ``GradBucket`` and returns a future of the reduced, divided flat gradients.
+
+        Raises:
+            TypeError: ``hook`` is not callable.
+            ValueError: Its annotations say that it expects or returns something else.
+            RuntimeError: There is a hook already.
+        """
+        check_comm_hook(hook)
+        if self._comm_hooks:
+            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        self._comm_hooks.append((hook, state))
+        self._reducer.set_comm_hook(hook, state)
+
+
+def _accept_bare_keys(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let ``load_state_dict`` take the keys of a bare model: those without ``module.``."""
+    here = [key for key in state_dict if key.startswith(prefix)]
+    if any(key.startswith(f"{prefix}module.") for key in here):
+        return
+    for key in here:
+        state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
+
+
+TorchDistributedDataParallel.register(DistributedDataParallel)  # libraries decide by isinstance

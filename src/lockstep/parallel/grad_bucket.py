@@ -1,0 +1,44 @@
+"""What a communication hook sees of a bucket: the methods of torch's ``GradBucket``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lockstep.parallel.bucket import Bucket
+
+
+class GradBucket:
+    """One bucket of gradients, as handed to a hook registered with ``register_comm_hook``.
+
+    Source: the interface is that of ``torch.distributed.GradBucket``, so that torch's stock hooks work unchanged.
+    """
+
+    def __init__(self, bucket: Bucket, index: int, *, is_last: bool) -> None:
+        self._bucket = bucket
+        self._index = index
+        self._is_last = is_last
+
+    def index(self) -> int:
+        """Return the position of the bucket in the order of launches, from 0."""
+        return self._index
+
+    def buffer(self) -> Tensor:
+        """Return the gradients of this rank, not yet divided by anything: 1-D, or the sparse gradient."""
+        return self._bucket.gradients
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Overwrite the gradients."""
+        self._bucket.gradients = buffer
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients as views into :meth:`buffer`, in the order of :meth:`parameters`."""
+        return self._bucket.gradient_views()
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return the parameters whose gradients the bucket holds."""
+        return list(self._bucket.parameters)
+
+    def is_last(self) -> bool:
+        """Tell whether this is the last bucket of the step."""
+        return self._is_last

@@ -1,0 +1,300 @@
+"""When each bucket is reduced, and what a backward leaves in ``param.grad``. Design: docs/design/ddp.md.
+
+[Note: when a backward is synchronised]
+``forward`` hooks the tensors it returns. The first such hook that autograd runs opens the step: at that moment we are
+in the outermost graph task, so a callback queued there runs when the whole backward is over, whatever nested
+backwards reentrant checkpointing starts. That callback closes the step. So each backward through an output of the
+wrapper is one synchronised step, however many there are. ``prepare_for_backward`` also arms the reducer, as torch's
+does, for outputs that we cannot find: then the first gradient opens the step.
+
+[Note: parameters without a gradient]
+A bucket that is complete is launched at once, in the order of the plan; closing the step launches the others, with
+zeros for gradients that never came. The tail of each bucket counts the ranks on which each parameter received a
+gradient since the last synchronised step. Only a rank that lacks a gradient reads its tail: a parameter that another
+rank used takes the reduced gradient, one that nobody used keeps what it had, and None stays None.
+
+[Note: the first step]
+The first synchronised backward launches nothing before its end. It shows in which order gradients arrive and which
+parameters receive several in one backward (a shared layer under reentrant checkpointing). All ranks agree on what
+they saw, and the buckets are built anew, once. Parameters that received several gradients are reduced at the end of
+backward from then on, since no arrival of theirs is known to be the last.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.variable import Variable
+from torch.futures import Future
+
+from lockstep.comm.collectives import Group, is_native
+from lockstep.errors import CollectiveError, LockstepError
+from lockstep.parallel.bucket import Bucket, DenseBucket, SparseBucket
+from lockstep.parallel.bucket_plan import BucketSpec, ParameterSpec, plan_buckets
+from lockstep.parallel.ready_order import agree_on_order
+from lockstep.parallel.transport import CommHook, HookTransport, MeanTransport, Transport
+
+
+class _Phase(Enum):
+    IDLE = "idle"
+    ARMED = "armed"  # the next gradient opens a step
+    COLLECTING = "collecting"  # a synchronised backward runs
+
+
+class Reducer:
+    """Averages the gradients of ``parameters`` over the ranks of ``group`` during backward.
+
+    Args:
+        parameters: All parameters to reduce, each once; the same order, shapes and dtypes on every rank.
+        names: Their names, for messages.
+        sparse: Indices of the parameters that receive sparse gradients.
+        group: The ranks that take part.
+        caps_bytes: See :func:`plan_buckets`.
+        keep_held_gradients: See [Note: held gradients] in bucket.py.
+        skip_unused_buckets: Do not reduce buckets without any gradient; only right if all ranks agree on which.
+
+    Attributes:
+        divisor: What gradients are divided by before they are summed; the number of ranks.
+        exposed_wait_s: How long the last backward waited for communication after its own work was done.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        *,
+        sparse: frozenset[int],
+        group: Group,
+        caps_bytes: Sequence[int],
+        keep_held_gradients: bool,
+        skip_unused_buckets: bool = False,
+    ) -> None:
+        self.divisor = float(group.size())
+        self.exposed_wait_s = 0.0
+        self.has_rebuilt_buckets = False
+        self.buckets: list[Bucket] = []
+        self.post_backward: list[Future[Any]] = []  # waited for when the step closes
+        self._group = group
+        self._transport: Transport = MeanTransport(group)
+        self._parameters = list(parameters)
+        self._names = list(names)
+        self._caps_bytes = tuple(caps_bytes)
+        self._keep_held_gradients = keep_held_gradients
+        self._skip_unused_buckets = skip_unused_buckets
+        self._specs = [
+            ParameterSpec(parameter.numel(), parameter.dtype, parameter.device, sparse=index in sparse)
+            for index, parameter in enumerate(self._parameters)
+        ]
+        self._default_order = tuple(reversed(range(len(self._parameters))))
+        self._lock = threading.Lock()  # a model on several devices calls hooks from one autograd thread per device
+        self._used = bytearray(len(self._parameters))  # received a gradient since the last synchronised step
+        self._handles: list[Any] = []
+        self._phase = _Phase.IDLE
+        self._install(plan_buckets(self._specs, self._default_order, self._caps_bytes))
+        if group.size() > 1 or not is_native(group):
+            self._hook_parameters()
+
+    def set_comm_hook(self, hook: CommHook, state: object) -> None:
+        """Let ``hook(state, bucket)`` reduce the buckets from now on."""
+        self._transport = HookTransport(self._group, hook, state)
+        if not self._handles:
+            self._hook_parameters()
+
+    def remove_hooks(self) -> None:
+        """Stop watching the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def check_finished(self) -> None:
+        """Raise RuntimeError if a synchronised backward has begun and not run to its end."""
+        if self._phase is _Phase.COLLECTING:
+            raise RuntimeError("A synchronised backward has not run to its end.")
+
+    # --- a step opens -----------------------------------------------------------------------------------------------
+
+    def prepare_for_backward(self, outputs: Sequence[Tensor] = ()) -> None:
+        """Make the next backward a synchronised step, and every backward that reaches one of ``outputs``."""
+        if not self._handles:
+            return
+        if self._phase is _Phase.IDLE:
+            self._phase = _Phase.ARMED
+        for output in outputs:
+            if output.grad_fn is not None:  # a hook on a leaf would stay there for good
+                output.register_hook(self._on_output)
+
+    def disarm(self) -> None:
+        """Forget that a backward was expected, or one that an exception cut short. Nothing happens inside backward."""
+        if torch._C._current_graph_task_id() == -1:
+            self._reset_step()
+
+    def _on_output(self, _gradient: Tensor) -> None:
+        with self._lock:
+            if self._phase is not _Phase.COLLECTING:
+                self._open_step()
+
+    def _open_step(self) -> None:
+        self._reset_step()
+        self._phase = _Phase.COLLECTING
+        Variable._execution_engine.queue_callback(self._close_step)
+
+    def _reset_step(self) -> None:
+        self._phase = _Phase.IDLE
+        self._arrivals: list[int] = []
+        self._arrived = bytearray(len(self._parameters))
+        self._missing = [len(bucket.parameters) for bucket in self.buckets]
+        self._inflight: list[Future[Any] | None] = []
+
+    # --- gradients arrive, buckets leave ----------------------------------------------------------------------------
+
+    def _hook_parameters(self) -> None:
+        reference = weakref.ref(self)  # hooks live as long as the model, which must not keep the reducer alive
+
+        def hook_for(index: int) -> Callable[[Tensor], None]:
+            def on_gradient(_parameter: Tensor) -> None:
+                reducer = reference()
+                if reducer is not None:
+                    reducer._on_gradient(index)
+
+            return on_gradient
+
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(hook_for(index))
+            for index, parameter in enumerate(self._parameters)
+        ]
+
+    def _on_gradient(self, index: int) -> None:
+        with self._lock:
+            self._used[index] = 1
+            if self._phase is not _Phase.COLLECTING:
+                if self._phase is _Phase.IDLE:
+                    return
+                self._open_step()
+            if not self.has_rebuilt_buckets:
+                self._arrivals.append(index)
+                return
+            position = self._bucket_of[index]
+            if self._arrived[index]:
+                if position < len(self._inflight):
+                    raise LockstepError(self._late_message(index))
+                return
+            self._arrived[index] = 1
+            self._missing[position] -= 1
+            while (ready := len(self._inflight)) < len(self.buckets) and self._missing[ready] == 0:
+                if self.buckets[ready].spec.deferred:
+                    break
+                self._launch()
+
+    def _late_message(self, index: int) -> str:
+        return (
+            f"Rank {self._group.rank()}: parameter {self._names[index]} received a second gradient in one backward, "
+            "after its bucket had been sent.\nThis happens when a layer is checkpointed several times with "
+            "use_reentrant=True in some steps but not in the first. Use use_reentrant=False."
+        )
+
+    def _launch(self) -> None:
+        """Gather the next bucket's gradients and start its reduction."""
+        position = len(self._inflight)
+        bucket = self.buckets[position]
+        used = [self._used[index] for index in bucket.spec.parameters]
+        if self._skip_unused_buckets and not any(used):
+            self._inflight.append(None)
+            return
+        bucket.gather(used)
+        self._inflight.append(self._start(bucket, position))
+
+    def _start(self, bucket: Bucket, position: int) -> Future[Any]:
+        is_last = position == len(self.buckets) - 1
+        return self._transport.start(bucket, position, is_last=is_last, divisor=self.divisor)
+
+    # --- the step closes --------------------------------------------------------------------------------------------
+
+    def _close_step(self) -> None:
+        """Launch what is left, wait for everything, and settle the gradients that never came."""
+        with self._lock:
+            try:
+                while len(self._inflight) < len(self.buckets):
+                    self._launch()
+                started_s = time.perf_counter()
+                num_users = self._wait_for_all(self.buckets, self._inflight, self._used)
+                self.exposed_wait_s = time.perf_counter() - started_s
+                for bucket, future in zip(self.buckets, self._inflight, strict=True):
+                    if future is not None:
+                        counts = None if num_users is None else [num_users[index] for index in bucket.spec.parameters]
+                        bucket.settle(counts)
+                for future in self.post_backward:
+                    future.wait()
+                if not self.has_rebuilt_buckets:
+                    self._rebuild(self._arrivals)
+                self._used = bytearray(len(self._parameters))
+            finally:
+                self.post_backward = []
+                self._reset_step()
+
+    def _wait_for_all(
+        self, buckets: Sequence[Bucket], futures: Sequence[Future[Any] | None], used: Sequence[int]
+    ) -> list[int] | None:
+        """Block until all buckets are reduced; return how many ranks used each parameter, unless the tails say it."""
+        counting = self._transport.start_counts(used, self._specs[0].device)
+        for position, (bucket, future) in enumerate(zip(buckets, futures, strict=True)):
+            if future is not None:
+                try:
+                    self._transport.finish(bucket, future)
+                except RuntimeError as error:
+                    raise CollectiveError(
+                        f"Rank {self._group.rank()}: the gradient reduction of bucket {position} "
+                        f"({bucket.names[0]} ... {bucket.names[-1]}) failed: {error}\n"
+                        "Another rank probably ended or ran no backward; look at the first error of the job."
+                    ) from error
+        if counting is None:
+            return None
+        counts, future = counting
+        future.wait()
+        return [1] * len(used) if all(used) else [int(count) for count in counts.tolist()]
+
+    def shadow_step(self) -> None:
+        """Take part in one step of the other ranks with zero gradients; ``param.grad`` stays as it is.
+
+        Collective: every rank that has data runs a synchronised backward. Blocks until complete.
+        """
+        nothing = bytearray(len(self._parameters))
+        scratch = [self._make_bucket(bucket.spec) for bucket in self.buckets]
+        futures = []
+        for position, bucket in enumerate(scratch):
+            bucket.payload.zero_()
+            futures.append(self._start(bucket, position))
+        self._wait_for_all(scratch, futures, nothing)
+        if not self.has_rebuilt_buckets:
+            self._rebuild([])
+
+    # --- the plan ---------------------------------------------------------------------------------------------------
+
+    def _make_bucket(self, spec: BucketSpec) -> Bucket:
+        if spec.sparse:
+            return SparseBucket(spec, self._parameters, self._names)
+        return DenseBucket(spec, self._parameters, self._names, keep_held_gradients=self._keep_held_gradients)
+
+    def _install(self, plan: Sequence[BucketSpec]) -> None:
+        self.buckets = [self._make_bucket(spec) for spec in plan]
+        self._bucket_of = [0] * len(self._parameters)
+        for position, spec in enumerate(plan):
+            for index in spec.parameters:
+                self._bucket_of[index] = position
+        self._reset_step()
+
+    def _rebuild(self, arrivals: Sequence[int]) -> None:
+        """Build the buckets anew from what the first step showed. Collective: every rank."""
+        agreed = agree_on_order(arrivals, self._default_order, group=self._group, device=self._specs[0].device)
+        self._specs = [replace(spec, deferred=index in agreed.repeated) for index, spec in enumerate(self._specs)]
+        self._install(plan_buckets(self._specs, agreed.order, self._caps_bytes))
+        for bucket in self.buckets:
+            bucket.adopt()
+        self.has_rebuilt_buckets = True

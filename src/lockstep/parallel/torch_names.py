@@ -1,0 +1,135 @@
+"""The private and deprecated names of torch's class that libraries and torch's own tools rely on."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.collectives import Group
+from lockstep.comm.join import Joinable
+from lockstep.parallel.comm_hooks import builtin_comm_hook, overlapped_optimizer
+from lockstep.parallel.ddp_logging import logging_data
+from lockstep.parallel.inputs import move_to
+from lockstep.parallel.model_sync import BufferHook, ModelSync, RegisteredBufferHook
+
+if TYPE_CHECKING:
+    from lockstep.parallel.reducer import Reducer
+
+
+class TorchNames(nn.Module, Joinable):
+    """What ``DistributedDataParallel`` answers to besides its documented interface."""
+
+    module: nn.Module
+    device: torch.device
+    device_ids: list[int] | None
+    output_device: int | None
+    process_group: Group
+    is_multi_device_module: bool
+    forward_sync_buffers: bool
+    find_unused_parameters: bool
+    gradient_as_bucket_view: bool
+    static_graph: bool
+    bucket_bytes_cap: int
+    require_forward_param_sync: bool
+    _comm_hooks: list[tuple[Callable[..., Any], object]]
+    _model_sync: ModelSync
+    _module_parameters: list[nn.Parameter]
+    _reducer: Reducer
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Torch's older name for ``forward_sync_buffers``."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """The buffers that are synchronised."""
+        return list(self._model_sync.named_buffers().values())
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:
+        """The buffers that are synchronised, by name."""
+        return self._model_sync.named_buffers()
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> tuple[tuple[Any], tuple[Any]]:
+        """Return inputs and keyword arguments on a device, in torch's wrapping."""
+        device = self.device if self.device.type == "cpu" else torch.device(self.device.type, device_id)
+        return (move_to(inputs, device),), (move_to(kwargs, device),)
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        return self._reducer.has_rebuilt_buckets
+
+    @property
+    def _distributed_rank(self) -> int:
+        return self.process_group.rank()
+
+    def _get_ddp_logging_data(self) -> dict[str, str | int]:
+        """Return torch's facts for debugging: world size, buckets, dtypes and so on."""
+        sizes_bytes = [bucket.spec.size_bytes for bucket in self._reducer.buckets]
+        return logging_data(self, sizes_bytes, rebuilt=self._reducer.has_rebuilt_buckets)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        if sample_rate < 1:
+            raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
+
+    def _set_static_graph(self) -> None:
+        self.static_graph = True
+
+    def _remove_autograd_hooks(self) -> None:
+        self._reducer.remove_hooks()
+
+    def _check_reducer_finalized(self) -> None:
+        self._reducer.check_finished()
+
+    def _register_buffer_comm_hook(self, state: object, hook: BufferHook, comm_hook_location: Any = None) -> None:
+        """Let ``hook(state, named_buffers)`` synchronise buffers; ``comm_hook_location`` is torch's enum."""
+        after_forward = comm_hook_location is None or comm_hook_location.name == "POST_FORWARD"
+        self._model_sync.registered = RegisteredBufferHook(hook, state, after_forward)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        self.register_comm_hook(self.process_group, builtin_comm_hook(comm_hook_type))
+
+    def _register_fused_optim(
+        self, optim: type, *args: Any, optim_params: Sequence[nn.Parameter] | None = None, **kwargs: Any
+    ) -> None:
+        """Run an optimizer on each bucket as soon as it is reduced (torch's functional optimizers)."""
+        try:
+            overlapped_optimizer(optim, optim_params, *args, **kwargs).register_ddp(self)
+        except NotImplementedError as error:
+            raise RuntimeError(f"{optim} does not support overlapped DDP.") from error
+
+    @abstractmethod
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """See ``DistributedDataParallel``."""
+
+    @abstractmethod
+    def will_sync_module_buffers(self) -> bool:
+        """See ``DistributedDataParallel``."""
+
+    @abstractmethod
+    def _sync_buffers(self, *, after_forward: bool, src: int) -> None: ...
+
+    @staticmethod
+    def _get_data_parallel_params(
+        module: nn.Module, named_params: bool = False
+    ) -> Iterator[nn.Parameter | tuple[str, nn.Parameter]]:
+        for name, parameter in module.named_parameters():
+            if not hasattr(parameter, "_ddp_ignored"):
+                yield (name, parameter) if named_params else parameter
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:
+        """Mark parameters and buffers, by full name, that a wrapper of ``module`` leaves alone."""
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if name in params_and_buffers_to_ignore:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]

@@ -1,0 +1,82 @@
+"""How a bucket travels: one all-reduce, or what a communication hook makes of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+from typing_extensions import override
+
+from lockstep.comm.collectives import Group, all_reduce_async
+from lockstep.parallel.bucket import Bucket
+from lockstep.parallel.grad_bucket import GradBucket
+
+CommHook = Callable[[Any, Any], Future[Any]]
+
+
+class Transport(ABC):
+    """Starts the reduction of buckets and takes the results in."""
+
+    @abstractmethod
+    def start(self, bucket: Bucket, position: int, *, is_last: bool, divisor: float) -> Future[Any]:
+        """Start to reduce ``bucket`` over all ranks; does not block. Collective: every rank, in bucket order."""
+
+    @abstractmethod
+    def finish(self, bucket: Bucket, future: Future[Any]) -> None:
+        """Block until ``bucket`` holds the reduced gradients."""
+
+    @abstractmethod
+    def start_counts(self, used: Sequence[int], device: torch.device) -> tuple[Tensor, Future[Any]] | None:
+        """Start to count on how many ranks each parameter was used; None where the buckets' tails say it.
+
+        Collective: every rank, after the last bucket of the step.
+        """
+
+
+@final
+class MeanTransport(Transport):
+    """The mean over ranks: divided first, so that fp16 does not overflow, then summed together with the tail."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    @override
+    def start(self, bucket: Bucket, position: int, *, is_last: bool, divisor: float) -> Future[Any]:
+        bucket.divide(divisor)
+        return all_reduce_async(bucket.payload, group=self._group)
+
+    @override
+    def finish(self, bucket: Bucket, future: Future[Any]) -> None:
+        future.wait()
+
+    @override
+    def start_counts(self, used: Sequence[int], device: torch.device) -> None:
+        return None
+
+
+@final
+class HookTransport(Transport):
+    """A communication hook: it owns the gradients and divides them itself, and the counts travel on their own."""
+
+    def __init__(self, group: Group, hook: CommHook, state: object) -> None:
+        self._group = group
+        self._hook = hook
+        self._state = state
+
+    @override
+    def start(self, bucket: Bucket, position: int, *, is_last: bool, divisor: float) -> Future[Any]:
+        return self._hook(self._state, GradBucket(bucket, position, is_last=is_last))
+
+    @override
+    def finish(self, bucket: Bucket, future: Future[Any]) -> None:
+        result = future.wait()
+        bucket.gradients = result[0] if isinstance(result, list | tuple) else result
+
+    @override
+    def start_counts(self, used: Sequence[int], device: torch.device) -> tuple[Tensor, Future[Any]]:
+        counts = torch.tensor(list(used), dtype=torch.int32, device=device)
+        return counts, all_reduce_async(counts, group=self._group)
