@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 from lockstep import errors
 
 if TYPE_CHECKING:
-    pass
+    from lockstep.comm.world import World as World
+    from lockstep.comm.world import init as init
+    from lockstep.data.sampler import DistributedSampler as DistributedSampler
+    from lockstep.parallel.distributed import DistributedDataParallel as DistributedDataParallel
+    from lockstep.train.task import Loss as Loss
+    from lockstep.train.task import Task as Task
 
 __version__ = "0.1.0.dev0"
 
