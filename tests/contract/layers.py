@@ -12,9 +12,12 @@ LAYERS = [
     {"parallel", "data", "launcher"},
     {"train"},
     {"study", "adoption"},
-    {"cli", "__main__"},
+    {"cli", "__main__", "bootstrap"},
 ]
 """Lowest first. A part imports from layers below its own; parts of one layer do not import each other."""
+
+ENTRY_POINTS = {"launcher/bootstrap.py": "bootstrap"}
+"""Files that are a part of their own: the first file that a rank runs is started by path, and never imported."""
 
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 
@@ -26,9 +29,9 @@ TORCH_DISTRIBUTED = {
 
 
 def part_of(path: Path, package: Path) -> str:
-    """The part that a file belongs to: the first folder or file name below the package."""
-    first = path.relative_to(package).parts[0]
-    return first.removesuffix(".py")
+    """The part that a file belongs to: as a rule the first folder or file name below the package."""
+    relative = path.relative_to(package)
+    return ENTRY_POINTS.get(relative.as_posix(), relative.parts[0].removesuffix(".py"))
 
 
 def violations(source: str, part: str) -> list[str]:

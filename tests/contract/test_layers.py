@@ -1,8 +1,10 @@
 """Imports point down the layers, and only comm speaks torch.distributed."""
 
+import ast
+
 import pytest
 
-from tests.contract.layers import RANK, part_of, violations
+from tests.contract.layers import ENTRY_POINTS, RANK, imported_names, part_of, violations
 from tests.contract.tree import PACKAGE, sources
 
 
@@ -19,6 +21,13 @@ def test_the_package_follows_the_layers():
         for violation in violations(path.read_text(), part_of(path, PACKAGE))
     ]
     assert found == []
+
+
+def test_entry_points_are_not_imported():
+    imported = {name for path in sources() for _, name in imported_names(ast.parse(path.read_text()))}
+    for file in ENTRY_POINTS:
+        assert (PACKAGE / file).exists()
+        assert not [name for name in imported if name.startswith("lockstep." + file[:-3].replace("/", "."))]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +49,7 @@ def test_the_package_follows_the_layers():
         (
             "train",
             "from lockstep import World",
-            ["line 1: train imports lockstep.World: only ['__main__', 'cli'] use the public names"],
+            ["line 1: train imports lockstep.World: only ['__main__', 'bootstrap', 'cli'] use the public names"],
         ),
         (
             "train",
