@@ -1,0 +1,53 @@
+"""``adopt()``: put our engines and sampler where torch's names are, so that existing scripts run on them unchanged."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import torch.nn.parallel
+import torch.utils.data
+
+from lockstep.data.sampler import DistributedSampler
+from lockstep.parallel.data_parallel import DataParallel
+from lockstep.parallel.distributed import DistributedDataParallel
+
+_PUBLIC_HOMES = frozenset(
+    {
+        "torch.nn",
+        "torch.nn.parallel",
+        "torch.nn.parallel.data_parallel",
+        "torch.nn.parallel.distributed",
+        "torch.utils.data",
+        "torch.utils.data.distributed",
+    }
+)
+
+
+def adopt() -> None:
+    """Make torch's names for data-parallel training mean ours, in this process, for good.
+
+    Call it first thing in a script, or start the script with ``lockstep run --adopt``. Modules that have imported
+    torch's classes by name already get ours too; objects and subclasses made before stay what they are. Libraries that
+    decide by ``isinstance(model, torch.nn.parallel.DistributedDataParallel)`` see ours as one. Calling it again does
+    no harm.
+    """
+    replacements = {
+        id(torch.nn.parallel.DataParallel): DataParallel,
+        id(torch.nn.parallel.DistributedDataParallel): DistributedDataParallel,
+        id(torch.utils.data.DistributedSampler): DistributedSampler,
+    }
+    for module_name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and _may_change(module_name):
+            for name, value in list(vars(module).items()):
+                if id(value) in replacements:
+                    setattr(module, name, replacements[id(value)])
+
+
+def _may_change(module_name: str) -> bool:
+    """Tell whether names in a module are replaced.
+
+    torch's own modules may rely on the internals of torch's class, and recognise ours by isinstance where they must;
+    our engine registers itself with torch's class.
+    """
+    return module_name in _PUBLIC_HOMES or module_name.split(".")[0] not in ("torch", "lockstep")

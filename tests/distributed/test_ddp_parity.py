@@ -1,0 +1,118 @@
+"""DistributedDataParallel trains as one process does on the whole batch, and keeps all ranks equal to the bit."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lockstep
+from tests.models import FAMILIES, assert_gradients_equal, build, global_batch, share
+
+NUM_STEPS = 4
+
+
+def digest(model):
+    """Return something equal only for models with the same bits."""
+    return [parameter.detach().clone().view(torch.uint8).sum().item() for parameter in model.parameters()], [
+        parameter.detach().clone() for parameter in model.parameters()
+    ]
+
+
+def train_beside_oracle(world, name):
+    """Train with our engine on a share and, alone, on the whole batch; compare after each step."""
+    family = FAMILIES[name]
+    oracle = build(name)
+    # Wrong weights on other ranks: construction must overwrite them with those of rank 0. Small buckets: many launches.
+    model = lockstep.DistributedDataParallel(build(name, seed=world.rank), bucket_cap_mb=0.0005)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, oracle)]
+    for step in range(NUM_STEPS):
+        batch = global_batch(name, 4 * world.world_size, seed=step)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+        family.loss(model, share(batch, world.rank, world.world_size)).backward()
+        family.loss(oracle, batch).backward()
+        assert_gradients_equal(model.module, oracle)
+        for optimizer in optimizers:
+            optimizer.step()
+        for parameter in model.parameters():
+            gathered = [torch.empty_like(torch.view_as_real(parameter) if parameter.is_complex() else parameter)
+                        for _ in range(world.world_size)]
+            value = parameter.detach()
+            dist.all_gather(gathered, (torch.view_as_real(value) if value.is_complex() else value).contiguous())
+            assert all(torch.equal(gathered[0], other) for other in gathered)
+    return model._get_ddp_logging_data()["has_rebuilt_buckets"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_gradients_equal_one_process_and_ranks_stay_identical(ranks, name, num_ranks):
+    assert ranks(num_ranks)(train_beside_oracle, name) == [1] * num_ranks
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), [("mlp", 1), ("reused", 1), ("transformer", 4), ("reused", 4)])
+def test_one_and_four_ranks(ranks, name, num_ranks):
+    ranks(num_ranks)(train_beside_oracle, name)
+
+
+def compare_with_torch(world, name, options):
+    """Both classes on the same data: the same bits at two ranks, where the order of the sum cannot differ."""
+    family = FAMILIES[name]
+    ours = lockstep.DistributedDataParallel(build(name), **options)
+    theirs = torch.nn.parallel.DistributedDataParallel(build(name), find_unused_parameters=name == "reused", **options)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (ours, theirs)]
+    for step in range(NUM_STEPS):
+        batch = share(global_batch(name, 4 * world.world_size, seed=step), world.rank, world.world_size)
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            family.loss(model, batch).backward()
+            optimizer.step()
+        for (key, mine), other in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+            assert torch.equal(mine, other), key
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer", "reused", "channels_last"])
+def test_same_bits_as_torch_on_two_ranks(ranks, name):
+    ranks(2)(compare_with_torch, name, {})
+
+
+@pytest.mark.parametrize("options", [{"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.001}, {"static_graph": True}])
+def test_same_bits_as_torch_with_options(ranks, options):
+    ranks(2)(compare_with_torch, "mlp", options)
+
+
+def half_precision_gradients(world):
+    model = torch.nn.Linear(1, 1, bias=False).half()
+    torch.nn.init.ones_(model.weight)
+    wrapped = lockstep.DistributedDataParallel(model)
+    wrapped(torch.full((1, 1), 40000.0, dtype=torch.float16)).sum().backward()
+    return model.weight.grad.item()
+
+
+def test_fp16_gradients_are_divided_before_they_are_summed(ranks):
+    """The sum, 80000, does not exist in fp16; the mean does."""
+    assert ranks(2)(half_precision_gradients) == [40000.0, 40000.0]
+
+
+def mixed_dtypes(world):
+    from tests.models import MixedDtypes, global_batch, share, squared_error
+
+    torch.manual_seed(0)
+    oracle = MixedDtypes()
+    oracle.wide.double()
+    torch.manual_seed(0)
+    model = MixedDtypes()
+    model.wide.double()
+    wrapped = lockstep.DistributedDataParallel(model)
+    for step in range(3):
+        wrapped.zero_grad()
+        oracle.zero_grad()
+        batch = global_batch("mlp", 4 * world.world_size, seed=step)
+        squared_error(wrapped, share(batch, world.rank, world.world_size)).backward()
+        squared_error(oracle, batch).backward()
+        assert_gradients_equal(model, oracle, tolerance=1e-5)
+    return [str(parameter.grad.dtype) for parameter in model.parameters()]
+
+
+def test_parameters_of_several_dtypes(ranks):
+    expected = ["torch.float64", "torch.float64", "torch.float32", "torch.float32"]
+    assert ranks(2)(mixed_dtypes) == [expected, expected]
