@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -62,7 +62,7 @@ class Division:
         return micro_batches
 
 
-class _Requests(Sampler[Request]):
+class TrainRequests(Sampler[Request]):
     """All requests of this process from a step on, without end."""
 
     def __init__(self, order: GlobalOrder, division: Division, first_step: int) -> None:
@@ -102,30 +102,28 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def micro_batches(
+def load(
     samples: Sequence[Any],
-    order: GlobalOrder,
-    division: Division,
+    requests: Iterable[Request],
     *,
-    first_step: int,
+    seed: int,
     collate: Collate | None,
     workers: int,
     pin_memory: bool,
 ) -> Iterator[MicroBatch]:
-    """Return the micro-batches of this process from ``first_step`` on, without end; still in host memory.
+    """Return the micro-batches that ``requests`` ask for, in their order; still in host memory.
 
     Args:
         samples: With ``len`` and ``[]``.
-        order: Which samples are in which step.
-        division: Which of them fall to this process.
-        first_step: Counted from 0 over all epochs.
+        requests: Such as `TrainRequests`.
+        seed: What the random numbers of each sample derive from.
         collate: A list of samples to a batch; ``default_collate`` if None.
         workers: Loader processes; with 0, samples are loaded as they are asked for.
         pin_memory: Whether to page-lock the batches, for copies to CUDA that do not block.
     """
     loader = DataLoader(
-        _Fetch(samples, collate, order.seed),
-        sampler=_Requests(order, division, first_step),
+        _Fetch(samples, collate, seed),
+        sampler=requests,
         batch_size=None,
         num_workers=workers,
         collate_fn=_as_it_is,

@@ -5,25 +5,26 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.comm.collectives import all_reduce
+from lockstep.comm.collectives import Group
 from lockstep.comm.world import World
 from lockstep.data.device import Prefetcher, to_device
-from lockstep.data.loader import MicroBatch, micro_batches
+from lockstep.data.loader import MicroBatch, TrainRequests, load
 from lockstep.data.seeding import mix, seed_cpu, seed_device
-from lockstep.train.gradients import clip_factor, global_norm, gradients, multiply_
+from lockstep.errors import ConfigurationError
 from lockstep.train.objective import Objective, Part
 from lockstep.train.plan import make_plan
 from lockstep.train.precision import GradScaler
-from lockstep.train.schedule import base_rates, set_rates
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.stopwatch import PhaseTimes, Stopwatch
 from lockstep.train.strategy import Pass, make_strategy
 from lockstep.train.tally import Tally
 from lockstep.train.task import Task, build_dataset, build_model, build_optimizer
+from lockstep.train.update import Updater
 
 _INIT, _FORWARD = 3, 4
 """Keep the bits for initial weights and for dropout apart from those that other purposes draw from the same seed."""
@@ -84,15 +85,15 @@ class Loop:
         strategy: StrategyName,
         devices: Sequence[torch.device],
     ) -> None:
-        self._task, self._settings, self._devices = task, settings, list(devices)
-        self.device = self._devices[0]
+        self._task, self.settings, self.devices = task, settings, list(devices)
+        self.device = self.devices[0]
         self.samples = build_dataset(task)
         seed_cpu(mix(settings.seed, _INIT))
         seed_device(self.device, mix(settings.seed, _INIT))
         self.model = build_model(task).to(self.device).train()
         self.optimizer = build_optimizer(task, self.model)
         objective = Objective(task, settings.precision)
-        self._strategy = make_strategy(strategy, self.model, objective, world, self._devices)
+        self._strategy = make_strategy(strategy, self.model, objective, world, self.devices)
         self.plan = make_plan(
             task,
             settings,
@@ -100,12 +101,27 @@ class Loop:
             num_shares=self._strategy.num_shares,
             shares=self._strategy.shares,
         )
-        self._base_rates = base_rates(self.optimizer)
-        self.scaler = GradScaler() if settings.precision == "fp16" else None
+        self._updater = Updater(
+            self.model,
+            self.optimizer,
+            self.plan.learning_rate,
+            clip=settings.clip,
+            scaler=GradScaler() if settings.precision == "fp16" else None,
+            group=self.group,
+        )
         self.num_steps_done = 0
-        self.num_updates = 0
         self._batches: Iterator[MicroBatch] | None = None
         self._sync = True
+
+    @property
+    def group(self) -> Group | None:
+        """The ranks that train together, or None if it is only this process."""
+        return self._strategy.group
+
+    @property
+    def epoch(self) -> float:
+        """How many times the data set was passed over, with fractions."""
+        return self.num_steps_done / self.plan.order.steps_per_epoch
 
     def step(self) -> StepRecord:
         """Train on the next global batch.
@@ -113,18 +129,18 @@ class Loop:
         Collective for ``ddp`` and ``torch-ddp``: every rank. Does not wait for a CUDA device, except in fp16.
         """
         watch = Stopwatch(self.device)
-        tally = Tally(self.device, self._strategy.group if self._sync else None)
+        tally = Tally(self.device, self.group if self._sync else None)
         self.optimizer.zero_grad(set_to_none=True)
         num_samples = 0
-        for index in range(self._settings.accumulate):
+        for index in range(self.settings.accumulate):
             micro = self._next_batch()
             num_samples = micro.num_global
             watch.lap("data_wait_s")
             self._seed_forward(micro, index)
-            self._run(micro, tally, watch, last=index == self._settings.accumulate - 1)
+            self._run(micro, tally, watch, last=index == self.settings.accumulate - 1)
         tally.wait()
         watch.lap("communication_s")
-        norm, updated = self._update(tally.divisor(num_samples))
+        norm, updated = self._updater.run(tally.divisor(num_samples)) if self._sync else (None, False)
         watch.lap("optimizer_s")
         record = StepRecord(self.num_steps_done, num_samples, tally.loss(), norm, updated, watch)
         self.num_steps_done += 1
@@ -142,6 +158,45 @@ class Loop:
         finally:
             self._sync = True
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a resumed run needs to go on exactly as this one would."""
+        order, scaler = self.plan.order, self._updater.scaler
+        return {
+            "run": {"samples": order.num_samples, "global batch": order.batch_size, "seed": order.seed},
+            "num_steps_done": self.num_steps_done,
+            "num_updates": self._updater.num_updates,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": scaler.state_dict() if scaler else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``, on any number of devices.
+
+        Raises:
+            ConfigurationError: It is of a run on other data, or in another order; or of another model.
+        """
+        order, run = self.plan.order, state["run"]
+        now = {"samples": order.num_samples, "global batch": order.batch_size, "seed": order.seed}
+        for name, value in now.items():
+            if run[name] != value:
+                raise ConfigurationError(
+                    f"The checkpoint is of a run with {name} {run[name]}, this one has {value}.\n"
+                    "Resume with what the run was started with, or start anew (resume=False)."
+                )
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError) as error:
+            raise ConfigurationError(
+                f"The checkpoint does not fit the task's model or optimizer: {error}\n"
+                "Resume with the task that the run was started with, or start anew (resume=False)."
+            ) from error
+        if self._updater.scaler is not None and state["scaler"] is not None:
+            self._updater.scaler.load_state_dict(state["scaler"])
+        self.num_steps_done, self._updater.num_updates = state["num_steps_done"], state["num_updates"]
+        self._batches = None
+
     def close(self) -> None:
         """Stop the loader's processes."""
         self._batches = None
@@ -150,26 +205,25 @@ class Loop:
         if self._batches is None:
             self._batches = self._open_batches()
         batch = next(self._batches)
-        return batch if isinstance(self._batches, Prefetcher) else to_device(batch, self._devices)
+        return batch if isinstance(self._batches, Prefetcher) else to_device(batch, self.devices)
 
     def _open_batches(self) -> Iterator[MicroBatch]:
         on_cuda = self.device.type == "cuda"
-        batches = micro_batches(
+        batches = load(
             self.samples,
-            self.plan.order,
-            self.plan.division,
-            first_step=self.num_steps_done,
+            TrainRequests(self.plan.order, self.plan.division, self.num_steps_done),
+            seed=self.settings.seed,
             collate=self._task.collate,
-            workers=self._settings.workers,
+            workers=self.settings.workers,
             pin_memory=on_cuda,
         )
-        return Prefetcher(batches, self._devices) if on_cuda else batches
+        return Prefetcher(batches, self.devices) if on_cuda else batches
 
     def _seed_forward(self, micro: MicroBatch, index: int) -> None:
         """Give each share of each micro-batch of each step random numbers of its own."""
-        position = (self._settings.seed, _FORWARD, micro.step, index)
+        position = (self.settings.seed, _FORWARD, micro.step, index)
         seed_cpu(mix(*position, self._strategy.shares.start))
-        for share, device in zip(self._strategy.shares, self._devices, strict=False):
+        for share, device in zip(self._strategy.shares, self.devices, strict=False):
             seed_device(device, mix(*position, share))
 
     def _run(self, micro: MicroBatch, tally: Tally, watch: Stopwatch, *, last: bool) -> None:
@@ -180,46 +234,5 @@ class Loop:
             if isinstance(self._batches, Prefetcher):
                 self._batches.start_next()
 
-        scale = (self.scaler.scale if self.scaler else 1.0) / micro.num_global
+        scale = self._updater.loss_scale / micro.num_global
         self._strategy.run(micro, Pass(scale, last and self._sync, watch, after_forward))
-
-    def _update(self, divisor: Tensor | None) -> tuple[Tensor | None, bool]:
-        """Finish the gradient and step the optimizer; return the gradient's norm if it was needed, and whether."""
-        if not self._sync:
-            return None, False
-        grads = gradients(self.model)
-        factor = self._finishing_factor(divisor)
-        norm = None
-        if self._settings.clip is not None or self.scaler is not None:
-            norm = global_norm(grads)
-            norm = norm if factor is None else norm * factor.to(norm.dtype)
-        if self.scaler is not None:
-            assert norm is not None
-            finite = self._all_finite(norm)
-            self.scaler.update(finite=finite)
-            if not finite:
-                return norm, False
-        if self._settings.clip is not None:
-            assert norm is not None
-            shorten = clip_factor(norm, self._settings.clip)
-            factor = shorten if factor is None else factor * shorten
-        if factor is not None:
-            multiply_(grads, factor)
-        set_rates(self.optimizer, self._base_rates, self.plan.learning_rate.factor(self.num_updates))
-        self.optimizer.step()
-        self.num_updates += 1
-        return norm, True
-
-    def _finishing_factor(self, divisor: Tensor | None) -> Tensor | None:
-        """Return what the gradient is yet to be multiplied by, or None if that is one."""
-        scale = self.scaler.scale if self.scaler else 1.0
-        if divisor is None and scale == 1.0:
-            return None
-        return torch.full((), 1.0 / scale, device=self.device) / (1.0 if divisor is None else divisor)
-
-    def _all_finite(self, norm: Tensor) -> bool:
-        """Return whether the gradient is finite on every rank, so that all take the same decision. Blocks."""
-        finite = torch.isfinite(norm).to(torch.int32)
-        if self._strategy.group is not None:
-            all_reduce(finite, group=self._strategy.group, op="min")
-        return bool(finite.item())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from lockstep.errors import ConfigurationError
+from lockstep.train.declared import FilePath, Flag, check_all
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Schedule = Literal["constant", "linear", "cosine"]
@@ -18,57 +19,42 @@ Scaling = Literal["none", "linear", "sqrt"]
 StrategyName = Literal["single", "dp", "ddp", "torch-dp", "torch-ddp"]
 
 
-@dataclass(frozen=True)
-class Flag:
-    """What ``--help`` says of a setting.
-
-    Args:
-        help: One sentence.
-        unit: What its number or path stands for.
-    """
-
-    help: str
-    unit: str | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """How a task is trained, apart from where.
 
     Raises:
-        ConfigurationError: A value is out of its range; says which, and what is allowed.
+        ConfigurationError: A value is of the wrong kind or out of range; says which, and what is allowed.
     """
 
-    epochs: Annotated[int | None, Flag("Passes over the data set; 1 if neither it nor steps is given.", "N")] = None
-    steps: Annotated[int | None, Flag("Optimizer steps, instead of epochs.", "N")] = None
-    seed: Annotated[int, Flag("Where initial weights, sample order and dropout derive from.", "N")] = 0
+    epochs: Annotated[int | None, Flag("Passes over the data set; 1 if neither it nor steps is given.", "N", 1)] = None
+    steps: Annotated[int | None, Flag("Optimizer steps, instead of epochs.", "N", 1)] = None
+    seed: Annotated[int, Flag("Where initial weights, sample order and dropout derive from.", "N", 0)] = 0
     global_batch_size: Annotated[
-        int | None, Flag("Samples in an optimizer step over all devices, instead of the task's own.", "SAMPLES")
+        int | None, Flag("Samples in an optimizer step over all devices, instead of the task's own.", "SAMPLES", 1)
     ] = None
-    accumulate: Annotated[int, Flag("Micro-batches that a device's part of a global batch is cut into.", "N")] = 1
+    accumulate: Annotated[int, Flag("Micro-batches that a device's part of a global batch is cut into.", "N", 1)] = 1
     precision: Annotated[Precision, Flag("Autocast to bf16, or to fp16 with gradient scaling.")] = "fp32"
     clip: Annotated[float | None, Flag("Largest global norm of the gradient; a longer one is cut.", "NORM")] = None
     schedule: Annotated[
         Schedule | None, Flag("How the learning rate falls over the steps; the task's own schedule, else constant.")
     ] = None
-    warmup: Annotated[int, Flag("Optimizer steps over which the learning rate rises from 0.", "STEPS")] = 0
+    warmup: Annotated[int, Flag("Optimizer steps over which the learning rate rises from 0.", "STEPS", 0)] = 0
     lr_scaling: Annotated[
         Scaling, Flag("How the learning rate follows the global batch, relative to the base batch.")
     ] = "none"
     base_batch_size: Annotated[
-        int | None, Flag("Global batch that the learning rate was chosen for; the task's own if not given.", "SAMPLES")
+        int | None,
+        Flag("Global batch that the learning rate was chosen for; else the task's own.", "SAMPLES", 1),
     ] = None
-    workers: Annotated[int, Flag("Processes per rank that load samples.", "N")] = 0
+    workers: Annotated[int, Flag("Processes per rank that load samples.", "N", 0)] = 0
 
     def __post_init__(self) -> None:
+        check_all(self)
         if self.steps is not None and self.epochs is not None:
             raise ConfigurationError(
                 f"Both steps={self.steps} and epochs={self.epochs} are given.\nGive the one that should end the run."
             )
-        for name in ("steps", "epochs", "global_batch_size", "base_batch_size", "accumulate"):
-            _require(getattr(self, name), name, at_least=1)
-        for name in ("warmup", "workers", "seed"):
-            _require(getattr(self, name), name, at_least=0)
         if self.clip is not None and not self.clip > 0:
             raise ConfigurationError(f"clip={self.clip} is no length.\nGive a number above 0, or leave it out.")
 
@@ -80,32 +66,29 @@ class FitSettings(Settings):
     strategy: Annotated[
         StrategyName, Flag("Who computes: one device, one process with a thread a device, or a process a device.")
     ] = "ddp"
-    devices: Annotated[int | None, Flag("Devices to train on; all GPUs, or 1 CPU if there are none.", "N")] = None
-    checkpoint: Annotated[Path | None, Flag("Folder for checkpoints; the last two are kept.", "DIR")] = None
+    devices: Annotated[int | None, Flag("Devices to train on; all GPUs, or 1 CPU if there are none.", "N", 1)] = None
+    checkpoint: Annotated[FilePath | None, Flag("Folder for checkpoints; the last two are kept.", "DIR")] = None
     checkpoint_every: Annotated[
-        int | None, Flag("Steps between checkpoints; each epoch if not given, and always at the end.", "STEPS")
+        int | None, Flag("Steps between checkpoints; each epoch if not given, and always at the end.", "STEPS", 1)
     ] = None
     resume: Annotated[
         bool | None,
         Flag("Insist on a checkpoint to go on from, or start anew and replace it; else go on if there is one."),
     ] = None
-    export: Annotated[Path | None, Flag("File for the bare model's weights at the end, .safetensors.", "FILE")] = None
+    export: Annotated[FilePath | None, Flag("File for the bare model's weights at the end, .safetensors.", "FILE")] = (
+        None
+    )
     eval_every: Annotated[
-        int | None, Flag("Steps between evaluations; each epoch if not given, and always at the end.", "STEPS")
+        int | None, Flag("Steps between evaluations; each epoch if not given, and always at the end.", "STEPS", 1)
     ] = None
-    log_file: Annotated[Path | None, Flag("File that gets a line of JSON for each step and evaluation.", "FILE")] = None
+    log_file: Annotated[
+        FilePath | None, Flag("File that gets a line of JSON for each step and evaluation.", "FILE")
+    ] = None
     quiet: Annotated[bool, Flag("Print only errors, and what the task itself prints.")] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("devices", "checkpoint_every", "eval_every"):
-            _require(getattr(self, name), name, at_least=1)
         if self.resume and self.checkpoint is None:
             raise ConfigurationError("resume needs a folder to resume from.\nName it with checkpoint.")
-        if self.export is not None and self.export.suffix != ".safetensors":
+        if self.export is not None and Path(self.export).suffix != ".safetensors":
             raise ConfigurationError(f"export={self.export} does not end in .safetensors.\nName a file that does.")
-
-
-def _require(value: int | None, name: str, *, at_least: int) -> None:
-    if value is not None and value < at_least:
-        raise ConfigurationError(f"{name}={value} is out of range.\nGive a whole number of at least {at_least}.")

@@ -1,0 +1,35 @@
+"""`fit`: train a task, with everything around the steps."""
+
+from __future__ import annotations
+
+import contextlib
+
+from lockstep.comm.world import init
+from lockstep.train.keywords import takes_settings
+from lockstep.train.run import FitResult, Run
+from lockstep.train.settings import FitSettings
+from lockstep.train.task import Task
+
+
+@takes_settings(FitSettings)
+def fit(task: Task, settings: FitSettings) -> FitResult:
+    """Train ``task`` and return what came of it.
+
+    The keywords are those of `lockstep.train.settings.FitSettings`; ``lockstep train --help`` explains each.
+    In a process that ``lockstep run``, ``lockstep.launch`` or torchrun started, it trains with the other ranks.
+    Otherwise it trains in this process alone, with strategy ``dp`` on several devices.
+
+    Collective for ``ddp`` and ``torch-ddp``: every rank. Blocks until the training is done.
+
+    Raises:
+        ConfigurationError: Task, settings and devices do not go together; says what to change.
+        CheckpointError: A checkpoint cannot be read or written; names the file.
+    """
+    with init() as world, contextlib.closing(Run(task, settings, world)) as run:
+        while run.has_steps_left:
+            run.step()
+            if run.is_due(settings.eval_every):
+                run.evaluate()
+            if run.is_due(settings.checkpoint_every):
+                run.save()
+        return run.finish()

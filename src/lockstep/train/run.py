@@ -1,0 +1,199 @@
+"""A run: the loop, and what goes on around its steps."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lockstep.comm.world import World
+from lockstep.train.checkpoint import Checkpoints
+from lockstep.train.devices import devices_of
+from lockstep.train.evaluate import Evaluator
+from lockstep.train.export import check_export, export_weights
+from lockstep.train.history import History
+from lockstep.train.log import Log
+from lockstep.train.loop import Loop
+from lockstep.train.progress import format_metrics, make_display
+from lockstep.train.settings import FitSettings
+from lockstep.train.task import Task, build_dataset
+from lockstep.train.words import describe_plan
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation after ``step`` steps found: the loss and the task's metrics, by name."""
+
+    step: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What came of a run, the same on every rank.
+
+    Args:
+        first_step: Steps done before this call, in a run that was resumed.
+        num_steps: Steps done in all.
+        losses: Mean over the global batch, for each step of this call.
+        evaluations: In the order they were made, in this call.
+        best: The evaluation with the lowest loss of the whole run.
+        num_samples: Samples trained on in this call, over all devices.
+        samples_per_s: Over all devices; without the first step, evaluations and checkpoints.
+        seconds: Of the whole call after the model was made, evaluations and all.
+        checkpoint: The newest one.
+    """
+
+    first_step: int
+    num_steps: int
+    losses: list[float]
+    evaluations: list[Evaluation]
+    best: Evaluation | None
+    num_samples: int
+    samples_per_s: float
+    seconds: float
+    checkpoint: Path | None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What the last evaluation found, by name; empty if there was none."""
+        return self.evaluations[-1].metrics if self.evaluations else {}
+
+
+class Run:
+    """Trains a task once through, with all that its settings ask for.
+
+    Collective for ``ddp`` and ``torch-ddp``: every rank makes one and calls its methods in the same order.
+    """
+
+    def __init__(self, task: Task, settings: FitSettings, world: World) -> None:
+        self._task, self._settings, self._world = task, settings, world
+        if settings.export is not None:
+            check_export(Path(settings.export))
+        self._loop = Loop(task, settings, world, strategy=settings.strategy, devices=devices_of(settings, world))
+        self._evaluator = None
+        if task.eval_dataset is not None:
+            self._evaluator = Evaluator(task, self._loop, build_dataset(task, evaluation=True))
+        self._evaluations: list[Evaluation] = []
+        self._best: Evaluation | None = None
+        self._checkpoint: Path | None = None
+        self._checkpoints = None
+        if settings.checkpoint is not None:
+            self._checkpoints = Checkpoints(Path(settings.checkpoint), world, fresh=settings.resume is False)
+            self._resume()
+        self._first_step = self._loop.num_steps_done
+        self._num_steps = max(self._loop.plan.num_steps, self._first_step)
+        self._history = History()
+        self._started_at = time.perf_counter()
+        self._log = None
+        if settings.log_file is not None and world.is_rank_zero:
+            self._log = Log(Path(settings.log_file), self._first_step)
+        self._display = make_display(self._num_steps, self._first_step, silent=settings.quiet or not world.is_rank_zero)
+        for line in describe_plan(task, settings, self._loop.plan, self._loop.devices):
+            self._display.say(line)
+        if self._first_step:
+            self._display.say(f"resumed after step {self._first_step} of {self._num_steps}")
+
+    @property
+    def has_steps_left(self) -> bool:
+        """Whether there is more to train."""
+        return self._loop.num_steps_done < self._num_steps
+
+    def is_due(self, every: int | None) -> bool:
+        """Return whether something is to be done now that is done every so many steps, each epoch if None, and last."""
+        return not self.has_steps_left or self._step % (every or self._loop.plan.order.steps_per_epoch) == 0
+
+    def step(self) -> None:
+        """Train on the next global batch."""
+        self._history.start()
+        record = self._loop.step()
+        if self._display.is_due():
+            loss = float(record.loss)
+            self._display.show(self._step, loss, self._history.samples_per_s)
+        if self._log is not None and self._log.is_due():
+            self._log.losses(self._history.read())
+        self._history.add(record)
+
+    def evaluate(self) -> None:
+        """Evaluate the model, if the task has what to evaluate it on."""
+        if self._evaluator is None:
+            return
+        self._history.stop()
+        found = Evaluation(self._step, self._evaluator.run())
+        self._evaluations.append(found)
+        if self._best is None or found.metrics["loss"] < self._best.metrics["loss"]:
+            self._best = found
+        self._display.say(
+            f"epoch {self._loop.epoch:.1f}  step {self._step}/{self._num_steps}  "
+            f"evaluation: {format_metrics(found.metrics)}"
+        )
+        if self._log is not None:
+            self._log.losses(self._history.losses)
+            self._log.evaluation(found.step, found.metrics)
+
+    def save(self) -> None:
+        """Write a checkpoint, if there is a folder for them."""
+        if self._checkpoints is None:
+            return
+        self._history.stop()
+        state = self._loop.state_dict() | {"best": None if self._best is None else asdict(self._best)}
+        self._checkpoint = self._checkpoints.save(state, step=self._step)
+
+    def finish(self) -> FitResult:
+        """Export the weights, hand the model to the task, and return what came of it."""
+        if not self._evaluations:
+            self.evaluate()
+        if self._first_step < self._num_steps:
+            self._history.stop()
+        losses = self._history.losses
+        rate = self._history.samples_per_s
+        if self._log is not None:
+            self._log.losses(losses)
+        seconds = time.perf_counter() - self._started_at
+        if losses:
+            self._display.say(
+                f"{len(losses)} steps in {seconds:.1f} s, {rate:,.0f} samples/s, last loss {losses[-1]:.4f}"
+            )
+        if self._world.is_rank_zero:
+            self._hand_over()
+        return FitResult(
+            first_step=self._first_step,
+            num_steps=self._step,
+            losses=losses,
+            evaluations=self._evaluations,
+            best=self._best,
+            num_samples=self._history.num_samples,
+            samples_per_s=rate,
+            seconds=seconds,
+            checkpoint=self._checkpoint,
+        )
+
+    def close(self) -> None:
+        """Leave the terminal as it was, and end the loader's processes."""
+        self._display.close()
+        if self._log is not None:
+            self._log.close()
+        self._loop.close()
+
+    @property
+    def _step(self) -> int:
+        return self._loop.num_steps_done
+
+    def _resume(self) -> None:
+        assert self._checkpoints is not None
+        state = self._checkpoints.load(required=self._settings.resume is True)
+        if state is None:
+            return
+        self._loop.load_state_dict(state)
+        self._checkpoint = self._checkpoints.path(self._step)
+        if state["best"] is not None:
+            self._best = Evaluation(**state["best"])
+
+    def _hand_over(self) -> None:
+        if self._settings.export is not None:
+            export_weights(self._loop.model, Path(self._settings.export))
+            self._display.say(f"weights written to {self._settings.export}")
+        self._display.close()
+        if self._task.after is not None:
+            self._loop.model.eval()
+            self._task.after(self._loop.model)

@@ -1,0 +1,41 @@
+"""A run in words, before it starts: what is trained, on what, and by which rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lockstep.train.plan import Plan
+from lockstep.train.settings import FitSettings
+from lockstep.train.task import Task
+
+
+def describe_plan(task: Task, settings: FitSettings, plan: Plan, devices: Sequence[torch.device]) -> list[str]:
+    """Return the lines that rank zero prints first."""
+    division, order = plan.division, plan.order
+    kind = "GPU" if devices[0].type == "cuda" else devices[0].type.upper()
+    num_devices = division.num_shares if settings.strategy != "torch-dp" else len(devices)
+    on = f"{num_devices} {kind}s" if num_devices > 1 else f"1 {kind}"
+    parts = f" = {num_devices} devices x {order.batch_size // num_devices} samples" if num_devices > 1 else ""
+    micro = f", in {division.accumulate} micro-batches" if division.accumulate > 1 else ""
+    epochs = plan.num_steps / order.steps_per_epoch
+    return [
+        f"{task.name}: strategy {settings.strategy} on {on}, {settings.precision}, "
+        f"{order.num_samples:,} samples, {plan.num_steps} steps = {epochs:.4g} epochs",
+        f"global batch {order.batch_size}{parts}{micro}",
+        f"learning rate x {plan.learning_rate.scale:.4g}: {_scaling(settings, plan)}; {_schedule(plan)}",
+    ]
+
+
+def _scaling(settings: FitSettings, plan: Plan) -> str:
+    if settings.lr_scaling == "none":
+        return "not scaled with the global batch"
+    rule = {"linear": "linear scaling", "sqrt": "square-root scaling"}[settings.lr_scaling]
+    return f"{rule} from base batch {plan.base_batch_size} to {plan.batch_size}"
+
+
+def _schedule(plan: Plan) -> str:
+    rate = plan.learning_rate
+    decay = "the task's own schedule" if callable(rate.decay) else rate.decay
+    return f"warm-up over {rate.warmup} steps, then {decay}" if rate.warmup else f"no warm-up, {decay}"
