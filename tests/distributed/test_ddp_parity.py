@@ -10,13 +10,6 @@ from tests.models import FAMILIES, assert_gradients_equal, build, global_batch, 
 NUM_STEPS = 4
 
 
-def digest(model):
-    """Return something equal only for models with the same bits."""
-    return [parameter.detach().clone().view(torch.uint8).sum().item() for parameter in model.parameters()], [
-        parameter.detach().clone() for parameter in model.parameters()
-    ]
-
-
 def train_beside_oracle(world, name):
     """Train with our engine on a share and, alone, on the whole batch; compare after each step."""
     family = FAMILIES[name]
@@ -34,8 +27,10 @@ def train_beside_oracle(world, name):
         for optimizer in optimizers:
             optimizer.step()
         for parameter in model.parameters():
-            gathered = [torch.empty_like(torch.view_as_real(parameter) if parameter.is_complex() else parameter)
-                        for _ in range(world.world_size)]
+            gathered = [
+                torch.empty_like(torch.view_as_real(parameter) if parameter.is_complex() else parameter)
+                for _ in range(world.world_size)
+            ]
             value = parameter.detach()
             dist.all_gather(gathered, (torch.view_as_real(value) if value.is_complex() else value).contiguous())
             assert all(torch.equal(gathered[0], other) for other in gathered)
@@ -75,7 +70,9 @@ def test_same_bits_as_torch_on_two_ranks(ranks, name):
     ranks(2)(compare_with_torch, name, {})
 
 
-@pytest.mark.parametrize("options", [{"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.001}, {"static_graph": True}])
+@pytest.mark.parametrize(
+    "options", [{"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.001}, {"static_graph": True}]
+)
 def test_same_bits_as_torch_with_options(ranks, options):
     ranks(2)(compare_with_torch, "mlp", options)
 

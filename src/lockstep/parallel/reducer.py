@@ -243,7 +243,6 @@ class Reducer:
         self, buckets: Sequence[Bucket], futures: Sequence[Future[Any] | None], used: Sequence[int]
     ) -> list[int] | None:
         """Block until all buckets are reduced; return how many ranks used each parameter, unless the tails say it."""
-        counting = self._transport.start_counts(used, self._specs[0].device)
         for position, (bucket, future) in enumerate(zip(buckets, futures, strict=True)):
             if future is not None:
                 try:
@@ -254,11 +253,7 @@ class Reducer:
                         f"({bucket.names[0]} ... {bucket.names[-1]}) failed: {error}\n"
                         "Another rank probably ended or ran no backward; look at the first error of the job."
                     ) from error
-        if counting is None:
-            return None
-        counts, future = counting
-        future.wait()
-        return [1] * len(used) if all(used) else [int(count) for count in counts.tolist()]
+        return self._transport.count_users(used, self._specs[0].device)
 
     def shadow_step(self) -> None:
         """Take part in one step of the other ranks with zero gradients; ``param.grad`` stays as it is.

@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
-from torch import Tensor
 from torch.futures import Future
 from typing_extensions import override
 
-from lockstep.comm.collectives import Group, all_reduce_async
+from lockstep.comm.collectives import Group, all_reduce, all_reduce_async
 from lockstep.parallel.bucket import Bucket
 from lockstep.parallel.grad_bucket import GradBucket
 
@@ -30,10 +29,10 @@ class Transport(ABC):
         """Block until ``bucket`` holds the reduced gradients."""
 
     @abstractmethod
-    def start_counts(self, used: Sequence[int], device: torch.device) -> tuple[Tensor, Future[Any]] | None:
-        """Start to count on how many ranks each parameter was used; None where the buckets' tails say it.
+    def count_users(self, used: Sequence[int], device: torch.device) -> list[int] | None:
+        """Return on how many ranks each parameter was used; None where the buckets' tails say it.
 
-        Collective: every rank, after the last bucket of the step.
+        Collective: every rank, when all buckets of the step are finished. Blocks until complete.
         """
 
 
@@ -54,7 +53,7 @@ class MeanTransport(Transport):
         future.wait()
 
     @override
-    def start_counts(self, used: Sequence[int], device: torch.device) -> None:
+    def count_users(self, used: Sequence[int], device: torch.device) -> None:
         return None
 
 
@@ -77,6 +76,8 @@ class HookTransport(Transport):
         bucket.gradients = result[0] if isinstance(result, list | tuple) else result
 
     @override
-    def start_counts(self, used: Sequence[int], device: torch.device) -> tuple[Tensor, Future[Any]]:
+    def count_users(self, used: Sequence[int], device: torch.device) -> list[int]:
+        # Not earlier: hooks start collectives of their own when others finish, at a time that differs between ranks.
         counts = torch.tensor(list(used), dtype=torch.int32, device=device)
-        return counts, all_reduce_async(counts, group=self._group)
+        all_reduce(counts, group=self._group)
+        return [1] * len(used) if all(used) else [int(count) for count in counts.tolist()]
