@@ -1,0 +1,118 @@
+"""Copies of many tensors on other devices: one transfer a device and dtype."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def coalesced_copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
+    """Copy ``tensors``, which share one device, to each of ``devices``.
+
+    The tensors of a dtype are packed into one flat buffer, which is sent whole. Blocks no longer than the transfer of
+    pageable memory does; CUDA copies run on the current streams.
+
+    Returns:
+        One list a device, in the order of ``devices``; tensors as ``tensors``, with the same shapes and strides. They
+        share memory only with the flat buffer that they came in (each has a version counter of its own), do not
+        require gradients, and are never written again: a later call makes new ones.
+    """
+    if tensors and not any(worth_packing(tensors[0].device, device) for device in devices):
+        with torch.inference_mode(False), torch.no_grad():
+            return [[tensor.clone() for tensor in tensors] for _ in devices]
+    copies = [list(tensors) for _ in devices]
+    groups: dict[torch.dtype, list[int]] = {}
+    with torch.inference_mode(False), torch.no_grad():
+        for index, tensor in enumerate(tensors):
+            if is_plain(tensor):
+                groups.setdefault(tensor.dtype, []).append(index)
+            else:
+                for copy, device in zip(copies, devices, strict=True):
+                    copy[index] = tensor.detach().to(device, copy=True)
+        for indices in groups.values():
+            parts = [tensors[index] for index in indices]
+            packed = torch.cat([_flattened(part) for part in parts])
+            for copy, flat in zip(copies, _sent(packed, devices), strict=True):
+                for index, view in zip(indices, _unpacked(flat, parts), strict=True):
+                    copy[index] = view
+    return copies
+
+
+def is_remote(device: torch.device, source: torch.device) -> bool:
+    """Whether a replica on ``device`` needs copies of what is on ``source``."""
+    return device != source
+
+
+def worth_packing(source: torch.device, device: torch.device) -> bool:
+    """Whether one large copy beats many: on the CPU there is neither a transfer nor a kernel launch to save."""
+    return source.type != "cpu" or device.type != "cpu"
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is an ordinary strided tensor or parameter: no sparse or quantized one, no other subclass."""
+    kind = type(tensor)
+    return (
+        (kind is Tensor or issubclass(kind, torch.nn.Parameter))
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+    )
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """Return a tensor over the same memory that is no view in autograd's eyes and may be pointed elsewhere.
+
+    Unlike ``detach()``, the result may be ``set_()`` to other memory, which ``flatten_parameters`` of a recurrent
+    layer does; and it has a version counter of its own.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        if not is_plain(tensor):
+            return tensor.detach()
+        other = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        other.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        return other
+
+
+def _sent(packed: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
+    """Return one tensor a device, each with memory of its own; the first on the device of ``packed`` is ``packed``."""
+    sent: list[Tensor] = []
+    packed_is_free = True
+    for device in devices:
+        if device == packed.device and packed_is_free:
+            sent.append(packed)
+            packed_is_free = False
+        else:
+            sent.append(packed.to(device, non_blocking=True, copy=True))
+    return sent
+
+
+def _flattened(tensor: Tensor) -> Tensor:
+    """Return the elements in the order in which they lie in memory, where they lie without gaps."""
+    if not tensor.is_contiguous() and _is_dense(tensor):
+        return tensor.as_strided((tensor.numel(),), (1,))
+    return tensor.reshape(-1)
+
+
+def _unpacked(flat: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Cut ``flat`` into tensors of the shapes and, for dense ones, the strides of ``parts``."""
+    views = []
+    offset = 0
+    for part in parts:
+        size = part.numel()
+        if part.is_contiguous() or not _is_dense(part):
+            view = flat.narrow(0, offset, size).view(part.shape)
+        else:
+            view = flat.as_strided(part.shape, part.stride(), offset)
+        views.append(view.data)  # .data, not detach(): a version counter that the neighbours do not move
+        offset += size
+    return views
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without gaps and overlaps, in whichever order (channels last, say)."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
