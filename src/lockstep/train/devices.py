@@ -40,8 +40,17 @@ def devices_of(settings: FitSettings, world: World) -> list[torch.device]:
         return [world.device]
     if world.device.type != "cuda":
         return [world.device] * (wanted or 1)
+    return [torch.device("cuda", index) for index in range(num_devices(wanted))]
+
+
+def num_devices(wanted: int | None) -> int:
+    """Return the number of devices: what was asked for, else every GPU of this machine, else one CPU.
+
+    Raises:
+        ConfigurationError: The machine has fewer GPUs.
+    """
     check_gpus(wanted)
-    return [torch.device("cuda", index) for index in range(wanted or torch.cuda.device_count())]
+    return wanted or torch.cuda.device_count() or 1
 
 
 def check_gpus(wanted: int | None) -> None:

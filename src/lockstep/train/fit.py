@@ -11,6 +11,18 @@ from lockstep.train.settings import FitSettings
 from lockstep.train.task import Task
 
 
+def fit_with(task: Task, settings: FitSettings) -> FitResult:
+    """Train ``task`` as `fit` does, with its keywords as one object."""
+    with init() as world, contextlib.closing(Run(task, settings, world)) as run:
+        while run.has_steps_left:
+            run.step()
+            if run.is_due(settings.eval_every):
+                run.evaluate()
+            if run.is_due(settings.checkpoint_every):
+                run.save()
+        return run.finish()
+
+
 @takes_settings(FitSettings)
 def fit(task: Task, settings: FitSettings) -> FitResult:
     """Train ``task`` and return what came of it.
@@ -25,11 +37,4 @@ def fit(task: Task, settings: FitSettings) -> FitResult:
         ConfigurationError: Task, settings and devices do not go together; says what to change.
         CheckpointError: A checkpoint cannot be read or written; names the file.
     """
-    with init() as world, contextlib.closing(Run(task, settings, world)) as run:
-        while run.has_steps_left:
-            run.step()
-            if run.is_due(settings.eval_every):
-                run.evaluate()
-            if run.is_due(settings.checkpoint_every):
-                run.save()
-        return run.finish()
+    return fit_with(task, settings)

@@ -21,7 +21,7 @@ from lockstep.train.plan import make_plan
 from lockstep.train.precision import GradScaler
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.stopwatch import PhaseTimes, Stopwatch
-from lockstep.train.strategy import Pass, make_strategy
+from lockstep.train.strategy import Pass, divide, make_strategy
 from lockstep.train.tally import Tally
 from lockstep.train.task import Task, build_dataset, build_model, build_optimizer
 from lockstep.train.update import Updater
@@ -87,20 +87,15 @@ class Loop:
     ) -> None:
         self._task, self.settings, self.devices = task, settings, list(devices)
         self.device = self.devices[0]
+        division = divide(strategy, world, self.devices, settings.accumulate)
         self.samples = build_dataset(task)
+        self.plan = make_plan(task, settings, division, num_samples=len(self.samples))
         seed_cpu(mix(settings.seed, _INIT))
         seed_device(self.device, mix(settings.seed, _INIT))
         self.model = build_model(task).to(self.device).train()
         self.optimizer = build_optimizer(task, self.model)
         objective = Objective(task, settings.precision)
         self._strategy = make_strategy(strategy, self.model, objective, world, self.devices)
-        self.plan = make_plan(
-            task,
-            settings,
-            num_samples=len(self.samples),
-            num_shares=self._strategy.num_shares,
-            shares=self._strategy.shares,
-        )
         self._updater = Updater(
             self.model,
             self.optimizer,
@@ -222,8 +217,8 @@ class Loop:
     def _seed_forward(self, micro: MicroBatch, index: int) -> None:
         """Give each share of each micro-batch of each step random numbers of its own."""
         position = (self.settings.seed, _FORWARD, micro.step, index)
-        seed_cpu(mix(*position, self._strategy.shares.start))
-        for share, device in zip(self._strategy.shares, self.devices, strict=False):
+        seed_cpu(mix(*position, self.plan.division.shares.start))
+        for share, device in zip(self.plan.division.shares, self.devices, strict=False):
             seed_device(device, mix(*position, share))
 
     def _run(self, micro: MicroBatch, tally: Tally, watch: Stopwatch, *, last: bool) -> None:

@@ -28,20 +28,20 @@ class Plan:
         return self.order.batch_size
 
 
-def make_plan(task: Task, settings: Settings, *, num_samples: int, num_shares: int, shares: range) -> Plan:
-    """Return the plan for ``num_samples`` over ``num_shares`` devices, of which this process has ``shares``.
+def make_plan(task: Task, settings: Settings, division: Division, *, num_samples: int) -> Plan:
+    """Return the plan for a data set of ``num_samples``.
 
     Raises:
         ConfigurationError: The global batch does not divide evenly; names the nearest ones that do.
     """
     batch_size = settings.global_batch_size or task.global_batch_size
-    _require_even(batch_size, num_shares, settings.accumulate)
+    require_even(batch_size, division.num_shares, settings.accumulate)
     order = GlobalOrder(num_samples, batch_size, settings.seed)
     num_steps = settings.steps or (settings.epochs or 1) * order.steps_per_epoch
     base = settings.base_batch_size or task.global_batch_size
     return Plan(
         order=order,
-        division=Division(num_shares, shares, settings.accumulate),
+        division=division,
         num_steps=num_steps,
         learning_rate=LearningRate(
             scale=batch_scale(settings.lr_scaling, batch_size, base),
@@ -53,13 +53,20 @@ def make_plan(task: Task, settings: Settings, *, num_samples: int, num_shares: i
     )
 
 
-def _require_even(batch_size: int, num_shares: int, accumulate: int) -> None:
+def require_even(batch_size: int, num_shares: int, accumulate: int) -> None:
+    """Check that a global batch divides evenly over devices and micro-batches.
+
+    Raises:
+        ConfigurationError: It does not; names the nearest ones that do.
+    """
     parts = num_shares * accumulate
     if batch_size % parts == 0:
         return
     below = batch_size // parts * parts
     nearest = f"{below} or {below + parts}" if below else f"{below + parts}"
-    times = f"{num_shares} devices" + (f" x {accumulate} micro-batches" if accumulate > 1 else "")
+    times = f"{num_shares} device{'s' * (num_shares > 1)}" + (
+        f" x {accumulate} micro-batches" if accumulate > 1 else ""
+    )
     raise ConfigurationError(
         f"The global batch of {batch_size} samples does not divide by {times}.\nSet the global batch size to {nearest}."
     )

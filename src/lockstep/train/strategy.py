@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.collectives import Group
 from lockstep.comm.world import World
-from lockstep.data.loader import MicroBatch
+from lockstep.data.loader import Division, MicroBatch
 from lockstep.errors import ConfigurationError
 from lockstep.train.objective import LossModule, Objective, Part
 from lockstep.train.settings import StrategyName
@@ -43,10 +43,6 @@ class Pass:
 class Strategy(ABC):
     """Runs micro-batches. Abstract; `make_strategy` returns the one asked for."""
 
-    num_shares: int = 1
-    """Devices that a global batch is divided over."""
-    shares: range = range(1)
-    """Those of them that this process computes for."""
     group: Group | None = None
     """The ranks that take part, or None if it is only this process."""
 
@@ -86,8 +82,6 @@ class Replicated(Strategy):
     def __init__(self, model: nn.Module, objective: Objective, devices: Sequence[torch.device]) -> None:
         from lockstep.parallel.data_parallel import DataParallel
 
-        self.num_shares = len(devices)
-        self.shares = range(self.num_shares)
         self._engine = DataParallel(model, device_ids=list(devices))
         self._objective = objective
 
@@ -116,8 +110,7 @@ class Distributed(Strategy):
     """One process for each device; ``wrap`` is our `DistributedDataParallel` or torch's."""
 
     def __init__(self, model: nn.Module, objective: Objective, world: World, wrap: Callable[..., nn.Module]) -> None:
-        self.num_shares = world.world_size
-        self.shares = range(world.rank, world.rank + 1)
+        self._num_ranks = world.world_size
         self.group = world.group
         self._module = wrap(LossModule(model, objective), process_group=world.group)
 
@@ -135,8 +128,16 @@ class Distributed(Strategy):
             how.watch.lap("forward_s")
             how.after_forward([part] if num_samples else [])
             # The engine's mean over the ranks becomes the sum again.
-            _backward(part._replace(weight=part.weight or 1.0), how.scale * self.num_shares)
+            _backward(part._replace(weight=part.weight or 1.0), how.scale * self._num_ranks)
         how.watch.lap("backward_s")
+
+
+def divide(name: StrategyName, world: World, devices: Sequence[torch.device], accumulate: int) -> Division:
+    """Return how strategy ``name`` divides a global batch, and what of it falls to this process."""
+    if name in ("ddp", "torch-ddp"):
+        return Division(world.world_size, range(world.rank, world.rank + 1), accumulate)
+    num_shares = len(devices) if name == "dp" else 1  # torch's DataParallel divides the batch itself
+    return Division(num_shares, range(num_shares), accumulate)
 
 
 def make_strategy(

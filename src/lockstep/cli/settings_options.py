@@ -1,0 +1,72 @@
+"""Command-line flags from a dataclass of settings, with a section of ``--help`` for each class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import click
+
+from lockstep.train.declared import Setting, settings_of
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def settings_options(cls: type) -> Callable[[F], F]:
+    """Give a command a flag for each field of ``cls``; the command gets the values by the fields' names."""
+
+    def decorate(function: F) -> F:
+        for setting in reversed(settings_of(cls)):
+            function = _option(setting)(function)
+        return function
+
+    return decorate
+
+
+def _option(setting: Setting) -> Callable[[F], F]:
+    flag = "--" + setting.name.replace("_", "-")
+    text = setting.flag.help
+    if setting.kind == "bool":
+        switch = f"{flag}/--no-{flag[2:]}" if setting.optional else flag
+        return click.option(switch, setting.name, is_flag=True, default=setting.default, help=text)
+    kinds: dict[str, Any] = {
+        "int": click.INT,
+        "float": click.FLOAT,
+        "path": click.Path(),
+        "choice": click.Choice(setting.choices),
+    }
+    return click.option(
+        flag,
+        setting.name,
+        type=kinds[setting.kind],
+        default=setting.default,
+        show_default=setting.default is not None,
+        metavar=setting.flag.unit,
+        help=text,
+    )
+
+
+class SettingsCommand(click.Command):
+    """A command whose ``--help`` lists the flags by the class that declares them.
+
+    Args:
+        sections: Heading to dataclass; a flag is listed under the first class that has it.
+    """
+
+    def __init__(self, *args: Any, sections: Mapping[str, type], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sections = sections
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write one section of flags for each class, and one for the rest."""
+        options = [parameter for parameter in self.get_params(ctx) if isinstance(parameter, click.Option)]
+        records = {option.name: option.get_help_record(ctx) for option in options}
+        for heading, cls in self._sections.items():
+            self._write(formatter, heading, [records.pop(setting.name, None) for setting in settings_of(cls)])
+        self._write(formatter, "Other", list(records.values()))
+
+    def _write(self, formatter: click.HelpFormatter, heading: str, records: list[tuple[str, str] | None]) -> None:
+        rows = [record for record in records if record is not None]
+        if rows:
+            with formatter.section(heading):
+                formatter.write_dl(rows)

@@ -1,0 +1,43 @@
+"""The gradient of every step equals that of one process on the whole global batch, however unevenly it is divided."""
+
+import pytest
+import torch
+
+from tests.training import make_task, mean_loss, relative_error, token_loss, train, whole_batch
+
+# 50 samples in global batches of 24: the third holds 2, so that of 3 and 4 ranks some have none.
+NUM_STEPS = 6
+
+
+def check(found, expected):
+    assert found["counts"] == expected["counts"] == [24, 24, 2, 24, 24, 2]
+    for step in range(NUM_STEPS):
+        assert relative_error(found["grads"][step], expected["grads"][step]) < 1e-12
+        assert found["losses"][step] == pytest.approx(expected["losses"][step], rel=1e-12)
+    assert relative_error(found["weights"], expected["weights"]) < 1e-12
+
+
+@pytest.mark.parametrize("loss", [mean_loss, token_loss])
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2, "clip": 0.3}])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_gradients_are_those_of_the_whole_batch(ranks, num_ranks, settings, loss):
+    task = make_task(loss=loss)
+    expected = whole_batch(task, NUM_STEPS, **settings)
+
+    def both(world):
+        return [train(world, task, strategy, NUM_STEPS, **settings) for strategy in ("ddp", "torch-ddp")]
+
+    results = ranks(num_ranks)(both)
+    for ours, torchs in results:
+        check(ours, expected)
+        check(torchs, expected)
+        assert torch.equal(ours["weights"], results[0][0]["weights"])
+        assert torch.equal(torchs["weights"], results[0][1]["weights"])
+
+
+@pytest.mark.parametrize("loss", [mean_loss, token_loss])
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2, "clip": 0.3}])
+@pytest.mark.parametrize("strategy", ["single", "dp"])
+def test_one_process_does_too(strategy, settings, loss):
+    task = make_task(loss=loss)
+    check(train(None, task, strategy, NUM_STEPS, **settings), whole_batch(task, NUM_STEPS, **settings))
