@@ -25,4 +25,28 @@ class CollectiveError(LockstepError):
 
 
 class RankFailed(LockstepError):
-    """A rank of a launched job failed; carries the first failing rank's own traceback."""
+    """A rank of a launched job failed; carries the first failing rank's own traceback.
+
+    Attributes:
+        rank: The rank that failed first; ``None`` if that is not known.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class LaunchTimeout(LockstepError, TimeoutError):
+    """The ranks of a launched job had not finished in time, and were ended."""
+
+
+class Stopped(LockstepError):
+    """A signal told the launcher to end, and it has ended the ranks.
+
+    Attributes:
+        signal: Its number.
+    """
+
+    def __init__(self, message: str, *, signal: int) -> None:
+        super().__init__(message)
+        self.signal = signal

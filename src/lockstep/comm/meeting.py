@@ -30,6 +30,8 @@ class Meeting:
     store: Store
     is_host: bool
     prefix: str
+    hint: str = ""
+    """What may keep the others away, for the message if they do not come."""
 
 
 _hosted: dict[tuple[str, int], Store] = {}
@@ -44,7 +46,7 @@ def open_meeting(env: RankEnv, timeout_s: float) -> Meeting:
     Blocks until connected, at most ``timeout_s``.
 
     Raises:
-        ConfigurationError: The port is taken, or the address is not this machine's.
+        ConfigurationError: The port is taken.
         WorldSizeMismatch: Nobody hosts the store, so rank zero did not come or cannot be reached.
     """
     if env.master_addr is None or env.master_port is None:
@@ -60,8 +62,14 @@ def open_meeting(env: RankEnv, timeout_s: float) -> Meeting:
     prefix = f"{prefix}/{_num_meetings[place]}"
     if place in _hosted:
         return Meeting(_hosted[place], is_host=True, prefix=prefix)
-    opened = _open_as_rank_zero(env, place, timeout_s) if env.rank == 0 else _connect(env, place, timeout_s, True)
-    return Meeting(opened.store, opened.is_host, prefix)
+    if env.rank == 0:
+        opened = _open_as_rank_zero(env, place, timeout_s)
+    else:
+        opened = _connect(env, place, timeout_s, may_host=True)
+    hint = ""
+    if env.rank == 0 and opened.is_host and not _is_local(place[0]):
+        hint = f"Rank 0 runs on {socket.gethostname()}, but MASTER_ADDR={place[0]} is no address of that machine."
+    return Meeting(opened.store, opened.is_host, prefix, hint)
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,7 @@ def _open_as_rank_zero(env: RankEnv, place: tuple[str, int], timeout_s: float) -
     return _Opened(store, is_host=False)
 
 
-def _connect(env: RankEnv, place: tuple[str, int], timeout_s: float, may_host: bool) -> _Opened:
+def _connect(env: RankEnv, place: tuple[str, int], timeout_s: float, *, may_host: bool) -> _Opened:
     start = time.monotonic()
     while True:
         reason = _refusal(place)
@@ -96,7 +104,7 @@ def _connect(env: RankEnv, place: tuple[str, int], timeout_s: float, may_host: b
             if store is not None:
                 return _Opened(store, is_host=False)
             reason = "something else than a torch.distributed store answers there"
-        elif may_host and elapsed_s >= timeout_s * STAND_IN_AFTER:
+        elif may_host and elapsed_s >= timeout_s * STAND_IN_AFTER and _is_local(place[0]):
             with suppress(OSError):
                 return _Opened(_host(env, place, timeout_s), is_host=True)
         if elapsed_s >= timeout_s:
@@ -104,7 +112,7 @@ def _connect(env: RankEnv, place: tuple[str, int], timeout_s: float, may_host: b
                 f"Rank {env.rank} of {env.world_size} could not reach the store at {place[0]}:{place[1]} "
                 f"within {timeout_s:g} s: {reason}.\n"
                 "Rank 0 hosts it, so rank 0 is missing, gave up already, or cannot be reached from "
-                f"{socket.gethostname()}: nobody can tell which other ranks are missing.\n"
+                f"{socket.gethostname()}; which other ranks are missing cannot be known.\n"
                 "Check that rank 0 was started, that MASTER_ADDR and MASTER_PORT are the same on every rank, and that "
                 "no firewall lies between."
             )
@@ -112,10 +120,12 @@ def _connect(env: RankEnv, place: tuple[str, int], timeout_s: float, may_host: b
 
 
 def _host(env: RankEnv, place: tuple[str, int], timeout_s: float) -> Store:
-    """Start the server in this process; raises ``OSError`` when the address cannot be bound."""
-    listener = _listen(*place)
+    """Start the server in this process; raises ``OSError`` when it cannot listen."""
+    loopback = is_loopback(place[0])
+    listener = _listen(place[0] if loopback else "", place[1])
     store = TCPStore(
-        place[0],
+        # Behind a forwarded address, the server's own machine may not reach it by that.
+        listener.getsockname()[0] if loopback else "localhost",
         place[1],
         env.world_size,
         is_master=True,
@@ -130,13 +140,21 @@ def _host(env: RankEnv, place: tuple[str, int], timeout_s: float) -> Store:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    if is_loopback(host):
-        return socket.create_server(address[:2], family=family, backlog=1024)
-    socket.create_server((address[0], 0), family=family).close()  # fails unless the address is this machine's
-    if socket.has_dualstack_ipv6():
+    if not host and socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    return socket.create_server(("", port), family=family, backlog=1024)
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0] if host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=1024)
+
+
+def _is_local(host: str) -> bool:
+    """Say whether ``host`` is an address of this machine: only such an address can be bound."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address[0], 0))
+    except OSError:
+        return False
+    return True
 
 
 def _client(env: RankEnv, place: tuple[str, int], timeout_s: float) -> Store | None:
@@ -161,17 +179,7 @@ def _refusal(place: tuple[str, int]) -> str | None:
 
 
 def _cannot_host(place: tuple[str, int], error: OSError) -> str:
-    if isinstance(error, socket.gaierror):
-        return (
-            f"MASTER_ADDR={place[0]!r} cannot be resolved ({error.strerror}).\n"
-            "Set it to a name or an address of the machine on which rank 0 runs."
-        )
-    if error.errno == errno.EADDRNOTAVAIL:
-        return (
-            f"MASTER_ADDR={place[0]} is no address of {socket.gethostname()}, where rank 0 runs.\n"
-            "Set MASTER_ADDR to the machine of rank 0, the same on every rank."
-        )
     return (
-        f"Rank 0 cannot listen on {place[0]}:{place[1]}: {error.strerror}.\n"
+        f"Rank 0 cannot listen on port {place[1]}: {error.strerror}.\n"
         "Set MASTER_PORT to a free port above 1023, the same on every rank."
     )

@@ -32,7 +32,14 @@ class Arrival:
 
 
 def call_roll(
-    store: Store, me: Arrival, *, deadline: float, timeout_s: float, is_host: bool, objection: str | None
+    store: Store,
+    me: Arrival,
+    *,
+    deadline: float,
+    timeout_s: float,
+    is_host: bool,
+    hint: str = "",
+    objection: str | None = None,
 ) -> None:
     """Sign in and wait until all ranks have; every rank returns, or every rank raises.
 
@@ -44,6 +51,7 @@ def call_roll(
         deadline: On the clock of ``time.monotonic``.
         timeout_s: What the user asked for, for the message.
         is_host: The store ends with this process, so it waits until the others have read a bad verdict.
+        hint: What may keep the others away, for the message if they do not come.
         objection: Why this rank cannot take part, for the others to know.
 
     Raises:
@@ -57,7 +65,7 @@ def call_roll(
         _decide(store, complaint)
     while not store.check(["verdict"]):
         if time.monotonic() >= deadline:
-            _decide(store, _missing(store, me, timeout_s))
+            _decide(store, _missing(store, me, timeout_s, hint))
         else:
             time.sleep(POLL_S)
     verdict = store.get("verdict").decode()
@@ -97,14 +105,15 @@ def _sign_in(store: Store, me: Arrival) -> LockstepError | None:
     return None
 
 
-def _missing(store: Store, me: Arrival, timeout_s: float) -> WorldSizeMismatch:
+def _missing(store: Store, me: Arrival, timeout_s: float, hint: str) -> WorldSizeMismatch:
     keys = [f"rank/{rank}" for rank in range(me.world_size)]
     came = [Arrival(**json.loads(store.get(key))) for key in keys if store.check([key])]
     missing = sorted(set(range(me.world_size)) - {arrival.rank for arrival in came})
     return WorldSizeMismatch(
         f"{len(came)} of {me.world_size} ranks came within {timeout_s:g} s; missing: {listed(missing)}.\n"
         f"Came: {', '.join(map(str, came[:8]))}{' ...' if len(came) > 8 else ''}.\n"
-        f"Check that {me.world_size} processes were started and that none of them died before lockstep.init(); "
+        + (f"{hint}\n" if hint else "")
+        + f"Check that {me.world_size} processes were started and that none of them died before lockstep.init(); "
         "if some only start slowly, pass a longer timeout_s."
     )
 

@@ -74,6 +74,7 @@ def start(
             deadline=deadline,
             timeout_s=timeout_s,
             is_host=meeting.is_host,
+            hint=meeting.hint,
             objection=None if objection is None else str(objection),
         )
     with ExitStack() as stack:

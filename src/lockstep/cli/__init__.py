@@ -1,0 +1,78 @@
+"""The command ``lockstep``: finds the subcommand, and ends every error the same way."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import click
+
+from lockstep import __version__
+from lockstep.errors import EXIT_CODE, LockstepError, Stopped
+
+INTERRUPTED = 130
+"""What shells return for a command that Ctrl-C ended: 128 and the number of SIGINT."""
+
+COMMANDS = {
+    "run": ("lockstep.cli.run:run", "Start a script on every device, as torchrun does."),
+    "train": ("lockstep.cli.train:train", "Train the task of a file on one device or many."),
+    "compare": ("lockstep.cli.compare:compare", "Race one device, both engines and torch's own on a task."),
+}
+"""Where each command lives, and its line in ``lockstep --help``: so that the help imports none of them."""
+
+
+class LazyGroup(click.Group):
+    """Imports a command when it is called for: each brings its own, slow imports."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the commands in the order in which people meet them."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return a command; ``None`` if there is none of that name."""
+        if cmd_name not in COMMANDS:
+            return None
+        module_name, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(import_module(module_name), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="lockstep")
+def group() -> None:
+    """Data-parallel training for PyTorch: the same run on any number of devices.
+
+    Each command explains itself: lockstep run --help
+    """
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code: 0, 1 for any error, 130 for Ctrl-C."""
+    try:
+        code = group.main(args=args, prog_name="lockstep", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except click.ClickException as error:
+        error.show()
+    except Stopped as error:
+        _complain(error)
+        return 128 + error.signal
+    except LockstepError as error:
+        _complain(error)
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("lockstep: stopped by Ctrl-C", err=True)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has left, as `head` does. Python would complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_CODE
+
+
+def _complain(error: LockstepError) -> None:
+    click.echo(f"lockstep: {error}", err=True)

@@ -1,0 +1,137 @@
+"""`launch`: run a function on every device from a plain script or a notebook."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import determine_local_world_size
+
+from lockstep.errors import ConfigurationError, LaunchTimeout, RankFailed, Stopped
+from lockstep.launcher import call
+from lockstep.launcher.devices import choose_num_ranks, threads_for
+from lockstep.launcher.guard import Guard
+from lockstep.launcher.supervise import Program, environment_restored, supervise
+
+
+def launch(
+    fn: Callable[..., Any], *args: Any, devices: int | str | None = None, timeout_s: float | None = None
+) -> list[Any]:
+    """Run ``fn(*args)`` on every device of this machine, each in a process of its own, and return the results by rank.
+
+    The function calls `lockstep.init` to learn its rank. It and its arguments travel by cloudpickle, so functions of a
+    notebook cell, closures and lambdas work, and a script needs no ``if __name__ == "__main__"``. What the ranks print
+    appears as usual.
+
+    Blocks until all ranks have finished. When one fails, or this process ends in any way, the others are ended.
+
+    Args:
+        fn: What each rank runs; what it returns must be something that can be pickled.
+        args: The same for every rank.
+        devices: The number of ranks; every GPU if ``None``, or every CPU core where there is none.
+        timeout_s: How long the ranks may take; without limit if ``None``.
+
+    Raises:
+        RankFailed: A rank raised; the message has its traceback, ``rank`` its number, and ``__cause__`` the exception.
+        LaunchTimeout: The ranks were not finished in time.
+        ConfigurationError: There are fewer devices, the function cannot be sent, or this is a rank itself.
+    """
+    _refuse_inside_a_rank()
+    num_ranks = _num_ranks(devices)
+    with environment_restored(), Guard() as guard:
+        if num_ranks > 1:
+            os.environ.setdefault("OMP_NUM_THREADS", str(threads_for(num_ranks)))
+        call.send(guard.run_dir, fn, args)
+        config = _config(num_ranks, guard)
+        program = Program("call", str(guard.run_dir))
+        try:
+            with _time_limit(guard, timeout_s) as is_over:
+                supervise(config, program, guard, python=sys.executable)
+        except RankFailed as error:
+            if is_over.is_set():
+                raise LaunchTimeout(
+                    f"The {num_ranks} ranks had not finished within {timeout_s:g} s and were ended.\n"
+                    "Pass a longer timeout_s, or look for a rank that waits for another."
+                ) from None
+            raise error from call.error_of(guard.run_dir, error.rank)
+        except Stopped as error:
+            stopped_by = error.signal
+        else:
+            return call.results(guard.run_dir, num_ranks)
+    # Everything is cleared away: now the signal does here what it would have done without us.
+    signal.raise_signal(stopped_by)
+    raise KeyboardInterrupt if stopped_by == signal.SIGINT else Stopped("The ranks were stopped.", signal=stopped_by)
+
+
+def _refuse_inside_a_rank() -> None:
+    rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank is not None and ("TORCHELASTIC_RUN_ID" in os.environ or world_size not in (None, "1")):
+        raise ConfigurationError(
+            f"launch() was called inside rank {rank} of {world_size}, which has been launched already.\n"
+            "Call the function itself, or run the script with plain python instead of `lockstep run` or torchrun."
+        )
+
+
+def _num_ranks(devices: int | str | None) -> int:
+    try:
+        return int(determine_local_world_size(str(choose_num_ranks(devices))))
+    except ConfigurationError:
+        raise
+    except (ValueError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"devices={devices!r}: {str(error).rstrip('.')}.\nPass a number, 'gpu', 'cpu' or 'auto'."
+        ) from None
+
+
+def _config(num_ranks: int, guard: Guard) -> LaunchConfig:
+    tee = Std.NONE if _shares_our_output() else Std.ALL
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=str(uuid.uuid4()),
+        role="default",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        local_addr="127.0.0.1",
+        logs_specs=DefaultLogsSpecs(log_dir=str(guard.run_dir / "elastic"), tee=tee),
+        log_line_prefix_template="[rank ${rank}] ",
+    )
+
+
+def _shares_our_output() -> bool:
+    """Say whether what a child process writes ends up where our own prints do; in a notebook it does not."""
+    try:
+        return sys.stdout.fileno() == 1 and sys.stderr.fileno() == 2
+    except (AttributeError, OSError, ValueError):
+        return False
+
+
+@contextmanager
+def _time_limit(guard: Guard, timeout_s: float | None) -> Iterator[threading.Event]:
+    """End the ranks when the time is up; the event says that this has happened."""
+    is_over = threading.Event()
+    if timeout_s is None:
+        yield is_over
+        return
+
+    def end() -> None:
+        is_over.set()
+        guard.kill_ranks()
+
+    timer = threading.Timer(timeout_s, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield is_over
+    finally:
+        timer.cancel()

@@ -1,0 +1,212 @@
+"""The first file that a rank's interpreter runs: ties its life to the launcher's, then becomes the user's program.
+
+Started by path, as ``python -u bootstrap.py ORDERS TARGET [ARGS]``, and free of imports beyond the standard library:
+what it loads, every script would pay for. The program then runs as it would under ``python -u TARGET ARGS``: it is
+``__main__``, found under that name by pickle and by spawned children, with its own ``sys.argv`` and ``sys.path[0]``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from types import CodeType, ModuleType, TracebackType
+
+EXIT_GRACE_S = 30
+"""How long a failed rank may take to leave: threads and exit handlers that hang must not hang the job."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(argv: list[str]) -> None:
+    """Follow the orders in ``argv[1]``: a JSON object with what `lockstep.launcher.orders` wrote."""
+    orders = json.loads(argv[1])
+    die_with(orders["launcher_pid"])
+    enlist(orders["run_dir"])
+    mode, target, args = orders["mode"], argv[2], argv[3:]
+    if mode == "command":
+        os.execvp(target, [target, *args])
+    log_crashes(orders["run_dir"])
+    sys.argv = [target, *args]
+    if orders["adopt"]:
+        from lockstep.adoption import adopt
+
+        adopt()
+    runners: dict[str, Callable[[str], None]] = {"script": run_script, "module": run_module, "call": run_call}
+    run_recorded(lambda: runners[mode](target))
+
+
+def die_with(launcher_pid: int) -> None:
+    """Have the kernel end this process when the launcher ends, however that happens (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher_pid:  # It died before the line above.
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def enlist(run_dir: str) -> None:
+    """Tell the guardian of this process, whose session it clears when the launcher is gone."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as guardian:
+        guardian.connect(os.path.join(run_dir, "guard"))
+        guardian.send(str(os.getpid()).encode())
+
+
+def log_crashes(run_dir: str) -> None:
+    """Have a fatal signal leave the Python stack in a file for the launcher to show."""
+    if not faulthandler.is_enabled():
+        path = os.path.join(run_dir, f"crash-{os.environ.get('RANK', os.getpid())}")
+        faulthandler.enable(open(path, "w"))  # noqa: SIM115 - stays open until the process ends
+
+
+def run_script(path: str) -> None:
+    """Run a file, or a folder or archive with a ``__main__.py``, as the interpreter itself would."""
+    if os.path.isdir(path) or path.endswith((".pyz", ".zip")):
+        _replace_first_path(path)
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+        return
+    _replace_first_path(os.path.dirname(os.path.realpath(path)))
+    full_path = os.path.abspath(path)
+    module = _fresh_main()
+    module.__file__ = full_path
+    module.__loader__ = SourceFileLoader("__main__", full_path)
+    with open(path, "rb") as file:
+        code: CodeType = compile(file.read(), full_path, "exec", dont_inherit=True)
+    exec(code, module.__dict__)
+
+
+def run_module(name: str) -> None:
+    """Run a module as ``python -m`` would."""
+    _replace_first_path(os.getcwd())
+    _fresh_main()
+    runpy._run_module_as_main(name, alter_argv=True)  # type: ignore[attr-defined]
+
+
+def run_call(run_dir: str) -> None:
+    """Run the function that `lockstep.launch` left in ``run_dir`` and leave its result there."""
+    _fresh_main()
+    sys.path[:1] = []
+    with open(os.path.join(run_dir, "sys_path.json")) as file:
+        sys.path[:] = json.load(file)
+    from lockstep.launcher.call import run_from
+
+    run_from(run_dir)
+
+
+def _fresh_main() -> ModuleType:
+    # A new module for good, unlike runpy's: what runs after the script, such as exit handlers, still finds its names.
+    module = ModuleType("__main__")
+    module.__dict__.update(__builtins__=__builtins__, __cached__=None)
+    sys.modules["__main__"] = module
+    return module
+
+
+def _replace_first_path(path: str) -> None:
+    if not sys.flags.safe_path:
+        sys.path[0] = path
+
+
+def run_recorded(program: Callable[[], None]) -> None:
+    """Run the program; what ends it early goes into the error file that torch elastic reads, before peers notice."""
+    sys.excepthook = print_unless_recorded
+    try:
+        program()
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            record(leaving)
+        raise
+    except BaseException as error:
+        trace = own_frames_removed(error.__traceback__)
+        error.__traceback__ = trace
+        record(error)
+        # As the interpreter would: exit handlers look at it to learn that the program failed.
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+        sys.excepthook(type(error), error, trace)
+        leave_in_time()
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def print_unless_recorded(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Stand in for the interpreter's hook: the launcher will show the first rank's traceback, once.
+
+    Hooks of the user or of a library replace or wrap this one, and still run.
+    """
+    if error is not _recorded[-1] or restarts_remain():
+        sys.__excepthook__(kind, error, trace)
+
+
+_recorded: list[BaseException | None] = [None]
+
+
+def own_frames_removed(trace: TracebackType | None) -> TracebackType | None:
+    """Return ``trace`` from the user's first frame on, or whole if there is none."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    theirs = trace
+    while theirs is not None:
+        name = theirs.tb_frame.f_code.co_filename
+        if os.path.dirname(os.path.abspath(name)) != here and name not in (runpy.__file__, "<frozen runpy>"):
+            break
+        theirs = theirs.tb_next
+    return theirs or trace
+
+
+def record(error: BaseException) -> None:
+    """Write ``error`` where torch elastic expects it, in its format."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    trace = own_frames_removed(error.__traceback__)
+    frames = traceback.extract_tb(trace)
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    data = {
+        "message": {
+            "message": f"{type(error).__name__}: {error}" if str(error) else type(error).__name__,
+            "extraInfo": {
+                "py_callstack": text,
+                "timestamp": str(int(time.time())),
+                "time_ns": time.time_ns(),
+                "type": type(error).__name__,
+                "where": place_of(frames),
+            },
+        }
+    }
+    try:
+        # Renamed into place: the launcher may read at any moment.
+        with open(f"{path}.new", "w") as file:
+            json.dump(data, file)
+        os.replace(f"{path}.new", path)
+    except OSError:
+        return
+    _recorded.append(error)
+
+
+def place_of(frames: traceback.StackSummary) -> str:
+    """Return file and line of the innermost frame that is neither an installed package nor Python itself."""
+    libraries = ("site-packages", "dist-packages", os.path.dirname(os.__file__))
+    theirs = [frame for frame in frames if not any(part in frame.filename for part in libraries)]
+    last = (theirs or list(frames))[-1:]
+    return f"{last[0].filename}:{last[0].lineno}" if last else ""
+
+
+def restarts_remain() -> bool:
+    """Say whether the launcher will start the ranks again, and so not show this failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+
+
+def leave_in_time() -> None:
+    """Have the kernel end this process if its exit takes too long."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(EXIT_GRACE_S)
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,165 @@
+"""``lockstep run``: start a script on every device, as torchrun does."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import errno
+import os
+import shutil
+import socket
+import sys
+import uuid
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import config_from_args, determine_local_world_size, parse_min_max_nnodes
+
+from lockstep.errors import ConfigurationError
+from lockstep.launcher.arguments import parse
+from lockstep.launcher.devices import choose_num_ranks, num_cores, threads_for
+from lockstep.launcher.guard import Guard
+from lockstep.launcher.supervise import Program, environment_restored, supervise
+
+DEFAULT_PORT = 29500
+"""torchrun's default; only of interest to several machines, as a single one takes a free port."""
+
+
+def run(argv: Sequence[str]) -> None:
+    """Start what ``argv`` says, as after ``lockstep run``, and wait for its end.
+
+    Blocks as long as the ranks run. All checks come before the first process is started.
+
+    Raises:
+        UsageError: The arguments make no sense.
+        ConfigurationError: The script, the devices or the port are not there.
+        RankFailed: A rank failed; the message has the first one's traceback.
+        LockstepError: The machines of the job did not come together.
+        Stopped: This process was told to end, and has ended the ranks.
+    """
+    args = parse(argv)
+    was_chosen = args.nproc_per_node is not None
+    num_ranks = _num_ranks(args)
+    args.nproc_per_node = str(num_ranks)
+    program = _program(args)
+    _choose_meeting_place(args)
+    with environment_restored(), Guard() as guard:
+        _say_what_was_chosen(args, num_ranks, was_chosen)
+        if args.log_dir is None and args.redirects == args.tee == "0":
+            # The error files need a place; logs that the user asked for must outlive us.
+            args.log_dir = str(guard.run_dir / "elastic")
+        config, python = _config(args)
+        supervise(config, program, guard, python=sys.executable if args.no_python else python)
+
+
+def _num_ranks(args: argparse.Namespace) -> int:
+    try:
+        return int(determine_local_world_size(str(choose_num_ranks(args.nproc_per_node))))
+    except ConfigurationError:
+        raise
+    except (ValueError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"--devices {args.nproc_per_node}: {str(error).rstrip('.')}.\nPass a number, 'gpu', 'cpu' or 'auto'."
+        ) from None
+
+
+def _program(args: argparse.Namespace) -> Program:
+    mode = "command" if args.no_python else "module" if args.module else "script"
+    if args.no_python and args.module:
+        raise ConfigurationError("--no-python and --module exclude each other.\nLeave one of them out.")
+    # Our bootstrap does what --run-path is for: the script runs in the interpreter that was started.
+    args.run_path = False
+    target = args.training_script
+    {"command": _check_command, "module": _check_module, "script": _check_script}[mode](target)
+    return Program(mode, target, args.training_script_args, args.adopt)
+
+
+def _check_script(path: str) -> None:
+    if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "__main__.py")):
+        raise ConfigurationError(f"{path} is a folder without a __main__.py.\nName the script in it to start.")
+    if os.path.exists(path):
+        return
+    folder, name = os.path.split(path)
+    there = [entry.name for entry in Path(folder or ".").glob("*.py")] if os.path.isdir(folder or ".") else []
+    close = difflib.get_close_matches(name, there, n=1)
+    hint = (
+        f"Did you mean {os.path.join(folder, close[0])}?" if close else "Check the path; with -m it is a module's name."
+    )
+    raise ConfigurationError(f"There is no script {path} (looked in {os.getcwd()}).\n{hint}")
+
+
+def _check_module(name: str) -> None:
+    top = name.partition(".")[0]
+    if top not in sys.builtin_module_names and PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
+        raise ConfigurationError(
+            f"There is no module {top} (looked in {os.getcwd()} and the installed packages).\n"
+            "Check the name, or leave -m out to start a file."
+        )
+
+
+def _check_command(name: str) -> None:
+    if shutil.which(name) is None:
+        raise ConfigurationError(
+            f"There is no executable {name}.\nCheck the name and its permissions, or leave --no-python out."
+        )
+
+
+def _choose_meeting_place(args: argparse.Namespace) -> None:
+    """Fill in where the agents meet: as torchrun does, a free port when there is only this machine."""
+    try:
+        _, max_nodes = parse_min_max_nnodes(args.nnodes)
+    except (ValueError, RuntimeError):
+        raise ConfigurationError(
+            f"--nnodes {args.nnodes} is no number of machines.\nPass one such as 2, or a range such as 1:4."
+        ) from None
+    is_static = args.rdzv_backend == "static" and not args.rdzv_endpoint
+    if args.standalone or (is_static and args.master_port is None and max_nodes == 1):
+        args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
+        # Not the host's name, which may resolve to nothing or to an address that is filtered.
+        args.local_addr = args.local_addr or "127.0.0.1"
+    if args.master_port is None:
+        args.master_port = DEFAULT_PORT
+    if args.rdzv_backend == "static" and args.node_rank == 0:
+        _check_port(int(args.rdzv_endpoint.rpartition(":")[2]) if args.rdzv_endpoint else args.master_port)
+
+
+def _check_port(port: int) -> None:
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            return  # Binding all addresses is only what we try; elastic will say what it could not do.
+        what = "is already in use" if error.errno == errno.EADDRINUSE else "may only be used by root"
+        raise ConfigurationError(
+            f"Port {port} on this machine {what}.\n"
+            "Choose another with --master-port, the same on every machine; on one machine leave it out for a free one."
+        ) from None
+
+
+def _say_what_was_chosen(args: argparse.Namespace, num_ranks: int, was_chosen: bool) -> None:
+    notes = []
+    if not was_chosen:
+        notes.append(f"{num_ranks} ranks, one per device; choose with --devices")
+    if num_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
+        threads = threads_for(num_ranks)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        notes.append(
+            f"OMP_NUM_THREADS={threads}, as {num_ranks} ranks share {num_cores()} cores; set it to change that"
+        )
+    if any(arg.partition("=")[0] == "--devices" for arg in args.training_script_args) and not was_chosen:
+        notes.append("--devices behind other arguments goes to the script; put it before or directly behind the script")
+    if args.nnodes not in ("1", "1:1"):
+        notes.append(f"waiting for the other machines of --nnodes {args.nnodes}")
+    for note in notes:
+        print(f"lockstep: {note}", file=sys.stderr, flush=True)
+
+
+def _config(args: argparse.Namespace) -> tuple[LaunchConfig, str]:
+    try:
+        config, python, _ = config_from_args(args)
+    except (ValueError, AssertionError, RuntimeError, NotADirectoryError) as error:
+        raise ConfigurationError(f"torchrun's options do not fit together: {error}") from None
+    assert isinstance(python, str)
+    return config, python

@@ -1,0 +1,171 @@
+"""Run ranks under torch elastic's agent, and turn what goes wrong into one message."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from lockstep.errors import LockstepError, RankFailed, Stopped
+from lockstep.launcher import bootstrap
+from lockstep.launcher.failure import RankEnd, describe, first_of, tidy_crash
+from lockstep.launcher.guard import Guard
+
+
+@dataclass(frozen=True)
+class Program:
+    """What each rank becomes.
+
+    Attributes:
+        mode: ``script``, ``module``, ``command`` (any executable) or ``call`` (a pickled function).
+        target: The path, the name, or for a call the folder with the function.
+    """
+
+    mode: str
+    target: str
+    args: Sequence[str] = ()
+    adopt: bool = False
+
+
+def supervise(config: LaunchConfig, program: Program, guard: Guard, *, python: str) -> None:
+    """Start the ranks of this machine and wait until all have ended well.
+
+    Blocks as long as they run. Leaves signal handlers and logging as they were.
+
+    Args:
+        config: Of torch elastic: how many ranks, and where the machines meet.
+        program: What each rank becomes.
+        guard: Watches the ranks.
+        python: The interpreter of the ranks.
+
+    Raises:
+        RankFailed: A rank failed; the message has the first one's traceback.
+        LockstepError: The machines of the job did not come together.
+        Stopped: This process was told to end, and has ended the ranks.
+    """
+    orders = {
+        "launcher_pid": os.getpid(),
+        "run_dir": str(guard.run_dir),
+        "mode": program.mode,
+        "adopt": program.adopt,
+    }
+    args = ["-u", bootstrap.__file__, json.dumps(orders), program.target, *program.args]
+    with ExitStack() as stack:
+        stack.enter_context(_signals_restored())
+        stack.enter_context(_elastic_quiet())
+        try:
+            elastic_launch(config, python)(*args)
+        except ChildFailedError as error:
+            raise _failure(error, config, guard) from None
+        except SignalException as error:
+            raise _stopped(error.sigval) from None
+        except KeyboardInterrupt:  # before the agent had its own handlers in place
+            raise _stopped(signal.SIGINT) from None
+        except (RuntimeError, OSError, ValueError) as error:
+            raise _not_met(error, config) from error
+
+
+def _stopped(number: signal.Signals) -> Stopped:
+    name = "Ctrl-C" if number == signal.SIGINT else number.name
+    return Stopped(f"Stopped by {name}; no rank is left.", signal=number)
+
+
+def _failure(error: ChildFailedError, config: LaunchConfig, guard: Guard) -> RankFailed:
+    ended = guard.ended_at_ns({failure.pid for failure in error.failures.values()})
+    ends = [_end(rank, failure, ended, guard.run_dir) for rank, failure in error.failures.items()]
+    some_rank, some_failure = next(iter(error.failures.items()))
+    lowest = some_rank - some_failure.local_rank
+    first = first_of(ends)
+    return RankFailed(describe(ends, range(lowest, lowest + config.nproc_per_node)), rank=first.rank)
+
+
+def _end(rank: int, failure: ProcessFailure, ended: dict[int, int], run_dir: Path) -> RankEnd:
+    # Written by our bootstrap, or by elastic's own `record`, which has less; else a text of elastic's.
+    said: Any = failure.message
+    record = {"message": said.get("message", ""), **said.get("extraInfo", {})} if isinstance(said, dict) else {}
+    crash = run_dir / f"crash-{rank}"
+    trace = record.get("py_callstack", "")
+    return RankEnd(
+        rank=rank,
+        pid=failure.pid,
+        exit_code=failure.exitcode,
+        ended_at_ns=ended.get(failure.pid),
+        failed_at_ns=record.get("time_ns"),
+        message=record.get("message", ""),
+        error_type=record.get("type", ""),
+        where=record.get("where", ""),
+        # An exit on purpose has said what it had to say.
+        trace="" if record.get("type") == "SystemExit" else trace,
+        crash=tidy_crash(crash.read_text(), own_folder=str(Path(__file__).parent)) if crash.is_file() else "",
+    )
+
+
+def _not_met(error: Exception, config: LaunchConfig) -> LockstepError:
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    if config.max_nodes == 1:
+        return LockstepError(f"The ranks could not be started: {reason}.")
+    return LockstepError(
+        f"The machines of the job did not come together at {config.rdzv_endpoint}: {reason}.\n"
+        f"This is {socket.gethostname()}. Start the same command on all {config.max_nodes} machines, each with its own "
+        "--node-rank, and check that they reach that address and that the port is free on node 0."
+    )
+
+
+@contextmanager
+def _signals_restored() -> Iterator[None]:
+    """Undo the handlers that the agent installs and never removes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Only the main thread may, and so the agent does not.
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+@contextmanager
+def environment_restored() -> Iterator[None]:
+    """Undo all changes to ``os.environ`` made inside."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@contextmanager
+def _elastic_quiet() -> Iterator[None]:
+    """Keep the agent's warnings to itself unless the user asked for its log: our report replaces them."""
+    if "LOGLEVEL" in os.environ or "TORCH_LOGS" in os.environ:
+        yield
+        return
+    loggers = [
+        logging.getLogger(name)
+        for name in list(logging.Logger.manager.loggerDict)
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run"))
+    ]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
