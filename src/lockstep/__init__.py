@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, Any
 from lockstep import errors
 
 if TYPE_CHECKING:
+    from lockstep.adoption import adopt as adopt
     from lockstep.comm.world import World as World
     from lockstep.comm.world import init as init
     from lockstep.data.sampler import DistributedSampler as DistributedSampler
+    from lockstep.launcher.api import launch as launch
+    from lockstep.parallel.data_parallel import DataParallel as DataParallel
     from lockstep.parallel.distributed import DistributedDataParallel as DistributedDataParallel
+    from lockstep.train.fit import fit as fit
     from lockstep.train.task import Loss as Loss
     from lockstep.train.task import Task as Task
 
