@@ -218,9 +218,11 @@ class SparseBucket(Bucket):
 
     def _empty(self) -> Tensor:
         shape = self.parameters[0].shape
-        indices = torch.empty(1, 0, dtype=torch.int64, device=self.spec.device)
-        values = torch.empty(0, *shape[1:], dtype=self.spec.dtype, device=self.spec.device)
-        return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
+        make = torch.ops.aten._sparse_coo_tensor_with_dims  # public constructors warn about invariants in torch 2.11
+        empty: Tensor = make(
+            1, len(shape) - 1, shape, dtype=self.spec.dtype, layout=torch.sparse_coo, device=self.spec.device
+        )
+        return empty
 
     @property
     @override
