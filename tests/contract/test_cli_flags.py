@@ -5,6 +5,10 @@ from pathlib import Path
 
 import click
 import pytest
+from torch.distributed.run import get_args_parser
+
+from lockstep.cli import group
+from lockstep.launcher.arguments import build_parser
 
 FROZEN = Path(__file__).parent / "cli_flags.txt"
 HOW_TO_UPDATE = (
@@ -34,10 +38,15 @@ def difference(frozen: list[str], current: list[str]) -> list[str]:
     return [line for line in changes if line[:1] in "+-" and line[:3] not in ("+++", "---")]
 
 
-def current_flags() -> list[str]:
-    from lockstep.cli import group
+def run_flags() -> list[str]:
+    """The flags that `lockstep run` adds to torchrun's, whose own come from the installed torch."""
+    torchruns = {flag for action in get_args_parser()._actions for flag in action.option_strings}
+    ours = [[flag for flag in action.option_strings if flag not in torchruns] for action in build_parser()._actions]
+    return [f"lockstep run {'/'.join(spelled)}" for spelled in ours if spelled]
 
-    return flags(group, "lockstep")
+
+def current_flags() -> list[str]:
+    return flags(group, "lockstep") + run_flags()
 
 
 def test_flags_are_frozen():
