@@ -71,7 +71,8 @@ task = lockstep.Task(
     metrics=metrics,
     optimizer=lambda params: torch.optim.AdamW(params, lr=2e-3),
     global_batch_size=64,
+    epochs=8,
 )
 
 if __name__ == "__main__":
-    lockstep.fit(task, epochs=8)
+    lockstep.fit(task)
