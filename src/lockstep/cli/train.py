@@ -13,9 +13,9 @@ from lockstep.train.settings import FitSettings, Settings
 
 EXAMPLES = """\b
 Examples:
-  lockstep train examples/digits.py --epochs 8
+  lockstep train examples/digits.py
       one process on every GPU, or on the CPU if there is none
-  lockstep train examples/digits.py --epochs 8 --devices 2
+  lockstep train examples/digits.py --devices 2
       the same training run on two
   lockstep train examples/gpt.py --steps 500 --checkpoint runs/gpt --export gpt.safetensors
       stop it with Ctrl-C, and go on with the same command

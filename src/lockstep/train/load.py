@@ -51,10 +51,8 @@ def _split(spec: str) -> tuple[Path, str]:
     if path.is_file():
         return path, name if colon and file.endswith(".py") else _DEFAULT
     kind = "is a folder" if path.is_dir() else "does not exist"
-    nearby = path.with_suffix(".py")
-    hint = (
-        f"Did you mean {nearby}?" if nearby.is_file() else "Name a Python file with a task, such as examples/digits.py."
-    )
+    nearby = Path(f"{path}.py")
+    hint = f"Did you mean {nearby}?" if nearby.is_file() else "Name a Python file that has a lockstep.Task."
     raise ConfigurationError(f"{path} {kind}.\n{hint}")
 
 

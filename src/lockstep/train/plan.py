@@ -37,7 +37,7 @@ def make_plan(task: Task, settings: Settings, division: Division, *, num_samples
     batch_size = settings.global_batch_size or task.global_batch_size
     require_even(batch_size, division.num_shares, settings.accumulate)
     order = GlobalOrder(num_samples, batch_size, settings.seed)
-    num_steps = settings.steps or (settings.epochs or 1) * order.steps_per_epoch
+    num_steps = settings.steps or (settings.epochs or task.epochs) * order.steps_per_epoch
     base = settings.base_batch_size or task.global_batch_size
     return Plan(
         order=order,

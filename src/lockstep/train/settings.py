@@ -27,7 +27,7 @@ class Settings:
         ConfigurationError: A value is of the wrong kind or out of range; says which, and what is allowed.
     """
 
-    epochs: Annotated[int | None, Flag("Passes over the data set; 1 if neither it nor steps is given.", "N", 1)] = None
+    epochs: Annotated[int | None, Flag("Passes over the data set; the task's own number if not given.", "N", 1)] = None
     steps: Annotated[int | None, Flag("Optimizer steps, instead of epochs.", "N", 1)] = None
     seed: Annotated[int, Flag("Where initial weights, sample order and dropout derive from.", "N", 0)] = 0
     global_batch_size: Annotated[
@@ -89,6 +89,8 @@ class FitSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.resume and self.checkpoint is None:
-            raise ConfigurationError("resume needs a folder to resume from.\nName it with checkpoint.")
+            raise ConfigurationError(
+                "resume needs a folder to resume from.\nName it with checkpoint=DIR (--checkpoint DIR)."
+            )
         if self.export is not None and Path(self.export).suffix != ".safetensors":
             raise ConfigurationError(f"export={self.export} does not end in .safetensors.\nName a file that does.")

@@ -47,10 +47,11 @@ class Task:
         collate: A list of samples to a batch; torch's ``default_collate`` if None.
         schedule: ``(step, num_steps)`` to the factor on the learning rate at optimizer step ``step``, from 0.
         after: Called with the bare trained model on rank zero at the end.
+        epochs: Passes over the data set that a run takes unless it is told otherwise.
         name: What the task is called in reports.
 
     Raises:
-        ConfigurationError: ``global_batch_size`` is not positive, or something that must be callable is not.
+        ConfigurationError: A number is not positive, or something that must be a function is none.
     """
 
     model: Callable[[], nn.Module]
@@ -63,14 +64,14 @@ class Task:
     collate: Callable[[list[Any]], Any] | None = None
     schedule: Callable[[int, int], float] | None = None
     after: Callable[[nn.Module], object] | None = None
+    epochs: int = 1
     name: str = "task"
 
     def __post_init__(self) -> None:
-        size: object = self.global_batch_size
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ConfigurationError(
-                f"global_batch_size={size!r} is not a number of samples.\nGive a whole number of at least 1."
-            )
+        for field in ("global_batch_size", "epochs"):
+            number: object = getattr(self, field)
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ConfigurationError(f"Task.{field} is {number!r}.\nGive a whole number of at least 1.")
         for field in ("model", "dataset", "loss", "optimizer"):
             _require_callable(field, getattr(self, field))
         for field in ("eval_dataset", "metrics", "collate", "schedule", "after"):
