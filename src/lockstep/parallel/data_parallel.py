@@ -114,11 +114,10 @@ class DataParallel(nn.Module, Generic[Wrapped]):
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Device]) -> list[nn.Module]:
         """Return up-to-date replicas of ``module``, those of the wrapped module the same objects every time."""
-        devices = tuple(as_device(device) for device in device_ids)
-        own = self._current_engine().replicas
-        is_own = module is own.module and devices == own.devices[: len(devices)]
-        replicas = own if is_own else Replicas(module, devices)
-        return replicas.refresh(len(devices), leaves=False)
+        replicas = self._current_engine().replicas
+        if module is not self.module or list(device_ids) != self.device_ids[: len(device_ids)]:
+            replicas = Replicas(module, [as_device(device) for device in device_ids])
+        return replicas.refresh(len(device_ids), leaves=False)
 
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Call each of ``replicas`` in its thread and return the outputs in order."""

@@ -28,8 +28,8 @@ def sum_in_tree(rows: Sequence[Gradients], devices: Sequence[torch.device], *, o
     level = list(zip(rows, devices, strict=True))
     while len(level) > 1:
         merged = [
-            (_added(left, _moved(right, device), reuse=owned), device)
-            for (left, device), (right, _) in zip(level[0::2], level[1::2], strict=False)
+            (_added(left, _moved(right, origin, device), reuse=owned), device)
+            for (left, device), (right, origin) in zip(level[0::2], level[1::2], strict=False)
         ]
         level = merged + level[2 * len(merged) :]
     return level[0][0]
@@ -70,12 +70,12 @@ def _added(left: Gradients, right: Gradients, *, reuse: bool) -> Gradients:
     return result
 
 
-def _moved(row: Gradients, device: torch.device) -> Gradients:
-    """Return copies of the gradients on ``device``, or the gradients if they are there."""
+def _moved(row: Gradients, origin: torch.device, device: torch.device) -> Gradients:
+    """Return copies of the gradients on ``device``, or the gradients if they are there already."""
+    if not is_remote(origin, device):
+        return row
     present = [index for index, gradient in enumerate(row) if gradient is not None]
     tensors = [gradient for gradient in row if gradient is not None]
-    if not tensors or not is_remote(tensors[0].device, device):
-        return row
     moved: Gradients = [None] * len(row)
     for index, copy in zip(present, coalesced_copies(tensors, [device])[0], strict=True):
         moved[index] = copy

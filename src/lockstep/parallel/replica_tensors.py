@@ -54,12 +54,15 @@ class ReplicaTensors:
         outputs: Iterator[Tensor] = iter(())
         if any(trainable):
             chosen = [list(compress(row, trainable)) for row in values]
-            outputs = iter(_Fan.apply(chosen, *compress(weights, trainable)))  # type: ignore[no-untyped-call]
-        rows: list[Sequence[Tensor]] = []
-        for replica, row in enumerate(values):
-            frozen = row if replica == 0 else [alias(value) for value in row]
-            rows.append([next(outputs) if fans else value for fans, value in zip(trainable, frozen, strict=True)])
-        return rows
+            devices = self._devices[:num_replicas]
+            outputs = iter(_Fan.apply(devices, chosen, *compress(weights, trainable)))  # type: ignore[no-untyped-call]
+        return [
+            [
+                next(outputs) if fans else value if replica == 0 else alias(value)
+                for fans, value in zip(trainable, row, strict=True)
+            ]
+            for replica, row in enumerate(values)
+        ]
 
     def leaves(self, weights: Sequence[Tensor], num_replicas: int) -> list[Sequence[Tensor]]:
         """Return the leaves of each of the first ``num_replicas`` replicas; a frozen weight needs none."""
@@ -105,15 +108,17 @@ class ReplicaTensors:
 class _Fan(torch.autograd.Function):
     """From each weight to its stand-in in every replica; backward sums the gradients of the stand-ins.
 
-    Takes ``values``, per replica the tensors that hold the values, and then the weights; returns the stand-ins, those
-    of the first replica first.
+    Takes the devices of the replicas, ``values`` (per replica the tensors that hold the values) and the weights;
+    returns the stand-ins, those of the first replica first.
     """
 
     @staticmethod
-    def forward(ctx: Any, values: list[list[Tensor]], *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, devices: Sequence[torch.device], values: list[list[Tensor]], *weights: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.num_weights = len(weights)
-        ctx.devices = [row[0].device for row in values]
+        ctx.devices = devices
         return tuple(alias(value) for row in values for value in row)
 
     @staticmethod
@@ -121,8 +126,8 @@ class _Fan(torch.autograd.Function):
         count = ctx.num_weights
         rows = [list(gradients[start : start + count]) for start in range(0, len(gradients), count)]
         if torch.is_grad_enabled():  # create_graph: the sum must be differentiable
-            return (None, *(_plain_sum(parts, ctx.devices[0]) for parts in zip(*rows, strict=True)))
-        return (None, *sum_in_tree(rows, ctx.devices, owned=False))
+            return (None, None, *(_plain_sum(parts, ctx.devices[0]) for parts in zip(*rows, strict=True)))
+        return (None, None, *sum_in_tree(rows, ctx.devices, owned=False))
 
 
 def shares_tensors(device: torch.device) -> bool:

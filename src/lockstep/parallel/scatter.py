@@ -117,7 +117,7 @@ def _split(value: Any, devices: Sequence[torch.device], num_devices: int, dim: i
     contents = _contents(value)
     if not contents:
         return [value for _ in devices]
-    if is_dataclass_instance(value) and not isinstance(value, dict) and not any(_tensors_in(contents)):
+    if not isinstance(value, (tuple, list, dict)) and next(_tensors_in(contents), None) is None:
         return [value for _ in devices]
     parts = zip(*(_split(item, devices, num_devices, dim) for item in contents), strict=True)
     return [rebuilt(value, part) for part in parts]

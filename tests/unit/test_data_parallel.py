@@ -1,0 +1,365 @@
+"""DataParallel.forward: the outputs and gradients of one process, for a dozen model families."""
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.parallel.data_parallel import DataParallel, data_parallel
+from tests.models import FAMILIES, build, global_batch
+from tests.unit.data_parallel_cases import KINDS, assert_same_gradients, wrap
+
+def close(actual, expected):
+    tolerance = 1e-12 if actual.dtype is torch.double else 1e-5
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+JOINABLE = sorted(set(FAMILIES) - {"structured"})  # its output holds a string
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", JOINABLE)
+def test_gradients_are_those_of_one_process(family, kind, num_replicas, monkeypatch):
+    module, reference = build(family), build(family)
+    model = wrap(kind, module, num_replicas, monkeypatch)
+    for step, samples in enumerate([7, 4, 1]):
+        batch = global_batch(family, samples, seed=step)
+        FAMILIES[family].loss(model, batch).backward()
+        FAMILIES[family].loss(reference, batch).backward()
+        assert_same_gradients(module, reference)
+        with torch.no_grad():
+            for one, other in zip(module.parameters(), reference.parameters(), strict=True):
+                if one.grad is not None and step == 0:
+                    one.sub_(0.1 * one.grad.to_dense() if one.grad.is_sparse else 0.1 * one.grad)
+                    other.copy_(one)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layouts_of_gradients_are_kept(kind, monkeypatch):
+    module = build("channels_last")
+    model = wrap(kind, module, 2, monkeypatch)
+    FAMILIES["channels_last"].loss(model, global_batch("channels_last", 4, 0)).backward()
+    weight = module.convolutions[0].weight
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    assert weight.grad.is_contiguous(memory_format=torch.channels_last)
+
+
+@dataclass
+class Result:
+    logits: Tensor
+    details: dict
+
+
+class Structured(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2).double()
+
+    def forward(self, x, *, scale, flag=False):
+        assert flag
+        y = self.layer(x) * scale["value"]
+        return Result(y, {"all": [y, (y.sum(1), None)]})
+
+
+def test_keyword_inputs_and_dataclass_outputs():
+    module = Structured()
+    model = DataParallel(module, ["cpu", "cpu"])
+    x, scale = torch.randn(5, 3).double(), {"value": torch.randn(5, 1).double()}
+    result, expected = model(x, scale=scale, flag=True), module(x, scale=scale, flag=True)
+    assert type(result) is Result
+    close(result.logits, expected.logits)
+    close(result.details["all"][1][0], expected.details["all"][1][0])
+    assert result.details["all"][1][1] is None
+
+
+def test_only_keyword_inputs_with_empty_containers():
+    class Net(nn.Module):
+        def forward(self, input):
+            return input["data"] + 1
+
+    model = DataParallel(Net(), ["cpu", "cpu"])
+    for empty in ([], {}, ()):
+        assert model(input={"data": torch.zeros(3), "unused": empty}).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_without_inputs_one_replica_runs():
+    calls = []
+
+    class Net(nn.Module):
+        def forward(self):
+            calls.append(1)
+            return torch.ones(2)
+
+    assert DataParallel(Net(), ["cpu", "cpu"])().tolist() == [1.0, 1.0]
+    assert len(calls) == 1
+
+
+def test_dim_is_the_batch_dimension():
+    class Net(nn.Module):
+        def forward(self, x):
+            assert x.shape[0] == 2 and x.shape[1] in (2, 3)
+            return x * 2
+
+    x = torch.randn(2, 5, 3)
+    close(DataParallel(Net(), ["cpu", "cpu"], dim=1)(x), x * 2)
+
+
+class Normalized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.norm(self.convolution(x)).mean((2, 3)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batch_norm_keeps_the_statistics_of_the_first_replica(kind, monkeypatch):
+    module = Normalized().double()
+    reference = copy.deepcopy(module)
+    model = wrap(kind, module, 2, monkeypatch)
+    x = torch.randn(6, 1, 8, 8, dtype=torch.double)
+    outputs = model(x)
+    expected = torch.cat([reference(x[:3]), copy.deepcopy(reference)(x[3:])])
+    outputs.square().sum().backward()
+    expected.square().sum().backward()
+    close(outputs, expected)
+    for (name, buffer), (_, wanted) in zip(module.named_buffers(), reference.named_buffers(), strict=True):
+        assert torch.equal(buffer, wanted), name
+    assert module.norm.num_batches_tracked == 1
+
+    module.eval()
+    reference.load_state_dict(module.state_dict())
+    reference.eval()
+    module.zero_grad()
+    reference.zero_grad()
+    F.mse_loss(model(x), torch.zeros(6, 2, dtype=torch.double)).backward()
+    F.mse_loss(reference(x), torch.zeros(6, 2, dtype=torch.double)).backward()
+    assert_same_gradients(module, reference)
+
+
+def test_dropout_is_off_in_eval():
+    module = nn.Sequential(nn.Linear(3, 50), nn.Dropout(0.5))
+    model = DataParallel(module, ["cpu", "cpu"])
+    x = torch.randn(6, 3)
+    assert (model(x) == 0).any()
+    model.eval()
+    close(model(x), module(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autograd_grad_reaches_the_parameters(kind, monkeypatch):
+    module = build("mlp")
+    model = wrap(kind, module, 2, monkeypatch)
+    x, y = global_batch("mlp", 5, 0)
+    actual = torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters()))
+    expected = torch.autograd.grad(F.mse_loss(module(x), y), list(module.parameters()))
+    for got, wanted in zip(actual, expected, strict=True):
+        assert torch.allclose(got, wanted, rtol=1e-12, atol=1e-15)
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivatives(kind, monkeypatch):
+    module, reference = build("mlp"), build("mlp")
+    x = global_batch("mlp", 5, 0)[0].requires_grad_()
+    for network in (wrap(kind, module, 2, monkeypatch), reference):
+        (slope,) = torch.autograd.grad(network(x).sum(), x, create_graph=True)
+        slope.square().mean().backward()
+    assert_same_gradients(module, reference)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_forwards_before_one_backward(kind, monkeypatch):
+    module, reference = Normalized().double(), Normalized().double()
+    reference.load_state_dict(module.state_dict())
+    model = wrap(kind, module, 2, monkeypatch)
+    parts = [torch.randn(4, 1, 6, 6, dtype=torch.double) for _ in range(3)]
+    for part in parts:
+        model(part)
+    module.eval()
+    reference.load_state_dict(module.state_dict())
+    reference.eval()
+    sum(model(part).square().sum() for part in parts).backward()
+    sum(reference(part).square().sum() for part in parts).backward()
+    assert_same_gradients(module, reference)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_buffer_that_requires_a_gradient_gets_it(kind, monkeypatch):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.randn(3, dtype=torch.double, requires_grad=True))
+            self.register_buffer("shift", torch.randn(3, dtype=torch.double))
+
+        def forward(self, x):
+            return x * self.scale + self.shift
+
+    module = Net()
+    model = wrap(kind, module, 2, monkeypatch)
+    x = torch.randn(5, 3, dtype=torch.double)
+    model(x).sum().backward()
+    assert torch.allclose(module.scale.grad, x.sum(0), rtol=1e-12)
+    module.scale.grad = None
+    model.backward(lambda replica, part: replica(part).sum(), [x[:3], x[3:]], [1.0, 1.0])
+    assert torch.allclose(module.scale.grad, x.sum(0), rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_old_and_new_weight_norm(kind, monkeypatch):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            with pytest.warns(FutureWarning):
+                self.old = nn.utils.weight_norm(nn.Linear(3, 4))
+            self.new = nn.utils.parametrizations.weight_norm(nn.Linear(4, 2))
+            self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
+
+        def forward(self, x):
+            return self.spectral(self.new(self.old(x)))
+
+    module = Net().double().eval()
+    model = wrap(kind, module, 2, monkeypatch)
+    x = torch.randn(5, 3, dtype=torch.double)
+    expected = torch.autograd.grad(module(x).square().sum(), list(module.parameters()))
+    actual = torch.autograd.grad(model(x).square().sum(), list(module.parameters()))
+    for got, wanted in zip(actual, expected, strict=True):
+        assert torch.allclose(got, wanted, rtol=1e-11, atol=1e-14)
+
+
+def test_modes_of_the_caller_hold_in_the_replicas():
+    seen = []
+
+    class Net(nn.Module):
+        def forward(self, x):
+            cpu = torch.is_autocast_enabled("cpu")
+            seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cpu, torch.get_default_dtype()))
+            return x @ x.T.new_ones(x.shape[1], 1)
+
+    model = DataParallel(Net(), ["cpu", "cpu"])
+    x = torch.randn(4, 3)
+    model(x)
+    with torch.no_grad():
+        model(x)
+    with torch.inference_mode():
+        assert model(x).is_inference()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(x).dtype is torch.bfloat16
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(torch.double)
+    try:
+        model(x)
+    finally:
+        torch.set_default_dtype(previous)
+    single = torch.float32
+    expected = [
+        (True, False, False, single),
+        (False, False, False, single),
+        (False, True, False, single),
+        (True, False, True, single),
+        (True, False, False, torch.double),
+    ]
+    assert seen == [modes for modes in expected for _ in range(2)]
+
+
+def test_hooks_are_called_in_every_replica():
+    module = build("mlp")
+    model = DataParallel(module, ["cpu", "cpu"])
+    calls = []
+    module.register_forward_pre_hook(lambda layer, args: calls.append(("pre", layer is module, len(args[0]))))
+    module[0].register_forward_hook(lambda layer, args, output: calls.append(("post", layer is module[0], len(output))))
+    module.register_full_backward_hook(lambda layer, grad_in, grad_out: calls.append(("back", False, len(grad_out[0]))))
+    model.register_forward_hook(lambda layer, args, output: calls.append(("whole", layer is model, len(output))))
+    model(global_batch("mlp", 5, 0)[0].requires_grad_()).sum().backward()
+    expected = [(name, False, size) for name in ("pre", "post", "back") for size in (2, 3)]
+    assert sorted(calls) == sorted([*expected, ("whole", True, 5)])
+
+
+def test_a_hook_on_a_parameter_sees_the_whole_gradient():
+    module = build("mlp")
+    model = DataParallel(module, ["cpu", "cpu"])
+    seen, after = [], []
+    module[0].weight.register_hook(seen.append)
+    module[0].bias.register_post_accumulate_grad_hook(lambda bias: after.append(bias.grad.clone()))
+    x, y = global_batch("mlp", 5, 0)
+    F.mse_loss(model(x), y).backward()
+    F.mse_loss(model(x), y).backward()
+    shards = [(x[:3], y[:3]), (x[3:], y[3:])]
+    model.backward(lambda replica, shard: F.mse_loss(replica(shard[0]), shard[1]), shards, [3 / 5, 2 / 5])
+    assert len(seen) == len(after) == 3
+    assert torch.allclose(seen[0], seen[2], rtol=1e-12) and torch.allclose(3 * after[0], after[2], rtol=1e-12)
+
+
+def test_methods_of_subclasses_are_used():
+    calls = []
+
+    class Detector(DataParallel):
+        def scatter(self, inputs, kwargs, device_ids):
+            calls.append(("scatter", device_ids))
+            return tuple((part,) for part in inputs[0]), tuple({} for _ in inputs[0])
+
+        def replicate(self, module, device_ids):
+            calls.append(("replicate", device_ids))
+            return super().replicate(module, device_ids)
+
+        def parallel_apply(self, replicas, inputs, kwargs):
+            calls.append(("parallel_apply", len(replicas), len(inputs), len(kwargs)))
+            return super().parallel_apply(replicas, inputs, kwargs)
+
+        def gather(self, outputs, output_device):
+            calls.append(("gather", output_device))
+            return outputs
+
+    cpu = torch.device("cpu")
+    module = build("mlp")
+    model = Detector(module, ["cpu", "cpu", "cpu"])
+    parts = [torch.randn(n, 6, dtype=torch.double) for n in (3, 1)]
+    outputs = model(parts)
+    assert [len(output) for output in outputs] == [3, 1]
+    assert calls == [
+        ("scatter", [cpu] * 3),
+        ("replicate", [cpu] * 2),
+        ("parallel_apply", 2, 2, 2),
+        ("gather", cpu),
+    ]
+
+
+def test_other_modules_can_be_replicated():
+    model = DataParallel(build("mlp"), ["cpu", "cpu"])
+    other = nn.Linear(2, 2)
+    replicas = model.replicate(other, ["cpu", "cpu"])
+    x = torch.randn(2, 2)
+    outputs = model.parallel_apply(replicas, [(x,), (x,)], [{}, {}])
+    close(outputs[1], other(x))
+
+
+def test_functional_form():
+    module = build("mlp")
+    x, _ = global_batch("mlp", 5, 0)
+    close(data_parallel(module, x, ["cpu", "cpu"]), module(x))
+    close(data_parallel(module, (), ["cpu", "cpu"], module_kwargs={"input": x}), module(x))
+    assert data_parallel(Constant(), None, ["cpu", "cpu"]).tolist() == [1.0]
+
+
+class Constant(nn.Module):
+    def forward(self):
+        return torch.ones(1)
+
+
+def test_with_one_device_the_module_itself_runs():
+    module = build("mlp")
+    seen = []
+    module.register_forward_hook(lambda layer, args, output: seen.append(layer))
+    model = DataParallel(module, ["cpu"])
+    x, y = global_batch("mlp", 3, 0)
+    assert model(x).shape == (3, 3) and seen == [module]
+    (loss,) = model.backward(lambda network, shard: F.mse_loss(network(shard), y), [x], [2.0])
+    F.mse_loss(module(x), y).backward()
+    assert module[0].weight.grad is not None and not loss.requires_grad
+    assert model.last_timings.forward_s > 0
