@@ -19,6 +19,21 @@ _SAMPLE = 2
 Collate = Callable[[list[Any]], Any]
 
 
+@dataclass(frozen=True)
+class LoadOptions:
+    """How batches are loaded, apart from which.
+
+    Args:
+        collate: A list of samples to a batch; ``default_collate`` if None.
+        workers: Loader processes; with 0, samples are loaded as they are asked for.
+        pin_memory: Whether to page-lock the batches, for copies to CUDA that do not block.
+    """
+
+    collate: Collate | None
+    workers: int
+    pin_memory: bool
+
+
 class Request(NamedTuple):
     """The samples of one micro-batch: what a loader process is asked for."""
 
@@ -98,18 +113,17 @@ class _Fetch(Dataset[MicroBatch]):
         return self._samples[index]
 
 
-def _as_it_is(batch: Any) -> Any:
+def as_it_is(batch: Any) -> Any:
+    """Return ``batch``: what is loaded is collated already."""
     return batch
 
 
 def load(
     samples: Sequence[Any],
     requests: Iterable[Request],
+    how: LoadOptions,
     *,
     seed: int,
-    collate: Collate | None,
-    workers: int,
-    pin_memory: bool,
 ) -> Iterator[MicroBatch]:
     """Return the micro-batches that ``requests`` ask for, in their order; still in host memory.
 
@@ -117,17 +131,14 @@ def load(
         samples: With ``len`` and ``[]``.
         requests: Such as `TrainRequests`.
         seed: What the random numbers of each sample derive from.
-        collate: A list of samples to a batch; ``default_collate`` if None.
-        workers: Loader processes; with 0, samples are loaded as they are asked for.
-        pin_memory: Whether to page-lock the batches, for copies to CUDA that do not block.
     """
     loader = DataLoader(
-        _Fetch(samples, collate, seed),
+        _Fetch(samples, how.collate, seed),
         sampler=requests,
         batch_size=None,
-        num_workers=workers,
-        collate_fn=_as_it_is,
-        pin_memory=pin_memory,
+        num_workers=how.workers,
+        collate_fn=as_it_is,
+        pin_memory=how.pin_memory,
         generator=torch.Generator(),  # or else it would draw from the default generator
     )
     return iter(loader)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.collectives import all_gather_object, all_reduce, broadcast_coalesced
 from lockstep.data.device import to_device
-from lockstep.data.loader import MicroBatch, Request, load
+from lockstep.data.loader import LoadOptions, MicroBatch, Request, load
 from lockstep.data.order import cut
 from lockstep.data.seeding import mix, seed_cpu, seed_device
 from lockstep.errors import ConfigurationError
@@ -82,14 +82,8 @@ class Evaluator:
         ]
         on_cuda = loop.device.type == "cuda"
         seed = mix(loop.settings.seed, _EVALUATE)
-        batches = load(
-            self.samples,
-            requests,
-            seed=seed,
-            collate=self.task.collate,
-            workers=loop.settings.workers,
-            pin_memory=on_cuda,
-        )
+        how = LoadOptions(self.task.collate, loop.settings.workers, pin_memory=on_cuda)
+        batches = load(self.samples, requests, how, seed=seed)
         for batch in batches:
             position = mix(seed, batch.step, division.shares.start)
             seed_cpu(position)

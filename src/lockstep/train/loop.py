@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from lockstep.comm.collectives import Group
 from lockstep.comm.world import World
 from lockstep.data.device import Prefetcher, to_device
-from lockstep.data.loader import MicroBatch, TrainRequests, load
+from lockstep.data.loader import LoadOptions, MicroBatch, TrainRequests, load
+from lockstep.data.order import GlobalOrder
 from lockstep.data.seeding import mix, seed_cpu, seed_device
+from lockstep.data.stream import StreamOrder, load_stream
 from lockstep.errors import ConfigurationError
 from lockstep.train.objective import Objective, Part
 from lockstep.train.plan import make_plan
@@ -26,8 +29,8 @@ from lockstep.train.tally import Tally
 from lockstep.train.task import Task, build_dataset, build_model, build_optimizer
 from lockstep.train.update import Updater
 
-_INIT, _FORWARD = 3, 4
-"""Keep the bits for initial weights and for dropout apart from those that other purposes draw from the same seed."""
+_INIT, _FORWARD, _DATA = 3, 4, 7
+"""Keep the bits for initial weights, dropout and made-up data apart from what else derives from the same seed."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +91,11 @@ class Loop:
         self._task, self.settings, self.devices = task, settings, list(devices)
         self.device = self.devices[0]
         division = divide(strategy, world, self.devices, settings.accumulate)
+        self._seed_all(_DATA)
         self.samples = build_dataset(task)
-        self.plan = make_plan(task, settings, division, num_samples=len(self.samples))
-        seed_cpu(mix(settings.seed, _INIT))
-        seed_device(self.device, mix(settings.seed, _INIT))
+        num_samples = None if isinstance(self.samples, IterableDataset) else len(self.samples)
+        self.plan = make_plan(task, settings, division, num_samples=num_samples)
+        self._seed_all(_INIT)
         self.model = build_model(task).to(self.device).train()
         self.optimizer = build_optimizer(task, self.model)
         objective = Objective(task, settings.precision)
@@ -114,9 +118,10 @@ class Loop:
         return self._strategy.group
 
     @property
-    def epoch(self) -> float:
-        """How many times the data set was passed over, with fractions."""
-        return self.num_steps_done / self.plan.order.steps_per_epoch
+    def epoch(self) -> float | None:
+        """How many times the data set was passed over, with fractions; None for a stream."""
+        steps_per_epoch = self.plan.order.steps_per_epoch
+        return None if steps_per_epoch is None else self.num_steps_done / steps_per_epoch
 
     def step(self) -> StepRecord:
         """Train on the next global batch.
@@ -204,15 +209,22 @@ class Loop:
 
     def _open_batches(self) -> Iterator[MicroBatch]:
         on_cuda = self.device.type == "cuda"
-        batches = load(
-            self.samples,
-            TrainRequests(self.plan.order, self.plan.division, self.num_steps_done),
-            seed=self.settings.seed,
-            collate=self._task.collate,
-            workers=self.settings.workers,
-            pin_memory=on_cuda,
-        )
+        order, division, first_step = self.plan.order, self.plan.division, self.num_steps_done
+        how = LoadOptions(self._task.collate, self.settings.workers, pin_memory=on_cuda)
+        if isinstance(self.samples, IterableDataset):
+            assert isinstance(order, StreamOrder)
+            batches = load_stream(self.samples, order, division, how, first_step=first_step)
+        else:
+            assert isinstance(order, GlobalOrder)
+            requests = TrainRequests(order, division, first_step)
+            batches = load(self.samples, requests, how, seed=order.seed)
         return Prefetcher(batches, self.devices) if on_cuda else batches
+
+    def _seed_all(self, purpose: int) -> None:
+        """Give what the task makes the same random numbers on every rank."""
+        value = mix(self.settings.seed, purpose)
+        seed_cpu(value)
+        seed_device(self.device, value)
 
     def _seed_forward(self, micro: MicroBatch, index: int) -> None:
         """Give each share of each micro-batch of each step random numbers of its own."""

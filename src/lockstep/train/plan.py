@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lockstep.data.loader import Division
 from lockstep.data.order import GlobalOrder
+from lockstep.data.stream import StreamOrder
 from lockstep.errors import ConfigurationError
 from lockstep.train.schedule import LearningRate, batch_scale
 from lockstep.train.settings import Settings
@@ -16,7 +17,7 @@ from lockstep.train.task import Task
 class Plan:
     """A run's steps, which samples each takes, how they are divided, and the learning rate."""
 
-    order: GlobalOrder
+    order: GlobalOrder | StreamOrder
     division: Division
     num_steps: int
     learning_rate: LearningRate
@@ -28,16 +29,16 @@ class Plan:
         return self.order.batch_size
 
 
-def make_plan(task: Task, settings: Settings, division: Division, *, num_samples: int) -> Plan:
-    """Return the plan for a data set of ``num_samples``.
+def make_plan(task: Task, settings: Settings, division: Division, *, num_samples: int | None) -> Plan:
+    """Return the plan for a data set of ``num_samples``, or for a stream if None.
 
     Raises:
-        ConfigurationError: The global batch does not divide evenly; names the nearest ones that do.
+        ConfigurationError: The global batch does not divide evenly; names the nearest ones that do. Or the number of
+            steps of a stream is not given.
     """
     batch_size = settings.global_batch_size or task.global_batch_size
     require_even(batch_size, division.num_shares, settings.accumulate)
-    order = GlobalOrder(num_samples, batch_size, settings.seed)
-    num_steps = settings.steps or (settings.epochs or task.epochs) * order.steps_per_epoch
+    order, num_steps = _lay_out(task, settings, batch_size, num_samples)
     base = settings.base_batch_size or task.global_batch_size
     return Plan(
         order=order,
@@ -51,6 +52,21 @@ def make_plan(task: Task, settings: Settings, division: Division, *, num_samples
         ),
         base_batch_size=base,
     )
+
+
+def _lay_out(
+    task: Task, settings: Settings, batch_size: int, num_samples: int | None
+) -> tuple[GlobalOrder | StreamOrder, int]:
+    """Return which samples are in which step, and the number of steps."""
+    if num_samples is not None:
+        order = GlobalOrder(num_samples, batch_size, settings.seed)
+        return order, settings.steps or (settings.epochs or task.epochs) * order.steps_per_epoch
+    if settings.steps is None:
+        raise ConfigurationError(
+            "The data set is a stream without a length, so its epochs cannot be planned.\n"
+            "Give the number of steps instead: steps=1000 (--steps 1000)."
+        )
+    return StreamOrder(batch_size, settings.seed), settings.steps
 
 
 def require_even(batch_size: int, num_shares: int, accumulate: int) -> None:

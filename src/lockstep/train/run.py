@@ -101,7 +101,8 @@ class Run:
 
     def is_due(self, every: int | None) -> bool:
         """Return whether something is to be done now that is done every so many steps, each epoch if None, and last."""
-        return not self.has_steps_left or self._step % (every or self._loop.plan.order.steps_per_epoch) == 0
+        every = every or self._loop.plan.order.steps_per_epoch or self._num_steps
+        return not self.has_steps_left or self._step % every == 0
 
     def step(self) -> None:
         """Train on the next global batch."""
@@ -123,10 +124,8 @@ class Run:
         self._evaluations.append(found)
         if self._best is None or found.metrics["loss"] < self._best.metrics["loss"]:
             self._best = found
-        self._display.say(
-            f"epoch {self._loop.epoch:.1f}  step {self._step}/{self._num_steps}  "
-            f"evaluation: {format_metrics(found.metrics)}"
-        )
+        epoch = "" if self._loop.epoch is None else f"epoch {self._loop.epoch:.1f}  "
+        self._display.say(f"{epoch}step {self._step}/{self._num_steps}  evaluation: {format_metrics(found.metrics)}")
         if self._log is not None:
             self._log.losses(self._history.losses)
             self._log.evaluation(found.step, found.metrics)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from lockstep.errors import ConfigurationError
 
@@ -129,15 +129,17 @@ def build_optimizer(task: Task, model: nn.Module) -> Optimizer:
     return optimizer
 
 
-def build_dataset(task: Task, *, evaluation: bool = False) -> Sequence[Any]:
-    """Return the samples of ``task``, for training or for evaluation.
+def build_dataset(task: Task, *, evaluation: bool = False) -> Any:
+    """Return the samples of ``task``, for training or for evaluation: with ``len`` and ``[]``, or an `IterableDataset`.
 
     Raises:
-        ConfigurationError: There are none, or they have no length.
+        ConfigurationError: There are none, or they have no length; those for evaluation must have one.
     """
     field = "eval_dataset" if evaluation else "dataset"
     make: Callable[[], Any] = getattr(task, field)
     dataset = make()
+    if isinstance(dataset, IterableDataset) and not evaluation:
+        return dataset
     try:
         num_samples = len(dataset)
     except TypeError:
@@ -147,5 +149,4 @@ def build_dataset(task: Task, *, evaluation: bool = False) -> Sequence[Any]:
         ) from None
     if num_samples == 0:
         raise ConfigurationError(f"The data set of Task.{field} is empty.\nCheck where it reads its samples from.")
-    samples: Sequence[Any] = dataset
-    return samples
+    return dataset

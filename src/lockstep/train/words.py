@@ -19,10 +19,11 @@ def describe_plan(task: Task, settings: FitSettings, plan: Plan, devices: Sequen
     on = f"{num_devices} {kind}s" if num_devices > 1 else f"1 {kind}"
     parts = f" = {num_devices} devices x {order.batch_size // num_devices} samples" if num_devices > 1 else ""
     micro = f", in {division.accumulate} micro-batches" if division.accumulate > 1 else ""
-    epochs = plan.num_steps / order.steps_per_epoch
+    size = "a stream of samples" if order.num_samples is None else f"{order.num_samples:,} samples"
+    steps = f"{plan.num_steps} step{'s' * (plan.num_steps > 1)}"
+    epochs = "" if order.steps_per_epoch is None else f" = {plan.num_steps / order.steps_per_epoch:.4g} epochs"
     return [
-        f"{task.name}: strategy {settings.strategy} on {on}, {settings.precision}, "
-        f"{order.num_samples:,} samples, {plan.num_steps} steps = {epochs:.4g} epochs",
+        f"{task.name}: strategy {settings.strategy} on {on}, {settings.precision}, {size}, {steps}{epochs}",
         f"global batch {order.batch_size}{parts}{micro}",
         f"learning rate x {plan.learning_rate.scale:.4g}: {_scaling(settings, plan)}; {_schedule(plan)}",
     ]
