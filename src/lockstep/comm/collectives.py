@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from datetime import timedelta
 from types import ModuleType
 from typing import Any, Literal
 
@@ -26,6 +27,8 @@ BuiltinCommHookType = dist.BuiltinCommHookType
 ReduceName = Literal["sum", "max", "min"]
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _BROADCAST_CHUNK_BYTES = 250 * 2**20
+# c10d's word for "as long as the group's own time-out". Groups written in Python may require options and this argument.
+_NO_TIMEOUT = timedelta(0)
 
 
 def is_initialized() -> bool:
@@ -79,6 +82,13 @@ def overlapped_optimizer(optimizer: type, parameters: Any, *args: Any, **kwargs:
     return _as_overlapped_optim(optimizer, parameters, *args, **kwargs)
 
 
+def in_backward_hooks(parameter: torch.nn.Parameter) -> list[Any]:
+    """Return the handles of the hooks that run an optimizer on this parameter as soon as it has a gradient."""
+    from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+
+    return list(param_to_optim_hook_handle_map.get(parameter, ()))
+
+
 def is_native(group: Group) -> bool:
     """Tell whether ``group`` is c10d's own class; a group written in Python may do anything, alone or not."""
     return type(group) is dist.ProcessGroup
@@ -119,7 +129,7 @@ def all_reduce(tensor: Tensor, *, group: Group, op: ReduceName = "sum") -> None:
     """
     options = dist.AllreduceOptions()
     options.reduceOp = _OPERATIONS[op]
-    group.allreduce([_real(tensor)], options).wait()
+    group.allreduce([_real(tensor)], options).wait(_NO_TIMEOUT)
 
 
 def broadcast(tensor: Tensor, *, group: Group, src: int = 0) -> None:
@@ -129,7 +139,7 @@ def broadcast(tensor: Tensor, *, group: Group, src: int = 0) -> None:
     """
     options = dist.BroadcastOptions()
     options.rootRank = src
-    group.broadcast([_real(tensor)], options).wait()
+    group.broadcast([_real(tensor)], options).wait(_NO_TIMEOUT)
 
 
 def broadcast_coalesced(tensors: Sequence[Tensor], *, group: Group, src: int = 0) -> None:
@@ -167,7 +177,7 @@ def all_gather(tensor: Tensor, *, group: Group) -> list[Tensor]:
     Collective: every rank, in the same order, with the same shape and dtype. Blocks until complete.
     """
     outputs = [torch.empty_like(tensor) for _ in range(group.size())]
-    group.allgather([outputs], [tensor]).wait()
+    group.allgather([outputs], [tensor], dist.distributed_c10d.AllgatherOptions()).wait(_NO_TIMEOUT)
     return outputs
 
 

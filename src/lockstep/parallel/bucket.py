@@ -105,7 +105,7 @@ class DenseBucket(Bucket):
         self._buffer = torch.zeros(numel + len(self.parameters), dtype=self.spec.dtype, device=self.spec.device)
         self._data = self._buffer[:numel]
         self._tail = self._buffer[numel:]
-        self._views = _cut_views(self._data, self.parameters)
+        self._views = cut_views(self._data, self.parameters)
         self._num_aliases = self._count_aliases()
 
     @property
@@ -266,7 +266,7 @@ class SparseBucket(Bucket):
         """Do nothing: the parameter's gradient is a tensor of its own."""
 
 
-def _cut_views(flat: Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:
+def cut_views(flat: Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:
     """Cut ``flat`` into tensors of the parameters' shapes; dense strides such as channels_last are kept.
 
     autograd accumulates fastest, and without a warning, into gradients with the strides of their parameter.

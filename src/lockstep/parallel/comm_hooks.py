@@ -28,9 +28,8 @@ def check_comm_hook(hook: Any) -> None:
     if bucket is not None and bucket.annotation not in (inspect.Parameter.empty, GradBucketType, "dist.GradBucket"):
         raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
     returned = signature.return_annotation
-    if returned is not inspect.Signature.empty and not isinstance(returned, str):
-        if returned != torch.futures.Future[torch.Tensor]:
-            raise ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")
+    if returned not in (inspect.Signature.empty, torch.futures.Future[torch.Tensor]) and not isinstance(returned, str):
+        raise ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")
 
 
 def builtin_comm_hook(kind: Any) -> CommHook:

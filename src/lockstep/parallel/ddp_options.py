@@ -10,12 +10,39 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.errors import ConfigurationError
 from lockstep.parallel.bucket_plan import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB
 
 
 def ignored_names(module: nn.Module) -> set[str]:
     """Return the parameters and buffers that were marked to be left alone."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def check_combination(mixed_precision: object, delayed: object, trigger: object) -> None:
+    """Refuse arguments that cannot be had, or not without each other.
+
+    Raises:
+        ConfigurationError: ``mixed_precision`` was asked for.
+        ValueError: Only one of the two arguments for delayed parameters was given.
+    """
+    if mixed_precision is not None:
+        raise ConfigurationError(
+            "mixed_precision is not supported by lockstep.DistributedDataParallel.\n"
+            "Run forward under torch.autocast, or fit() with precision='bf16'."
+        )
+    if (delayed is None) != (trigger is None):
+        raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
+
+
+def check_group(process_group: object, device_mesh: object) -> None:
+    """Refuse two answers to the question which ranks take part.
+
+    Raises:
+        RuntimeError: Both were given.
+    """
+    if process_group is not None and device_mesh is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
 
 
 def check_parameters(parameters: Sequence[nn.Parameter]) -> None:

@@ -13,15 +13,17 @@ from lockstep.comm.collectives import Group, all_reduce_async, broadcast_coalesc
 
 
 class DelayedReduction:
-    """Reduces the gradients of ``parameters`` as soon as ``trigger`` receives its own.
+    """Reduces the gradients of the parameters as soon as ``trigger`` receives its own.
 
     As with torch's class, it is for the caller to choose a trigger that comes last. The end of that backward waits.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], trigger: torch.nn.Parameter, *, group: Group) -> None:
-        self._parameters = list(parameters)
+    def __init__(
+        self, named_parameters: Sequence[tuple[str, torch.nn.Parameter]], trigger: torch.nn.Parameter, *, group: Group
+    ) -> None:
+        self._parameters = [parameter for _, parameter in named_parameters]
         self._group = group
-        broadcast_coalesced([parameter.detach() for parameter in parameters], group=group)
+        broadcast_coalesced([parameter.detach() for parameter in self._parameters], group=group)
         self._handle = trigger.register_hook(self._reduce)
 
     def _reduce(self, gradient: Tensor) -> Tensor:

@@ -14,13 +14,14 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from lockstep.comm.collectives import Group, default_group, mesh_group
 from lockstep.comm.join import Joinable
-from lockstep.errors import ConfigurationError
 from lockstep.parallel.attributes import forward_attribute
 from lockstep.parallel.comm_hooks import check_comm_hook
 from lockstep.parallel.ddp_join import UnevenInputs, announce_backward, common_rank
 from lockstep.parallel.ddp_options import (
     bucket_caps_bytes,
     buffer_policy,
+    check_combination,
+    check_group,
     check_parameters,
     check_placement,
     ignored_names,
@@ -31,7 +32,9 @@ from lockstep.parallel.dynamo import leave_uncompiled
 from lockstep.parallel.inputs import move_to
 from lockstep.parallel.model_sync import ModelSync
 from lockstep.parallel.outputs import anchor_tensors, find_tensors
+from lockstep.parallel.parameter_hooks import watch_frozen
 from lockstep.parallel.reducer import Reducer
+from lockstep.parallel.state_keys import accept_bare_keys
 from lockstep.parallel.torch_reducer import TorchReducer
 
 
@@ -106,17 +109,8 @@ class DistributedDataParallel(UnevenInputs):
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        if mixed_precision is not None:
-            raise ConfigurationError(
-                "mixed_precision is not supported by lockstep.DistributedDataParallel.\n"
-                "Run forward under torch.autocast, or fit() with precision='bf16'."
-            )
-        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
-            raise ValueError(
-                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
-            )
-        if process_group is not None and device_mesh is not None:
-            raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+        check_combination(mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce)
+        check_group(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
             process_group = mesh_group(device_mesh, module)
@@ -145,6 +139,7 @@ class DistributedDataParallel(UnevenInputs):
         self.mixed_precision = None
         self._bucket_caps_bytes = bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list)
         self.bucket_bytes_cap = self._bucket_caps_bytes[-1]
+        self.bucket_bytes_cap_list = list(self._bucket_caps_bytes) if bucket_cap_mb_list else []
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._divide_by_initial_world_size = True
@@ -156,10 +151,8 @@ class DistributedDataParallel(UnevenInputs):
         if init_sync:
             self._model_sync.check(with_buffers=buffers.at_start)
             self._model_sync.broadcast(src=0, with_buffers=buffers.at_start)
-        if delayed:
-            assert param_to_hook_all_reduce is not None
-            parameters = [parameter for _, parameter in delayed]
-            self._delayed = DelayedReduction(parameters, param_to_hook_all_reduce, group=self.process_group)
+        if param_to_hook_all_reduce is not None:
+            self._delayed = DelayedReduction(delayed, param_to_hook_all_reduce, group=self.process_group)
         self._watch_parameters()
 
     # --- construction, copies and pickles ---------------------------------------------------------------------------
@@ -169,10 +162,11 @@ class DistributedDataParallel(UnevenInputs):
         if self.device_type == "cpu" and any(isinstance(layer, nn.SyncBatchNorm) for layer in self.module.modules()):
             raise ValueError("SyncBatchNorm layers only work with GPU modules")
         self._model_sync = ModelSync(self.module, self.parameters_to_ignore, self.process_group, self.device)
-        self.register_load_state_dict_pre_hook(_accept_bare_keys)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(accept_bare_keys)  # type: ignore[no-untyped-call]
 
     def _watch_parameters(self) -> None:
-        named = [item for item in self._model_sync.named_parameters().items() if item[1].requires_grad]
+        parameters = self._model_sync.named_parameters()
+        named = [item for item in parameters.items() if item[1].requires_grad]
         sparse = sparse_parameters(self.module)
         self._reducer = Reducer(
             [parameter for _, parameter in named],
@@ -184,6 +178,7 @@ class DistributedDataParallel(UnevenInputs):
             skip_unused_buckets=self.skip_all_reduce_unused_params,
         )
         self.reducer = TorchReducer(self._reducer, self.process_group)
+        watch_frozen(parameters, self._reducer)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group != default_group():
@@ -238,6 +233,7 @@ class DistributedDataParallel(UnevenInputs):
             return self._after_forward(self.module(*inputs, **kwargs))
 
     def _before_forward(self) -> None:
+        self._reducer.take_over_optimizers()
         self._notify_joined_ranks()
         enabled = self._join_config.enable
         if self.will_sync_module_buffers():
@@ -299,15 +295,6 @@ class DistributedDataParallel(UnevenInputs):
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self._comm_hooks.append((hook, state))
         self._reducer.set_comm_hook(hook, state)
-
-
-def _accept_bare_keys(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Let ``load_state_dict`` take the keys of a bare model: those without ``module.``."""
-    here = [key for key in state_dict if key.startswith(prefix)]
-    if any(key.startswith(f"{prefix}module.") for key in here):
-        return
-    for key in here:
-        state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
 
 
 TorchDistributedDataParallel.register(DistributedDataParallel)  # libraries decide by isinstance

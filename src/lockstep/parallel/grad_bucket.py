@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lockstep.parallel.bucket import Bucket
+from lockstep.parallel.bucket import Bucket, cut_views
 
 
 class GradBucket:
@@ -18,6 +18,7 @@ class GradBucket:
         self._bucket = bucket
         self._index = index
         self._is_last = is_last
+        self._replacement: Tensor | None = None
 
     def index(self) -> int:
         """Return the position of the bucket in the order of launches, from 0."""
@@ -25,15 +26,19 @@ class GradBucket:
 
     def buffer(self) -> Tensor:
         """Return the gradients of this rank, not yet divided by anything: 1-D, or the sparse gradient."""
-        return self._bucket.gradients
+        return self._bucket.gradients if self._replacement is None else self._replacement
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Overwrite the gradients."""
-        self._bucket.gradients = buffer
+        """Let :meth:`buffer` return ``buffer`` from now on, which may be of another dtype (compressed)."""
+        self._replacement = buffer
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients as views into :meth:`buffer`, in the order of :meth:`parameters`."""
-        return self._bucket.gradient_views()
+        if self._replacement is None:
+            return self._bucket.gradient_views()
+        if self._bucket.spec.sparse:
+            return [self._replacement]
+        return cut_views(self._replacement, self._bucket.parameters)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Return the parameters whose gradients the bucket holds."""

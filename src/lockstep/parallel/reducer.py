@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
@@ -39,6 +38,8 @@ from lockstep.comm.collectives import Group, is_native
 from lockstep.errors import CollectiveError, LockstepError
 from lockstep.parallel.bucket import Bucket, DenseBucket, SparseBucket
 from lockstep.parallel.bucket_plan import BucketSpec, ParameterSpec, plan_buckets
+from lockstep.parallel.in_backward import take_over_optimizers
+from lockstep.parallel.parameter_hooks import watch_gradients
 from lockstep.parallel.ready_order import agree_on_order
 from lockstep.parallel.transport import CommHook, HookTransport, MeanTransport, Transport
 
@@ -97,16 +98,24 @@ class Reducer:
         self._lock = threading.Lock()  # a model on several devices calls hooks from one autograd thread per device
         self._used = bytearray(len(self._parameters))  # received a gradient since the last synchronised step
         self._handles: list[Any] = []
+        self._in_backward_step: Callable[[], None] | None = None
+        self._has_taken_over = False
         self._phase = _Phase.IDLE
         self._install(plan_buckets(self._specs, self._default_order, self._caps_bytes))
         if group.size() > 1 or not is_native(group):
-            self._hook_parameters()
+            self._handles = watch_gradients(self._parameters, self)
 
     def set_comm_hook(self, hook: CommHook, state: object) -> None:
         """Let ``hook(state, bucket)`` reduce the buckets from now on."""
         self._transport = HookTransport(self._group, hook, state)
         if not self._handles:
-            self._hook_parameters()
+            self._handles = watch_gradients(self._parameters, self)
+
+    def take_over_optimizers(self) -> None:
+        """Run optimizers that were set up to step inside backward when gradients are averaged; asked for only once."""
+        if self._handles and not self._has_taken_over:
+            self._in_backward_step = take_over_optimizers(self._parameters)
+            self._has_taken_over = True
 
     def remove_hooks(self) -> None:
         """Stop watching the parameters."""
@@ -114,9 +123,14 @@ class Reducer:
             handle.remove()
         self._handles = []
 
+    @property
+    def is_collecting(self) -> bool:
+        """Whether a synchronised backward runs."""
+        return self._phase is _Phase.COLLECTING
+
     def check_finished(self) -> None:
         """Raise RuntimeError if a synchronised backward has begun and not run to its end."""
-        if self._phase is _Phase.COLLECTING:
+        if self.is_collecting:
             raise RuntimeError("A synchronised backward has not run to its end.")
 
     # --- a step opens -----------------------------------------------------------------------------------------------
@@ -155,23 +169,8 @@ class Reducer:
 
     # --- gradients arrive, buckets leave ----------------------------------------------------------------------------
 
-    def _hook_parameters(self) -> None:
-        reference = weakref.ref(self)  # hooks live as long as the model, which must not keep the reducer alive
-
-        def hook_for(index: int) -> Callable[[Tensor], None]:
-            def on_gradient(_parameter: Tensor) -> None:
-                reducer = reference()
-                if reducer is not None:
-                    reducer._on_gradient(index)
-
-            return on_gradient
-
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(hook_for(index))
-            for index, parameter in enumerate(self._parameters)
-        ]
-
-    def _on_gradient(self, index: int) -> None:
+    def on_gradient(self, index: int) -> None:
+        """Take notice that a parameter has received a gradient; launch the buckets that this completes."""
         with self._lock:
             self._used[index] = 1
             if self._phase is not _Phase.COLLECTING:
@@ -232,6 +231,8 @@ class Reducer:
                         bucket.settle(counts)
                 for future in self.post_backward:
                     future.wait()
+                if self._in_backward_step is not None:
+                    self._in_backward_step()
                 if not self.has_rebuilt_buckets:
                     self._rebuild(self._arrivals)
                 self._used = bytearray(len(self._parameters))

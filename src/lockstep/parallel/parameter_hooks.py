@@ -1,0 +1,70 @@
+"""Hooks on parameters: which gradient has arrived, and that one arrived which nobody averages.
+
+Hooks live as long as their model. They hold the listener by a weak reference, so as not to keep it alive with its
+buckets when the wrapper is gone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from lockstep.errors import LockstepError
+
+
+class Listener(Protocol):
+    """What wants to know of gradients: the reducer."""
+
+    @property
+    def is_collecting(self) -> bool:
+        """Whether a synchronised backward runs."""
+
+    def on_gradient(self, index: int) -> None:
+        """Take notice that the gradient of a parameter was accumulated."""
+
+
+def watch_gradients(parameters: Iterable[nn.Parameter], listener: Listener) -> list[Any]:
+    """Call ``listener.on_gradient(index)`` whenever a parameter has received a gradient; return the hooks' handles."""
+    reference = weakref.ref(listener)
+
+    def hook_for(index: int) -> Callable[[Tensor], None]:
+        def on_gradient(_parameter: Tensor) -> None:
+            target = reference()
+            if target is not None:
+                target.on_gradient(index)
+
+        return on_gradient
+
+    return [parameter.register_post_accumulate_grad_hook(hook_for(index)) for index, parameter in enumerate(parameters)]
+
+
+def watch_frozen(parameters: Mapping[str, nn.Parameter], listener: Listener) -> None:
+    """Make a synchronised backward raise LockstepError when it reaches a parameter that is frozen now.
+
+    Buckets are planned once, for the parameters that require a gradient at that time. The gradient of one that is
+    unfrozen later would not be averaged: ranks would drift apart, and nobody would notice. It costs nothing as long
+    as parameters stay frozen, since the hooks then never run. Backwards of other wrappers are left alone.
+    """
+    reference = weakref.ref(listener)
+    for name, parameter in parameters.items():
+        can_train = (parameter.is_floating_point() or parameter.is_complex()) and not parameter.is_inference()
+        if can_train and not parameter.requires_grad:
+            parameter.requires_grad_(True)  # only such parameters take hooks
+            parameter.register_post_accumulate_grad_hook(_alarm(name, reference))
+            parameter.requires_grad_(False)
+
+
+def _alarm(name: str, reference: weakref.ref[Listener]) -> Callable[[Tensor], None]:
+    def on_gradient(_parameter: Tensor) -> None:
+        listener = reference()
+        if listener is not None and listener.is_collecting:
+            raise LockstepError(
+                f"Parameter {name} was frozen when the model was wrapped, but is trained now: its gradient would not "
+                "be averaged over the ranks.\nUnfreeze before wrapping, or wrap again after unfreezing: "
+                "model = DistributedDataParallel(model.module)."
+            )
+
+    return on_gradient
