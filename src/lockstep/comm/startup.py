@@ -35,9 +35,9 @@ class Session:
     world_size: int
     undo: ExitStack
 
-    def end(self, *, abort: bool) -> None:
+    def end(self, *, abort: bool, at_exit: bool = False) -> None:
         """Leave the group; with ``abort`` without waiting for the other ranks."""
-        destroy_default_group(abort=abort)
+        destroy_default_group(abort=abort, at_exit=at_exit)
         self.undo.close()
         with suppress(dist.DistError):  # The host of the store may be gone already.
             self.store.add("left", 1)

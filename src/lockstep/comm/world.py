@@ -128,15 +128,15 @@ class World:
         """Leave the process group if `init` made it; again has no effect. Blocks some seconds at most."""
         self._close(abort=False)
 
-    def _close(self, *, abort: bool) -> None:
+    def _close(self, *, abort: bool, at_exit: bool = False) -> None:
         if self._session is not None:
             atexit.unregister(self._close_at_exit)
             session, self._session = self._session, None
-            session.end(abort=abort)
+            session.end(abort=abort, at_exit=at_exit)
 
     def _close_at_exit(self) -> None:
         # Set by the interpreter when an exception ended the script: the other ranks may be waiting in a collective.
-        self._close(abort=getattr(sys, "last_value", None) is not None)
+        self._close(abort=getattr(sys, "last_value", None) is not None, at_exit=True)
 
     def __enter__(self) -> World:
         return self

@@ -80,8 +80,10 @@ def build_parser() -> argparse.ArgumentParser:
     # Ours first: they are what most people need.
     parser._action_groups.insert(0, parser._action_groups.pop())
     parser.epilog = f"{_tidy(parser)}\n\n{EXAMPLES}"
-    if "PET_NPROC_PER_NODE" not in os.environ:
-        parser.set_defaults(nproc_per_node=None)
+    for name in ("nproc_per_node", "master_port"):
+        # So that what was chosen can be told from torch's defaults, which change from version to version.
+        if f"PET_{name.upper()}" not in os.environ:
+            parser.set_defaults(**{name: None})
     return parser
 
 

@@ -7,6 +7,7 @@ what it loads, every script would pay for. The program then runs as it would und
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -21,9 +22,6 @@ import traceback
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
-
-EXIT_GRACE_S = 30
-"""How long a failed rank may take to leave: threads and exit handlers that hang must not hang the job."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -71,7 +69,8 @@ def log_crashes(run_dir: str) -> None:
 def run_script(path: str) -> None:
     """Run a file, or a folder or archive with a ``__main__.py``, as the interpreter itself would."""
     if os.path.isdir(path) or path.endswith((".pyz", ".zip")):
-        _replace_first_path(path)
+        _replace_first_path(os.path.abspath(path))
+        _fresh_main()
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         return
     _replace_first_path(os.path.dirname(os.path.realpath(path)))
@@ -105,7 +104,7 @@ def run_call(run_dir: str) -> None:
 def _fresh_main() -> ModuleType:
     # A new module for good, unlike runpy's: what runs after the script, such as exit handlers, still finds its names.
     module = ModuleType("__main__")
-    module.__dict__.update(__builtins__=__builtins__, __cached__=None)
+    module.__dict__.update(__annotations__={}, __builtins__=__builtins__, __cached__=None)
     sys.modules["__main__"] = module
     return module
 
@@ -118,11 +117,14 @@ def _replace_first_path(path: str) -> None:
 def run_recorded(program: Callable[[], None]) -> None:
     """Run the program; what ends it early goes into the error file that torch elastic reads, before peers notice."""
     sys.excepthook = print_unless_recorded
+    # Registered first, so it runs after all others.
+    atexit.register(lambda: skip_destructors(_failed_with[-1]) if _failed_with else None)
     try:
         program()
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             record(leaving)
+            _failed_with.append(leaving.code & 0xFF if isinstance(leaving.code, int) else 1)
         raise
     except BaseException as error:
         trace = own_frames_removed(error.__traceback__)
@@ -131,8 +133,8 @@ def run_recorded(program: Callable[[], None]) -> None:
         # As the interpreter would: exit handlers look at it to learn that the program failed.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         sys.excepthook(type(error), error, trace)
-        leave_in_time()
-        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+        _failed_with.append(130 if isinstance(error, KeyboardInterrupt) else 1)
+        sys.exit(_failed_with[-1])
 
 
 def print_unless_recorded(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -140,11 +142,12 @@ def print_unless_recorded(kind: type[BaseException], error: BaseException, trace
 
     Hooks of the user or of a library replace or wrap this one, and still run.
     """
-    if error is not _recorded[-1] or restarts_remain():
+    if not any(error is seen for seen in _recorded) or restarts_remain():
         sys.__excepthook__(kind, error, trace)
 
 
-_recorded: list[BaseException | None] = [None]
+_recorded: list[BaseException] = []
+_failed_with: list[int] = []
 
 
 def own_frames_removed(trace: TracebackType | None) -> TracebackType | None:
@@ -202,10 +205,15 @@ def restarts_remain() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
 
 
-def leave_in_time() -> None:
-    """Have the kernel end this process if its exit takes too long."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(EXIT_GRACE_S)
+def skip_destructors(code: int) -> None:
+    """End the process here and now: the last exit handler of a failed rank.
+
+    Destructors of process groups may wait for peers that wait for this rank: the job would hang instead of failing.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
