@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
@@ -101,6 +102,7 @@ class Reducer:
         self._in_backward_step: Callable[[], None] | None = None
         self._has_taken_over = False
         self._phase = _Phase.IDLE
+        self._closing: Callable[[], object] = lambda: None
         self._install(plan_buckets(self._specs, self._default_order, self._caps_bytes))
         if group.size() > 1 or not is_native(group):
             self._handles = watch_gradients(self._parameters, self)
@@ -125,12 +127,12 @@ class Reducer:
 
     @property
     def is_collecting(self) -> bool:
-        """Whether a synchronised backward runs."""
-        return self._phase is _Phase.COLLECTING
+        """Whether a synchronised backward runs, and was not cut short by an exception."""
+        return self._phase is _Phase.COLLECTING and self._closing() is not None
 
     def check_finished(self) -> None:
         """Raise RuntimeError if a synchronised backward has begun and not run to its end."""
-        if self.is_collecting:
+        if self._phase is _Phase.COLLECTING:
             raise RuntimeError("A synchronised backward has not run to its end.")
 
     # --- a step opens -----------------------------------------------------------------------------------------------
@@ -152,13 +154,15 @@ class Reducer:
 
     def _on_output(self, _gradient: Tensor) -> None:
         with self._lock:
-            if self._phase is not _Phase.COLLECTING:
+            if not self.is_collecting:
                 self._open_step()
 
     def _open_step(self) -> None:
         self._reset_step()
         self._phase = _Phase.COLLECTING
-        Variable._execution_engine.queue_callback(self._close_step)
+        close = self._close_step
+        self._closing = weakref.ref(close)  # autograd drops it with the backward, be that finished or failed
+        Variable._execution_engine.queue_callback(close)
 
     def _reset_step(self) -> None:
         self._phase = _Phase.IDLE
@@ -173,8 +177,8 @@ class Reducer:
         """Take notice that a parameter has received a gradient; launch the buckets that this completes."""
         with self._lock:
             self._used[index] = 1
-            if self._phase is not _Phase.COLLECTING:
-                if self._phase is _Phase.IDLE:
+            if not self.is_collecting:
+                if self._phase is not _Phase.ARMED:
                     return
                 self._open_step()
             if not self.has_rebuilt_buckets:
