@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.futures import Future
 
 from lockstep.errors import ConfigurationError
@@ -25,7 +24,7 @@ GradBucketType = dist.GradBucket
 BuiltinCommHookType = dist.BuiltinCommHookType
 
 ReduceName = Literal["sum", "max", "min"]
-_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_OPERATIONS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _BROADCAST_CHUNK_BYTES = 250 * 2**20
 # c10d's word for "as long as the group's own time-out". Groups written in Python may require options and this argument.
 _NO_TIMEOUT = timedelta(0)
@@ -143,32 +142,37 @@ def broadcast(tensor: Tensor, *, group: Group, src: int = 0) -> None:
 
 
 def broadcast_coalesced(tensors: Sequence[Tensor], *, group: Group, src: int = 0) -> None:
-    """Overwrite ``tensors`` with those of rank ``src``, in place, in as few messages as dtypes and devices allow.
+    """Overwrite ``tensors`` with those of rank ``src``, in place: as bytes, so that all dtypes share a message.
 
     Collective: every rank, with tensors of the same shapes and dtypes in the same order. Blocks until complete.
     Version counters are left alone: autograd may have saved these tensors, and their meaning does not change.
     """
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
         for chunk in _coalesce(tensors):
-            flat = _flatten_dense_tensors(chunk)
+            flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in chunk])
             broadcast(flat, group=group, src=src)
             if group.rank() != src:
-                torch._foreach_copy_(chunk, list(_unflatten_dense_tensors(flat, chunk)))
+                torch._foreach_copy_(chunk, _cut_bytes(flat, chunk))
 
 
 def _coalesce(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Cut ``tensors`` into lists of one dtype and device and at most 250 MiB (or one tensor) each."""
+    """Cut ``tensors`` into lists of one device and at most 250 MiB (or one tensor) each, wide dtypes first."""
     chunks: list[list[Tensor]] = []
-    open_chunks: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
-    for tensor in tensors:
-        key = (tensor.dtype, tensor.device)
-        chunk, size_bytes = open_chunks.get(key, ([], 0))
+    open_chunks: dict[torch.device, tuple[list[Tensor], int]] = {}
+    for tensor in sorted(tensors, key=lambda tensor: -tensor.itemsize):  # so that each lies at a multiple of its width
+        chunk, size_bytes = open_chunks.get(tensor.device, ([], 0))
         if not chunk or size_bytes + tensor.nbytes > _BROADCAST_CHUNK_BYTES:
             chunk, size_bytes = [], 0
             chunks.append(chunk)
         chunk.append(tensor)
-        open_chunks[key] = (chunk, size_bytes + tensor.nbytes)
+        open_chunks[tensor.device] = (chunk, size_bytes + tensor.nbytes)
     return chunks
+
+
+def _cut_bytes(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of ``flat`` with the dtypes and shapes of ``like``."""
+    pieces = flat.split([tensor.nbytes for tensor in like])
+    return [piece.view(tensor.dtype).view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
 
 
 def all_gather(tensor: Tensor, *, group: Group) -> list[Tensor]:

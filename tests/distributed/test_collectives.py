@@ -1,0 +1,40 @@
+"""The collectives beneath the engines."""
+
+import torch
+
+from lockstep.comm.collectives import all_gather_object, broadcast_coalesced
+
+
+def tensors(world):
+    return [
+        torch.full((2, 3), 1.5 + world.rank),
+        torch.tensor(7 + world.rank),
+        torch.tensor([True, False]) if world.rank == 1 else torch.zeros(2, dtype=torch.bool),
+        torch.full((5,), 0.25 + world.rank, dtype=torch.bfloat16),
+        torch.empty(0, 4),
+        torch.full((3,), complex(1, world.rank), dtype=torch.complex128),
+        torch.arange(8.0).view(2, 2, 2, 1).to(memory_format=torch.channels_last) + world.rank,
+        torch.full((3,), 9 + world.rank, dtype=torch.int8),
+    ]
+
+
+def broadcast_from_one(world):
+    mine = tensors(world)
+    versions = [tensor._version for tensor in mine]
+    broadcast_coalesced(mine, group=world.group, src=1)
+    assert [tensor._version for tensor in mine] == versions
+    return [tensor.tolist() for tensor in mine]
+
+
+def test_tensors_of_all_kinds_travel_in_one_message(ranks):
+    expected = ranks(3)(lambda world: [tensor.tolist() for tensor in tensors(world)])[1]
+    assert ranks(3)(broadcast_from_one) == [expected] * 3
+
+
+def gather(world):
+    return all_gather_object({"rank": world.rank, "text": "é" * world.rank * 100}, group=world.group)
+
+
+def test_objects_of_different_sizes(ranks):
+    expected = [{"rank": rank, "text": "é" * rank * 100} for rank in range(3)]
+    assert ranks(3)(gather) == [expected] * 3
