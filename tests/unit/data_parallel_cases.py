@@ -17,7 +17,9 @@ class Apart(DataParallel[nn.Module]):
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        return tuple(torch.device("cpu", index) if index else torch.device("cpu") for index in range(len(self.device_ids)))
+        return tuple(
+            torch.device("cpu", index) if index else torch.device("cpu") for index in range(len(self.device_ids))
+        )
 
 
 KINDS = {"shared": DataParallel, "fanned": DataParallel, "apart": Apart}
@@ -49,3 +51,8 @@ def assert_same_gradients(module: nn.Module, reference: nn.Module) -> None:
             scale = max(wanted.abs().max().item(), 1e-3)
             assert (got - wanted).abs().max().item() <= TOLERANCE * scale, name
     assert any(gradient is not None for gradient in actual.values())
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    tolerance = 1e-12 if actual.dtype is torch.double else 1e-5
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)

@@ -172,7 +172,7 @@ def test_gradients_pass_through_scatter_and_gather():
 
 def test_scalars_are_gathered_to_a_vector():
     scalars = [torch.tensor(1.0, requires_grad=True), torch.tensor(2.0)]
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="all input tensors were scalars") as caught:
         joined = gather(scalars, -1)
     assert str(caught[0].message) == (
         "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze and return "
@@ -225,7 +225,10 @@ def test_a_single_output_is_kept():
             [torch.ones(2, 3), torch.ones(2, 4)],
             "Gather got an input of invalid size: got [2, 4], but expected [2, 3] (replica 1)",
         ),
-        ([torch.ones(2), torch.tensor(1.0)], "Gather got an input of invalid size: got [], but expected [2] (replica 1)"),
+        (
+            [torch.ones(2), torch.tensor(1.0)],
+            "Gather got an input of invalid size: got [], but expected [2] (replica 1)",
+        ),
         (["a", "a"], "DataParallel cannot gather an output of type str."),
     ],
 )

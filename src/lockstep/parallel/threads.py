@@ -4,6 +4,7 @@ A thread is started once and then waits for work, so a step costs no thread star
 once, and replica i always runs on thread i (which also keeps what CUDA and autograd hold per thread in place).
 """
 
+import functools
 import os
 import queue
 import threading
@@ -118,7 +119,7 @@ class ReplicaThreads:
         """
         share = max(1, total // self._size)
         try:
-            self._dispatch([lambda: torch.set_num_threads(share)] * self._size)
+            self._dispatch([functools.partial(_use_cores, share)] * self._size)
         finally:
             torch.set_num_threads(total)
         self._cores_divided = total
@@ -155,6 +156,16 @@ def _work(tasks: _Tasks) -> None:
     while (job := tasks.get()) is not None:
         job.run()
         del job  # it holds inputs and outputs, which must not live until the next job
+
+
+def _use_cores(count: int) -> None:
+    """Set the number of cores of the calling thread.
+
+    torch gives a thread the process's number at the first operation that asks for it, over the thread's own; asking
+    for it first gets that behind us.
+    """
+    torch.get_num_threads()
+    torch.set_num_threads(count)
 
 
 def _stop_all(queues: list[_Tasks]) -> None:

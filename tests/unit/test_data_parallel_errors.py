@@ -1,0 +1,219 @@
+"""An exception in a replica arrives with its type, the replica, its device and its traceback."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.errors import ConfigurationError, LockstepError
+from lockstep.parallel.data_parallel import DataParallel
+from lockstep.parallel.replica_errors import ReplicaFailure, attempt
+
+
+class TwoArguments(Exception):
+    def __init__(self, code, reason):
+        super().__init__(f"{code}: {reason}")
+        self.code = code
+
+
+class OwnText(Exception):
+    def __init__(self, *, code):
+        self.code = code
+
+    def __str__(self):
+        return f"code {self.code}"
+
+
+class KeyedBy(KeyError):
+    pass
+
+
+class NeverMadeAgain(Exception):
+    def __new__(cls, *, secret=None):
+        if secret is None:
+            raise TypeError("no")
+        return super().__new__(cls)
+
+    def __init__(self, *, secret):
+        super().__init__("made")
+
+
+class Failing(nn.Module):
+    def __init__(self, failures):
+        super().__init__()
+        self.failures = failures
+
+    def forward(self, x):
+        error = self.failures.get(int(x[0]))
+        if error is not None:
+            raise error
+        return x
+
+
+def caught_from(error):
+    with pytest.raises(BaseException) as caught:
+        DataParallel(Failing({1: error}), ["cpu", "cpu"])(torch.arange(2.0))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("error", "last_line"),
+    [
+        (ValueError("wrong"), "ValueError: wrong"),
+        (KeyError("wonderful"), "KeyError: 'wonderful'"),
+        (KeyedBy("word"), "tests.unit.test_data_parallel_errors.KeyedBy: 'word'"),
+        (TwoArguments(7, "why"), "tests.unit.test_data_parallel_errors.TwoArguments: 7: why"),
+        (OwnText(code=7), "tests.unit.test_data_parallel_errors.OwnText: code 7"),
+        (FileNotFoundError(2, "No such file", "f.txt"), "FileNotFoundError: [Errno 2] No such file: 'f.txt'"),
+        (UnicodeDecodeError("utf8", b"x", 0, 1, "r"), "UnicodeDecodeError: 'utf8' codec can't decode byte 0x78"),
+        (torch.OutOfMemoryError("no room"), "torch.OutOfMemoryError: no room"),
+        (StopIteration(3), "StopIteration: 3"),
+        (SystemExit(3), "SystemExit: 3"),
+    ],
+)
+def test_the_type_and_the_place_are_kept(error, last_line):
+    arrived = caught_from(error)
+    assert isinstance(arrived, type(error)) and type(arrived).__name__ == type(error).__name__
+    text = str(arrived)
+    name = type(error).__name__
+    assert text.startswith(f"Caught {name} in replica 1 on device cpu.\nOriginal Traceback (most recent call last):\n")
+    assert "in forward\n    raise error\n" in text
+    assert last_line in text.splitlines()[-1]
+    assert arrived.__cause__ is None and arrived.__suppress_context__
+
+
+def test_attributes_are_kept():
+    assert caught_from(TwoArguments(7, "why")).code == 7
+    assert caught_from(OwnText(code=8)).code == 8
+    assert caught_from(FileNotFoundError(2, "No such file", "f.txt")).errno == 2
+
+
+def test_what_cannot_be_built_arrives_as_a_runtime_error():
+    arrived = caught_from(NeverMadeAgain(secret=1))
+    assert type(arrived) is RuntimeError
+    assert str(arrived).startswith("Caught NeverMadeAgain in replica 1 on device cpu.\n")
+
+
+def test_the_lowest_failing_replica_is_named():
+    model = DataParallel(Failing({1: ValueError("one"), 2: KeyError("two")}), ["cpu"] * 4)
+    for _ in range(5):
+        with pytest.raises(ValueError, match="in replica 1 on device cpu"):
+            model(torch.arange(4.0))
+    assert model(torch.zeros(4)).tolist() == [0.0] * 4  # and the next call works
+
+
+def test_a_failure_in_the_only_replica_is_told_alike():
+    with pytest.raises(
+        ValueError, match=re.escape("Caught ValueError in replica 0 on device cpu.\nOriginal Traceback")
+    ):
+        DataParallel(Failing({1: ValueError("x")}), ["cpu", "cpu"])(torch.ones(1))
+
+
+def test_a_failure_holds_no_frames():
+    import gc
+    import weakref
+
+    class Held:
+        pass
+
+    held = []
+
+    def fail():
+        local = Held()
+        held.append(weakref.ref(local))
+        raise ValueError("x")
+
+    failure = attempt(fail, "here")
+    assert isinstance(failure, ReplicaFailure)
+    gc.collect()
+    assert held[0]() is None
+    assert str(failure.error()).startswith("Caught ValueError here.\nOriginal Traceback")
+    assert attempt(lambda: 3, "here") == 3
+
+
+def test_notes_are_told_once():
+    def fail():
+        error = ValueError("x")
+        error.add_note("the note")
+        raise error
+
+    error = attempt(fail, "here").error()
+    assert str(error).count("the note") == 1 and not hasattr(error, "__notes__")
+
+
+def test_devices_that_cannot_be_used(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    module = nn.Linear(1, 1)
+    for devices, first_line in [
+        (["cpu", "cuda:0"], "DataParallel cannot use the devices ['cpu', 'cuda'] together."),
+        (["meta", "meta"], "DataParallel cannot use the devices ['meta'] together."),
+        ([0, 1, 2], "device_ids names GPU 2, but this process sees 2 (numbered from 0)."),
+        (["cuda:5", "cuda:0"], "device_ids names GPU 5, but this process sees 2 (numbered from 0)."),
+        ([-1], "device_ids names GPU -1, but this process sees 2 (numbered from 0)."),
+    ]:
+        with pytest.raises(ConfigurationError) as caught:
+            DataParallel(module, devices)
+        assert str(caught.value).splitlines()[0] == first_line
+    with pytest.raises(ConfigurationError) as caught:
+        DataParallel(module, ["cpu"], output_device=7)
+    assert str(caught.value).splitlines()[0] == "output_device names GPU 7, but this process sees 2 (numbered from 0)."
+
+
+def test_weaker_gpus_are_warned_of(monkeypatch):
+    class Properties:
+        def __init__(self, index):
+            self.total_memory = [100, 100, 70][index]
+            self.multi_processor_count = [10, 7, 10][index]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties(device.index))
+    for devices, what in [((0, 2), "cuda:2 has less than 75% of the memory of cuda:0"), ((0, 1), "cuda:1 has less")]:
+        with pytest.warns(UserWarning, match=what):
+            model = DataParallel(nn.Linear(1, 1), devices, output_device=-1)
+        assert model.device_ids == list(devices) and model.src_device_obj == torch.device("cuda", 0)
+        assert model.output_device == torch.device("cpu")
+
+
+def test_without_gpus_the_module_just_runs(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    module = nn.Linear(2, 1)
+    for devices in (None, [], [0, 1], ["cuda"]):
+        model = DataParallel(module, devices)
+        assert model.device_ids == [] and model.output_device is None and model.src_device_obj is None
+        x = torch.randn(3, 2)
+        assert torch.equal(model(x), module(x))
+        model.zero_grad()
+        model.backward(lambda network, part: network(part).sum(), [x], [2.0])
+        torch.testing.assert_close(module.weight.grad, 2 * x.sum(0, keepdim=True))
+
+
+def test_overridden_methods_that_disagree():
+    class Odd(DataParallel):
+        def scatter(self, inputs, kwargs, device_ids):
+            return ((inputs[0],), (inputs[0],)), ({},)
+
+    with pytest.raises(ConfigurationError) as caught:
+        Odd(nn.Identity(), ["cpu", "cpu"])(torch.zeros(1))
+    assert str(caught.value).splitlines()[0] == "parallel_apply got 2 replicas, 2 inputs and 1 keyword arguments"
+
+
+def test_a_call_from_inside_is_refused():
+    class Recursive(nn.Module):
+        def forward(self, x):
+            return model(x)
+
+    model = DataParallel(Recursive(), ["cpu", "cpu"])
+    with pytest.raises(LockstepError) as caught:
+        model(torch.zeros(2))
+    assert "A DataParallel module was called from inside one of its own replicas." in str(caught.value)
+
+
+def test_one_wrapper_inside_another():
+    inner = DataParallel(nn.Linear(2, 2).double(), ["cpu", "cpu"])
+    outer = DataParallel(nn.Sequential(inner, nn.Tanh()), ["cpu", "cpu"])
+    x = torch.randn(5, 2, dtype=torch.double)
+    for _ in range(3):
+        torch.testing.assert_close(outer(x), torch.tanh(inner.module(x)), rtol=1e-12, atol=1e-14)
