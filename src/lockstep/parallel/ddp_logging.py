@@ -37,6 +37,6 @@ def logging_data(ddp: TorchNames, bucket_sizes_bytes: list[int], *, rebuilt: boo
         "num_parameter_tensors": len(trainable),
         "total_parameter_size_bytes": sum(parameter.nbytes for parameter in trainable),
         "dtypes": ", ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trainable})),
-        "comm_hook": ", ".join(hook.__qualname__ for hook, _ in ddp._comm_hooks),
+        **({"comm_hook": ddp._comm_hooks[0][0].__qualname__} if ddp._comm_hooks else {}),
         **{name.lower(): os.environ.get(name, "N/A") for name in _ENVIRONMENT},
     }

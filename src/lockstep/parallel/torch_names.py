@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.collectives import Group
+from lockstep.comm.collectives import Group, broadcast_coalesced
 from lockstep.comm.join import Joinable
+from lockstep.parallel.bucket_plan import MIB
 from lockstep.parallel.comm_hooks import builtin_comm_hook, overlapped_optimizer
 from lockstep.parallel.ddp_logging import logging_data
 from lockstep.parallel.inputs import move_to
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 class TorchNames(nn.Module, Joinable):
     """What ``DistributedDataParallel`` answers to besides its documented interface."""
 
+    broadcast_bucket_size = 250 * MIB
     module: nn.Module
     device: torch.device
     device_ids: list[int] | None
@@ -34,11 +36,30 @@ class TorchNames(nn.Module, Joinable):
     gradient_as_bucket_view: bool
     static_graph: bool
     bucket_bytes_cap: int
+    bucket_bytes_cap_list: list[int]
     require_forward_param_sync: bool
     _comm_hooks: list[tuple[Callable[..., Any], object]]
     _model_sync: ModelSync
     _module_parameters: list[nn.Parameter]
     _reducer: Reducer
+    _input_device: torch.device | None
+    _active_ddp_module: ClassVar[nn.Module | None] = None  # set by torch's ``replicate`` while it runs on this class
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> nn.Module | None:
+        """Answer torch.compile, which asks this of the class that stands where torch's name is."""
+        return cls._active_ddp_module
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Do what comes before the module's ``forward`` and return its arguments, for who calls that one himself."""
+        self._before_forward()
+        if self._input_device is None:
+            return inputs, kwargs
+        return move_to(inputs, self._input_device), move_to(kwargs, self._input_device)
+
+    def _post_forward(self, output: Any) -> Any:
+        """Do what comes after the module's ``forward`` and return what the caller gets."""
+        return self._after_forward(output)
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -81,6 +102,9 @@ class TorchNames(nn.Module, Joinable):
         if sample_rate < 1:
             raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
 
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Do nothing: outputs are never cloned."""
+
     def _set_static_graph(self) -> None:
         self.static_graph = True
 
@@ -89,6 +113,13 @@ class TorchNames(nn.Module, Joinable):
 
     def _check_reducer_finalized(self) -> None:
         self._reducer.check_finished()
+
+    def _default_broadcast_coalesced(
+        self, bufs: Sequence[Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        """Broadcast buffers, as buffer hooks do that want the usual and more. Collective: every rank."""
+        tensors = self.modules_buffers if bufs is None else bufs
+        broadcast_coalesced(tensors, group=self.process_group, src=authoritative_rank)
 
     def _register_buffer_comm_hook(self, state: object, hook: BufferHook, comm_hook_location: Any = None) -> None:
         """Let ``hook(state, named_buffers)`` synchronise buffers; ``comm_hook_location`` is torch's enum."""
@@ -114,6 +145,12 @@ class TorchNames(nn.Module, Joinable):
     @abstractmethod
     def will_sync_module_buffers(self) -> bool:
         """See ``DistributedDataParallel``."""
+
+    @abstractmethod
+    def _before_forward(self) -> None: ...
+
+    @abstractmethod
+    def _after_forward(self, output: Any) -> Any: ...
 
     @abstractmethod
     def _sync_buffers(self, *, after_forward: bool, src: int) -> None: ...
