@@ -130,6 +130,7 @@ def load(
     Args:
         samples: With ``len`` and ``[]``.
         requests: Such as `TrainRequests`.
+        how: Apart from which.
         seed: What the random numbers of each sample derive from.
     """
     loader = DataLoader(

@@ -6,7 +6,6 @@ permutation; each share of it is contiguous. So the same samples are in the same
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -37,16 +36,19 @@ class GlobalOrder:
         num_samples: Length of the data set.
         batch_size: Samples of a global batch; the last one of an epoch may hold fewer.
         seed: What the permutations derive from.
+        drop_last: Whether to leave that last one out if it is not full.
     """
 
     num_samples: int
     batch_size: int
     seed: int
+    drop_last: bool = False
 
     @property
     def steps_per_epoch(self) -> int:
         """The number of global batches in an epoch."""
-        return math.ceil(self.num_samples / self.batch_size)
+        full, rest = divmod(self.num_samples, self.batch_size)
+        return full + (rest > 0 and not self.drop_last)
 
     def epoch(self, step: int) -> int:
         """Return the epoch that ``step`` (counted from 0 over all epochs) falls into."""

@@ -28,6 +28,7 @@ class StreamOrder:
 
     batch_size: int
     seed: int
+    drop_last: bool = False
     num_samples: None = None
     steps_per_epoch: None = None
 
@@ -57,13 +58,14 @@ class _Steps(IterableDataset[list[MicroBatch]]):
             while True:
                 seed_cpu(mix(self.order.seed, _STREAM, step))
                 samples = list(islice(iterator, self.order.batch_size))
-                if not samples:
+                if not samples or (self.order.drop_last and len(samples) < self.order.batch_size):
                     break
                 yield samples
                 step, is_empty = step + 1, False
             if is_empty:
                 raise ConfigurationError(
-                    "The data set of Task.dataset is empty.\nCheck where it reads its samples from."
+                    "The stream of Task.dataset ended before the first global batch.\n"
+                    "Check where it reads its samples from."
                 )
 
     def _divide(self, step: int, samples: list[Any]) -> list[MicroBatch]:

@@ -94,7 +94,7 @@ class Evaluator:
         """Return what to sum of the loss and of each metric: total and count."""
         (batch,), (num_samples,) = micro.batches, micro.sizes
         part = Objective(self.task, self.loop.settings.precision)(model, batch, num_samples)
-        sums = {"loss": self._pair(part.value * part.weight, part.out_of)}
+        sums = {"loss": self._pair(part.value.to(self._zero()) * part.weight, part.out_of)}
         if self.task.metrics is not None:
             with autocast(self.loop.settings.precision, self.loop.device):
                 metrics = self.task.metrics(model, batch)
@@ -111,11 +111,11 @@ class Evaluator:
                 f"The metric {name!r} of a batch of {num_samples} samples is a {found}.\n"
                 f"Return a tensor of shape ({num_samples},), one value for each sample, or a Loss(total, count)."
             )
-        return self._pair(value.to(self._zero().dtype).sum(), num_samples)
+        return self._pair(value.to(self._zero()).sum(), num_samples)
 
     def _pair(self, total: Tensor, count: Tensor | float) -> Tensor:
         zero = self._zero()
-        return torch.stack([torch.as_tensor(item).to(zero.device, zero.dtype) for item in (total, count)])
+        return torch.stack([torch.as_tensor(item).to(zero) for item in (total, count)])
 
     def _zero(self) -> Tensor:
         dtype = torch.float32 if self.loop.device.type == "mps" else torch.float64

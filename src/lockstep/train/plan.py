@@ -59,14 +59,19 @@ def _lay_out(
 ) -> tuple[GlobalOrder | StreamOrder, int]:
     """Return which samples are in which step, and the number of steps."""
     if num_samples is not None:
-        order = GlobalOrder(num_samples, batch_size, settings.seed)
+        order = GlobalOrder(num_samples, batch_size, settings.seed, task.drop_last)
+        if order.steps_per_epoch == 0:
+            raise ConfigurationError(
+                f"The data set of {num_samples} samples is smaller than a global batch of {batch_size}.\n"
+                "Make the global batch smaller, or leave drop_last out of the task."
+            )
         return order, settings.steps or (settings.epochs or task.epochs) * order.steps_per_epoch
     if settings.steps is None:
         raise ConfigurationError(
             "The data set is a stream without a length, so its epochs cannot be planned.\n"
             "Give the number of steps instead: steps=1000 (--steps 1000)."
         )
-    return StreamOrder(batch_size, settings.seed), settings.steps
+    return StreamOrder(batch_size, settings.seed, task.drop_last), settings.steps
 
 
 def require_even(batch_size: int, num_shares: int, accumulate: int) -> None:

@@ -139,7 +139,10 @@ class Run:
         self._checkpoint = self._checkpoints.save(state, step=self._step)
 
     def finish(self) -> FitResult:
-        """Export the weights, hand the model to the task, and return what came of it."""
+        """Export the weights, hand the model to the task, and return what came of it.
+
+        Collective: every rank. Files are written once it returns.
+        """
         if not self._evaluations:
             self.evaluate()
         if self._first_step < self._num_steps:
@@ -153,8 +156,13 @@ class Run:
             self._display.say(
                 f"{len(losses)} steps in {seconds:.1f} s, {rate:,.0f} samples/s, last loss {losses[-1]:.4f}"
             )
-        if self._world.is_rank_zero:
-            self._hand_over()
+        if self._world.is_rank_zero and self._settings.export is not None:
+            export_weights(self._loop.model, Path(self._settings.export))
+            self._display.say(f"weights written to {self._settings.export}")
+        self._world.barrier()  # now every rank finds the files
+        if self._world.is_rank_zero and self._task.after is not None:
+            self._display.close()
+            self._task.after(self._loop.model.eval())
         return FitResult(
             first_step=self._first_step,
             num_steps=self._step,
@@ -187,12 +195,3 @@ class Run:
         self._checkpoint = self._checkpoints.path(self._step)
         if state["best"] is not None:
             self._best = Evaluation(**state["best"])
-
-    def _hand_over(self) -> None:
-        if self._settings.export is not None:
-            export_weights(self._loop.model, Path(self._settings.export))
-            self._display.say(f"weights written to {self._settings.export}")
-        self._display.close()
-        if self._task.after is not None:
-            self._loop.model.eval()
-            self._task.after(self._loop.model)

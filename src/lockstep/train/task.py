@@ -45,6 +45,8 @@ class Task:
         metrics: ``(model, batch)`` to more to report of an evaluation, by name: for each a tensor with one value for
             each sample of the batch (the mean over all samples is reported), or a `Loss`.
         collate: A list of samples to a batch; torch's ``default_collate`` if None.
+        drop_last: Whether to leave out the last global batch of an epoch if it is not full, as for models with batch
+            norm, which cannot train on a single sample. Left in, it counts with the samples that it has.
         schedule: ``(step, num_steps)`` to the factor on the learning rate at optimizer step ``step``, from 0.
         after: Called with the bare trained model on rank zero at the end.
         epochs: Passes over the data set that a run takes unless it is told otherwise.
@@ -62,6 +64,7 @@ class Task:
     eval_dataset: Callable[[], Dataset[Any]] | None = None
     metrics: Callable[[nn.Module, Any], Mapping[str, Tensor | Loss]] | None = None
     collate: Callable[[list[Any]], Any] | None = None
+    drop_last: bool = False
     schedule: Callable[[int, int], float] | None = None
     after: Callable[[nn.Module], object] | None = None
     epochs: int = 1

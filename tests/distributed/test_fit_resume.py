@@ -1,0 +1,172 @@
+"""A run that was stopped and resumed ends in the same bits as one that was not."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+import lockstep
+from lockstep.errors import ConfigurationError
+from tests.training import make_task
+
+NUM_STEPS = 11
+
+
+class Augmented(Dataset):
+    """24 samples with noise that is drawn when they are loaded."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(3, 6, 6, generator=generator) + torch.randn(3, 6, 6), index % 4
+
+
+def network():
+    """Return a network with every kind of state: batch norm, dropout, parameters."""
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.5), nn.Linear(4 * 16, 4)
+    )
+
+
+def loss(model, batch):
+    """Return the mean cross-entropy."""
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+TASK = make_task(
+    model=network,
+    dataset=Augmented,
+    eval_dataset=Augmented,
+    loss=loss,
+    optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
+    global_batch_size=10,  # so that the third of each epoch holds 4
+)
+
+
+def fit(world, strategy, folder, steps, **settings):
+    """Train, and return the result, the weights and buffers, and what the last checkpoint holds."""
+    kept = {}
+    how = {"schedule": "cosine", "warmup": 2, "clip": 1.0, "precision": "fp16"}
+    task = make_task(**{**vars(TASK), "after": lambda model: kept.update(model.state_dict())})
+    result = lockstep.fit(
+        task,
+        strategy=strategy,
+        steps=steps,
+        checkpoint=folder,
+        checkpoint_every=4,
+        eval_every=5,
+        quiet=True,
+        **{**how, **settings},
+    )
+    return result, kept, torch.load(result.checkpoint, weights_only=True)
+
+
+def interrupted(world, strategy, folder, monkeypatch_after):
+    """Train for NUM_STEPS with a break after step 6; the last checkpoint before it is that of step 4."""
+
+    class Break(Exception):
+        """Stands for a kill."""
+
+    from lockstep.train.run import Run
+
+    step, calls = Run.step, []
+
+    def break_after(run):
+        if len(calls) == monkeypatch_after:
+            raise Break
+        calls.append(run)
+        step(run)
+
+    Run.step = break_after
+    try:
+        fit(world, strategy, folder, NUM_STEPS)
+    except Break:
+        pass
+    finally:
+        Run.step = step
+    return fit(world, strategy, folder, NUM_STEPS)
+
+
+def assert_same_run(resumed, whole):
+    (result, kept, state), (whole_result, whole_kept, whole_state) = resumed, whole
+    assert (whole_result.first_step, result.first_step) == (0, 4)
+    assert result.num_steps == whole_result.num_steps == NUM_STEPS
+    assert result.losses == whole_result.losses[4:]
+    assert [evaluation.step for evaluation in result.evaluations] == [5, 10, 11]
+    assert result.evaluations == whole_result.evaluations
+    assert result.best == whole_result.best
+    assert same(kept, whole_kept)
+    assert same(state, whole_state)
+
+
+def same(ours, theirs):
+    """Return whether two nested states hold the same bits."""
+    if isinstance(ours, torch.Tensor):
+        return torch.equal(ours, theirs)
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(same(value, theirs[key]) for key, value in ours.items())
+    if isinstance(ours, list | tuple):
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    return ours == theirs
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "torch-ddp"])
+def test_a_resumed_run_ends_in_the_same_bits(ranks, tmp_path, strategy):
+    def both(world):
+        whole = fit(world, strategy, tmp_path / "whole", NUM_STEPS)
+        return interrupted(world, strategy, tmp_path / "broken", 6), whole
+
+    results = ranks(2)(both)
+    assert_same_run(*results[0])
+    for resumed, whole in results:
+        assert (resumed[0].losses, resumed[0].evaluations) == (whole[0].losses[4:], whole[0].evaluations)
+        assert same(resumed[2], results[0][0][2])
+    assert results[1][0][1] == {}, "only rank zero hands the model over"
+
+
+def test_so_does_one_of_a_single_process_with_loader_processes(tmp_path):
+    whole = fit(None, "single", tmp_path / "whole", NUM_STEPS)
+    assert_same_run(interrupted(None, "single", tmp_path / "broken", 6), whole)
+    again, _, state = fit(None, "single", tmp_path / "whole", NUM_STEPS, workers=1)
+    assert (again.first_step, again.losses) == (NUM_STEPS, [])
+    assert same(state, whole[2])
+    longer, *_ = fit(None, "single", tmp_path / "whole", NUM_STEPS + 3, workers=1)
+    assert (longer.first_step, longer.num_steps, len(longer.losses)) == (NUM_STEPS, NUM_STEPS + 3, 3)
+
+
+def test_a_run_can_be_resumed_on_another_number_of_devices(ranks, tmp_path):
+    # Without dropout and batch norm, which see a device's part of the batch only.
+    def plain(steps):
+        return lockstep.fit(
+            make_task(), strategy="ddp", steps=steps, checkpoint=tmp_path, checkpoint_every=3, quiet=True
+        ).losses
+
+    whole = lockstep.fit(make_task(), strategy="single", steps=9, quiet=True).losses
+    losses = []
+    for num_ranks, steps in ((2, 4), (3, 7), (1, 9)):
+        losses += ranks(num_ranks)(lambda world, steps: plain(steps), steps)[0]
+    assert losses == pytest.approx(whole, rel=1e-12)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    def fit_plain(**settings):
+        return lockstep.fit(
+            make_task(), strategy="single", **{"steps": 2, "checkpoint": tmp_path, "quiet": True, **settings}
+        )
+
+    fit_plain()
+    for settings, text in (
+        ({"seed": 1}, "The checkpoint is of a run with seed 0, this one has 1."),
+        ({"global_batch_size": 48}, "The checkpoint is of a run with global batch 24, this one has 48."),
+    ):
+        with pytest.raises(ConfigurationError) as error:
+            fit_plain(**settings)
+        assert str(error.value) == (f"{text}\nResume with what the run was started with, or start anew (resume=False).")
+    other = make_task(model=lambda: nn.Linear(6, 4, dtype=torch.float64))
+    with pytest.raises(ConfigurationError, match="The checkpoint does not fit the task's model or optimizer: "):
+        lockstep.fit(other, strategy="single", steps=2, checkpoint=tmp_path, quiet=True)
+    assert fit_plain(seed=1, resume=False).first_step == 0
+    assert fit_plain(seed=1, resume=True, steps=3).first_step == 2

@@ -1,0 +1,48 @@
+"""Batches of any structure, tensor by tensor."""
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.data.device import map_tensors, to_device
+from lockstep.data.loader import MicroBatch
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclass
+class Item:
+    tensor: torch.Tensor
+    text: str
+
+
+def test_tensors_are_found_in_every_structure_and_the_rest_is_kept():
+    one = torch.ones(())
+    value = {
+        "list": [one, (one, "text")],
+        "pair": Pair(one, 3),
+        "item": Item(one, "text"),
+        "ordered": OrderedDict(a=one),
+        "none": None,
+        "class": Item,
+    }
+    assert map_tensors(value, lambda tensor: tensor + 1) == {
+        "list": [2, (2, "text")],
+        "pair": Pair(2, 3),
+        "item": Item(torch.tensor(2.0), "text"),
+        "ordered": OrderedDict(a=2),
+        "none": None,
+        "class": Item,
+    }
+    mapped = map_tensors(value, lambda tensor: tensor + 1)
+    assert type(mapped["pair"]) is Pair
+    assert type(mapped["ordered"]) is OrderedDict
+    assert one == 1
+
+
+def test_each_share_goes_to_the_device_of_its_place():
+    batch = MicroBatch(0, 3, [2, 1], [[torch.ones(2)], [torch.ones(1)]])
+    moved = to_device(batch, [torch.device("cpu"), torch.device("meta"), torch.device("cpu")])
+    assert [share[0].device.type for share in moved.batches] == ["cpu", "meta"]
+    assert moved.sizes == [2, 1]

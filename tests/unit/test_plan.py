@@ -1,0 +1,93 @@
+"""What a run comes to, before it starts."""
+
+import pytest
+
+from lockstep.data.loader import Division
+from lockstep.errors import ConfigurationError
+from lockstep.train.plan import make_plan, require_even
+from lockstep.train.settings import Settings
+from tests.training import make_task
+
+
+def plan(num_samples=50, accumulate=1, num_shares=2, task=None, **settings):
+    division = Division(num_shares, range(num_shares), accumulate)
+    return make_plan(
+        task or make_task(), Settings(accumulate=accumulate, **settings), division, num_samples=num_samples
+    )
+
+
+def test_the_number_of_steps_is_that_asked_for_or_that_of_the_epochs():
+    assert plan().num_steps == 3
+    assert plan(epochs=4).num_steps == 12
+    assert plan(steps=5).num_steps == 5
+    assert plan(task=make_task(epochs=2)).num_steps == 6
+    assert plan(task=make_task(epochs=2), epochs=1).num_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "num_shares", "accumulate", "text"),
+    [
+        (
+            24,
+            5,
+            1,
+            "The global batch of 24 samples does not divide by 5 devices.\nSet the global batch size to 20 or 25.",
+        ),
+        (3, 4, 1, "The global batch of 3 samples does not divide by 4 devices.\nSet the global batch size to 4."),
+        (
+            24,
+            1,
+            5,
+            "The global batch of 24 samples does not divide by 1 device x 5 micro-batches.\n"
+            "Set the global batch size to 20 or 25.",
+        ),
+        (
+            24,
+            2,
+            5,
+            "The global batch of 24 samples does not divide by 2 devices x 5 micro-batches.\n"
+            "Set the global batch size to 20 or 30.",
+        ),
+    ],
+)
+def test_a_batch_that_does_not_divide_is_told_the_nearest_that_do(batch_size, num_shares, accumulate, text):
+    with pytest.raises(ConfigurationError) as error:
+        require_even(batch_size, num_shares, accumulate)
+    assert str(error.value) == text
+
+
+def test_a_last_batch_that_is_not_full_can_be_left_out():
+    assert plan(task=make_task(drop_last=True)).num_steps == 2
+    assert plan(num_samples=48, task=make_task(drop_last=True)).num_steps == 2
+    with pytest.raises(ConfigurationError) as error:
+        plan(num_samples=23, task=make_task(drop_last=True))
+    assert str(error.value) == (
+        "The data set of 23 samples is smaller than a global batch of 24.\n"
+        "Make the global batch smaller, or leave drop_last out of the task."
+    )
+
+
+def test_the_learning_rate_follows_the_batch_from_the_tasks_own_or_the_one_named():
+    assert plan(global_batch_size=48).learning_rate.scale == 1.0
+    assert plan(global_batch_size=48, lr_scaling="linear").learning_rate.scale == 2.0
+    assert plan(global_batch_size=48, lr_scaling="linear", base_batch_size=12).learning_rate.scale == 4.0
+    assert plan(global_batch_size=96, lr_scaling="sqrt").learning_rate.scale == 2.0
+
+
+def test_the_settings_schedule_goes_before_the_tasks():
+    def own(step, num_steps):
+        return 1.0
+
+    assert plan().learning_rate.decay == "constant"
+    assert plan(task=make_task(schedule=own)).learning_rate.decay is own
+    assert plan(task=make_task(schedule=own), schedule="linear").learning_rate.decay == "linear"
+
+
+def test_a_stream_needs_a_number_of_steps():
+    assert plan(num_samples=None, steps=7).num_steps == 7
+    with pytest.raises(ConfigurationError) as error:
+        plan(num_samples=None)
+    assert str(error.value) == (
+        "The data set is a stream without a length, so its epochs cannot be planned.\n"
+        "Give the number of steps instead: steps=1000 (--steps 1000)."
+    )

@@ -1,0 +1,80 @@
+"""Gradient scaling, clipping, and what an overflow does to a step."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.train.gradients import clip_factor, global_norm, multiply_
+from lockstep.train.precision import GradScaler
+from lockstep.train.schedule import LearningRate
+from lockstep.train.update import Updater
+
+
+def updater(*, clip=None, scaler=None):
+    model = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, 2.0]]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    rate = LearningRate(scale=1.0, warmup=0, num_steps=4, decay="linear")
+    return model, optimizer, Updater(model, optimizer, rate, clip=clip, scaler=scaler, group=None)
+
+
+def test_the_scale_is_halved_after_an_overflow_and_doubled_after_a_good_while():
+    scaler = GradScaler(scale=8.0, growth_interval=3)
+    seen = []
+    for finite in (True, False, True, True, True, True):
+        scaler.update(finite=finite)
+        seen.append((scaler.scale, scaler.num_good_steps))
+    assert seen == [(8.0, 1), (4.0, 0), (4.0, 1), (4.0, 2), (8.0, 0), (8.0, 1)]
+
+
+def test_the_scale_stays_within_bounds():
+    low, high = GradScaler(scale=1.0), GradScaler(scale=2.0**24, growth_interval=1)
+    low.update(finite=False)
+    high.update(finite=True)
+    assert (low.scale, high.scale) == (1.0, 2.0**24)
+
+
+def test_the_state_of_the_scaler_comes_back():
+    scaler, other = GradScaler(scale=4.0, num_good_steps=7), GradScaler()
+    other.load_state_dict(scaler.state_dict())
+    assert other == scaler
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 100.0])
+def test_clipping_is_that_of_torch(max_norm):
+    parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, dtype=torch.float64))]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 2.0)
+    grads = [parameter.grad.clone() for parameter in parameters]
+    norm = global_norm(grads)
+    multiply_(grads, clip_factor(norm, max_norm))
+    assert norm.item() == pytest.approx(math.sqrt(20))
+    torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    for ours, parameter in zip(grads, parameters, strict=True):
+        torch.testing.assert_close(ours, parameter.grad, rtol=1e-6, atol=0)
+
+
+def test_divisor_loss_scale_and_clip_are_one_factor():
+    model, _, update = updater(clip=1.0, scaler=GradScaler(scale=4.0))
+    model.weight.grad = torch.tensor([[3.0, 4.0]]) * 4.0 * 10.0
+    norm, updated = update.run(torch.tensor(10.0, dtype=torch.float64))
+    assert (norm.item(), updated) == (5.0, True)
+    torch.testing.assert_close(model.weight.grad, torch.tensor([[0.6, 0.8]]))
+    torch.testing.assert_close(model.weight.detach(), torch.tensor([[0.4, 1.2]]))
+
+
+def test_an_overflow_leaves_the_weights_and_the_schedule_where_they_are():
+    model, optimizer, update = updater(scaler=GradScaler(scale=4.0))
+    for grad, scale, weight, num_updates in (([math.inf, 0.0], 2.0, [1.0, 2.0], 0), ([2.0, 0.0], 2.0, [0.0, 2.0], 1)):
+        model.weight.grad = torch.tensor([grad])
+        _, updated = update.run(None)
+        assert updated is (num_updates == 1)
+        assert (update.loss_scale, update.num_updates) == (scale, num_updates)
+        assert model.weight.tolist() == [weight]
+    model.weight.grad = torch.tensor([[0.0, 2.0]])
+    update.run(None)
+    assert optimizer.param_groups[0]["lr"] == 0.75
+    assert model.weight.tolist() == [[0.0, 1.25]]

@@ -1,0 +1,91 @@
+"""Settings: declared once, checked when made, and the keywords of `fit`."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+import lockstep
+from lockstep.errors import ConfigurationError
+from lockstep.train.declared import settings_of
+from lockstep.train.settings import FitSettings, Settings
+
+
+def test_each_field_declares_its_kind():
+    kinds = {setting.name: (setting.kind, setting.optional) for setting in settings_of(FitSettings)}
+    assert kinds == {
+        "epochs": ("int", True),
+        "steps": ("int", True),
+        "seed": ("int", False),
+        "global_batch_size": ("int", True),
+        "accumulate": ("int", False),
+        "precision": ("choice", False),
+        "clip": ("float", True),
+        "schedule": ("choice", True),
+        "warmup": ("int", False),
+        "lr_scaling": ("choice", False),
+        "base_batch_size": ("int", True),
+        "workers": ("int", False),
+        "strategy": ("choice", False),
+        "devices": ("int", True),
+        "checkpoint": ("path", True),
+        "checkpoint_every": ("int", True),
+        "resume": ("bool", True),
+        "export": ("path", True),
+        "eval_every": ("int", True),
+        "log_file": ("path", True),
+        "quiet": ("bool", False),
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"steps": 0}, "steps=0 is not allowed.\nGive a whole number of at least 1."),
+        ({"steps": 1e3}, "steps=1000.0 is not allowed.\nGive a whole number of at least 1."),
+        ({"accumulate": True}, "accumulate=True is not allowed.\nGive a whole number of at least 1."),
+        ({"warmup": -1}, "warmup=-1 is not allowed.\nGive a whole number of at least 0."),
+        ({"clip": "1"}, "clip='1' is not allowed.\nGive a number."),
+        ({"clip": 0}, "clip=0 is no length.\nGive a number above 0, or leave it out."),
+        ({"precision": "fp8"}, "precision='fp8' is not allowed.\nGive one of fp32, bf16, fp16."),
+        ({"schedule": "step"}, "schedule='step' is not allowed.\nGive one of constant, linear, cosine."),
+        ({"epochs": 1, "steps": 2}, "Both steps=2 and epochs=1 are given.\nGive the one that should end the run."),
+    ],
+)
+def test_a_value_that_cannot_be_is_named_with_what_can(values, text):
+    with pytest.raises(ConfigurationError) as error:
+        Settings(**values)
+    assert str(error.value) == text
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        (
+            {"strategy": "fsdp"},
+            "strategy='fsdp' is not allowed.\nGive one of single, dp, ddp, torch-dp, torch-ddp.",
+        ),
+        ({"quiet": 1}, "quiet=1 is not allowed.\nGive True or False."),
+        ({"checkpoint": 3}, "checkpoint=3 is not allowed.\nGive a path."),
+        ({"resume": True}, "resume needs a folder to resume from.\nName it with checkpoint=DIR (--checkpoint DIR)."),
+        ({"export": "model.pt"}, "export=model.pt does not end in .safetensors.\nName a file that does."),
+    ],
+)
+def test_so_it_is_for_what_goes_on_around_the_steps(values, text):
+    with pytest.raises(ConfigurationError) as error:
+        FitSettings(**values)
+    assert str(error.value) == text
+
+
+def test_paths_may_be_strings():
+    assert FitSettings(checkpoint="runs", export=Path("x.safetensors")).checkpoint == "runs"
+
+
+def test_the_keywords_of_fit_are_the_settings():
+    task, *keywords = inspect.signature(lockstep.fit).parameters.values()
+    assert task.name == "task"
+    assert {keyword.name: keyword.default for keyword in keywords} == {
+        setting.name: setting.default for setting in settings_of(FitSettings)
+    }
+    with pytest.raises(TypeError, match="unexpected keyword argument 'epoch'"):
+        lockstep.fit(None, epoch=3)

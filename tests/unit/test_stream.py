@@ -1,0 +1,75 @@
+"""Data that comes as a stream: the same samples in the same steps, however it is read."""
+
+import random
+from itertools import islice
+
+import pytest
+from torch.utils.data import IterableDataset
+
+from lockstep.data.loader import Division, LoadOptions
+from lockstep.data.stream import StreamOrder, load_stream
+from lockstep.errors import ConfigurationError
+
+
+class Stream(IterableDataset):
+    """Numbers, each with something random."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        for index in range(self.size):
+            yield index, random.random()
+
+
+def rows(num_steps, *, rank=0, num_ranks=1, accumulate=1, first_step=0, workers=0, size=10, drop_last=False):
+    division = Division(num_ranks, range(rank, rank + 1), accumulate)
+    order, options = (
+        StreamOrder(batch_size=4, seed=0, drop_last=drop_last),
+        LoadOptions(None, workers, pin_memory=False),
+    )
+    loaded = load_stream(Stream(size), order, division, options, first_step=first_step)
+    table = {}
+    for micro in islice(loaded, num_steps * accumulate):
+        assert micro.num_global == (2 if micro.step % 3 == 2 and not drop_last else 4)
+        for batch in micro.batches:
+            table.setdefault(micro.step, []).extend(zip(*(column.tolist() for column in batch), strict=True))
+    return table
+
+
+def test_global_batches_are_the_stream_in_its_order_epoch_after_epoch():
+    assert {step: [index for index, _ in samples] for step, samples in rows(5).items()} == {
+        0: [0, 1, 2, 3],
+        1: [4, 5, 6, 7],
+        2: [8, 9],
+        3: [0, 1, 2, 3],
+        4: [4, 5, 6, 7],
+    }
+
+
+def test_a_last_batch_that_is_not_full_can_be_left_out():
+    assert [samples[0][0] for samples in rows(4, drop_last=True).values()] == [0, 4, 0, 4]
+
+
+@pytest.mark.parametrize(("num_ranks", "accumulate"), [(2, 1), (2, 2), (3, 1)])
+def test_a_step_has_the_same_samples_and_randomness_however_it_is_divided(num_ranks, accumulate):
+    divided = {}
+    for rank in range(num_ranks):
+        for step, samples in rows(5, rank=rank, num_ranks=num_ranks, accumulate=accumulate).items():
+            divided.setdefault(step, []).extend(samples)
+    assert divided == rows(5)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_loader_processes_and_resuming_change_nothing(workers):
+    whole = rows(6)
+    assert rows(6, workers=workers) == whole
+    assert rows(3, workers=workers, first_step=3, accumulate=2) == {step: whole[step] for step in (3, 4, 5)}
+
+
+def test_an_empty_stream_is_an_error():
+    with pytest.raises(ConfigurationError) as error:
+        rows(1, size=0)
+    assert str(error.value) == (
+        "The stream of Task.dataset ended before the first global batch.\nCheck where it reads its samples from."
+    )

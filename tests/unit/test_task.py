@@ -1,0 +1,85 @@
+"""What a task may be, and what is said of one that cannot work."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+from lockstep.errors import ConfigurationError
+from lockstep.train.task import build_dataset, build_model, build_optimizer
+from tests.training import make_task
+
+
+def message(function, *args, **kwargs):
+    with pytest.raises(ConfigurationError) as error:
+        function(*args, **kwargs)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("value", [0, -3, 2.5, True, None])
+@pytest.mark.parametrize("field", ["global_batch_size", "epochs"])
+def test_numbers_must_be_positive_and_whole(field, value):
+    assert message(make_task, **{field: value}) == f"Task.{field} is {value!r}.\nGive a whole number of at least 1."
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "found", "advice"),
+    [
+        ("model", nn.Linear(1, 1), "Linear", ", such as model=Net, not model=Net()"),
+        ("dataset", TensorDataset(torch.ones(1)), "TensorDataset", ", such as dataset=lambda: MyDataset(...)"),
+        ("loss", "mse", "str", ", such as loss=my_loss, with def my_loss(model, batch)"),
+        ("optimizer", None, "NoneType", ", such as optimizer=lambda params: AdamW(params, lr=3e-4)"),
+        ("schedule", "cosine", "str", ""),
+    ],
+)
+def test_what_makes_things_must_be_a_function(field, value, found, advice):
+    assert message(make_task, **{field: value}) == f"Task.{field} is a {found}.\nGive a function{advice}."
+
+
+def test_the_model_must_be_a_module_with_something_to_train():
+    assert message(build_model, make_task(model=lambda: 3)) == (
+        "Task.model returned a int, no torch.nn.Module.\nReturn the model from it."
+    )
+    assert message(build_model, make_task(model=nn.Tanh)) == (
+        "Tanh has no trainable parameter: it has no parameters.\n"
+        "Leave requires_grad set on those that should be trained."
+    )
+    assert message(build_model, make_task(model=lambda: nn.Linear(1, 1).requires_grad_(False))) == (
+        "Linear has no trainable parameter: all of its parameters are frozen.\n"
+        "Leave requires_grad set on those that should be trained."
+    )
+
+
+def test_the_optimizer_gets_the_trainable_parameters_and_must_be_one():
+    model = nn.Linear(1, 1)
+    model.bias.requires_grad_(False)
+    optimizer = build_optimizer(make_task(), model)
+    assert [id(parameter) for group in optimizer.param_groups for parameter in group["params"]] == [id(model.weight)]
+    assert message(build_optimizer, make_task(optimizer=lambda params: None), model) == (
+        "Task.optimizer returned a NoneType, no torch.optim.Optimizer.\nReturn the optimizer from it."
+    )
+
+
+def test_the_data_must_have_a_length_that_is_not_zero():
+    assert message(build_dataset, make_task(dataset=list)) == (
+        "The data set of Task.dataset is empty.\nCheck where it reads its samples from."
+    )
+    assert message(build_dataset, make_task(dataset=lambda: iter([1]))) == (
+        "Task.dataset returned a list_iterator, which has no length.\n"
+        "Return a data set with len() and [], such as a torch.utils.data.Dataset."
+    )
+
+
+def test_a_stream_is_for_training_only():
+    class Stream(IterableDataset):
+        """No length."""
+
+        def __iter__(self):
+            yield 1
+
+    task = make_task(dataset=Stream, eval_dataset=Stream)
+    assert isinstance(build_dataset(task), Stream)
+    assert message(build_dataset, task, evaluation=True) == (
+        "Task.eval_dataset returned a Stream, which has no length.\n"
+        "Return a data set with len() and [], such as a torch.utils.data.Dataset."
+    )
