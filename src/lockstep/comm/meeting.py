@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
+from lockstep.comm.interfaces import is_local
 from lockstep.env import RankEnv, is_loopback
 from lockstep.errors import ConfigurationError, WorldSizeMismatch
 
@@ -67,7 +68,7 @@ def open_meeting(env: RankEnv, timeout_s: float) -> Meeting:
     else:
         opened = _connect(env, place, timeout_s, may_host=True)
     hint = ""
-    if env.rank == 0 and opened.is_host and not _is_local(place[0]):
+    if env.rank == 0 and opened.is_host and not is_local(place[0]):
         hint = f"Rank 0 runs on {socket.gethostname()}, but MASTER_ADDR={place[0]} is no address of that machine."
     return Meeting(opened.store, opened.is_host, prefix, hint)
 
@@ -104,16 +105,17 @@ def _connect(env: RankEnv, place: tuple[str, int], timeout_s: float, *, may_host
             if store is not None:
                 return _Opened(store, is_host=False)
             reason = "something else than a torch.distributed store answers there"
-        elif may_host and elapsed_s >= timeout_s * STAND_IN_AFTER and _is_local(place[0]):
+        elif may_host and elapsed_s >= timeout_s * STAND_IN_AFTER and is_local(place[0]):
             with suppress(OSError):
                 return _Opened(_host(env, place, timeout_s), is_host=True)
         if elapsed_s >= timeout_s:
+            host = "Rank 0" if may_host else "The launcher of the first machine"
             raise WorldSizeMismatch(
                 f"Rank {env.rank} of {env.world_size} could not reach the store at {place[0]}:{place[1]} "
                 f"within {timeout_s:g} s: {reason}.\n"
-                "Rank 0 hosts it, so rank 0 is missing, gave up already, or cannot be reached from "
+                f"{host} hosts it, so that is missing, has given up already, or cannot be reached from "
                 f"{socket.gethostname()}; which other ranks are missing cannot be known.\n"
-                "Check that rank 0 was started, that MASTER_ADDR and MASTER_PORT are the same on every rank, and that "
+                "Check that it was started, that MASTER_ADDR and MASTER_PORT are the same on every rank, and that "
                 "no firewall lies between."
             )
         time.sleep(_RETRY_S)
@@ -144,17 +146,6 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0] if host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=1024)
-
-
-def _is_local(host: str) -> bool:
-    """Say whether ``host`` is an address of this machine: only such an address can be bound."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((address[0], 0))
-    except OSError:
-        return False
-    return True
 
 
 def _client(env: RankEnv, place: tuple[str, int], timeout_s: float) -> Store | None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,11 +15,15 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
 from lockstep.comm.hardware import choose_backend, choose_device
+from lockstep.comm.interfaces import GLOO_INTERFACE, gloo_interface, told_gloo
 from lockstep.comm.meeting import Meeting, open_meeting
 from lockstep.comm.roll_call import POLL_S, Arrival, call_roll
 from lockstep.comm.teardown import destroy_default_group
 from lockstep.env import RankEnv
-from lockstep.errors import LockstepError
+from lockstep.errors import CollectiveError, LockstepError
+
+_GLOO_CONNECT_FACTOR = 5
+"""Gloo waits this many times its timeout for a connection."""
 
 _FAREWELL_S = 5.0
 """How long the host of the store waits at the end for ranks that still use it."""
@@ -78,38 +81,33 @@ def start(
             objection=None if objection is None else str(objection),
         )
     with ExitStack() as stack:
-        if env.local_world_size == env.world_size:
-            stack.enter_context(_gloo_on_loopback())
-        dist.init_process_group(
-            name,
-            store=PrefixStore(f"{meeting.prefix}/group", meeting.store),
-            rank=env.rank,
-            world_size=env.world_size,
-            timeout=timedelta(seconds=timeout_s),
-            # Binds the communicator to the device now, so that no collective has to guess it.
-            device_id=chosen if name == "nccl" else None,
-        )
+        one_machine = env.local_world_size == env.world_size
+        stack.enter_context(told_gloo(gloo_interface(env.master_addr, one_machine=one_machine)))
+        _connect(env, meeting, name, chosen, timeout_s)
         undo = stack.pop_all()
-    # The limit above was for connecting; a collective may wait longer for a slow rank.
+    # The limit until here was for connecting; a collective may wait longer for a slow rank.
     limit = (default_pg_nccl_timeout if name == "nccl" else None) or default_pg_timeout
     dist.distributed_c10d._set_pg_timeout(limit)
     meeting.store.set_timeout(default_pg_timeout)
     return Session(meeting, PrefixStore(meeting.prefix, meeting.store), env.world_size, undo), chosen
 
 
-@contextmanager
-def _gloo_on_loopback() -> Iterator[None]:
-    """Have Gloo use the loopback interface, unless the user chose one.
-
-    Ranks of one machine need no other, and the one that belongs to the host name may not exist or may be filtered.
-    """
-    name = "GLOO_SOCKET_IFNAME"
-    loopback = next((found for _, found in socket.if_nameindex() if found in ("lo", "lo0")), None)
-    if name in os.environ or loopback is None:
-        yield
-        return
-    os.environ[name] = loopback
+def _connect(env: RankEnv, meeting: Meeting, backend: str, device: torch.device, timeout_s: float) -> None:
     try:
-        yield
-    finally:
-        os.environ.pop(name, None)
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(f"{meeting.prefix}/group", meeting.store),
+            rank=env.rank,
+            world_size=env.world_size,
+            timeout=timedelta(seconds=timeout_s / _GLOO_CONNECT_FACTOR if "gloo" in backend else timeout_s),
+            # Binds the communicator to the device now, so that no collective has to guess it.
+            device_id=device if backend == "nccl" else None,
+        )
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"Rank {env.rank} on {socket.gethostname()} met the other ranks, but could not connect to them over "
+            f"{backend}: {error}\n"
+            "Another rank may have ended meanwhile. Otherwise the network interface is the wrong one: set "
+            f"{GLOO_INTERFACE} (for NCCL: NCCL_SOCKET_IFNAME) to one that reaches the other machines, and let the "
+            "firewall pass all ports between them."
+        ) from error

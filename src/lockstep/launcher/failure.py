@@ -76,7 +76,11 @@ def _blame(end: RankEnd, first_gone_ns: int | None) -> int:
     if end.exit_code == -signal.SIGTERM and not end.message:
         # The launcher stops the others only after one has ended, so the first to go was stopped from outside.
         return 0 if end.ended_at_ns is not None and end.ended_at_ns == first_gone_ns else 2
-    return 1 if any(mark in f"{end.error_type}: {end.message}" for mark in _ECHOES) else 0
+    return 1 if _is_echo(end) else 0
+
+
+def _is_echo(end: RankEnd) -> bool:
+    return any(mark in f"{end.error_type}: {end.message}" for mark in _ECHOES)
 
 
 def tidy_crash(stack: str, *, own_folder: str) -> str:
@@ -95,7 +99,9 @@ def describe(ends: list[RankEnd], local_ranks: range) -> str:
     first = first_of(ends)
     by_rank = {end.rank: end for end in ends}
     others = [f"rank {rank}: {_line(by_rank.get(rank))}" for rank in local_ranks if rank != first.rank]
-    parts = [headline(first), (first.trace or first.crash).rstrip(), "\n".join(others)]
+    # No rank of this machine may be the cause.
+    elsewhere = "It says only that another rank is gone: look at the other machines." if _is_echo(first) else ""
+    parts = [headline(first), (first.trace or first.crash).rstrip(), "\n".join(others), elsewhere]
     return "\n\n".join(part for part in parts if part)
 
 

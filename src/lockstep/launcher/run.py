@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import errno
 import os
 import shutil
-import socket
 import sys
-import uuid
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 from torch.distributed.launcher.api import LaunchConfig
-from torch.distributed.run import config_from_args, determine_local_world_size, parse_min_max_nnodes
+from torch.distributed.run import config_from_args, determine_local_world_size
 
 from lockstep.errors import ConfigurationError
 from lockstep.launcher.arguments import parse
 from lockstep.launcher.devices import choose_num_ranks, num_cores, threads_for
 from lockstep.launcher.guard import Guard
+from lockstep.launcher.rendezvous import await_host, choose_meeting_place, prepare_for_others
 from lockstep.launcher.supervise import Program, environment_restored, supervise
-
-DEFAULT_PORT = 29500
-"""torchrun's default; only of interest to several machines, as a single one takes a free port."""
 
 
 def run(argv: Sequence[str]) -> None:
@@ -44,13 +39,14 @@ def run(argv: Sequence[str]) -> None:
     num_ranks = _num_ranks(args)
     args.nproc_per_node = str(num_ranks)
     program = _program(args)
-    _choose_meeting_place(args)
+    choose_meeting_place(args)
     with environment_restored(), Guard() as guard:
         _say_what_was_chosen(args, num_ranks, was_chosen)
         if args.log_dir is None and args.redirects == args.tee == "0":
             # The error files need a place; logs that the user asked for must outlive us.
             args.log_dir = str(guard.run_dir / "elastic")
         config, python = _config(args)
+        await_host(args)
         supervise(config, program, guard, python=sys.executable if args.no_python else python)
 
 
@@ -106,38 +102,6 @@ def _check_command(name: str) -> None:
         )
 
 
-def _choose_meeting_place(args: argparse.Namespace) -> None:
-    """Fill in where the agents meet: as torchrun does, a free port when there is only this machine."""
-    try:
-        _, max_nodes = parse_min_max_nnodes(args.nnodes)
-    except (ValueError, RuntimeError):
-        raise ConfigurationError(
-            f"--nnodes {args.nnodes} is no number of machines.\nPass one such as 2, or a range such as 1:4."
-        ) from None
-    is_static = args.rdzv_backend == "static" and not args.rdzv_endpoint
-    if args.standalone or (is_static and args.master_port is None and max_nodes == 1):
-        args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
-        # Not the host's name, which may resolve to nothing or to an address that is filtered.
-        args.local_addr = args.local_addr or "127.0.0.1"
-    if args.master_port is None:
-        args.master_port = DEFAULT_PORT
-    if args.rdzv_backend == "static" and args.node_rank == 0:
-        _check_port(int(args.rdzv_endpoint.rpartition(":")[2]) if args.rdzv_endpoint else args.master_port)
-
-
-def _check_port(port: int) -> None:
-    try:
-        socket.create_server(("", port)).close()
-    except OSError as error:
-        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-            return  # Binding all addresses is only what we try; elastic will say what it could not do.
-        what = "is already in use" if error.errno == errno.EADDRINUSE else "may only be used by root"
-        raise ConfigurationError(
-            f"Port {port} on this machine {what}.\n"
-            "Choose another with --master-port, the same on every machine; on one machine leave it out for a free one."
-        ) from None
-
-
 def _say_what_was_chosen(args: argparse.Namespace, num_ranks: int, was_chosen: bool) -> None:
     notes = []
     if not was_chosen:
@@ -150,8 +114,7 @@ def _say_what_was_chosen(args: argparse.Namespace, num_ranks: int, was_chosen: b
         )
     if any(arg.partition("=")[0] == "--devices" for arg in args.training_script_args) and not was_chosen:
         notes.append("--devices behind other arguments goes to the script; put it before or directly behind the script")
-    if args.nnodes not in ("1", "1:1"):
-        notes.append(f"waiting for the other machines of --nnodes {args.nnodes}")
+    notes += prepare_for_others(args)
     for note in notes:
         print(f"lockstep: {note}", file=sys.stderr, flush=True)
 

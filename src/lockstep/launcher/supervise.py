@@ -113,7 +113,7 @@ def _end(rank: int, failure: ProcessFailure, ended: dict[int, int], run_dir: Pat
 
 
 def _not_met(error: Exception, config: LaunchConfig) -> LockstepError:
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
     if config.max_nodes == 1:
         return LockstepError(f"The ranks could not be started: {reason}.")
     return LockstepError(
