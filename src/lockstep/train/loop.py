@@ -118,6 +118,11 @@ class Loop:
         return self._strategy.group
 
     @property
+    def exposed_s(self) -> float | None:
+        """Seconds of the last micro-batch in which devices only exchanged data, where the engine measures it itself."""
+        return self._strategy.exposed_s
+
+    @property
     def epoch(self) -> float | None:
         """How many times the data set was passed over, with fractions; None for a stream."""
         steps_per_epoch = self.plan.order.steps_per_epoch

@@ -46,6 +46,9 @@ class Strategy(ABC):
     group: Group | None = None
     """The ranks that take part, or None if it is only this process."""
 
+    exposed_s: float | None = None
+    """Seconds of the last micro-batch in which devices only exchanged data, where the engine measures it itself."""
+
     @abstractmethod
     def run(self, micro: MicroBatch, how: Pass) -> None:
         """Run forward and backward of ``micro``, adding to ``param.grad``.
@@ -101,6 +104,8 @@ class Replicated(Strategy):
             return part.value * part.weight
 
         self._engine.backward(loss, list(enumerate(micro.batches)), [how.scale] * len(micro.batches))
+        timings = self._engine.last_timings
+        self.exposed_s = None if timings is None else timings.refresh_s + timings.reduce_s
         how.watch.lap("forward_s", at=ends[0])
         how.watch.lap("backward_s")
         how.after_forward([part for part in parts if part is not None])
