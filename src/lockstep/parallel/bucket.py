@@ -158,7 +158,8 @@ class DenseBucket(Bucket):
         if self._keep_held_gradients and self._is_held(places):
             self._renew()
         views = self._views
-        torch._foreach_copy_([views[place] for place in places], [source.detach() for source in sources])
+        with torch.no_grad():  # backward with create_graph=True records what we do
+            torch._foreach_copy_([views[place] for place in places], sources)
         for place in places:
             self.parameters[place].grad = views[place]
 

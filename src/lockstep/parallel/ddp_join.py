@@ -16,6 +16,8 @@ class UnevenInputs(TorchNames):
     """The part of ``DistributedDataParallel`` that lets ranks have different numbers of batches."""
 
     _divide_by_initial_world_size: bool
+    _authoritative_rank: int
+    """After ``join()``: whose model all ranks hold (torch's name)."""
 
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
@@ -82,6 +84,7 @@ class DDPJoinHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take over the model of a rank that trained to the end. Collective."""
         src = common_rank(self._ddp, candidate=is_last_joiner)
+        self._ddp._authoritative_rank = src
         self._ddp._model_sync.broadcast(src=src, with_buffers=self._ddp.forward_sync_buffers)
 
 

@@ -191,6 +191,8 @@ class Reducer:
                 return
             self._arrived[index] = 1
             self._missing[position] -= 1
+            if self._missing[position]:
+                return
             while (ready := len(self._inflight)) < len(self.buckets) and self._missing[ready] == 0:
                 if self.buckets[ready].spec.deferred:
                     break
@@ -266,11 +268,8 @@ class Reducer:
         Collective: every rank that has data runs a synchronised backward. Blocks until complete.
         """
         nothing = bytearray(len(self._parameters))
-        scratch = [self._make_bucket(bucket.spec) for bucket in self.buckets]
-        futures = []
-        for position, bucket in enumerate(scratch):
-            bucket.payload.zero_()
-            futures.append(self._start(bucket, position))
+        scratch = [self._make_bucket(bucket.spec) for bucket in self.buckets]  # new buckets hold zeros
+        futures = [self._start(bucket, position) for position, bucket in enumerate(scratch)]
         self._wait_for_all(scratch, futures, nothing)
         if not self.has_rebuilt_buckets:
             self._rebuild([])
