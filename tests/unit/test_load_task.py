@@ -23,7 +23,6 @@ def make(size=8):
 @pytest.fixture
 def write(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
 
     def write(text, name="mine.py"):
         path = tmp_path / name

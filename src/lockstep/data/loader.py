@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -95,7 +95,7 @@ class TrainRequests(Sampler[Request]):
 class _Fetch(Dataset[MicroBatch]):
     """Answers requests; runs in the loader processes if there are any."""
 
-    def __init__(self, samples: Sequence[Any], collate: Collate | None, seed: int) -> None:
+    def __init__(self, samples: Any, collate: Collate | None, seed: int) -> None:
         self._samples, self._collate, self._seed = samples, collate, seed
 
     def __getitem__(self, request: Request) -> MicroBatch:
@@ -103,7 +103,7 @@ class _Fetch(Dataset[MicroBatch]):
         return MicroBatch(request.step, request.num_global, [len(indices) for indices in request.shares], batches)
 
     def _share(self, indices: list[int], epoch: int) -> Any:
-        if isinstance(self._samples, TensorDataset) and self._collate is None:
+        if type(self._samples) is TensorDataset and self._collate is None:  # a subclass may index otherwise
             index = torch.tensor(indices)
             return [tensor[index] for tensor in self._samples.tensors]  # what default_collate makes of the rows
         return (self._collate or default_collate)([self._sample(index, epoch) for index in indices])
@@ -119,7 +119,7 @@ def as_it_is(batch: Any) -> Any:
 
 
 def load(
-    samples: Sequence[Any],
+    samples: Any,
     requests: Iterable[Request],
     how: LoadOptions,
     *,

@@ -1,0 +1,165 @@
+"""``lockstep train`` from the command line, as a user starts it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from PIL import Image
+from safetensors.torch import load_file
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LOCKSTEP = [sys.executable, "-m", "lockstep"]
+
+BROKEN = """\
+import os
+import torch
+from torch import nn
+import lockstep
+
+def loss(model, batch):
+    if os.environ.get("RANK") == "1":
+        raise KeyError("boom")
+    return model(batch[0]).square().mean()
+
+def make(**changes):
+    return lockstep.Task(**{
+        "model": lambda: nn.Linear(3, 1),
+        "dataset": lambda: torch.utils.data.TensorDataset(torch.ones(8, 3)),
+        "loss": loss,
+        "optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
+        "global_batch_size": 4,
+        **changes,
+    })
+
+task = make()
+"""
+
+
+def run(*args, timeout=100, **env):
+    return subprocess.run(
+        [*LOCKSTEP, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **env},
+    )
+
+
+def steps_of(log):
+    return [line["loss"] for line in map(json.loads, log.read_text().splitlines()) if "loss" in line]
+
+
+def test_digits_on_two_ranks_with_log_and_export_and_resumed(tmp_path):
+    digits = EXAMPLES / "digits.py"
+    how = ["--devices", 2, "--checkpoint", tmp_path / "runs", "--log-file", tmp_path / "log"]
+    first = run("train", digits, "--steps", 20, *how)
+    assert first.returncode == 0, first.stderr
+    lines = first.stdout.splitlines()
+    assert lines[:3] == [
+        "digits: strategy ddp on 2 CPUs, fp32, 1,437 samples, 20 steps = 0.8696 epochs",
+        "global batch 64 = 2 devices x 32 samples",
+        "learning rate x 1: not scaled with the global batch; no warm-up, constant",
+    ]
+    assert lines[-2].startswith("epoch 0.9  step 20/20  evaluation: loss ")
+    assert lines[-1].startswith("20 steps in ")
+    again = run("train", digits, "--steps", 60, *how, "--export", tmp_path / "digits.safetensors")
+    assert again.returncode == 0, again.stderr
+    assert "resumed after step 20 of 60" in again.stdout
+    losses = steps_of(tmp_path / "log")
+    assert len(losses) == 60
+    assert losses[0] > 2.0 > 0.4 > losses[-1]
+    assert float(again.stdout.split("accuracy ")[-1].split()[0]) > 0.93
+    assert load_file(tmp_path / "digits.safetensors")["0.weight"].shape == (32, 1, 3, 3)
+
+
+def test_ranks_that_were_started_already_are_joined(tmp_path):
+    result = run(
+        "run",
+        "--devices",
+        2,
+        "--no-python",
+        *LOCKSTEP,
+        "train",
+        EXAMPLES / "digits.py",
+        "--steps",
+        2,
+        "--accumulate",
+        2,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "strategy ddp on 2 CPUs" in result.stdout
+    assert "global batch 64 = 2 devices x 32 samples, in 2 micro-batches" in result.stdout
+
+
+def test_pictures_in_a_folder(tmp_path):
+    for name, colour in (("red", (200, 20, 20)), ("blue", (20, 20, 200))):
+        (tmp_path / "pictures" / name).mkdir(parents=True)
+        for index in range(20):
+            shade = tuple(min(255, part + 2 * index) for part in colour)
+            Image.new("RGB", (20 + index, 30), shade).save(tmp_path / "pictures" / name / f"{index}.png")
+    images, weights = EXAMPLES / "images.py", tmp_path / "weights.safetensors"
+    env = {"IMAGES": str(tmp_path / "pictures")}
+    first = run("train", images, "--steps", 4, "--global-batch-size", 8, "--workers", 1, "--export", weights, **env)
+    assert first.returncode == 0, first.stderr
+    assert "images: strategy ddp on 1 CPU, fp32, " in first.stdout
+    second = run("train", images, "--steps", 2, "--global-batch-size", 8, WEIGHTS=str(weights), **env)
+    assert second.returncode == 0, second.stderr
+    assert float(second.stdout.split("last loss ")[1]) < 0.5
+    missing = run("train", images, IMAGES=str(tmp_path / "nothing"))
+    assert (missing.returncode, missing.stdout) == (1, "")
+    assert f"IMAGES={tmp_path / 'nothing'} is no folder of pictures." in missing.stderr.splitlines()[0]
+
+
+def test_what_a_rank_finds_wrong_with_the_task_needs_no_traceback(tmp_path):
+    frozen = "frozen = make(model=lambda: nn.Linear(3, 1).requires_grad_(False))\n"
+    (tmp_path / "mine.py").write_text(BROKEN + frozen)
+    result = run("train", f"{tmp_path / 'mine.py'}:frozen", "--devices", 2)
+    assert (result.returncode, result.stderr) == (
+        1,
+        "lockstep: Linear has no trainable parameter: all of its parameters are frozen.\n"
+        "Leave requires_grad set on those that should be trained.\n",
+    )
+
+
+def test_an_exception_in_one_rank_is_named_first(tmp_path):
+    (tmp_path / "mine.py").write_text(BROKEN)
+    result = run("train", tmp_path / "mine.py", "--devices", 2)
+    assert result.returncode == 1
+    assert "strategy ddp on 2 CPUs" in result.stdout
+    assert result.stderr.splitlines()[0] == "lockstep: Rank 1 failed: KeyError: 'boom'"
+    assert 'line 8, in loss\n    raise KeyError("boom")' in result.stderr
+
+
+def test_ctrl_c_is_one_line_and_leaves_no_process():
+    command = [*LOCKSTEP, "train", str(EXAMPLES / "digits.py"), "--epochs", "1000", "--devices", "2"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            for line in process.stdout:
+                if "evaluation" in line:
+                    break
+            os.killpg(process.pid, signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 130
+    assert errors.strip() == "lockstep: stopped by Ctrl-C"
+    deadline = time.monotonic() + 20
+    while any_in_group(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any_in_group(process.pid)
+
+
+def any_in_group(group):
+    """Return whether a process of the group is left."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,144 @@
+"""The flags of ``lockstep train``, and what it says of bad input before it starts anything."""
+
+import sys
+
+import click.testing
+import pytest
+
+from lockstep.cli import main
+from lockstep.cli.train import train
+from lockstep.train import fit
+from lockstep.train.declared import settings_of
+from lockstep.train.settings import FitSettings
+
+MINE = """\
+import torch
+from torch import nn
+import lockstep
+
+def make(**changes):
+    return lockstep.Task(**{
+        "model": lambda: nn.Linear(3, 1),
+        "dataset": lambda: torch.utils.data.TensorDataset(torch.ones(8, 3)),
+        "loss": lambda model, batch: model(batch[0]).square().mean(),
+        "optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
+        "global_batch_size": 4,
+        **changes,
+    })
+
+task = make()
+frozen = make(model=lambda: nn.Linear(3, 1).requires_grad_(False))
+empty = make(dataset=list)
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A file with tasks in the current folder."""
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["nothing.py"], "nothing.py does not exist.\nName a Python file that has a lockstep.Task."),
+        (
+            ["mine.py:frozen"],
+            "Linear has no trainable parameter: all of its parameters are frozen.\n"
+            "Leave requires_grad set on those that should be trained.",
+        ),
+        (["mine.py:empty"], "The data set of Task.dataset is empty.\nCheck where it reads its samples from."),
+        (
+            ["mine.py", "--devices", "3"],
+            "The global batch of 4 samples does not divide by 3 devices.\nSet the global batch size to 3 or 6.",
+        ),
+        (
+            ["mine.py", "--accumulate", "3", "--global-batch-size", "8"],
+            "The global batch of 8 samples does not divide by 1 device x 3 micro-batches.\n"
+            "Set the global batch size to 6 or 9.",
+        ),
+        (
+            ["mine.py", "--strategy", "torch-dp"],
+            "Strategy torch-dp needs CUDA devices: torch.nn.DataParallel does nothing on CPUs.\n"
+            "Use strategy dp, which runs on CPUs too.",
+        ),
+        (
+            ["mine.py", "--strategy", "single", "--devices", "2"],
+            "Strategy single trains on one device, but devices=2.\nUse strategy dp or ddp for more.",
+        ),
+        (["mine.py", "--steps", "0"], "steps=0 is not allowed.\nGive a whole number of at least 1."),
+        (
+            ["mine.py", "--log-file", "no/log"],
+            "Cannot write the log file no/log: No such file or directory.\nName another one.",
+        ),
+    ],
+)
+def test_bad_input_is_one_clear_message(mine, capfd, args, text):
+    assert main(["train", *args]) == 1
+    assert capfd.readouterr().err == f"lockstep: {text}\n"
+
+
+def test_more_gpus_than_there_are(mine, capfd, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert main(["train", "mine.py", "--devices", "4"]) == 1
+    assert capfd.readouterr().err == (
+        "lockstep: devices=4, but this machine has 2 GPUs.\n"
+        "Ask for at most 2, or hide the GPUs to train on CPUs: CUDA_VISIBLE_DEVICES= .\n"
+    )
+
+
+def test_every_setting_is_a_flag_and_arrives(mine, monkeypatch):
+    seen = []
+    monkeypatch.setattr(fit, "fit_with", lambda task, settings: seen.append(settings))
+    flags = {
+        "steps": 7,
+        "seed": 3,
+        "global_batch_size": 8,
+        "accumulate": 2,
+        "precision": "bf16",
+        "clip": 0.5,
+        "schedule": "cosine",
+        "warmup": 2,
+        "lr_scaling": "sqrt",
+        "base_batch_size": 2,
+        "workers": 1,
+        "strategy": "dp",
+        "devices": 2,
+        "checkpoint": "runs",
+        "checkpoint_every": 5,
+        "export": "x.safetensors",
+        "eval_every": 4,
+        "log_file": "log",
+    }
+    args = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    assert main(["train", "mine.py", *args, "--quiet", "--no-resume"]) == 0
+    assert main(["train", "mine.py", "--epochs", "2", "--resume", "--checkpoint", "runs"]) == 0
+    assert seen == [
+        FitSettings(**flags, quiet=True, resume=False),
+        FitSettings(epochs=2, resume=True, checkpoint="runs"),
+    ]
+    assert {setting.name for setting in settings_of(FitSettings)} == {*flags, "epochs", "quiet", "resume"}
+
+
+def test_the_help_explains_every_flag():
+    text = click.testing.CliRunner().invoke(train, ["--help"], prog_name="lockstep train").output
+    for setting in settings_of(FitSettings):
+        assert f"--{setting.name.replace('_', '-')}" in text
+    assert text.index("How to train:") < text.index("--epochs N") < text.index("On what, and what to keep:")
+    assert "lockstep train examples/digits.py" in text
+
+
+def test_a_run_in_this_process(mine, capfd):
+    args = ["--strategy", "dp", "--devices", "2", "--lr-scaling", "linear", "--global-batch-size", "8", "--warmup", "1"]
+    assert main(["train", "mine.py", "--steps", "3", "--log-file", "log", *args]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[:3] == [
+        "task: strategy dp on 2 CPUs, fp32, 8 samples, 3 steps = 3 epochs",
+        "global batch 8 = 2 devices x 4 samples",
+        "learning rate x 2: linear scaling from base batch 4 to 8; warm-up over 1 steps, then constant",
+    ]
+    assert len(lines) == 4
+    assert lines[3].startswith("3 steps in ")
