@@ -1,0 +1,153 @@
+"""`compare`: check what is asked for, hold the race, measure memory, and put the figures together."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lockstep.errors import ConfigurationError, LockstepError, RankFailed
+from lockstep.launcher.api import launch
+from lockstep.study.compare.figures import SINGLE, Comparison, Contender, LeftOut, Memory, Setup
+from lockstep.study.compare.peak import measure_peak
+from lockstep.study.compare.race import Race, RankReport, load, merge, run_race
+from lockstep.train.devices import PER_PROCESS, check_gpus
+from lockstep.train.plan import require_even
+from lockstep.train.settings import Settings, StrategyName
+from lockstep.train.task import Task, build_model
+
+STRATEGIES: tuple[StrategyName, ...] = ("single", "torch-dp", "dp", "torch-ddp", "ddp")
+"""All that can take part, in the order of the table."""
+
+NO_TORCH_DP = "torch.nn.DataParallel does nothing on CPUs; ours runs there, as dp."
+
+
+def compare(
+    task: Task | str,
+    *,
+    devices: int = 2,
+    strategies: Sequence[str] = STRATEGIES,
+    num_steps: int | None = None,
+    num_rounds: int = 10,
+    num_warmup: int = 5,
+    settings: Settings | None = None,
+    memory: bool = True,
+    command: str = "",
+) -> Comparison:
+    """Train ``task`` with every strategy, in turns, and return all figures.
+
+    Starts processes of its own and blocks until they are done. ``single`` always takes part.
+
+    Args:
+        task: A task, or where to find it: ``FILE.py`` or ``FILE.py:NAME``.
+        devices: Devices for all strategies but ``single``.
+        strategies: Who takes part.
+        num_steps: Steps of a turn; None: as many as take ``single`` about half a second.
+        num_rounds: Turns of each strategy.
+        num_warmup: Steps of each strategy before the first round.
+        settings: How to train; ``steps`` and ``epochs`` have no meaning here.
+        memory: Whether to measure peak memory, in fresh processes.
+        command: What was typed, for the record.
+
+    Raises:
+        ConfigurationError: The task, the devices or the strategies cannot be used; says what to change.
+        RankFailed: A rank failed.
+    """
+    settings = settings or Settings()
+    found = load(task)
+    taking_part, left_out = choose(strategies, cuda=torch.cuda.is_available())
+    check_gpus(devices)
+    batch_size = settings.global_batch_size or found.global_batch_size
+    require_even(batch_size, devices, settings.accumulate)
+    for name, value, least in (("rounds", num_rounds, 1), ("warmup", num_warmup, 1), ("steps", num_steps, 1)):
+        if value is not None and value < least:
+            raise ConfigurationError(f"{name} is {value}.\nGive at least {least}.")
+
+    num_cores = torch.get_num_threads()
+    race = Race(
+        task=task,
+        settings=settings,
+        strategies=taking_part,
+        num_devices=devices,
+        num_rounds=num_rounds,
+        num_warmup=num_warmup,
+        num_steps=num_steps,
+        num_threads={name: threads_of(name, num_cores, devices) for name in taking_part},
+    )
+    reports: list[RankReport] = _launch(run_race, race, devices=devices)
+    model = build_model(found)
+    setup = Setup(
+        task=Path(task).name if isinstance(task, str) else found.name,
+        command=command,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        num_devices=devices,
+        num_cores=num_cores,
+        global_batch_size=batch_size,
+        num_steps=reports[0].num_steps,
+        num_rounds=num_rounds,
+        num_warmup=num_warmup,
+        seed=settings.seed,
+        precision=settings.precision,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        split_layers=layers_that_see_the_split(model),
+    )
+    contenders = tuple(
+        Contender(
+            strategy=name,
+            num_threads=replica_threads(name, num_cores, devices),
+            turns=merge(reports, name),
+            losses=reports[0].losses[name],
+            memory=_peak(race, name) if memory else None,
+        )
+        for name in taking_part
+    )
+    return Comparison(setup, contenders, left_out)
+
+
+def choose(strategies: Sequence[str], *, cuda: bool) -> tuple[tuple[StrategyName, ...], tuple[LeftOut, ...]]:
+    """Return who takes part, ``single`` always, and who cannot.
+
+    Raises:
+        ConfigurationError: There is no such strategy.
+    """
+    unknown = [name for name in strategies if name not in STRATEGIES]
+    if unknown:
+        raise ConfigurationError(f"There is no strategy {unknown[0]!r}.\nChoose from: {', '.join(STRATEGIES)}.")
+    wanted = [name for name in STRATEGIES if name in strategies or name == SINGLE]
+    cannot = () if cuda else tuple(LeftOut(name, NO_TORCH_DP) for name in wanted if name == "torch-dp")
+    return tuple(name for name in wanted if name not in {left.strategy for left in cannot}), cannot
+
+
+def threads_of(strategy: str, num_cores: int, num_devices: int) -> int:
+    """Return the threads of one process: all cores alone, an equal part each where all ranks compute."""
+    return max(1, num_cores // num_devices) if strategy in PER_PROCESS else num_cores
+
+
+def replica_threads(strategy: str, num_cores: int, num_devices: int) -> int:
+    """Return the threads that one device's work gets."""
+    return num_cores if strategy == SINGLE else max(1, num_cores // num_devices)
+
+
+def layers_that_see_the_split(model: nn.Module) -> tuple[str, ...]:
+    """Name the kinds of layer whose result depends on how a batch is divided over devices."""
+    kinds = {
+        "batch norm": any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in model.modules()),
+        "dropout": any(isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0 for layer in model.modules()),
+    }
+    return tuple(kind for kind, found in kinds.items() if found)
+
+
+def _peak(race: Race, strategy: StrategyName) -> Memory:
+    num_processes = race.num_devices if strategy in PER_PROCESS else 1
+    peaks = _launch(measure_peak, race, strategy, devices=num_processes)
+    return Memory(tuple(peak for process in peaks for peak in process))
+
+
+def _launch(function, *args, devices: int):  # type: ignore[no-untyped-def]
+    """Run on ranks; what a rank found wrong with the task needs no traceback, as the others found the same."""
+    try:
+        return launch(function, *args, devices=devices)
+    except RankFailed as error:
+        if isinstance(error.__cause__, LockstepError):
+            raise error.__cause__ from None
+        raise

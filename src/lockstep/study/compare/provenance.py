@@ -1,0 +1,102 @@
+"""Where and with what figures were measured: versions, machine, commits."""
+
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+import torch
+
+GIT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What a reader needs to measure again.
+
+    Attributes:
+        when: UTC, ISO 8601.
+        versions: By name: lockstep, torch, python, and CUDA where torch was built with it.
+        machine: In words, one fact a name.
+        commits: Of the checkouts of lockstep and of the task; a ``+`` at the end says that files were changed since.
+            Without what is no checkout.
+    """
+
+    when: str
+    versions: dict[str, str]
+    machine: dict[str, str]
+    commits: dict[str, str]
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return all as pairs of a name and a text."""
+        commits = [(f"{name} commit", commit[:12]) for name, commit in self.commits.items()]
+        return [("measured", self.when), *self.versions.items(), *self.machine.items(), *commits]
+
+
+def gather(task_path: Path | None = None) -> Provenance:
+    """Describe this machine and these versions; ``task_path`` adds the commit of the task's checkout."""
+    commits = {"lockstep": commit_of(Path(__file__).parent)}
+    if task_path is not None:
+        commits["task"] = commit_of(task_path.resolve().parent)
+    return Provenance(
+        when=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=_versions(),
+        machine=_machine(),
+        commits={name: commit for name, commit in commits.items() if commit},
+    )
+
+
+def commit_of(folder: Path) -> str | None:
+    """Return the commit checked out in ``folder``, if any, with a ``+`` if tracked files differ from it."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    if not commit:
+        return None
+    return commit + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _versions() -> dict[str, str]:
+    try:
+        own = version("lockstep-torch")
+    except PackageNotFoundError:
+        own = "unknown"
+    versions = {"lockstep": own, "torch": torch.__version__, "python": sys.version.split()[0]}
+    if torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
+    return versions
+
+
+def _machine() -> dict[str, str]:
+    facts = {
+        "os": platform.platform(),
+        "cpu": _cpu(),
+        "cores": f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}",
+        "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
+        "load": f"{os.getloadavg()[0]:.1f}",
+    }
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        facts["gpus"] = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    return facts
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,42 @@
+"""The figures as JSON; its shape is described in docs/design/compare.md."""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from lockstep.study.compare.figures import Comparison, Contender
+from lockstep.study.compare.provenance import Provenance
+from lockstep.study.compare.verdict import Verdict
+
+VERSION = 1
+
+
+def to_json(comparison: Comparison, verdict: Verdict, provenance: Provenance) -> str:
+    """Return all figures, raw and summarized."""
+    record = {
+        "version": VERSION,
+        "setup": asdict(comparison.setup),
+        "provenance": asdict(provenance),
+        "contenders": [_contender(comparison, contender) for contender in comparison.contenders],
+        "left_out": [asdict(left) for left in comparison.left_out],
+        "verdict": asdict(verdict),
+    }
+    return json.dumps(record, indent=2) + "\n"
+
+
+def _contender(comparison: Comparison, contender: Contender) -> dict[str, Any]:
+    memory = contender.memory
+    return {
+        "strategy": contender.strategy,
+        "num_threads": contender.num_threads,
+        "samples_per_s": asdict(contender.rate),
+        "speed_up": asdict(contender.speed_over(comparison.single)),
+        "efficiency": contender.speed_over(comparison.single).median / comparison.setup.num_devices,
+        "step": asdict(contender.step),
+        "peak_bytes": None if memory is None else list(memory.peak_bytes),
+        "imbalance": None if memory is None else memory.imbalance,
+        "last_loss": contender.losses[-1],
+        "loss_difference": contender.losses[-1] - comparison.single.losses[-1],
+        "turns": [asdict(turn) for turn in contender.turns],
+        "losses": list(contender.losses),
+    }

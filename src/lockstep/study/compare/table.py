@@ -1,0 +1,109 @@
+"""The figures as tables for a terminal: at most 100 columns, plain text in a pipe."""
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.study.compare.figures import Comparison, Contender
+from lockstep.study.compare.verdict import Verdict
+
+WIDTH = 100
+"""Columns that the tables never exceed."""
+
+MIB = 2**20
+
+
+SPEED = ("samples/s", "low - high", "speed-up", "efficiency")
+MEMORY_AND_LOSS = ("peak MiB", "imbalance", "loss", "vs single")
+SUMMARY = SPEED + MEMORY_AND_LOSS
+STEP = ("step", "data wait", "forward", "backward", "exposed comm.", "optimizer", "other")
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console that wraps at 100 columns, or at the terminal's width where that is narrower."""
+    found = Console(stderr=stderr, highlight=False)
+    width = min(WIDTH, found.width) if found.is_terminal else WIDTH
+    return Console(stderr=stderr, highlight=False, width=width)
+
+
+def render(comparison: Comparison, verdict: Verdict, *, width: int = WIDTH) -> RenderableType:
+    """Lay out the tables for ``width`` columns, their footnotes and the verdict."""
+    wide = width >= WIDTH
+    summaries = [SUMMARY] if wide else [SPEED, MEMORY_AND_LOSS]
+    tables = [
+        _table(comparison, title(comparison) if index == 0 else "", columns) for index, columns in enumerate(summaries)
+    ]
+    tables.append(_table(comparison, "Time per step (ms)", STEP))
+    notes = [Text(note, style="dim") for note in footnotes(comparison)]
+    notes += [Text(f"{left.strategy} was left out: {left.reason}") for left in comparison.left_out]
+    sentences = [Padding(Text(f"- {sentence}"), 0) for sentence in verdict.sentences]
+    return Group(*tables, *notes, Text(), Text("Verdict", style="bold"), *sentences)
+
+
+def title(comparison: Comparison) -> str:
+    """Name the task and how it was run, in one line."""
+    setup = comparison.setup
+    return (
+        f"{setup.task}: {setup.num_devices} x {setup.device}, global batch {setup.global_batch_size}, "
+        f"{setup.num_rounds} rounds of {setup.num_steps} steps"
+    )
+
+
+def cells(comparison: Comparison, contender: Contender) -> dict[str, str]:
+    """Return the text of every figure of one contender by its heading; a dash where a figure has no meaning."""
+    single = comparison.single
+    alone = contender is single
+    speed_up = contender.speed_over(single).median
+    memory = contender.memory
+    imbalance = memory.imbalance if memory else None
+    rate, step = contender.rate, contender.step
+    parts = (step.total_s, step.data_wait_s, step.forward_s, step.backward_s, step.exposed_s, step.optimizer_s)
+    return {
+        "samples/s": number(rate.median),
+        "low - high": f"{number(rate.low)} - {number(rate.high)}",
+        "speed-up": f"{speed_up:.2f}x",
+        "efficiency": "-" if alone else f"{speed_up / comparison.setup.num_devices:.0%}",
+        "peak MiB": f"{memory.highest_bytes / MIB:,.0f}" if memory else "-",
+        "imbalance": f"{imbalance:.2f}x" if imbalance else "-",
+        "loss": f"{contender.losses[-1]:.4f}",
+        "vs single": "-" if alone else f"{contender.losses[-1] - single.losses[-1]:+.1e}",
+    } | {heading: f"{seconds * 1e3:.2f}" for heading, seconds in zip(STEP, (*parts, step.other_s), strict=True)}
+
+
+def footnotes(comparison: Comparison) -> list[str]:
+    """Say how the figures are to be read."""
+    setup = comparison.setup
+    threads = ", ".join(f"{c.strategy} {c.num_threads}" for c in comparison.contenders)
+    notes = [
+        "Medians over the rounds; low - high holds the true median with 90% certainty (sign test; from 5 rounds on). "
+        "Exposed comm.: backward with synchronisation less backward without it.",
+        f"The loss is that of step {setup.num_steps_in_all}, on the same samples for all.",
+    ]
+    if setup.device == "cpu":
+        notes.append(
+            f"Threads of each process or replica on these {setup.num_cores} cores: {threads}. Peak memory: growth of a "
+            "fresh process's resident memory from before the task is built; dp holds all its replicas in one process."
+        )
+    else:
+        notes.append("Peak memory: most bytes that tensors held on the fullest device, in fresh processes.")
+    return notes
+
+
+def number(value: float) -> str:
+    """Write a rate in at most six characters: about three figures, thousands apart."""
+    if value >= 99_999.5:
+        return f"{value / 1e3:,.0f}k"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _table(comparison: Comparison, heading: str, columns: tuple[str, ...]) -> Table:
+    table = Table(title=heading, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("strategy", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for contender in comparison.contenders:
+        texts = cells(comparison, contender)
+        table.add_row(contender.strategy, *(texts[column] for column in columns))
+    return table

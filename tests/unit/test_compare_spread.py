@@ -1,0 +1,44 @@
+import pytest
+
+from lockstep.study.compare.spread import Spread, num_trimmed, paired_ratio
+
+
+def test_spread_of_few_rounds_is_lowest_to_highest() -> None:
+    assert Spread.of([3.0, 1.0, 2.0, 5.0, 4.0]) == Spread(3.0, 1.0, 5.0)
+
+
+def test_one_value_is_its_own_spread() -> None:
+    assert Spread.of([2.5]) == Spread(2.5, 2.5, 2.5)
+
+
+def test_one_outlier_in_eight_rounds_is_cut_off() -> None:
+    assert Spread.of([10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 16.0, 900.0]) == Spread(13.5, 11.0, 16.0)
+
+
+@pytest.mark.parametrize(("rounds", "trim"), [(1, 0), (2, 0), (5, 0), (7, 0), (8, 1), (10, 1), (11, 2), (20, 5)])
+def test_trimming_follows_the_sign_test(rounds: int, trim: int) -> None:
+    # From tables of order-statistic intervals for the median at 90%: n=8 -> (2, 7), n=11 -> (3, 9), n=20 -> (6, 15).
+    assert num_trimmed(rounds) == trim
+
+
+def test_paired_ratio_cancels_what_hits_a_whole_round() -> None:
+    slow_machine = [1.0, 0.5, 1.0, 0.25, 1.0]
+    ours = [200.0 * factor for factor in slow_machine]
+    theirs = [100.0 * factor for factor in slow_machine]
+    assert paired_ratio(ours, theirs) == Spread(2.0, 2.0, 2.0)
+
+
+def test_no_values_are_refused() -> None:
+    with pytest.raises(ValueError, match="^A spread needs at least one value.$"):
+        Spread.of([])
+
+
+def test_ratio_of_unequal_numbers_of_rounds_is_refused() -> None:
+    with pytest.raises(ValueError):
+        paired_ratio([1.0], [1.0, 2.0])
+
+
+def test_width_and_holding() -> None:
+    spread = Spread(2.0, 1.5, 2.5)
+    assert spread.relative_width == 0.5
+    assert spread.holds(1.5) and spread.holds(2.5) and not spread.holds(2.51)
