@@ -41,6 +41,7 @@ class UnevenInputs(TorchNames):
 
     def join_hook(self, **kwargs: Any) -> DDPJoinHook:
         """Return what a rank without data does in each step; for ``Join`` with several participants."""
+        self._joins_uneven_inputs = True
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return DDPJoinHook(self)
 

@@ -34,6 +34,7 @@ def logging_data(ddp: TorchNames, bucket_sizes_bytes: list[int], *, rebuilt: boo
         "bucket_sizes": "" if rebuilt else sizes,
         "has_rebuilt_buckets": int(rebuilt),
         "rebuilt_bucket_sizes": sizes if rebuilt else "",
+        "join_uneven_inputs": int(ddp._joins_uneven_inputs),
         "num_parameter_tensors": len(trainable),
         "total_parameter_size_bytes": sum(parameter.nbytes for parameter in trainable),
         "dtypes": ", ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trainable})),

@@ -38,28 +38,17 @@ class TorchNames(nn.Module, Joinable):
     bucket_bytes_cap: int
     bucket_bytes_cap_list: list[int]
     require_forward_param_sync: bool
+    _joins_uneven_inputs: bool = False
     _comm_hooks: list[tuple[Callable[..., Any], object]]
     _model_sync: ModelSync
     _module_parameters: list[nn.Parameter]
     _reducer: Reducer
-    _input_device: torch.device | None
     _active_ddp_module: ClassVar[nn.Module | None] = None  # set by torch's ``replicate`` while it runs on this class
 
     @classmethod
     def _get_active_ddp_module(cls) -> nn.Module | None:
         """Answer torch.compile, which asks this of the class that stands where torch's name is."""
         return cls._active_ddp_module
-
-    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Do what comes before the module's ``forward`` and return its arguments, for who calls that one himself."""
-        self._before_forward()
-        if self._input_device is None:
-            return inputs, kwargs
-        return move_to(inputs, self._input_device), move_to(kwargs, self._input_device)
-
-    def _post_forward(self, output: Any) -> Any:
-        """Do what comes after the module's ``forward`` and return what the caller gets."""
-        return self._after_forward(output)
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -147,10 +136,10 @@ class TorchNames(nn.Module, Joinable):
         """See ``DistributedDataParallel``."""
 
     @abstractmethod
-    def _before_forward(self) -> None: ...
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
 
     @abstractmethod
-    def _after_forward(self, output: Any) -> Any: ...
+    def _post_forward(self, output: Any) -> Any: ...
 
     @abstractmethod
     def _sync_buffers(self, *, after_forward: bool, src: int) -> None: ...
