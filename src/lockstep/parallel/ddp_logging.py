@@ -29,7 +29,7 @@ def logging_data(ddp: TorchNames, bucket_sizes_bytes: list[int], *, rebuilt: boo
         "find_unused_parameters": int(ddp.find_unused_parameters),
         "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
         "static_graph": int(ddp.static_graph),
-        "can_set_static_graph": 1,
+        "can_set_static_graph": 0,  # it would gain nothing; Lightning advises it where this says 1
         "bucket_cap_bytes": ddp.bucket_bytes_cap,
         "bucket_sizes": "" if rebuilt else sizes,
         "has_rebuilt_buckets": int(rebuilt),

@@ -28,7 +28,7 @@ from lockstep.parallel.ddp_options import (
     sparse_parameters,
 )
 from lockstep.parallel.delayed import DelayedReduction
-from lockstep.parallel.dynamo import leave_uncompiled
+from lockstep.parallel.dynamo import leave_all_uncompiled, leave_uncompiled
 from lockstep.parallel.inputs import move_to
 from lockstep.parallel.model_sync import ModelSync
 from lockstep.parallel.outputs import anchor_tensors, find_tensors
@@ -54,8 +54,7 @@ class DistributedDataParallel(UnevenInputs):
     Args:
         module: The model, on its device, the same on every rank in shapes and dtypes. Values come from rank 0.
         device_ids: ``[device]`` of a module on one GPU: inputs are moved there. None: inputs stay where they are.
-        output_device: Accepted as in torch.
-        dim: Accepted as in torch.
+        output_device, dim: Accepted as in torch.
         broadcast_buffers: Broadcast buffers from rank 0 at construction and before each ``forward``. Default: True.
         init_sync: Compare the model between ranks and broadcast it from rank 0. False: the caller has done so.
         process_group: The ranks that take part. Default: all.
@@ -226,13 +225,11 @@ class DistributedDataParallel(UnevenInputs):
         Collective: every rank, if buffers are broadcast.
         """
         with record_function("DistributedDataParallel.forward"):
-            self._before_forward()
-            if self._input_device is not None:
-                inputs = move_to(inputs, self._input_device)
-                kwargs = move_to(kwargs, self._input_device)
-            return self._after_forward(self.module(*inputs, **kwargs))
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            return self._post_forward(self.module(*inputs, **kwargs))
 
-    def _before_forward(self) -> None:
+    @leave_all_uncompiled
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._reducer.take_over_optimizers()
         self._notify_joined_ranks()
         enabled = self._join_config.enable
@@ -240,8 +237,11 @@ class DistributedDataParallel(UnevenInputs):
             self._sync_buffers(after_forward=False, src=common_rank(self, candidate=True) if enabled else 0)
         if enabled:
             announce_backward(self, will_sync=self.require_backward_grad_sync)
+        device = self._input_device
+        return (inputs, kwargs) if device is None else (move_to(inputs, device), move_to(kwargs, device))
 
-    def _after_forward(self, output: Any) -> Any:
+    @leave_all_uncompiled
+    def _post_forward(self, output: Any) -> Any:
         if self.will_sync_module_buffers():
             self._sync_buffers(after_forward=True, src=0)
         self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync

@@ -16,7 +16,17 @@ def leave_uncompiled(function: _Function) -> _Function:
     ``torch.compiler.disable(recursive=False)`` does the same, but its first call imports the compiler, which costs
     seconds, also for those who never compile.
     """
-    frames = torch._C._dynamo.eval_frame
-    as_it_is = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-    frames.set_code_exec_strategy(function.__code__, as_it_is)
+    _set_strategy(function, for_callees=torch._C._dynamo.eval_frame._FrameAction.DEFAULT)
     return function
+
+
+def leave_all_uncompiled(function: _Function) -> _Function:
+    """Make torch.compile run ``function`` and the frames that it calls as they are: it cannot trace collectives."""
+    _set_strategy(function, for_callees=torch._C._dynamo.eval_frame._FrameAction.SKIP)
+    return function
+
+
+def _set_strategy(function: Callable[..., Any], *, for_callees: Any) -> None:
+    frames = torch._C._dynamo.eval_frame
+    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, for_callees)
+    frames.set_code_exec_strategy(function.__code__, strategy)

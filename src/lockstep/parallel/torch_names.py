@@ -136,12 +136,6 @@ class TorchNames(nn.Module, Joinable):
         """See ``DistributedDataParallel``."""
 
     @abstractmethod
-    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
-
-    @abstractmethod
-    def _post_forward(self, output: Any) -> Any: ...
-
-    @abstractmethod
     def _sync_buffers(self, *, after_forward: bool, src: int) -> None: ...
 
     @staticmethod
