@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset, Sampler
+from typing_extensions import TypeVar
 
 from lockstep.comm.collectives import default_group
 from lockstep.errors import ConfigurationError
 
+# Generic as torch's: programs derive from DistributedSampler[int].
+_Index = TypeVar("_Index", covariant=True, default=int)
 
-class DistributedSampler(Sampler[int]):
+
+class DistributedSampler(Sampler[_Index]):
     """Gives each rank its share of the indices of a data set, in an order that all ranks agree on.
 
     A drop-in for ``torch.utils.data.distributed.DistributedSampler``: the same arguments, attributes and, for each
@@ -71,7 +75,7 @@ class DistributedSampler(Sampler[int]):
             self.num_samples = len(range(self.rank, size, self.num_replicas))
         self.total_size = self.num_samples * self.num_replicas if drop_last or pad else size
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[_Index]:
         """Return this rank's indices of the epoch; a new epoch unless `set_epoch` named this one."""
         if self._is_epoch_begun:
             self._epoch += 1
@@ -80,7 +84,7 @@ class DistributedSampler(Sampler[int]):
         missing = self.total_size - len(indices)
         if missing > 0:
             indices += (indices * math.ceil(missing / len(indices)))[:missing]
-        return iter(indices[self.rank : self.total_size : self.num_replicas])
+        return iter(indices[self.rank : self.total_size : self.num_replicas])  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         """Return the number of indices that this rank gets."""
