@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import world
-from lockstep.comm.teardown import destroy_default_group
 from tests.pool_messages import IDLE, READY, Call, Reply
 
 PR_SET_PDEATHSIG = 1
@@ -69,9 +68,10 @@ def pickle_error(error: BaseException) -> bytes:
     return payload
 
 
-def tear_down(failed: bool) -> None:
+def tear_down() -> None:
     """Leave no group and no socket, so that ranks that still wait for this one learn at once that it is gone."""
-    destroy_default_group(abort=failed)
+    if dist.is_initialized():
+        dist.destroy_process_group()
     # Gloo closes its sockets when nothing refers to the group any more, and only then.
     world._syncs.clear()
     gc.collect()
@@ -89,9 +89,8 @@ def main(fd: int, parent_pid: int) -> None:
             call = connection.recv()
         except EOFError:
             return
-        reply = run(call)
-        connection.send(reply)
-        tear_down(reply.failed)
+        connection.send(run(call))
+        tear_down()
         connection.send(IDLE)
 
 

@@ -71,6 +71,21 @@ def test_error_of_the_first_failing_rank_is_raised_while_the_others_wait(ranks):
     assert time.monotonic() - start < 20
 
 
+def test_a_failed_rank_that_keeps_its_sockets_open_does_not_hold_up_the_others(ranks):
+    def fail_on_one(world):
+        if world.rank == 1:
+            sys.never_freed = world.group
+            raise LocalError("the message")
+        dist.barrier()
+
+    start = time.monotonic()
+    first, second = ranks(2).each(fail_on_one)
+    assert "Connection closed by peer" in str(first.error)
+    assert str(second.error) == "the message"
+    assert time.monotonic() - start < 20
+    assert ranks(2)(lambda world: world.rank) == [0, 1]
+
+
 def test_each_gives_every_ranks_outcome(ranks):
     def fail_on_one(world):
         if world.rank == 1:
