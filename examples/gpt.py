@@ -53,7 +53,8 @@ class GPT(nn.Module):
         self.token, self.position = nn.Embedding(256, WIDTH), nn.Embedding(CONTEXT, WIDTH)
         self.blocks, self.norm = nn.Sequential(*(Block() for _ in range(NUM_LAYERS))), nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, 256, bias=False)
-        nn.init.normal_(self.token.weight, std=0.02)
+        for embedding in (self.token, self.position):
+            nn.init.normal_(embedding.weight, std=0.02)
         self.head.weight = self.token.weight  # tied
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -84,7 +85,7 @@ task = lockstep.Task(
     dataset=lambda: TensorDataset(windows()[NUM_TEST:]),
     eval_dataset=lambda: TensorDataset(windows()[:NUM_TEST]),
     loss=loss,
-    optimizer=lambda params: torch.optim.AdamW(params, lr=2e-3, weight_decay=0.01),
+    optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3, betas=(0.9, 0.95)),
     schedule=lambda step, num_steps: min(1.0, (step + 1) / 40) * (1 - step / num_steps),
     global_batch_size=32,
     after=write,
