@@ -28,7 +28,7 @@ Examples:
     "--strategies", metavar="LIST", help="Who takes part besides single, with commas between; all if not given."
 )
 @click.option("--rounds", type=int, default=10, show_default=True, metavar="N", help="Turns of each strategy.")
-@click.option("--steps", type=int, metavar="N", help="Steps of a turn; as many as take single half a second.")
+@click.option("--steps", type=int, metavar="N", help="Steps of a turn; as many as take the fastest half a second.")
 @click.option("--warmup", type=int, default=5, show_default=True, metavar="N", help="Steps of each before the rounds.")
 @click.option(
     "--seed", type=int, default=0, show_default=True, metavar="N", help="Where weights and order derive from."

@@ -50,7 +50,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Where a step goes: seconds, medians over the rounds. The parts add up to the step but for rounding to medians."""
+    """Where a step goes: seconds, medians over the rounds, each its own: so the parts need not add up to the total."""
 
     total_s: float
     data_wait_s: float
@@ -63,17 +63,27 @@ class StepTime:
     @classmethod
     def of(cls, turns: tuple[Turn, ...]) -> "StepTime":
         """Summarize ``turns``."""
-        exposed_s = max(0.0, median(turn.exposed_s or 0.0 for turn in turns))
         backward_s = median(turn.backward_s for turn in turns)
+        exposed_s = min(max(0.0, median(turn.exposed_s or 0.0 for turn in turns)), backward_s)
         return cls(
             total_s=median(turn.step_s for turn in turns),
             data_wait_s=median(turn.data_wait_s for turn in turns),
             forward_s=median(turn.forward_s for turn in turns),
-            backward_s=max(0.0, backward_s - exposed_s),
+            backward_s=backward_s - exposed_s,
             exposed_s=exposed_s,
             optimizer_s=median(turn.optimizer_s for turn in turns),
             other_s=median(turn.other_s for turn in turns),
         )
+
+    @property
+    def computing_s(self) -> float:
+        """Forward, backward and optimizer."""
+        return self.forward_s + self.backward_s + self.optimizer_s
+
+    @property
+    def parts_s(self) -> float:
+        """The sum of all parts: what shares are shares of."""
+        return self.data_wait_s + self.computing_s + self.exposed_s + self.other_s
 
 
 @dataclass(frozen=True)
@@ -149,6 +159,7 @@ class Setup:
 
     Attributes:
         num_cores: What a plain process would use of this machine: torch's own default number of threads.
+        load_before: The machine's load average of the minute before, without any of our doing.
         num_steps: Steps of each contender in each round.
         num_warmup: Steps of each contender before the first round.
         split_layers: Kinds of layer whose result depends on how a batch is split (batch norm, dropout ...).
@@ -159,6 +170,7 @@ class Setup:
     device: str
     num_devices: int
     num_cores: int
+    load_before: float
     global_batch_size: int
     num_steps: int
     num_rounds: int

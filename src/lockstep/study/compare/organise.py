@@ -1,20 +1,23 @@
 """`compare`: check what is asked for, hold the race, measure memory, and put the figures together."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
 
 from lockstep.errors import ConfigurationError, LockstepError, RankFailed
 from lockstep.launcher.api import launch
 from lockstep.study.compare.figures import SINGLE, Comparison, Contender, LeftOut, Memory, Setup
+from lockstep.study.compare.measure import merge
 from lockstep.study.compare.peak import measure_peak
-from lockstep.study.compare.race import Race, RankReport, load, merge, run_race
+from lockstep.study.compare.progress import say
+from lockstep.study.compare.race import Race, RankReport, load, run_race
 from lockstep.train.devices import PER_PROCESS, check_gpus
 from lockstep.train.plan import require_even
 from lockstep.train.settings import Settings, StrategyName
-from lockstep.train.task import Task, build_model
+from lockstep.train.task import Task
 
 STRATEGIES: tuple[StrategyName, ...] = ("single", "torch-dp", "dp", "torch-ddp", "ddp")
 """All that can take part, in the order of the table."""
@@ -33,6 +36,7 @@ def compare(
     settings: Settings | None = None,
     memory: bool = True,
     command: str = "",
+    quiet: bool = False,
 ) -> Comparison:
     """Train ``task`` with every strategy, in turns, and return all figures.
 
@@ -42,12 +46,13 @@ def compare(
         task: A task, or where to find it: ``FILE.py`` or ``FILE.py:NAME``.
         devices: Devices for all strategies but ``single``.
         strategies: Who takes part.
-        num_steps: Steps of a turn; None: as many as take ``single`` about half a second.
+        num_steps: Steps of a turn; None: as many as take the fastest about half a second.
         num_rounds: Turns of each strategy.
         num_warmup: Steps of each strategy before the first round.
         settings: How to train; ``steps`` and ``epochs`` have no meaning here.
         memory: Whether to measure peak memory, in fresh processes.
         command: What was typed, for the record.
+        quiet: Whether to show no progress.
 
     Raises:
         ConfigurationError: The task, the devices or the strategies cannot be used; says what to change.
@@ -56,14 +61,14 @@ def compare(
     settings = settings or Settings()
     found = load(task)
     taking_part, left_out = choose(strategies, cuda=torch.cuda.is_available())
+    for name, value in (("devices", devices), ("rounds", num_rounds), ("warmup", num_warmup), ("steps", num_steps)):
+        if value is not None and value < 1:
+            raise ConfigurationError(f"{name}={value} is out of range.\nGive a whole number of at least 1.")
     check_gpus(devices)
     batch_size = settings.global_batch_size or found.global_batch_size
     require_even(batch_size, devices, settings.accumulate)
-    for name, value, least in (("rounds", num_rounds, 1), ("warmup", num_warmup, 1), ("steps", num_steps, 1)):
-        if value is not None and value < least:
-            raise ConfigurationError(f"{name} is {value}.\nGive at least {least}.")
 
-    num_cores = torch.get_num_threads()
+    num_cores, load_before = torch.get_num_threads(), os.getloadavg()[0]
     race = Race(
         task=task,
         settings=settings,
@@ -73,31 +78,34 @@ def compare(
         num_warmup=num_warmup,
         num_steps=num_steps,
         num_threads={name: threads_of(name, num_cores, devices) for name in taking_part},
+        quiet=quiet,
     )
     reports: list[RankReport] = _launch(run_race, race, devices=devices)
-    model = build_model(found)
+    first = reports[0]
+    peaks = {name: _peak(race, name, quiet=quiet) if memory else None for name in taking_part}
     setup = Setup(
         task=Path(task).name if isinstance(task, str) else found.name,
         command=command,
         device="cuda" if torch.cuda.is_available() else "cpu",
         num_devices=devices,
         num_cores=num_cores,
+        load_before=load_before,
         global_batch_size=batch_size,
-        num_steps=reports[0].num_steps,
+        num_steps=first.num_steps,
         num_rounds=num_rounds,
         num_warmup=num_warmup,
         seed=settings.seed,
         precision=settings.precision,
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        split_layers=layers_that_see_the_split(model),
+        num_parameters=first.num_parameters,
+        split_layers=first.split_layers,
     )
     contenders = tuple(
         Contender(
             strategy=name,
             num_threads=replica_threads(name, num_cores, devices),
-            turns=merge(reports, name),
-            losses=reports[0].losses[name],
-            memory=_peak(race, name) if memory else None,
+            turns=merge([report.turns[name] for report in reports]),
+            losses=first.losses[name],
+            memory=peaks[name],
         )
         for name in taking_part
     )
@@ -128,22 +136,15 @@ def replica_threads(strategy: str, num_cores: int, num_devices: int) -> int:
     return num_cores if strategy == SINGLE else max(1, num_cores // num_devices)
 
 
-def layers_that_see_the_split(model: nn.Module) -> tuple[str, ...]:
-    """Name the kinds of layer whose result depends on how a batch is divided over devices."""
-    kinds = {
-        "batch norm": any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in model.modules()),
-        "dropout": any(isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0 for layer in model.modules()),
-    }
-    return tuple(kind for kind, found in kinds.items() if found)
-
-
-def _peak(race: Race, strategy: StrategyName) -> Memory:
+def _peak(race: Race, strategy: StrategyName, *, quiet: bool) -> Memory:
+    if not quiet:
+        say(f"measuring the peak memory of {strategy} in fresh processes")
     num_processes = race.num_devices if strategy in PER_PROCESS else 1
     peaks = _launch(measure_peak, race, strategy, devices=num_processes)
     return Memory(tuple(peak for process in peaks for peak in process))
 
 
-def _launch(function, *args, devices: int):  # type: ignore[no-untyped-def]
+def _launch(function: Callable[..., Any], *args: Any, devices: int) -> list[Any]:
     """Run on ranks; what a rank found wrong with the task needs no traceback, as the others found the same."""
     try:
         return launch(function, *args, devices=devices)

@@ -59,7 +59,7 @@ def render(comparison: Comparison, verdict: Verdict, provenance: Provenance) -> 
 </head>
 <body>
 <main>
-<h1>{escape(setup.task)}: one device against {setup.num_devices}</h1>
+<h1>{escape(setup.task)} on one device{f" and on {setup.num_devices}" if setup.num_devices > 1 else ""}</h1>
 <p class="soft">{escape(table.title(comparison))}</p>
 <ul class="verdict">
 {chr(10).join(sentences)}

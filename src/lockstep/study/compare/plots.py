@@ -14,7 +14,7 @@ from lockstep.study.compare.table import MIB, number
 # Okabe and Ito's palette, told apart with every common form of colour blindness and on light and dark ground.
 BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
 COLOURS = {"single": ORANGE, "torch-dp": PURPLE, "dp": VERMILION, "torch-ddp": SKY, "ddp": BLUE}
-DASHES = {"single": "-", "torch-dp": ":", "dp": "-.", "torch-ddp": "--", "ddp": (0, (1, 1))}
+DASHES = {"single": "-", "torch-dp": ":", "dp": "-.", "torch-ddp": "--", "ddp": "-"}
 
 # Stand-ins that no plot uses otherwise; in the SVG they become the page's own colours.
 TEXT, GRID = "#010203", "#040506"
@@ -189,6 +189,7 @@ def _svg(figure: Any) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg)  # within HTML they are known
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg)
     return svg.replace(TEXT, "currentColor").replace(GRID, "var(--line)").replace("<svg", '<svg aria-hidden="true"', 1)

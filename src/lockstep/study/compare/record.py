@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from math import isfinite
 from typing import Any
 
 from lockstep.study.compare.figures import Comparison, Contender
@@ -9,6 +10,7 @@ from lockstep.study.compare.provenance import Provenance
 from lockstep.study.compare.verdict import Verdict
 
 VERSION = 1
+"""Grows when a name or a meaning changes; new names leave it as it is."""
 
 
 def to_json(comparison: Comparison, verdict: Verdict, provenance: Provenance) -> str:
@@ -21,7 +23,7 @@ def to_json(comparison: Comparison, verdict: Verdict, provenance: Provenance) ->
         "left_out": [asdict(left) for left in comparison.left_out],
         "verdict": asdict(verdict),
     }
-    return json.dumps(record, indent=2) + "\n"
+    return json.dumps(_finite(record), indent=2, allow_nan=False) + "\n"
 
 
 def _contender(comparison: Comparison, contender: Contender) -> dict[str, Any]:
@@ -40,3 +42,14 @@ def _contender(comparison: Comparison, contender: Contender) -> dict[str, Any]:
         "turns": [asdict(turn) for turn in contender.turns],
         "losses": list(contender.losses),
     }
+
+
+def _finite(value: Any) -> Any:
+    """Replace what JSON has no number for, such as the loss of a run that diverged, by null."""
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return value

@@ -1,8 +1,9 @@
 """The figures as tables for a terminal: at most 100 columns, plain text in a pipe."""
 
+from collections.abc import Sequence
+
 from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -38,8 +39,7 @@ def render(comparison: Comparison, verdict: Verdict, *, width: int = WIDTH) -> R
     tables.append(_table(comparison, "Time per step (ms)", STEP))
     notes = [Text(note, style="dim") for note in footnotes(comparison)]
     notes += [Text(f"{left.strategy} was left out: {left.reason}") for left in comparison.left_out]
-    sentences = [Padding(Text(f"- {sentence}"), 0) for sentence in verdict.sentences]
-    return Group(*tables, *notes, Text(), Text("Verdict", style="bold"), *sentences)
+    return Group(*tables, *notes, Text(), Text("Verdict", style="bold"), _bullets(verdict.sentences))
 
 
 def title(comparison: Comparison) -> str:
@@ -59,7 +59,8 @@ def cells(comparison: Comparison, contender: Contender) -> dict[str, str]:
     memory = contender.memory
     imbalance = memory.imbalance if memory else None
     rate, step = contender.rate, contender.step
-    parts = (step.total_s, step.data_wait_s, step.forward_s, step.backward_s, step.exposed_s, step.optimizer_s)
+    exposed = "-" if contender.turns[0].exposed_s is None else _ms(step.exposed_s)
+    loss_difference = contender.losses[-1] - single.losses[-1]
     return {
         "samples/s": number(rate.median),
         "low - high": f"{number(rate.low)} - {number(rate.high)}",
@@ -68,8 +69,15 @@ def cells(comparison: Comparison, contender: Contender) -> dict[str, str]:
         "peak MiB": f"{memory.highest_bytes / MIB:,.0f}" if memory else "-",
         "imbalance": f"{imbalance:.2f}x" if imbalance else "-",
         "loss": f"{contender.losses[-1]:.4f}",
-        "vs single": "-" if alone else f"{contender.losses[-1] - single.losses[-1]:+.1e}",
-    } | {heading: f"{seconds * 1e3:.2f}" for heading, seconds in zip(STEP, (*parts, step.other_s), strict=True)}
+        "vs single": "-" if alone else f"{loss_difference:+.1e}" if loss_difference else "0",
+        "step": _ms(step.total_s),
+        "data wait": _ms(step.data_wait_s),
+        "forward": _ms(step.forward_s),
+        "backward": _ms(step.backward_s),
+        "exposed comm.": exposed,
+        "optimizer": _ms(step.optimizer_s),
+        "other": _ms(step.other_s),
+    }
 
 
 def footnotes(comparison: Comparison) -> list[str]:
@@ -78,7 +86,7 @@ def footnotes(comparison: Comparison) -> list[str]:
     threads = ", ".join(f"{c.strategy} {c.num_threads}" for c in comparison.contenders)
     notes = [
         "Medians over the rounds; low - high holds the true median with 90% certainty (sign test; from 5 rounds on). "
-        "Exposed comm.: backward with synchronisation less backward without it.",
+        "Exposed comm.: backward with synchronisation less backward without; for dp, copying weights and gradients.",
         f"The loss is that of step {setup.num_steps_in_all}, on the same samples for all.",
     ]
     if setup.device == "cpu":
@@ -92,10 +100,22 @@ def footnotes(comparison: Comparison) -> list[str]:
 
 
 def number(value: float) -> str:
-    """Write a rate in at most six characters: about three figures, thousands apart."""
-    if value >= 99_999.5:
-        return f"{value / 1e3:,.0f}k"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    """Write a rate in at most six characters, with three figures or four."""
+    for unit, letter in ((1e6, "M"), (1e3, "k")):
+        if value >= 9.9995 * unit:
+            return f"{value / unit:,.{1 if value < 99.95 * unit else 0}f}{letter}"
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f}"
+
+
+def _bullets(sentences: Sequence[str]) -> Table:
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    for sentence in sentences:
+        grid.add_row("-", Text(sentence))
+    return grid
 
 
 def _table(comparison: Comparison, heading: str, columns: tuple[str, ...]) -> Table:

@@ -19,7 +19,10 @@ TOO_SMALL = 0.2
 """The share of a step that is not the model's own work from which the work is too small to divide."""
 
 NOISY = 0.2
-"""The width of a contender's spread, as a share of its median, from which the machine was busy."""
+"""The width of a contender's spread, as a share of its median, from which more rounds are called for."""
+
+BUSY = 0.5
+"""The load before the start, as a share of the cores, from which others disturb the measurement."""
 
 UNEVEN = 1.1
 """The highest device's memory over the mean from which memory is called uneven."""
@@ -64,17 +67,19 @@ def _recommend(comparison: Comparison) -> tuple[Contender, str]:
         return single, "Only single took part, so there is nothing to choose from."
     nearest = max(others, key=lambda c: c.speed_over(single).median)
     gain = nearest.speed_over(single)
+    measured = f"{gain.median:.2f}x single's speed {_range(gain)}"
     if gain.holds(1.0):
-        return single, f"Use single: {nearest.strategy} ties with it at {_times(gain)}, so more devices gain nothing."
+        return single, f"Use single: {nearest.strategy} ties with it at {measured}, so more devices gain nothing."
     if gain.median < 1.0:
-        return single, f"Use single: nothing else is as fast; {nearest.strategy} comes nearest at {_times(gain)}."
+        return single, f"Use single: nothing else is as fast; {nearest.strategy} comes nearest at {measured}."
     if gain.median < WORTH:
-        return single, f"Use single: {nearest.strategy} gains too little, {_times(gain)}, to be worth the trouble."
+        return single, f"Use single: {nearest.strategy} gains too little to be worth the trouble, {measured}."
     tied = [c for c in others if c is nearest or c.speed_over(nearest).holds(1.0)]
     chosen = min(tied, key=lambda c: PREFERENCE.index(c.strategy))
-    text = f"Use {chosen.strategy}: it runs at {_times(chosen.speed_over(single))} of single's speed."
-    if len(tied) > 1:
-        rest = [c.strategy for c in tied if c is not chosen]
+    gain = chosen.speed_over(single)
+    text = f"Use {chosen.strategy}: {gain.median:.2f}x single's speed {_range(gain)}."
+    rest = [c.strategy for c in tied if c is not chosen]
+    if rest:
         text += f" {_and(rest)} {'ties' if len(rest) == 1 else 'tie'} with it."
     return chosen, text
 
@@ -87,7 +92,7 @@ def _explain(comparison: Comparison, chosen: Contender) -> list[str]:
     divided = comparison.find("ddp") or next((c for c in reversed(comparison.contenders) if c is not single), None)
     if divided is None:
         return []
-    starved = single.step.data_wait_s / single.step.total_s
+    starved = single.step.data_wait_s / single.step.parts_s
     if starved >= STARVED:
         return [f"Single waits for data during {starved:.0%} of its step: faster loading gains more than devices do."]
     communication, overhead = _lost(setup, single, divided)
@@ -95,9 +100,9 @@ def _explain(comparison: Comparison, chosen: Contender) -> list[str]:
         return [_shares(divided)]
     per_device = setup.global_batch_size / setup.num_devices
     return [
-        f"The model is too small to gain from {_devices(setup)} at {per_device:g} samples each: of {divided.strategy}'s "
-        f"step of {_ms(divided.step.total_s)}, communication takes {communication:.0%} and other overhead "
-        f"{overhead:.0%}. A larger batch or model gives the devices more to do."
+        f"The model is too small to gain from {_devices(setup)} at {per_device:g} samples each: communication takes "
+        f"{communication:.0%} and other overhead {overhead:.0%} of {divided.strategy}'s step of "
+        f"{_ms(divided.step.total_s)}. A larger batch or model gives the devices more to do."
     ]
 
 
@@ -116,10 +121,10 @@ def _lost(setup: Setup, single: Contender, divided: Contender) -> tuple[float, f
 
 def _shares(contender: Contender) -> str:
     step = contender.step
-    computing = (step.forward_s + step.backward_s + step.optimizer_s) / step.total_s
     return (
-        f"Of a step of {contender.strategy} ({_ms(step.total_s)}), computing takes {computing:.0%}, communication that "
-        f"is not hidden {step.exposed_s / step.total_s:.0%}, waiting for data {step.data_wait_s / step.total_s:.0%}."
+        f"Of a step of {contender.strategy} ({_ms(step.total_s)}), computing takes {step.computing_s / step.parts_s:.0%}, "
+        f"communication that is not hidden {step.exposed_s / step.parts_s:.0%}, "
+        f"waiting for data {step.data_wait_s / step.parts_s:.0%}."
     )
 
 
@@ -137,13 +142,19 @@ def _efficiency(comparison: Comparison) -> list[str]:
         text = f"{GOOD_EFFICIENCY:.0%} efficiency on {_devices(setup)} is not reached: {_and(poor)}."
     else:
         text = f"{GOOD_EFFICIENCY:.0%} efficiency on {_devices(setup)} is reached by {_and(good)}, not by {_and(poor)}."
-    if setup.device == "cpu" and setup.num_devices > 1 and poor:
-        cores = "core" if setup.num_cores == 1 else f"{setup.num_cores} cores"
-        text += (
-            f" All contenders share the same {cores}, so single's own speed counts as "
-            f"{1 / setup.num_devices:.0%} here and {GOOD_EFFICIENCY:.0%} is not to be expected on CPU."
-        )
+    if setup.device == "cpu" and setup.num_devices > 1:
+        text += _on_shared_cores(setup)
     return [text]
+
+
+def _on_shared_cores(setup: Setup) -> str:
+    own_speed = f"an efficiency of {1 / setup.num_devices:.0%} is single's own speed"
+    if setup.num_cores == 1:
+        return f" All contenders share one core, so {own_speed}."
+    return (
+        f" All contenders share the same {setup.num_cores} cores, so {own_speed}; what is above it, single's "
+        f"{setup.num_cores} threads lose by waiting for each other."
+    )
 
 
 def _against_torch(comparison: Comparison) -> list[str]:
@@ -153,7 +164,7 @@ def _against_torch(comparison: Comparison) -> list[str]:
         if ours and torchs:
             ratio = ours.speed_over(torchs)
             how = "ties with" if ratio.holds(1.0) else "is faster than" if ratio.median > 1.0 else "is slower than"
-            sentences.append(f"Our {our_name} {how} {torch_name}: {_times(ratio)}.")
+            sentences.append(f"Our {our_name} {how} {torch_name}: {ratio.median:.2f}x its speed {_range(ratio)}.")
     return sentences
 
 
@@ -198,17 +209,24 @@ def _memory(comparison: Comparison) -> list[str]:
 
 
 def _noise(comparison: Comparison) -> list[str]:
+    setup = comparison.setup
+    sentences = []
+    if setup.load_before > BUSY * setup.num_cores:
+        sentences.append(
+            f"The machine had other work: a load of {setup.load_before:.1f} on {setup.num_cores} cores before the "
+            "start. That slows all, and most of all single, whose threads wait for the one that got no core."
+        )
     noisiest = max(comparison.contenders, key=lambda c: c.rate.relative_width)
-    if noisiest.rate.relative_width <= NOISY:
-        return []
-    return [
-        f"The machine was busy: {noisiest.strategy}'s rounds spread over {noisiest.rate.relative_width:.0%} of their "
-        "median. More rounds (--rounds) make the figures surer."
-    ]
+    if noisiest.rate.relative_width > NOISY:
+        sentences.append(
+            f"The rounds of {noisiest.strategy} spread over {noisiest.rate.relative_width:.0%} of their median. "
+            "A quiet machine and more rounds (--rounds) make the figures surer."
+        )
+    return sentences
 
 
-def _times(ratio: Spread) -> str:
-    return f"{ratio.median:.2f}x ({ratio.low:.2f}x to {ratio.high:.2f}x)"
+def _range(ratio: Spread) -> str:
+    return f"({ratio.low:.2f}x to {ratio.high:.2f}x)"
 
 
 def _ms(seconds: float) -> str:
