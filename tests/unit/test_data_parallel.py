@@ -15,8 +15,7 @@ from tests.unit.data_parallel_cases import KINDS, assert_same_gradients, close, 
 JOINABLE = sorted(set(FAMILIES) - {"structured"})  # its output holds a string
 
 
-@pytest.mark.parametrize("num_replicas", [2, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "num_replicas"), [("shared", 2), ("shared", 3), ("fanned", 3), ("apart", 3)])
 @pytest.mark.parametrize("family", JOINABLE)
 def test_gradients_are_those_of_one_process(family, kind, num_replicas, monkeypatch):
     module, reference = build(family), build(family)
@@ -166,6 +165,16 @@ def test_second_derivatives(kind, monkeypatch):
     for network in (wrap(kind, module, 2, monkeypatch), reference):
         (slope,) = torch.autograd.grad(network(x).sum(), x, create_graph=True)
         slope.square().mean().backward()
+    assert_same_gradients(module, reference)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_derivatives_of_the_gradients_of_parameters(kind, monkeypatch):
+    module, reference = build("mlp"), build("mlp")
+    x, y = global_batch("mlp", 5, 0)
+    for network in (wrap(kind, module, 3, monkeypatch), reference):
+        slopes = torch.autograd.grad(F.mse_loss(network(x), y), list(network.parameters()), create_graph=True)
+        sum(slope.square().sum() for slope in slopes).backward()
     assert_same_gradients(module, reference)
 
 

@@ -12,7 +12,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.parallel.data_parallel import DataParallel
 from lockstep.parallel.replica_gradients import sum_in_tree
 from tests.models import FAMILIES, build, global_batch
-from tests.unit.data_parallel_cases import KINDS, assert_same_gradients, gradients, wrap
+from tests.unit.data_parallel_cases import assert_same_gradients, gradients, wrap
 
 
 def cut(batch, lengths):
@@ -31,8 +31,7 @@ def squared_error(replica: nn.Module, shard: Any) -> torch.Tensor:
     return F.mse_loss(replica(shard[0]), shard[1])
 
 
-@pytest.mark.parametrize("lengths", [(4, 3), (3, 3, 1), (0, 2, 3)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "lengths"), [("shared", (4, 3)), ("shared", (0, 2, 3)), ("apart", (3, 3, 1))])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_gradients_are_those_of_one_process(family, kind, lengths, monkeypatch):
     module, reference = build(family), build(family)
@@ -116,6 +115,16 @@ def test_a_parameter_that_only_one_replica_uses():
     torch.testing.assert_close(module.branches[1].weight.grad, 2 * total)
     assert module.branches[2].weight.grad is None
     assert module.branches[3].weight.grad is kept and kept.tolist() == [[5.0, 5.0]]
+
+
+def test_a_computed_buffer_leads_on_to_what_it_was_computed_from():
+    module = nn.Module()
+    origin = torch.ones(2, dtype=torch.double, requires_grad=True)
+    module.register_buffer("doubled", 2 * origin)
+    DataParallel(module, ["cpu", "cpu"]).backward(
+        lambda replica, x: (replica.doubled * x).sum(), [torch.ones(2), torch.ones(2)], [1.0, 3.0]
+    )
+    assert origin.grad.tolist() == [8.0, 8.0]
 
 
 def test_an_existing_gradient_stays_the_same_tensor():

@@ -53,6 +53,18 @@ def test_graph_and_compiled_modules():
         assert len(weights) == 2 * len(own) and not any(id(weight) in own for weight in weights)
 
 
+def test_compiled_replicas_run_their_own_code():
+    """Only the first replica writes into the statistics of the module; both would if they ran the original."""
+    whole = torch.compile(nn.BatchNorm1d(3), backend="eager")
+    in_place = nn.BatchNorm1d(3)
+    in_place.compile(backend="eager")
+    for module, norm in ((whole, whole._orig_mod), (in_place, in_place)):
+        model = DataParallel(module, ["cpu", "cpu"])
+        for calls in (1, 2):
+            model(torch.randn(6, 3))
+            assert norm.num_batches_tracked == calls
+
+
 def test_held_parameters_are_copied_once(monkeypatch):
     copies = []
 

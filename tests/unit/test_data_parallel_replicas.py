@@ -108,6 +108,8 @@ def test_a_change_of_the_tree_is_seen(kind, monkeypatch):
     check(model, batch)
     del module[3]
     check(model, batch)
+    module[1].__class__ = nn.Sigmoid
+    check(model, batch)
     module[2].bias = None
     check(model, batch)
     module[4].weight = module[4].weight  # unchanged
@@ -160,14 +162,35 @@ def test_moving_to_another_type(kind, monkeypatch):
     check(model, (x, y))
 
 
+def test_the_same_memory_as_another_type():
+    module = nn.Linear(2, 2, bias=False).half()
+    model = DataParallel(module, ["cpu", "cpu"])
+    seen = []
+
+    def loss(replica, x):
+        seen.append(replica.weight.detach().clone())
+        return (replica.weight * x).sum()
+
+    model.backward(loss, [1.0, 1.0], [1.0, 1.0])
+    module.zero_grad()
+    module.weight.data = module.weight.data.view(torch.bfloat16)
+    model.backward(loss, [1.0, 1.0], [1.0, 1.0])
+    assert torch.equal(seen[-1], module.weight) and seen[-1].dtype is torch.bfloat16
+
+
 def test_a_weight_attribute_is_taken_along():
     module = build("mlp")
-    module[0].weight.no_decay = True
-    DataParallel(module, ["cpu", "cpu"]).backward(
-        lambda replica, x: replica(x).sum() * int(replica[0].weight.no_decay),
-        [*global_batch("mlp", 2, 0)[0].split(1)],
-        [1, 1],
-    )
+    model = DataParallel(module, ["cpu", "cpu"])
+    seen = []
+
+    def loss(replica, x):
+        seen.append(replica[0].weight.group)
+        return replica(x).sum()
+
+    for group in ("decay", "no decay"):
+        module[0].weight.group = group
+        model.backward(loss, [*global_batch("mlp", 2, 0)[0].split(1)], [1.0, 1.0])
+    assert seen == ["decay"] * 2 + ["no decay"] * 2
 
 
 class Stateful(nn.Module):

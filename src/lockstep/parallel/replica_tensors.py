@@ -145,11 +145,13 @@ def _leaf(known: Tensor | None, weight: Tensor, value: Tensor) -> Tensor:
         return value
     if known is None:
         leaf = nn.Parameter(value.detach()) if isinstance(weight, nn.Parameter) else value.detach().requires_grad_()
-        vars(leaf).update(vars(weight))
-        return leaf
-    if not is_plain(value) or not known.is_set_to(value) or known.dtype != value.dtype:
-        known.data = value.detach()
-    return known
+    else:
+        leaf = known
+        if not is_plain(value) or not leaf.is_set_to(value) or leaf.dtype != value.dtype:
+            leaf.data = value.detach()
+    if attributes := vars(weight):
+        vars(leaf).update(attributes)
+    return leaf
 
 
 def _plain_sum(parts: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
