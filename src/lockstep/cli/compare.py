@@ -73,7 +73,7 @@ def compare(
         plots.import_matplotlib()  # rather now than after the race
     comparison = run_comparison(
         task_file,
-        devices=devices or torch.cuda.device_count() or 2,
+        devices=torch.cuda.device_count() or 2 if devices is None else devices,
         strategies=STRATEGIES if strategies is None else [name.strip() for name in strategies.split(",")],
         num_steps=steps,
         num_rounds=rounds,

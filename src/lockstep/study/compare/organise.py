@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from lockstep.study.compare.figures import SINGLE, Comparison, Contender, LeftOu
 from lockstep.study.compare.measure import merge
 from lockstep.study.compare.peak import measure_peak
 from lockstep.study.compare.progress import say
-from lockstep.study.compare.race import Race, RankReport, load, run_race
+from lockstep.study.compare.race import MOST_STEPS, Race, RankReport, load, run_race
 from lockstep.train.devices import PER_PROCESS, check_gpus
 from lockstep.train.plan import require_even
 from lockstep.train.settings import Settings, StrategyName
@@ -67,6 +68,9 @@ def compare(
     check_gpus(devices)
     batch_size = settings.global_batch_size or found.global_batch_size
     require_even(batch_size, devices, settings.accumulate)
+
+    # The schedule, if the task has one, falls over the longest run that this can become.
+    settings = replace(settings, epochs=None, steps=num_warmup + num_rounds * (num_steps or MOST_STEPS))
 
     num_cores, load_before = torch.get_num_threads(), os.getloadavg()[0]
     race = Race(

@@ -1,8 +1,9 @@
 """What each rank does: all contenders take turns in one set of processes, in rounds, so that noise hits all alike."""
 
+import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,6 +102,18 @@ def choose_steps(step_s: Sequence[float]) -> int:
     return min(max(wanted, FEWEST_STEPS), MOST_STEPS)
 
 
+@contextlib.contextmanager
+def naming(strategy: str) -> Iterator[None]:
+    """Let an exception say whose turn it was: a task may suit one engine and not another."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            f"It was the turn of {strategy}. If the others can train this task, name them: --strategies LIST"
+        )
+        raise
+
+
 def run_race(race: Race) -> RankReport:
     """Run all turns of all contenders and return what this rank measured.
 
@@ -141,7 +154,8 @@ class _Track:
         for name in race.strategies:
             if self._takes_part(name):
                 devices = devices_for(name, self._world, race.num_devices)
-                self._loops[name] = Loop(task, race.settings, self._world, strategy=name, devices=devices)
+                with naming(name):
+                    self._loops[name] = Loop(task, race.settings, self._world, strategy=name, devices=devices)
         progress.say("warming up")
         step_s = [self._warm_up(name) for name in race.strategies]
         num_steps = race.num_steps or self._agree(choose_steps(step_s) if self._world.is_rank_zero else 0)
@@ -150,7 +164,8 @@ class _Track:
         for round_index in range(race.num_rounds):
             for place, name in enumerate(order_of_round(race.strategies, round_index)):
                 if self._start(name):
-                    turn, losses = measure_turn(self._loops[name], name, num_steps, round_index, place)
+                    with naming(name):
+                        turn, losses = measure_turn(self._loops[name], name, num_steps, round_index, place)
                     turns[name].append(turn)
                     self._losses[name] += losses
                 progress.advance()
@@ -188,14 +203,15 @@ class _Track:
         if not self._start(name):
             return 0.0
         loop, seconds = self._loops[name], []
-        for _ in range(self._race.num_warmup):
-            start = time.perf_counter()
-            loss = loop.step().loss
-            loss.item()
-            seconds.append(time.perf_counter() - start)
-            self._losses[name].append(loss)
-        with loop.without_sync():
-            loop.step()
+        with naming(name):
+            for _ in range(self._race.num_warmup):
+                start = time.perf_counter()
+                loss = loop.step().loss
+                loss.item()
+                seconds.append(time.perf_counter() - start)
+                self._losses[name].append(loss)
+            with loop.without_sync():
+                loop.step()
         return min(seconds)
 
     def _agree(self, num_steps: int) -> int:

@@ -19,7 +19,7 @@ MIB = 2**20
 SPEED = ("samples/s", "low - high", "speed-up", "efficiency")
 MEMORY_AND_LOSS = ("peak MiB", "imbalance", "loss", "vs single")
 SUMMARY = SPEED + MEMORY_AND_LOSS
-STEP = ("step", "data wait", "forward", "backward", "exposed comm.", "optimizer", "other")
+STEP = ("step", "data wait", "forward", "backward", "exposed", "optimizer", "other")
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -74,7 +74,7 @@ def cells(comparison: Comparison, contender: Contender) -> dict[str, str]:
         "data wait": _ms(step.data_wait_s),
         "forward": _ms(step.forward_s),
         "backward": _ms(step.backward_s),
-        "exposed comm.": exposed,
+        "exposed": exposed,
         "optimizer": _ms(step.optimizer_s),
         "other": _ms(step.other_s),
     }
@@ -86,13 +86,14 @@ def footnotes(comparison: Comparison) -> list[str]:
     threads = ", ".join(f"{c.strategy} {c.num_threads}" for c in comparison.contenders)
     notes = [
         "Medians over the rounds; low - high holds the true median with 90% certainty (sign test; from 5 rounds on). "
-        "Exposed comm.: backward with synchronisation less backward without; for dp, copying weights and gradients.",
+        "Exposed: communication that backward does not hide (backward with synchronisation less backward without; for "
+        "dp, copying weights and gradients).",
         f"The loss is that of step {setup.num_steps_in_all}, on the same samples for all.",
     ]
     if setup.device == "cpu":
         notes.append(
-            f"Threads of each process or replica on these {setup.num_cores} cores: {threads}. Peak memory: growth of a "
-            "fresh process's resident memory from before the task is built; dp holds all its replicas in one process."
+            f"Threads of each process or replica: {threads}. Peak memory: growth of a fresh process's resident memory "
+            "from before the task is built; dp holds all its replicas in one process."
         )
     else:
         notes.append("Peak memory: most bytes that tensors held on the fullest device, in fresh processes.")
@@ -108,7 +109,8 @@ def number(value: float) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f}"
+    milliseconds = seconds * 1e3
+    return f"{milliseconds:.2f}" if milliseconds < 100 else f"{milliseconds:,.0f}"
 
 
 def _bullets(sentences: Sequence[str]) -> Table:
