@@ -9,7 +9,7 @@ import torch.nn.parallel
 import torch.utils.data
 
 from lockstep.data.sampler import DistributedSampler
-from lockstep.parallel.data_parallel import DataParallel
+from lockstep.parallel.data_parallel import DataParallel, data_parallel
 from lockstep.parallel.distributed import DistributedDataParallel
 
 _PUBLIC_HOMES = frozenset(
@@ -34,6 +34,7 @@ def adopt() -> None:
     """
     replacements = {
         id(torch.nn.parallel.DataParallel): DataParallel,
+        id(torch.nn.parallel.data_parallel): data_parallel,
         id(torch.nn.parallel.DistributedDataParallel): DistributedDataParallel,
         id(torch.utils.data.DistributedSampler): DistributedSampler,
     }

@@ -197,6 +197,11 @@ class DataParallel(nn.Module, Generic[Wrapped]):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_engine": None}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A pickle written before adopt() holds an object of torch's class, which on the CPU lacks most attributes.
+        absent = {"output_device": None, "dim": 0, "src_device_obj": None, "last_timings": None, "_engine": None}
+        super().__setstate__(absent | state)  # type: ignore[no-untyped-call]
+
     def _replicate_for_data_parallel(self) -> "DataParallel[Wrapped]":
         """Return the shell for a wrapper inside another one: it must not use the threads of the original."""
         replica: DataParallel[Wrapped] = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]

@@ -194,7 +194,7 @@ class DistributedDataParallel(UnevenInputs):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.process_group = default_group()
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         self._connect()
         self._watch_parameters()
 

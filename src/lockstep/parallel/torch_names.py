@@ -14,6 +14,7 @@ from lockstep.comm.join import Joinable
 from lockstep.parallel.bucket_plan import MIB
 from lockstep.parallel.comm_hooks import builtin_comm_hook, overlapped_optimizer
 from lockstep.parallel.ddp_logging import logging_data
+from lockstep.parallel.ddp_options import bucket_caps_bytes
 from lockstep.parallel.inputs import move_to
 from lockstep.parallel.model_sync import BufferHook, ModelSync, RegisteredBufferHook
 
@@ -49,6 +50,18 @@ class TorchNames(nn.Module, Joinable):
     def _get_active_ddp_module(cls) -> nn.Module | None:
         """Answer torch.compile, which asks this of the class that stands where torch's name is."""
         return cls._active_ddp_module
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what a pickle holds: an object of this class, or one of torch's, written before ``adopt()``."""
+        if "_bucket_caps_bytes" not in state:
+            cap_mb = None if state["bucket_bytes_cap_default"] else state["bucket_bytes_cap"] / MIB
+            device_ids = state["device_ids"]
+            state = state | {
+                "_bucket_caps_bytes": bucket_caps_bytes(cap_mb, None),
+                "_divide_by_initial_world_size": True,
+                "_input_device": torch.device(state["device_type"], device_ids[0]) if device_ids else None,
+            }
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
 
     @property
     def broadcast_buffers(self) -> bool:
