@@ -1,7 +1,9 @@
 """The loop a step at a time: random numbers, steps without synchronisation, phases, and runs side by side."""
 
+import random
 import time
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -27,7 +29,7 @@ def test_all_ranks_start_from_the_weights_of_the_seed_and_drop_different_units(r
 
     def loss(model, batch):
         dropped = nn.functional.dropout(torch.ones(64), 0.5)
-        seen.append(dropped)
+        seen.append((tuple(dropped.tolist()), random.random(), np.random.rand()))
         return mean_loss(model, batch)
 
     def run(world):
@@ -41,8 +43,29 @@ def test_all_ranks_start_from_the_weights_of_the_seed_and_drop_different_units(r
     single = weights(make_loop(None, "single", seed=3))
     assert all(torch.equal(before, single) for before, _ in results)
     assert not torch.equal(single, weights(make_loop(None, "single", seed=4)))
-    masks = {tuple(mask.tolist()) for _, masks in results for mask in masks}
-    assert len(masks) == 8, "two ranks, two steps, two micro-batches"
+    drawn = [values for _, seen in results for values in seen]
+    for values in zip(*drawn, strict=True):
+        assert len(set(values)) == 8, "two ranks, two steps, two micro-batches"
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_gradients_are_exchanged_once_a_step(ranks, accumulate):
+    def run(world):
+        loop = make_loop(world, accumulate=accumulate)
+        exchanged = []
+
+        def hook(state, bucket):
+            exchanged.append(loop.num_steps_done)
+            done = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        loop._strategy._module.register_comm_hook(None, hook)
+        for _ in range(3):
+            loop.step()
+        return exchanged
+
+    assert ranks(2)(run) == [[0, 1, 2], [0, 1, 2]]
 
 
 def test_steps_without_synchronisation_change_nothing(ranks):

@@ -8,8 +8,12 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from PIL import Image
 from safetensors.torch import load_file
+
+import lockstep
+from tests.training import make_task
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LOCKSTEP = [sys.executable, "-m", "lockstep"]
@@ -163,3 +167,64 @@ def any_in_group(group):
     except ProcessLookupError:
         return False
     return True
+
+
+LAUNCHED = """\
+import lockstep
+from tests.training import make_task
+
+def train(**settings):
+    return lockstep.fit(make_task(), strategy="ddp", steps=3, quiet=True, **settings)
+
+for result in lockstep.launch(train, devices=2, timeout_s=60):
+    print(result.num_steps, result.num_samples, result.metrics, *result.losses)
+try:
+    lockstep.launch(lambda: train(devices=3), devices=2, timeout_s=60)
+except lockstep.errors.RankFailed as error:
+    print(error.__cause__)
+"""
+
+
+def test_launched_functions_train_together_and_return_what_came_of_it(tmp_path):
+    (tmp_path / "script.py").write_text(LAUNCHED)
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(EXAMPLES.parent)}
+    script = [sys.executable, tmp_path / "script.py"]
+    result = subprocess.run(script, capture_output=True, text=True, timeout=100, env=env)
+    assert result.returncode == 0, result.stderr
+    first, second, *error = result.stdout.splitlines()
+    assert first == second
+    assert first.startswith("3 50 {} ")
+    alone = lockstep.fit(make_task(), strategy="single", steps=3, quiet=True).losses
+    assert [float(loss) for loss in first.split()[3:]] == pytest.approx(alone, rel=1e-12)
+    assert error == [
+        "Strategy ddp on 3 devices needs as many processes, but this run has 2 processes.",
+        "Start them with `lockstep run SCRIPT --devices 3`, or leave devices out.",
+    ]
+
+
+def test_processes_and_strategies_that_do_not_go_together():
+    for settings, text in (
+        (
+            {"strategy": "ddp", "devices": 2},
+            "Strategy ddp on 2 devices needs as many processes, but this run has 1 process.\n"
+            "Start them with `lockstep run SCRIPT --devices 2`, or leave devices out.",
+        ),
+        (
+            {"strategy": "single", "devices": 2},
+            "Strategy single trains on one device, but devices=2.\nUse strategy dp or ddp for more.",
+        ),
+    ):
+        with pytest.raises(lockstep.errors.ConfigurationError) as error:
+            lockstep.fit(make_task(), **settings)
+        assert str(error.value) == text
+
+
+def test_a_strategy_of_one_process_refuses_several(ranks):
+    def fit(world):
+        lockstep.fit(make_task(), strategy="dp", quiet=True)
+
+    for outcome in ranks(2).each(fit):
+        assert str(outcome.error) == (
+            "Strategy dp trains in one process, but 2 were started.\n"
+            "Start one, or use strategy ddp, which trains in all of them."
+        )

@@ -138,7 +138,7 @@ def test_a_run_in_this_process(mine, capfd):
     assert lines[:3] == [
         "task: strategy dp on 2 CPUs, fp32, 8 samples, 3 steps = 3 epochs",
         "global batch 8 = 2 devices x 4 samples",
-        "learning rate x 2: linear scaling from base batch 4 to 8; warm-up over 1 steps, then constant",
+        "learning rate x 2: linear scaling from base batch 4 to 8; warm-up over 1 step, then constant",
     ]
     assert len(lines) == 4
     assert lines[3].startswith("3 steps in ")

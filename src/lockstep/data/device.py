@@ -69,7 +69,7 @@ class Prefetcher:
 
     def __next__(self) -> MicroBatch:
         """Return the next micro-batch, usable on each device's current stream."""
-        batch = self._copy() if self._ahead is None else self._ahead
+        batch, self._ahead = self._ahead or self._copy(), None
         for device, stream in zip(self._devices, self._streams, strict=True):
             torch.cuda.current_stream(device).wait_stream(stream)
         for share, device in zip(batch.batches, self._devices, strict=False):
@@ -77,7 +77,7 @@ class Prefetcher:
         return batch
 
     def start_next(self) -> None:
-        """Start to copy the batch after the one last returned; call it once that one's forward is under way."""
+        """Start to copy the batch after the one last returned; call it when the device has enough to do."""
         self._ahead = self._copy()
 
     def _copy(self) -> MicroBatch:

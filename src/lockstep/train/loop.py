@@ -13,11 +13,9 @@ from torch.utils.data import IterableDataset
 
 from lockstep.comm.collectives import Group
 from lockstep.comm.world import World
-from lockstep.data.device import Prefetcher, to_device
-from lockstep.data.loader import LoadOptions, MicroBatch, TrainRequests, load
-from lockstep.data.order import GlobalOrder
+from lockstep.data.feed import Feed
+from lockstep.data.loader import LoadOptions, MicroBatch
 from lockstep.data.seeding import mix, seed_cpu, seed_device
-from lockstep.data.stream import StreamOrder, load_stream
 from lockstep.errors import ConfigurationError
 from lockstep.train.objective import Objective, Part
 from lockstep.train.plan import make_plan
@@ -88,13 +86,15 @@ class Loop:
         strategy: StrategyName,
         devices: Sequence[torch.device],
     ) -> None:
-        self._task, self.settings, self.devices = task, settings, list(devices)
+        self.settings, self.devices = settings, list(devices)
         self.device = self.devices[0]
         division = divide(strategy, world, self.devices, settings.accumulate)
         self._seed_all(_DATA)
         self.samples = build_dataset(task)
         num_samples = None if isinstance(self.samples, IterableDataset) else len(self.samples)
         self.plan = make_plan(task, settings, division, num_samples=num_samples)
+        how = LoadOptions(task.collate, settings.workers, pin_memory=self.device.type == "cuda")
+        self._feed = Feed(self.samples, self.plan.order, division, how, self.devices)
         self._seed_all(_INIT)
         self.model = build_model(task).to(self.device).train()
         self.optimizer = build_optimizer(task, self.model)
@@ -109,7 +109,6 @@ class Loop:
             group=self.group,
         )
         self.num_steps_done = 0
-        self._batches: Iterator[MicroBatch] | None = None
         self._sync = True
 
     @property
@@ -138,11 +137,13 @@ class Loop:
         self.optimizer.zero_grad(set_to_none=True)
         num_samples = 0
         for index in range(self.settings.accumulate):
-            micro = self._next_batch()
+            micro = self._feed.next()
             num_samples = micro.num_global
             watch.lap("data_wait_s")
             self._seed_forward(micro, index)
             self._run(micro, tally, watch, last=index == self.settings.accumulate - 1)
+            self._feed.prefetch()
+            watch.lap("data_wait_s")
         tally.wait()
         watch.lap("communication_s")
         norm, updated = self._updater.run(tally.divisor(num_samples)) if self._sync else (None, False)
@@ -200,30 +201,11 @@ class Loop:
         if self._updater.scaler is not None and state["scaler"] is not None:
             self._updater.scaler.load_state_dict(state["scaler"])
         self.num_steps_done, self._updater.num_updates = state["num_steps_done"], state["num_updates"]
-        self._batches = None
+        self._feed.seek(self.num_steps_done)
 
     def close(self) -> None:
         """Stop the loader's processes."""
-        self._batches = None
-
-    def _next_batch(self) -> MicroBatch:
-        if self._batches is None:
-            self._batches = self._open_batches()
-        batch = next(self._batches)
-        return batch if isinstance(self._batches, Prefetcher) else to_device(batch, self.devices)
-
-    def _open_batches(self) -> Iterator[MicroBatch]:
-        on_cuda = self.device.type == "cuda"
-        order, division, first_step = self.plan.order, self.plan.division, self.num_steps_done
-        how = LoadOptions(self._task.collate, self.settings.workers, pin_memory=on_cuda)
-        if isinstance(self.samples, IterableDataset):
-            assert isinstance(order, StreamOrder)
-            batches = load_stream(self.samples, order, division, how, first_step=first_step)
-        else:
-            assert isinstance(order, GlobalOrder)
-            requests = TrainRequests(order, division, first_step)
-            batches = load(self.samples, requests, how, seed=order.seed)
-        return Prefetcher(batches, self.devices) if on_cuda else batches
+        self._feed.close()
 
     def _seed_all(self, purpose: int) -> None:
         """Give what the task makes the same random numbers on every rank."""
@@ -243,8 +225,6 @@ class Loop:
             tally.add(parts)
             if last:
                 tally.start_sum()
-            if isinstance(self._batches, Prefetcher):
-                self._batches.start_next()
 
         scale = self._updater.loss_scale / micro.num_global
         self._strategy.run(micro, Pass(scale, last and self._sync, watch, after_forward))

@@ -39,4 +39,5 @@ def _scaling(settings: FitSettings, plan: Plan) -> str:
 def _schedule(plan: Plan) -> str:
     rate = plan.learning_rate
     decay = "the task's own schedule" if callable(rate.decay) else rate.decay
-    return f"warm-up over {rate.warmup} steps, then {decay}" if rate.warmup else f"no warm-up, {decay}"
+    steps = f"{rate.warmup} step{'s' * (rate.warmup > 1)}"
+    return f"warm-up over {steps}, then {decay}" if rate.warmup else f"no warm-up, {decay}"
