@@ -1,0 +1,197 @@
+import pytest
+
+from lockstep.study.compare.figures import Comparison
+from lockstep.study.compare.verdict import judge
+from tests.unit.compare_planted import MIB, comparison, contender
+
+AGREE = (
+    "The losses agree with single's from the first step (within 0.0e+00) to step 55 (within 0.0e+00); "
+    "tolerances: first step 1e-04, last step 1e-02, as shares of the first loss."
+)
+
+
+def sentences(found: Comparison) -> list[str]:
+    return list(judge(found).sentences)
+
+
+def test_the_fastest_is_recommended_with_why_and_how_efficient_it_is():
+    found = comparison(contender("single", 20.0), contender("ddp", 11.0, exposed_ms=1.1, data_ms=0.55))
+    assert judge(found).use == "ddp"
+    assert sentences(found) == [
+        "Use ddp: 1.82x single's speed (1.82x to 1.82x).",
+        "Of a step of ddp (11.0 ms), computing takes 85%, communication that is not hidden 10%, waiting for data 5%.",
+        "80% efficiency on 2 devices is reached by ddp (91%).",
+        AGREE,
+    ]
+
+
+def test_of_two_that_tie_the_one_that_scales_further_is_recommended():
+    noise = (1.0, 1.03, 0.97, 1.0, 1.0)
+    found = comparison(
+        contender("single", 20.0), contender("dp", 10.9, noise=noise), contender("ddp", 11.0, exposed_ms=0.5)
+    )
+    assert sentences(found)[0] == "Use ddp: 1.82x single's speed (1.82x to 1.82x). dp ties with it."
+
+
+def test_several_that_tie_are_all_named():
+    tied = [contender(name, 11.0, exposed_ms=0.5) for name in ("dp", "torch-ddp", "ddp")]
+    found = comparison(contender("single", 20.0), *tied)
+    assert sentences(found)[0] == "Use ddp: 1.82x single's speed (1.82x to 1.82x). dp and torch-ddp tie with it."
+
+
+def test_torchs_own_is_recommended_where_ours_is_slower():
+    found = comparison(
+        contender("single", 20.0), contender("torch-ddp", 10.0, exposed_ms=1.0), contender("ddp", 12.0, exposed_ms=1.0)
+    )
+    assert judge(found).use == "torch-ddp"
+    assert sentences(found)[0] == "Use torch-ddp: 2.00x single's speed (2.00x to 2.00x)."
+    assert sentences(found)[2:4] == [
+        "80% efficiency on 2 devices is reached by torch-ddp (100%) and ddp (83%).",
+        "Our ddp is slower than torch-ddp: 0.83x its speed (0.83x to 0.83x).",
+    ]
+
+
+def test_a_model_too_small_to_gain_is_called_so_with_what_the_devices_lose():
+    # On two devices the ideal is 1 ms; of the 4 ms that it takes, 2 are communication and 1 is something else.
+    found = comparison(contender("single", 2.0), contender("ddp", 4.0, exposed_ms=2.0))
+    assert judge(found).use == "single"
+    assert sentences(found) == [
+        "Use single: nothing else is as fast; ddp comes nearest at 0.50x single's speed (0.50x to 0.50x).",
+        "The model is too small to gain from 2 devices at 32 samples each: communication takes 50% and other overhead "
+        "25% of ddp's step of 4.0 ms. A larger batch or model gives the devices more to do.",
+        "80% efficiency on 2 devices is not reached: ddp (25%).",
+        AGREE,
+    ]
+
+
+def test_a_tie_with_single_is_no_gain():
+    found = comparison(contender("single", 10.0), contender("ddp", 10.0, noise=(1.0, 1.05, 0.95, 1.0, 1.0)))
+    assert sentences(found)[0] == (
+        "Use single: ddp ties with it at 1.00x single's speed (0.96x to 1.04x), so more devices gain nothing."
+    )
+
+
+def test_a_gain_of_three_percent_is_not_worth_the_trouble():
+    found = comparison(contender("single", 10.3), contender("ddp", 10.0, exposed_ms=1.0))
+    assert sentences(found)[0] == (
+        "Use single: ddp gains too little to be worth the trouble, 1.03x single's speed (1.03x to 1.03x)."
+    )
+
+
+def test_a_starving_single_is_told_to_load_faster_and_not_that_it_is_small():
+    found = comparison(contender("single", 10.0, data_ms=4.0), contender("ddp", 10.5, exposed_ms=1.0))
+    assert sentences(found)[1] == (
+        "Single waits for data during 40% of its step: faster loading gains more than devices do."
+    )
+
+
+def test_on_a_cpu_a_step_as_long_as_singles_lost_nothing():
+    found = comparison(contender("single", 10.0), contender("ddp", 10.2, exposed_ms=0.51), device="cpu")
+    assert sentences(found)[1:3] == [
+        "Of a step of ddp (10.2 ms), computing takes 95%, communication that is not hidden 5%, waiting for data 0%.",
+        "80% efficiency on 2 devices is not reached: ddp (49%). All contenders share the same 2 cores, so an "
+        "efficiency of 50% is single's own speed.",
+    ]
+
+
+def test_on_a_cpu_a_gain_is_what_singles_threads_lose():
+    found = comparison(contender("single", 12.0), contender("ddp", 10.0, exposed_ms=0.5), device="cpu")
+    assert sentences(found)[2] == (
+        "80% efficiency on 2 devices is not reached: ddp (60%). All contenders share the same 2 cores, so an "
+        "efficiency of 50% is single's own speed; what is above it, single's 2 threads lose by waiting for each other."
+    )
+
+
+def test_one_core_is_shared_without_threads_that_wait():
+    found = comparison(contender("single", 10.0), contender("ddp", 10.2), device="cpu", num_cores=1)
+    assert sentences(found)[2] == (
+        "80% efficiency on 2 devices is not reached: ddp (49%). "
+        "All contenders share one core, so an efficiency of 50% is single's own speed."
+    )
+
+
+def test_efficiency_names_who_reaches_it_and_who_does_not():
+    found = comparison(
+        contender("single", 20.0), contender("torch-dp", 16.0), contender("dp", 12.0), contender("ddp", 11.0)
+    )
+    assert sentences(found)[2] == (
+        "80% efficiency on 2 devices is reached by dp (83%) and ddp (91%), not by torch-dp (62%)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "expected"),
+    [
+        (10.0, "Our ddp is faster than torch-ddp: 1.10x its speed (1.10x to 1.10x)."),
+        (11.0, "Our ddp ties with torch-ddp: 1.00x its speed (1.00x to 1.00x)."),
+        (12.0, "Our ddp is slower than torch-ddp: 0.92x its speed (0.92x to 0.92x)."),
+    ],
+)
+def test_ours_against_torchs(step_ms, expected):
+    found = comparison(contender("single", 20.0), contender("torch-ddp", 11.0), contender("ddp", step_ms))
+    assert expected in sentences(found)
+
+
+def test_losses_within_the_tolerances_agree():
+    found = comparison(
+        contender("single", 20.0, losses=(2.0, 1.0)), contender("ddp", 11.0, losses=(2.0 + 1e-4, 1.0 - 0.01))
+    )
+    assert sentences(found)[-1] == (
+        "The losses agree with single's from the first step (within 5.0e-05) to step 55 (within 5.0e-03); "
+        "tolerances: first step 1e-04, last step 1e-02, as shares of the first loss."
+    )
+
+
+def test_a_loss_that_is_off_from_the_first_step_is_named_with_its_cause():
+    contenders = contender("single", 20.0), contender("dp", 12.0), contender("ddp", 11.0, losses=(2.002, 1.0))
+    assert sentences(comparison(*contenders, split_layers=("batch norm", "dropout")))[-1] == (
+        "The loss differs from single's: ddp (first step 1.0e-03, last step 0.0e+00); tolerances: first step 1e-04, "
+        "last step 1e-02, as shares of the first loss. "
+        "The model has batch norm and dropout, whose result depends on how a batch is split."
+    )
+    assert sentences(comparison(*contenders, precision="bf16"))[-1].startswith("The losses agree")
+
+
+def test_a_loss_that_parts_later_without_a_reason_is_named():
+    found = comparison(contender("single", 20.0), contender("ddp", 11.0, losses=(2.0, 1.1)))
+    assert sentences(found)[-1] == (
+        "The loss differs from single's: ddp (first step 0.0e+00, last step 5.0e-02); tolerances: first step 1e-04, "
+        "last step 1e-02, as shares of the first loss. "
+        "No layer of the model explains that: is the loss the mean over the batch's samples?"
+    )
+
+
+def test_a_loss_that_is_not_a_number_never_agrees():
+    lost = comparison(contender("single", 20.0), contender("ddp", 11.0, losses=(2.0, float("nan"))))
+    assert sentences(lost)[-1].startswith("The loss differs from single's: ddp (first step 0.0e+00, last step nan);")
+    all_lost = comparison(contender("single", 20.0, losses=(2.0, float("nan"))), contender("ddp", 11.0))
+    assert sentences(all_lost)[-1] == (
+        "The loss of single is not finite, so losses cannot be compared: check the data and the learning rate."
+    )
+
+
+def test_uneven_memory_is_named():
+    found = comparison(contender("single", 20.0), contender("torch-dp", 12.0, peak_bytes=(300 * MIB, 100 * MIB)))
+    assert sentences(found)[-1] == "Memory is uneven with torch-dp: its fullest device holds 1.50x the mean."
+
+
+def test_a_wide_spread_asks_for_more_rounds():
+    found = comparison(contender("single", 20.0, noise=(1.0, 1.0, 1.5, 1.0, 1.0)), contender("ddp", 11.0))
+    assert sentences(found)[-1] == (
+        "The rounds of single spread over 33% of their median. "
+        "A quiet machine and more rounds (--rounds) make the figures surer."
+    )
+
+
+def test_a_load_before_the_start_is_told():
+    found = comparison(contender("single", 20.0), contender("ddp", 11.0), device="cpu", load_before=3.0)
+    assert sentences(found)[-1] == (
+        "The machine had other work: a load of 3.0 on 2 cores before the start. "
+        "That slows all, and most of all single, whose threads wait for the one that got no core."
+    )
+
+
+def test_single_alone_has_nothing_to_choose_from():
+    assert sentences(comparison(contender("single", 20.0))) == [
+        "Only single took part, so there is nothing to choose from."
+    ]
