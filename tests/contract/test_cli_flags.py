@@ -18,9 +18,9 @@ HOW_TO_UPDATE = (
 )
 
 
-def flags(command: click.Command, name: str) -> list[str]:
+def flags(command: click.Command, name: str, parent: click.Context | None = None) -> list[str]:
     """One line a parameter, "command flag/flag", for a command and the commands under it."""
-    context = click.Context(command)
+    context = click.Context(command, parent=parent, **command.context_settings)
     found = []
     for parameter in command.get_params(context):
         spelled = "/".join([*parameter.opts, *parameter.secondary_opts])
@@ -28,7 +28,7 @@ def flags(command: click.Command, name: str) -> list[str]:
         found.append(f"{name} {parameter.human_readable_name if is_argument else spelled}")
     if isinstance(command, click.Group):
         for child in command.list_commands(context):
-            found += flags(command.get_command(context, child), f"{name} {child}")
+            found += flags(command.get_command(context, child), f"{name} {child}", context)
     return found
 
 
