@@ -66,7 +66,6 @@ def draw(comparison: Comparison) -> tuple[Plot, ...]:
     matplotlib = import_matplotlib()
     style = {
         "svg.fonttype": "none",  # text stays text: the page's font, and found by a search
-        "svg.hashsalt": "lockstep",
         "font.size": 10,
         "text.color": TEXT,
         "axes.labelcolor": TEXT,
@@ -96,7 +95,7 @@ def _throughput(comparison: Comparison) -> Plot:
     axes.margins(x=0.2)
     _label_rows(axes, [c.strategy for c in comparison.contenders])
     axes.set_xlabel("samples per second, with spread")
-    return Plot("Throughput", f"Bars of samples per second: {'; '.join(words)}.", _svg(figure))
+    return _plot("Throughput", f"Bars of samples per second: {'; '.join(words)}.", figure)
 
 
 def _step(comparison: Comparison) -> Plot:
@@ -115,7 +114,7 @@ def _step(comparison: Comparison) -> Plot:
     axes.legend(
         ncols=3, loc="lower left", bbox_to_anchor=(-0.1, 1.0), frameon=False, columnspacing=1.0, handlelength=1.2
     )
-    return Plot("Where the step goes", f"Stacked bars of milliseconds per step: {'; '.join(words)}.", _svg(figure))
+    return _plot("Where the step goes", f"Stacked bars of milliseconds per step: {'; '.join(words)}.", figure)
 
 
 def _loss(comparison: Comparison) -> Plot:
@@ -139,7 +138,7 @@ def _loss(comparison: Comparison) -> Plot:
     axes.set_ylabel("loss of the global batch")
     axes.grid(axis="y", linewidth=0.6)
     axes.legend(frameon=False)
-    return Plot("Loss", f"Curves of the loss over the steps: {'; '.join(words)}.", _svg(figure))
+    return _plot("Loss", f"Curves of the loss over the steps: {'; '.join(words)}.", figure)
 
 
 def _memory(comparison: Comparison) -> tuple[Plot, ...]:
@@ -159,7 +158,7 @@ def _memory(comparison: Comparison) -> tuple[Plot, ...]:
     _label_rows(axes, [strategy for strategy, _ in measured])
     holder = "process" if comparison.setup.device == "cpu" else "device"
     axes.set_xlabel(f"peak MiB, one bar a {holder}")
-    return (Plot("Peak memory", f"Bars of peak MiB of each {holder}: {'; '.join(words)}.", _svg(figure)),)
+    return (_plot("Peak memory", f"Bars of peak MiB of each {holder}: {'; '.join(words)}.", figure),)
 
 
 def _axes(inches_high: float) -> tuple[Any, Any]:
@@ -179,6 +178,12 @@ def _label_rows(axes: Any, labels: list[str]) -> None:
     axes.set_yticks(range(len(labels)), labels)
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
+
+
+def _plot(heading: str, alt: str, figure: Any) -> Plot:
+    # Names within the drawings derive from this: several share the page, and may not share names.
+    with import_matplotlib().rc_context({"svg.hashsalt": heading}):
+        return Plot(heading, alt, _svg(figure))
 
 
 def _svg(figure: Any) -> str:

@@ -121,10 +121,10 @@ def _lost(setup: Setup, single: Contender, divided: Contender) -> tuple[float, f
 
 def _shares(contender: Contender) -> str:
     step = contender.step
+    computing, exposed, waiting = (part / step.parts_s for part in (step.computing_s, step.exposed_s, step.data_wait_s))
     return (
-        f"Of a step of {contender.strategy} ({_ms(step.total_s)}), computing takes {step.computing_s / step.parts_s:.0%}, "
-        f"communication that is not hidden {step.exposed_s / step.parts_s:.0%}, "
-        f"waiting for data {step.data_wait_s / step.parts_s:.0%}."
+        f"Of a step of {contender.strategy} ({_ms(step.total_s)}), computing takes {computing:.0%}, communication that "
+        f"is not hidden {exposed:.0%}, waiting for data {waiting:.0%}."
     )
 
 
@@ -143,18 +143,16 @@ def _efficiency(comparison: Comparison) -> list[str]:
     else:
         text = f"{GOOD_EFFICIENCY:.0%} efficiency on {_devices(setup)} is reached by {_and(good)}, not by {_and(poor)}."
     if setup.device == "cpu" and setup.num_devices > 1:
-        text += _on_shared_cores(setup)
+        text += _on_shared_cores(setup, max(efficiencies.values()))
     return [text]
 
 
-def _on_shared_cores(setup: Setup) -> str:
-    own_speed = f"an efficiency of {1 / setup.num_devices:.0%} is single's own speed"
-    if setup.num_cores == 1:
-        return f" All contenders share one core, so {own_speed}."
-    return (
-        f" All contenders share the same {setup.num_cores} cores, so {own_speed}; what is above it, single's "
-        f"{setup.num_cores} threads lose by waiting for each other."
-    )
+def _on_shared_cores(setup: Setup, best: float) -> str:
+    cores = "one core" if setup.num_cores == 1 else f"the same {setup.num_cores} cores"
+    text = f" All contenders share {cores}, so an efficiency of {1 / setup.num_devices:.0%} is single's own speed"
+    if setup.num_cores > 1 and best > 1 / setup.num_devices:
+        text += f"; what is above it, single's {setup.num_cores} threads lose by waiting for each other"
+    return f"{text}."
 
 
 def _against_torch(comparison: Comparison) -> list[str]:
@@ -212,10 +210,11 @@ def _noise(comparison: Comparison) -> list[str]:
     setup = comparison.setup
     sentences = []
     if setup.load_before > BUSY * setup.num_cores:
-        sentences.append(
-            f"The machine had other work: a load of {setup.load_before:.1f} on {setup.num_cores} cores before the "
-            "start. That slows all, and most of all single, whose threads wait for the one that got no core."
-        )
+        load = f"{setup.load_before:.1f} on {setup.num_cores} cores"
+        text = f"The machine had other work: a load of {load} before the start."
+        if setup.device == "cpu":
+            text += " That slows all, and most of all single, whose threads wait for the one that got no core."
+        sentences.append(text)
     noisiest = max(comparison.contenders, key=lambda c: c.rate.relative_width)
     if noisiest.rate.relative_width > NOISY:
         sentences.append(
