@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEVICES ?= 2
 PYTHON ?=
-export PYTHON
+export DEVICES PYTHON
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check format bench clean
@@ -22,9 +22,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: setup  ## Train on real data, then compare one device, both engines and torch's own
-	$(BIN)/lockstep train examples/digits.py --strategy ddp --devices $(DEVICES) --epochs 2
-	$(BIN)/lockstep compare examples/digits.py --devices $(DEVICES)
+demo: setup  ## Train on real data, then compare one device, both engines and torch's own (DEVICES=2)
+	@tools/demo.sh
 
 test: setup  ## Run all tests
 	$(BIN)/python -m pytest
