@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from lockstep.train.loop import Loop
+from lockstep.train.settings import Settings
 from tests.training import make_task, mean_loss, relative_error, token_loss, train, whole_batch
 
 # 50 samples in global batches of 24: the third holds 2, so that of 3 and 4 ranks some have none.
@@ -33,6 +35,36 @@ def test_gradients_are_those_of_the_whole_batch(ranks, num_ranks, settings, loss
         check(torchs, expected)
         assert torch.equal(ours["weights"], results[0][0]["weights"])
         assert torch.equal(torchs["weights"], results[0][1]["weights"])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_ranks_without_samples_keep_up_with_the_exchange_of_buffers(ranks, accumulate):
+    """Batch norm cannot train on the single samples of the third step, so it is in evaluation mode there."""
+
+    def network_with_buffers():
+        norm = torch.nn.BatchNorm1d(6, dtype=torch.float64)
+        return torch.nn.Sequential(norm, torch.nn.Linear(6, 4, dtype=torch.float64))
+
+    def loss(model, batch):
+        model[0].train(len(batch[0]) > 1)
+        return mean_loss(model, batch)
+
+    task = make_task(model=network_with_buffers, loss=loss)
+
+    def run(world):
+        devices = [world.device]
+        means = []
+        for strategy in ("ddp", "torch-ddp"):
+            loop = Loop(task, Settings(accumulate=accumulate), world, strategy=strategy, devices=devices)
+            for _ in range(4):
+                loop.step()
+            means.append((loop.model[0].running_mean.clone(), loop.model[0].num_batches_tracked.item()))
+        return means
+
+    results = ranks(4)(run)
+    for ours, torchs in results:
+        assert relative_error(ours[0], torchs[0]) < 1e-12
+        assert ours[1] == torchs[1] > 0
 
 
 @pytest.mark.parametrize("loss", [mean_loss, token_loss])

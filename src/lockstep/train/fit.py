@@ -6,7 +6,8 @@ import contextlib
 
 from lockstep.comm.world import init
 from lockstep.train.keywords import takes_settings
-from lockstep.train.run import FitResult, Run
+from lockstep.train.result import FitResult
+from lockstep.train.run import Run
 from lockstep.train.settings import FitSettings
 from lockstep.train.task import Task
 

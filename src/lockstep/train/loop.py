@@ -221,6 +221,8 @@ class Loop:
             seed_device(device, mix(*position, share))
 
     def _run(self, micro: MicroBatch, tally: Tally, watch: Stopwatch, *, last: bool) -> None:
+        """Run forward and backward; the sum of the losses is under way before the last backward, where it can be."""
+
         def after_forward(parts: list[Part]) -> None:
             tally.add(parts)
             if last:

@@ -87,7 +87,7 @@ class LossModule(nn.Module):
         """Return the loss on ``batch``; without samples, one that has every parameter in its graph but no gradient."""
         if num_samples == 0:
             parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-            return Part(_no_samples(parameters), 0.0, 0.0)
+            return Part(_no_samples(parameters), 1.0, 0.0)
         return self._objective(self.model, batch, num_samples)
 
 

@@ -31,7 +31,7 @@ class Pass:
         scale: Factor on the gradient of ``value * weight``.
         sync: Whether gradients are summed over the ranks at the end of backward.
         watch: Gets a lap for forward and one for backward.
-        after_forward: Called with the losses between the two, or after both where they are one.
+        after_forward: Called with the losses, if there are any, between the two; or after both where they are one.
     """
 
     scale: float
@@ -91,7 +91,7 @@ class Replicated(Strategy):
     def run(self, micro: MicroBatch, how: Pass) -> None:
         """Run forward and backward of ``micro``, adding to ``param.grad``."""
         if not micro.batches:
-            return how.after_forward([])
+            return
         parts: list[Part | None] = [None] * len(micro.batches)
         ends: list[Mark] = []
 
@@ -122,18 +122,16 @@ class Distributed(Strategy):
     def run(self, micro: MicroBatch, how: Pass) -> None:
         """Run forward and backward of ``micro``, adding to ``param.grad``.
 
-        Collective if ``how.sync``: every rank, with or without samples.
+        Collective: every rank, with or without samples; forward may exchange buffers, whether or not ``how.sync``.
         """
-        if not micro.batches and not how.sync:
-            return how.after_forward([])
         batch, num_samples = (micro.batches[0], micro.sizes[0]) if micro.batches else (None, 0)
         no_sync: Callable[[], contextlib.AbstractContextManager[None]] = self._module.no_sync  # type: ignore[assignment]
         with contextlib.nullcontext() if how.sync else no_sync():
             part: Part = self._module(batch, num_samples)
             how.watch.lap("forward_s")
             how.after_forward([part] if num_samples else [])
-            # The engine's mean over the ranks becomes the sum again.
-            _backward(part._replace(weight=part.weight or 1.0), how.scale * self._num_ranks)
+            if num_samples or how.sync:
+                _backward(part, how.scale * self._num_ranks)  # the engine's mean over the ranks becomes the sum again
         how.watch.lap("backward_s")
 
 

@@ -24,9 +24,7 @@ class Tally:
         self._group = group
         self._sums = torch.zeros(2, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         self._future: Future[Any] | None = None
-        self.known = True
-        """Whether the count is that of the samples of the global batch, as far as this rank saw."""
-        self._empty = True
+        self._saw_means = self._saw_losses = False
 
     def add(self, parts: list[Part]) -> None:
         """Add the losses of this process's shares of a micro-batch."""
@@ -35,10 +33,10 @@ class Tally:
             if part.is_mean:
                 self._sums[1] += part.out_of
             else:
-                self.known = False
                 self._sums[1] += torch.as_tensor(part.out_of).detach().to(device)
             self._sums[0] += part.value.detach().to(device, self._sums.dtype) * part.weight
-            self._empty = False
+            self._saw_means |= part.is_mean
+            self._saw_losses |= not part.is_mean
 
     def start_sum(self) -> None:
         """Start to sum over the ranks, once all parts are in.
@@ -62,7 +60,7 @@ class Tally:
 
         A rank that saw no part cannot know, and divides in any case: by exactly one if the losses were means.
         """
-        if self.known and not self._empty:
+        if self._saw_means and not self._saw_losses:
             return None
         return self._count() / num_samples
 

@@ -20,13 +20,19 @@ def describe_plan(task: Task, settings: FitSettings, plan: Plan, devices: Sequen
     parts = f" = {num_devices} devices x {order.batch_size // num_devices} samples" if num_devices > 1 else ""
     micro = f", in {division.accumulate} micro-batches" if division.accumulate > 1 else ""
     size = "a stream of samples" if order.num_samples is None else f"{order.num_samples:,} samples"
-    steps = f"{plan.num_steps} step{'s' * (plan.num_steps > 1)}"
-    epochs = "" if order.steps_per_epoch is None else f" = {plan.num_steps / order.steps_per_epoch:.4g} epochs"
     return [
-        f"{task.name}: strategy {settings.strategy} on {on}, {settings.precision}, {size}, {steps}{epochs}",
+        f"{task.name}: strategy {settings.strategy} on {on}, {settings.precision}, {size}, {_length(plan)}",
         f"global batch {order.batch_size}{parts}{micro}",
         f"learning rate x {plan.learning_rate.scale:.4g}: {_scaling(settings, plan)}; {_schedule(plan)}",
     ]
+
+
+def _length(plan: Plan) -> str:
+    steps = f"{plan.num_steps} step{'s' * (plan.num_steps > 1)}"
+    if plan.order.steps_per_epoch is None:
+        return steps
+    epochs = plan.num_steps / plan.order.steps_per_epoch
+    return f"{steps} = {epochs:.4g} epoch{'s' * (epochs != 1)}"
 
 
 def _scaling(settings: FitSettings, plan: Plan) -> str:

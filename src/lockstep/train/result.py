@@ -1,0 +1,46 @@
+"""What comes of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation after ``step`` steps found: the loss and the task's metrics, by name."""
+
+    step: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What came of a run, the same on every rank.
+
+    Args:
+        first_step: Steps done before this call, in a run that was resumed.
+        num_steps: Steps done in all.
+        losses: Mean over the global batch, for each step of this call.
+        evaluations: In the order they were made, in this call.
+        best: The evaluation with the lowest loss of the whole run.
+        num_samples: Samples trained on in this call, over all devices.
+        samples_per_s: Over all devices; without the first step, evaluations and checkpoints.
+        seconds: Of the whole call after the model was made, evaluations and all.
+        checkpoint: The newest one.
+    """
+
+    first_step: int
+    num_steps: int
+    losses: list[float]
+    evaluations: list[Evaluation]
+    best: Evaluation | None
+    num_samples: int
+    samples_per_s: float
+    seconds: float
+    checkpoint: Path | None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What the last evaluation found, by name; empty if there was none."""
+        return self.evaluations[-1].metrics if self.evaluations else {}
