@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from lockstep.comm.roll_call import listed
+from lockstep.comm.roll_call import listed, pause_s
 from lockstep.errors import CollectiveError, RankFailed
 
-_POLL_S = (0.0002, 0.01)
-"""The first and the longest pause between two looks at the store."""
+_FIRST_PAUSE_S = 0.0002
+"""Before the second look at the store; later pauses are longer, as a rank that is late will be late for long."""
 
 _DONE = "done"
 
@@ -85,10 +85,10 @@ class HostSync:
     def _wait(self, key: str, timeout_s: float) -> bool:
         """Poll for ``key``: a blocking wait would hold back Ctrl-C."""
         deadline = time.monotonic() + timeout_s
-        pause_s, longest_s = _POLL_S
+        pause, longest = _FIRST_PAUSE_S, 5 * pause_s(self.world_size)
         while not self.store.check([key]):
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, longest_s)
+            time.sleep(pause)
+            pause = min(pause * 1.5, longest)
         return True

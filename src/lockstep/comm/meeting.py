@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -149,10 +150,21 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _client(env: RankEnv, place: tuple[str, int], timeout_s: float) -> Store | None:
-    try:
-        return TCPStore(*place, env.world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
-    except dist.DistError:
-        return None
+    """Connect to the server, or return ``None`` if what answers there is none.
+
+    In a thread, which is left behind when the time is up: torch's client waits without limit for the answer of a
+    program that accepts connections and says nothing.
+    """
+    found: list[Store] = []
+
+    def connect() -> None:
+        with suppress(dist.DistError):
+            found.append(TCPStore(*place, env.world_size, is_master=False, timeout=timedelta(seconds=timeout_s)))
+
+    thread = threading.Thread(target=connect, name="lockstep-connect", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return found[0] if found else None
 
 
 def _refusal(place: tuple[str, int]) -> str | None:

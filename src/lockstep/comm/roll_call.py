@@ -10,7 +10,8 @@ from torch._C._distributed_c10d import Store
 
 from lockstep.errors import ConfigurationError, LockstepError, WorldSizeMismatch
 
-POLL_S = 0.002
+_POLL_S = 0.002
+_POLL_PER_RANK_S = 50e-6
 FAREWELL_S = 3.0
 """How long the host of the store outlives a failed start-up, so that the others can read why."""
 
@@ -58,16 +59,14 @@ def call_roll(
         WorldSizeMismatch: Ranks are missing, or came twice; names them.
         ConfigurationError: The ranks were told different world sizes or backends, or one cannot take part.
     """
-    complaint = _sign_in(store, me)
-    if objection is not None:
-        complaint = ConfigurationError(f"{_capital(me)} cannot take part: {objection}")
+    complaint = _sign_in(store, me, objection)
     if complaint is not None:
         _decide(store, complaint)
     while not store.check(["verdict"]):
         if time.monotonic() >= deadline:
             _decide(store, _missing(store, me, timeout_s, hint))
         else:
-            time.sleep(POLL_S)
+            time.sleep(pause_s(me.world_size))
     verdict = store.get("verdict").decode()
     if verdict == _COMPLETE and complaint is None:
         return
@@ -78,7 +77,7 @@ def call_roll(
     raise complaint if complaint is not None else _parse(verdict)
 
 
-def _sign_in(store: Store, me: Arrival) -> LockstepError | None:
+def _sign_in(store: Store, me: Arrival, objection: str | None) -> LockstepError | None:
     """Enter this rank; return what is wrong with that."""
     signature = json.dumps(asdict(me))
     present = store.compare_set(f"rank/{me.rank}", "", signature).decode()
@@ -100,6 +99,8 @@ def _sign_in(store: Store, me: Arrival) -> LockstepError | None:
                 f"The ranks disagree about {name}: {mine} for {me}, {theirs} for {first}.\n"
                 f"Start every rank with the same {name}."
             )
+    if objection is not None:
+        return ConfigurationError(f"{_capital(me)} cannot take part: {objection}")
     if store.add("agreeing", 1) == me.world_size:
         store.compare_set("verdict", "", _COMPLETE)
     return None
@@ -116,6 +117,11 @@ def _missing(store: Store, me: Arrival, timeout_s: float, hint: str) -> WorldSiz
         + f"Check that {me.world_size} processes were started and that none of them died before lockstep.init(); "
         "if some only start slowly, pass a longer timeout_s."
     )
+
+
+def pause_s(world_size: int) -> float:
+    """Return how long to wait between two looks at the store: with many ranks it must not drown in questions."""
+    return max(_POLL_S, world_size * _POLL_PER_RANK_S)
 
 
 def listed(ranks: list[int]) -> str:
@@ -136,7 +142,7 @@ def _parse(verdict: str) -> LockstepError:
 def _see_off(store: Store) -> None:
     deadline = time.monotonic() + FAREWELL_S
     while store.add("read", 0) < store.add("arrived", 0) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
+        time.sleep(_POLL_S)
 
 
 def _capital(me: Arrival) -> str:

@@ -17,10 +17,10 @@ from torch.distributed.constants import default_pg_nccl_timeout, default_pg_time
 from lockstep.comm.hardware import choose_backend, choose_device
 from lockstep.comm.interfaces import GLOO_INTERFACE, gloo_interface, told_gloo
 from lockstep.comm.meeting import Meeting, open_meeting
-from lockstep.comm.roll_call import POLL_S, Arrival, call_roll
+from lockstep.comm.roll_call import Arrival, call_roll, pause_s
 from lockstep.comm.teardown import destroy_default_group
 from lockstep.env import RankEnv
-from lockstep.errors import CollectiveError, LockstepError
+from lockstep.errors import CollectiveError, LockstepError, WorldSizeMismatch
 
 _GLOO_CONNECT_FACTOR = 5
 """Gloo waits this many times its timeout for a connection."""
@@ -48,7 +48,7 @@ class Session:
             while self.meeting.is_host and not abort and time.monotonic() < deadline:
                 if self.store.add("left", 0) >= self.world_size:
                     break
-                time.sleep(POLL_S)
+                time.sleep(pause_s(self.world_size))
 
 
 def start(
@@ -58,28 +58,13 @@ def start(
 
     Collective: every rank. Blocks until all have come, at most about ``timeout_s``.
     """
-    objection: LockstepError | None = None
-    chosen, name = torch.device("cpu"), backend or ""
-    try:
-        chosen = choose_device(env, device)
-        name = choose_backend(chosen, backend)
-    except LockstepError as error:
-        objection = error
     deadline = time.monotonic() + timeout_s
+    chosen, name, objection = _choose(env, backend, device)
     if objection is not None and env.world_size == 1:
         raise objection
     meeting = open_meeting(env, timeout_s)
     if env.world_size > 1:
-        me = Arrival(env.rank, env.world_size, name, socket.gethostname(), os.getpid())
-        call_roll(
-            PrefixStore(f"{meeting.prefix}/roll", meeting.store),
-            me,
-            deadline=deadline,
-            timeout_s=timeout_s,
-            is_host=meeting.is_host,
-            hint=meeting.hint,
-            objection=None if objection is None else str(objection),
-        )
+        _meet(env, meeting, name, objection, deadline, timeout_s)
     with ExitStack() as stack:
         one_machine = env.local_world_size == env.world_size
         stack.enter_context(told_gloo(gloo_interface(env.master_addr, one_machine=one_machine)))
@@ -90,6 +75,37 @@ def start(
     dist.distributed_c10d._set_pg_timeout(limit)
     meeting.store.set_timeout(default_pg_timeout)
     return Session(meeting, PrefixStore(meeting.prefix, meeting.store), env.world_size, undo), chosen
+
+
+def _choose(
+    env: RankEnv, backend: str | None, device: str | torch.device | None
+) -> tuple[torch.device, str, LockstepError | None]:
+    """Choose device and backend; what is wrong with them is returned, as the other ranks shall hear of it too."""
+    try:
+        chosen = choose_device(env, device)
+        return chosen, choose_backend(chosen, backend), None
+    except LockstepError as error:
+        return torch.device("cpu"), "", error
+
+
+def _meet(
+    env: RankEnv, meeting: Meeting, backend: str, objection: LockstepError | None, deadline: float, timeout_s: float
+) -> None:
+    try:
+        call_roll(
+            PrefixStore(f"{meeting.prefix}/roll", meeting.store),
+            Arrival(env.rank, env.world_size, backend, socket.gethostname(), os.getpid()),
+            deadline=deadline,
+            timeout_s=timeout_s,
+            is_host=meeting.is_host,
+            hint=meeting.hint,
+            objection=None if objection is None else str(objection),
+        )
+    except dist.DistError as error:
+        raise WorldSizeMismatch(
+            f"Rank {env.rank} of {env.world_size} lost the store while it waited for the other ranks: its host ended.\n"
+            "Look at the output of rank 0, which hosts it, or of the launcher."
+        ) from error
 
 
 def _connect(env: RankEnv, meeting: Meeting, backend: str, device: torch.device, timeout_s: float) -> None:

@@ -8,10 +8,10 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import determine_local_world_size
 
@@ -19,7 +19,9 @@ from lockstep.errors import ConfigurationError, LaunchTimeout, RankFailed, Stopp
 from lockstep.launcher import call
 from lockstep.launcher.devices import choose_num_ranks, threads_for
 from lockstep.launcher.guard import Guard
-from lockstep.launcher.supervise import Program, environment_restored, supervise
+from lockstep.launcher.output import forwarded, is_shared_with_children
+from lockstep.launcher.supervise import Program, supervise
+from lockstep.launcher.surroundings import environment_restored
 
 
 def launch(
@@ -51,9 +53,13 @@ def launch(
             os.environ.setdefault("OMP_NUM_THREADS", str(threads_for(num_ranks)))
         call.send(guard.run_dir, fn, args)
         config = _config(num_ranks, guard)
-        program = Program("call", str(guard.run_dir))
+        captures = not is_shared_with_children()
+        program = Program("call", str(guard.run_dir), captures=captures)
         try:
-            with _time_limit(guard, timeout_s) as is_over:
+            with ExitStack() as stack:
+                is_over = stack.enter_context(_time_limit(guard, timeout_s))
+                if captures:
+                    stack.enter_context(forwarded(guard.run_dir, num_ranks))
                 supervise(config, program, guard, python=sys.executable)
         except RankFailed as error:
             if is_over.is_set():
@@ -92,7 +98,6 @@ def _num_ranks(devices: int | str | None) -> int:
 
 
 def _config(num_ranks: int, guard: Guard) -> LaunchConfig:
-    tee = Std.NONE if _shares_our_output() else Std.ALL
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -103,17 +108,8 @@ def _config(num_ranks: int, guard: Guard) -> LaunchConfig:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         local_addr="127.0.0.1",
-        logs_specs=DefaultLogsSpecs(log_dir=str(guard.run_dir / "elastic"), tee=tee),
-        log_line_prefix_template="[rank ${rank}] ",
+        logs_specs=DefaultLogsSpecs(log_dir=str(guard.run_dir / "elastic")),
     )
-
-
-def _shares_our_output() -> bool:
-    """Say whether what a child process writes ends up where our own prints do; in a notebook it does not."""
-    try:
-        return sys.stdout.fileno() == 1 and sys.stderr.fileno() == 2
-    except (AttributeError, OSError, ValueError):
-        return False
 
 
 @contextmanager

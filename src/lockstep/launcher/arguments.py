@@ -114,7 +114,9 @@ def parse(args: Sequence[str]) -> argparse.Namespace:
     parser = build_parser()
     found = parser.parse_args(args)
     behind = found.training_script_args
-    while behind and behind[0].partition("=")[0] in _OURS:
+    # Some versions of argparse drop the "--" with which a user keeps all that follows for the script.
+    is_kept = len(args) > len(behind) and args[len(args) - len(behind) - 1] == "--"
+    while behind and not is_kept and behind[0].partition("=")[0] in _OURS:
         # REMAINDER took them; a second --devices is the script's own.
         takes_value = behind[0] == "--devices"
         if behind[0].startswith("--devices") and found.nproc_per_node is not None:

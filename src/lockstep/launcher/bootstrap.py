@@ -31,6 +31,8 @@ def main(argv: list[str]) -> None:
     orders = json.loads(argv[1])
     die_with(orders["launcher_pid"])
     enlist(orders["run_dir"])
+    if orders["captures"]:
+        capture_output(orders["run_dir"])
     mode, target, args = orders["mode"], argv[2], argv[3:]
     if mode == "command":
         os.execvp(target, [target, *args])
@@ -57,6 +59,15 @@ def enlist(run_dir: str) -> None:
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as guardian:
         guardian.connect(os.path.join(run_dir, "guard"))
         guardian.send(str(os.getpid()).encode())
+
+
+def capture_output(run_dir: str) -> None:
+    """Lead what this process and its children write into files, for the launcher to show."""
+    for descriptor, stream in ((1, "stdout"), (2, "stderr")):
+        path = os.path.join(run_dir, f"{stream}-{os.environ['RANK']}")
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, descriptor)
+        os.close(file)
 
 
 def log_crashes(run_dir: str) -> None:

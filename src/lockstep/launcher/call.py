@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import linecache
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ def send(run_dir: Path, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """
     # The ranks import from where this process does, such as the folder of a notebook.
     (run_dir / "sys_path.json").write_text(json.dumps(sys.path))
+    (run_dir / "sources.json").write_text(json.dumps(_sources_without_file()))
     try:
         with _unimportable_by_value(fn), open(run_dir / "call", "wb") as file:
             cloudpickle.dump((fn, args), file)
@@ -37,6 +39,8 @@ def send(run_dir: Path, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
 def run_from(run_dir: str) -> None:
     """Make the call in this rank, and leave the result, or the exception, in ``run_dir``."""
     folder, rank = Path(run_dir), int(os.environ["RANK"])
+    for name, lines in json.loads((folder / "sources.json").read_text()).items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
     with open(folder / "call", "rb") as file:
         fn, args = cloudpickle.load(file)
     try:
@@ -76,6 +80,12 @@ def _write(path: Path, value: object) -> None:
 def _read(path: Path) -> Any:
     with open(path, "rb") as file:
         return cloudpickle.load(file)
+
+
+def _sources_without_file() -> dict[str, list[str]]:
+    """Return the source of what was typed into a notebook or a console, for the tracebacks of the ranks."""
+    entries = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and not os.path.exists(name)}
+    return {name: list(entry[2]) for name, entry in entries.items()}
 
 
 @contextlib.contextmanager

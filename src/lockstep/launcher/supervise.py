@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import socket
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from lockstep.errors import LockstepError, RankFailed, Stopped
 from lockstep.launcher import bootstrap
 from lockstep.launcher.failure import RankEnd, describe, first_of, tidy_crash
 from lockstep.launcher.guard import Guard
+from lockstep.launcher.surroundings import elastic_quiet, second_signal_kills, signals_restored
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,14 @@ class Program:
     Attributes:
         mode: ``script``, ``module``, ``command`` (any executable) or ``call`` (a pickled function).
         target: The path, the name, or for a call the folder with the function.
+        captures: Whether its output goes into files in the run's folder.
     """
 
     mode: str
     target: str
     args: Sequence[str] = ()
     adopt: bool = False
+    captures: bool = False
 
 
 def supervise(config: LaunchConfig, program: Program, guard: Guard, *, python: str) -> None:
@@ -60,11 +61,13 @@ def supervise(config: LaunchConfig, program: Program, guard: Guard, *, python: s
         "run_dir": str(guard.run_dir),
         "mode": program.mode,
         "adopt": program.adopt,
+        "captures": program.captures,
     }
     args = ["-u", bootstrap.__file__, json.dumps(orders), program.target, *program.args]
     with ExitStack() as stack:
-        stack.enter_context(_signals_restored())
-        stack.enter_context(_elastic_quiet())
+        stack.enter_context(signals_restored())
+        stack.enter_context(second_signal_kills(guard))
+        stack.enter_context(elastic_quiet())
         try:
             elastic_launch(config, python)(*args)
         except ChildFailedError as error:
@@ -121,51 +124,3 @@ def _not_met(error: Exception, config: LaunchConfig) -> LockstepError:
         f"This is {socket.gethostname()}. Start the same command on all {config.max_nodes} machines, each with its own "
         "--node-rank, and check that they reach that address and that the port is free on node 0."
     )
-
-
-@contextmanager
-def _signals_restored() -> Iterator[None]:
-    """Undo the handlers that the agent installs and never removes."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Only the main thread may, and so the agent does not.
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-
-
-@contextmanager
-def environment_restored() -> Iterator[None]:
-    """Undo all changes to ``os.environ`` made inside."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
-
-
-@contextmanager
-def _elastic_quiet() -> Iterator[None]:
-    """Keep the agent's warnings to itself unless the user asked for its log: our report replaces them."""
-    if "LOGLEVEL" in os.environ or "TORCH_LOGS" in os.environ:
-        yield
-        return
-    loggers = [
-        logging.getLogger(name)
-        for name in list(logging.Logger.manager.loggerDict)
-        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run"))
-    ]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)

@@ -1,0 +1,84 @@
+"""Show what ranks write where a child process's own output would not be seen, as in a notebook."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+STREAMS = ("stdout", "stderr")
+
+_INTERVAL_S = 0.05
+
+
+def path_of(run_dir: str | os.PathLike[str], stream: str, rank: int | str) -> Path:
+    """Return the file into which a rank's bootstrap leads one of its streams."""
+    return Path(run_dir) / f"{stream}-{rank}"
+
+
+def is_shared_with_children() -> bool:
+    """Say whether what a child process writes ends up where our own prints do; in a notebook it does not."""
+    try:
+        return sys.stdout.fileno() == 1 and sys.stderr.fileno() == 2
+    except (AttributeError, OSError, ValueError):
+        return False
+
+
+@contextmanager
+def forwarded(run_dir: Path, num_ranks: int) -> Iterator[None]:
+    """Print the lines of all ranks with their number, as they come, while inside."""
+    done = threading.Event()
+    with ExitStack() as stack:
+        tails = []
+        for rank in range(num_ranks):
+            for stream in STREAMS:
+                path = path_of(run_dir, stream, rank)
+                path.touch()
+                tails.append(_Tail(stack.enter_context(path.open("rb")), stream, f"[rank {rank}] "))
+
+        def follow() -> None:
+            while not done.wait(_INTERVAL_S):
+                for tail in tails:
+                    tail.print_lines()
+
+        thread = threading.Thread(target=follow, name="lockstep-output", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+            for tail in tails:
+                tail.print_lines(final=True)
+
+
+class _Tail:
+    """One stream of one rank."""
+
+    def __init__(self, file: BinaryIO, stream: str, prefix: str) -> None:
+        self._file = file
+        self._stream = stream
+        self._prefix = prefix
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._rest = ""
+
+    def print_lines(self, *, final: bool = False) -> None:
+        """Print the lines that were completed since the last time; at the end also an incomplete one."""
+        text = self._rest + self._decoder.decode(self._file.read(), final)
+        # A progress bar returns to the start of its line: each state is a line to us.
+        *lines, self._rest = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+        if final and self._rest:
+            lines.append(self._rest)
+        if lines:
+            # Looked up each time: a notebook replaces it from cell to cell.
+            print(
+                "".join(f"{self._prefix}{line}\n" for line in lines),
+                end="",
+                file=getattr(sys, self._stream),
+                flush=True,
+            )

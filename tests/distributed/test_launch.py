@@ -1,0 +1,124 @@
+"""`lockstep.launch`: functions of any kind, their results, and their failures."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+import lockstep
+from lockstep.errors import ConfigurationError, LaunchTimeout, RankFailed
+
+
+def test_results_come_back_by_rank_and_prints_are_visible(capsys):
+    factor = 3
+
+    class Answer:
+        def __init__(self, value):
+            self.value = value
+
+    def work(offset):
+        with lockstep.init() as world:
+            total = torch.ones(2) * (world.rank + offset)
+            torch.distributed.all_reduce(total)
+            print("computed on", world.rank)
+            return Answer(total * factor), world.rank, os.environ["OMP_NUM_THREADS"]
+
+    before = (dict(os.environ), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+    answers = lockstep.launch(work, 10, devices=2)
+    assert before == (dict(os.environ), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+    assert [rank for _, rank, _ in answers] == [0, 1]
+    for answer, _, threads in answers:
+        assert isinstance(answer, Answer)
+        assert answer.value.tolist() == [63.0, 63.0]
+        assert int(threads) >= 1
+    assert sorted(capsys.readouterr().out.splitlines()) == ["[rank 0] computed on 0", "[rank 1] computed on 1"]
+
+
+def test_the_first_error_comes_back_with_its_traceback():
+    def work():
+        if os.environ["RANK"] == "1":
+            raise KeyError("inner")
+        time.sleep(60)
+
+    with pytest.raises(RankFailed) as raised:
+        lockstep.launch(work, devices=2)
+    lines = str(raised.value).splitlines()
+    assert lines[:3] == ["Rank 1 failed: KeyError: 'inner'", "", "Traceback (most recent call last):"]
+    assert f'  File "{__file__}", line {work.__code__.co_firstlineno + 2}, in work' in lines
+    assert lines[-3:] == ["KeyError: 'inner'", "", "rank 0: stopped by the launcher"]
+    assert raised.value.rank == 1
+    assert isinstance(raised.value.__cause__, KeyError)
+    assert raised.value.__cause__.args == ("inner",)
+
+
+def test_time_is_limited():
+    start = time.monotonic()
+    with pytest.raises(LaunchTimeout) as raised:
+        lockstep.launch(time.sleep, 60, devices=2, timeout_s=3)
+    assert str(raised.value) == (
+        "The 2 ranks had not finished within 3 s and were ended.\n"
+        "Pass a longer timeout_s, or look for a rank that waits for another."
+    )
+    assert time.monotonic() - start < 20
+
+
+def test_it_works_outside_the_main_thread():
+    results = []
+    thread = threading.Thread(target=lambda: results.extend(lockstep.launch(os.getpid, devices=2)))
+    thread.start()
+    thread.join(100)
+    assert len(set(results)) == 2
+
+
+def test_a_plain_script_needs_no_guard(tmp_path):
+    script = tmp_path / "plain.py"
+    script.write_text(
+        "import os, lockstep\n"
+        "print('once')\n"
+        "secret = 41\n"
+        "def work(): return secret + int(os.environ['RANK'])\n"
+        "print(lockstep.launch(work, devices=2))\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout == "once\n[41, 42]\n"
+
+
+def test_what_cannot_be_sent():
+    lock = threading.Lock()
+    with pytest.raises(ConfigurationError) as raised:
+        lockstep.launch(lambda: lock, devices=1)
+    assert str(raised.value) == (
+        "The function or one of its arguments cannot be sent to the ranks: cannot pickle '_thread.lock' object\n"
+        "Make what cannot be pickled, such as locks, open files and CUDA tensors, inside the function."
+    )
+
+
+def test_what_cannot_be_sent_back():
+    with pytest.raises(RankFailed) as raised:
+        lockstep.launch(threading.Lock, devices=1)
+    assert str(raised.value).splitlines()[0] == (
+        "Rank 0 failed: LockstepError: What allocate_lock returned on rank 0 cannot be sent back: "
+        "cannot pickle '_thread.lock' object"
+    )
+
+
+@pytest.mark.parametrize("devices", [0, 2.5, "many"])
+def test_devices_that_make_no_sense(devices):
+    with pytest.raises(ConfigurationError, match=r"Ask for at least one|Pass a number, 'gpu', 'cpu' or 'auto'"):
+        lockstep.launch(print, devices=devices)
+
+
+def test_not_from_inside_a_rank(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigurationError) as raised:
+        lockstep.launch(print, devices=2)
+    assert str(raised.value) == (
+        "launch() was called inside rank 1 of 4, which has been launched already.\n"
+        "Call the function itself, or run the script with plain python instead of `lockstep run` or torchrun."
+    )

@@ -1,0 +1,145 @@
+"""Whatever ends the launcher, no rank, no child of a rank and no file is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.distributed import commands
+
+SCRIPT = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+folder, stubborn = Path(sys.argv[1]), sys.argv[2] == "stubborn"
+if stubborn:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+if sys.argv[2] == "loader":
+    from torch.utils.data import DataLoader
+    batches = iter(DataLoader(range(100), num_workers=2))
+    next(batches)
+    children = [worker.pid for worker in batches._workers]
+else:
+    children = [subprocess.Popen(["sleep", "100"]).pid]
+ready = folder / f"ready-{os.environ['RANK']}"
+ready.with_suffix(".new").write_text(" ".join(map(str, [os.getpid(), *children])))
+ready.with_suffix(".new").rename(ready)
+time.sleep(100)
+"""
+
+
+def wait_for(condition, timeout_s):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.02)
+
+
+def alive(pids):
+    """Those that still run; a zombie has ended and only waits for init."""
+    found = []
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+        except psutil.NoSuchProcess:
+            pass
+    return found
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Start two ranks with children; gives the launcher and all pids once everything runs."""
+    started = []
+
+    def start(kind):
+        (tmp_path / "train.py").write_text(SCRIPT)
+        scratch = tmp_path / "scratch"
+        scratch.mkdir()
+        process = commands.start(
+            "run", "--devices", "2", str(tmp_path / "train.py"), str(tmp_path), kind,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={**os.environ, "TMPDIR": str(scratch)}, start_new_session=True,
+        )  # fmt: skip
+        started.append(process)
+        files = [tmp_path / f"ready-{rank}" for rank in range(2)]
+        wait_for(lambda: all(file.exists() for file in files), 90)
+        pids = {int(pid) for file in files for pid in file.read_text().split()}
+        # The guardian too.
+        pids |= {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
+        assert len(alive(pids)) >= 5
+        return process, pids, scratch
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def assert_nothing_left(pids, scratch):
+    wait_for(lambda: not alive(pids), 10)
+    wait_for(lambda: not [entry for entry in scratch.iterdir() if entry.name.startswith("lockstep-")], 5)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "text"),
+    [
+        (signal.SIGINT, 130, "lockstep: Stopped by Ctrl-C; no rank is left.\n"),
+        (signal.SIGTERM, 143, "lockstep: Stopped by SIGTERM; no rank is left.\n"),
+    ],
+)
+def test_signals_end_everything(job, number, code, text):
+    process, pids, scratch = job("plain")
+    os.killpg(process.pid, number)  # as a terminal does
+    out, err = process.communicate(timeout=60)
+    assert not alive(pids)
+    assert_nothing_left(pids, scratch)
+    assert (process.returncode, out, err.splitlines(keepends=True)[1:]) == (code, "", [text])
+
+
+@pytest.mark.parametrize("kind", ["plain", "stubborn", "loader"])
+def test_a_killed_launcher_takes_everything_along(job, kind):
+    process, pids, scratch = job(kind)
+    process.kill()
+    assert_nothing_left(pids, scratch)
+
+
+def test_a_second_ctrl_c_does_not_wait_for_stubborn_ranks(job):
+    process, pids, scratch = job("stubborn")
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert process.poll() is None  # the ranks have half a minute to end by themselves
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert_nothing_left(pids, scratch)
+
+
+def test_children_of_a_failed_rank_end_as_well(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import subprocess, sys\n"
+        "print(subprocess.Popen(['sleep', '100'], stdout=subprocess.DEVNULL).pid, flush=True)\n"
+        "raise ValueError('boom')\n"
+    )
+    done = commands.lockstep("run", "--devices", "1", str(tmp_path / "train.py"))
+    assert done.code == 1
+    wait_for(lambda: not alive([int(done.out)]), 5)
+
+
+def test_a_killed_caller_of_launch_takes_its_ranks_along(tmp_path):
+    (tmp_path / "plain.py").write_text(
+        "import os, sys, time, lockstep\n"
+        "def work():\n"
+        "    print(os.getpid(), flush=True)\n"
+        "    time.sleep(100)\n"
+        "lockstep.launch(work, devices=2)\n"
+    )
+    with subprocess.Popen([sys.executable, str(tmp_path / "plain.py")], stdout=subprocess.PIPE, text=True) as process:
+        pids = [int(process.stdout.readline()) for _ in range(2)]
+        assert len(alive(pids)) == 2
+        process.kill()
+        wait_for(lambda: not alive(pids), 10)

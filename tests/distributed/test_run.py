@@ -1,0 +1,259 @@
+"""`lockstep run`: what the script sees, and what the user sees when a rank fails."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import ConfigurationError
+from lockstep.launcher.run import run
+from tests.distributed.commands import lockstep
+
+OMP_NOTE = "lockstep: OMP_NUM_THREADS="
+
+LOOK = """
+import json, os, sys
+import __main__
+names = ("RANK", "LOCAL_", "WORLD_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_", "NCCL_", "TORCH_")
+with open(f"{sys.argv[1]}-{os.environ['RANK']}", "w") as file:
+    json.dump({
+        "env": {name: value for name, value in os.environ.items() if name.startswith(names)},
+        "argv": sys.argv[2:], "path": sys.path[0], "cwd": os.getcwd(), "unbuffered": sys.stdout.write_through,
+        "main": [__name__, __file__, __package__, repr(__spec__), __main__.__dict__ is globals()],
+    }, file)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text, name="train.py"):
+        path = tmp_path / name
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def seen(prefix):
+    return [json.loads(Path(f"{prefix}-{rank}").read_text()) for rank in range(2)]
+
+
+def test_a_script_sees_what_it_sees_under_torchrun(script, tmp_path):
+    path = script(LOOK)
+    ours = lockstep("run", path, "--devices", "2", str(tmp_path / "ours"), "--lr", "0.1")
+    assert (ours.code, ours.out) == (0, "")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", path]
+    command = [*torchrun, str(tmp_path / "theirs"), "--lr", "0.1"]
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    # The address is a number, as names need not resolve; the rest differs from run to run.
+    volatile = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "OMP_NUM_THREADS"}
+    for mine, theirs in zip(seen(tmp_path / "ours"), seen(tmp_path / "theirs"), strict=True):
+        assert mine["env"].keys() == theirs["env"].keys()
+        assert mine["env"]["MASTER_ADDR"] == "127.0.0.1"
+        for found in (mine, theirs):
+            for name in volatile:
+                del found["env"][name]
+        assert mine == theirs
+
+
+def test_a_script_is_main_for_pickle_and_for_spawned_children(script):
+    path = script(
+        "import atexit, multiprocessing, pickle, threading, time\n"
+        "from concurrent.futures import ProcessPoolExecutor\n"
+        "class Point:\n"
+        "    def __init__(self, x): self.x = x\n"
+        "def double(point): return Point(2 * point.x)\n"
+        "def again(text): print(text, pickle.loads(pickle.dumps(Point(7))).x)\n"
+        "def late():\n"
+        "    time.sleep(0.3)\n"
+        "    again('thread')\n"
+        "if __name__ == '__main__':\n"
+        "    for method in ('fork', 'spawn', 'forkserver'):\n"
+        "        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(method)) as pool:\n"
+        "            print(method, pool.submit(double, Point(4)).result().x)\n"
+        "    threading.Thread(target=late).start()\n"
+        "    atexit.register(again, 'exit')\n"
+    )
+    done = lockstep("run", path, "--devices", "1")
+    assert (done.out, done.code) == ("fork 8\nspawn 8\nforkserver 8\nthread 7\nexit 7\n", 0)
+
+
+def test_modules_and_other_programs_can_be_started(script, tmp_path):
+    script("import sys; print(__name__, __spec__.name, sys.argv[1:])", "app.py")
+    done = lockstep("run", "--devices", "1", "-m", "app", "--adopted", cwd=tmp_path)
+    assert (done.code, done.out) == (0, "__main__ app ['--adopted']\n")
+    done = lockstep("run", "--devices", "2", "--no-python", "sh", "-c", "echo $RANK of $WORLD_SIZE $0", "x")
+    assert (done.code, sorted(done.out.splitlines())) == (0, ["0 of 2 x", "1 of 2 x"])
+
+
+def test_the_first_failing_rank_comes_first(script):
+    path = script(
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    time.sleep(0.5)\n"
+        "    raise KeyError('late')\n"
+        "def step(): raise ValueError('boom')\n"
+        "if os.environ['RANK'] == '2': step()\n"
+        "time.sleep(60)\n"
+    )
+    done = lockstep("run", "--devices", "3", path)
+    notes, report = done.err.split("lockstep: Rank", 1)
+    assert notes.startswith(OMP_NOTE)
+    assert f"Rank{report}" == (
+        "Rank 2 failed: ValueError: boom\n"
+        "\n"
+        "Traceback (most recent call last):\n"
+        f'  File "{path}", line 6, in <module>\n'
+        "    if os.environ['RANK'] == '2': step()\n"
+        "                                  ^^^^^^\n"
+        f'  File "{path}", line 5, in step\n'
+        "    def step(): raise ValueError('boom')\n"
+        "                ^^^^^^^^^^^^^^^^^^^^^^^^\n"
+        "ValueError: boom\n"
+        "\n"
+        "rank 0: stopped by the launcher\n"
+        "rank 1: stopped by the launcher\n"
+    )
+    assert (done.code, done.out) == (1, "")
+
+
+def test_a_killed_rank_is_named_and_not_the_one_that_noticed(script):
+    path = script(
+        "import os, signal, time\n"
+        "import lockstep, torch, torch.distributed as dist\n"
+        "with lockstep.init() as world:\n"
+        "    if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    dist.all_reduce(torch.ones(1))\n"
+    )
+    done = lockstep("run", "--devices", "2", path)
+    report = done.err[done.err.index("lockstep: Rank") :].splitlines()
+    assert report[:4] == [
+        "lockstep: Rank 1 was killed by SIGKILL (signal 9): most likely the machine ran out of memory.",
+        "Look for 'Out of memory' in `dmesg`; use fewer ranks, a smaller batch or fewer DataLoader workers.",
+        "",
+        report[3],
+    ]
+    assert report[3].startswith("rank 0: RuntimeError: ")
+    assert report[3].endswith(f"({path}:5)")
+    assert (len(report), done.code) == (4, 1)
+
+
+def test_a_crash_in_native_code_shows_the_python_stack(script):
+    path = script("import ctypes\ndef crash(): ctypes.string_at(0)\ncrash()\n")
+    done = lockstep("run", "--devices", "1", path)
+    assert "lockstep: Rank 0 was killed by SIGSEGV (signal 11): native code touched memory" in done.err
+    assert f'  File "{path}", line 2 in crash\n  File "{path}", line 3 in <module>\n' in done.err
+    assert "bootstrap.py" not in done.err
+    assert done.code == 1
+
+
+def test_a_failed_rank_does_not_wait_for_its_peers_to_leave(script):
+    # Gloo's destructor waits for the collective that the peer never joins: without our care the job would hang.
+    path = script(
+        "import os, time, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "if dist.get_rank() == 1:\n"
+        "    work = dist.all_reduce(torch.ones(1), async_op=True)\n"
+        "    raise ValueError('boom')\n"
+        "time.sleep(90)\n"
+    )
+    done = lockstep("run", "--devices", "2", path, timeout=60)
+    assert "lockstep: Rank 1 failed: ValueError: boom\n" in done.err
+    assert done.err.endswith("rank 0: stopped by the launcher\n")
+    assert done.code == 1
+
+
+def test_hooks_and_exit_handlers_of_a_failing_script_still_run(script):
+    path = script(
+        "import atexit, sys\n"
+        "sys.excepthook = lambda kind, error, trace: print('hook', error)\n"
+        "atexit.register(lambda: print('exit handler, failed with', repr(sys.last_value)))\n"
+        "raise ValueError('boom')\n"
+    )
+    done = lockstep("run", "--devices", "1", path)
+    assert done.out == "hook boom\nexit handler, failed with ValueError('boom')\n"
+    assert "lockstep: Rank 0 failed: ValueError: boom" in done.err
+
+
+def test_restarts_show_every_failure_and_meet_anew(script):
+    path = script(
+        "import os, lockstep, torch, torch.distributed as dist\n"
+        "with lockstep.init() as world:\n"
+        "    total = torch.ones(1)\n"
+        "    dist.all_reduce(total)\n"
+        "    if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and world.rank == 0: raise ValueError('first try')\n"
+        "    world.barrier()\n"
+        "    world.print('sum', total.item())\n"
+    )
+    done = lockstep("run", "--devices", "2", "--max-restarts", "1", path)
+    assert "ValueError: first try" in done.err
+    assert (done.code, done.out) == (0, "sum 2.0\n")
+
+
+def test_logs_go_where_torchrun_puts_them(script, tmp_path):
+    path = script("import os; print('hello', os.environ['RANK'])")
+    done = lockstep("run", "--devices", "2", "--log-dir", str(tmp_path / "logs"), "-r", "1", path)
+    assert (done.code, done.out) == (0, "")
+    logs = sorted((tmp_path / "logs").glob("*/attempt_0/*/stdout.log"))
+    assert [log.read_text() for log in logs] == ["hello 0\n", "hello 1\n"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            ["--devices", "2", "nothere.py"],
+            "There is no script nothere.py (looked in {cwd}).\nCheck the path; with -m it is a module's name.",
+        ),
+        (["--devices", "2", "trian.py"], "There is no script trian.py (looked in {cwd}).\nDid you mean train.py?"),
+        (["--devices", "2", "."], ". is a folder without a __main__.py.\nName the script in it to start."),
+        (
+            ["-m", "no_such_package.train"],
+            "There is no module no_such_package (looked in {cwd} and the installed packages).\n"
+            "Check the name, or leave -m out to start a file.",
+        ),
+        (
+            ["--no-python", "no-such-program"],
+            "There is no executable no-such-program.\nCheck the name and its permissions, or leave --no-python out.",
+        ),
+        (["--devices", "0", "train.py"], "0 devices cannot run anything.\nAsk for at least one."),
+        (
+            ["--devices", "many", "train.py"],
+            "--devices many: Unsupported nproc_per_node value: many.\nPass a number, 'gpu', 'cpu' or 'auto'.",
+        ),
+        (
+            ["--nnodes", "two", "train.py"],
+            "--nnodes two is no number of machines.\nPass one such as 2, or a range such as 1:4.",
+        ),
+        (
+            ["--rdzv-backend", "c10d", "--rdzv-endpoint", "host:port", "train.py"],
+            "--rdzv-endpoint host:port is no address.\nPass <host>:<port>.",
+        ),
+        (
+            ["--no-python", "-m", "train"],
+            "--no-python and --module exclude each other.\nLeave one of them out.",
+        ),
+    ],
+)
+def test_what_cannot_be_started(script, tmp_path, monkeypatch, args, message):
+    script("")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError) as raised:
+        run(args)
+    assert str(raised.value) == message.format(cwd=os.getcwd())
+
+
+def test_a_port_in_use_is_named(script):
+    import socket
+
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError) as raised:
+            run(["--devices", "2", "--master-port", str(port), script("")])
+    assert str(raised.value) == (
+        f"Port {port} on this machine is already in use.\n"
+        "Choose another with --master-port, the same on every machine; on one machine leave it out for a free one."
+    )

@@ -1,0 +1,119 @@
+"""`lockstep.init` when too few, too many or the wrong processes arrive: every rank that came says so, in time."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+NUM_PROCESSES = 3
+SCRIPT = Path(__file__).with_name("startup_scenarios.py")
+HOST = socket.gethostname()
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def ranks_at(*ranks, world_size=3, sizes=None):
+    """One process a rank, all told the same free port; ``None`` for a process that does not come."""
+    port = str(free_port())
+    return [
+        None
+        if rank is None
+        else {
+            "RANK": str(rank),
+            "WORLD_SIZE": str((sizes or [world_size] * 9)[index]),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        for index, rank in enumerate(ranks)
+    ]
+
+
+SITUATIONS = {
+    "complete": (ranks_at(0, 1, 2), 20.0),
+    "one is missing": (ranks_at(0, None, 2), 2.0),
+    "rank zero is missing": (ranks_at(None, 1, 2), 2.0),
+    "one comes twice": (ranks_at(0, 1, 1), 20.0),
+    "rank zero comes twice": (ranks_at(0, 0, 1), 20.0),
+    "different sizes": (ranks_at(0, 1, 2, sizes=[3, 3, 4]), 20.0),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """What each of three processes saw in each situation; all start each situation at the same moment."""
+    processes = [
+        subprocess.Popen([sys.executable, str(SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(NUM_PROCESSES)
+    ]
+    try:
+        assert [process.stdout.readline() for process in processes] == ["ready\n"] * NUM_PROCESSES
+        found = {}
+        for name, (envs, timeout_s) in SITUATIONS.items():
+            for process, env in zip(processes, envs, strict=True):
+                step = None if env is None else {"env": env, "timeout_s": timeout_s}
+                process.stdin.write(json.dumps(step) + "\n")
+                process.stdin.flush()
+            found[name] = [json.loads(process.stdout.readline()) for process in processes]
+        return found
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def test_complete_worlds_form_again_and_again(outcomes):
+    for outcome in outcomes["complete"]:
+        assert outcome == {"sums": [6.0, 6.0], "inside": "lo", "outside": None}
+
+
+def test_a_missing_rank_is_named_by_all_that_came(outcomes):
+    zero, absent, two = outcomes["one is missing"]
+    assert absent is None
+    for outcome in (zero, two):
+        assert outcome["error"] == "WorldSizeMismatch"
+        assert outcome["text"] == (
+            "2 of 3 ranks came within 2 s; missing: rank 1.\n"
+            f"Came: rank 0 (host {HOST}, pid {zero['pid']}), rank 2 (host {HOST}, pid {two['pid']}).\n"
+            "Check that 3 processes were started and that none of them died before lockstep.init(); "
+            "if some only start slowly, pass a longer timeout_s."
+        )
+        assert outcome["waited_s"] < 6
+
+
+def test_a_missing_rank_zero_is_named_as_well(outcomes):
+    _, one, two = outcomes["rank zero is missing"]
+    for outcome in (one, two):
+        assert outcome["text"].splitlines()[0] == "2 of 3 ranks came within 2 s; missing: rank 0."
+        assert outcome["waited_s"] < 6
+
+
+@pytest.mark.parametrize(("situation", "rank"), [("one comes twice", 1), ("rank zero comes twice", 0)])
+def test_a_rank_that_comes_twice_is_named_by_all(outcomes, situation, rank):
+    doubles = [outcome["pid"] for outcome, env in zip(outcomes[situation], SITUATIONS[situation][0], strict=True)
+               if env["RANK"] == str(rank)]  # fmt: skip
+    for outcome in outcomes[situation]:
+        assert outcome["error"] == "WorldSizeMismatch"
+        cause, advice = outcome["text"].splitlines()
+        assert cause in [
+            f"Two processes say that they are rank {rank}: pid {a} on host {HOST} and pid {b} on host {HOST}."
+            for a, b in (doubles, doubles[::-1])
+        ]
+        assert advice == "Give each process a RANK of its own, from 0 to 2, or start the job with `lockstep run`."
+        assert outcome["waited_s"] < 10
+
+
+def test_different_world_sizes_are_shown_side_by_side(outcomes):
+    for outcome in outcomes["different sizes"]:
+        assert outcome["error"] == "ConfigurationError"
+        cause, advice = outcome["text"].splitlines()
+        assert cause.startswith("The ranks disagree about WORLD_SIZE: ")
+        assert "3 for rank " in cause
+        assert f"4 for rank 2 (host {HOST}, pid {outcomes['different sizes'][2]['pid']})" in cause
+        assert advice == "Start every rank with the same WORLD_SIZE."

@@ -1,0 +1,201 @@
+"""RankEnv: who we are, from what each launcher writes into the environment."""
+
+import pytest
+
+from lockstep.env import Launcher, RankEnv, is_loopback
+from lockstep.errors import ConfigurationError
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "host0",
+    "MASTER_PORT": "29501",
+}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "9",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_TASKS_PER_NODE": "4(x2),1",
+    "SLURM_NODELIST": "gpu[003-005],login",
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-host-4711@1",
+}
+PMI = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "MASTER_ADDR": "host0"}
+
+
+def without(env, *names):
+    return {name: value for name, value in env.items() if name not in names}
+
+
+def test_no_launcher_is_a_world_of_one():
+    assert RankEnv.from_environ({"PATH": "/bin"}) == RankEnv(0, 0, 1, 1, 0, None, None, Launcher.NONE)
+
+
+def test_torchrun():
+    assert RankEnv.from_environ(TORCHRUN) == RankEnv(5, 1, 8, 4, 1, "host0", 29501, Launcher.TORCHRUN)
+
+
+def test_torchrun_variables_win_over_those_of_the_scheduler():
+    assert RankEnv.from_environ({**SLURM, **OPEN_MPI, **TORCHRUN}).launcher is Launcher.TORCHRUN
+
+
+def test_the_four_classic_variables_suffice_on_one_machine():
+    env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    assert RankEnv.from_environ(env) == RankEnv(1, 1, 2, 2, 0, "127.0.0.1", 29500, Launcher.TORCHRUN)
+
+
+def test_a_world_of_one_needs_no_master():
+    assert RankEnv.from_environ({"RANK": "0", "WORLD_SIZE": "1"}).master_addr is None
+
+
+def test_slurm_expands_the_host_list_and_the_tasks_per_node():
+    found = RankEnv.from_environ(SLURM)
+    assert found == RankEnv(5, 1, 9, 4, 1, "gpu003", found.master_port, Launcher.SLURM)
+    assert found.master_port in range(20000, 32000)
+
+
+def test_slurm_port_depends_on_job_and_step_only():
+    def port(**changes):
+        return RankEnv.from_environ({**SLURM, **changes}).master_port
+
+    assert port() == port(SLURM_PROCID="6", SLURM_LOCALID="2")
+    assert len({port(), port(SLURM_JOB_ID="78"), port(SLURM_STEP_ID="1")}) == 3
+    assert port(MASTER_PORT="4000") == 4000
+
+
+def test_slurm_step_counts_before_the_allocation():
+    step = {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "3(x2)", "SLURM_STEP_NODELIST": "b1,b2"}
+    found = RankEnv.from_environ({**SLURM, **step})
+    assert (found.world_size, found.local_world_size, found.master_addr) == (6, 3, "b1")
+
+
+@pytest.mark.parametrize("shell", [{"ENVIRONMENT": "BATCH"}, {"SLURM_JOB_NAME": "bash"}])
+def test_a_batch_script_without_srun_is_a_world_of_one(shell):
+    env = {**without(SLURM, "SLURM_STEP_ID"), "SLURM_PROCID": "0", **shell}
+    assert RankEnv.from_environ(env).world_size == 1
+
+
+def test_open_mpi_on_one_machine_needs_no_master():
+    found = RankEnv.from_environ(OPEN_MPI)
+    assert found == RankEnv(1, 1, 2, 2, 0, "127.0.0.1", found.master_port, Launcher.OPEN_MPI)
+    other_job = RankEnv.from_environ({**OPEN_MPI, "PMIX_NAMESPACE": "prterun-host-4712@1"})
+    assert found.master_port != other_job.master_port
+
+
+def test_mpich():
+    assert RankEnv.from_environ(PMI) == RankEnv(3, 1, 4, 2, 1, "host0", 29500, Launcher.PMI)
+
+
+def test_mpich_started_inside_slurm_counts_its_own_ranks():
+    assert RankEnv.from_environ({**SLURM, **PMI}).launcher is Launcher.PMI
+
+
+def test_srun_with_pmi_counts_as_slurm():
+    assert RankEnv.from_environ({**SLURM, "PMI_RANK": "5", "PMI_SIZE": "9"}).launcher is Launcher.SLURM
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (
+            without(TORCHRUN, "RANK"),
+            "LOCAL_RANK is set, but RANK is not.\nStart the ranks with `lockstep run`, or set RANK, WORLD_SIZE, "
+            "LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each.",
+        ),
+        (
+            without(TORCHRUN, "WORLD_SIZE"),
+            "WORLD_SIZE is not set, although other variables of the same launcher are.\n"
+            "Start every rank through the launcher itself: set WORLD_SIZE, or use `lockstep run`.",
+        ),
+        (
+            without(TORCHRUN, "MASTER_PORT"),
+            "RANK and WORLD_SIZE are set, but MASTER_PORT is not.\n"
+            "Set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, on every rank.",
+        ),
+        (
+            without(TORCHRUN, "LOCAL_RANK"),
+            "LOCAL_RANK is not set, although other variables of the same launcher are.\n"
+            "With ranks on several machines, each needs its index on its own machine: "
+            "set LOCAL_RANK, or use `lockstep run`.",
+        ),
+        ({**TORCHRUN, "RANK": "two"}, "RANK='two' is no whole number.\nSet RANK to one, or unset it."),
+        ({**TORCHRUN, "RANK": "8"}, "RANK=8 is out of range for WORLD_SIZE=8.\nRanks count from 0 to 7."),
+        ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 is out of range for WORLD_SIZE=8.\nRanks count from 0 to 7."),
+        (
+            {**TORCHRUN, "WORLD_SIZE": "0"},
+            "WORLD_SIZE=0 is no world size.\nSet it to the number of processes of the job.",
+        ),
+        (
+            {**TORCHRUN, "MASTER_PORT": "70000"},
+            "MASTER_PORT=70000 is no port number.\nSet it to a free port from 1 to 65535.",
+        ),
+        (
+            {**TORCHRUN, "LOCAL_RANK": "4"},
+            "LOCAL_RANK=4 is out of range: LOCAL_WORLD_SIZE says 4 ranks on this machine.\n"
+            "Local ranks count from 0 to 3.",
+        ),
+        (
+            {**TORCHRUN, "LOCAL_WORLD_SIZE": "16"},
+            "LOCAL_WORLD_SIZE says 16 ranks on this machine, but WORLD_SIZE says 8 in all.\n"
+            "Correct one of the two: the first lies between 1 and the second.",
+        ),
+        (
+            {**SLURM, "WORLD_SIZE": "4"},
+            "WORLD_SIZE=4 contradicts what SLURM says (9).\n"
+            "Unset WORLD_SIZE, or start the ranks with as many tasks as it says.",
+        ),
+        (
+            {**SLURM, "SLURM_NODEID": "3"},
+            "SLURM_TASKS_PER_NODE=4(x2),1 counts 3 nodes, but SLURM_NODEID=3.\n"
+            "Start the ranks with srun, so that these variables belong to the same step.",
+        ),
+        (
+            without(SLURM, "SLURM_NODELIST"),
+            "SLURM_PROCID is set, but neither SLURM_NODELIST nor MASTER_ADDR says where rank 0 runs.\n"
+            "Start the ranks with srun, or export MASTER_ADDR=<host of rank 0>.",
+        ),
+        (
+            without(PMI, "MASTER_ADDR"),
+            "MASTER_ADDR is not set, and mpirun does not tell where rank 0 runs.\n"
+            "Pass it on: mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ... "
+            "(MPICH and Intel MPI: -genv MASTER_ADDR <host>).",
+        ),
+        (
+            without(PMI, "MPI_LOCALRANKID"),
+            "MPI_LOCALRANKID is not set, although other variables of the same launcher are.\n"
+            "Start every rank through the launcher itself: set MPI_LOCALRANKID, or use `lockstep run`.",
+        ),
+        (
+            without(OPEN_MPI, "OMPI_COMM_WORLD_SIZE"),
+            "OMPI_COMM_WORLD_SIZE is not set, although other variables of the same launcher are.\n"
+            "Start every rank through the launcher itself: set OMPI_COMM_WORLD_SIZE, or use `lockstep run`.",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(env, message):
+    with pytest.raises(ConfigurationError) as raised:
+        RankEnv.from_environ(env)
+    assert str(raised.value) == message
+
+
+def test_empty_variables_count_as_unset():
+    assert RankEnv.from_environ({"RANK": "", "WORLD_SIZE": " "}).launcher is Launcher.NONE
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("localhost", True), ("127.0.0.1", True), ("::1", True), ("[::1]", True), ("10.0.0.1", False), ("gpu1", False)],
+)
+def test_loopback(host, expected):
+    assert is_loopback(host) is expected

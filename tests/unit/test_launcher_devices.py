@@ -1,0 +1,80 @@
+"""How many ranks, and how many threads each."""
+
+import os
+
+import psutil
+import pytest
+import torch
+
+from lockstep.errors import ConfigurationError
+from lockstep.launcher.devices import choose_num_ranks, num_cores, threads_for
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    def pretend(count):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: count > 0)
+
+    return pretend
+
+
+@pytest.fixture
+def cores(monkeypatch):
+    def pretend(logical, physical):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(logical)), raising=False)
+        monkeypatch.setattr(psutil, "cpu_count", lambda logical: physical)
+
+    return pretend
+
+
+def test_default_is_every_gpu_else_every_core(gpus, cores):
+    cores(16, 8)
+    gpus(3)
+    assert choose_num_ranks(None) == 3
+    gpus(0)
+    assert choose_num_ranks(None) == 8
+
+
+@pytest.mark.parametrize(("wanted", "expected"), [("2", 2), (2, 2), ("gpu", "gpu"), ("auto", "auto"), ("2.5", "2.5")])
+def test_numbers_count_and_words_are_passed_on(gpus, wanted, expected):
+    gpus(0)
+    assert choose_num_ranks(wanted) == expected
+
+
+def test_cpu_means_cores(gpus, cores):
+    gpus(4)
+    cores(16, 8)
+    assert choose_num_ranks("cpu") == 8
+
+
+def test_more_devices_than_gpus(gpus):
+    gpus(2)
+    assert choose_num_ranks("2") == 2
+    with pytest.raises(ConfigurationError) as raised:
+        choose_num_ranks("3")
+    assert str(raised.value) == (
+        "3 devices were asked for, but this machine has 2 GPUs.\n"
+        "Ask for at most 2, or hide the GPUs to use the CPU: CUDA_VISIBLE_DEVICES= lockstep run ..."
+    )
+
+
+@pytest.mark.parametrize("wanted", ["0", "-1"])
+def test_no_devices(gpus, wanted):
+    gpus(0)
+    with pytest.raises(ConfigurationError) as raised:
+        choose_num_ranks(wanted)
+    assert str(raised.value) == f"{wanted} devices cannot run anything.\nAsk for at least one."
+
+
+def test_cores_are_those_that_this_process_may_use(cores):
+    cores(4, 32)
+    assert num_cores() == 4
+    cores(16, None)
+    assert num_cores() == 16
+
+
+def test_threads_share_the_cores_once(cores):
+    cores(16, 8)
+    assert [threads_for(ranks) for ranks in (1, 3, 8, 9)] == [8, 2, 1, 1]

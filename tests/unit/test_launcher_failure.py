@@ -1,0 +1,121 @@
+"""Which rank failed first, and how the report reads."""
+
+import signal
+
+import pytest
+
+from lockstep.launcher.failure import RankEnd, describe, first_of, headline, tidy_crash
+
+GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+
+
+def raised(rank, message, at, *, error_type="ValueError", trace="Traceback ...\nValueError: boom\n"):
+    return RankEnd(
+        rank, 100 + rank, 1, at + 5, at, message, error_type, where=f"/x/train.py:{rank}", trace=trace
+    )  # fmt: skip
+
+
+def test_the_exception_that_was_raised_first_is_first_however_the_processes_ended():
+    early = RankEnd(1, 11, 1, ended_at_ns=90, failed_at_ns=10, message="ValueError: boom", error_type="ValueError")
+    late = RankEnd(0, 10, 1, ended_at_ns=30, failed_at_ns=20, message="KeyError: 'x'", error_type="KeyError")
+    assert first_of([late, early]) is early
+
+
+def test_a_killed_rank_is_the_cause_although_its_peer_noticed_before_its_end_was_seen():
+    killed = RankEnd(1, 11, -signal.SIGKILL, ended_at_ns=50)
+    noticed = raised(0, GONE, 40, error_type="RuntimeError")
+    assert first_of([noticed, killed]) is killed
+
+
+def test_an_abort_after_an_exception_is_not_the_cause():
+    aborted = RankEnd(0, 10, -signal.SIGABRT, ended_at_ns=50)
+    error = raised(1, "ValueError: boom", 40)
+    assert first_of([aborted, error]) is error
+
+
+def test_ranks_that_the_launcher_stopped_are_never_the_cause():
+    stopped = RankEnd(0, 10, -signal.SIGTERM, ended_at_ns=60)
+    left = RankEnd(1, 11, 3, ended_at_ns=50)
+    assert first_of([stopped, left]) is left
+
+
+def test_a_rank_that_was_terminated_from_outside_is_the_cause():
+    terminated = RankEnd(1, 11, -signal.SIGTERM, ended_at_ns=50)
+    noticed = RankEnd(0, 10, 1, 60, 49, GONE, "RuntimeError")
+    assert first_of([noticed, terminated]) is terminated
+
+
+def test_without_times_a_terminated_rank_is_the_least_likely_cause():
+    ends = [RankEnd(0, 10, -signal.SIGTERM), RankEnd(1, 11, -signal.SIGSEGV)]
+    assert first_of(ends).rank == 1
+
+
+def test_report():
+    ends = [
+        raised(2, "ValueError: boom\nmore", 10),
+        raised(0, f"{GONE} {'x' * 300}", 20, error_type="RuntimeError"),
+        RankEnd(3, 13, -signal.SIGTERM, ended_at_ns=90),
+        RankEnd(4, 14, -signal.SIGKILL, ended_at_ns=95),
+        RankEnd(5, 15, 7, ended_at_ns=96),
+    ]
+    text = f"{GONE} {'x' * 300}"[:200]
+    assert describe(ends, range(6)) == (
+        "Rank 2 failed: ValueError: boom\n"
+        "\n"
+        "Traceback ...\n"
+        "ValueError: boom\n"
+        "\n"
+        f"rank 0: {text} ... (/x/train.py:0)\n"
+        "rank 1: finished\n"
+        "rank 3: stopped by the launcher\n"
+        "rank 4: was killed by SIGKILL (signal 9)\n"
+        "rank 5: left with exit code 7"
+    )
+
+
+def test_report_says_when_the_cause_is_elsewhere():
+    report = describe([raised(0, GONE, 10, error_type="RuntimeError", trace="")], range(1))
+    assert report == (
+        f"Rank 0 failed: {GONE}\n\nIt says only that another rank is gone: look at the other machines."
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        (
+            RankEnd(1, 11, 3, message="SystemExit: 3", error_type="SystemExit", where="/x/train.py:4"),
+            "Rank 1 left with exit code 3 (SystemExit: 3 at /x/train.py:4).",
+        ),
+        (
+            RankEnd(1, 11, 3),
+            "Rank 1 left with exit code 3, without an exception.\nWhat it wrote before is further up.",
+        ),
+        (
+            RankEnd(1, 11, -9),
+            "Rank 1 was killed by SIGKILL (signal 9): most likely the machine ran out of memory.\n"
+            "Look for 'Out of memory' in `dmesg`; use fewer ranks, a smaller batch or fewer DataLoader workers.",
+        ),
+        (
+            RankEnd(1, 11, -7),
+            "Rank 1 was killed by SIGBUS (signal 7): most likely shared memory is full.\n"
+            "Look at `df /dev/shm`; use fewer DataLoader workers, or more shared memory (docker run --shm-size).",
+        ),
+        (RankEnd(1, 11, -63), "Rank 1 was killed by signal 63: what it wrote before is further up."),
+    ],
+)
+def test_headline(end, text):
+    assert headline(end) == text
+
+
+def test_crash_is_shown_without_our_own_frames():
+    stack = (
+        "Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n"
+        '  File "/x/train.py", line 12 in <module>\n'
+        '  File "/site/lockstep/launcher/bootstrap.py", line 84 in run_script\n'
+        "\nExtension modules: numpy (total: 1)\n"
+    )
+    assert tidy_crash(stack, own_folder="/site/lockstep/launcher") == (
+        "Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n"
+        '  File "/x/train.py", line 12 in <module>\n'
+    )

@@ -1,0 +1,131 @@
+"""The start-up check, with threads for ranks and a store in memory."""
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from lockstep.comm.roll_call import Arrival, call_roll, listed
+from lockstep.errors import ConfigurationError, WorldSizeMismatch
+
+
+def arrival(rank, *, world_size=3, backend="gloo", pid=None):
+    return Arrival(rank, world_size, backend, "here", 100 + rank if pid is None else pid)
+
+
+class Roll:
+    """Runs `call_roll` once a rank, each in a thread, and keeps how each ended."""
+
+    def __init__(self, timeout_s=0.3):
+        self.store = dist.HashStore()
+        self.timeout_s = timeout_s
+
+    def call(self, arrivals, *, hint="", objections=None, host=0):
+        outcomes = [None] * len(arrivals)
+
+        def one(index, me):
+            try:
+                call_roll(
+                    self.store,
+                    me,
+                    deadline=time.monotonic() + self.timeout_s,
+                    timeout_s=self.timeout_s,
+                    is_host=index == host,
+                    hint=hint,
+                    objection=(objections or {}).get(me.rank),
+                )
+            except Exception as error:
+                outcomes[index] = error
+
+        threads = [threading.Thread(target=one, args=pair) for pair in enumerate(arrivals)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
+        return outcomes
+
+
+def test_complete():
+    assert Roll(timeout_s=5).call([arrival(rank) for rank in range(3)]) == [None, None, None]
+
+
+def test_every_rank_that_came_learns_who_is_missing():
+    outcomes = Roll().call([arrival(0), arrival(2)])
+    expected = (
+        "2 of 3 ranks came within 0.3 s; missing: rank 1.\n"
+        "Came: rank 0 (host here, pid 100), rank 2 (host here, pid 102).\n"
+        "Check that 3 processes were started and that none of them died before lockstep.init(); "
+        "if some only start slowly, pass a longer timeout_s."
+    )
+    assert [(type(outcome), str(outcome)) for outcome in outcomes] == [(WorldSizeMismatch, expected)] * 2
+
+
+def test_a_hint_stands_in_the_message():
+    (outcome,) = Roll().call([arrival(1, world_size=2)], hint="MASTER_ADDR is odd.")
+    assert str(outcome).splitlines()[2] == "MASTER_ADDR is odd."
+
+
+def test_a_late_rank_hears_of_the_failure_at_once():
+    roll = Roll()
+    roll.call([arrival(0), arrival(2)])
+    start = time.monotonic()
+    (outcome,) = roll.call([arrival(1)], host=None)
+    assert str(outcome).startswith("2 of 3 ranks came within 0.3 s; missing: rank 1.")
+    assert time.monotonic() - start < 0.2
+
+
+def test_two_processes_with_one_rank():
+    roll = Roll(timeout_s=5)
+    outcomes = roll.call([arrival(0), arrival(1, pid=7), arrival(1, pid=8)])
+    first, second = sorted(str(outcome).splitlines()[0] for outcome in outcomes[1:])
+    assert first == second == str(outcomes[0]).splitlines()[0]
+    assert first in (
+        "Two processes say that they are rank 1: pid 7 on host here and pid 8 on host here.",
+        "Two processes say that they are rank 1: pid 8 on host here and pid 7 on host here.",
+    )
+    assert str(outcomes[0]).endswith(
+        "Give each process a RANK of its own, from 0 to 2, or start the job with `lockstep run`."
+    )
+
+
+def test_a_process_too_many_does_not_disturb_a_complete_world():
+    roll = Roll(timeout_s=5)
+    assert roll.call([arrival(rank) for rank in range(3)]) == [None] * 3
+    (outcome,) = roll.call([arrival(2, pid=9)], host=None)
+    assert str(outcome).startswith(
+        "Two processes say that they are rank 2: pid 102 on host here and pid 9 on host here."
+    )  # fmt: skip
+    assert roll.store.get("verdict") == b"complete"
+
+
+@pytest.mark.parametrize(
+    ("odd", "name", "values"),
+    [
+        (arrival(1, world_size=2), "WORLD_SIZE", {"2", "3"}),
+        (arrival(1, backend="nccl"), "backend", {"nccl", "gloo"}),
+    ],
+)
+def test_ranks_that_were_told_different_things(odd, name, values):
+    outcomes = Roll(timeout_s=5).call([arrival(0), odd])
+    assert {type(outcome) for outcome in outcomes} == {ConfigurationError}
+    for outcome in outcomes:
+        cause, advice = str(outcome).splitlines()
+        assert cause.startswith(f"The ranks disagree about {name}: ")
+        assert all(value in cause for value in values)
+        assert advice == f"Start every rank with the same {name}."
+
+
+def test_a_rank_that_cannot_take_part_says_so_to_all():
+    outcomes = Roll(timeout_s=5).call(
+        [arrival(rank) for rank in range(3)], objections={2: "Local rank 2 has no GPU."}
+    )  # fmt: skip
+    text = "Rank 2 (host here, pid 102) cannot take part: Local rank 2 has no GPU."
+    assert [str(outcome) for outcome in outcomes] == [text] * 3
+
+
+def test_long_lists_of_ranks_are_cut():
+    assert listed([3]) == "rank 3"
+    assert listed([1, 2]) == "ranks 1, 2"
+    assert listed(list(range(20))).endswith("14, 15 and 4 more")
