@@ -39,8 +39,10 @@ def follow(world, paths_by_step):
     model = lockstep.DistributedDataParallel(build(), bucket_cap_mb=0.0001)
     oracle = build()
     for step, paths in enumerate(paths_by_step):
-        inputs = [torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
-                  for rank in range(world.world_size)]
+        inputs = [
+            torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
+            for rank in range(world.world_size)
+        ]
         model.zero_grad()
         path = paths[world.rank]
         out = model(inputs[world.rank], path)
