@@ -19,7 +19,7 @@ def setup(**changes: object) -> Setup:
         "device": "cuda",
         "num_devices": 2,
         "num_cores": 2,
-        "load_before": 0.1,
+        "busy_cores": 0.1,
         "global_batch_size": BATCH,
         "num_steps": STEPS,
         "num_rounds": NUM_ROUNDS,

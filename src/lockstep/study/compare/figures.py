@@ -159,7 +159,7 @@ class Setup:
 
     Attributes:
         num_cores: What a plain process would use of this machine: torch's own default number of threads.
-        load_before: The machine's load average of the minute before, without any of our doing.
+        busy_cores: How many cores other programs kept busy just before the start.
         num_steps: Steps of each contender in each round.
         num_warmup: Steps of each contender before the first round.
         split_layers: Kinds of layer whose result depends on how a batch is split (batch norm, dropout ...).
@@ -170,7 +170,7 @@ class Setup:
     device: str
     num_devices: int
     num_cores: int
-    load_before: float
+    busy_cores: float
     global_batch_size: int
     num_steps: int
     num_rounds: int

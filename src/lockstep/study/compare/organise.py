@@ -1,11 +1,11 @@
 """`compare`: check what is asked for, hold the race, measure memory, and put the figures together."""
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from lockstep.errors import ConfigurationError, LockstepError, RankFailed
@@ -22,6 +22,9 @@ from lockstep.train.task import Task
 
 STRATEGIES: tuple[StrategyName, ...] = ("single", "torch-dp", "dp", "torch-ddp", "ddp")
 """All that can take part, in the order of the table."""
+
+BUSY_INTERVAL_S = 0.5
+"""How long to watch what other programs do. A load average would also hold what the user ran the minute before."""
 
 NO_TORCH_DP = "torch.nn.DataParallel does nothing on CPUs; ours runs there, as dp."
 
@@ -72,7 +75,7 @@ def compare(
     # The schedule, if the task has one, falls over the longest run that this can become.
     settings = replace(settings, epochs=None, steps=num_warmup + num_rounds * (num_steps or MOST_STEPS))
 
-    num_cores, load_before = torch.get_num_threads(), os.getloadavg()[0]
+    num_cores, busy_cores = torch.get_num_threads(), measure_busy_cores()
     race = Race(
         task=task,
         settings=settings,
@@ -93,7 +96,7 @@ def compare(
         device="cuda" if torch.cuda.is_available() else "cpu",
         num_devices=devices,
         num_cores=num_cores,
-        load_before=load_before,
+        busy_cores=busy_cores,
         global_batch_size=batch_size,
         num_steps=first.num_steps,
         num_rounds=num_rounds,
@@ -114,6 +117,11 @@ def compare(
         for name in taking_part
     )
     return Comparison(setup, contenders, left_out)
+
+
+def measure_busy_cores() -> float:
+    """Return how many cores other programs use now. Blocks for half a second, without using any itself."""
+    return float(psutil.cpu_percent(BUSY_INTERVAL_S)) / 100 * (psutil.cpu_count() or 1)
 
 
 def choose(strategies: Sequence[str], *, cuda: bool) -> tuple[tuple[StrategyName, ...], tuple[LeftOut, ...]]:

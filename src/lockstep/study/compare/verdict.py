@@ -21,8 +21,14 @@ TOO_SMALL = 0.2
 NOISY = 0.2
 """The width of a contender's spread, as a share of its median, from which more rounds are called for."""
 
-BUSY = 0.5
-"""The load before the start, as a share of the cores, from which others disturb the measurement."""
+BUSY = 0.25
+"""The share of the cores that others keep busy from which they disturb the measurement."""
+
+TOO_GOOD = 1.1
+"""The gain over what devices can give from which it says more about what holds single back."""
+
+LARGE_GRADIENTS_BYTES = 4 * 2**20
+"""Where exchanging so much takes long, it is the bytes that do, not each message's own delay."""
 
 UNEVEN = 1.1
 """The highest device's memory over the mean from which memory is called uneven."""
@@ -98,11 +104,20 @@ def _explain(comparison: Comparison, chosen: Contender) -> list[str]:
     communication, overhead = _lost(setup, single, divided)
     if communication + overhead < TOO_SMALL:
         return [_shares(divided)]
-    per_device = setup.global_batch_size / setup.num_devices
+    samples = f"{setup.global_batch_size / setup.num_devices:g} samples"
+    shares = (
+        f"communication takes {communication:.0%} and other overhead {overhead:.0%} of {divided.strategy}'s step of "
+        f"{_ms(divided.step.total_s)}"
+    )
+    gradients_bytes = 4 * setup.num_parameters
+    if communication > overhead and gradients_bytes >= LARGE_GRADIENTS_BYTES:
+        return [
+            f"The batch is too small for {gradients_bytes / 2**20:.0f} MiB of gradients, at {samples} each of "
+            f"{_devices(setup)}: {shares}. A larger batch gives more to compute for the same exchange."
+        ]
     return [
-        f"The model is too small to gain from {_devices(setup)} at {per_device:g} samples each: communication takes "
-        f"{communication:.0%} and other overhead {overhead:.0%} of {divided.strategy}'s step of "
-        f"{_ms(divided.step.total_s)}. A larger batch or model gives the devices more to do."
+        f"The model is too small to gain from {_devices(setup)} at {samples} each: {shares}. A larger batch or model "
+        "gives the devices more to do."
     ]
 
 
@@ -142,17 +157,34 @@ def _efficiency(comparison: Comparison) -> list[str]:
         text = f"{GOOD_EFFICIENCY:.0%} efficiency on {_devices(setup)} is not reached: {_and(poor)}."
     else:
         text = f"{GOOD_EFFICIENCY:.0%} efficiency on {_devices(setup)} is reached by {_and(good)}, not by {_and(poor)}."
-    if setup.device == "cpu" and setup.num_devices > 1:
-        text += _on_shared_cores(setup, max(efficiencies.values()))
-    return [text]
+    if _shares_cores(setup):
+        own_speed = f"an efficiency of {1 / setup.num_devices:.0%} is single's own speed"
+        text += f" All contenders share the same {setup.num_cores} cores, so {own_speed}."
+    return [text, *_held_back(setup, max(efficiencies.values()))]
 
 
-def _on_shared_cores(setup: Setup, best: float) -> str:
-    cores = "one core" if setup.num_cores == 1 else f"the same {setup.num_cores} cores"
-    text = f" All contenders share {cores}, so an efficiency of {1 / setup.num_devices:.0%} is single's own speed"
-    if setup.num_cores > 1 and best > 1 / setup.num_devices:
-        text += f"; what is above it, single's {setup.num_cores} threads lose by waiting for each other"
-    return f"{text}."
+def _shares_cores(setup: Setup) -> bool:
+    """Say whether single computes with all the cores that the others have together; not if it was given one thread."""
+    return setup.device == "cpu" and setup.num_devices > 1 and setup.num_cores >= setup.num_devices
+
+
+def _held_back(setup: Setup, best_efficiency: float) -> list[str]:
+    """Say why others are faster than their devices explain, if they are: then something holds single back."""
+    if _shares_cores(setup):
+        if best_efficiency * setup.num_devices <= TOO_GOOD:
+            return []
+        return [
+            f"Nobody has more cores than single, so something holds it back: its {setup.num_cores} threads wait for "
+            "each other, as in small operations or on a busy machine. OMP_NUM_THREADS=1 gives all a single thread per "
+            "device."
+        ]
+    if best_efficiency <= TOO_GOOD:
+        return []
+    return [
+        f"An efficiency of {best_efficiency:.0%} means that single is held back: its whole batch may not fit into the "
+        "caches of one device, or something else ran there. Compare on idle devices, or with another "
+        "--global-batch-size."
+    ]
 
 
 def _against_torch(comparison: Comparison) -> list[str]:
@@ -209,9 +241,8 @@ def _memory(comparison: Comparison) -> list[str]:
 def _noise(comparison: Comparison) -> list[str]:
     setup = comparison.setup
     sentences = []
-    if setup.load_before > BUSY * setup.num_cores:
-        load = f"{setup.load_before:.1f} on {setup.num_cores} cores"
-        text = f"The machine had other work: a load of {load} before the start."
+    if setup.busy_cores > BUSY * setup.num_cores:
+        text = f"Other programs kept {setup.busy_cores:.1f} cores busy just before the start."
         if setup.device == "cpu":
             text += " That slows all, and most of all single, whose threads wait for the one that got no core."
         sentences.append(text)
