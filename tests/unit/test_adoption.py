@@ -1,0 +1,119 @@
+"""Which names ``adopt()`` changes, and that what needs no process group works behind them."""
+
+import io
+import pickle
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from tests.adopting import OURS, TORCHS, adopted, places_of
+
+HOMES = {
+    ("torch.nn", "DataParallel"),
+    ("torch.nn.parallel", "DataParallel"),
+    ("torch.nn.parallel", "DistributedDataParallel"),
+    ("torch.nn.parallel", "data_parallel"),
+    ("torch.nn.parallel.data_parallel", "DataParallel"),
+    ("torch.nn.parallel.data_parallel", "data_parallel"),
+    ("torch.nn.parallel.distributed", "DistributedDataParallel"),
+    ("torch.utils.data", "DistributedSampler"),
+    ("torch.utils.data.distributed", "DistributedSampler"),
+}
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def test_every_public_home_of_torchs_names_holds_ours():
+    before = places_of(OURS)
+    with adopted():
+        after = places_of(OURS)
+    assert {place for place in after if place[0].startswith("torch")} == HOMES
+    assert all(after[module, name] == name for module, name in HOMES)
+    assert places_of(OURS) == before
+
+
+def test_a_second_call_changes_nothing():
+    with adopted():
+        once = places_of(OURS), places_of(TORCHS)
+        lockstep.adopt()
+        assert (places_of(OURS), places_of(TORCHS)) == once
+
+
+def planted_module(monkeypatch, name):
+    """A module that has imported torch's classes by name, under names of its own."""
+    module = ModuleType(name)
+    module.DDP, module.Sampler = TORCHS["DistributedDataParallel"], TORCHS["DistributedSampler"]
+    module.Base = type("Base", (module.DDP,), {})
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+def test_names_that_a_library_has_imported_become_ours_and_its_subclasses_stay(monkeypatch):
+    library = planted_module(monkeypatch, "a_library.part")
+    with adopted():
+        assert library.DDP is lockstep.DistributedDataParallel
+        assert library.Sampler is lockstep.DistributedSampler
+        assert library.Base.__bases__ == (TORCHS["DistributedDataParallel"],)
+        assert issubclass(library.DDP, TORCHS["DistributedDataParallel"])
+
+
+@pytest.mark.parametrize("name", ["torch.internal", "lockstep.internal"])
+def test_modules_of_torch_and_of_our_own_keep_torchs_classes(monkeypatch, name):
+    internal = planted_module(monkeypatch, name)
+    with adopted():
+        assert internal.DDP is TORCHS["DistributedDataParallel"]
+        assert internal.Sampler is TORCHS["DistributedSampler"]
+
+
+def test_samplers_are_subclassed_and_subscripted_as_torchs_are():
+    with adopted():
+
+        class Backwards(torch.utils.data.DistributedSampler[int]):
+            def __iter__(self):
+                return reversed(list(super().__iter__()))
+
+        sampler = Backwards(range(7), num_replicas=2, rank=1, seed=3)
+    sampler.set_epoch(2)
+    torchs = TORCHS["DistributedSampler"](range(7), num_replicas=2, rank=1, seed=3)
+    torchs.set_epoch(2)
+    assert list(sampler) == list(torchs)[::-1]
+    assert isinstance(sampler, lockstep.DistributedSampler)
+
+
+def test_data_parallel_without_gpus_just_runs(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    inputs = torch.ones(5, 3)
+    with adopted():
+
+        class Transparent(nn.DataParallel):
+            def __getattr__(self, name):
+                try:
+                    return super().__getattr__(name)
+                except AttributeError:
+                    return getattr(self.module, name)
+
+        model = Transparent(network(), device_ids=[0, 1])
+        assert torch.equal(nn.parallel.data_parallel(network(), inputs), network()(inputs))
+    assert isinstance(model, lockstep.DataParallel) and model.device_ids == []
+    assert torch.equal(model(inputs), network()(inputs))
+    assert model.append is not None and not hasattr(model, "nothing")
+
+
+def test_data_parallel_that_torch_has_pickled_loads(monkeypatch):
+    monkeypatch.setattr(torch._utils, "_get_available_device_type", lambda: None)  # as on a machine without GPUs
+    file = io.BytesIO()
+    torch.save(TORCHS["DataParallel"](network()), file)
+    file.seek(0)
+    with adopted():
+        model = torch.load(file, weights_only=False)
+    assert type(model) is lockstep.DataParallel
+    assert (model.device_ids, model.output_device, model.dim, model.src_device_obj) == ([], None, 0, None)
+    assert torch.equal(model(torch.ones(5, 3)), network()(torch.ones(5, 3)))
+    assert torch.equal(pickle.loads(pickle.dumps(model))(torch.ones(5, 3)), network()(torch.ones(5, 3)))
