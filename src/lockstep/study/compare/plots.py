@@ -134,6 +134,7 @@ def _loss(comparison: Comparison) -> Plot:
             label=contender.strategy,
         )
         words.append(f"{contender.strategy} from {contender.losses[0]:.4f} to {contender.losses[-1]:.4f}")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss of the global batch")
     axes.grid(axis="y", linewidth=0.6)
