@@ -56,11 +56,16 @@ class TorchNames(nn.Module, Joinable):
         if "_bucket_caps_bytes" not in state:
             cap_mb = None if state["bucket_bytes_cap_default"] else state["bucket_bytes_cap"] / MIB
             device_ids = state["device_ids"]
-            state = state | {
+            absent = {  # the latter four in some versions of torch
                 "_bucket_caps_bytes": bucket_caps_bytes(cap_mb, None),
                 "_divide_by_initial_world_size": True,
                 "_input_device": torch.device(state["device_type"], device_ids[0]) if device_ids else None,
+                "bucket_bytes_cap_list": [],
+                "skip_all_reduce_unused_params": False,
+                "batched_grad_copy": False,
+                "forward_sync_buffers": state.get("broadcast_buffers", True),
             }
+            state = absent | state
         super().__setstate__(state)  # type: ignore[no-untyped-call]
 
     @property
