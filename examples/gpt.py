@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 
 CONTEXT, WIDTH, NUM_HEADS, NUM_LAYERS = 64, 128, 4, 4
-NUM_TRAIN, NUM_TEST = 19_200, 512
+NUM_TRAIN, NUM_TEST = 19_200, 256
 
 
 def windows() -> Tensor:

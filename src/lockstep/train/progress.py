@@ -66,16 +66,16 @@ class Bar(Display):
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(),
-            TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]:,.0f} samples/s "),
+            TextColumn("{task.fields[text]}"),
             TimeRemainingColumn(),
             TextColumn("left"),
             transient=True,
         )
-        self._bar = self._progress.add_task("", total=num_steps, completed=first_step, loss=float("nan"), rate=0.0)
+        self._bar = self._progress.add_task("", total=num_steps, completed=first_step, text="")
         self._progress.start()
 
     def _show(self, step: int, loss: float, samples_per_s: float) -> None:
-        self._progress.update(self._bar, completed=step, loss=loss, rate=samples_per_s)
+        self._progress.update(self._bar, completed=step, text=f"loss {loss:.4f}  {samples_per_s:,.0f} samples/s ")
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
