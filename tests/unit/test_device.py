@@ -46,3 +46,24 @@ def test_each_share_goes_to_the_device_of_its_place():
     moved = to_device(batch, [torch.device("cpu"), torch.device("meta"), torch.device("cpu")])
     assert [share[0].device.type for share in moved.batches] == ["cpu", "meta"]
     assert moved.sizes == [2, 1]
+
+
+class Graph:
+    """An object that moves itself, as graph libraries have them."""
+
+    def __init__(self, device="cpu"):
+        self.device = device
+
+    def to(self, device):
+        """Return it there."""
+        return Graph(device.type)
+
+
+def test_objects_that_move_themselves_do():
+    words = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    batch = MicroBatch(0, 1, [1], [{"graph": Graph(), "words": words, "class": Graph, "text": "text"}])
+    (moved,) = to_device(batch, [torch.device("meta")]).batches
+    assert moved["graph"].device == "meta"
+    assert moved["words"].data.is_meta
+    assert not moved["words"].batch_sizes.is_meta
+    assert (moved["class"], moved["text"]) == (Graph, "text")

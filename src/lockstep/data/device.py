@@ -5,34 +5,49 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.data.loader import MicroBatch
 
 
-def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return ``value`` with ``function`` applied to each tensor in it.
+@runtime_checkable
+class Movable(Protocol):
+    """An object that knows how to go to a device, such as the graphs of a graph library."""
 
-    Looks into mappings, lists, tuples, named tuples and dataclasses, and calls ``to`` on what offers it only through
-    ``function``; everything else is passed as it is.
+    def to(self, device: torch.device) -> Any:
+        """Return it on ``device``."""
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = _as_it_is) -> Any:
+    """Return ``value`` with ``function`` applied to each tensor in it, and ``other`` to all that is not looked into.
+
+    Looks into mappings, lists, tuples, named tuples and dataclasses.
     """
+    again = partial(map_tensors, function=function, other=other)
     if isinstance(value, Tensor):
         return function(value)
+    if isinstance(value, PackedSequence):
+        return other(value)
     if isinstance(value, Mapping):
-        mapped = {key: map_tensors(item, function) for key, item in value.items()}
+        mapped = {key: again(item) for key, item in value.items()}
         return mapped if type(value) is dict else _like(value, mapped)
     if isinstance(value, tuple):
-        items = [map_tensors(item, function) for item in value]
+        items = map(again, value)
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if isinstance(value, list):
-        return [map_tensors(item, function) for item in value]
+        return [again(item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changes = {field.name: map_tensors(getattr(value, field.name), function) for field in dataclasses.fields(value)}
+        changes = {field.name: again(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return dataclasses.replace(value, **changes)
-    return value
+    return other(value)
 
 
 def _like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
@@ -44,10 +59,19 @@ def _like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         return items
 
 
+def _to(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.to(device, non_blocking=tensor.is_pinned())
+
+
+def _move(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Movable) and not isinstance(value, type) else value
+
+
 def to_device(batch: MicroBatch, devices: Sequence[torch.device]) -> MicroBatch:
     """Return ``batch`` with the i-th share on the i-th device; pinned memory is copied without blocking."""
     moved = [
-        map_tensors(share, partial(_to, device=device)) for share, device in zip(batch.batches, devices, strict=False)
+        map_tensors(share, partial(_to, device=device), partial(_move, device=device))
+        for share, device in zip(batch.batches, devices, strict=False)
     ]
     return batch._replace(batches=moved)
 
@@ -55,7 +79,8 @@ def to_device(batch: MicroBatch, devices: Sequence[torch.device]) -> MicroBatch:
 class Prefetcher:
     """Copies the next micro-batch to CUDA on a stream of its own while the current one is computed.
 
-    Not thread-safe. Holds one batch more than is in use on each device.
+    Not thread-safe. Holds one batch more than is in use on each device. Objects whose tensors cannot be seen go to the
+    device only when their batch is asked for: the allocator could not be told that they are in use.
     """
 
     def __init__(self, batches: Iterator[MicroBatch], devices: Sequence[torch.device]) -> None:
@@ -70,11 +95,12 @@ class Prefetcher:
     def __next__(self) -> MicroBatch:
         """Return the next micro-batch, usable on each device's current stream."""
         batch, self._ahead = self._ahead or self._copy(), None
-        for device, stream in zip(self._devices, self._streams, strict=True):
-            torch.cuda.current_stream(device).wait_stream(stream)
-        for share, device in zip(batch.batches, self._devices, strict=False):
-            map_tensors(share, partial(_record, stream=torch.cuda.current_stream(device)))
-        return batch
+        shares = []
+        for share, device, stream in zip(batch.batches, self._devices, self._streams, strict=False):
+            current = torch.cuda.current_stream(device)
+            current.wait_stream(stream)
+            shares.append(map_tensors(share, partial(_record, stream=current), partial(_move, device=device)))
+        return batch._replace(batches=shares)
 
     def start_next(self) -> None:
         """Start to copy the batch after the one last returned; call it when the device has enough to do."""
@@ -82,15 +108,11 @@ class Prefetcher:
 
     def _copy(self) -> MicroBatch:
         batch = next(self._batches)
-        moved = []
+        shares = []
         for share, device, stream in zip(batch.batches, self._devices, self._streams, strict=False):
             with torch.cuda.stream(stream):
-                moved.append(map_tensors(share, partial(_to, device=device)))
-        return batch._replace(batches=moved)
-
-
-def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.to(device, non_blocking=tensor.is_pinned())
+                shares.append(map_tensors(share, partial(_to, device=device)))
+        return batch._replace(batches=shares)
 
 
 def _record(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
