@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from lockstep.cli.settings_options import SettingsCommand, settings_options
-from lockstep.errors import LockstepError, RankFailed
+from lockstep.errors import CollectiveError, LockstepError, RankFailed
 from lockstep.train.settings import FitSettings, Settings
 
 EXAMPLES = """\b
@@ -72,8 +72,9 @@ def _launch(task_file: str, settings: FitSettings) -> None:
         launch(_train_here, task_file, settings, devices=num_ranks)
     except RankFailed as error:
         # What a rank found wrong with task or settings needs no traceback; the other ranks found the same.
-        if isinstance(error.__cause__, LockstepError):
-            raise error.__cause__ from None
+        cause = error.__cause__
+        if isinstance(cause, LockstepError) and not isinstance(cause, CollectiveError):
+            raise cause from None
         raise
 
 
