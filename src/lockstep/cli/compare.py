@@ -98,10 +98,16 @@ def _check_writable(file: str | None) -> None:
     """Refuse a file that cannot be written, before minutes are spent on its contents."""
     if file is None:
         return
-    folder = Path(file).resolve().parent
+    path = Path(file)
+    folder = path.resolve().parent
     if not folder.is_dir():
         raise ConfigurationError(
             f"{file} cannot be written: there is no folder {folder}.\nMake it, or name another file."
         )
-    if Path(file).is_dir():
-        raise ConfigurationError(f"{file} cannot be written: it is a folder.\nName a file.")
+    try:
+        is_new = not path.exists()
+        path.open("ab").close()  # rights alone do not tell: the file system may be read-only
+    except OSError as error:
+        raise ConfigurationError(f"{file} cannot be written: {error.strerror}.\nName another file.") from error
+    if is_new:
+        path.unlink()
