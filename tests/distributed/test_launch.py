@@ -67,6 +67,11 @@ def test_time_is_limited():
     assert time.monotonic() - start < 20
 
 
+def test_no_time_at_all():
+    with pytest.raises(LaunchTimeout):
+        lockstep.launch(time.sleep, 60, devices=2, timeout_s=0.0)
+
+
 def test_it_works_outside_the_main_thread():
     results = []
     thread = threading.Thread(target=lambda: results.extend(lockstep.launch(os.getpid, devices=2)))

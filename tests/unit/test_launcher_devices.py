@@ -1,6 +1,7 @@
 """How many ranks, and how many threads each."""
 
 import os
+from pathlib import Path
 
 import psutil
 import pytest
@@ -23,6 +24,7 @@ def gpus(monkeypatch):
 @pytest.fixture
 def cores(monkeypatch):
     def pretend(logical, physical):
+        monkeypatch.setattr("lockstep.launcher.devices.CPU_LIMIT", Path("/no/limit"))
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(logical)), raising=False)
         monkeypatch.setattr(psutil, "cpu_count", lambda logical: physical)
 
@@ -73,6 +75,15 @@ def test_cores_are_those_that_this_process_may_use(cores):
     assert num_cores() == 4
     cores(16, None)
     assert num_cores() == 16
+
+
+def test_cores_are_those_that_the_container_may_use(cores, monkeypatch, tmp_path):
+    cores(16, 16)
+    limit = tmp_path / "cpu.max"
+    monkeypatch.setattr("lockstep.launcher.devices.CPU_LIMIT", limit)
+    for text, expected in (("250000 100000\n", 2), ("50000 100000\n", 1), ("max 100000\n", 16)):
+        limit.write_text(text)
+        assert num_cores() == expected
 
 
 def test_threads_share_the_cores_once(cores):

@@ -88,7 +88,7 @@ def _open_as_rank_zero(env: RankEnv, place: tuple[str, int], timeout_s: float) -
             raise ConfigurationError(_cannot_host(place, error)) from None
     # It may be a stand-in for us, or another process that calls itself rank zero: the roll call tells.
     store = _client(env, place, min(timeout_s, 3.0))
-    if store is None or not store.check([_MARK]):
+    if store is None or not _is_ours(store):
         raise ConfigurationError(
             f"Port {place[1]} on {place[0]} is already in use by another program.\n"
             "Set MASTER_PORT to a free port, the same on every rank; `lockstep run` finds one by itself."
@@ -165,6 +165,16 @@ def _client(env: RankEnv, place: tuple[str, int], timeout_s: float) -> Store | N
     thread.start()
     thread.join(timeout_s)
     return found[0] if found else None
+
+
+def _is_ours(store: Store) -> bool:
+    """Say whether a rank of ours hosts the store; it may have opened it only just now."""
+    deadline = time.monotonic() + 1.0
+    while not store.check([_MARK]):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_RETRY_S)
+    return True
 
 
 def _refusal(place: tuple[str, int]) -> str | None:

@@ -114,15 +114,12 @@ class World:
             self._sync.await_leader(leader, timeout_s)
             yield
             return
-        outcome: str | None = "it left the block early"
         try:
             yield
-            outcome = None
         except BaseException as error:
-            outcome = f"{type(error).__name__}: {error}"
+            self._sync.announce(leader, f"{type(error).__name__}: {error}")
             raise
-        finally:
-            self._sync.announce(leader, outcome)
+        self._sync.announce(leader, None)
 
     def close(self) -> None:
         """Leave the process group if `init` made it; again has no effect. Blocks some seconds at most."""
@@ -132,6 +129,7 @@ class World:
         if self._session is not None:
             atexit.unregister(self._close_at_exit)
             session, self._session = self._session, None
+            _syncs.pop(self.group.group_name, None)
             session.end(abort=abort, at_exit=at_exit)
 
     def _close_at_exit(self) -> None:
@@ -156,8 +154,8 @@ class World:
 def init(*, backend: str | None = None, device: str | torch.device | None = None, timeout_s: float = 60.0) -> World:
     """Join the ranks that were started with this one, and return the world they form.
 
-    Reads what torchrun, SLURM or MPI wrote into the environment; without any of them it is a world of one that opens
-    no port. Sets the device before anything uses it. If this process has a process group already, the world
+    Reads what torchrun, SLURM or MPI wrote into the environment; without any of them it is a world of one, which needs
+    no address. Sets the device before anything uses it. If this process has a process group already, the world
     describes that one, and closing it leaves the group alone.
 
     Collective: every rank. Blocks until all have come.

@@ -27,7 +27,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(argv: list[str]) -> None:
-    """Follow the orders in ``argv[1]``: a JSON object with what `lockstep.launcher.orders` wrote."""
+    """Follow the orders in ``argv[1]``: a JSON object, written by `lockstep.launcher.supervise`."""
     orders = json.loads(argv[1])
     die_with(orders["launcher_pid"])
     enlist(orders["run_dir"])
@@ -153,8 +153,11 @@ def print_unless_recorded(kind: type[BaseException], error: BaseException, trace
 
     Hooks of the user or of a library replace or wrap this one, and still run.
     """
-    if not any(error is seen for seen in _recorded) or restarts_remain():
+    if not any(error is seen for seen in _recorded):
         sys.__excepthook__(kind, error, trace)
+    elif restarts_remain():
+        sys.__excepthook__(kind, error, trace)
+        print(f"lockstep: rank {os.environ.get('RANK')} failed; the ranks are started again", file=sys.stderr)
 
 
 _recorded: list[BaseException] = []

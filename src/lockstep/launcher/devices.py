@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import operator
 import os
+from pathlib import Path
 
 import psutil
 import torch
 
 from lockstep.errors import ConfigurationError
+
+CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
+"""Quota and period of this container, as with ``docker run --cpus``."""
 
 
 def choose_num_ranks(wanted: str | int | None) -> int | str:
@@ -41,7 +45,16 @@ def choose_num_ranks(wanted: str | int | None) -> int | str:
 def num_cores() -> int:
     """Return the number of physical CPU cores that this process may use."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(usable, psutil.cpu_count(logical=False) or usable)
+    return min(usable, psutil.cpu_count(logical=False) or usable, _cores_of_container() or usable)
+
+
+def _cores_of_container() -> int | None:
+    """Return how many cores' worth of time the control group allows; ``None`` without a limit."""
+    try:
+        quota, period = CPU_LIMIT.read_text().split()
+        return max(1, int(quota) // int(period))
+    except (OSError, ValueError):  # ValueError: it says "max"
+        return None
 
 
 def threads_for(num_ranks: int) -> int:

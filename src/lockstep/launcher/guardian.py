@@ -29,20 +29,25 @@ class Guardian:
     def __init__(self, run_dir: str) -> None:
         self.run_dir = run_dir
         self.released = False
+        self.is_killing = False
         self._started_at: dict[int, str | None] = {}
 
     def enlist(self, pid: int) -> int | None:
         """Note a rank; returns a descriptor that becomes readable when it ends, where the system has such."""
         self._started_at[pid] = start_time(pid)
+        if self.is_killing:
+            kill_session(pid)
         return pidfd(pid)
 
     def note_end(self, pid: int) -> None:
         """Write down when a rank ended, for the launcher to know which was first."""
-        with open(os.path.join(self.run_dir, "ended"), "a") as file:
+        # A full disk is no reason to end here, and so to kill the ranks.
+        with contextlib.suppress(OSError), open(os.path.join(self.run_dir, "ended"), "a") as file:
             file.write(f"{pid} {time.time_ns()}\n")
 
     def kill_all(self) -> None:
-        """End every rank and whatever shares its session."""
+        """End every rank and whatever shares its session; also those that are still to come."""
+        self.is_killing = True
         for pid, started_at in self._started_at.items():
             # A different start time: the number belongs to another process by now.
             if start_time(pid) in (started_at, None):
@@ -108,7 +113,8 @@ def watch(guardian: Guardian, launcher_pid: int, orders_fd: int, door: socket.so
         poller.register(launcher_fd, select.POLLIN)
     running: dict[int, int] = {}
     while True:
-        for fd, _ in poller.poll():
+        # Orders first: a launcher that released its ranks may be gone already.
+        for fd, _ in sorted(poller.poll(), key=lambda ready: ready[0] != orders_fd):
             if fd == door.fileno():
                 pid = int(door.recv(64))
                 rank_fd = guardian.enlist(pid)
@@ -141,6 +147,10 @@ def main(argv: list[str]) -> None:
     finally:
         if not guardian.released:
             guardian.kill_all()
+            door.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while True:  # Ranks that signed in while the launcher ended.
+                    guardian.enlist(int(door.recv(64)))
         shutil.rmtree(guardian.run_dir, ignore_errors=True)
 
 
