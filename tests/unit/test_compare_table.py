@@ -1,4 +1,5 @@
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -80,16 +81,22 @@ def test_without_memory_there_is_a_dash():
     assert (texts["peak MiB"], texts["imbalance"]) == ("1", "-")
 
 
-def test_the_footnotes_say_how_the_cores_were_shared():
+def test_the_footnotes_say_how_the_cores_were_shared_and_what_a_peak_is():
     found = comparison(contender("single", 20.0), contender("ddp", 11.0), device="cpu")
     assert footnotes(found)[1:] == [
         "The loss is that of step 55, on the same samples for all.",
-        "Threads of each process or replica: single 1, ddp 1. Peak memory: growth of a fresh process's resident memory "
-        "from before the task is built; dp holds all its replicas in one process.",
+        "Threads of each process or replica: single 1, ddp 1.",
+        "Peak memory: growth of a fresh process's resident memory from before the task is built, of the fullest "
+        "process; dp holds all its replicas in one process.",
     ]
     assert footnotes(comparison(contender("single", 20.0)))[-1] == (
         "Peak memory: most bytes that tensors held on the fullest device, in fresh processes."
     )
+
+
+def test_peaks_that_were_not_measured_need_no_footnote():
+    found = comparison(replace(contender("single", 20.0), memory=None), device="cpu")
+    assert footnotes(found)[-1] == "Threads of each process or replica: single 1."
 
 
 def test_rates_have_about_three_figures():

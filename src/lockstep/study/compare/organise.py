@@ -67,7 +67,7 @@ def compare(
     taking_part, left_out = choose(strategies, cuda=torch.cuda.is_available())
     for name, value in (("devices", devices), ("rounds", num_rounds), ("warmup", num_warmup), ("steps", num_steps)):
         if value is not None and value < 1:
-            raise ConfigurationError(f"{name}={value} is out of range.\nGive a whole number of at least 1.")
+            raise ConfigurationError(f"{name}={value} is not allowed.\nGive a whole number of at least 1.")
     check_gpus(devices)
     batch_size = settings.global_batch_size or found.global_batch_size
     require_even(batch_size, devices, settings.accumulate)

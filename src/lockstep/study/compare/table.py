@@ -15,6 +15,11 @@ WIDTH = 100
 
 MIB = 2**20
 
+PEAK_ON_CPU = (
+    "Peak memory: growth of a fresh process's resident memory from before the task is built, of the fullest process; "
+    "dp holds all its replicas in one process."
+)
+PEAK_ON_CUDA = "Peak memory: most bytes that tensors held on the fullest device, in fresh processes."
 
 SPEED = ("samples/s", "low - high", "speed-up", "efficiency")
 MEMORY_AND_LOSS = ("peak MiB", "imbalance", "loss", "vs single")
@@ -90,13 +95,11 @@ def footnotes(comparison: Comparison) -> list[str]:
         "dp, copying weights and gradients).",
         f"The loss is that of step {setup.num_steps_in_all}, on the same samples for all.",
     ]
-    if setup.device == "cpu":
-        notes.append(
-            f"Threads of each process or replica: {threads}. Peak memory: growth of a fresh process's resident memory "
-            "from before the task is built; dp holds all its replicas in one process."
-        )
-    else:
-        notes.append("Peak memory: most bytes that tensors held on the fullest device, in fresh processes.")
+    on_cpu = setup.device == "cpu"
+    if on_cpu:
+        notes.append(f"Threads of each process or replica: {threads}.")
+    if any(contender.memory for contender in comparison.contenders):
+        notes.append(PEAK_ON_CPU if on_cpu else PEAK_ON_CUDA)
     return notes
 
 
