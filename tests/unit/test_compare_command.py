@@ -46,8 +46,8 @@ def test_a_file_without_a_task_is_refused(refused, tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--devices", "0"], "devices=0 is out of range.\nGive a whole number of at least 1."),
-        (["--devices", "-1"], "devices=-1 is out of range.\nGive a whole number of at least 1."),
+        (["--devices", "0"], "devices=0 is not allowed.\nGive a whole number of at least 1."),
+        (["--devices", "-1"], "devices=-1 is not allowed.\nGive a whole number of at least 1."),
         (
             ["--devices", "3"],
             "The global batch of 4 samples does not divide by 3 devices.\nSet the global batch size to 3 or 6.",
@@ -56,7 +56,7 @@ def test_a_file_without_a_task_is_refused(refused, tmp_path):
             ["--strategies", "ddp,fsdp"],
             "There is no strategy 'fsdp'.\nChoose from: single, torch-dp, dp, torch-ddp, ddp.",
         ),
-        (["--rounds", "0"], "rounds=0 is out of range.\nGive a whole number of at least 1."),
+        (["--rounds", "0"], "rounds=0 is not allowed.\nGive a whole number of at least 1."),
     ],
 )
 def test_what_does_not_go_together_is_refused(refused, args, message):
