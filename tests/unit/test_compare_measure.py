@@ -67,3 +67,11 @@ def test_an_engine_that_times_its_exchange_is_believed():
     assert turn.exposed_s == pytest.approx(0.25)
     turn, _ = measure(PlannedLoop([3.0], [2.0], exposed_s=0.25, accumulate=4), "dp", 3)
     assert turn.exposed_s == pytest.approx(1.0)  # it tells of one micro-batch of four
+
+
+def test_the_hosts_clock_is_not_believed_on_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    loop = PlannedLoop([3.0], [2.0], exposed_s=0.25)
+    loop.device = torch.device("cuda", 0)
+    turn, _ = measure(loop, "dp", 3)
+    assert turn.exposed_s is None

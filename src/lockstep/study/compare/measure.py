@@ -24,8 +24,9 @@ def measure_turn(loop: Loop, name: str, num_steps: int, round_index: int, place:
     start = time.perf_counter()
     for _ in range(num_steps):
         records.append(loop.step())
-        if loop.exposed_s is not None:
-            exchanged_s.append(loop.exposed_s * loop.settings.accumulate)  # it says so for one micro-batch
+        # The engine's is the host's clock, which says nothing of CUDA's work; and it tells of one micro-batch.
+        if loop.exposed_s is not None and loop.device.type == "cpu":
+            exchanged_s.append(loop.exposed_s * loop.settings.accumulate)
     _finish_work(loop.device)
     seconds = time.perf_counter() - start
     with loop.without_sync():
