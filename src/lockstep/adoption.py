@@ -30,7 +30,8 @@ def adopt() -> None:
     Call it first thing in a script, or start the script with ``lockstep run --adopt``. Modules that have imported
     torch's classes by name already get ours too; objects and subclasses made before stay what they are. Libraries that
     decide by ``isinstance(model, torch.nn.parallel.DistributedDataParallel)`` see ours as one. Calling it again does
-    no harm.
+    no harm. Processes that the script spawns adopt only if what they run calls it too. docs/adopting.md says what was
+    tried and what differs.
     """
     replacements = {
         id(torch.nn.parallel.DataParallel): DataParallel,
@@ -48,7 +49,7 @@ def adopt() -> None:
 def _may_change(module_name: str) -> bool:
     """Tell whether names in a module are replaced.
 
-    torch's own modules may rely on the internals of torch's class, and recognise ours by isinstance where they must;
-    our engine registers itself with torch's class.
+    torch's internal modules that are loaded already may rely on the internals of torch's class, and recognise ours by
+    isinstance where they must: our engine registers itself with torch's class. Those loaded later find ours.
     """
     return module_name in _PUBLIC_HOMES or module_name.split(".")[0] not in ("torch", "lockstep")
