@@ -25,6 +25,14 @@ def test_the_fastest_is_recommended_with_why_and_how_efficient_it_is():
     ]
 
 
+def test_communication_that_was_not_measured_is_not_called_nothing():
+    found = comparison(contender("single", 20.0), contender("dp", 11.0, data_ms=0.55))
+    assert sentences(found)[1] == (
+        "Of a step of dp (11.0 ms), computing and communication, which cannot be told apart, take 95%, "
+        "waiting for data 5%."
+    )
+
+
 def test_of_two_that_tie_the_one_that_scales_further_is_recommended():
     noise = (1.0, 1.03, 0.97, 1.0, 1.0)
     found = comparison(

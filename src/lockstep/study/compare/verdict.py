@@ -137,10 +137,13 @@ def _lost(setup: Setup, single: Contender, divided: Contender) -> tuple[float, f
 def _shares(contender: Contender) -> str:
     step = contender.step
     computing, exposed, waiting = (part / step.parts_s for part in (step.computing_s, step.exposed_s, step.data_wait_s))
-    return (
-        f"Of a step of {contender.strategy} ({_ms(step.total_s)}), computing takes {computing:.0%}, communication that "
-        f"is not hidden {exposed:.0%}, waiting for data {waiting:.0%}."
+    told_apart = contender.turns[0].exposed_s is not None
+    work = (
+        f"takes {computing:.0%}, communication that is not hidden {exposed:.0%}"
+        if told_apart
+        else (f"and communication, which cannot be told apart, take {computing:.0%}")
     )
+    return f"Of a step of {contender.strategy} ({_ms(step.total_s)}), computing {work}, waiting for data {waiting:.0%}."
 
 
 def _efficiency(comparison: Comparison) -> list[str]:
