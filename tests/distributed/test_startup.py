@@ -105,7 +105,10 @@ def test_a_rank_that_comes_twice_is_named_by_all(outcomes, situation, rank):
             f"Two processes say that they are rank {rank}: pid {a} on host {HOST} and pid {b} on host {HOST}."
             for a, b in (doubles, doubles[::-1])
         ]
-        assert advice == "Give each process a RANK of its own, from 0 to 2, or start the job with `lockstep run`."
+        assert advice == (
+            "Give each process a RANK of its own, from 0 to 2; if one belongs to another job, give this "
+            "job another MASTER_PORT. `lockstep run` does both."
+        )
         assert outcome["waited_s"] < 10
 
 

@@ -86,7 +86,8 @@ def test_two_processes_with_one_rank():
         "Two processes say that they are rank 1: pid 8 on host here and pid 7 on host here.",
     )
     assert str(outcomes[0]).endswith(
-        "Give each process a RANK of its own, from 0 to 2, or start the job with `lockstep run`."
+        "Give each process a RANK of its own, from 0 to 2; if one belongs to another job, give this "
+        "job another MASTER_PORT. `lockstep run` does both."
     )
 
 
