@@ -87,8 +87,8 @@ def _sign_in(store: Store, me: Arrival, objection: str | None) -> LockstepError 
         return WorldSizeMismatch(
             f"Two processes say that they are rank {me.rank}: pid {other.pid} on host {other.host} and "
             f"pid {me.pid} on host {me.host}.\n"
-            f"Give each process a RANK of its own, from 0 to {me.world_size - 1}; if one belongs to another job, give this "
-            "job another MASTER_PORT. `lockstep run` does both."
+            f"Give each process a RANK of its own, from 0 to {me.world_size - 1}; if one belongs to another job, give "
+            "this job another MASTER_PORT. `lockstep run` does both."
         )
     first = Arrival(**json.loads(store.compare_set("first", "", signature)))
     for name, mine, theirs in (

@@ -115,7 +115,9 @@ def run_call(run_dir: str) -> None:
 def _fresh_main() -> ModuleType:
     # A new module for good, unlike runpy's: what runs after the script, such as exit handlers, still finds its names.
     module = ModuleType("__main__")
-    module.__dict__.update(__annotations__={}, __builtins__=__builtins__, __cached__=None)
+    module.__dict__.update(__builtins__=__builtins__, __cached__=None)
+    if sys.version_info < (3, 14):  # From then on annotations are made when somebody asks for them.
+        module.__dict__["__annotations__"] = {}
     sys.modules["__main__"] = module
     return module
 
