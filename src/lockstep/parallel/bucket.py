@@ -25,6 +25,9 @@ from typing_extensions import override
 from lockstep.errors import LockstepError
 from lockstep.parallel.bucket_plan import BucketSpec
 
+_LARGE_NUMEL = 2**15
+"""Gradients of this size are divided while they are copied; smaller ones all in one go, which takes fewer calls."""
+
 _OWN_REFERENCES = 2  # to a view nobody else holds, as sys.getrefcount sees it: the list of views and the argument
 
 
@@ -64,12 +67,13 @@ class Bucket(ABC):
         """Return the gradients one by one, by place."""
 
     @abstractmethod
-    def gather(self, used: Sequence[int]) -> None:
-        """Bring this rank's gradients in. ``used[k]``: the parameter at place k received one since the last step."""
+    def gather(self, used: Sequence[int], *, divisor: float) -> None:
+        """Bring this rank's gradients in, divided by ``divisor``.
 
-    @abstractmethod
-    def divide(self, divisor: float) -> None:
-        """Divide this rank's gradients, before they are summed."""
+        Args:
+            used: At place k, whether that parameter received a gradient since the last step.
+            divisor: What to divide by before the gradients are summed.
+        """
 
     @abstractmethod
     def settle(self, num_users: Sequence[int] | None) -> None:
@@ -107,6 +111,7 @@ class DenseBucket(Bucket):
         self._tail = self._buffer[numel:]
         self._views = cut_views(self._data, self.parameters)
         self._num_aliases = self._count_aliases()
+        self._large = {place for place, view in enumerate(self._views) if view.numel() >= _LARGE_NUMEL}
 
     @property
     @override
@@ -128,7 +133,7 @@ class DenseBucket(Bucket):
         return list(self._views)
 
     @override
-    def gather(self, used: Sequence[int]) -> None:
+    def gather(self, used: Sequence[int], *, divisor: float) -> None:
         self.absent = []
         places: list[int] = []
         sources: list[Tensor] = []
@@ -141,14 +146,18 @@ class DenseBucket(Bucket):
                 places.append(place)
                 sources.append(gradient)
         if sources:
-            self._copy_in(places, sources)
+            self._make_room(places, sources)
+        with torch.no_grad():  # backward with create_graph=True records what we do
+            self._copy_in(places, sources, 1.0 / divisor)
+        for place in places:
+            self.parameters[place].grad = self._views[place]
         self._tail.fill_(1)
         for absent in self.absent:
             self._tail[absent.place] = 0
             if absent.previous is None:
                 self._views[absent.place].zero_()
 
-    def _copy_in(self, places: list[int], sources: list[Tensor]) -> None:
+    def _make_room(self, places: list[int], sources: list[Tensor]) -> None:
         for place, source in zip(places, sources, strict=True):
             if source.layout is not torch.strided:
                 raise LockstepError(
@@ -157,11 +166,24 @@ class DenseBucket(Bucket):
                 )
         if self._keep_held_gradients and self._is_held(places):
             self._renew()
+
+    def _copy_in(self, places: list[int], sources: list[Tensor], factor: float) -> None:
+        """Copy ``sources`` to ``places``, and multiply all gradients by ``factor``."""
         views = self._views
-        with torch.no_grad():  # backward with create_graph=True records what we do
-            torch._foreach_copy_([views[place] for place in places], sources)
-        for place in places:
-            self.parameters[place].grad = views[place]
+        done: set[int] = set()
+        if factor != 1:
+            for place, source in zip(places, sources, strict=True):
+                view = views[place]
+                if place in self._large and source.dtype == view.dtype:
+                    torch.mul(source, factor, out=view)
+                    done.add(place)
+        rest = [(views[place], source) for place, source in zip(places, sources, strict=True) if place not in done]
+        if rest:
+            torch._foreach_copy_([view for view, _ in rest], [source for _, source in rest])
+        if factor != 1 and not done:
+            self._data.mul_(factor)
+        elif len(views) > len(done) > 0:
+            torch._foreach_mul_([view for place, view in enumerate(views) if place not in done], factor)
 
     def _is_held(self, places: list[int]) -> bool:
         views = self._views
@@ -180,11 +202,6 @@ class DenseBucket(Bucket):
             if parameter.grad is old:  # in use now, not merely held
                 new.copy_(old)
                 parameter.grad = new
-
-    @override
-    def divide(self, divisor: float) -> None:
-        if divisor != 1:
-            self._data.mul_(1.0 / divisor)
 
     @override
     def settle(self, num_users: Sequence[int] | None) -> None:
@@ -244,17 +261,13 @@ class SparseBucket(Bucket):
         return [self._gradient]
 
     @override
-    def gather(self, used: Sequence[int]) -> None:
+    def gather(self, used: Sequence[int], *, divisor: float) -> None:
         gradient = self.parameters[0].grad
         if gradient is None:
             self._gradient = self._empty()
         else:
-            self._gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).detach().coalesce()
+            self._gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).detach().coalesce() / divisor
         self.absent = [] if gradient is not None and used[0] else [Absent(0, gradient)]
-
-    @override
-    def divide(self, divisor: float) -> None:
-        self._gradient = self._gradient / divisor
 
     @override
     def settle(self, num_users: Sequence[int] | None) -> None:

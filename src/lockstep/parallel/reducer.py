@@ -213,12 +213,12 @@ class Reducer:
         if self._skip_unused_buckets and not any(used):
             self._inflight.append(None)
             return
-        bucket.gather(used)
+        bucket.gather(used, divisor=self.divisor if self._transport.takes_divided else 1.0)
         self._inflight.append(self._start(bucket, position))
 
     def _start(self, bucket: Bucket, position: int) -> Future[Any]:
         is_last = position == len(self.buckets) - 1
-        return self._transport.start(bucket, position, is_last=is_last, divisor=self.divisor)
+        return self._transport.start(bucket, position, is_last=is_last)
 
     # --- the step closes --------------------------------------------------------------------------------------------
 

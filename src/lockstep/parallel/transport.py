@@ -20,8 +20,11 @@ CommHook = Callable[[Any, Any], Future[Any]]
 class Transport(ABC):
     """Starts the reduction of buckets and takes the results in."""
 
+    takes_divided: bool
+    """Whether gradients are to be divided before `start`."""
+
     @abstractmethod
-    def start(self, bucket: Bucket, position: int, *, is_last: bool, divisor: float) -> Future[Any]:
+    def start(self, bucket: Bucket, position: int, *, is_last: bool) -> Future[Any]:
         """Start to reduce ``bucket`` over all ranks; does not block. Collective: every rank, in bucket order."""
 
     @abstractmethod
@@ -40,12 +43,13 @@ class Transport(ABC):
 class MeanTransport(Transport):
     """The mean over ranks: divided first, so that fp16 does not overflow, then summed together with the tail."""
 
+    takes_divided = True
+
     def __init__(self, group: Group) -> None:
         self._group = group
 
     @override
-    def start(self, bucket: Bucket, position: int, *, is_last: bool, divisor: float) -> Future[Any]:
-        bucket.divide(divisor)
+    def start(self, bucket: Bucket, position: int, *, is_last: bool) -> Future[Any]:
         return all_reduce_async(bucket.payload, group=self._group)
 
     @override
@@ -61,13 +65,15 @@ class MeanTransport(Transport):
 class HookTransport(Transport):
     """A communication hook: it owns the gradients and divides them itself, and the counts travel on their own."""
 
+    takes_divided = False
+
     def __init__(self, group: Group, hook: CommHook, state: object) -> None:
         self._group = group
         self._hook = hook
         self._state = state
 
     @override
-    def start(self, bucket: Bucket, position: int, *, is_last: bool, divisor: float) -> Future[Any]:
+    def start(self, bucket: Bucket, position: int, *, is_last: bool) -> Future[Any]:
         return self._hook(self._state, GradBucket(bucket, position, is_last=is_last))
 
     @override

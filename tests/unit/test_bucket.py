@@ -1,0 +1,54 @@
+"""How gradients get into a bucket, divided by the number of ranks on the way."""
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.parallel.bucket import DenseBucket
+from lockstep.parallel.bucket_plan import ParameterSpec, plan_buckets
+
+SMALL, LARGE = (3, 5), (256, 256)
+
+
+def make_bucket(*shapes):
+    """Return a bucket for parameters of these shapes, which have gradients of their own."""
+    generator = torch.Generator().manual_seed(1)
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    specs = [ParameterSpec(parameter.numel(), parameter.dtype, parameter.device) for parameter in parameters]
+    (spec,) = plan_buckets(specs, range(len(specs)), (2**30,))
+    names = [str(index) for index in range(len(specs))]
+    return parameters, DenseBucket(spec, parameters, names, keep_held_gradients=False)
+
+
+@pytest.mark.parametrize("shapes", [[SMALL, SMALL], [LARGE], [SMALL, LARGE, SMALL, LARGE]])
+@pytest.mark.parametrize("divisor", [1.0, 3.0])
+def test_every_gradient_is_divided_once_and_becomes_a_view(shapes, divisor):
+    parameters, bucket = make_bucket(*shapes)
+    expected = [parameter.grad * (1 / divisor) for parameter in parameters]
+    bucket.gather([1] * len(shapes), divisor=divisor)
+    for parameter, view, gradient in zip(parameters, bucket.gradient_views(), expected, strict=True):
+        assert parameter.grad is view
+        assert torch.equal(view, gradient)
+    assert bucket.payload[-len(shapes) :].tolist() == [1.0] * len(shapes)
+    assert bucket.absent == []
+
+
+def test_gradients_that_are_in_the_bucket_already_are_divided_as_those_that_come_in():
+    parameters, bucket = make_bucket(LARGE, SMALL, LARGE)
+    bucket.gather([1, 1, 1], divisor=1.0)
+    parameters[2].grad = torch.full(LARGE, 6.0)
+    expected = [parameters[0].grad / 2, parameters[1].grad / 2, torch.full(LARGE, 3.0)]
+    bucket.gather([1, 1, 1], divisor=2.0)
+    assert all(torch.equal(view, gradient) for view, gradient in zip(bucket.gradient_views(), expected, strict=True))
+
+
+def test_a_gradient_that_never_came_counts_as_zero():
+    parameters, bucket = make_bucket(LARGE, SMALL)
+    parameters[1].grad = None
+    bucket.gather([1, 0], divisor=2.0)
+    assert bucket.gradient_views()[1].count_nonzero() == 0
+    assert bucket.payload[-2:].tolist() == [1.0, 0.0]
+    bucket.settle([1, 0])
+    assert parameters[1].grad is None
