@@ -117,7 +117,7 @@ def _fresh_main() -> ModuleType:
     module = ModuleType("__main__")
     module.__dict__.update(__builtins__=__builtins__, __cached__=None)
     if sys.version_info < (3, 14):  # From then on annotations are made when somebody asks for them.
-        module.__dict__["__annotations__"] = {}
+        module.__annotations__ = {}
     sys.modules["__main__"] = module
     return module
 
