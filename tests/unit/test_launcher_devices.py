@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -59,6 +60,19 @@ def test_more_devices_than_gpus(gpus):
     assert str(raised.value) == (
         "3 devices were asked for, but this machine has 2 GPUs.\n"
         "Ask for at most 2, or hide the GPUs to use the CPU: CUDA_VISIBLE_DEVICES= lockstep run ..."
+    )
+
+
+def test_more_cpu_ranks_than_memory_holds(gpus, cores, monkeypatch):
+    gpus(0)
+    cores(8, 4)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10 * 250 * 2**20))
+    assert choose_num_ranks("10") == 10
+    with pytest.raises(ConfigurationError) as raised:
+        choose_num_ranks("11")
+    assert str(raised.value) == (
+        "11 devices were asked for, but this machine has no GPU, 4 CPU cores and free memory for about 10 processes.\n"
+        "Ask for at most 10; more than 4 gain no speed."
     )
 
 

@@ -15,13 +15,17 @@ CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 """Quota and period of this container, as with ``docker run --cpus``."""
 
 
+RANK_BYTES = 250 * 2**20
+"""Memory of a process that has imported torch, before it has a model."""
+
+
 def choose_num_ranks(wanted: str | int | None) -> int | str:
     """Return the number of ranks for this machine: what was asked for, else one a GPU, else one a CPU core.
 
     Words such as ``gpu`` are returned as they are, for torchrun's own code to interpret.
 
     Raises:
-        ConfigurationError: It is no positive number, or there are fewer GPUs.
+        ConfigurationError: It is no positive number, there are fewer GPUs, or memory for fewer processes.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted is None:
@@ -39,7 +43,20 @@ def choose_num_ranks(wanted: str | int | None) -> int | str:
             f"{count} devices were asked for, but this machine has {num_gpus} GPU{'s' if num_gpus > 1 else ''}.\n"
             f"Ask for at most {num_gpus}, or hide the GPUs to use the CPU: CUDA_VISIBLE_DEVICES= lockstep run ..."
         )
+    if num_gpus == 0:
+        _check_memory(count)
     return count
+
+
+def _check_memory(num_ranks: int) -> None:
+    """Refuse CPU ranks that would be killed before they begin; more ranks than cores are slow, but work."""
+    free_bytes = psutil.virtual_memory().available
+    if num_ranks * RANK_BYTES > free_bytes:
+        most = max(1, free_bytes // RANK_BYTES)
+        raise ConfigurationError(
+            f"{num_ranks} devices were asked for, but this machine has no GPU, {num_cores()} CPU cores and free memory "
+            f"for about {most} processes.\nAsk for at most {most}; more than {num_cores()} gain no speed."
+        )
 
 
 def num_cores() -> int:
