@@ -1,4 +1,4 @@
-"""torch.compile inside and around the wrapper; the backend without code generation is enough to see hooks and frames."""
+"""torch.compile inside and around the wrapper, with a backend that shows hooks and frames without generating code."""
 
 import pytest
 import torch

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from lockstep.parallel.inputs import move_to
-from lockstep.parallel.outputs import anchor_tensors, find_tensors
+from lockstep.parallel.ddp.inputs import move_to
+from lockstep.parallel.ddp.outputs import anchor_tensors, find_tensors
 
 
 class Pair(NamedTuple):

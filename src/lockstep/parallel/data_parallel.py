@@ -202,13 +202,8 @@ class DataParallel(nn.Module, Generic[Wrapped]):
         absent = {"output_device": None, "dim": 0, "src_device_obj": None, "last_timings": None, "_engine": None}
         super().__setstate__(absent | state)  # type: ignore[no-untyped-call]
 
-    def _replicate_for_data_parallel(self) -> "DataParallel[Wrapped]":
-        """Return the shell for a wrapper inside another one: it must not use the threads of the original."""
-        replica: DataParallel[Wrapped] = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-        replica._engine = None
-        return replica
-
     def _current_engine(self) -> ReplicaEngine:
+        """Return the engine of the present module; a replica of this wrapper has another module, and so its own."""
         if self._engine is None or self._engine.replicas.module is not self.module:
             self._engine = ReplicaEngine(self.module, self.devices)
         return self._engine

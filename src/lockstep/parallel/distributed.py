@@ -14,10 +14,14 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from lockstep.comm.collectives import Group, default_group, mesh_group
 from lockstep.comm.join import Joinable
-from lockstep.parallel.attributes import forward_attribute
-from lockstep.parallel.comm_hooks import check_comm_hook
-from lockstep.parallel.ddp_join import UnevenInputs, announce_backward, common_rank
-from lockstep.parallel.ddp_options import (
+from lockstep.parallel.ddp.attributes import forward_attribute
+from lockstep.parallel.ddp.comm_hooks import check_comm_hook
+from lockstep.parallel.ddp.delayed import DelayedReduction
+from lockstep.parallel.ddp.dynamo import leave_all_uncompiled, leave_uncompiled
+from lockstep.parallel.ddp.inputs import move_to
+from lockstep.parallel.ddp.join import UnevenInputs, announce_backward, common_rank
+from lockstep.parallel.ddp.model_sync import ModelSync
+from lockstep.parallel.ddp.options import (
     bucket_caps_bytes,
     buffer_policy,
     check_combination,
@@ -27,15 +31,11 @@ from lockstep.parallel.ddp_options import (
     ignored_names,
     sparse_parameters,
 )
-from lockstep.parallel.delayed import DelayedReduction
-from lockstep.parallel.dynamo import leave_all_uncompiled, leave_uncompiled
-from lockstep.parallel.inputs import move_to
-from lockstep.parallel.model_sync import ModelSync
-from lockstep.parallel.outputs import anchor_tensors, find_tensors
-from lockstep.parallel.parameter_hooks import watch_frozen
-from lockstep.parallel.reducer import Reducer
-from lockstep.parallel.state_keys import accept_bare_keys
-from lockstep.parallel.torch_reducer import TorchReducer
+from lockstep.parallel.ddp.outputs import anchor_tensors, find_tensors
+from lockstep.parallel.ddp.parameter_hooks import watch_frozen
+from lockstep.parallel.ddp.reducer import Reducer
+from lockstep.parallel.ddp.state_keys import accept_bare_keys
+from lockstep.parallel.ddp.torch_reducer import TorchReducer
 
 
 class DistributedDataParallel(UnevenInputs):

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lockstep.comm.collectives import Group, all_reduce
 from lockstep.comm.join import Join, JoinHook
-from lockstep.parallel.torch_names import TorchNames
+from lockstep.parallel.ddp.torch_names import TorchNames
 
 
 class UnevenInputs(TorchNames):

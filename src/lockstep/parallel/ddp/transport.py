@@ -11,8 +11,8 @@ from torch.futures import Future
 from typing_extensions import override
 
 from lockstep.comm.collectives import Group, all_reduce, all_reduce_async
-from lockstep.parallel.bucket import Bucket
-from lockstep.parallel.grad_bucket import GradBucket
+from lockstep.parallel.ddp.bucket import Bucket
+from lockstep.parallel.ddp.grad_bucket import GradBucket
 
 CommHook = Callable[[Any, Any], Future[Any]]
 

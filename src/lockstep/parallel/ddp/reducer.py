@@ -37,12 +37,12 @@ from torch.futures import Future
 
 from lockstep.comm.collectives import Group, is_native
 from lockstep.errors import CollectiveError, LockstepError
-from lockstep.parallel.bucket import Bucket, DenseBucket, SparseBucket
-from lockstep.parallel.bucket_plan import BucketSpec, ParameterSpec, plan_buckets
-from lockstep.parallel.in_backward import take_over_optimizers
-from lockstep.parallel.parameter_hooks import watch_gradients
-from lockstep.parallel.ready_order import agree_on_order
-from lockstep.parallel.transport import CommHook, HookTransport, MeanTransport, Transport
+from lockstep.parallel.ddp.bucket import Bucket, DenseBucket, SparseBucket
+from lockstep.parallel.ddp.bucket_plan import BucketSpec, ParameterSpec, plan_buckets
+from lockstep.parallel.ddp.in_backward import take_over_optimizers
+from lockstep.parallel.ddp.parameter_hooks import watch_gradients
+from lockstep.parallel.ddp.ready_order import agree_on_order
+from lockstep.parallel.ddp.transport import CommHook, HookTransport, MeanTransport, Transport
 
 
 class _Phase(Enum):

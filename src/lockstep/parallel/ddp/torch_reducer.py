@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from lockstep.comm.collectives import Group, all_reduce_async
-from lockstep.parallel.grad_bucket import GradBucket
-from lockstep.parallel.reducer import Reducer
+from lockstep.parallel.ddp.grad_bucket import GradBucket
+from lockstep.parallel.ddp.reducer import Reducer
 
 
 class TorchReducer:

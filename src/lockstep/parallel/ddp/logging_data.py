@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lockstep.comm.collectives import backend_name
 
 if TYPE_CHECKING:
-    from lockstep.parallel.torch_names import TorchNames
+    from lockstep.parallel.ddp.torch_names import TorchNames
 
 _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.comm.collectives import BuiltinCommHookType, GradBucketType, overlapped_optimizer, stock_comm_hooks
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.transport import CommHook
+from lockstep.parallel.ddp.transport import CommHook
 
 __all__ = ["builtin_comm_hook", "check_comm_hook", "overlapped_optimizer"]
 

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from lockstep.comm.collectives import Group, broadcast_coalesced
 from lockstep.comm.join import Joinable
-from lockstep.parallel.bucket_plan import MIB
-from lockstep.parallel.comm_hooks import builtin_comm_hook, overlapped_optimizer
-from lockstep.parallel.ddp_logging import logging_data
-from lockstep.parallel.ddp_options import bucket_caps_bytes
-from lockstep.parallel.inputs import move_to
-from lockstep.parallel.model_sync import BufferHook, ModelSync, RegisteredBufferHook
+from lockstep.parallel.ddp.bucket_plan import MIB
+from lockstep.parallel.ddp.comm_hooks import builtin_comm_hook, overlapped_optimizer
+from lockstep.parallel.ddp.inputs import move_to
+from lockstep.parallel.ddp.logging_data import logging_data
+from lockstep.parallel.ddp.model_sync import BufferHook, ModelSync, RegisteredBufferHook
+from lockstep.parallel.ddp.options import bucket_caps_bytes
 
 if TYPE_CHECKING:
-    from lockstep.parallel.reducer import Reducer
+    from lockstep.parallel.ddp.reducer import Reducer
 
 
 class TorchNames(nn.Module, Joinable):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.bucket_plan import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB
+from lockstep.parallel.ddp.bucket_plan import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB
 
 
 def ignored_names(module: nn.Module) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lockstep.parallel.bucket import Bucket, cut_views
+from lockstep.parallel.ddp.bucket import Bucket, cut_views
 
 
 class GradBucket:

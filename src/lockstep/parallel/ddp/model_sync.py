@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from lockstep.comm.collectives import Group, broadcast_coalesced
-from lockstep.parallel.agreement import check_models_agree
+from lockstep.parallel.ddp.agreement import check_models_agree
 
 BufferHook = Callable[[Any, dict[str, Tensor]], list[Future[Any]] | None]
 

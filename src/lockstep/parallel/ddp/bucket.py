@@ -23,7 +23,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lockstep.errors import LockstepError
-from lockstep.parallel.bucket_plan import BucketSpec
+from lockstep.parallel.ddp.bucket_plan import BucketSpec
 
 _LARGE_NUMEL = 2**15
 """Gradients of this size are divided while they are copied; smaller ones all in one go, which takes fewer calls."""

@@ -1,0 +1,1 @@
+"""What `DistributedDataParallel` is made of; docs/design/ddp.md draws the parts."""
