@@ -53,7 +53,7 @@ def replicate(module: nn.Module) -> list[nn.Module]:
     """Build new replicas, as torch's ``replicate`` does at every forward."""
     parameters = list(module.parameters())
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-    copies = CopyParameters.apply(*parameters)
+    copies: tuple[Tensor, ...] = CopyParameters.apply(*parameters)  # type: ignore[no-untyped-call]
     modules = list(module.modules())
     replicas = []
     for device in range(NUM_DEVICES):
@@ -68,7 +68,7 @@ def replicate(module: nn.Module) -> list[nn.Module]:
                 else:
                     setattr(shell, name, copies[device * len(parameters) + numbers[id(parameter)]])
             for name, buffer in source._buffers.items():
-                setattr(shell, name, buffer if device == 0 else buffer.clone())
+                setattr(shell, name, buffer if device == 0 or buffer is None else buffer.clone())
         replicas.append(shells[id(module)])
     return replicas
 
@@ -106,7 +106,8 @@ class Language(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits of the next character at every place."""
-        return self.head(self.blocks(self.embedding(tokens)))
+        logits: Tensor = self.head(self.blocks(self.embedding(tokens)))
+        return logits
 
 
 def convolutions(width: int, depth: int) -> nn.Module:

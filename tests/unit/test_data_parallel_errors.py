@@ -215,5 +215,6 @@ def test_one_wrapper_inside_another():
     inner = DataParallel(nn.Linear(2, 2).double(), ["cpu", "cpu"])
     outer = DataParallel(nn.Sequential(inner, nn.Tanh()), ["cpu", "cpu"])
     x = torch.randn(5, 2, dtype=torch.double)
+    inner(x)
     for _ in range(3):
         torch.testing.assert_close(outer(x), torch.tanh(inner.module(x)), rtol=1e-12, atol=1e-14)
