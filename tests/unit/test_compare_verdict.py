@@ -79,6 +79,14 @@ def test_a_tie_with_single_is_no_gain():
     )
 
 
+def test_rounds_that_are_too_uneven_to_tell_are_no_tie():
+    found = comparison(contender("single", 10.0), contender("ddp", 8.0, noise=(1.0, 1.5, 0.8, 1.0, 1.0)))
+    assert judge(found).use == "single"
+    assert sentences(found)[0] == (
+        "Use single: these rounds do not tell whether ddp is any faster, 1.25x single's speed (0.84x to 1.55x)."
+    )
+
+
 def test_a_gain_of_three_percent_is_not_worth_the_trouble():
     found = comparison(contender("single", 10.3), contender("ddp", 10.0, exposed_ms=1.0))
     assert sentences(found)[0] == (

@@ -74,6 +74,8 @@ def _recommend(comparison: Comparison) -> tuple[Contender, str]:
     nearest = max(others, key=lambda c: c.speed_over(single).median)
     gain = nearest.speed_over(single)
     measured = f"{gain.median:.2f}x single's speed {_range(gain)}"
+    if gain.holds(1.0) and gain.relative_width > NOISY:
+        return single, f"Use single: these rounds do not tell whether {nearest.strategy} is any faster, {measured}."
     if gain.holds(1.0):
         return single, f"Use single: {nearest.strategy} ties with it at {measured}, so more devices gain nothing."
     if gain.median < 1.0:
