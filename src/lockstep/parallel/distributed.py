@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from lockstep.comm.collectives import Group, default_group, mesh_group
 from lockstep.comm.join import Joinable
 from lockstep.parallel.ddp.attributes import forward_attribute
+from lockstep.parallel.ddp.bucket_row import BucketRow
 from lockstep.parallel.ddp.comm_hooks import check_comm_hook
 from lockstep.parallel.ddp.delayed import DelayedReduction
 from lockstep.parallel.ddp.dynamo import leave_all_uncompiled, leave_uncompiled
@@ -165,17 +166,14 @@ class DistributedDataParallel(UnevenInputs):
 
     def _watch_parameters(self) -> None:
         parameters = self._model_sync.named_parameters()
-        named = [item for item in parameters.items() if item[1].requires_grad]
-        sparse = sparse_parameters(self.module)
-        self._reducer = Reducer(
-            [parameter for _, parameter in named],
-            [name for name, _ in named],
-            sparse=frozenset(index for index, (_, parameter) in enumerate(named) if parameter in sparse),
-            group=self.process_group,
+        trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        row = BucketRow(
+            trained,
+            sparse=sparse_parameters(self.module),
             caps_bytes=self._bucket_caps_bytes,
             keep_held_gradients=not self.gradient_as_bucket_view,
-            skip_unused_buckets=self.skip_all_reduce_unused_params,
         )
+        self._reducer = Reducer(row, group=self.process_group, skip_unused_buckets=self.skip_all_reduce_unused_params)
         self.reducer = TorchReducer(self._reducer, self.process_group)
         watch_frozen(parameters, self._reducer)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lockstep.parallel.ddp.bucket import Bucket, cut_views
+from lockstep.parallel.ddp.bucket import Bucket
+from lockstep.parallel.ddp.dense_bucket import cut_views
 
 
 class GradBucket:

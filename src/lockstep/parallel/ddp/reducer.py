@@ -26,7 +26,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -37,11 +36,10 @@ from torch.futures import Future
 
 from lockstep.comm.collectives import Group, is_native
 from lockstep.errors import CollectiveError, LockstepError
-from lockstep.parallel.ddp.bucket import Bucket, DenseBucket, SparseBucket
-from lockstep.parallel.ddp.bucket_plan import BucketSpec, ParameterSpec, plan_buckets
+from lockstep.parallel.ddp.bucket import Bucket
+from lockstep.parallel.ddp.bucket_row import BucketRow
 from lockstep.parallel.ddp.in_backward import take_over_optimizers
 from lockstep.parallel.ddp.parameter_hooks import watch_gradients
-from lockstep.parallel.ddp.ready_order import agree_on_order
 from lockstep.parallel.ddp.transport import CommHook, HookTransport, MeanTransport, Transport
 
 
@@ -55,12 +53,8 @@ class Reducer:
     """Averages the gradients of ``parameters`` over the ranks of ``group`` during backward.
 
     Args:
-        parameters: All parameters to reduce, each once; the same order, shapes and dtypes on every rank.
-        names: Their names, for messages.
-        sparse: Indices of the parameters that receive sparse gradients.
+        row: The buckets, and the parameters whose gradients they hold.
         group: The ranks that take part.
-        caps_bytes: See :func:`plan_buckets`.
-        keep_held_gradients: See [Note: held gradients] in bucket.py.
         skip_unused_buckets: Do not reduce buckets without any gradient; only right if all ranks agree on which.
 
     Attributes:
@@ -70,53 +64,39 @@ class Reducer:
 
     def __init__(
         self,
-        parameters: Sequence[torch.nn.Parameter],
-        names: Sequence[str],
+        row: BucketRow,
         *,
-        sparse: frozenset[int],
         group: Group,
-        caps_bytes: Sequence[int],
-        keep_held_gradients: bool,
         skip_unused_buckets: bool = False,
     ) -> None:
         self.divisor = float(group.size())
         self.exposed_wait_s = 0.0
-        self.has_rebuilt_buckets = False
-        self.buckets: list[Bucket] = []
         self.post_backward: list[Future[Any]] = []  # waited for when the step closes
+        self.row = row
         self._group = group
         self._transport: Transport = MeanTransport(group)
-        self._parameters = list(parameters)
-        self._names = list(names)
-        self._caps_bytes = tuple(caps_bytes)
-        self._keep_held_gradients = keep_held_gradients
         self._skip_unused_buckets = skip_unused_buckets
-        self._specs = [
-            ParameterSpec(parameter.numel(), parameter.dtype, parameter.device, sparse=index in sparse)
-            for index, parameter in enumerate(self._parameters)
-        ]
-        self._default_order = tuple(reversed(range(len(self._parameters))))
         self._lock = threading.Lock()  # a model on several devices calls hooks from one autograd thread per device
-        self._used = bytearray(len(self._parameters))  # received a gradient since the last synchronised step
+        self._used = bytearray(len(self.row.parameters))  # received a gradient since the last synchronised step
         self._handles: list[Any] = []
         self._in_backward_step: Callable[[], None] | None = None
         self._has_taken_over = False
         self._phase = _Phase.IDLE
         self._closing: Callable[[], object] = lambda: None
-        self._install(plan_buckets(self._specs, self._default_order, self._caps_bytes))
+        self._reset_step()
         if group.size() > 1 or not is_native(group):
-            self._handles = watch_gradients(self._parameters, self)
+            self._handles = watch_gradients(self.row.parameters, self)
 
     def set_comm_hook(self, hook: CommHook, state: object) -> None:
         """Let ``hook(state, bucket)`` reduce the buckets from now on."""
         self._transport = HookTransport(self._group, hook, state)
         if not self._handles:
-            self._handles = watch_gradients(self._parameters, self)
+            self._handles = watch_gradients(self.row.parameters, self)
 
     def take_over_optimizers(self) -> None:
         """Run optimizers that were set up to step inside backward when gradients are averaged; asked for only once."""
         if self._handles and not self._has_taken_over:
-            self._in_backward_step = take_over_optimizers(self._parameters)
+            self._in_backward_step = take_over_optimizers(self.row.parameters)
             self._has_taken_over = True
 
     def remove_hooks(self) -> None:
@@ -167,8 +147,8 @@ class Reducer:
     def _reset_step(self) -> None:
         self._phase = _Phase.IDLE
         self._arrivals: list[int] = []
-        self._arrived = bytearray(len(self._parameters))
-        self._missing = [len(bucket.parameters) for bucket in self.buckets]
+        self._arrived = bytearray(len(self.row.parameters))
+        self._missing = [len(bucket.parameters) for bucket in self.row.buckets]
         self._inflight: list[Future[Any] | None] = []
 
     # --- gradients arrive, buckets leave ----------------------------------------------------------------------------
@@ -181,10 +161,10 @@ class Reducer:
                 if self._phase is not _Phase.ARMED:
                     return
                 self._open_step()
-            if not self.has_rebuilt_buckets:
+            if not self.row.is_rebuilt:
                 self._arrivals.append(index)
                 return
-            position = self._bucket_of[index]
+            position = self.row.position_of[index]
             if self._arrived[index]:
                 if position < len(self._inflight):
                     raise LockstepError(self._late_message(index))
@@ -193,14 +173,14 @@ class Reducer:
             self._missing[position] -= 1
             if self._missing[position]:
                 return
-            while (ready := len(self._inflight)) < len(self.buckets) and self._missing[ready] == 0:
-                if self.buckets[ready].spec.deferred:
+            while (ready := len(self._inflight)) < len(self.row.buckets) and self._missing[ready] == 0:
+                if self.row.buckets[ready].spec.deferred:
                     break
                 self._launch()
 
     def _late_message(self, index: int) -> str:
         return (
-            f"Rank {self._group.rank()}: parameter {self._names[index]} received a second gradient in one backward, "
+            f"Rank {self._group.rank()}: parameter {self.row.names[index]} received a second gradient in one backward, "
             "after its bucket had been sent.\nThis happens when a layer is checkpointed several times with "
             "use_reentrant=True in some steps but not in the first. Use use_reentrant=False."
         )
@@ -208,7 +188,7 @@ class Reducer:
     def _launch(self) -> None:
         """Gather the next bucket's gradients and start its reduction."""
         position = len(self._inflight)
-        bucket = self.buckets[position]
+        bucket = self.row.buckets[position]
         used = [self._used[index] for index in bucket.spec.parameters]
         if self._skip_unused_buckets and not any(used):
             self._inflight.append(None)
@@ -217,7 +197,7 @@ class Reducer:
         self._inflight.append(self._start(bucket, position))
 
     def _start(self, bucket: Bucket, position: int) -> Future[Any]:
-        is_last = position == len(self.buckets) - 1
+        is_last = position == len(self.row.buckets) - 1
         return self._transport.start(bucket, position, is_last=is_last)
 
     # --- the step closes --------------------------------------------------------------------------------------------
@@ -226,12 +206,12 @@ class Reducer:
         """Launch what is left, wait for everything, and settle the gradients that never came."""
         with self._lock:
             try:
-                while len(self._inflight) < len(self.buckets):
+                while len(self._inflight) < len(self.row.buckets):
                     self._launch()
                 started_s = time.perf_counter()
-                num_users = self._wait_for_all(self.buckets, self._inflight, self._used)
+                num_users = self._wait_for_all(self.row.buckets, self._inflight, self._used)
                 self.exposed_wait_s = time.perf_counter() - started_s
-                for bucket, future in zip(self.buckets, self._inflight, strict=True):
+                for bucket, future in zip(self.row.buckets, self._inflight, strict=True):
                     if future is not None:
                         counts = None if num_users is None else [num_users[index] for index in bucket.spec.parameters]
                         bucket.settle(counts)
@@ -239,9 +219,9 @@ class Reducer:
                     future.wait()
                 if self._in_backward_step is not None:
                     self._in_backward_step()
-                if not self.has_rebuilt_buckets:
-                    self._rebuild(self._arrivals)
-                self._used = bytearray(len(self._parameters))
+                if not self.row.is_rebuilt:
+                    self.row.rebuild(self._arrivals, group=self._group)
+                self._used = bytearray(len(self.row.parameters))
             finally:
                 self.post_backward = []
                 self._reset_step()
@@ -260,40 +240,16 @@ class Reducer:
                         f"({bucket.names[0]} ... {bucket.names[-1]}) failed: {error}\n"
                         "Another rank probably ended or ran no backward; look at the first error of the job."
                     ) from error
-        return self._transport.count_users(used, self._specs[0].device)
+        return self._transport.count_users(used, self.row.device)
 
     def shadow_step(self) -> None:
         """Take part in one step of the other ranks with zero gradients; ``param.grad`` stays as it is.
 
         Collective: every rank that has data runs a synchronised backward. Blocks until complete.
         """
-        nothing = bytearray(len(self._parameters))
-        scratch = [self._make_bucket(bucket.spec) for bucket in self.buckets]  # new buckets hold zeros
+        nothing = bytearray(len(self.row.parameters))
+        scratch = self.row.scratch()
         futures = [self._start(bucket, position) for position, bucket in enumerate(scratch)]
         self._wait_for_all(scratch, futures, nothing)
-        if not self.has_rebuilt_buckets:
-            self._rebuild([])
-
-    # --- the plan ---------------------------------------------------------------------------------------------------
-
-    def _make_bucket(self, spec: BucketSpec) -> Bucket:
-        if spec.sparse:
-            return SparseBucket(spec, self._parameters, self._names)
-        return DenseBucket(spec, self._parameters, self._names, keep_held_gradients=self._keep_held_gradients)
-
-    def _install(self, plan: Sequence[BucketSpec]) -> None:
-        self.buckets = [self._make_bucket(spec) for spec in plan]
-        self._bucket_of = [0] * len(self._parameters)
-        for position, spec in enumerate(plan):
-            for index in spec.parameters:
-                self._bucket_of[index] = position
-        self._reset_step()
-
-    def _rebuild(self, arrivals: Sequence[int]) -> None:
-        """Build the buckets anew from what the first step showed. Collective: every rank."""
-        agreed = agree_on_order(arrivals, self._default_order, group=self._group, device=self._specs[0].device)
-        self._specs = [replace(spec, deferred=index in agreed.repeated) for index, spec in enumerate(self._specs)]
-        self._install(plan_buckets(self._specs, agreed.order, self._caps_bytes))
-        for bucket in self.buckets:
-            bucket.adopt()
-        self.has_rebuilt_buckets = True
+        if not self.row.is_rebuilt:
+            self.row.rebuild([], group=self._group)

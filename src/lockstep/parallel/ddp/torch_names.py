@@ -94,7 +94,7 @@ class TorchNames(nn.Module, Joinable):
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        return self._reducer.has_rebuilt_buckets
+        return self._reducer.row.is_rebuilt
 
     @property
     def _distributed_rank(self) -> int:
@@ -102,8 +102,8 @@ class TorchNames(nn.Module, Joinable):
 
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
         """Return torch's facts for debugging: world size, buckets, dtypes and so on."""
-        sizes_bytes = [bucket.spec.size_bytes for bucket in self._reducer.buckets]
-        return logging_data(self, sizes_bytes, rebuilt=self._reducer.has_rebuilt_buckets)
+        sizes_bytes = [bucket.spec.size_bytes for bucket in self._reducer.row.buckets]
+        return logging_data(self, sizes_bytes, rebuilt=self._reducer.row.is_rebuilt)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.parallel.ddp.bucket import DenseBucket
 from lockstep.parallel.ddp.bucket_plan import ParameterSpec, plan_buckets
+from lockstep.parallel.ddp.dense_bucket import DenseBucket
 
 SMALL, LARGE = (3, 5), (256, 256)
 

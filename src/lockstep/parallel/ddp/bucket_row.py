@@ -1,0 +1,86 @@
+"""The buckets in the order in which they leave, and where each parameter's gradient lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
+
+import torch
+
+from lockstep.comm.collectives import Group
+from lockstep.parallel.ddp.bucket import Bucket
+from lockstep.parallel.ddp.bucket_plan import BucketSpec, ParameterSpec, plan_buckets
+from lockstep.parallel.ddp.dense_bucket import DenseBucket
+from lockstep.parallel.ddp.ready_order import agree_on_order
+from lockstep.parallel.ddp.sparse_bucket import SparseBucket
+
+
+class BucketRow:
+    """All buckets of a model: first in reverse order of registration, then, once, in the order that was observed.
+
+    Args:
+        parameters: All parameters to reduce, by name, each once; the same order, shapes and dtypes on every rank.
+        sparse: Those among them that receive sparse gradients.
+        caps_bytes: See :func:`plan_buckets`.
+        keep_held_gradients: See [Note: held gradients] in dense_bucket.py.
+
+    Attributes:
+        parameters, names: By index, which is how a bucket names them.
+        buckets: In the order in which they leave, the same on every rank.
+        position_of: By parameter, the position of its bucket.
+        is_rebuilt: Whether the order is the observed one.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        *,
+        sparse: Set[torch.Tensor],
+        caps_bytes: Sequence[int],
+        keep_held_gradients: bool,
+    ) -> None:
+        self.is_rebuilt = False
+        self.parameters, self.names = list(parameters.values()), list(parameters)
+        self._caps_bytes = tuple(caps_bytes)
+        self._keep_held_gradients = keep_held_gradients
+        self._specs = [
+            ParameterSpec(parameter.numel(), parameter.dtype, parameter.device, sparse=parameter in sparse)
+            for parameter in self.parameters
+        ]
+        self._default_order = tuple(reversed(range(len(self.parameters))))
+        self._install(self._default_order)
+
+    @property
+    def device(self) -> torch.device:
+        """A device whose tensors the ranks can exchange."""
+        return self._specs[0].device
+
+    def rebuild(self, arrivals: Sequence[int], *, group: Group) -> None:
+        """Build the buckets anew from what the first step showed. Collective: every rank. Blocks until complete.
+
+        Args:
+            arrivals: Indices of the parameters as their gradients arrived on this rank; empty if it had no data.
+            group: The ranks that take part.
+        """
+        agreed = agree_on_order(arrivals, self._default_order, group=group, device=self.device)
+        self._specs = [replace(spec, deferred=index in agreed.repeated) for index, spec in enumerate(self._specs)]
+        self._install(agreed.order)
+        for bucket in self.buckets:
+            bucket.adopt()
+        self.is_rebuilt = True
+
+    def scratch(self) -> list[Bucket]:
+        """Return buckets like these that hold zeros."""
+        return [self._make(bucket.spec) for bucket in self.buckets]
+
+    def _install(self, order: Sequence[int]) -> None:
+        self.buckets = [self._make(spec) for spec in plan_buckets(self._specs, order, self._caps_bytes)]
+        self.position_of = [0] * len(self.parameters)
+        for position, bucket in enumerate(self.buckets):
+            for index in bucket.spec.parameters:
+                self.position_of[index] = position
+
+    def _make(self, spec: BucketSpec) -> Bucket:
+        if spec.sparse:
+            return SparseBucket(spec, self.parameters, self.names)
+        return DenseBucket(spec, self.parameters, self.names, keep_held_gradients=self._keep_held_gradients)

@@ -1,0 +1,186 @@
+"""A bucket in one flat buffer: how gradients get in and out.
+
+[Note: layout]
+One flat buffer: the gradients of the parameters, back to back, then a tail of one element per parameter. The tail
+travels in the same collective and counts on how many ranks each parameter received a gradient; see [Note: parameters
+without a gradient] in reducer.py. ``views[k]`` has the shape and the strides of parameter k and becomes its ``.grad``.
+
+[Note: held gradients]
+In torch, a gradient that somebody keeps after ``zero_grad()`` stays as it is. Ours are views of a buffer that the next
+step overwrites, so a bucket whose views somebody still holds takes new memory and leaves the old to its holders.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lockstep.errors import LockstepError
+from lockstep.parallel.ddp.bucket import Absent, Bucket
+from lockstep.parallel.ddp.bucket_plan import BucketSpec
+
+_LARGE_NUMEL = 2**15
+"""Gradients of this size are divided while they are copied; smaller ones all in one go, which takes fewer calls."""
+
+_OWN_REFERENCES = 2  # to a view nobody else holds, as sys.getrefcount sees it: the list of views and the argument
+
+
+@final
+class DenseBucket(Bucket):
+    """Gradients in one flat buffer; see [Note: layout]."""
+
+    def __init__(
+        self,
+        spec: BucketSpec,
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        *,
+        keep_held_gradients: bool,
+    ) -> None:
+        super().__init__(spec, parameters, names)
+        self._keep_held_gradients = keep_held_gradients
+        self._allocate()
+
+    def _allocate(self) -> None:
+        numel = sum(parameter.numel() for parameter in self.parameters)
+        self._buffer = torch.zeros(numel + len(self.parameters), dtype=self.spec.dtype, device=self.spec.device)
+        self._data = self._buffer[:numel]
+        self._tail = self._buffer[numel:]
+        self._views = cut_views(self._data, self.parameters)
+        self._num_aliases = self._count_aliases()
+        self._large = {place for place, view in enumerate(self._views) if view.numel() >= _LARGE_NUMEL}
+
+    @property
+    @override
+    def gradients(self) -> Tensor:
+        return self._data
+
+    @gradients.setter
+    def gradients(self, value: Tensor) -> None:
+        if value.data_ptr() != self._data.data_ptr() or value.dtype != self._data.dtype:
+            self._data.copy_(value.reshape(-1)[: self._data.numel()])
+
+    @property
+    @override
+    def payload(self) -> Tensor:
+        return self._buffer
+
+    @override
+    def gradient_views(self) -> list[Tensor]:
+        return list(self._views)
+
+    @override
+    def gather(self, used: Sequence[int], *, divisor: float) -> None:
+        self.absent = []
+        places: list[int] = []
+        sources: list[Tensor] = []
+        views = self._views
+        for place, parameter in enumerate(self.parameters):
+            gradient = parameter.grad
+            if gradient is None or not used[place]:
+                self.absent.append(Absent(place, None if gradient is None else gradient.clone()))
+            if gradient is not None and gradient is not views[place]:
+                places.append(place)
+                sources.append(gradient)
+        if sources:
+            self._make_room(places, sources)
+        with torch.no_grad():  # backward with create_graph=True records what we do
+            self._copy_in(places, sources, 1.0 / divisor)
+        for place in places:
+            self.parameters[place].grad = self._views[place]
+        self._tail.fill_(1)
+        for absent in self.absent:
+            self._tail[absent.place] = 0
+            if absent.previous is None:
+                self._views[absent.place].zero_()
+
+    def _make_room(self, places: list[int], sources: list[Tensor]) -> None:
+        for place, source in zip(places, sources, strict=True):
+            if source.layout is not torch.strided:
+                raise LockstepError(
+                    f"Parameter {self.names[place]} received a sparse gradient, which was not expected.\n"
+                    "Only nn.Embedding and nn.EmbeddingBag with sparse=True may produce sparse gradients."
+                )
+        if self._keep_held_gradients and self._is_held(places):
+            self._renew()
+
+    def _copy_in(self, places: list[int], sources: list[Tensor], factor: float) -> None:
+        """Copy ``sources`` to ``places``, and multiply all gradients by ``factor``."""
+        views = self._views
+        done: set[int] = set()
+        if factor != 1:
+            for place, source in zip(places, sources, strict=True):
+                view = views[place]
+                if place in self._large and source.dtype == view.dtype:
+                    torch.mul(source, factor, out=view)
+                    done.add(place)
+        rest = [(views[place], source) for place, source in zip(places, sources, strict=True) if place not in done]
+        if rest:
+            torch._foreach_copy_([view for view, _ in rest], [source for _, source in rest])
+        if factor != 1 and not done:
+            self._data.mul_(factor)
+        elif len(views) > len(done) > 0:
+            torch._foreach_mul_([view for place, view in enumerate(views) if place not in done], factor)
+
+    def _is_held(self, places: list[int]) -> bool:
+        views = self._views
+        return self._count_aliases() > self._num_aliases or any(
+            sys.getrefcount(views[place]) > _OWN_REFERENCES for place in places
+        )
+
+    def _count_aliases(self) -> int:
+        storage = self._buffer.untyped_storage()
+        return int(torch._C._storage_Use_Count(storage._cdata))
+
+    def _renew(self) -> None:
+        old_views = self._views
+        self._allocate()
+        for parameter, old, new in zip(self.parameters, old_views, self._views, strict=True):
+            if parameter.grad is old:  # in use now, not merely held
+                new.copy_(old)
+                parameter.grad = new
+
+    @override
+    def settle(self, num_users: Sequence[int] | None) -> None:
+        if not self.absent:
+            return
+        if num_users is None:
+            num_users = [round(count) for count in self._tail.real.tolist()]
+        for absent in self.absent:
+            parameter, view = self.parameters[absent.place], self._views[absent.place]
+            if num_users[absent.place]:
+                parameter.grad = view
+            elif absent.previous is None:
+                parameter.grad = None
+            else:
+                view.copy_(absent.previous)
+
+    @override
+    def adopt(self) -> None:
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if parameter.grad is not None:
+                view.copy_(parameter.grad)
+                parameter.grad = view
+
+
+def cut_views(flat: Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:
+    """Cut ``flat`` into tensors of the parameters' shapes; dense strides such as channels_last are kept.
+
+    autograd accumulates fastest, and without a warning, into gradients with the strides of their parameter.
+    """
+    views = []
+    offset = 0
+    for parameter in parameters:
+        piece = flat[offset : offset + parameter.numel()]
+        by_stride = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+        if parameter.permute(by_stride).is_contiguous():
+            views.append(piece.as_strided(parameter.shape, parameter.stride()))
+        else:  # it overlaps itself or has gaps
+            views.append(piece.view(parameter.shape))
+        offset += parameter.numel()
+    return views
