@@ -8,7 +8,7 @@ from torch import nn
 
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.parallel.data_parallel import DataParallel
-from lockstep.parallel.replica_errors import ReplicaFailure, attempt
+from lockstep.parallel.dp.errors import ReplicaFailure, attempt
 
 
 class TwoArguments(Exception):

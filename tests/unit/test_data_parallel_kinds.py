@@ -7,7 +7,7 @@ from torch import nn
 
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.data_parallel import DataParallel
-from lockstep.parallel.replica_flat import alias, coalesced_copies
+from lockstep.parallel.dp.flat import alias, coalesced_copies
 from tests.models import build, global_batch
 from tests.unit.data_parallel_cases import KINDS, assert_same_gradients, wrap
 
@@ -73,7 +73,7 @@ def test_held_parameters_are_copied_once(monkeypatch):
         return coalesced_copies(tensors, devices)
 
     model = wrap("apart", build("mlp"), 2, monkeypatch)
-    monkeypatch.setattr("lockstep.parallel.replica_tensors.coalesced_copies", counting)
+    monkeypatch.setattr("lockstep.parallel.dp.tensors.coalesced_copies", counting)
     x = global_batch("mlp", 4, 0)[0]
     with torch.no_grad():
         model(x)
@@ -97,7 +97,7 @@ def test_held_parameters_are_copied_once(monkeypatch):
 
 
 def test_copies_keep_types_strides_and_values(monkeypatch):
-    monkeypatch.setattr("lockstep.parallel.replica_flat.worth_packing", lambda source, device: True)
+    monkeypatch.setattr("lockstep.parallel.dp.flat.worth_packing", lambda source, device: True)
     tensors = [
         torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
         torch.randn(4, 6).t(),

@@ -15,7 +15,7 @@ from torch import nn
 
 from lockstep.errors import LockstepError
 from lockstep.parallel.data_parallel import DataParallel
-from lockstep.parallel.threads import ReplicaThreads
+from lockstep.parallel.dp.threads import ReplicaThreads
 from tests.models import build, global_batch
 
 
@@ -195,7 +195,7 @@ def test_an_interrupted_call_leaves_the_replicas_behind():
 
 
 def test_a_dead_thread_is_reported(monkeypatch):
-    monkeypatch.setattr("lockstep.parallel.threads._LIVENESS_CHECK_S", 0.05)
+    monkeypatch.setattr("lockstep.parallel.dp.threads._LIVENESS_CHECK_S", 0.05)
     pool = ReplicaThreads(2, divide_cores=False)
     assert pool.run([lambda: 1, lambda: 2]) == [1, 2]
     for worker in pool._workers:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.gather import gather
-from lockstep.parallel.scatter import as_device, scatter, scatter_kwargs
+from lockstep.parallel.dp.gather import gather
+from lockstep.parallel.dp.scatter import as_device, scatter, scatter_kwargs
 
 CPU = torch.device("cpu")
 

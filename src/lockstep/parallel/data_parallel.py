@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.gather import gather
-from lockstep.parallel.replica_devices import as_listed, choose_devices, choose_output_device
-from lockstep.parallel.replica_engine import LossFunction, ReplicaEngine, StepTimings, differentiate
-from lockstep.parallel.replica_structure import check_devices
-from lockstep.parallel.replicas import Replicas
-from lockstep.parallel.scatter import Device, as_device, scatter_kwargs
+from lockstep.parallel.dp.devices import as_listed, choose_devices, choose_output_device
+from lockstep.parallel.dp.engine import LossFunction, ReplicaEngine, StepTimings, differentiate
+from lockstep.parallel.dp.gather import gather
+from lockstep.parallel.dp.replicas import Replicas
+from lockstep.parallel.dp.scatter import Device, as_device, scatter_kwargs
+from lockstep.parallel.dp.structure import check_devices
 
 Wrapped = TypeVar("Wrapped", bound=nn.Module)
 

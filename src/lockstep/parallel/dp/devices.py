@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.scatter import Device, as_device
+from lockstep.parallel.dp.scatter import Device, as_device
 
 _IMBALANCE_RATIO = 0.75
 

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.replica_compiled import compiled_forward
-from lockstep.parallel.replica_flat import coalesced_copies
-from lockstep.parallel.replica_gradients import deliver, sum_in_tree
-from lockstep.parallel.replica_structure import Node, Structure, check_devices, read_structure
-from lockstep.parallel.replica_tensors import ReplicaTensors
+from lockstep.parallel.dp.compiled import compiled_forward
+from lockstep.parallel.dp.flat import coalesced_copies
+from lockstep.parallel.dp.gradients import deliver, sum_in_tree
+from lockstep.parallel.dp.structure import Node, Structure, check_devices, read_structure
+from lockstep.parallel.dp.tensors import ReplicaTensors
 
 
 class Replicas:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigurationError, LockstepError
-from lockstep.parallel.replica_context import ReplicaContext
-from lockstep.parallel.replica_devices import as_listed
-from lockstep.parallel.replica_errors import attempt, raise_first
-from lockstep.parallel.replicas import Replicas
-from lockstep.parallel.threads import ReplicaThreads
+from lockstep.parallel.dp.context import ReplicaContext
+from lockstep.parallel.dp.devices import as_listed
+from lockstep.parallel.dp.errors import attempt, raise_first
+from lockstep.parallel.dp.replicas import Replicas
+from lockstep.parallel.dp.threads import ReplicaThreads
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 """Called with a replica and its shard; returns the loss, a tensor of one element."""

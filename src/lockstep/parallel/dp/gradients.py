@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lockstep.parallel.replica_flat import coalesced_copies, is_remote
+from lockstep.parallel.dp.flat import coalesced_copies, is_remote
 
 Gradients = list[Tensor | None]
 """One gradient a weight, all on the device of one replica; None where the replica did not use the weight."""

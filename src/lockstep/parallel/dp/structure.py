@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.replica_compiled import is_compiled
+from lockstep.parallel.dp.compiled import is_compiled
 
 
 @dataclass(frozen=True)

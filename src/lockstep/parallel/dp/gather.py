@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.scatter import Device, as_device, is_dataclass_instance, moved, rebuilt
+from lockstep.parallel.dp.scatter import Device, as_device, is_dataclass_instance, moved, rebuilt
 
 
 def gather(outputs: Sequence[Any], target_device: Device, dim: int = 0) -> Any:

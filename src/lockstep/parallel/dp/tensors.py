@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.replica_flat import alias, coalesced_copies, is_plain, is_remote
-from lockstep.parallel.replica_gradients import sum_in_tree
+from lockstep.parallel.dp.flat import alias, coalesced_copies, is_plain, is_remote
+from lockstep.parallel.dp.gradients import sum_in_tree
 
 
 class ReplicaTensors:
