@@ -72,6 +72,9 @@ def tear_down() -> None:
     """Leave no group and no socket, so that ranks that still wait for this one learn at once that it is gone."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    # torch numbers groups, and a group that could not be made leaves the number raised on the ranks that tried: ranks
+    # that count differently never meet again.
+    dist.distributed_c10d._world.group_count = 0
     # Gloo closes its sockets when nothing refers to the group any more, and only then.
     world._syncs.clear()
     gc.collect()

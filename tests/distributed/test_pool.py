@@ -1,11 +1,13 @@
 """The pool itself: results, errors, deaths and hangs of ranks arrive at the test, and no worker outlives it."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -84,6 +86,18 @@ def test_a_failed_rank_that_keeps_its_sockets_open_does_not_hold_up_the_others(r
     assert str(second.error) == "the message"
     assert time.monotonic() - start < 20
     assert ranks(2)(lambda world: world.rank) == [0, 1]
+
+
+def test_ranks_that_could_not_make_a_group_alike_meet_in_the_next_call(ranks):
+    def fail_to_make_a_group(world):
+        if world.rank == 1:
+            dist.destroy_process_group()
+            with contextlib.suppress(dist.DistStoreError):
+                store = dist.HashStore()
+                dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=0.1))
+
+    ranks(2)(fail_to_make_a_group)
+    assert ranks(2)(lambda world: world.rank, timeout=10.0) == [0, 1]
 
 
 def test_each_gives_every_ranks_outcome(ranks):
