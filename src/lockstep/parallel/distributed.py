@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -222,7 +222,8 @@ class DistributedDataParallel(UnevenInputs):
 
         Collective: every rank, if buffers are broadcast.
         """
-        with record_function("DistributedDataParallel.forward"):
+        profiling = torch.autograd._profiler_enabled()
+        with record_function("DistributedDataParallel.forward") if profiling else nullcontext():
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             return self._post_forward(self.module(*inputs, **kwargs))
 

@@ -13,7 +13,7 @@ step overwrites, so a bucket whose views somebody still holds takes new memory a
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import final
 
 import torch
@@ -76,58 +76,58 @@ class DenseBucket(Bucket):
 
     @override
     def gather(self, used: Sequence[int], *, divisor: float) -> None:
-        self.absent = []
-        places: list[int] = []
-        sources: list[Tensor] = []
+        gradients = [parameter.grad for parameter in self.parameters]
+        self.absent = [
+            Absent(place, None if gradient is None else gradient.clone())
+            for place, gradient in enumerate(gradients)
+            if gradient is None or not used[place]
+        ]
         views = self._views
-        for place, parameter in enumerate(self.parameters):
-            gradient = parameter.grad
-            if gradient is None or not used[place]:
-                self.absent.append(Absent(place, None if gradient is None else gradient.clone()))
-            if gradient is not None and gradient is not views[place]:
-                places.append(place)
-                sources.append(gradient)
-        if sources:
-            self._make_room(places, sources)
+        fresh = {
+            place: gradient
+            for place, gradient in enumerate(gradients)
+            if gradient is not None and gradient is not views[place]
+        }
+        if fresh and self._keep_held_gradients and self._is_held(fresh):
+            self._renew()
         with torch.no_grad():  # backward with create_graph=True records what we do
-            self._copy_in(places, sources, 1.0 / divisor)
-        for place in places:
-            self.parameters[place].grad = self._views[place]
+            self._copy_in(fresh, 1.0 / divisor)
+        views = self._views
+        for place in fresh:
+            self.parameters[place].grad = views[place]
         self._tail.fill_(1)
         for absent in self.absent:
             self._tail[absent.place] = 0
             if absent.previous is None:
-                self._views[absent.place].zero_()
+                views[absent.place].zero_()
 
-    def _make_room(self, places: list[int], sources: list[Tensor]) -> None:
-        for place, source in zip(places, sources, strict=True):
-            if source.layout is not torch.strided:
+    def _copy_in(self, fresh: dict[int, Tensor], factor: float) -> None:
+        """Copy the gradients ``fresh`` to their places, and multiply all gradients in the bucket by ``factor``."""
+        views = self._views
+        large = self._large.intersection(fresh) if factor != 1 else set()
+        small = [place for place in fresh if place not in large] if large else list(fresh)
+        try:
+            for place in large:
+                torch.mul(fresh[place], factor, out=views[place])
+            if small:
+                torch._foreach_copy_([views[place] for place in small], [fresh[place] for place in small])
+        except RuntimeError as error:
+            self._explain_sparse(fresh, error)
+            raise
+        if factor != 1 and not large:
+            self._data.mul_(factor)
+        elif len(large) < len(views) and factor != 1:
+            torch._foreach_mul_([view for place, view in enumerate(views) if place not in large], factor)
+
+    def _explain_sparse(self, fresh: dict[int, Tensor], error: RuntimeError) -> None:
+        for place, gradient in fresh.items():
+            if gradient.layout is not torch.strided:
                 raise LockstepError(
                     f"Parameter {self.names[place]} received a sparse gradient, which was not expected.\n"
                     "Only nn.Embedding and nn.EmbeddingBag with sparse=True may produce sparse gradients."
-                )
-        if self._keep_held_gradients and self._is_held(places):
-            self._renew()
+                ) from error
 
-    def _copy_in(self, places: list[int], sources: list[Tensor], factor: float) -> None:
-        """Copy ``sources`` to ``places``, and multiply all gradients by ``factor``."""
-        views = self._views
-        done: set[int] = set()
-        if factor != 1:
-            for place, source in zip(places, sources, strict=True):
-                view = views[place]
-                if place in self._large and source.dtype == view.dtype:
-                    torch.mul(source, factor, out=view)
-                    done.add(place)
-        rest = [(views[place], source) for place, source in zip(places, sources, strict=True) if place not in done]
-        if rest:
-            torch._foreach_copy_([view for view, _ in rest], [source for _, source in rest])
-        if factor != 1 and not done:
-            self._data.mul_(factor)
-        elif len(views) > len(done) > 0:
-            torch._foreach_mul_([view for place, view in enumerate(views) if place not in done], factor)
-
-    def _is_held(self, places: list[int]) -> bool:
+    def _is_held(self, places: Iterable[int]) -> bool:
         views = self._views
         return self._count_aliases() > self._num_aliases or any(
             sys.getrefcount(views[place]) > _OWN_REFERENCES for place in places

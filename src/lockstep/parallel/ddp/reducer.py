@@ -129,8 +129,11 @@ class Reducer:
 
     def disarm(self) -> None:
         """Forget that a backward was expected, or one that an exception cut short. Nothing happens inside backward."""
-        if torch._C._current_graph_task_id() == -1:
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if self._phase is _Phase.COLLECTING:
             self._reset_step()
+        self._phase = _Phase.IDLE
 
     def _on_output(self, _gradient: Tensor) -> None:
         with self._lock:
@@ -138,7 +141,8 @@ class Reducer:
                 self._open_step()
 
     def _open_step(self) -> None:
-        self._reset_step()
+        if self._phase is _Phase.COLLECTING:  # a backward that an exception cut short
+            self._reset_step()
         self._phase = _Phase.COLLECTING
         close = self._close_step
         self._closing = weakref.ref(close)  # autograd drops it with the backward, be that finished or failed
@@ -157,7 +161,7 @@ class Reducer:
         """Take notice that a parameter has received a gradient; launch the buckets that this completes."""
         with self._lock:
             self._used[index] = 1
-            if not self.is_collecting:
+            if self._phase is not _Phase.COLLECTING or self._closing() is None:  # is_collecting, without a call
                 if self._phase is not _Phase.ARMED:
                     return
                 self._open_step()
