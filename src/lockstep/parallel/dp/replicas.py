@@ -4,7 +4,7 @@
 
 A replica is a tree of *shells*: objects of the types of the module's own modules, made once. Before each use a shell
 gets a fresh copy of its module's ``__dict__`` (so it has every attribute as it is now: flags, hooks, ``training``),
-with its own children, the weights of its replica (see the note in ``replica_tensors``) and its own buffers put in. What
+with its own children, the weights of its replica (see the note in ``tensors``) and its own buffers put in. What
 a forward sets on a shell is therefore gone at the next one, as with torch's replicas; what it writes *into* a buffer of
 the first replica stays, since those are the module's own buffers, and into those of the others is lost.
 

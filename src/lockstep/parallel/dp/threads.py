@@ -23,7 +23,7 @@ _LIVENESS_CHECK_S = 1.0
 
 @dataclass(frozen=True)
 class _Job:
-    """One call and where its result goes. ``function`` must not raise: see ``replica_errors.attempt``."""
+    """One call and where its result goes. ``function`` must not raise: ``errors.attempt``."""
 
     index: int
     function: Callable[[], Any]
