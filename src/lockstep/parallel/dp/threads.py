@@ -23,7 +23,7 @@ _LIVENESS_CHECK_S = 1.0
 
 @dataclass(frozen=True)
 class _Job:
-    """One call and where its result goes. ``function`` must not raise: ``errors.attempt``."""
+    """One call and where its result goes. ``function`` must not raise; ``errors.attempt`` sees to it."""
 
     index: int
     function: Callable[[], Any]
