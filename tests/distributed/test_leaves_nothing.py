@@ -134,7 +134,7 @@ def test_a_killed_caller_of_launch_takes_its_ranks_along(tmp_path):
     (tmp_path / "plain.py").write_text(
         "import os, sys, time, lockstep\n"
         "def work():\n"
-        "    print(os.getpid(), flush=True)\n"
+        "    os.write(1, b'%d\\n' % os.getpid())\n"  # in one piece: both ranks write to the same pipe
         "    time.sleep(100)\n"
         "lockstep.launch(work, devices=2)\n"
     )
