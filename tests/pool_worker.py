@@ -42,13 +42,7 @@ def run(call: Call) -> Reply:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter(call.warnings)
-            dist.init_process_group(
-                "gloo",
-                store=dist.FileStore(call.store_path, call.world_size),
-                rank=call.rank,
-                world_size=call.world_size,
-                timeout=timedelta(seconds=call.group_timeout_s),
-            )
+            connect(call)
             fn, args = cloudpickle.loads(call.payload)
             result = fn(world.World.from_group(device="cpu"), *args)
             return Reply(False, cloudpickle.dumps(result), "", time.monotonic())
@@ -56,6 +50,15 @@ def run(call: Call) -> Reply:
         ended_at = time.monotonic()
         trace = traceback.format_exc()
         return Reply(True, pickle_error(error), trace, ended_at)
+
+
+def connect(call: Call) -> None:
+    """Make the default process group and wait until all ranks have it: who leaves earlier breaks that of the others."""
+    timeout = timedelta(seconds=call.group_timeout_s)
+    store = dist.FileStore(call.store_path, call.world_size)
+    dist.init_process_group("gloo", store=store, rank=call.rank, world_size=call.world_size, timeout=timeout)
+    store.set(f"connected/{call.rank}", "")
+    store.wait([f"connected/{rank}" for rank in range(call.world_size)], timeout)
 
 
 def pickle_error(error: BaseException) -> bytes:
@@ -85,6 +88,9 @@ def main(fd: int, parent_pid: int) -> None:
     die_with_parent(parent_pid)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
+    # What has been imported stays, so the collections after each call need not look at it.
+    gc.collect()
+    gc.freeze()
     connection = Connection(fd)
     connection.send(READY)
     while True:
