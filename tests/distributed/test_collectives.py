@@ -2,7 +2,7 @@
 
 import torch
 
-from lockstep.comm.collectives import all_gather_object, broadcast_coalesced
+from lockstep.comm.collectives import RepeatedBroadcast, all_gather_object, broadcast_coalesced
 
 
 def tensors(world):
@@ -29,6 +29,27 @@ def broadcast_from_one(world):
 def test_tensors_of_all_kinds_travel_in_one_message(ranks):
     expected = ranks(3)(lambda world: [tensor.tolist() for tensor in tensors(world)])[1]
     assert ranks(3)(broadcast_from_one) == [expected] * 3
+
+
+def broadcast_repeatedly(world):
+    """The same tensors twice, then one of them replaced and one gone, as modules do with their buffers."""
+    send = RepeatedBroadcast(world.group)
+    mine = [torch.full((3,), 1.0 + world.rank), torch.tensor(5 + world.rank)]
+    seen = []
+    for step in range(4):
+        mine[0].add_(10 * world.rank)
+        if step == 2:
+            mine[1] = torch.full((2,), 7.0 + world.rank)
+        if step == 3:
+            del mine[0]
+        send(mine, src=1)
+        seen.append([tensor.tolist() for tensor in mine])
+    return seen
+
+
+def test_the_same_tensors_again_and_others_later(ranks):
+    expected = [[[12.0] * 3, 6], [[22.0] * 3, 6], [[32.0] * 3, [8.0, 8.0]], [[8.0, 8.0]]]
+    assert ranks(2)(broadcast_repeatedly) == [expected, expected]
 
 
 def gather(world):

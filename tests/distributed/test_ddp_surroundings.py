@@ -35,6 +35,35 @@ def test_buffers_are_broadcast_before_forward(ranks):
     assert second == pytest.approx([1.9, 1.9])  # 0.9 * 1 + 0.1 * 10: its own
 
 
+class Counting(nn.Module):
+    """Assigns its buffer anew in each forward, and clears another."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("count", torch.zeros(1))
+        self.register_buffer("scratch", torch.zeros(1))
+
+    def forward(self, x):
+        self.count = self.count + x.sum()
+        self.scratch = None
+        return self.weight * x
+
+
+def buffers_assigned_anew(world):
+    model = lockstep.DistributedDataParallel(Counting())
+    seen = []
+    for _ in range(3):
+        model(torch.full((1,), 1.0 + world.rank)).sum().backward()
+        seen.append(model.module.count.item())
+    return seen
+
+
+def test_buffers_that_a_module_assigns_anew_are_broadcast(ranks):
+    """Before each forward every rank has rank 0's count: 0, 1, 2."""
+    assert ranks(2)(buffers_assigned_anew) == [[1.0, 2.0, 3.0], [2.0, 3.0, 4.0]]
+
+
 def load_both_ways(world):
     bare = build("mlp", seed=3)
     model = lockstep.DistributedDataParallel(build("mlp"))

@@ -7,6 +7,7 @@ that were never registered with c10d and groups of a part of the ranks all work.
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Sequence
 from datetime import timedelta
 from types import ModuleType
@@ -147,12 +148,49 @@ def broadcast_coalesced(tensors: Sequence[Tensor], *, group: Group, src: int = 0
     Collective: every rank, with tensors of the same shapes and dtypes in the same order. Blocks until complete.
     Version counters are left alone: autograd may have saved these tensors, and their meaning does not change.
     """
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
-        for chunk in _coalesce(tensors):
-            flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in chunk])
-            broadcast(flat, group=group, src=src)
-            if group.rank() != src:
-                torch._foreach_copy_(chunk, _cut_bytes(flat, chunk))
+    for chunk in _coalesce(tensors):
+        _Pack(chunk).broadcast(group=group, src=src)
+
+
+class RepeatedBroadcast:
+    """Like `broadcast_coalesced`, for the same tensors again and again: they are packed the same way each time."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._tensors: list[Tensor] = []
+        self._packs: list[_Pack] = []
+
+    def __call__(self, tensors: Sequence[Tensor], *, src: int = 0) -> None:
+        """Overwrite ``tensors`` with those of rank ``src``, in place.
+
+        Collective: every rank, with tensors of the same shapes and dtypes in the same order. Blocks until complete.
+        """
+        if len(tensors) != len(self._tensors) or any(map(operator.is_not, tensors, self._tensors)):
+            self._tensors = list(tensors)
+            self._packs = [_Pack(chunk) for chunk in _coalesce(tensors)]
+        for pack in self._packs:
+            pack.broadcast(group=self._group, src=src)
+
+
+class _Pack:
+    """Tensors of one device, and a flat buffer with a piece for each."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tuple(tensors)
+        sizes_bytes = [tensor.nbytes for tensor in tensors]
+        self._flat = torch.empty(sum(sizes_bytes), dtype=torch.uint8, device=tensors[0].device)
+        pieces = zip(self._flat.split(sizes_bytes), tensors, strict=True)
+        self._pieces = [piece.view(tensor.dtype).view(tensor.shape) for piece, tensor in pieces]
+
+    @torch.no_grad()
+    def broadcast(self, *, group: Group, src: int) -> None:
+        """Overwrite the tensors with those of rank ``src``. Collective: every rank. Blocks until complete."""
+        if group.rank() == src:
+            torch._foreach_copy_(self._pieces, self._tensors)
+        broadcast(self._flat, group=group, src=src)
+        if group.rank() != src:
+            with torch.autograd._unsafe_preserve_version_counter(self._tensors):
+                torch._foreach_copy_(self._tensors, self._pieces)
 
 
 def _coalesce(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -167,12 +205,6 @@ def _coalesce(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         chunk.append(tensor)
         open_chunks[tensor.device] = (chunk, size_bytes + tensor.nbytes)
     return chunks
-
-
-def _cut_bytes(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of ``flat`` with the dtypes and shapes of ``like``."""
-    pieces = flat.split([tensor.nbytes for tensor in like])
-    return [piece.view(tensor.dtype).view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
 
 
 def all_gather(tensor: Tensor, *, group: Group) -> list[Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from lockstep.comm.collectives import Group, broadcast_coalesced
+from lockstep.comm.collectives import Group, RepeatedBroadcast, broadcast_coalesced
 from lockstep.parallel.ddp.agreement import check_models_agree
 
 BufferHook = Callable[[Any, dict[str, Tensor]], list[Future[Any]] | None]
@@ -34,7 +34,10 @@ class ModelSync:
         self._ignore = ignore
         self._group = group
         self._device = device
-        self.has_buffers = bool(self.named_buffers())  # asked once: walking a large model takes long
+        self._broadcast = RepeatedBroadcast(group)
+        # Asked once: walking a large model takes long. A module that assigns a buffer anew changes what its dict holds.
+        self._homes = [self._home(name) for name in self.named_buffers()]
+        self.has_buffers = bool(self._homes)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters by name, each once."""
@@ -43,6 +46,11 @@ class ModelSync:
     def named_buffers(self) -> dict[str, Tensor]:
         """Return the buffers by name. To be asked anew each time, since modules may assign new ones."""
         return {name: value for name, value in self._module.named_buffers() if name not in self._ignore}
+
+    def _home(self, full_name: str) -> tuple[dict[str, Any], str]:
+        """Return the dict that holds a buffer, and its name there."""
+        module_name, _, name = full_name.rpartition(".")
+        return self._module.get_submodule(module_name)._buffers, name
 
     def check(self, *, with_buffers: bool) -> None:
         """Raise ModelMismatch on every rank if shapes or dtypes differ. Collective: every rank. Blocks."""
@@ -64,7 +72,8 @@ class ModelSync:
         """
         if self.registered is None:
             if not after_forward:
-                broadcast_coalesced(list(self.named_buffers().values()), group=self._group, src=src)
+                buffers = (home[name] for home, name in self._homes)
+                self._broadcast([buffer for buffer in buffers if buffer is not None], src=src)
             return []
         if self.registered.after_forward is not after_forward:
             return []
