@@ -64,6 +64,17 @@ def test_buffers_that_a_module_assigns_anew_are_broadcast(ranks):
     assert ranks(2)(buffers_assigned_anew) == [[1.0, 2.0, 3.0], [2.0, 3.0, 4.0]]
 
 
+def forward_under_the_profiler(world):
+    model = lockstep.DistributedDataParallel(nn.Linear(2, 2))
+    with torch.autograd.profiler.profile() as profile:
+        model(torch.ones(1, 2))
+    return sum(event.name == "DistributedDataParallel.forward" for event in profile.function_events)
+
+
+def test_profiles_show_the_forward_under_torchs_name(ranks):
+    assert ranks(1, warnings="ignore")(forward_under_the_profiler) == [1]
+
+
 def load_both_ways(world):
     bare = build("mlp", seed=3)
     model = lockstep.DistributedDataParallel(build("mlp"))

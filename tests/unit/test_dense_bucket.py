@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.errors import LockstepError
 from lockstep.parallel.ddp.bucket_plan import ParameterSpec, plan_buckets
 from lockstep.parallel.ddp.dense_bucket import DenseBucket
 
@@ -52,3 +53,16 @@ def test_a_gradient_that_never_came_counts_as_zero():
     assert bucket.payload[-2:].tolist() == [1.0, 0.0]
     bucket.settle([1, 0])
     assert parameters[1].grad is None
+
+
+@pytest.mark.parametrize("divisor", [1.0, 2.0])
+@pytest.mark.parametrize("shape", [SMALL, LARGE])
+def test_an_unexpected_sparse_gradient_is_named(shape, divisor):
+    (parameter,), bucket = make_bucket(shape)
+    parameter.grad = parameter.grad.to_sparse(1)
+    with pytest.raises(LockstepError) as caught:
+        bucket.gather([1], divisor=divisor)
+    assert str(caught.value) == (
+        "Parameter 0 received a sparse gradient, which was not expected.\n"
+        "Only nn.Embedding and nn.EmbeddingBag with sparse=True may produce sparse gradients."
+    )
