@@ -42,7 +42,7 @@ def test_tensors_are_found_in_every_structure_and_the_rest_is_kept():
 
 
 def test_each_share_goes_to_the_device_of_its_place():
-    batch = MicroBatch(0, 3, [2, 1], [[torch.ones(2)], [torch.ones(1)]])
+    batch = MicroBatch(0, 3, [0, 1], [2, 1], [[torch.ones(2)], [torch.ones(1)]])
     moved = to_device(batch, [torch.device("cpu"), torch.device("meta"), torch.device("cpu")])
     assert [share[0].device.type for share in moved.batches] == ["cpu", "meta"]
     assert moved.sizes == [2, 1]
@@ -61,7 +61,7 @@ class Graph:
 
 def test_objects_that_move_themselves_do():
     words = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
-    batch = MicroBatch(0, 1, [1], [{"graph": Graph(), "words": words, "class": Graph, "text": "text"}])
+    batch = MicroBatch(0, 1, [0], [1], [{"graph": Graph(), "words": words, "class": Graph, "text": "text"}])
     (moved,) = to_device(batch, [torch.device("meta")]).batches
     assert moved["graph"].device == "meta"
     assert moved["words"].data.is_meta

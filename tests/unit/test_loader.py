@@ -70,15 +70,16 @@ def test_it_can_start_at_any_step():
 
 def test_shares_without_samples_are_left_out():
     (micro, *_) = micro_batches(2, rank=2, num_ranks=8, first_step=1)
-    assert (micro.num_global, micro.sizes, micro.batches[0][0].tolist()) == (4, [1], [ORDER.batch(1)[2].item()])
+    assert (micro.num_global, micro.numbers, micro.sizes) == (4, [2], [1])
+    assert micro.batches[0][0].tolist() == [ORDER.batch(1)[2].item()]
     (micro, *_) = micro_batches(2, rank=4, num_ranks=8, first_step=1)
-    assert (micro.num_global, micro.sizes, micro.batches) == (4, [], [])
+    assert (micro.num_global, micro.numbers, micro.sizes, micro.batches) == (4, [], [], [])
 
 
 def test_several_shares_of_one_process_are_collated_apart():
     requests = TrainRequests(ORDER, Division(4, range(4), 1), 1)
     micro = next(load(Noisy(), requests, LoadOptions(None, 0, pin_memory=False), seed=0))
-    assert micro.sizes == [1, 1, 1, 1]
+    assert (micro.numbers, micro.sizes) == ([0, 1, 2, 3], [1, 1, 1, 1])
     assert [batch[0].tolist() for batch in micro.batches] == [[index] for index in ORDER.batch(1).tolist()]
 
 

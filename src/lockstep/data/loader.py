@@ -35,19 +35,24 @@ class LoadOptions:
 
 
 class Request(NamedTuple):
-    """The samples of one micro-batch: what a loader process is asked for."""
+    """The samples of one micro-batch: what a loader process is asked for.
+
+    ``numbers`` are those of the shares in the division that ``shares`` are the samples of; empty ones are left out.
+    """
 
     epoch: int
     step: int
     num_global: int
+    numbers: list[int]
     shares: list[list[int]]
 
 
 class MicroBatch(NamedTuple):
-    """What a process computes at once: for each of its shares that has samples, how many, and them collated."""
+    """What a process computes at once: for each of its shares that has samples, which, how many, and them collated."""
 
     step: int
     num_global: int
+    numbers: list[int]
     sizes: list[int]
     batches: list[Any]
 
@@ -64,16 +69,16 @@ class Division:
     shares: range
     accumulate: int
 
-    def micro_batches(self, batch: Tensor) -> list[list[list[int]]]:
-        """Return the indices of each micro-batch of this process, for each of its shares; empty shares are left out."""
-        micro_batches: list[list[list[int]]] = [[] for _ in range(self.accumulate)]
+    def micro_batches(self, batch: Tensor) -> list[dict[int, list[int]]]:
+        """Return the indices of each micro-batch of this process, by number of share; empty shares are left out."""
+        micro_batches: list[dict[int, list[int]]] = [{} for _ in range(self.accumulate)]
         for share in self.shares:
             positions = cut(len(batch), self.num_shares, share)
             mine = batch[positions.start : positions.stop].tolist()
             for micro, shares in enumerate(micro_batches):
                 part = cut(len(mine), self.accumulate, micro)
                 if part:
-                    shares.append(mine[part.start : part.stop])
+                    shares[share] = mine[part.start : part.stop]
         return micro_batches
 
 
@@ -88,7 +93,7 @@ class TrainRequests(Sampler[Request]):
         while True:
             batch = self._order.batch(step)
             for shares in self._division.micro_batches(batch):
-                yield Request(self._order.epoch(step), step, len(batch), shares)
+                yield Request(self._order.epoch(step), step, len(batch), list(shares), list(shares.values()))
             step += 1
 
 
@@ -100,7 +105,8 @@ class _Fetch(Dataset[MicroBatch]):
 
     def __getitem__(self, request: Request) -> MicroBatch:
         batches = [self._share(indices, request.epoch) for indices in request.shares]
-        return MicroBatch(request.step, request.num_global, [len(indices) for indices in request.shares], batches)
+        sizes = [len(indices) for indices in request.shares]
+        return MicroBatch(request.step, request.num_global, request.numbers, sizes, batches)
 
     def _share(self, indices: list[int], epoch: int) -> Any:
         if type(self._samples) is TensorDataset and self._collate is None:  # a subclass may index otherwise

@@ -74,8 +74,9 @@ class _Steps(IterableDataset[list[MicroBatch]]):
             MicroBatch(
                 step,
                 len(samples),
-                [len(indices) for indices in shares],
-                [collate([samples[index] for index in indices]) for indices in shares],
+                list(shares),
+                [len(indices) for indices in shares.values()],
+                [collate([samples[index] for index in indices]) for indices in shares.values()],
             )
             for shares in self.division.micro_batches(torch.arange(len(samples)))
         ]

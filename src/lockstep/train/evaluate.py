@@ -74,10 +74,11 @@ class Evaluator:
         """Return this rank's contiguous part of the samples, in batches as large as those of training."""
         division, loop = self.loop.plan.division, self.loop
         num_parts = division.num_shares if loop.group is not None else 1
-        mine = cut(len(self.samples), num_parts, division.shares.start if loop.group is not None else 0)
+        share = division.shares.start if loop.group is not None else 0
+        mine = cut(len(self.samples), num_parts, share)
         size = max(1, loop.plan.batch_size // (division.num_shares * division.accumulate))
         requests = [
-            Request(0, number, len(self.samples), [list(mine[start : start + size])])
+            Request(0, number, len(self.samples), [share], [list(mine[start : start + size])])
             for number, start in enumerate(range(0, len(mine), size))
         ]
         on_cuda = loop.device.type == "cuda"
