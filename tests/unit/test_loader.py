@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from lockstep.data.loader import Division, LoadOptions, TrainRequests, load
+from lockstep.data.division import Division
+from lockstep.data.loader import LoadOptions, TrainRequests, load
 from lockstep.data.order import GlobalOrder
 
 ORDER = GlobalOrder(num_samples=10, batch_size=6, seed=3)

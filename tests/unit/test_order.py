@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.data.order import GlobalOrder, cut
+from lockstep.data.order import GlobalOrder, cut, cut_by
 
 
 @pytest.mark.parametrize(("size", "num_parts", "sizes"), [(10, 3, [4, 3, 3]), (2, 4, [1, 1, 0, 0]), (0, 2, [0, 0])])
@@ -10,6 +10,31 @@ def test_parts_are_contiguous_and_the_empty_ones_come_last(size, num_parts, size
     parts = [cut(size, num_parts, index) for index in range(num_parts)]
     assert [len(part) for part in parts] == sizes
     assert [position for part in parts for position in part] == list(range(size))
+
+
+@pytest.mark.parametrize(
+    ("size", "proportions", "sizes"),
+    [
+        (24, (2, 1, 1), [12, 6, 6]),
+        (10, (2, 1, 1), [5, 3, 2]),  # 5, 2.5, 2.5
+        (2, (2, 1, 1), [1, 1, 0]),  # 1, 0.5, 0.5
+        (1, (1, 2), [0, 1]),
+        (7, (0.5, 0.25, 1.0), [2, 1, 4]),
+        (100, (1.37, 1), [58, 42]),
+        (0, (3, 1), [0, 0]),
+    ],
+)
+def test_parts_can_be_cut_by_proportions(size, proportions, sizes):
+    parts = [cut_by(size, proportions, index) for index in range(len(proportions))]
+    assert [len(part) for part in parts] == sizes
+    assert [position for part in parts for position in part] == list(range(size))
+
+
+def test_equal_proportions_cut_into_equal_parts():
+    for size in range(40):
+        for num_parts in range(1, 9):
+            for index in range(num_parts):
+                assert cut_by(size, (0.3,) * num_parts, index) == cut(size, num_parts, index)
 
 
 def test_an_epoch_holds_each_sample_once_and_its_last_batch_what_is_left():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.data.loader import Division
+from lockstep.data.division import Division
 from lockstep.errors import ConfigurationError
 from lockstep.train.plan import make_plan, require_even
 from lockstep.train.settings import Settings

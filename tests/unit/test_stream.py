@@ -6,7 +6,8 @@ from itertools import islice
 import pytest
 from torch.utils.data import IterableDataset
 
-from lockstep.data.loader import Division, LoadOptions
+from lockstep.data.division import Division
+from lockstep.data.loader import LoadOptions
 from lockstep.data.stream import StreamOrder, load_stream
 from lockstep.errors import ConfigurationError
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from lockstep.data.device import Prefetcher, to_device
-from lockstep.data.loader import Division, LoadOptions, MicroBatch, TrainRequests, load
+from lockstep.data.division import Division
+from lockstep.data.loader import LoadOptions, MicroBatch, TrainRequests, load
 from lockstep.data.order import GlobalOrder
 from lockstep.data.stream import StreamOrder, load_stream
 

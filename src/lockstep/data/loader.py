@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
 
-from lockstep.data.order import GlobalOrder, cut
+from lockstep.data.division import Division
+from lockstep.data.order import GlobalOrder
 from lockstep.data.seeding import mix, seed_cpu
 
 _SAMPLE = 2
@@ -55,31 +55,6 @@ class MicroBatch(NamedTuple):
     numbers: list[int]
     sizes: list[int]
     batches: list[Any]
-
-
-@dataclass(frozen=True)
-class Division:
-    """How a global batch is divided: over ``num_shares`` devices, each share into ``accumulate`` micro-batches.
-
-    Args:
-        shares: Those that this process computes.
-    """
-
-    num_shares: int
-    shares: range
-    accumulate: int
-
-    def micro_batches(self, batch: Tensor) -> list[dict[int, list[int]]]:
-        """Return the indices of each micro-batch of this process, by number of share; empty shares are left out."""
-        micro_batches: list[dict[int, list[int]]] = [{} for _ in range(self.accumulate)]
-        for share in self.shares:
-            positions = cut(len(batch), self.num_shares, share)
-            mine = batch[positions.start : positions.stop].tolist()
-            for micro, shares in enumerate(micro_batches):
-                part = cut(len(mine), self.accumulate, micro)
-                if part:
-                    shares[share] = mine[part.start : part.stop]
-        return micro_batches
 
 
 class TrainRequests(Sampler[Request]):

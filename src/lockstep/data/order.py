@@ -6,8 +6,12 @@ permutation; each share of it is contiguous. So the same samples are in the same
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
+from itertools import accumulate
+from math import floor
 
 import torch
 from torch import Tensor
@@ -26,6 +30,33 @@ def cut(size: int, num_parts: int, index: int) -> range:
     quotient, remainder = divmod(size, num_parts)
     start = index * quotient + min(index, remainder)
     return range(start, start + quotient + (index < remainder))
+
+
+def cut_by(size: int, proportions: Sequence[float], index: int) -> range:
+    """Return the positions of part ``index`` when ``size`` things are cut into contiguous parts by ``proportions``.
+
+    Each part holds its exact portion, rounded up or down: what is left after rounding all down goes, one each, to
+    those with the largest remainders, the first of equals first. Equal proportions cut as `cut` does.
+
+    Args:
+        size: How many things.
+        proportions: A positive number for each part.
+        index: Which part.
+    """
+    ends = _ends(size, tuple(proportions))
+    return range(ends[index], ends[index + 1])
+
+
+@lru_cache(maxsize=64)
+def _ends(size: int, proportions: tuple[float, ...]) -> list[int]:
+    """Return where each part of `cut_by` starts, and where the last one ends."""
+    exact = [Fraction(proportion) for proportion in proportions]  # floats would round otherwise on another machine
+    portions = [size * portion / sum(exact) for portion in exact]
+    sizes = [floor(portion) for portion in portions]
+    by_remainder = sorted(range(len(sizes)), key=lambda part: sizes[part] - portions[part])
+    for part in by_remainder[: size - sum(sizes)]:
+        sizes[part] += 1
+    return [0, *accumulate(sizes)]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
-from lockstep.data.loader import Collate, Division, LoadOptions, MicroBatch, as_it_is
+from lockstep.data.division import Division
+from lockstep.data.loader import Collate, LoadOptions, MicroBatch, as_it_is
 from lockstep.data.seeding import mix, seed_cpu
 from lockstep.errors import ConfigurationError
 

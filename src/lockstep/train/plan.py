@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.data.loader import Division
+from lockstep.data.division import Division
 from lockstep.data.order import GlobalOrder
 from lockstep.data.stream import StreamOrder
 from lockstep.errors import ConfigurationError

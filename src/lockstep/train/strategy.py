@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from lockstep.comm.collectives import Group
 from lockstep.comm.world import World
-from lockstep.data.loader import Division, MicroBatch
+from lockstep.data.division import Division
+from lockstep.data.loader import MicroBatch
 from lockstep.errors import ConfigurationError
 from lockstep.train.objective import LossModule, Objective, Part
 from lockstep.train.settings import StrategyName

@@ -1,0 +1,27 @@
+"""Which part of a global batch is whose."""
+
+import torch
+
+from lockstep.data.division import Division
+
+BATCH = torch.arange(100, 110)
+
+
+def test_shares_follow_the_proportions_and_are_cut_into_micro_batches():
+    division = Division(3, range(3), 2, proportions=(2, 1, 1))
+    assert [division.positions(10, share) for share in range(3)] == [range(5), range(5, 8), range(8, 10)]
+    assert division.micro_batches(BATCH) == [
+        {0: [100, 101, 102], 1: [105, 106], 2: [108]},
+        {0: [103, 104], 1: [107], 2: [109]},
+    ]
+
+
+def test_what_falls_to_a_process_is_contiguous():
+    assert Division(4, range(1, 3), 1).positions_here(10) == range(3, 8)
+    assert Division(3, range(1, 3), 1, proportions=(2, 1, 1)).positions_here(10) == range(5, 10)
+    assert Division(4, range(1, 2), 1).positions_here(10) == range(3, 6)
+
+
+def test_an_empty_share_in_the_middle_is_left_out():
+    division = Division(3, range(3), 1, proportions=(5, 1, 5))
+    assert division.micro_batches(BATCH[:2]) == [{0: [100], 2: [101]}]
