@@ -56,7 +56,7 @@ def make_task(**changes: Any) -> lockstep.Task:
 
 def train(world: Any, task: lockstep.Task, strategy: str, num_steps: int, **settings: Any) -> dict[str, Any]:
     """Train for some steps; return each step's loss, gradient and sample count, and the weights at the end."""
-    devices = [torch.device("cpu")] * (2 if strategy == "dp" else 1)
+    devices = [torch.device("cpu")] * (len(settings.get("shares", (1, 1))) if strategy == "dp" else 1)
     loop = Loop(task, Settings(**settings), world, strategy=strategy, devices=devices)
     losses, grads, counts = [], [], []
     for _ in range(num_steps):

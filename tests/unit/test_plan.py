@@ -56,6 +56,16 @@ def test_a_batch_that_does_not_divide_is_told_the_nearest_that_do(batch_size, nu
     assert str(error.value) == text
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "accumulate", "proportions", "enough"),
+    [(2, 1, (2, 1, 1), 4), (1, 1, (2, 1), 3), (5, 2, (2, 1, 1), 8), (100, 1, (1000, 1), 1001)],
+)
+def test_shares_must_have_a_sample_for_each_micro_batch(batch_size, accumulate, proportions, enough):
+    with pytest.raises(ConfigurationError, match=f"Set the global batch size to {enough} or more, or make the shares"):
+        require_even(batch_size, len(proportions), accumulate, proportions)
+    require_even(enough, len(proportions), accumulate, proportions)
+
+
 def test_a_last_batch_that_is_not_full_can_be_left_out():
     assert plan(task=make_task(drop_last=True)).num_steps == 2
     assert plan(num_samples=48, task=make_task(drop_last=True)).num_steps == 2

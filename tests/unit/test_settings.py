@@ -25,6 +25,7 @@ def test_each_field_declares_its_kind():
         "warmup": ("int", False),
         "lr_scaling": ("choice", False),
         "base_batch_size": ("int", True),
+        "shares": ("numbers", True),
         "workers": ("int", False),
         "strategy": ("choice", False),
         "devices": ("int", True),
@@ -49,6 +50,10 @@ def test_each_field_declares_its_kind():
         ({"clip": 0}, "clip=0 is no length.\nGive a number above 0, or leave it out."),
         ({"precision": "fp8"}, "precision='fp8' is not allowed.\nGive one of fp32, bf16, fp16."),
         ({"schedule": "step"}, "schedule='step' is not allowed.\nGive one of constant, linear, cosine."),
+        ({"shares": ()}, "shares=() is not allowed.\nGive numbers above 0, such as (2, 1, 1)."),
+        ({"shares": (2, 0)}, "shares=(2, 0) is not allowed.\nGive numbers above 0, such as (2, 1, 1)."),
+        ({"shares": "2,1"}, "shares='2,1' is not allowed.\nGive numbers above 0, such as (2, 1, 1)."),
+        ({"shares": (1, float("inf"))}, "shares=(1, inf) is not allowed.\nGive numbers above 0, such as (2, 1, 1)."),
         ({"epochs": 1, "steps": 2}, "Both steps=2 and epochs=1 are given.\nGive the one that should end the run."),
     ],
 )
@@ -75,6 +80,13 @@ def test_so_it_is_for_what_goes_on_around_the_steps(values, text):
     with pytest.raises(ConfigurationError) as error:
         FitSettings(**values)
     assert str(error.value) == text
+
+
+def test_shares_are_kept_as_they_were_given():
+    given = [2, 1.5]
+    settings = Settings(shares=given)
+    given.append(1)
+    assert settings.shares == (2, 1.5)
 
 
 def test_paths_may_be_strings():

@@ -69,6 +69,16 @@ def mine(tmp_path, monkeypatch):
             ["mine.py", "--strategy", "single", "--devices", "2"],
             "Strategy single trains on one device, but devices=2.\nUse strategy dp or ddp for more.",
         ),
+        (
+            ["mine.py", "--strategy", "dp", "--devices", "2", "--shares", "2,1,1"],
+            "shares=2,1,1 is for 3 devices, but this run has 2.\n"
+            "Give one number for each device, or leave shares out to make them all the same.",
+        ),
+        (
+            ["mine.py", "--devices", "2", "--shares", "2,1", "--accumulate", "2"],
+            "A global batch of 4 samples, divided by shares=2,1, does not have a sample in each of 2 micro-batches for "
+            "each device.\nSet the global batch size to 6 or more, or make the shares more alike.",
+        ),
         (["mine.py", "--steps", "0"], "steps=0 is not allowed.\nGive a whole number of at least 1."),
         (
             ["mine.py", "--log-file", "no/log"],
@@ -104,6 +114,7 @@ def test_every_setting_is_a_flag_and_arrives(mine, monkeypatch):
         "warmup": 2,
         "lr_scaling": "sqrt",
         "base_batch_size": 2,
+        "shares": "2,1.5",
         "workers": 1,
         "strategy": "dp",
         "devices": 2,
@@ -117,10 +128,15 @@ def test_every_setting_is_a_flag_and_arrives(mine, monkeypatch):
     assert main(["train", "mine.py", *args, "--quiet", "--no-resume"]) == 0
     assert main(["train", "mine.py", "--epochs", "2", "--resume", "--checkpoint", "runs"]) == 0
     assert seen == [
-        FitSettings(**flags, quiet=True, resume=False),
+        FitSettings(**{**flags, "shares": (2, 1.5)}, quiet=True, resume=False),
         FitSettings(epochs=2, resume=True, checkpoint="runs"),
     ]
     assert {setting.name for setting in settings_of(FitSettings)} == {*flags, "epochs", "quiet", "resume"}
+
+
+def test_shares_that_are_no_numbers_are_named(mine, capfd):
+    assert main(["train", "mine.py", "--shares", "2,x"]) != 0
+    assert "Invalid value for '--shares': '2,x' is no list of numbers such as 2,1,1." in capfd.readouterr().err
 
 
 def test_the_help_explains_every_flag():

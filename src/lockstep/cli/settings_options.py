@@ -23,6 +23,27 @@ def settings_options(cls: type) -> Callable[[F], F]:
     return decorate
 
 
+def _numbers(text: str | tuple[float, ...]) -> tuple[float, ...]:
+    """Read numbers with commas between them."""
+    try:
+        words = text.split(",") if isinstance(text, str) else text
+        return tuple(int(word) if str(word).strip().isdecimal() else float(word) for word in words)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is no list of numbers such as 2,1,1.") from None
+
+
+def _number_or(words: tuple[str, ...]) -> Callable[[str | int], str | int]:
+    """Return what reads a whole number, or one of ``words``."""
+
+    def read(text: str | int) -> str | int:
+        try:
+            return text if text in words else int(text)
+        except ValueError:
+            raise click.BadParameter(f"{text!r} is neither a whole number nor {' or '.join(words)}.") from None
+
+    return read
+
+
 def _option(setting: Setting) -> Callable[[F], F]:
     flag = "--" + setting.name.replace("_", "-")
     text = setting.flag.help
@@ -30,10 +51,11 @@ def _option(setting: Setting) -> Callable[[F], F]:
         switch = f"{flag}/--no-{flag[2:]}" if setting.optional else flag
         return click.option(switch, setting.name, is_flag=True, default=setting.default, help=text)
     kinds: dict[str, Any] = {
-        "int": click.INT,
+        "int": _number_or(setting.choices) if setting.choices else click.INT,
         "float": click.FLOAT,
         "path": click.Path(),
         "choice": click.Choice(setting.choices),
+        "numbers": _numbers,
     }
     return click.option(
         flag,

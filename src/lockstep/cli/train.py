@@ -67,7 +67,8 @@ def _launch(task_file: str, settings: FitSettings) -> None:
     num_ranks = num_devices(settings.devices)
     # What can be wrong is found here, before any process is started.
     task = load_task(task_file)
-    require_even(settings.global_batch_size or task.global_batch_size, num_ranks, settings.accumulate)
+    batch_size = settings.global_batch_size or task.global_batch_size
+    require_even(batch_size, num_ranks, settings.accumulate, settings.shares)
     try:
         launch(_train_here, task_file, settings, devices=num_ranks)
     except RankFailed as error:

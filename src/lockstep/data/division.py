@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -21,7 +22,7 @@ class Division:
     num_shares: int
     shares: range
     accumulate: int
-    proportions: tuple[float, ...] | None = None
+    proportions: Sequence[float] | None = None
 
     def positions(self, size: int, share: int) -> range:
         """Return the positions, among ``size`` things in a row, of those that fall to ``share``."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Annotated, Any, Literal, Union
 from lockstep.errors import ConfigurationError
 
 FilePath = str | Path
-Kind = Literal["int", "float", "bool", "path", "choice"]
+Kind = Literal["int", "float", "bool", "path", "choice", "numbers"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Setting:
-    """One field, as checked and shown; ``optional`` ones may be None."""
+    """One field, as checked and shown; ``optional`` ones may be None, and numbers may be one of the ``choices``."""
 
     name: str
     kind: Kind
@@ -61,12 +63,29 @@ class Setting:
             return None if isinstance(value, bool) else "True or False"
         if self.kind == "path":
             return None if isinstance(value, (str, Path)) else "a path"
+        if self.kind == "numbers":
+            return None if _are_positive(value) else "numbers above 0, such as (2, 1, 1)"
+        if isinstance(value, str) and value in self.choices:
+            return None
         numbers = (int,) if self.kind == "int" else (int, float)
         smallest = self.flag.at_least
         if isinstance(value, numbers) and not isinstance(value, bool) and (smallest is None or value >= smallest):
             return None
         number = "a whole number" if self.kind == "int" else "a number"
-        return number if smallest is None else f"{number} of at least {smallest}"
+        words = "".join(f", or {choice}" for choice in self.choices)
+        return (number if smallest is None else f"{number} of at least {smallest}") + words
+
+
+def _are_positive(value: object) -> bool:
+    """Return whether ``value`` is a sequence of finite numbers above 0, of one at least."""
+    return (
+        isinstance(value, Sequence)
+        and len(value) > 0
+        and all(
+            isinstance(number, (int, float)) and not isinstance(number, bool) and 0 < number < math.inf
+            for number in value
+        )
+    )
 
 
 @cache
@@ -83,15 +102,20 @@ def _setting(name: str, hint: Any, default: object) -> Setting:
     members = typing.get_args(inner) if typing.get_origin(inner) in (Union, types.UnionType) else (inner,)
     optional = type(None) in members
     members = tuple(member for member in members if member is not type(None))
-    if typing.get_origin(members[0]) is Literal:
-        return Setting(name, "choice", optional, typing.get_args(members[0]), default, flag)
+    choices = tuple(
+        word for member in members if typing.get_origin(member) is Literal for word in typing.get_args(member)
+    )
+    members = tuple(member for member in members if typing.get_origin(member) is not Literal)
+    if not members:
+        return Setting(name, "choice", optional, choices, default, flag)
     kinds: dict[frozenset[Any], Kind] = {
         frozenset({int}): "int",
         frozenset({float}): "float",
         frozenset({bool}): "bool",
         frozenset({str, Path}): "path",
+        frozenset({Sequence[float]}): "numbers",
     }
-    return Setting(name, kinds[frozenset(members)], optional, (), default, flag)
+    return Setting(name, kinds[frozenset(members)], optional, choices, default, flag)
 
 
 def check_all(settings: object) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from lockstep.comm.collectives import all_gather_object, all_reduce, broadcast_coalesced
 from lockstep.data.device import to_device
 from lockstep.data.loader import LoadOptions, MicroBatch, Request, load
-from lockstep.data.order import cut
 from lockstep.data.seeding import mix, seed_cpu, seed_device
 from lockstep.errors import ConfigurationError
 from lockstep.train.loop import Loop
@@ -73,10 +72,9 @@ class Evaluator:
     def _batches(self) -> Iterator[MicroBatch]:
         """Return this rank's contiguous part of the samples, in batches as large as those of training."""
         division, loop = self.loop.plan.division, self.loop
-        num_parts = division.num_shares if loop.group is not None else 1
         share = division.shares.start if loop.group is not None else 0
-        mine = cut(len(self.samples), num_parts, share)
-        size = max(1, loop.plan.batch_size // (division.num_shares * division.accumulate))
+        mine = division.positions_here(len(self.samples)) if loop.group is not None else range(len(self.samples))
+        size = max(1, len(division.positions(loop.plan.batch_size, share)) // division.accumulate)
         requests = [
             Request(0, number, len(self.samples), [share], [list(mine[start : start + size])])
             for number, start in enumerate(range(0, len(mine), size))

@@ -88,7 +88,7 @@ class Loop:
     ) -> None:
         self.settings, self.devices = settings, list(devices)
         self.device = self.devices[0]
-        division = divide(strategy, world, self.devices, settings.accumulate)
+        division = divide(strategy, world, self.devices, settings)
         self._seed_all(_DATA)
         self.samples = build_dataset(task)
         num_samples = None if isinstance(self.samples, IterableDataset) else len(self.samples)

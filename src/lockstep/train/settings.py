@@ -6,6 +6,7 @@ around the steps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -47,10 +48,16 @@ class Settings:
         int | None,
         Flag("Global batch that the learning rate was chosen for; else the task's own.", "SAMPLES", 1),
     ] = None
+    shares: Annotated[
+        Sequence[float] | None,
+        Flag("Sizes of the devices' parts of a global batch, relative to each other; the same if not given.", "N,N,.."),
+    ] = None
     workers: Annotated[int, Flag("Processes per rank that load samples.", "N", 0)] = 0
 
     def __post_init__(self) -> None:
         check_all(self)
+        if self.shares is not None:
+            object.__setattr__(self, "shares", tuple(self.shares))  # so that nobody changes it
         if self.steps is not None and self.epochs is not None:
             raise ConfigurationError(
                 f"Both steps={self.steps} and epochs={self.epochs} are given.\nGive the one that should end the run."

@@ -20,7 +20,7 @@ from lockstep.data.division import Division
 from lockstep.data.loader import MicroBatch
 from lockstep.errors import ConfigurationError
 from lockstep.train.objective import LossModule, Objective, Part
-from lockstep.train.settings import StrategyName
+from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.stopwatch import Mark, Stopwatch
 
 
@@ -136,12 +136,22 @@ class Distributed(Strategy):
         how.watch.lap("backward_s")
 
 
-def divide(name: StrategyName, world: World, devices: Sequence[torch.device], accumulate: int) -> Division:
-    """Return how strategy ``name`` divides a global batch, and what of it falls to this process."""
+def divide(name: StrategyName, world: World, devices: Sequence[torch.device], settings: Settings) -> Division:
+    """Return how strategy ``name`` divides a global batch, and what of it falls to this process.
+
+    Raises:
+        ConfigurationError: It divides a batch evenly whatever ``settings.shares`` are.
+    """
+    accumulate, shares = settings.accumulate, settings.shares
     if name in ("ddp", "torch-ddp"):
-        return Division(world.world_size, range(world.rank, world.rank + 1), accumulate)
+        return Division(world.world_size, range(world.rank, world.rank + 1), accumulate, shares)
+    if name == "torch-dp" and shares is not None:
+        raise ConfigurationError(
+            "Strategy torch-dp cannot follow shares: torch.nn.DataParallel divides a batch evenly.\n"
+            "Use strategy dp, or leave shares out."
+        )
     num_shares = len(devices) if name == "dp" else 1  # torch's DataParallel divides the batch itself
-    return Division(num_shares, range(num_shares), accumulate)
+    return Division(num_shares, range(num_shares), accumulate, shares)
 
 
 def make_strategy(

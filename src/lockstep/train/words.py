@@ -17,7 +17,7 @@ def describe_plan(task: Task, settings: FitSettings, plan: Plan, devices: Sequen
     kind = "GPU" if devices[0].type == "cuda" else devices[0].type.upper()
     num_devices = division.num_shares if settings.strategy != "torch-dp" else len(devices)
     on = f"{num_devices} {kind}s" if num_devices > 1 else f"1 {kind}"
-    parts = f" = {num_devices} devices x {order.batch_size // num_devices} samples" if num_devices > 1 else ""
+    parts = f" = {_parts(plan, num_devices)}" if num_devices > 1 else ""
     micro = f", in {division.accumulate} micro-batches" if division.accumulate > 1 else ""
     size = "a stream of samples" if order.num_samples is None else f"{order.num_samples:,} samples"
     return [
@@ -25,6 +25,13 @@ def describe_plan(task: Task, settings: FitSettings, plan: Plan, devices: Sequen
         f"global batch {order.batch_size}{parts}{micro}",
         f"learning rate x {plan.learning_rate.scale:.4g}: {_scaling(settings, plan)}; {_schedule(plan)}",
     ]
+
+
+def _parts(plan: Plan, num_devices: int) -> str:
+    if plan.division.proportions is None:
+        return f"{num_devices} devices x {plan.batch_size // num_devices} samples"
+    sizes = [len(plan.division.positions(plan.batch_size, share)) for share in range(num_devices)]
+    return f"{num_devices} devices with {' + '.join(map(str, sizes))} samples"
 
 
 def _length(plan: Plan) -> str:
