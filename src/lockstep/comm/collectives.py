@@ -28,7 +28,7 @@ ReduceName = Literal["sum", "max", "min"]
 _OPERATIONS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _BROADCAST_CHUNK_BYTES = 250 * 2**20
 # c10d's word for "as long as the group's own time-out". Groups written in Python may require options and this argument.
-_NO_TIMEOUT = timedelta(0)
+NO_TIMEOUT = timedelta(0)
 
 
 def is_initialized() -> bool:
@@ -129,7 +129,7 @@ def all_reduce(tensor: Tensor, *, group: Group, op: ReduceName = "sum") -> None:
     """
     options = dist.AllreduceOptions()
     options.reduceOp = _OPERATIONS[op]
-    group.allreduce([_real(tensor)], options).wait(_NO_TIMEOUT)
+    group.allreduce([_real(tensor)], options).wait(NO_TIMEOUT)
 
 
 def broadcast(tensor: Tensor, *, group: Group, src: int = 0) -> None:
@@ -139,7 +139,7 @@ def broadcast(tensor: Tensor, *, group: Group, src: int = 0) -> None:
     """
     options = dist.BroadcastOptions()
     options.rootRank = src
-    group.broadcast([_real(tensor)], options).wait(_NO_TIMEOUT)
+    group.broadcast([_real(tensor)], options).wait(NO_TIMEOUT)
 
 
 def broadcast_coalesced(tensors: Sequence[Tensor], *, group: Group, src: int = 0) -> None:
@@ -213,7 +213,7 @@ def all_gather(tensor: Tensor, *, group: Group) -> list[Tensor]:
     Collective: every rank, in the same order, with the same shape and dtype. Blocks until complete.
     """
     outputs = [torch.empty_like(tensor) for _ in range(group.size())]
-    group.allgather([outputs], [tensor], dist.distributed_c10d.AllgatherOptions()).wait(_NO_TIMEOUT)
+    group.allgather([outputs], [tensor], dist.distributed_c10d.AllgatherOptions()).wait(NO_TIMEOUT)
     return outputs
 
 

@@ -18,7 +18,13 @@ from torch.autograd.profiler import record_function
 
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.dp.devices import as_listed, choose_devices, choose_output_device
-from lockstep.parallel.dp.engine import LossFunction, ReplicaEngine, StepTimings, differentiate
+from lockstep.parallel.dp.engine import (
+    LossFunction,
+    ReplicaEngine,
+    ReplicaGradients,
+    StepTimings,
+    differentiate,
+)
 from lockstep.parallel.dp.gather import gather
 from lockstep.parallel.dp.replicas import Replicas
 from lockstep.parallel.dp.scatter import Device, as_device, scatter_kwargs
@@ -148,12 +154,7 @@ class DataParallel(nn.Module, Generic[Wrapped]):
             BaseException: What the lowest failing replica raised, as in ``forward``; no gradient has changed then.
             ConfigurationError: The shards do not fit the devices or the scales, or as in ``forward``.
         """
-        room = max(1, len(self.device_ids))
-        if len(shards) > room or len(shards) != len(scales):
-            raise ConfigurationError(
-                f"DataParallel.backward got {len(shards)} shards and {len(scales)} scales for {room} devices.\n"
-                "Give at most one shard a device, and one scale for each shard."
-            )
+        self._check_shards(shards, scales)
         if len(self.device_ids) > 1:
             engine = self._current_engine()
             with engine.turn():
@@ -165,6 +166,39 @@ class DataParallel(nn.Module, Generic[Wrapped]):
                 value, self.last_timings = differentiate(loss, self.module, shard, scale)
                 losses.append(value)
         return losses
+
+    def gradients(
+        self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[float | Tensor]
+    ) -> dict[int, ReplicaGradients]:
+        """Compute and differentiate as `backward` does, but return each replica's gradients instead of summing them.
+
+        For those who sum in an order of their own. The module's ``grad`` stays as it is. Needs two devices or more.
+
+        Args:
+            loss: As in `backward`.
+            shards: As in `backward`.
+            scales: As in `backward`.
+
+        Returns:
+            By number of the replica, for those with a shard.
+
+        Raises:
+            BaseException: As in `backward`.
+        """
+        assert len(self.device_ids) > 1
+        self._check_shards(shards, scales)
+        engine = self._current_engine()
+        with engine.turn():
+            found, self.last_timings = engine.gradients(loss, shards, scales)
+        return found
+
+    def _check_shards(self, shards: Sequence[Any], scales: Sequence[float | Tensor]) -> None:
+        room = max(1, len(self.device_ids))
+        if len(shards) > room or len(shards) != len(scales):
+            raise ConfigurationError(
+                f"DataParallel.backward got {len(shards)} shards and {len(scales)} scales for {room} devices.\n"
+                "Give at most one shard a device, and one scale for each shard."
+            )
 
     @contextmanager
     def parameters_held(self) -> Iterator[None]:

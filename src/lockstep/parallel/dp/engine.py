@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,21 @@ class _ReplicaResult:
     loss: Tensor
     forward_s: float
     backward_s: float
+
+
+@dataclass(frozen=True)
+class ReplicaGradients:
+    """What one replica computed from its shard.
+
+    Attributes:
+        loss: Detached and not scaled, on the replica's device.
+        gradients: One for each parameter of the module, in their order; None where the replica did not use it.
+        module: The replica, with the buffers that its forward left; the wrapped module itself for the first one.
+    """
+
+    loss: Tensor
+    gradients: list[Tensor | None]
+    module: nn.Module
 
 
 class ReplicaEngine:
@@ -107,9 +122,36 @@ class ReplicaEngine:
         Raises:
             BaseException: What the lowest failing replica raised; the text has its traceback.
         """
+        results, _, timings = self._differentiate(loss, shards, scales)
+        if not results:
+            return [], timings
+        start = time.perf_counter()
+        self.replicas.reduce_gradients(max(results) + 1)
+        timings = replace(timings, reduce_s=time.perf_counter() - start)
+        return [result.loss for result in results.values()], timings
+
+    def gradients(
+        self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[float | Tensor]
+    ) -> tuple[dict[int, ReplicaGradients], StepTimings]:
+        """Differentiate as `backward` does, but leave the replicas' gradients apart, and the module's as they are.
+
+        Returns:
+            What each replica with a shard found, by number.
+        """
+        results, modules, timings = self._differentiate(loss, shards, scales)
+        found = {
+            index: ReplicaGradients(result.loss, self.replicas.take_gradients(index), modules[index])
+            for index, result in results.items()
+        }
+        return found, timings
+
+    def _differentiate(
+        self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[float | Tensor]
+    ) -> tuple[dict[int, _ReplicaResult], list[nn.Module], StepTimings]:
+        """Leave the gradients of the shards in the leaves of their replicas; return the results by replica."""
         num_replicas = max((index + 1 for index, shard in enumerate(shards) if shard is not None), default=0)
         if num_replicas == 0:
-            return [], StepTimings(0.0, 0.0, 0.0, 0.0)
+            return {}, [], StepTimings(0.0, 0.0, 0.0, 0.0)
         start = time.perf_counter()
         modules = self.replicas.refresh(num_replicas, leaves=True)
         refreshed = time.perf_counter()
@@ -120,19 +162,17 @@ class ReplicaEngine:
             for index, (module, context) in enumerate(zip(modules, self._contexts(num_replicas), strict=True))
         ]
         try:
-            results = [result for result in self._run(steps) if result is not None]
+            results = {index: result for index, result in enumerate(self._run(steps)) if result is not None}
         except BaseException:
             self.replicas.drop_gradients(num_replicas)
             raise
-        computed = time.perf_counter()
-        self.replicas.reduce_gradients(num_replicas)
         timings = StepTimings(
             refresh_s=refreshed - start,
-            forward_s=max(result.forward_s for result in results),
-            backward_s=max(result.backward_s for result in results),
-            reduce_s=time.perf_counter() - computed,
+            forward_s=max(result.forward_s for result in results.values()),
+            backward_s=max(result.backward_s for result in results.values()),
+            reduce_s=0.0,
         )
-        return [result.loss for result in results], timings
+        return results, modules, timings
 
     def _contexts(self, num_replicas: int) -> list[ReplicaContext]:
         return [ReplicaContext.capture(device) for device in self.replicas.devices[:num_replicas]]

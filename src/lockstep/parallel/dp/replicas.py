@@ -82,6 +82,11 @@ class Replicas:
         rows = [self._tensors.take_gradients(replica) for replica in range(num_replicas)]
         deliver(self._weights, sum_in_tree(rows, self.devices[:num_replicas], owned=True))
 
+    def take_gradients(self, replica: int) -> list[Tensor | None]:
+        """Return the gradients of one replica's leaves, in the order of the module's parameters, and clear them."""
+        assert self._structure is not None
+        return self._tensors.take_gradients(replica)[: len(self._structure.parameters)]
+
     def drop_gradients(self, num_replicas: int) -> None:
         """Forget the gradients of the leaves, after a step that failed."""
         for replica in range(num_replicas):
