@@ -50,3 +50,21 @@ class Stopped(LockstepError):
     def __init__(self, message: str, *, signal: int) -> None:
         super().__init__(message)
         self.signal = signal
+
+
+class DataError(LockstepError):
+    """A record of a data set cannot be read; names the file, the place in it, the sample and the cause.
+
+    Attributes:
+        file: Path of the file.
+        offset: Byte in it where the record begins; ``None`` where the error is about the whole file.
+        sample: Index or key of the sample that was asked for; ``None`` if none was.
+    """
+
+    def __init__(
+        self, message: str, *, file: str | None = None, offset: int | None = None, sample: int | str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.file = file
+        self.offset = offset
+        self.sample = sample
