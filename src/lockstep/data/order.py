@@ -1,7 +1,8 @@
 """Which samples make up each global batch, and which of them fall to whom: pure functions of seed and position.
 
 The order of the samples depends on (seed, epoch) only. The k-th global batch is the k-th slice of the epoch's
-permutation; each share of it is contiguous. So the same samples are in the same step on any number of devices.
+permutation, which is worked out only where it is looked at; each share of a batch is contiguous. So the same samples
+are in the same step on any number of devices, and a step is found at once in a data set of any length.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from math import floor
 import torch
 from torch import Tensor
 
+from lockstep.data.permutation import Permutation
 from lockstep.data.seeding import mix
 
 _ORDER = 1
 """Keeps the bits that shuffle apart from those that other purposes draw from the same seed."""
+
+_BLOCK_SIZE = 2**14
 
 
 def cut(size: int, num_parts: int, index: int) -> range:
@@ -86,13 +90,21 @@ class GlobalOrder:
         return step // self.steps_per_epoch
 
     def batch(self, step: int) -> Tensor:
-        """Return the indices of the global batch of ``step``, a 1-D int64 tensor."""
+        """Return the indices of the global batch of ``step``, a 1-D int64 tensor; the cost depends on its size only."""
         epoch, position = divmod(step, self.steps_per_epoch)
         start = position * self.batch_size
-        return _permutation(self.num_samples, self.seed, epoch)[start : start + self.batch_size]
+        stop = min(start + self.batch_size, self.num_samples)
+        first = start // _BLOCK_SIZE
+        blocks = [
+            _block(self.num_samples, self.seed, epoch, block) for block in range(first, (stop - 1) // _BLOCK_SIZE + 1)
+        ]
+        together = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
+        return together[start - first * _BLOCK_SIZE : stop - first * _BLOCK_SIZE]
 
 
-@lru_cache(maxsize=2)
-def _permutation(num_samples: int, seed: int, epoch: int) -> Tensor:
-    generator = torch.Generator().manual_seed(mix(seed, _ORDER, epoch))
-    return torch.randperm(num_samples, generator=generator)
+@lru_cache(maxsize=4)
+def _block(num_samples: int, seed: int, epoch: int, block: int) -> Tensor:
+    """Return so many samples of an epoch's order at once that the work of a batch hardly shows."""
+    start = block * _BLOCK_SIZE
+    permutation = Permutation(num_samples, mix(seed, _ORDER, epoch))
+    return permutation(range(start, min(start + _BLOCK_SIZE, num_samples)))
