@@ -19,7 +19,7 @@ def samples(size: int = NUM_SAMPLES) -> TensorDataset:
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randn(size, 6, generator=generator, dtype=torch.float64)
     targets = torch.randn(size, 4, generator=generator, dtype=torch.float64)
-    return TensorDataset(inputs, targets, torch.arange(size) % 4)
+    return TensorDataset(inputs, targets, torch.randint(4, (size,), generator=generator))
 
 
 def network() -> nn.Module:
