@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lockstep.comm.world import init as init
     from lockstep.data.sampler import DistributedSampler as DistributedSampler
     from lockstep.launcher.api import launch as launch
+    from lockstep.parallel.batchnorm.layer import SyncBatchNorm as SyncBatchNorm
     from lockstep.parallel.data_parallel import DataParallel as DataParallel
     from lockstep.parallel.distributed import DistributedDataParallel as DistributedDataParallel
     from lockstep.train.fit import fit as fit
@@ -27,6 +28,7 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedSampler",
     "Loss",
+    "SyncBatchNorm",
     "Task",
     "World",
     "adopt",
@@ -41,6 +43,7 @@ _HOMES = {
     "DistributedDataParallel": "lockstep.parallel.distributed",
     "DistributedSampler": "lockstep.data.sampler",
     "Loss": "lockstep.train.task",
+    "SyncBatchNorm": "lockstep.parallel.batchnorm.layer",
     "Task": "lockstep.train.task",
     "World": "lockstep.comm.world",
     "adopt": "lockstep.adoption",

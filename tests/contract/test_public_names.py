@@ -12,6 +12,7 @@ PUBLIC_NAMES = {
     "DistributedDataParallel",
     "DistributedSampler",
     "Loss",
+    "SyncBatchNorm",
     "Task",
     "World",
     "adopt",

@@ -26,6 +26,16 @@ def leave_all_uncompiled(function: _Function) -> _Function:
     return function
 
 
+def keep_out_of_graphs(function: _Function) -> _Function:
+    """Make torch.compile end a graph before each call of ``function``, run it as it is, and go on behind it.
+
+    The functions above do so for frames that are entered from outside a graph; this does it for a module's forward,
+    too, which the compiler would otherwise inline.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return leave_all_uncompiled(function)
+
+
 def _set_strategy(function: Callable[..., Any], *, for_callees: Any) -> None:
     frames = torch._C._dynamo.eval_frame
     strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, for_callees)

@@ -1,0 +1,99 @@
+"""How one use of a layer talks to the same layer on the other ranks.
+
+[Note: the same layer everywhere]
+Collectives are matched by their order alone. Where a layer runs on some ranks only, or ranks use layers in different
+orders, statistics of two layers would be merged without an error if they have as many channels. So each vector
+carries the layer's place in the model, which `DistributedDataParallel` assigns. On the CPU it is compared; on other
+devices reading it would make the processor wait for the device in every layer.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.collectives import Group, all_gather, all_reduce
+from lockstep.errors import CollectiveError
+from lockstep.parallel.batchnorm.announcing import Announcer, Event, announcer_of
+
+_ADVICE = (
+    "Every rank must run the same SyncBatchNorm layers in the same order, on as many channels, forward and backward; "
+    "if another rank ended or failed, look at the first error of the job."
+)
+
+
+class Place(NamedTuple):
+    """Where a layer is in its model; not assigned in a model that is not wrapped."""
+
+    number: int = -1
+    name: str = "a SyncBatchNorm layer"
+
+
+class Exchange:
+    """One forward of ``layer`` and its backward, as the ranks of ``group`` do them together.
+
+    Args:
+        layer: The layer.
+        place: Where it is in the model.
+        group: The ranks that take part.
+    """
+
+    def __init__(self, layer: nn.Module, place: Place, group: Group) -> None:
+        self._layer, self._place, self._group = layer, place, group
+        self._announcer: Announcer | None = announcer_of(layer)
+        self._step = 0 if self._announcer is None else self._announcer.step
+
+    def announce(self, event: Event) -> None:
+        """Tell ranks without a batch, if there may be any. Collective then: every rank. Blocks until complete."""
+        if self._announcer is not None:
+            self._announcer.announce(event, self._layer, self._step)
+
+    def gather(self, vector: Tensor) -> Tensor:
+        """Return every rank's ``vector``, one below the other.
+
+        Collective: every rank. Blocks until complete (on CUDA: the current stream waits).
+
+        Raises:
+            CollectiveError: Other ranks run another layer, or ended, or did not take part in time.
+        """
+        try:
+            rows = torch.stack(all_gather(self._marked(vector), group=self._group))
+        except RuntimeError as error:
+            raise self._failed("forward", error) from error
+        if vector.device.type == "cpu":
+            self._check(rows[:, -1].tolist(), "forward")
+        return rows[:, :-1]
+
+    def sum(self, vector: Tensor) -> Tensor:
+        """Return the sum of every rank's ``vector``.
+
+        Collective: every rank. Blocks until complete (on CUDA: the current stream waits).
+
+        Raises:
+            CollectiveError: Other ranks run another layer, or ended, or did not take part in time.
+        """
+        marked = self._marked(vector)
+        try:
+            all_reduce(marked, group=self._group)
+        except RuntimeError as error:
+            raise self._failed("backward", error) from error
+        if vector.device.type == "cpu":
+            mean = float(marked[-1]) / self._group.size()
+            self._check([mean], "backward")
+        return marked[:-1]
+
+    def _marked(self, vector: Tensor) -> Tensor:
+        return torch.cat([vector, vector.new_full((1,), self._place.number)])
+
+    def _check(self, numbers: list[float], phase: str) -> None:
+        strangers = [rank for rank, number in enumerate(numbers) if number != self._place.number]
+        if strangers:
+            raise self._failed(phase, "other ranks run another layer.")
+
+    def _failed(self, phase: str, cause: object) -> CollectiveError:
+        return CollectiveError(
+            f"Rank {self._group.rank()}: the {phase} of {self._place.name} could not be done together with the other "
+            f"ranks: {cause}\n{_ADVICE}"
+        )
