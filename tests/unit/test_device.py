@@ -41,9 +41,9 @@ def test_tensors_are_found_in_every_structure_and_the_rest_is_kept():
     assert one == 1
 
 
-def test_each_share_goes_to_the_device_of_its_place():
-    batch = MicroBatch(0, 3, [0, 1], [2, 1], [[torch.ones(2)], [torch.ones(1)]])
-    moved = to_device(batch, [torch.device("cpu"), torch.device("meta"), torch.device("cpu")])
+def test_each_share_goes_to_the_device_of_its_number():
+    batch = MicroBatch(0, 3, [4, 6], [2, 1], [[torch.ones(2)], [torch.ones(1)]])
+    moved = to_device(batch, {4: torch.device("cpu"), 5: torch.device("cpu"), 6: torch.device("meta")})
     assert [share[0].device.type for share in moved.batches] == ["cpu", "meta"]
     assert moved.sizes == [2, 1]
 
@@ -62,7 +62,7 @@ class Graph:
 def test_objects_that_move_themselves_do():
     words = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
     batch = MicroBatch(0, 1, [0], [1], [{"graph": Graph(), "words": words, "class": Graph, "text": "text"}])
-    (moved,) = to_device(batch, [torch.device("meta")]).batches
+    (moved,) = to_device(batch, {0: torch.device("meta")}).batches
     assert moved["graph"].device == "meta"
     assert moved["words"].data.is_meta
     assert not moved["words"].batch_sizes.is_meta

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -67,11 +67,11 @@ def _move(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, Movable) and not isinstance(value, type) else value
 
 
-def to_device(batch: MicroBatch, devices: Sequence[torch.device]) -> MicroBatch:
-    """Return ``batch`` with the i-th share on the i-th device; pinned memory is copied without blocking."""
+def to_device(batch: MicroBatch, devices: Mapping[int, torch.device]) -> MicroBatch:
+    """Return ``batch`` with each share on the device of its number; pinned memory is copied without blocking."""
     moved = [
-        map_tensors(share, partial(_to, device=device), partial(_move, device=device))
-        for share, device in zip(batch.batches, devices, strict=False)
+        map_tensors(share, partial(_to, device=devices[number]), partial(_move, device=devices[number]))
+        for number, share in zip(batch.numbers, batch.batches, strict=True)
     ]
     return batch._replace(batches=moved)
 
@@ -83,10 +83,10 @@ class Prefetcher:
     device only when their batch is asked for: the allocator could not be told that they are in use.
     """
 
-    def __init__(self, batches: Iterator[MicroBatch], devices: Sequence[torch.device]) -> None:
+    def __init__(self, batches: Iterator[MicroBatch], devices: Mapping[int, torch.device]) -> None:
         self._batches = batches
         self._devices = devices
-        self._streams = [torch.cuda.Stream(device) for device in devices]
+        self._streams = {device: torch.cuda.Stream(device) for device in devices.values()}
         self._ahead: MicroBatch | None = None
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -96,9 +96,10 @@ class Prefetcher:
         """Return the next micro-batch, usable on each device's current stream."""
         batch, self._ahead = self._ahead or self._copy(), None
         shares = []
-        for share, device, stream in zip(batch.batches, self._devices, self._streams, strict=False):
+        for number, share in zip(batch.numbers, batch.batches, strict=True):
+            device = self._devices[number]
             current = torch.cuda.current_stream(device)
-            current.wait_stream(stream)
+            current.wait_stream(self._streams[device])
             shares.append(map_tensors(share, partial(_record, stream=current), partial(_move, device=device)))
         return batch._replace(batches=shares)
 
@@ -109,8 +110,9 @@ class Prefetcher:
     def _copy(self) -> MicroBatch:
         batch = next(self._batches)
         shares = []
-        for share, device, stream in zip(batch.batches, self._devices, self._streams, strict=False):
-            with torch.cuda.stream(stream):
+        for number, share in zip(batch.numbers, batch.batches, strict=True):
+            device = self._devices[number]
+            with torch.cuda.stream(self._streams[device]):
                 shares.append(map_tensors(share, partial(_to, device=device)))
         return batch._replace(batches=shares)
 

@@ -34,7 +34,7 @@ class Feed:
         devices: Sequence[torch.device],
     ) -> None:
         self._samples, self._order, self._division, self._how = samples, order, division, how
-        self._devices = devices
+        self._devices = dict(zip(division.shares, devices, strict=False))  # torch's DataParallel has one share only
         self._first_step = 0
         self._batches: Iterator[MicroBatch] | None = None
 
@@ -62,7 +62,7 @@ class Feed:
 
     @property
     def _on_cuda(self) -> bool:
-        return self._devices[0].type == "cuda"
+        return self._devices[self._division.shares.start].type == "cuda"
 
     def _open(self) -> Iterator[MicroBatch]:
         if isinstance(self._order, StreamOrder):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
 
+from lockstep.data.bad_sample import BadSample
 from lockstep.data.division import Division
 from lockstep.data.order import GlobalOrder
 from lockstep.data.seeding import mix, seed_cpu
@@ -27,11 +28,13 @@ class LoadOptions:
         collate: A list of samples to a batch; ``default_collate`` if None.
         workers: Loader processes; with 0, samples are loaded as they are asked for.
         pin_memory: Whether to page-lock the batches, for copies to CUDA that do not block.
+        skip_bad: Whether a micro-batch goes without the samples that cannot be read; else it has none if there is one.
     """
 
     collate: Collate | None
     workers: int
     pin_memory: bool
+    skip_bad: bool = False
 
 
 class Request(NamedTuple):
@@ -48,13 +51,17 @@ class Request(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """What a process computes at once: for each of its shares that has samples, which, how many, and them collated."""
+    """What a process computes at once: for each of its shares that has samples, which, how many, and them collated.
+
+    ``bad`` are the samples that could not be read; they are not among ``sizes``, but in ``num_global``.
+    """
 
     step: int
     num_global: int
     numbers: list[int]
     sizes: list[int]
     batches: list[Any]
+    bad: tuple[BadSample, ...] = ()
 
 
 class TrainRequests(Sampler[Request]):
@@ -75,23 +82,37 @@ class TrainRequests(Sampler[Request]):
 class _Fetch(Dataset[MicroBatch]):
     """Answers requests; runs in the loader processes if there are any."""
 
-    def __init__(self, samples: Any, collate: Collate | None, seed: int) -> None:
-        self._samples, self._collate, self._seed = samples, collate, seed
+    def __init__(self, samples: Any, how: LoadOptions, seed: int) -> None:
+        self._samples, self._collate, self._skip_bad, self._seed = samples, how.collate, how.skip_bad, seed
 
     def __getitem__(self, request: Request) -> MicroBatch:
-        batches = [self._share(indices, request.epoch) for indices in request.shares]
-        sizes = [len(indices) for indices in request.shares]
-        return MicroBatch(request.step, request.num_global, request.numbers, sizes, batches)
+        bad: list[BadSample] = []
+        micro = MicroBatch(request.step, request.num_global, [], [], [])
+        for number, indices in zip(request.numbers, request.shares, strict=True):
+            size, batch = self._share(indices, request, bad)
+            if bad and not self._skip_bad:  # there is no use in reading on: the run ends
+                return MicroBatch(request.step, request.num_global, [], [], [], tuple(bad))
+            if size:
+                micro.numbers.append(number)
+                micro.sizes.append(size)
+                micro.batches.append(batch)
+        return micro._replace(bad=tuple(bad))
 
-    def _share(self, indices: list[int], epoch: int) -> Any:
+    def _share(self, indices: list[int], request: Request, bad: list[BadSample]) -> tuple[int, Any]:
+        """Return how many samples could be read and them collated; add the others to ``bad``."""
         if type(self._samples) is TensorDataset and self._collate is None:  # a subclass may index otherwise
             index = torch.tensor(indices)
-            return [tensor[index] for tensor in self._samples.tensors]  # what default_collate makes of the rows
-        return (self._collate or default_collate)([self._sample(index, epoch) for index in indices])
-
-    def _sample(self, index: int, epoch: int) -> Any:
-        seed_cpu(mix(self._seed, _SAMPLE, epoch, index))
-        return self._samples[index]
+            return len(indices), [tensor[index] for tensor in self._samples.tensors]  # as default_collate of the rows
+        samples = []
+        for number in indices:
+            seed_cpu(mix(self._seed, _SAMPLE, request.epoch, number))
+            try:
+                samples.append(self._samples[number])
+            except Exception as error:
+                bad.append(BadSample.of(error, number, request.epoch, request.step))
+                if not self._skip_bad:
+                    return 0, None
+        return len(samples), (self._collate or default_collate)(samples) if samples else None
 
 
 def as_it_is(batch: Any) -> Any:
@@ -115,7 +136,7 @@ def load(
         seed: What the random numbers of each sample derive from.
     """
     loader = DataLoader(
-        _Fetch(samples, how.collate, seed),
+        _Fetch(samples, how, seed),
         sampler=requests,
         batch_size=None,
         num_workers=how.workers,

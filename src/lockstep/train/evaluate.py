@@ -87,7 +87,7 @@ class Evaluator:
             position = mix(seed, batch.step, division.shares.start)
             seed_cpu(position)
             seed_device(loop.device, position)
-            yield to_device(batch, [loop.device])
+            yield to_device(batch, dict.fromkeys(batch.numbers, loop.device))
 
     def _measure(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
         """Return what to sum of the loss and of each metric: total and count."""

@@ -1,0 +1,83 @@
+"""A sample that could not be read: which, where in the run, and why; made in a loader process, told by every rank."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from lockstep.errors import DataError, LockstepError
+
+_ADVICE = (
+    "Repair or remove what cannot be read, or go on without such samples and have them counted: "
+    'bad_samples="skip" (--bad-samples skip).'
+)
+
+
+class BadSample(NamedTuple):
+    """A sample that could not be read.
+
+    Args:
+        index: In the data set.
+        epoch: Counted from 0.
+        step: Counted from 0 over all epochs.
+        cause: What the data set said; for an exception that is not ours, with its type and where it was raised.
+        file: Path of the file, where the data set named it; so for ``offset``.
+        offset: Byte where the record begins.
+    """
+
+    index: int
+    epoch: int
+    step: int
+    cause: str
+    file: str | None = None
+    offset: int | None = None
+
+    @classmethod
+    def of(cls, error: Exception, index: int, epoch: int, step: int) -> Self:
+        """Return what ``error`` says of the sample ``index``."""
+        if isinstance(error, DataError):
+            return cls(index, epoch, step, str(error), error.file, error.offset)
+        if isinstance(error, LockstepError):
+            return cls(index, epoch, step, str(error))
+        words = "".join(traceback.format_exception_only(error)).strip()
+        return cls(index, epoch, step, f"{words} ({_place(error)})")
+
+    @property
+    def name(self) -> str:
+        """The sample and the cause, in one line."""
+        return f"sample {self.index}: {self.cause.splitlines()[0]}"
+
+    def to_plain(self) -> list[Any]:
+        """Return it as what JSON can hold."""
+        return list(self)
+
+
+def _place(error: Exception) -> str:
+    """Return the line that raised ``error``: the last one that is not in a library, for that is the one to mend."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(frame.filename)]
+    if not frames:
+        return "in the data set"
+    last = frames[-1]
+    return f"{last.filename}:{last.lineno} in {last.name}"
+
+
+def _is_library(filename: str) -> bool:
+    return "site-packages" in filename or filename.startswith((str(Path(__file__).parent), "<frozen"))
+
+
+def stop_error(bad: Sequence[BadSample]) -> DataError:
+    """Return the error that ends a run in which samples could not be read; ``bad`` are those of one step."""
+    first = bad[0]
+    others = ""
+    if len(bad) > 1:
+        numbers = ", ".join(str(sample.index) for sample in bad[1:6]) + (", ..." if len(bad) > 6 else "")
+        others = f"Nor can {len(bad) - 1} more of this step: {numbers}.\n"
+    return DataError(
+        f"Sample {first.index} of the data set cannot be read (epoch {first.epoch}, step {first.step}).\n"
+        f"{first.cause}\n{others}{_ADVICE}",
+        file=first.file,
+        offset=first.offset,
+        sample=first.index,
+    )
