@@ -26,6 +26,8 @@ def test_each_field_declares_its_kind():
         "lr_scaling": ("choice", False),
         "base_batch_size": ("int", True),
         "shares": ("numbers", True),
+        "reproducible": ("int", True),
+        "threads": ("int", True),
         "workers": ("int", False),
         "strategy": ("choice", False),
         "devices": ("int", True),

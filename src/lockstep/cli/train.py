@@ -62,13 +62,12 @@ def _launch(task_file: str, settings: FitSettings) -> None:
     from lockstep.launcher.api import launch
     from lockstep.train.devices import num_devices
     from lockstep.train.load import load_task
-    from lockstep.train.plan import require_even
+    from lockstep.train.plan import check_batch
 
     num_ranks = num_devices(settings.devices)
     # What can be wrong is found here, before any process is started.
     task = load_task(task_file)
-    batch_size = settings.global_batch_size or task.global_batch_size
-    require_even(batch_size, num_ranks, settings.accumulate, settings.shares)
+    check_batch(task, settings, num_ranks)
     try:
         launch(_train_here, task_file, settings, devices=num_ranks)
     except RankFailed as error:

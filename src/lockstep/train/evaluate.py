@@ -15,6 +15,7 @@ from lockstep.data.device import to_device
 from lockstep.data.loader import LoadOptions, MicroBatch, Request, load
 from lockstep.data.seeding import mix, seed_cpu, seed_device
 from lockstep.errors import ConfigurationError
+from lockstep.parallel.tree.shape import Tree
 from lockstep.train.loop import Loop
 from lockstep.train.objective import Objective
 from lockstep.train.precision import autocast
@@ -50,41 +51,72 @@ class Evaluator:
         if group is not None:  # batch-norm statistics are each rank's own until its next forward
             buffers = [buffer for buffer in model.buffers() if buffer.numel()]
             broadcast_coalesced(buffers, group=group, src=0)
-        sums: dict[str, Tensor] = {}
+        sums: dict[int, dict[str, Tensor]] = {share: {} for share in self._parts()}
         model.eval()
         try:
-            with torch.no_grad():
+            with self.loop.arithmetic.applied(), torch.no_grad():
                 for batch in self._batches():
+                    part = sums[batch.numbers[0]]
                     for name, value in self._measure(model, batch).items():
-                        sums[name] = sums[name] + value if name in sums else value
+                        part[name] = part[name] + value if name in part else value
         finally:
             model.train()
-        names = list(sums)
+        totals = self._total(sums) if self.loop.tree is None else self._total_in_tree(sums, self.loop.tree)
+        return {name: total / count if count else math.nan for name, (total, count) in totals.items()}
+
+    def _total(self, sums: dict[int, dict[str, Tensor]]) -> dict[str, tuple[float, float]]:
+        """Return the sums of the only part of each rank, over all ranks."""
+        (mine,), group = sums.values(), self.loop.group
+        names = list(mine)
         if group is not None:  # a rank without samples knows no names
             lists: list[list[str]] = all_gather_object(names, group=group, device=self.loop.device)
             names = list(dict.fromkeys(name for names in lists for name in names))
-        table = torch.stack([sums.get(name, self._zero()) for name in names])
+        table = torch.stack([mine.get(name, self._zero()) for name in names])
         if group is not None:
             all_reduce(table, group=group)
         pairs: list[tuple[float, float]] = table.tolist()
-        return {name: total / count if count else math.nan for name, (total, count) in zip(names, pairs, strict=True)}
+        return dict(zip(names, pairs, strict=True))
+
+    def _total_in_tree(self, sums: dict[int, dict[str, Tensor]], tree: Tree) -> dict[str, tuple[float, float]]:
+        """Return the sums of the virtual shards of all ranks, in the order of the tree."""
+        mine = [{name: pair.tolist() for name, pair in part.items()} for part in sums.values()]
+        group = self.loop.group
+        ranks = [mine] if group is None else all_gather_object(mine, group=group, device=self.loop.device)
+        parts: list[dict[str, list[float]]] = [part for parts in ranks for part in parts]
+        names = list(dict.fromkeys(name for part in parts for name in part))
+        nothing = [0.0, 0.0]
+
+        def total(name: str, column: int) -> float:
+            leaves = {range(leaf, leaf + 1): part.get(name, nothing)[column] for leaf, part in enumerate(parts)}
+            return tree.combine(leaves, float.__add__)
+
+        return {name: (total(name, 0), total(name, 1)) for name in names}
+
+    def _parts(self) -> dict[int, range]:
+        """Return the samples that this rank evaluates: contiguous, its share or each of its virtual shards."""
+        division, size = self.loop.plan.division, len(self.samples)
+        if self.loop.tree is not None:
+            return {share: division.positions(size, share) for share in division.shares}
+        if self.loop.group is None:
+            return {0: range(size)}
+        return {division.shares.start: division.positions_here(size)}
 
     def _batches(self) -> Iterator[MicroBatch]:
-        """Return this rank's contiguous part of the samples, in batches as large as those of training."""
+        """Return this rank's samples, part after part, in batches as large as those of training."""
         division, loop = self.loop.plan.division, self.loop
-        share = division.shares.start if loop.group is not None else 0
-        mine = division.positions_here(len(self.samples)) if loop.group is not None else range(len(self.samples))
-        size = max(1, len(division.positions(loop.plan.batch_size, share)) // division.accumulate)
-        requests = [
-            Request(0, number, len(self.samples), [share], [list(mine[start : start + size])])
-            for number, start in enumerate(range(0, len(mine), size))
-        ]
+        requests = []
+        for share, mine in self._parts().items():
+            size = max(1, len(division.positions(loop.plan.batch_size, share)) // division.accumulate)
+            requests += [
+                Request(0, number, len(self.samples), [share], [list(mine[start : start + size])])
+                for number, start in enumerate(range(0, len(mine), size))
+            ]
         on_cuda = loop.device.type == "cuda"
         seed = mix(loop.settings.seed, _EVALUATE)
         how = LoadOptions(self.task.collate, loop.settings.workers, pin_memory=on_cuda)
         batches = load(self.samples, requests, how, seed=seed)
         for batch in batches:
-            position = mix(seed, batch.step, division.shares.start)
+            position = mix(seed, batch.step, batch.numbers[0])
             seed_cpu(position)
             seed_device(loop.device, position)
             yield to_device(batch, dict.fromkeys(batch.numbers, loop.device))

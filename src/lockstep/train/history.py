@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lockstep.train.loop import StepRecord
+from lockstep.train.step_record import StepRecord
 
 _MAX_UNREAD = 256
 

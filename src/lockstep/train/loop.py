@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from lockstep.comm.collectives import Group
+from lockstep.comm.collectives import Group, all_gather_object
 from lockstep.comm.world import World
 from lockstep.data.feed import Feed
 from lockstep.data.loader import LoadOptions, MicroBatch
+from lockstep.data.same_stream import require_same_stream
 from lockstep.data.seeding import mix, seed_cpu, seed_device
 from lockstep.errors import ConfigurationError
+from lockstep.parallel.tree.shape import Tree
+from lockstep.train.arithmetic import Arithmetic, describe_machine, differences, watch_for_other_kernels
 from lockstep.train.objective import Objective, Part
 from lockstep.train.plan import make_plan
 from lockstep.train.precision import GradScaler
+from lockstep.train.reproducible.build import make_reproducible, virtual_shards
 from lockstep.train.settings import Settings, StrategyName
-from lockstep.train.stopwatch import PhaseTimes, Stopwatch
+from lockstep.train.step_record import StepRecord
+from lockstep.train.stopwatch import Stopwatch
 from lockstep.train.strategy import Pass, divide, make_strategy
 from lockstep.train.tally import Tally
 from lockstep.train.task import Task, build_dataset, build_model, build_optimizer
@@ -29,36 +33,6 @@ from lockstep.train.update import Updater
 
 _INIT, _FORWARD, _DATA = 3, 4, 7
 """Keep the bits for initial weights, dropout and made-up data apart from what else derives from the same seed."""
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What happened in a step. Reading a number waits for the device to get there; nothing else does.
-
-    Args:
-        step: Counted from 0 over all epochs.
-        num_samples: Samples of the global batch.
-        loss: Mean over the global batch, a 0-dimensional tensor.
-        grad_norm: Global norm of the gradient before clipping, if it was needed.
-        updated: Whether the optimizer was stepped; not after an overflow in fp16, nor without synchronisation.
-    """
-
-    step: int
-    num_samples: int
-    loss: Tensor
-    grad_norm: Tensor | None
-    updated: bool
-    _watch: Stopwatch = field(repr=False)
-
-    @property
-    def times(self) -> PhaseTimes:
-        """Seconds of the step on this rank, by what they went into."""
-        return self._watch.read()
-
-    @property
-    def total_s(self) -> float:
-        """Seconds of the whole step on this rank."""
-        return self.times.total_s
 
 
 class Loop:
@@ -88,18 +62,39 @@ class Loop:
     ) -> None:
         self.settings, self.devices = settings, list(devices)
         self.device = self.devices[0]
-        division = divide(strategy, world, self.devices, settings)
+        self.arithmetic = Arithmetic(
+            settings.threads or (None if settings.reproducible is None else 1),
+            deterministic=settings.reproducible is not None,
+        )
+        self.caveats: list[str] = []
+        self.num_steps_done = 0
+        self._sync = True
+        self._first_step = 0
+        with self.arithmetic.applied():
+            self._build(task, world, strategy)
+
+    def _build(self, task: Task, world: World, strategy: StrategyName) -> None:
+        settings = self.settings
+        shards = virtual_shards(strategy, world, self.devices, settings)
+        division = divide(strategy, world, self.devices, settings) if shards is None else shards.division
         self._seed_all(_DATA)
         self.samples = build_dataset(task)
         num_samples = None if isinstance(self.samples, IterableDataset) else len(self.samples)
         self.plan = make_plan(task, settings, division, num_samples=num_samples)
         how = LoadOptions(task.collate, settings.workers, pin_memory=self.device.type == "cuda")
-        self._feed = Feed(self.samples, self.plan.order, division, how, self.devices)
+        places = self.devices if shards is None else shards.spread(self.devices)
+        self._feed = Feed(self.samples, self.plan.order, division, how, places)
         self._seed_all(_INIT)
         self.model = build_model(task).to(self.device).train()
         self.optimizer = build_optimizer(task, self.model)
         objective = Objective(task, settings.precision)
-        self._strategy = make_strategy(strategy, self.model, objective, world, self.devices)
+        if shards is None:
+            self._strategy = make_strategy(strategy, self.model, objective, world, self.devices)
+        else:
+            self._strategy = make_reproducible(
+                shards, strategy, self.model, objective, world, self.devices, self.arithmetic
+            )
+            self._compare_machines()
         self._updater = Updater(
             self.model,
             self.optimizer,
@@ -108,13 +103,16 @@ class Loop:
             scaler=GradScaler() if settings.precision == "fp16" else None,
             group=self.group,
         )
-        self.num_steps_done = 0
-        self._sync = True
 
     @property
     def group(self) -> Group | None:
         """The ranks that train together, or None if it is only this process."""
         return self._strategy.group
+
+    @property
+    def tree(self) -> Tree | None:
+        """What is summed over the virtual shards is summed in this order; None if there are none."""
+        return None if self.settings.reproducible is None else Tree(self.settings.reproducible)
 
     @property
     def exposed_s(self) -> float | None:
@@ -130,15 +128,28 @@ class Loop:
     def step(self) -> StepRecord:
         """Train on the next global batch.
 
-        Collective for ``ddp`` and ``torch-ddp``: every rank. Does not wait for a CUDA device, except in fp16.
+        Collective for ``ddp`` and ``torch-ddp``: every rank. Does not wait for a CUDA device, except in fp16 and with
+        ``reproducible``.
         """
+        with self.arithmetic.applied():
+            if self.settings.reproducible is None or self.num_steps_done > self._first_step:
+                return self._step()
+            found: list[str] = []
+            with watch_for_other_kernels(found):
+                record = self._step()
+            self.caveats += [f"{name} has no deterministic kernel on {self.device.type}" for name in found]
+            return record
+
+    def _step(self) -> StepRecord:
         watch = Stopwatch(self.device)
-        tally = Tally(self.device, self.group if self._sync else None)
+        tally = Tally(self.device, self.group if self._sync and not self._strategy.sums_losses else None)
         self.optimizer.zero_grad(set_to_none=True)
         num_samples = 0
         for index in range(self.settings.accumulate):
             micro = self._feed.next()
             num_samples = micro.num_global
+            if micro.note is not None:
+                require_same_stream(micro.note, micro.step, group=self.group if self._sync else None, device=self.device)
             watch.lap("data_wait_s")
             self._seed_forward(micro, index)
             self._run(micro, tally, watch, last=index == self.settings.accumulate - 1)
@@ -166,14 +177,16 @@ class Loop:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that a resumed run needs to go on exactly as this one would."""
-        order, scaler = self.plan.order, self._updater.scaler
+        scaler = self._updater.scaler
         return {
-            "run": {"samples": order.num_samples, "global batch": order.batch_size, "seed": order.seed},
+            "run": self._identity(),
+            "machine": describe_machine(self.device),
             "num_steps_done": self.num_steps_done,
             "num_updates": self._updater.num_updates,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": scaler.state_dict() if scaler else None,
+            "stream": self._feed.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -182,12 +195,11 @@ class Loop:
         Raises:
             ConfigurationError: It is of a run on other data, or in another order; or of another model.
         """
-        order, run = self.plan.order, state["run"]
-        now = {"samples": order.num_samples, "global batch": order.batch_size, "seed": order.seed}
-        for name, value in now.items():
-            if run[name] != value:
+        run = state["run"]
+        for name, value in self._identity().items():
+            if run.get(name) != value:
                 raise ConfigurationError(
-                    f"The checkpoint is of a run with {name} {run[name]}, this one has {value}.\n"
+                    f"The checkpoint is of a run with {name} {run.get(name)}, this one has {value}.\n"
                     "Resume with what the run was started with, or start anew (resume=False)."
                 )
         try:
@@ -201,11 +213,33 @@ class Loop:
         if self._updater.scaler is not None and state["scaler"] is not None:
             self._updater.scaler.load_state_dict(state["scaler"])
         self.num_steps_done, self._updater.num_updates = state["num_steps_done"], state["num_updates"]
-        self._feed.seek(self.num_steps_done)
+        self._feed.seek(self.num_steps_done, state.get("stream"))
+        self._first_step = self.num_steps_done
+        if self.settings.reproducible is not None:
+            now = differences(state["machine"], describe_machine(self.device))
+            self.caveats += [f"the run was begun elsewhere: {', '.join(now)}"] * bool(now)
 
     def close(self) -> None:
         """Stop the loader's processes."""
         self._feed.close()
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what a resumed run must have in common with this one."""
+        order, settings = self.plan.order, self.settings
+        identity = {"samples": order.num_samples, "global batch": order.batch_size, "seed": order.seed}
+        if settings.reproducible is None:
+            return identity
+        return identity | {"reproducible": settings.reproducible, "threads": self.arithmetic.threads}
+
+    def _compare_machines(self) -> None:
+        """Take note if ranks compute on different hardware. Collective if there is a group: every rank."""
+        if self.group is None:
+            return
+        machines = all_gather_object(describe_machine(self.device), group=self.group, device=self.device)
+        for rank, machine in enumerate(machines):
+            if unlike := differences(machines[0], machine):
+                self.caveats.append(f"rank {rank} computes elsewhere than rank 0: {', '.join(unlike)}")
+                return
 
     def _seed_all(self, purpose: int) -> None:
         """Give what the task makes the same random numbers on every rank."""
@@ -220,6 +254,12 @@ class Loop:
         for share, device in zip(self.plan.division.shares, self.devices, strict=False):
             seed_device(device, mix(*position, share))
 
+    def _seed_share(self, step: int, index: int, share: int, device: torch.device) -> None:
+        """Give one share random numbers of its own, on the CPU and on its device."""
+        value = mix(self.settings.seed, _FORWARD, step, index, share)
+        seed_cpu(value)
+        seed_device(device, value)
+
     def _run(self, micro: MicroBatch, tally: Tally, watch: Stopwatch, *, last: bool) -> None:
         """Run forward and backward; the sum of the losses is under way before the last backward, where it can be."""
 
@@ -229,4 +269,5 @@ class Loop:
                 tally.start_sum()
 
         scale = self._updater.loss_scale / micro.num_global
-        self._strategy.run(micro, Pass(scale, last and self._sync, watch, after_forward))
+        seed = partial(self._seed_share, micro.step, 0)
+        self._strategy.run(micro, Pass(scale, last and self._sync, watch, after_forward, seed))

@@ -9,8 +9,9 @@ from math import ceil
 
 from lockstep.data.division import Division
 from lockstep.data.order import GlobalOrder, cut_by
-from lockstep.data.stream import StreamOrder
+from lockstep.data.stream_reader import StreamOrder
 from lockstep.errors import ConfigurationError
+from lockstep.train.reproducible.placement import place, require_whole_shards
 from lockstep.train.schedule import LearningRate, batch_scale
 from lockstep.train.settings import Settings
 from lockstep.train.task import Task
@@ -40,7 +41,10 @@ def make_plan(task: Task, settings: Settings, division: Division, *, num_samples
             steps of a stream is not given.
     """
     batch_size = settings.global_batch_size or task.global_batch_size
-    require_even(batch_size, division.num_shares, settings.accumulate, division.proportions)
+    if settings.reproducible is None:
+        require_even(batch_size, division.num_shares, settings.accumulate, division.proportions)
+    else:
+        require_whole_shards(batch_size, settings.reproducible)
     order, num_steps = _lay_out(task, settings, batch_size, num_samples)
     base = settings.base_batch_size or task.global_batch_size
     return Plan(
@@ -75,6 +79,20 @@ def _lay_out(
             "Give the number of steps instead: steps=1000 (--steps 1000)."
         )
     return StreamOrder(batch_size, settings.seed, task.drop_last), settings.steps
+
+
+def check_batch(task: Task, settings: Settings, num_devices: int) -> None:
+    """Check that the global batch can be divided over ``num_devices``.
+
+    Raises:
+        ConfigurationError: It cannot; names the nearest sizes that can.
+    """
+    batch_size = settings.global_batch_size or task.global_batch_size
+    if settings.reproducible is None:
+        require_even(batch_size, num_devices, settings.accumulate, settings.shares)
+    else:
+        place(settings.reproducible, num_devices, settings.shares)
+        require_whole_shards(batch_size, settings.reproducible)
 
 
 def require_even(batch_size: int, num_shares: int, accumulate: int, proportions: Sequence[float] | None = None) -> None:

@@ -50,10 +50,13 @@ class Run:
         if settings.log_file is not None and world.is_rank_zero:
             self._log = Log(Path(settings.log_file), self._first_step)
         self._display = make_display(self._num_steps, self._first_step, silent=settings.quiet or not world.is_rank_zero)
-        for line in describe_plan(task, settings, self._loop.plan, self._loop.devices):
+        num_devices = len(self._loop.devices) if self._loop.group is None else world.world_size
+        for line in describe_plan(task, settings, self._loop.plan, self._loop.device, num_devices=num_devices):
             self._display.say(line)
         if self._first_step:
             self._display.say(f"resumed after step {self._first_step} of {self._num_steps}")
+        self._num_caveats_said = 0
+        self._say_caveats()
 
     @property
     def has_steps_left(self) -> bool:
@@ -69,6 +72,7 @@ class Run:
         """Train on the next global batch."""
         self._history.start()
         record = self._loop.step()
+        self._say_caveats()
         if self._display.is_due():
             loss = float(record.loss)
             self._display.show(self._step, loss, self._history.samples_per_s)
@@ -142,6 +146,12 @@ class Run:
         if self._log is not None:
             self._log.close()
         self._loop.close()
+
+    def _say_caveats(self) -> None:
+        """Say why the bits may differ after all, as soon as it is known."""
+        for caveat in self._loop.caveats[self._num_caveats_said :]:
+            self._display.say(f"the same bits cannot be promised: {caveat}")
+        self._num_caveats_said = len(self._loop.caveats)
 
     @property
     def _step(self) -> int:

@@ -54,8 +54,22 @@ class Settings:
     ] = None
     workers: Annotated[int, Flag("Processes per rank that load samples.", "N", 0)] = 0
 
+    reproducible: Annotated[
+        int | None,
+        Flag("Cut each global batch into V virtual shards: the same bits on 1 to V devices.", "V", 1),
+    ] = None
+    threads: Annotated[
+        int | None, Flag("CPU cores that an operation may use; 1 with reproducible, else up to torch.", "N", 1)
+    ] = None
+
     def __post_init__(self) -> None:
         check_all(self)
+        if self.reproducible is not None and self.accumulate > 1:
+            raise ConfigurationError(
+                f"Both reproducible={self.reproducible} and accumulate={self.accumulate} are given.\n"
+                "Each virtual shard is a micro-batch already: for smaller ones, cut the batch into more of them "
+                f"(reproducible={self.reproducible * self.accumulate})."
+            )
         if self.shares is not None:
             object.__setattr__(self, "shares", tuple(self.shares))  # so that nobody changes it
         if self.steps is not None and self.epochs is not None:

@@ -33,12 +33,14 @@ class Pass:
         sync: Whether gradients are summed over the ranks at the end of backward.
         watch: Gets a lap for forward and one for backward.
         after_forward: Called with the losses, if there are any, between the two; or after both where they are one.
+        seed: Gives the generators of this process and of a device the random numbers of a share.
     """
 
     scale: float
     sync: bool
     watch: Stopwatch
     after_forward: Callable[[list[Part]], None]
+    seed: Callable[[int, torch.device], None]
 
 
 class Strategy(ABC):
@@ -50,6 +52,9 @@ class Strategy(ABC):
     exposed_s: float | None = None
     """Seconds of the last micro-batch in which devices only exchanged data, where the engine measures it itself."""
 
+    sums_losses = False
+    """Whether the losses it reports are those of all ranks already."""
+
     @abstractmethod
     def run(self, micro: MicroBatch, how: Pass) -> None:
         """Run forward and backward of ``micro``, adding to ``param.grad``.
@@ -58,10 +63,11 @@ class Strategy(ABC):
         """
 
 
-def _backward(part: Part, scale: float) -> None:
+def scaled(part: Part, scale: float) -> Tensor:
+    """Return what to differentiate for the gradient of ``value * weight * scale``."""
     factor = part.weight * scale
     value = part.value if part.value.dtype in (torch.float32, torch.float64) else part.value.float()
-    (value if factor == 1.0 else value * factor).backward()
+    return value if factor == 1.0 else value * factor
 
 
 class Single(Strategy):
@@ -76,7 +82,7 @@ class Single(Strategy):
         how.watch.lap("forward_s")
         how.after_forward(parts)
         for part in parts:
-            _backward(part, how.scale)
+            scaled(part, how.scale).backward()
         how.watch.lap("backward_s")
 
 
@@ -132,7 +138,8 @@ class Distributed(Strategy):
             how.watch.lap("forward_s")
             how.after_forward([part] if num_samples else [])
             if num_samples or how.sync:
-                _backward(part, how.scale * self._num_ranks)  # the engine's mean over the ranks becomes the sum again
+                # the engine's mean over the ranks becomes the sum again
+                scaled(part, how.scale * self._num_ranks).backward()
         how.watch.lap("backward_s")
 
 

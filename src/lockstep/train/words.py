@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from lockstep.train.plan import Plan
@@ -11,18 +9,22 @@ from lockstep.train.settings import FitSettings
 from lockstep.train.task import Task
 
 
-def describe_plan(task: Task, settings: FitSettings, plan: Plan, devices: Sequence[torch.device]) -> list[str]:
-    """Return the lines that rank zero prints first."""
+def describe_plan(
+    task: Task, settings: FitSettings, plan: Plan, device: torch.device, *, num_devices: int
+) -> list[str]:
+    """Return the lines that rank zero prints first; all ``num_devices`` are of the kind of ``device``."""
     division, order = plan.division, plan.order
-    kind = "GPU" if devices[0].type == "cuda" else devices[0].type.upper()
-    num_devices = division.num_shares if settings.strategy != "torch-dp" else len(devices)
+    kind = "GPU" if device.type == "cuda" else device.type.upper()
     on = f"{num_devices} {kind}s" if num_devices > 1 else f"1 {kind}"
     parts = f" = {_parts(plan, num_devices)}" if num_devices > 1 else ""
+    if settings.reproducible is not None:
+        parts = f" = {settings.reproducible} virtual shards x {order.batch_size // settings.reproducible} samples"
     micro = f", in {division.accumulate} micro-batches" if division.accumulate > 1 else ""
     size = "a stream of samples" if order.num_samples is None else f"{order.num_samples:,} samples"
     return [
         f"{task.name}: strategy {settings.strategy} on {on}, {settings.precision}, {size}, {_length(plan)}",
         f"global batch {order.batch_size}{parts}{micro}",
+        *([] if settings.reproducible is None else [_same_bits(settings.reproducible, settings)]),
         f"learning rate x {plan.learning_rate.scale:.4g}: {_scaling(settings, plan)}; {_schedule(plan)}",
     ]
 
@@ -32,6 +34,12 @@ def _parts(plan: Plan, num_devices: int) -> str:
         return f"{num_devices} devices x {plan.batch_size // num_devices} samples"
     sizes = [len(plan.division.positions(plan.batch_size, share)) for share in range(num_devices)]
     return f"{num_devices} devices with {' + '.join(map(str, sizes))} samples"
+
+
+def _same_bits(num_virtual_shards: int, settings: FitSettings) -> str:
+    threads = settings.threads or 1
+    each = f"{threads} CPU thread{'s' * (threads > 1)} each"
+    return f"reproducible: the same bits on 1 to {num_virtual_shards} devices of this kind with {each}"
 
 
 def _length(plan: Plan) -> str:

@@ -89,7 +89,7 @@ class Row:
         for dtype in {view.dtype for view in self.views}:
             present = [i for i, g in enumerate(gradients) if g is not None and self.views[i].dtype is dtype]
             if present:
-                torch._foreach_add_([self.views[i] for i in present], [gradients[i] for i in present])
+                torch._foreach_add_([self.views[i] for i in present], _present([gradients[i] for i in present]))
         missing = [self.views[index] for index, gradient in enumerate(gradients) if gradient is None]
         if missing:
             torch._foreach_add_(missing, 0)

@@ -39,9 +39,9 @@ class Tree:
         """Return the node whose children are ``left`` and ``right``, or None if there is none."""
         return _parents(self.num_leaves).get((left, right))
 
-    def combine(self, parts: Mapping[range, T], add: Callable[[T, T], T]) -> T:
-        """Return the sum of all leaves from those of nodes that together hold each leaf once."""
-        return _combine(self.root, parts, add)
+    def combine(self, parts: Mapping[range, T], add: Callable[[T, T], T], *, root: range | None = None) -> T:
+        """Return the sum of all leaves, or of those under ``root``, from nodes that together hold each of them once."""
+        return _combine(self.root if root is None else root, parts, add)
 
 
 def _within(node: range, leaves: range) -> list[range]:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lockstep.study.compare.figures import Turn
 from lockstep.train.devices import PER_PROCESS
-from lockstep.train.loop import Loop, StepRecord
+from lockstep.train.loop import Loop
+from lockstep.train.step_record import StepRecord
 
 
 def measure_turn(loop: Loop, name: str, num_steps: int, round_index: int, place: int) -> tuple[Turn, list[Tensor]]:
