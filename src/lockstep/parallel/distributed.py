@@ -25,6 +25,7 @@ from lockstep.parallel.ddp.model_sync import ModelSync
 from lockstep.parallel.ddp.options import (
     bucket_caps_bytes,
     buffer_policy,
+    check_batch_norms,
     check_combination,
     check_group,
     check_parameters,
@@ -37,6 +38,7 @@ from lockstep.parallel.ddp.parameter_hooks import watch_frozen
 from lockstep.parallel.ddp.reducer import Reducer
 from lockstep.parallel.ddp.state_keys import accept_bare_keys
 from lockstep.parallel.ddp.torch_reducer import TorchReducer
+from lockstep.parallel.follow import Follow
 
 
 class DistributedDataParallel(UnevenInputs):
@@ -159,8 +161,8 @@ class DistributedDataParallel(UnevenInputs):
 
     def _connect(self) -> None:
         """Make what talks to the process group but not yet to other ranks."""
-        if self.device_type == "cpu" and any(isinstance(layer, nn.SyncBatchNorm) for layer in self.module.modules()):
-            raise ValueError("SyncBatchNorm layers only work with GPU modules")
+        check_batch_norms(self.module, self.device_type)
+        self._follow = Follow(self.module, group=self.process_group, device=self.device)
         self._model_sync = ModelSync(self.module, self.parameters_to_ignore, self.process_group, self.device)
         self.register_load_state_dict_pre_hook(accept_bare_keys)  # type: ignore[no-untyped-call]
 
@@ -186,8 +188,8 @@ class DistributedDataParallel(UnevenInputs):
         return self._portable_state()
 
     def _portable_state(self) -> dict[str, Any]:
-        tied_to_process = ("process_group", "reducer", "_reducer", "_model_sync", "_load_state_dict_pre_hooks")
-        state = {name: value for name, value in self.__dict__.items() if name not in tied_to_process}
+        tied = {"process_group", "reducer", "_reducer", "_model_sync", "_follow", "_load_state_dict_pre_hooks"}
+        state = {name: value for name, value in self.__dict__.items() if name not in tied}
         return state | {"_comm_hooks": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -241,6 +243,7 @@ class DistributedDataParallel(UnevenInputs):
 
     @leave_all_uncompiled
     def _post_forward(self, output: Any) -> Any:
+        self._end_forward(output)
         if self.will_sync_module_buffers():
             self._sync_buffers(after_forward=True, src=0)
         self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -270,10 +273,6 @@ class DistributedDataParallel(UnevenInputs):
             self.require_backward_grad_sync = before
 
     # --- buffers and communication hooks ----------------------------------------------------------------
-
-    def will_sync_module_buffers(self) -> bool:
-        """Tell whether the next ``forward`` synchronises buffers."""
-        return self.require_forward_param_sync and self.forward_sync_buffers and self._model_sync.has_buffers
 
     def _sync_buffers(self, *, after_forward: bool, src: int) -> None:
         self._reducer.post_backward += self._model_sync.sync_buffers(after_forward=after_forward, src=src)

@@ -6,9 +6,10 @@ as a step lasts in which some rank may be without a batch.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Protocol
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -41,21 +42,22 @@ class Announcer(Protocol):
         """
 
 
-_announcers: WeakKeyDictionary[nn.Module, Announcer] = WeakKeyDictionary()
+_announcers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Announcer]] = weakref.WeakKeyDictionary()
 
 
 def announcer_of(layer: nn.Module) -> Announcer | None:
     """Return whom ``layer`` has to tell before it exchanges anything; None in ordinary steps."""
-    return _announcers.get(layer) if _announcers else None
+    reference = _announcers.get(layer) if _announcers else None
+    return None if reference is None else reference()
 
 
-def enter(announcer: Announcer, layers: list[nn.Module]) -> None:
+def enter(announcer: Announcer, layers: Sequence[nn.Module]) -> None:
     """Have ``layers`` tell ``announcer``."""
     for layer in layers:
-        _announcers[layer] = announcer
+        _announcers[layer] = weakref.ref(announcer)
 
 
-def leave(layers: list[nn.Module]) -> None:
+def leave(layers: Sequence[nn.Module]) -> None:
     """Have ``layers`` tell nobody."""
     for layer in layers:
         _announcers.pop(layer, None)

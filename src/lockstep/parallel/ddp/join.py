@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.variable import Variable
 from typing_extensions import override
 
 from lockstep.comm.collectives import Group, all_reduce
 from lockstep.comm.join import Join, JoinHook
+from lockstep.parallel.ddp.outputs import find_tensors
 from lockstep.parallel.ddp.torch_names import TorchNames
+from lockstep.parallel.follow import Follow
 
 
 class UnevenInputs(TorchNames):
     """The part of ``DistributedDataParallel`` that lets ranks have different numbers of batches."""
 
     _divide_by_initial_world_size: bool
+    _follow: Follow
     _authoritative_rank: int
     """After ``join()``: whose model all ranks hold (torch's name)."""
 
@@ -26,6 +33,8 @@ class UnevenInputs(TorchNames):
 
         A rank that leaves its loop early takes part in the other ranks' steps with zero gradients, and takes over
         the final model. Collective: every rank enters it; each ``forward`` inside costs one small all-reduce more.
+        `SyncBatchNorm` layers go on over the ranks that have data. With them each forward must be followed by one
+        backward, unless it is under ``no_grad``.
 
         Args:
             divide_by_initial_world_size: Divide gradients by the number of all ranks, else by those with data.
@@ -59,10 +68,48 @@ class UnevenInputs(TorchNames):
         """Tell ranks without data that another step begins. Collective inside ``join()``, else nothing."""
         work = Join.notify_join_context(self)
         if work is None:
+            if self._join_config.enable:  # the first of several participants knows who is left, this one does not
+                self._follow.open(has_batch=True)
             return
         work.wait()
         num_active = float(work.result()[0].item())
         self._reducer.divisor = float(self.process_group.size()) if self._divide_by_initial_world_size else num_active
+        if num_active < self.process_group.size():
+            self._follow.open(has_batch=True)
+
+    @contextmanager
+    def some_without_batch(self, *, has_batch: bool) -> Iterator[None]:
+        """Run one forward and its backward inside, in which some rank may be without a batch.
+
+        A rank without one runs a forward that uses no layer of the module, and its backward only if that
+        synchronises gradients. It takes part in the other ranks' `SyncBatchNorm` layers.
+
+        Collective: every rank, if the module has such layers. Blocks until complete.
+
+        Args:
+            has_batch: Whether this rank has a batch.
+
+        Raises:
+            ConfigurationError: On every rank: a layer of torch's class, or over another group than the gradients.
+        """
+        self._follow.open(has_batch=has_batch)
+        try:
+            yield
+            self._follow.end_backward()
+        finally:
+            self._follow.abandon()
+
+    def _end_forward(self, output: Any) -> None:
+        """End forward towards ranks without a batch; see that the end of its backward reaches them too."""
+        self._follow.end_forward(backward_follows=torch.is_grad_enabled())
+        self._reducer.at_end = self._follow.end_backward if self._follow.is_open else None
+        if self._follow.is_open and not self.require_backward_grad_sync:
+            for tensor in find_tensors(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._on_local_backward)
+
+    def _on_local_backward(self, _gradient: Tensor) -> None:
+        Variable._execution_engine.queue_callback(self._follow.end_backward)  # a second time it does nothing
 
 
 class DDPJoinHook(JoinHook):
@@ -78,6 +125,9 @@ class DDPJoinHook(JoinHook):
         if ddp.will_sync_module_buffers():
             ddp._sync_buffers(after_forward=False, src=common_rank(ddp, candidate=False))
         ddp.require_forward_param_sync = announce_backward(ddp, will_sync=False)
+        ddp._follow.open(has_batch=False)
+        ddp._follow.end_forward(backward_follows=False)
+        ddp._follow.end_backward()
         if ddp.require_forward_param_sync:
             ddp._reducer.shadow_step()
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import ConfigurationError
+from lockstep.parallel.batchnorm.layer import SyncBatchNorm, TorchSyncBatchNorm
 from lockstep.parallel.ddp.bucket_plan import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB
 
 
@@ -155,6 +156,17 @@ def buffer_policy(broadcast_buffers: bool | None, forward_sync_buffers: bool | N
         return BufferPolicy(at_start=True, before_forward=forward_sync_buffers)
     both = broadcast_buffers is None or broadcast_buffers
     return BufferPolicy(at_start=both, before_forward=both)
+
+
+def check_batch_norms(module: nn.Module, device_type: str) -> None:
+    """Raise ValueError if ``module`` has synchronised batch norms that do not run on its device."""
+    if device_type == "cpu":
+        for name, layer in module.named_modules():
+            if isinstance(layer, TorchSyncBatchNorm) and not isinstance(layer, SyncBatchNorm):
+                raise ValueError(
+                    f"SyncBatchNorm layers only work with GPU modules, and {name} is torch's.\n"
+                    "Convert the model: model = lockstep.SyncBatchNorm.convert_sync_batchnorm(model)."
+                )
 
 
 def sparse_parameters(module: nn.Module) -> set[torch.Tensor]:

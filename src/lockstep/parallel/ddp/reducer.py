@@ -17,7 +17,8 @@ rank used takes the reduced gradient, one that nobody used keeps what it had, an
 The first synchronised backward launches nothing before its end. It shows in which order gradients arrive and which
 parameters receive several in one backward (a shared layer under reentrant checkpointing). All ranks agree on what
 they saw, and the buckets are built anew, once. Parameters that received several gradients are reduced at the end of
-backward from then on, since no arrival of theirs is known to be the last.
+backward from then on, since no arrival of theirs is known to be the last. Steps in which some rank may be without a
+batch launch nothing before their end either: ``at_end`` is set then, and called first; see follow.py.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Reducer:
 
     Attributes:
         divisor: What gradients are divided by before they are summed; the number of ranks.
+        at_end: What to do at the end of backward before any bucket leaves; None: they leave as they are complete.
         exposed_wait_s: How long the last backward waited for communication after its own work was done.
     """
 
@@ -70,6 +72,7 @@ class Reducer:
         skip_unused_buckets: bool = False,
     ) -> None:
         self.divisor = float(group.size())
+        self.at_end: Callable[[], None] | None = None
         self.exposed_wait_s = 0.0
         self.post_backward: list[Future[Any]] = []  # waited for when the step closes
         self.row = row
@@ -175,7 +178,7 @@ class Reducer:
                 return
             self._arrived[index] = 1
             self._missing[position] -= 1
-            if self._missing[position]:
+            if self._missing[position] or self.at_end is not None:
                 return
             while (ready := len(self._inflight)) < len(self.row.buckets) and self._missing[ready] == 0:
                 if self.row.buckets[ready].spec.deferred:
@@ -210,6 +213,8 @@ class Reducer:
         """Launch what is left, wait for everything, and settle the gradients that never came."""
         with self._lock:
             try:
+                if self.at_end is not None:
+                    self.at_end()
                 while len(self._inflight) < len(self.row.buckets):
                     self._launch()
                 started_s = time.perf_counter()

@@ -39,12 +39,17 @@ class TorchNames(nn.Module, Joinable):
     bucket_bytes_cap: int
     bucket_bytes_cap_list: list[int]
     require_forward_param_sync: bool
+    require_backward_grad_sync: bool
     _joins_uneven_inputs: bool = False
     _comm_hooks: list[tuple[Callable[..., Any], object]]
     _model_sync: ModelSync
     _module_parameters: list[nn.Parameter]
     _reducer: Reducer
     _active_ddp_module: ClassVar[nn.Module | None] = None  # set by torch's ``replicate`` while it runs on this class
+
+    def will_sync_module_buffers(self) -> bool:
+        """Tell whether the next ``forward`` synchronises buffers."""
+        return self.require_forward_param_sync and self.forward_sync_buffers and self._model_sync.has_buffers
 
     @classmethod
     def _get_active_ddp_module(cls) -> nn.Module | None:
@@ -147,10 +152,6 @@ class TorchNames(nn.Module, Joinable):
 
     @abstractmethod
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """See ``DistributedDataParallel``."""
-
-    @abstractmethod
-    def will_sync_module_buffers(self) -> bool:
         """See ``DistributedDataParallel``."""
 
     @abstractmethod

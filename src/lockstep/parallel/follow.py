@@ -1,0 +1,207 @@
+"""Keeps the collectives inside a model matched while some ranks have no batch. Design: docs/design/batchnorm.md.
+
+[Note: how a rank without a batch follows]
+A `SyncBatchNorm` layer exchanges statistics in the middle of forward and of backward. A rank without a batch runs
+neither and cannot know which layers the others run, how often, and when they are through. So in a step in which some
+rank may be without a batch, the others say before each exchange what comes, and at the end of forward and of backward
+that nothing more does: one small all-gather each. The rank without a batch answers to each exchange with zeros, and
+moves its running statistics as the others do. No bucket leaves before the end of backward in such a step, for else
+it would meet an exchange of a rank that is not as far.
+
+Everything happens in one group, in one order, which is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NoReturn
+
+import torch
+from torch import nn
+
+from lockstep.comm.collectives import Group, all_gather
+from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
+from lockstep.parallel.batchnorm.announcing import Event, enter, leave
+from lockstep.parallel.batchnorm.exchange import Place
+from lockstep.parallel.batchnorm.layer import SyncBatchNorm, TorchSyncBatchNorm
+
+
+class _Phase(Enum):
+    CLOSED = "closed"  # an ordinary step: nobody announces anything
+    FORWARD = "forward"
+    BACKWARD = "backward"  # its forward has ended
+
+
+class Follow:
+    """The synchronised layers of ``module``, and how ranks without a batch take part in them.
+
+    Args:
+        module: The model.
+        group: The ranks that train it together.
+        device: Where tensors can be exchanged.
+    """
+
+    def __init__(self, module: nn.Module, *, group: Group, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._layers: list[nn.Module] = []
+        self._names: list[str] = []
+        for name, layer in module.named_modules():
+            if isinstance(layer, TorchSyncBatchNorm):
+                if isinstance(layer, SyncBatchNorm):
+                    layer.place = Place(len(self._layers), f"SyncBatchNorm {name}")
+                self._layers.append(layer)
+                self._names.append(name)
+        self._phase = _Phase.CLOSED
+        self._has_batch = True
+        self._step = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether exchanges are announced."""
+        return self._phase is not _Phase.CLOSED
+
+    @property
+    def step(self) -> int:
+        """Which step is open; layers remember it from forward to backward."""
+        return self._step
+
+    def open(self, *, has_batch: bool) -> None:
+        """Begin a step in which some rank may be without a batch. Every rank calls it; nothing is sent.
+
+        Raises:
+            ConfigurationError: On every rank: a layer cannot be followed; names it.
+            LockstepError: The last such step is not over: its backward was not run.
+        """
+        if not self._layers:
+            return
+        if self.is_open:
+            self.abandon()
+            raise LockstepError(
+                f"Rank {self._group.rank()}: a forward began before the backward of the last one was run, while other "
+                "ranks have no batch.\nThey follow the SyncBatchNorm layers of one forward and its backward at a time: "
+                "run backward after each forward, or leave steps out on all ranks."
+            )
+        self._check_layers()
+        self._phase, self._has_batch = _Phase.FORWARD, has_batch
+        self._step += 1
+        enter(self, self._layers)
+
+    def abandon(self) -> None:
+        """Forget a step that an exception cut short."""
+        self._phase = _Phase.CLOSED
+        leave(self._layers)
+
+    def _check_layers(self) -> None:
+        for name, layer in zip(self._names, self._layers, strict=True):
+            if not isinstance(layer, SyncBatchNorm):
+                raise ConfigurationError(
+                    f"{name} is a torch.nn.SyncBatchNorm, which would wait for ever for ranks without a batch.\n"
+                    "Convert the model: model = lockstep.SyncBatchNorm.convert_sync_batchnorm(model)."
+                )
+            if layer.group_in_use() not in (self._group, None):
+                raise ConfigurationError(
+                    f"{name} is synchronised over another group than the gradients, so ranks without a batch cannot "
+                    "take part in it.\nGive the layer and the wrapper the same process_group, or leave incomplete "
+                    "batches out (drop_last)."
+                )
+
+    # --- what ranks with a batch do, and those without one alongside -------------------------------------------------
+
+    def announce(self, event: Event, layer: nn.Module, step: int) -> None:
+        """Say that ``layer`` is about to exchange something. Collective: every rank. Blocks until complete.
+
+        Raises:
+            CollectiveError: Not all ranks do the same, or one did not take part in time.
+            LockstepError: The step of that layer's forward is over.
+        """
+        if not self.is_open or step != self._step:
+            raise LockstepError(
+                f"Rank {self._group.rank()}: a second backward through {self._name_of(layer)}, or one after another "
+                "forward, while other ranks have no batch.\nThey follow the SyncBatchNorm layers of one forward and "
+                "one backward at a time."
+            )
+        self._agree(event, self._layers.index(layer))
+
+    def end_forward(self, *, backward_follows: bool) -> None:
+        """Say that forward is over; or, without a batch, take part in it until the others say so.
+
+        Collective in an open step: every rank. Blocks until complete.
+        """
+        if self._phase is not _Phase.FORWARD:
+            return
+        end = Event.END_OF_FORWARD if backward_follows else Event.END
+        if not self._has_batch:
+            end = self._attend()
+        else:
+            self._agree(end, 0)
+        if end is Event.END:
+            self.abandon()
+        else:
+            self._phase = _Phase.BACKWARD
+
+    def end_backward(self) -> None:
+        """Say that backward is over; or, without a batch, take part in it until the others say so.
+
+        Collective in a step that is open after its forward: every rank. Blocks until complete.
+        """
+        if self._phase is not _Phase.BACKWARD:
+            return
+        if self._has_batch:
+            self._agree(Event.END, 0)
+        else:
+            self._attend()
+        self.abandon()
+
+    def _attend(self) -> Event:
+        """Take part in what the others do until they say that it is over; return in which words."""
+        while True:
+            event, number = self._agree(Event.NOTHING, 0)
+            if event in (Event.END, Event.END_OF_FORWARD):
+                return event
+            if event is Event.NOTHING:  # no rank has a batch
+                return Event.END
+            layer = self._layers[number]
+            assert isinstance(layer, SyncBatchNorm)
+            if event is Event.BACKWARD:
+                layer.backward_without_input(self._group, self._device)
+            else:
+                layer.forward_without_input(self._group, self._device, tracked=event is Event.TRACKED_FORWARD)
+
+    def _agree(self, event: Event, number: int) -> tuple[Event, int]:
+        """Return what the ranks with a batch do next. Collective: every rank. Blocks until complete."""
+        mine = torch.tensor([event, number], device=self._device)
+        try:
+            rows = torch.stack(all_gather(mine, group=self._group)).tolist()
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"Rank {self._group.rank()}: waiting for what the SyncBatchNorm layers of the other ranks do next "
+                f"failed: {error}\nAnother rank ended, or ran no backward after its forward while some ranks have no "
+                "batch; look at the first error of the job."
+            ) from error
+        said = {(event, number) for event, number in rows if event != Event.NOTHING}
+        if len(said) > 1:
+            self._disagree(rows)
+        event, number = next(iter(said), (Event.NOTHING, 0))
+        return Event(event), number
+
+    def _disagree(self, rows: list[list[int]]) -> NoReturn:
+        spoken = [(rank, event, number) for rank, (event, number) in enumerate(rows) if event != Event.NOTHING]
+        (first_rank, *first), *others = spoken
+        rank, *second = next(other for other in others if list(other[1:]) != first)
+        message = (
+            f"The ranks do different things: rank {first_rank} comes to {self._in_words(*first)}, "
+            f"rank {rank} to {self._in_words(*second)}.\n"
+            "Every rank with a batch must run the same SyncBatchNorm layers in the same order."
+        )
+        self.abandon()
+        raise CollectiveError(message)
+
+    def _in_words(self, event: int, number: int) -> str:
+        if event is Event.END_OF_FORWARD:
+            return "the end of a forward that a backward follows"
+        if event is Event.END:
+            return "the end of backward" if self._phase is _Phase.BACKWARD else "the end of a forward without gradients"
+        return f"the {'backward' if event is Event.BACKWARD else 'forward'} of SyncBatchNorm {self._names[number]}"
+
+    def _name_of(self, layer: nn.Module) -> str:
+        return f"SyncBatchNorm {self._names[self._layers.index(layer)]}"
