@@ -4,11 +4,12 @@ import random
 from itertools import islice
 
 import pytest
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from lockstep.data.division import Division
 from lockstep.data.loader import LoadOptions
-from lockstep.data.stream import StreamOrder, load_stream
+from lockstep.data.stream import load_stream
+from lockstep.data.stream_reader import StreamOrder, StreamPosition
 from lockstep.errors import ConfigurationError
 
 
@@ -29,7 +30,7 @@ def rows(num_steps, *, rank=0, num_ranks=1, accumulate=1, first_step=0, workers=
         StreamOrder(batch_size=4, seed=0, drop_last=drop_last),
         LoadOptions(None, workers, pin_memory=False),
     )
-    loaded = load_stream(Stream(size), order, division, options, first_step=first_step)
+    loaded = load_stream(Stream(size), order, division, options, position=StreamPosition(first_step))
     table = {}
     for micro in islice(loaded, num_steps * accumulate):
         assert micro.num_global == (2 if micro.step % 3 == 2 and not drop_last else 4)
@@ -66,6 +67,47 @@ def test_loader_processes_and_resuming_change_nothing(workers):
     whole = rows(6)
     assert rows(6, workers=workers) == whole
     assert rows(3, workers=workers, first_step=3, accumulate=2) == {step: whole[step] for step in (3, 4, 5)}
+
+
+class Split(IterableDataset):
+    """Leaves out what it thinks other loader processes read, as torch's documentation shows."""
+
+    def __iter__(self):
+        worker = get_worker_info()
+        index, num_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return iter(range(index, 12, num_workers))
+
+
+def test_a_stream_that_divides_itself_over_loader_processes_is_read_whole():
+    order, division = StreamOrder(batch_size=4, seed=0), Division(1, range(1), 1)
+    loaded = load_stream(Split(), order, division, LoadOptions(None, 2, pin_memory=False), position=StreamPosition())
+    assert [micro.batches[0].tolist() for micro in islice(loaded, 3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+class ShuffledAtOnce(IterableDataset):
+    """Draws its order before it gives the first sample, with Python's generator, and from its epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        samples = [100 * self.epoch + number for number in range(8)]
+        random.shuffle(samples)
+        return iter(samples)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_the_epoch_is_set_and_the_order_drawn_alike_in_every_process(workers):
+    random.seed()
+    order, division = StreamOrder(batch_size=4, seed=0), Division(1, range(1), 1)
+    options = LoadOptions(None, workers, pin_memory=False)
+    loaded = load_stream(ShuffledAtOnce(), order, division, options, position=StreamPosition())
+    batches = [micro.batches[0].tolist() for micro in islice(loaded, 6)]
+    for epoch in range(3):
+        assert sorted(batches[2 * epoch] + batches[2 * epoch + 1]) == [100 * epoch + number for number in range(8)]
+    assert batches[:2] == [[0, 2, 3, 7], [4, 5, 6, 1]]
 
 
 def test_an_empty_stream_is_an_error():

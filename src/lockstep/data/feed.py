@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,9 +11,10 @@ import torch
 
 from lockstep.data.device import Prefetcher, to_device
 from lockstep.data.division import Division
-from lockstep.data.loader import LoadOptions, MicroBatch, TrainRequests, load
+from lockstep.data.loader import LoadOptions, MicroBatch, StreamNote, TrainRequests, load
 from lockstep.data.order import GlobalOrder
-from lockstep.data.stream import StreamOrder, load_stream
+from lockstep.data.stream import load_stream
+from lockstep.data.stream_reader import StreamOrder, StreamPosition, unfit
 
 
 class Feed:
@@ -35,7 +38,8 @@ class Feed:
     ) -> None:
         self._samples, self._order, self._division, self._how = samples, order, division, how
         self._devices = dict(zip(division.shares, devices, strict=False))  # torch's DataParallel has one share only
-        self._first_step = 0
+        self._position = StreamPosition()
+        self._note: StreamNote | None = None
         self._batches: Iterator[MicroBatch] | None = None
 
     def next(self) -> MicroBatch:
@@ -44,6 +48,7 @@ class Feed:
             batches = self._open()
             self._batches = Prefetcher(batches, self._devices) if self._on_cuda else batches
         batch = next(self._batches)
+        self._note = batch.note
         return batch if self._on_cuda else to_device(batch, self._devices)
 
     def prefetch(self) -> None:
@@ -51,10 +56,35 @@ class Feed:
         if isinstance(self._batches, Prefetcher):
             self._batches.start_next()
 
-    def seek(self, step: int) -> None:
-        """Go on with ``step``, counted from 0 over all epochs."""
-        self._first_step = step
+    def seek(self, step: int, state: dict[str, Any] | None = None) -> None:
+        """Go on with ``step``, counted from 0 over all epochs.
+
+        Args:
+            step: What the next micro-batch is of.
+            state: Of a stream, what `state` returned behind the step before.
+        """
+        self._position = StreamPosition(step, state)
         self.close()
+
+    def state(self) -> dict[str, Any] | None:
+        """Return where the stream stands behind the last micro-batch's step; None if it does not say, or is no stream.
+
+        Warns on the first rank if what it says is of no use.
+        """
+        if self._note is None:
+            return None
+        state: dict[str, Any] | None = None if self._note.state is None else pickle.loads(self._note.state)
+        problem = self._note.problem or unfit(state)
+        if problem is None:
+            return state
+        if self._division.shares.start == 0:
+            warnings.warn(
+                f"A resumed run will read and drop what came before: state_dict() of {type(self._samples).__name__} "
+                f"{problem}.\nReturn all that its position and order depend on as numbers, strings, lists, dicts and "
+                "tensors, to resume at once.",
+                stacklevel=2,
+            )
+        return None
 
     def close(self) -> None:
         """Stop the loader's processes."""
@@ -66,6 +96,6 @@ class Feed:
 
     def _open(self) -> Iterator[MicroBatch]:
         if isinstance(self._order, StreamOrder):
-            return load_stream(self._samples, self._order, self._division, self._how, first_step=self._first_step)
-        requests = TrainRequests(self._order, self._division, self._first_step)
+            return load_stream(self._samples, self._order, self._division, self._how, position=self._position)
+        requests = TrainRequests(self._order, self._division, self._position.step)
         return load(self._samples, requests, self._how, seed=self._order.seed)

@@ -50,6 +50,20 @@ class Request(NamedTuple):
     shares: list[list[int]]
 
 
+class StreamNote(NamedTuple):
+    """What a stream says of itself along with each micro-batch of a step; see `lockstep.data.stream_reader`.
+
+    Args:
+        state: Where it stands behind the step, pickled, if it can say that.
+        checksum: Of the step's samples, if they are to be compared between the ranks.
+        problem: Why its states are of no use, if they are not: what is said of its ``state_dict()``.
+    """
+
+    state: bytes | None
+    checksum: str | None
+    problem: str | None
+
+
 class MicroBatch(NamedTuple):
     """What a process computes at once: for each of its shares that has samples, which, how many, and them collated.
 
@@ -62,6 +76,7 @@ class MicroBatch(NamedTuple):
     sizes: list[int]
     batches: list[Any]
     bad: tuple[BadSample, ...] = ()
+    note: StreamNote | None = None
 
 
 class TrainRequests(Sampler[Request]):

@@ -6,32 +6,20 @@ the number of ranks or loader processes. A stream that is costly to read is bett
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 
 from lockstep.data.division import Division
-from lockstep.data.loader import Collate, LoadOptions, MicroBatch, as_it_is
-from lockstep.data.seeding import mix, seed_cpu
-from lockstep.errors import ConfigurationError
-
-_STREAM = 6
-"""Keeps the bits that a stream draws apart from those that other purposes draw from the same seed."""
-
-
-@dataclass(frozen=True)
-class StreamOrder:
-    """The global batches of a stream: in its own order, for epochs that end when it does."""
-
-    batch_size: int
-    seed: int
-    drop_last: bool = False
-    num_samples: None = None
-    steps_per_epoch: None = None
+from lockstep.data.loader import Collate, LoadOptions, MicroBatch, StreamNote, as_it_is
+from lockstep.data.same_stream import checksum, is_checked
+from lockstep.data.stream_reader import HasEpochs, StreamOrder, StreamPosition, StreamReader
 
 
 @dataclass
@@ -41,35 +29,21 @@ class _Steps(IterableDataset[list[MicroBatch]]):
     stream: Iterable[Any]
     order: StreamOrder
     division: Division
-    first_step: int
+    position: StreamPosition
     collate: Collate | None
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         worker = get_worker_info()
         index, num_workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
-        for step, samples in enumerate(self._global_batches()):
-            # The loader asks its processes in turn, from the first.
-            if step >= self.first_step and (step - self.first_step) % num_workers == index:
-                yield self._divide(step, samples)
+        reader = StreamReader(self.stream if worker is None else _apart(self.stream), self.order, self.position)
+        for step, samples in reader:
+            num_steps = step - self.position.step
+            if num_steps % num_workers == index:  # the loader asks its processes in turn, from the first
+                compared = checksum(samples) if is_checked(num_steps) else None
+                note = StreamNote(reader.state(), compared, reader.problem)
+                yield self._divide(step, samples, note)
 
-    def _global_batches(self) -> Iterator[list[Any]]:
-        step = 0
-        while True:
-            iterator, is_empty = iter(self.stream), True
-            while True:
-                seed_cpu(mix(self.order.seed, _STREAM, step))
-                samples = list(islice(iterator, self.order.batch_size))
-                if not samples or (self.order.drop_last and len(samples) < self.order.batch_size):
-                    break
-                yield samples
-                step, is_empty = step + 1, False
-            if is_empty:
-                raise ConfigurationError(
-                    "The stream of Task.dataset ended before the first global batch.\n"
-                    "Check where it reads its samples from."
-                )
-
-    def _divide(self, step: int, samples: list[Any]) -> list[MicroBatch]:
+    def _divide(self, step: int, samples: list[Any], note: StreamNote) -> list[MicroBatch]:
         collate = self.collate or default_collate
         return [
             MicroBatch(
@@ -78,9 +52,20 @@ class _Steps(IterableDataset[list[MicroBatch]]):
                 list(shares),
                 [len(indices) for indices in shares.values()],
                 [collate([samples[index] for index in indices]) for indices in shares.values()],
+                note=note if index == 0 else note._replace(checksum=None),
             )
-            for shares in self.division.micro_batches(torch.arange(len(samples)))
+            for index, shares in enumerate(self.division.micro_batches(torch.arange(len(samples))))
         ]
+
+
+def _apart(stream: Iterable[Any]) -> Iterable[Any]:
+    """Return ``stream`` as it must be in a loader process, which reads all of it.
+
+    What streams do there as a rule is to ask which process they are in, and leave samples out: so they are not told.
+    Hugging Face's share their epoch among the processes, which reach its end at different times: so each has a copy.
+    """
+    torch_worker._worker_info = None
+    return copy.deepcopy(stream) if isinstance(stream, HasEpochs) else stream
 
 
 def load_stream(
@@ -89,14 +74,14 @@ def load_stream(
     division: Division,
     how: LoadOptions,
     *,
-    first_step: int,
+    position: StreamPosition,
 ) -> Iterator[MicroBatch]:
-    """Return the micro-batches of this process from ``first_step`` on, without end; still in host memory.
+    """Return the micro-batches of this process from ``position`` on, without end; still in host memory.
 
-    Reads and drops what comes before ``first_step``.
+    Reads and drops what comes before, unless the position holds the stream's own state.
     """
     loader = DataLoader(
-        _Steps(stream, order, division, first_step, how.collate),
+        _Steps(stream, order, division, position, how.collate),
         batch_size=None,
         num_workers=how.workers,
         collate_fn=as_it_is,

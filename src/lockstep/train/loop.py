@@ -149,7 +149,8 @@ class Loop:
             micro = self._feed.next()
             num_samples = micro.num_global
             if micro.note is not None:
-                require_same_stream(micro.note, micro.step, group=self.group if self._sync else None, device=self.device)
+                group = self.group if self._sync else None
+                require_same_stream(micro.note, micro.step, group=group, device=self.device)
             watch.lap("data_wait_s")
             self._seed_forward(micro, index)
             self._run(micro, tally, watch, last=index == self.settings.accumulate - 1)
