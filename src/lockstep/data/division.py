@@ -34,6 +34,11 @@ class Division:
         """Return the positions, among ``size`` things in a row, of those that fall to this process: contiguous too."""
         return range(self.positions(size, self.shares[0]).start, self.positions(size, self.shares[-1]).stop)
 
+    def all_have_samples(self, size: int, micro: int) -> bool:
+        """Return whether each share has samples in micro-batch ``micro`` of a global batch of ``size``."""
+        shares = range(self.num_shares - 1, -1, -1)  # where all are the same, the last is the smallest
+        return all(len(cut(len(self.positions(size, share)), self.accumulate, micro)) > 0 for share in shares)
+
     def micro_batches(self, batch: Tensor) -> list[dict[int, list[int]]]:
         """Return the indices of each micro-batch of this process, by number of share; empty shares are left out."""
         micro_batches: list[dict[int, list[int]]] = [{} for _ in range(self.accumulate)]

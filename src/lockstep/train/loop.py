@@ -153,7 +153,7 @@ class Loop:
                 require_same_stream(micro.note, micro.step, group=group, device=self.device)
             watch.lap("data_wait_s")
             self._seed_forward(micro, index)
-            self._run(micro, tally, watch, last=index == self.settings.accumulate - 1)
+            self._run(micro, tally, watch, index)
             self._feed.prefetch()
             watch.lap("data_wait_s")
         tally.wait()
@@ -261,8 +261,9 @@ class Loop:
         seed_cpu(value)
         seed_device(device, value)
 
-    def _run(self, micro: MicroBatch, tally: Tally, watch: Stopwatch, *, last: bool) -> None:
+    def _run(self, micro: MicroBatch, tally: Tally, watch: Stopwatch, index: int) -> None:
         """Run forward and backward; the sum of the losses is under way before the last backward, where it can be."""
+        last = index == self.settings.accumulate - 1
 
         def after_forward(parts: list[Part]) -> None:
             tally.add(parts)
@@ -271,4 +272,5 @@ class Loop:
 
         scale = self._updater.loss_scale / micro.num_global
         seed = partial(self._seed_share, micro.step, 0)
-        self._strategy.run(micro, Pass(scale, last and self._sync, watch, after_forward, seed))
+        all_have_samples = partial(self.plan.division.all_have_samples, micro.num_global, index)
+        self._strategy.run(micro, Pass(scale, last and self._sync, watch, after_forward, seed, all_have_samples))

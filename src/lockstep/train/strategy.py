@@ -18,7 +18,7 @@ from lockstep.comm.collectives import Group
 from lockstep.comm.world import World
 from lockstep.data.division import Division
 from lockstep.data.loader import MicroBatch
-from lockstep.errors import ConfigurationError
+from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.train.objective import LossModule, Objective, Part
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.stopwatch import Mark, Stopwatch
@@ -34,6 +34,7 @@ class Pass:
         watch: Gets a lap for forward and one for backward.
         after_forward: Called with the losses, if there are any, between the two; or after both where they are one.
         seed: Gives the generators of this process and of a device the random numbers of a share.
+        all_have_samples: Whether every share has samples in it; the same on every rank.
     """
 
     scale: float
@@ -41,6 +42,7 @@ class Pass:
     watch: Stopwatch
     after_forward: Callable[[list[Part]], None]
     seed: Callable[[int, torch.device], None]
+    all_have_samples: Callable[[], bool]
 
 
 class Strategy(ABC):
@@ -125,6 +127,7 @@ class Distributed(Strategy):
         self._num_ranks = world.world_size
         self.group = world.group
         self._module = wrap(LossModule(model, objective), process_group=world.group)
+        self._has_sync_layers = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
 
     def run(self, micro: MicroBatch, how: Pass) -> None:
         """Run forward and backward of ``micro``, adding to ``param.grad``.
@@ -133,7 +136,7 @@ class Distributed(Strategy):
         """
         batch, num_samples = (micro.batches[0], micro.sizes[0]) if micro.batches else (None, 0)
         no_sync: Callable[[], contextlib.AbstractContextManager[None]] = self._module.no_sync  # type: ignore[assignment]
-        with contextlib.nullcontext() if how.sync else no_sync():
+        with self._following(num_samples, how), contextlib.nullcontext() if how.sync else no_sync():
             part: Part = self._module(batch, num_samples)
             how.watch.lap("forward_s")
             how.after_forward([part] if num_samples else [])
@@ -141,6 +144,32 @@ class Distributed(Strategy):
                 # the engine's mean over the ranks becomes the sum again
                 scaled(part, how.scale * self._num_ranks).backward()
         how.watch.lap("backward_s")
+
+    def _following(self, num_samples: int, how: Pass) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which ranks without samples take part in the synchronised layers of the others.
+
+        Raises:
+            ConfigurationError: On every rank: torch's engine is not able to do so.
+            LockstepError: This rank alone is without samples, so the others cannot know.
+        """
+        if not self._has_sync_layers:
+            return contextlib.nullcontext()
+        if how.all_have_samples():
+            if num_samples == 0:
+                raise LockstepError(
+                    "This rank has no readable sample in a batch in which all ranks should have some.\n"
+                    "The model's SyncBatchNorm layers need every rank: repair the samples, or leave them out of the "
+                    "data set."
+                )
+            return contextlib.nullcontext()
+        from lockstep.parallel.ddp.join import UnevenInputs
+
+        if not isinstance(self._module, UnevenInputs):
+            raise ConfigurationError(
+                "The last batch leaves ranks without samples, for which the model's SyncBatchNorm layers would wait "
+                "for ever.\nUse strategy ddp, or leave that batch out (drop_last=True in the task)."
+            )
+        return self._module.some_without_batch(has_batch=num_samples > 0)
 
 
 def divide(name: StrategyName, world: World, devices: Sequence[torch.device], settings: Settings) -> Division:
