@@ -21,7 +21,7 @@ from torch import nn
 
 from lockstep.comm.collectives import Group, all_gather
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
-from lockstep.parallel.batchnorm.announcing import Event, enter, leave
+from lockstep.parallel.batchnorm.engine import Event, enter
 from lockstep.parallel.batchnorm.exchange import Place
 from lockstep.parallel.batchnorm.layer import SyncBatchNorm, TorchSyncBatchNorm
 
@@ -54,6 +54,7 @@ class Follow:
         self._phase = _Phase.CLOSED
         self._has_batch = True
         self._step = 0
+        enter(self, self._layers)
 
     @property
     def is_open(self) -> bool:
@@ -62,8 +63,13 @@ class Follow:
 
     @property
     def step(self) -> int:
-        """Which step is open; layers remember it from forward to backward."""
+        """The number of the step that is open; layers remember it from forward to backward."""
         return self._step
+
+    @property
+    def weight(self) -> float:
+        """What this rank's gradients are multiplied by once backward is over, relative to the other ranks."""
+        return 1.0
 
     def open(self, *, has_batch: bool) -> None:
         """Begin a step in which some rank may be without a batch. Every rank calls it; nothing is sent.
@@ -72,7 +78,7 @@ class Follow:
             ConfigurationError: On every rank: a layer cannot be followed; names it.
             LockstepError: The last such step is not over: its backward was not run.
         """
-        if not self._layers:
+        if not self._layers or self._group.size() == 1:
             return
         if self.is_open:
             self.abandon()
@@ -84,12 +90,10 @@ class Follow:
         self._check_layers()
         self._phase, self._has_batch = _Phase.FORWARD, has_batch
         self._step += 1
-        enter(self, self._layers)
 
     def abandon(self) -> None:
         """Forget a step that an exception cut short."""
         self._phase = _Phase.CLOSED
-        leave(self._layers)
 
     def _check_layers(self) -> None:
         for name, layer in zip(self._names, self._layers, strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.collectives import Group, all_gather, all_reduce
 from lockstep.errors import CollectiveError
-from lockstep.parallel.batchnorm.announcing import Announcer, Event, announcer_of
+from lockstep.parallel.batchnorm.engine import Event, engine_of
 
 _ADVICE = (
     "Every rank must run the same SyncBatchNorm layers in the same order, on as many channels, forward and backward; "
@@ -42,13 +42,20 @@ class Exchange:
 
     def __init__(self, layer: nn.Module, place: Place, group: Group) -> None:
         self._layer, self._place, self._group = layer, place, group
-        self._announcer: Announcer | None = announcer_of(layer)
-        self._step = 0 if self._announcer is None else self._announcer.step
+        self._engine = engine_of(layer)
+        self._announces = self._engine is not None and self._engine.is_open
+        self._step = 0 if self._engine is None else self._engine.step
+
+    @property
+    def weight(self) -> float:
+        """What this rank's gradients will be multiplied by, relative to the other ranks."""
+        return 1.0 if self._engine is None else self._engine.weight
 
     def announce(self, event: Event) -> None:
         """Tell ranks without a batch, if there may be any. Collective then: every rank. Blocks until complete."""
-        if self._announcer is not None:
-            self._announcer.announce(event, self._layer, self._step)
+        if self._announces:
+            assert self._engine is not None
+            self._engine.announce(event, self._layer, self._step)
 
     def gather(self, vector: Tensor) -> Tensor:
         """Return every rank's ``vector``, one below the other.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lockstep.parallel.batchnorm.announcing import Event
+from lockstep.parallel.batchnorm.engine import Event
 from lockstep.parallel.batchnorm.exchange import Exchange
 from lockstep.parallel.batchnorm.kernels import dense, gradient_of_input, normalise, sums_of_gradient
 from lockstep.parallel.batchnorm.statistics import Statistics
@@ -19,6 +19,9 @@ class Normalise(torch.autograd.Function):
 
     The loss depends on an input through every output of its channel, on all ranks, so the backward sums two numbers a
     channel over the ranks. The gradients of weight and bias are this rank's part only.
+
+    If an engine multiplies a rank's gradients by a weight when backward is over, so as to give the gradient of the
+    weighted sum of the ranks' losses, the other ranks' terms must be in units of this rank's weight already.
     """
 
     @staticmethod
@@ -48,8 +51,11 @@ class Normalise(torch.autograd.Function):
         of_bias, of_weight = mine.chunk(2)
         of_input = None
         if ctx.needs_input_grad[0]:
+            weight = ctx.exchange.weight
             ctx.exchange.announce(Event.BACKWARD)
-            sums = ctx.exchange.sum(mine)
+            sums = ctx.exchange.sum(mine if weight == 1 else mine * weight)
+            if weight not in (0, 1):  # with 0 this rank's gradients are dropped
+                sums = sums / weight
             of_input = gradient_of_input(gradient, input, weight, batch, sums, ctx.eps)
         return (
             of_input,

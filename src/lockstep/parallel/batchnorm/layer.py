@@ -8,8 +8,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from lockstep.comm.collectives import Group, default_group, is_initialized
-from lockstep.parallel.batchnorm.announcing import Event
 from lockstep.parallel.batchnorm.conversion import convert
+from lockstep.parallel.batchnorm.engine import Event
 from lockstep.parallel.batchnorm.exchange import Exchange, Place
 from lockstep.parallel.batchnorm.function import Normalise
 from lockstep.parallel.batchnorm.kernels import dense
