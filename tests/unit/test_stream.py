@@ -10,7 +10,7 @@ from lockstep.data.division import Division
 from lockstep.data.loader import LoadOptions
 from lockstep.data.stream import load_stream
 from lockstep.data.stream_reader import StreamOrder, StreamPosition
-from lockstep.errors import ConfigurationError
+from lockstep.errors import ConfigurationError, DataError
 
 
 class Stream(IterableDataset):
@@ -110,9 +110,30 @@ def test_the_epoch_is_set_and_the_order_drawn_alike_in_every_process(workers):
     assert batches[:2] == [[0, 2, 3, 7], [4, 5, 6, 1]]
 
 
-def test_an_empty_stream_is_an_error():
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_empty_stream_is_an_error(workers):
     with pytest.raises(ConfigurationError) as error:
-        rows(1, size=0)
+        rows(1, size=0, workers=workers)
     assert str(error.value) == (
         "The stream of Task.dataset ended before the first global batch.\nCheck where it reads its samples from."
     )
+
+
+class Torn(IterableDataset):
+    """Cannot be read behind its sixth sample."""
+
+    def __iter__(self):
+        yield from range(6)
+        raise DataError("It is torn.\nMend it.", file="torn", offset=6, sample=6)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_our_own_errors_arrive_as_they_were_raised_where_the_stream_ends(workers):
+    order, division = StreamOrder(batch_size=2, seed=0), Division(1, range(1), 1)
+    options = LoadOptions(None, workers, pin_memory=False)
+    loaded = load_stream(Torn(), order, division, options, position=StreamPosition())
+    assert [next(loaded).batches[0].tolist() for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(DataError) as error:
+        next(loaded)
+    assert str(error.value) == "It is torn.\nMend it."
+    assert (error.value.file, error.value.offset, error.value.sample) == ("torn", 6, 6)

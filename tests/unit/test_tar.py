@@ -258,7 +258,7 @@ def test_a_record_that_cannot_be_read_is_named_and_the_others_can(tmp_path):
     path = write(tmp_path / "a.tar", members)
     data = TarShards(path)
     assert data[0]["txt"] == "a"
-    advice = '\nRepair the record, or skip what is broken (bad_samples="skip").'
+    advice = "\nMake the shard anew, or name a decoder that understands the record (decode=...)."
     assert failing(data, 1) == (
         f"{path}: 1.cls (sample 1) at byte 1536 cannot be read: "
         f"ValueError: invalid literal for int() with base 10: b'one'{advice}"
@@ -279,7 +279,7 @@ def test_a_sample_without_a_field_is_named(tmp_path):
     data = TarShards(path, fields=["txt", "cls", "jpg"])
     assert failing(data, 2) == (
         f"{path}: x (sample 2) at byte 4608 has no cls and no jpg, only txt.\n"
-        'Name the fields that all samples have, or skip those that lack one (bad_samples="skip").'
+        "Make the shard anew, or name the fields that all samples have."
     )
     assert TarShards(path, fields=["txt"])[2] == {"__key__": "x", "txt": ""}
 

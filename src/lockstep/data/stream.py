@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -20,11 +19,15 @@ from lockstep.data.division import Division
 from lockstep.data.loader import Collate, LoadOptions, MicroBatch, StreamNote, as_it_is
 from lockstep.data.same_stream import checksum, is_checked
 from lockstep.data.stream_reader import HasEpochs, StreamOrder, StreamPosition, StreamReader
+from lockstep.errors import LockstepError
 
 
 @dataclass
-class _Steps(IterableDataset[list[MicroBatch]]):
-    """The micro-batches of this process, a list for each step, without end."""
+class _Steps(IterableDataset[list[MicroBatch] | LockstepError]):
+    """The micro-batches of this process, a list for each step, without end.
+
+    Our own errors are given like a step: torch would put the words of a loader process before theirs.
+    """
 
     stream: Iterable[Any]
     order: StreamOrder
@@ -32,7 +35,13 @@ class _Steps(IterableDataset[list[MicroBatch]]):
     position: StreamPosition
     collate: Collate | None
 
-    def __iter__(self) -> Iterator[list[MicroBatch]]:
+    def __iter__(self) -> Iterator[list[MicroBatch] | LockstepError]:
+        try:
+            yield from self._steps()
+        except LockstepError as error:
+            yield error
+
+    def _steps(self) -> Iterator[list[MicroBatch]]:
         worker = get_worker_info()
         index, num_workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         reader = StreamReader(self.stream if worker is None else _apart(self.stream), self.order, self.position)
@@ -88,4 +97,11 @@ def load_stream(
         pin_memory=how.pin_memory,
         generator=torch.Generator(),
     )
-    return chain.from_iterable(loader)
+    return _unpack(loader)
+
+
+def _unpack(loader: Iterable[list[MicroBatch] | LockstepError]) -> Iterator[MicroBatch]:
+    for item in loader:
+        if isinstance(item, LockstepError):
+            raise item
+        yield from item

@@ -101,7 +101,7 @@ class TarShards(Dataset[Any]):
             raise DataError(
                 f"{shard}: {key} (sample {index}) at byte {offset} has no {' and no '.join(missing)}, "
                 f"only {', '.join(found)}.\n"
-                'Name the fields that all samples have, or skip those that lack one (bad_samples="skip").',
+                "Make the shard anew, or name the fields that all samples have.",
                 file=shard,
                 offset=offset,
                 sample=index,
@@ -119,7 +119,7 @@ class TarShards(Dataset[Any]):
             cause = (str(error).splitlines() or [""])[0]
             raise DataError(
                 f"{shard}: {name} at byte {member.offset} cannot be read: {type(error).__name__}: {cause}\n"
-                'Repair the record, or skip what is broken (bad_samples="skip").',
+                "Make the shard anew, or name a decoder that understands the record (decode=...).",
                 file=shard,
                 offset=member.offset,
                 sample=index,

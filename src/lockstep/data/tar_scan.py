@@ -47,7 +47,7 @@ def scan(path: str) -> Samples:
             file.seek(0)
             with tarfile.open(fileobj=file, mode="r:") as archive:
                 while (member := archive.next()) is not None:
-                    archive.members = []  # would keep every header in memory
+                    archive.members = []  # type: ignore[attr-defined]  # else it keeps every header in memory
                     _add(samples, member, path, size)
                     last = member.name
                 end = archive.offset
