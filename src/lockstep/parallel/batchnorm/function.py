@@ -51,11 +51,11 @@ class Normalise(torch.autograd.Function):
         of_bias, of_weight = mine.chunk(2)
         of_input = None
         if ctx.needs_input_grad[0]:
-            weight = ctx.exchange.weight
+            factor = ctx.exchange.weight
             ctx.exchange.announce(Event.BACKWARD)
-            sums = ctx.exchange.sum(mine if weight == 1 else mine * weight)
-            if weight not in (0, 1):  # with 0 this rank's gradients are dropped
-                sums = sums / weight
+            sums = ctx.exchange.sum(mine if factor == 1 else mine * factor)
+            if factor not in (0, 1):  # with 0 this rank's gradients are dropped
+                sums = sums / factor
             of_input = gradient_of_input(gradient, input, weight, batch, sums, ctx.eps)
         return (
             of_input,
