@@ -4,12 +4,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.data.tables import open_tables as open_tables
     from lockstep.data.tar import TarShards as TarShards
     from lockstep.data.tokens import TokenFiles as TokenFiles
 
-__all__ = ["TarShards", "TokenFiles"]
+__all__ = ["TarShards", "TokenFiles", "open_tables"]
 
-_HOMES = {"TarShards": "lockstep.data.tar", "TokenFiles": "lockstep.data.tokens"}
+_HOMES = {
+    "TarShards": "lockstep.data.tar",
+    "TokenFiles": "lockstep.data.tokens",
+    "open_tables": "lockstep.data.tables",
+}
 
 
 def __getattr__(name: str) -> Any:
