@@ -10,7 +10,6 @@ left in it: a counter counts steps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +18,7 @@ from lockstep.comm.collectives import Group, broadcast_coalesced
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.tree.exchange import Exchange, Placement
 from lockstep.parallel.tree.layout import Row
-
-
-@dataclass(frozen=True)
-class _Home:
-    """Where a buffer hangs."""
-
-    module: nn.Module
-    name: str
-
-    def get(self) -> Tensor | None:
-        return self.module._buffers[self.name]
+from lockstep.train.buffers import KeptBuffers, overwrite
 
 
 class ShardBuffers:
@@ -44,23 +33,23 @@ class ShardBuffers:
     """
 
     def __init__(self, model: nn.Module, leaves: range) -> None:
-        self._model, self._leaves = model, leaves
-        self.names = [name for name, _ in model.named_buffers()]
+        self._leaves = leaves
+        self._kept = KeptBuffers(model)
         for name, buffer in model.named_buffers():
             if buffer.requires_grad:
                 raise ConfigurationError(
                     f"The buffer {name} requires a gradient, which reproducible does not sum.\nMake it a parameter."
                 )
-        self._homes: dict[int, tuple[nn.Module, list[_Home]]] = {}  # the module, so that its id is not another's
-        self._objects: list[Tensor] = []
-        self._start: list[Tensor] = []
         self._left: dict[int, list[Tensor | None]] = {}
 
     def begin(self) -> None:
         """Keep the buffers that the step starts with."""
-        self._objects = [self._value(home, name) for home, name in zip(self._of(self._model), self.names, strict=True)]
-        self._start = [buffer.clone() for buffer in self._objects]
+        self._kept.keep()
         self._left = {}
+
+    @property
+    def _start(self) -> list[Tensor]:
+        return self._kept.values
 
     def record(self, leaf: int, module: nn.Module) -> None:
         """Keep what a virtual shard left in the buffers of ``module``, which is the model or a replica of it.
@@ -69,8 +58,7 @@ class ShardBuffers:
             ConfigurationError: A buffer has another shape or dtype than before.
         """
         left: list[Tensor | None] = []
-        for home, name, start in zip(self._of(module), self.names, self._start, strict=True):
-            value = self._value(home, name)
+        for value, name, start in zip(self._kept.read(module), self._kept.names, self._start, strict=True):
             if value.shape != start.shape or value.dtype != start.dtype:
                 raise ConfigurationError(
                     f"The buffer {name} changed from {_describe(start)} to {_describe(value)} in forward.\n"
@@ -81,14 +69,11 @@ class ShardBuffers:
 
     def restore(self) -> None:
         """Give the model the buffers that the step started with."""
-        for home, value, start in zip(self._of(self._model), self._objects, self._start, strict=True):
-            if home.get() is not value or not torch.equal(value, start):
-                home.module._buffers[home.name] = value
-                _overwrite(value, start)
+        self._kept.restore()
 
     def changed(self) -> list[bool]:
         """Return for each buffer whether a shard of this process changed it."""
-        return [any(left[index] is not None for left in self._left.values()) for index in range(len(self.names))]
+        return [any(left[index] is not None for left in self._left.values()) for index in range(len(self._kept.names))]
 
     def finish(
         self,
@@ -118,9 +103,9 @@ class ShardBuffers:
             owner = next(rank for rank, leaves in enumerate(placement.ranges) if first in leaves)
             if first in self._left:
                 for index in others:
-                    _overwrite(self._objects[index], self._at(first, index))
+                    overwrite(self._kept.objects[index], self._at(first, index))
             if group is not None:
-                broadcast_coalesced([self._objects[index] for index in others], group=group, src=owner)
+                broadcast_coalesced([self._kept.objects[index] for index in others], group=group, src=owner)
 
     def _average(
         self, indices: Sequence[int], sizes: Mapping[int, int], placement: Placement, exchange: Exchange, num_ranks: int
@@ -139,31 +124,12 @@ class ShardBuffers:
         parts = {node: Row([placement.tree.combine(flats, Tensor.add_, root=node)], []) for node in nodes}
         total = exchange.sum([parts]).flats[0][:numel] / sum(sizes.values())
         for index, piece in zip(indices, total.split([self._start[i].numel() for i in indices]), strict=True):
-            _overwrite(self._objects[index], piece.view(self._start[index].shape))
+            overwrite(self._kept.objects[index], piece.view(self._start[index].shape))
 
     def _at(self, leaf: int, index: int) -> Tensor:
         """Return what a shard left in a buffer, changed or not."""
         left = self._left[leaf][index]
         return self._start[index] if left is None else left
-
-    def _of(self, module: nn.Module) -> list[_Home]:
-        """Return where the buffers hang in ``module``. Found once: walking a large model takes long."""
-        if id(module) not in self._homes:
-            paths = [full_name.rpartition(".") for full_name in self.names]
-            homes = [_Home(module.get_submodule(path), name) for path, _, name in paths]
-            self._homes[id(module)] = module, homes
-        return self._homes[id(module)][1]
-
-    def _value(self, home: _Home, name: str) -> Tensor:
-        value = home.get()
-        if value is None:
-            raise ConfigurationError(f"The buffer {name} became None in forward.\nWith reproducible, buffers stay.")
-        return value
-
-
-@torch.no_grad()
-def _overwrite(buffer: Tensor, value: Tensor) -> None:
-    buffer.copy_(value)
 
 
 def _describe(tensor: Tensor) -> str:

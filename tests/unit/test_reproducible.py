@@ -1,0 +1,194 @@
+"""What the reproducible mode cannot do, and says."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.errors import ConfigurationError
+from lockstep.train.arithmetic import Arithmetic, differences, watch_for_other_kernels
+from lockstep.train.loop import Loop
+from lockstep.train.reproducible.placement import place
+from lockstep.train.settings import Settings
+from tests.reproducing import Alone
+from tests.training import make_task
+
+
+def run_steps(model, num_steps=2, strategy="single", **changes):
+    loop = Loop(
+        make_task(model=model, **changes),
+        Settings(reproducible=2),
+        Alone,
+        strategy=strategy,
+        devices=[torch.device("cpu")] * (2 if strategy == "dp" else 1),
+    )
+    for _ in range(num_steps):
+        loop.step()
+    loop.close()
+    return loop.model
+
+
+class WithBuffer(nn.Module):
+    """Does something to a buffer in forward."""
+
+    def __init__(self, change, buffer):
+        super().__init__()
+        self.layer, self.change = nn.Linear(6, 4, dtype=torch.float64), change
+        self.register_buffer("state", buffer)
+
+    def forward(self, inputs):
+        self.change(self)
+        return self.layer(inputs)
+
+
+def message(run):
+    with pytest.raises(ConfigurationError) as error:
+        run()
+    return str(error.value)
+
+
+def test_layers_that_need_the_whole_batch_are_refused():
+    network = nn.Sequential(nn.Linear(6, 4, dtype=torch.float64), nn.SyncBatchNorm(4, dtype=torch.float64))
+    assert message(lambda: run_steps(lambda: network)) == (
+        "The layer 1 is a SyncBatchNorm, which needs all samples of a batch at once.\n"
+        "With reproducible, virtual shards run one after the other. Use BatchNorm, which then normalises over "
+        "a virtual shard on any number of devices, or leave reproducible out."
+    )
+
+
+def test_sparse_gradients_are_refused():
+    class Sparse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(5, 4, sparse=True, dtype=torch.float64)
+
+        def forward(self, inputs):
+            return self.table(inputs.argmax(1) % 5)
+
+    assert message(lambda: run_steps(Sparse)) == (
+        "The gradient of table.weight is sparse, which reproducible does not sum.\n"
+        "Make the embedding with sparse=False, and use an optimizer for dense gradients."
+    )
+
+
+@pytest.mark.parametrize("strategy", ["single", "dp"])
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            lambda module: module.register_buffer("state", torch.zeros(3)),
+            "The buffer state changed from (2,) float32 to (3,) float32 in forward.\n"
+            "With reproducible, buffers keep their shape and dtype. Keep what grows in a plain attribute.",
+        ),
+        (
+            lambda module: module.register_buffer("state", None),
+            "The buffer state became None in forward.\nKeep what comes and goes in a plain attribute.",
+        ),
+    ],
+)
+def test_buffers_keep_their_shape(strategy, change, text):
+    assert message(lambda: run_steps(lambda: WithBuffer(change, torch.zeros(2)), strategy=strategy)) == text
+
+
+def test_buffers_with_a_gradient_are_refused():
+    text = message(lambda: run_steps(lambda: WithBuffer(lambda _: None, torch.zeros(2, requires_grad=True))))
+    assert text == "The buffer state requires a gradient, which reproducible does not sum.\nMake it a parameter."
+
+
+@pytest.mark.parametrize("strategy", ["single", "dp"])
+def test_a_buffer_becomes_the_mean_of_what_the_shards_left(strategy):
+    def add_up(module):
+        module.state.data += module.seen  # each shard adds the number of its samples
+
+    class Counting(WithBuffer):
+        def forward(self, inputs):
+            self.seen = len(inputs)
+            return super().forward(inputs)
+
+    # 50 samples in global batches of 24: shards of 12 and 12, 12 and 12, 1 and 1, then 12 and 12 again.
+    model = run_steps(lambda: Counting(add_up, torch.zeros(2)), num_steps=4, strategy=strategy)
+    assert model.state.tolist() == [12.0 + 12 + 1 + 12] * 2
+    counter = run_steps(lambda: Counting(add_up, torch.zeros(2, dtype=torch.int64)), num_steps=3, strategy=strategy)
+    assert counter.state.tolist() == [12 + 12 + 1] * 2
+
+
+@pytest.mark.parametrize("strategy", ["single", "dp"])
+def test_a_parameter_that_no_shard_used_has_no_gradient(strategy):
+    class Idle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle = nn.Linear(6, 4, dtype=torch.float64), nn.Linear(6, 4, dtype=torch.float64)
+
+        def forward(self, inputs):
+            return self.used(inputs)
+
+    model = run_steps(Idle, strategy=strategy)
+    assert model.idle.weight.grad is None
+    assert model.used.weight.grad is not None
+
+
+def test_devices_without_a_virtual_shard_are_refused():
+    assert [list(leaves) for leaves in place(5, 2, None).ranges] == [[0, 1, 2], [3, 4]]
+    assert [list(leaves) for leaves in place(4, 3, (2, 1, 1)).ranges] == [[0, 1], [2], [3]]
+    assert message(lambda: place(2, 4, None)) == (
+        "reproducible=2 leaves 2 of 4 devices without a virtual shard.\n"
+        "Cut the global batch into more, or train on fewer devices."
+    )
+    assert message(lambda: place(4, 2, (9, 1))).startswith("reproducible=4 leaves 1 of 2 devices")
+
+
+def test_settings_that_do_not_go_together():
+    assert message(lambda: Settings(reproducible=4, accumulate=3)) == (
+        "Both reproducible=4 and accumulate=3 are given.\n"
+        "Each virtual shard is a micro-batch already: for smaller ones, cut the batch into more of them "
+        "(reproducible=12)."
+    )
+    assert message(
+        lambda: Loop(make_task(), Settings(reproducible=7), Alone, strategy="single", devices=[torch.device("cpu")])
+    ) == (
+        "The global batch of 24 samples does not divide into reproducible=7 virtual shards.\n"
+        "Set the global batch size to 21 or 28."
+    )
+    assert message(
+        lambda: Loop(make_task(), Settings(reproducible=2), Alone, strategy="torch-ddp", devices=[torch.device("cpu")])
+    ) == (
+        "Strategy torch-ddp cannot be reproducible: torch's engine sums in an order of its own.\n"
+        "Use strategy ddp, or leave reproducible out."
+    )
+
+
+def test_the_arithmetic_of_the_process_is_left_as_it_was():
+    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    with pytest.raises(ZeroDivisionError), Arithmetic(threads=before[0] + 1, deterministic=True).applied():
+        assert torch.get_num_threads() == before[0] + 1
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        raise ZeroDivisionError
+    assert before == (
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.benchmark,
+    )
+
+
+def test_other_warnings_are_passed_on():
+    found = []
+
+    def warn():
+        with watch_for_other_kernels(found):
+            warnings.warn("something else", stacklevel=1)
+            warnings.warn("fold_cuda does not have a deterministic implementation, but you set", stacklevel=1)
+            warnings.warn("fold_cuda does not have a deterministic implementation, but you set", stacklevel=1)
+
+    with pytest.warns(UserWarning, match="^something else$"):
+        warn()
+    assert found == ["fold_cuda"]
+
+
+def test_differences_in_words():
+    assert differences({"a": "1", "b": "2"}, {"b": "3", "c": "4"}) == [
+        "a none instead of 1",
+        "b 3 instead of 2",
+        "c 4 instead of none",
+    ]
