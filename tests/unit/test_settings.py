@@ -29,6 +29,7 @@ def test_each_field_declares_its_kind():
         "reproducible": ("int", True),
         "threads": ("int", True),
         "workers": ("int", False),
+        "bad_samples": ("choice", False),
         "strategy": ("choice", False),
         "devices": ("int", True),
         "checkpoint": ("path", True),

@@ -116,6 +116,7 @@ def test_every_setting_is_a_flag_and_arrives(mine, monkeypatch):
         "base_batch_size": 2,
         "shares": "2,1.5",
         "workers": 1,
+        "bad_samples": "skip",
         "strategy": "dp",
         "devices": 2,
         "checkpoint": "runs",
@@ -126,12 +127,14 @@ def test_every_setting_is_a_flag_and_arrives(mine, monkeypatch):
     }
     args = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     assert main(["train", "mine.py", *args, "--quiet", "--no-resume"]) == 0
-    assert main(["train", "mine.py", "--epochs", "2", "--resume", "--checkpoint", "runs"]) == 0
+    others = ["--epochs", "2", "--resume", "--checkpoint", "runs", "--reproducible", "4", "--threads", "2"]
+    assert main(["train", "mine.py", *others]) == 0
     assert seen == [
         FitSettings(**{**flags, "shares": (2, 1.5)}, quiet=True, resume=False),
-        FitSettings(epochs=2, resume=True, checkpoint="runs"),
+        FitSettings(epochs=2, resume=True, checkpoint="runs", reproducible=4, threads=2),
     ]
-    assert {setting.name for setting in settings_of(FitSettings)} == {*flags, "epochs", "quiet", "resume"}
+    rest = {"epochs", "quiet", "resume", "reproducible", "threads"}
+    assert {setting.name for setting in settings_of(FitSettings)} == {*flags, *rest}
 
 
 def test_shares_that_are_no_numbers_are_named(mine, capfd):

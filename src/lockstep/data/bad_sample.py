@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from lockstep.errors import DataError, LockstepError
 
@@ -19,20 +19,22 @@ class BadSample(NamedTuple):
     """A sample that could not be read.
 
     Args:
-        index: In the data set.
+        sample: Index in the data set; of a stream, how many came before it in the epoch.
         epoch: Counted from 0.
-        step: Counted from 0 over all epochs.
+        step: Counted from 0 over all epochs; in an evaluation, the number of the batch.
         cause: What the data set said; for an exception that is not ours, with its type and where it was raised.
         file: Path of the file, where the data set named it; so for ``offset``.
         offset: Byte where the record begins.
+        trace: The traceback of an exception that is not ours.
     """
 
-    index: int
+    sample: int
     epoch: int
     step: int
     cause: str
     file: str | None = None
     offset: int | None = None
+    trace: str | None = None
 
     @classmethod
     def of(cls, error: Exception, index: int, epoch: int, step: int) -> Self:
@@ -42,16 +44,13 @@ class BadSample(NamedTuple):
         if isinstance(error, LockstepError):
             return cls(index, epoch, step, str(error))
         words = "".join(traceback.format_exception_only(error)).strip()
-        return cls(index, epoch, step, f"{words} ({_place(error)})")
+        trace = "".join(traceback.format_exception(error))
+        return cls(index, epoch, step, f"{words} ({_place(error)})", trace=trace)
 
     @property
     def name(self) -> str:
         """The sample and the cause, in one line."""
-        return f"sample {self.index}: {self.cause.splitlines()[0]}"
-
-    def to_plain(self) -> list[Any]:
-        """Return it as what JSON can hold."""
-        return list(self)
+        return f"sample {self.sample}: {self.cause.splitlines()[0]}"
 
 
 def _place(error: Exception) -> str:
@@ -67,17 +66,20 @@ def _is_library(filename: str) -> bool:
     return "site-packages" in filename or filename.startswith((str(Path(__file__).parent), "<frozen"))
 
 
-def stop_error(bad: Sequence[BadSample]) -> DataError:
-    """Return the error that ends a run in which samples could not be read; ``bad`` are those of one step."""
+def stop_error(bad: Sequence[BadSample], data: str, *, evaluation: bool) -> DataError:
+    """Return the error that ends a run in which samples of ``data`` could not be read: those of one step."""
     first = bad[0]
     others = ""
     if len(bad) > 1:
-        numbers = ", ".join(str(sample.index) for sample in bad[1:6]) + (", ..." if len(bad) > 6 else "")
-        others = f"Nor can {len(bad) - 1} more of this step: {numbers}.\n"
-    return DataError(
-        f"Sample {first.index} of the data set cannot be read (epoch {first.epoch}, step {first.step}).\n"
-        f"{first.cause}\n{others}{_ADVICE}",
+        numbers = ", ".join(str(other.sample) for other in bad[1:6]) + (", ..." if len(bad) > 6 else "")
+        others = f"Nor can {len(bad) - 1} more: {numbers}.\n"
+    place = "" if evaluation else f" (epoch {first.epoch + 1}, step {first.step + 1})"
+    error = DataError(
+        f"Sample {first.sample} of {data} cannot be read{place}.\n{first.cause}\n{others}{_ADVICE}",
         file=first.file,
         offset=first.offset,
-        sample=first.index,
+        sample=first.sample,
     )
+    if first.trace is not None:
+        error.add_note(first.trace)
+    return error

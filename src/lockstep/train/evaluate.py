@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.comm.collectives import all_gather_object, all_reduce, broadcast_coalesced
+from lockstep.data.bad_sample import BadSample
 from lockstep.data.device import to_device
 from lockstep.data.loader import LoadOptions, MicroBatch, Request, load
 from lockstep.data.seeding import mix, seed_cpu, seed_device
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.tree.shape import Tree
+from lockstep.train.bad_samples import BadSamples
 from lockstep.train.loop import Loop
 from lockstep.train.objective import Objective
 from lockstep.train.precision import autocast
@@ -33,11 +35,13 @@ class Evaluator:
         task: With ``eval_dataset``.
         loop: Whose model, division over the ranks, precision and seed are used.
         samples: With ``len`` and ``[]``.
+        skipped: Those that the last evaluation went without, as they could not be read.
     """
 
     task: Task
     loop: Loop
     samples: Sequence[Any]
+    skipped: list[BadSample] = field(default_factory=list)
 
     def run(self) -> dict[str, float]:
         """Return the loss and the task's metrics, over all samples, by name.
@@ -52,15 +56,21 @@ class Evaluator:
             buffers = [buffer for buffer in model.buffers() if buffer.numel()]
             broadcast_coalesced(buffers, group=group, src=0)
         sums: dict[int, dict[str, Tensor]] = {share: {} for share in self._parts()}
+        bad = self._bad_samples()
         model.eval()
         try:
             with self.loop.arithmetic.applied(), torch.no_grad():
                 for batch in self._batches():
+                    bad.add(batch)
+                    if not batch.batches:
+                        continue
                     part = sums[batch.numbers[0]]
                     for name, value in self._measure(model, batch).items():
                         part[name] = part[name] + value if name in part else value
         finally:
             model.train()
+        bad.share()
+        self.skipped[:] = bad.skipped
         totals = self._total(sums) if self.loop.tree is None else self._total_in_tree(sums, self.loop.tree)
         return {name: total / count if count else math.nan for name, (total, count) in totals.items()}
 
@@ -92,6 +102,12 @@ class Evaluator:
 
         return {name: (total(name, 0), total(name, 1)) for name in names}
 
+    def _bad_samples(self) -> BadSamples:
+        """Return what takes note of the samples that cannot be read."""
+        loop = self.loop
+        skip, size = loop.settings.bad_samples == "skip", len(self.samples)
+        return BadSamples(skip=skip, device=loop.device, group=loop.group, num_samples=size, evaluation=True)
+
     def _parts(self) -> dict[int, range]:
         """Return the samples that this rank evaluates: contiguous, its share or each of its virtual shards."""
         division, size = self.loop.plan.division, len(self.samples)
@@ -113,10 +129,11 @@ class Evaluator:
             ]
         on_cuda = loop.device.type == "cuda"
         seed = mix(loop.settings.seed, _EVALUATE)
-        how = LoadOptions(self.task.collate, loop.settings.workers, pin_memory=on_cuda)
+        skip = loop.settings.bad_samples == "skip"
+        how = LoadOptions(self.task.collate, loop.settings.workers, pin_memory=on_cuda, skip_bad=skip)
         batches = load(self.samples, requests, how, seed=seed)
         for batch in batches:
-            position = mix(seed, batch.step, batch.numbers[0])
+            position = mix(seed, batch.step, *batch.numbers)
             seed_cpu(position)
             seed_device(loop.device, position)
             yield to_device(batch, dict.fromkeys(batch.numbers, loop.device))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from lockstep.data.bad_sample import BadSample
 from lockstep.errors import ConfigurationError
 
 _WRITE_S = 5.0
@@ -48,6 +49,11 @@ class Log:
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write what an evaluation after ``step`` steps found."""
         self._line({"step": step, "evaluation": dict(metrics)})
+
+    def skipped(self, bad: BadSample, *, evaluation: bool = False) -> None:
+        """Write that a sample was left out, as it could not be read."""
+        place = {"evaluation": True} if evaluation else {"epoch": bad.epoch + 1}
+        self._line({"step": bad.step + 1, "skipped": bad.sample, **place, "cause": bad.cause})
 
     def close(self) -> None:
         """Close the file."""

@@ -19,6 +19,7 @@ from lockstep.data.seeding import mix, seed_cpu, seed_device
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.tree.shape import Tree
 from lockstep.train.arithmetic import Arithmetic, describe_machine, differences, watch_for_other_kernels
+from lockstep.train.bad_samples import BadSamples
 from lockstep.train.objective import Objective, Part
 from lockstep.train.plan import make_plan
 from lockstep.train.precision import GradScaler
@@ -31,8 +32,8 @@ from lockstep.train.tally import Tally
 from lockstep.train.task import Task, build_dataset, build_model, build_optimizer
 from lockstep.train.update import Updater
 
-_INIT, _FORWARD, _DATA = 3, 4, 7
-"""Keep the bits for initial weights, dropout and made-up data apart from what else derives from the same seed."""
+_INIT, _FORWARD, _DATA, _UPDATE = 3, 4, 7, 8
+"""Keep the bits for initial weights, dropout, made-up data and the optimizer apart from what else the seed is for."""
 
 
 class Loop:
@@ -81,7 +82,8 @@ class Loop:
         self.samples = build_dataset(task)
         num_samples = None if isinstance(self.samples, IterableDataset) else len(self.samples)
         self.plan = make_plan(task, settings, division, num_samples=num_samples)
-        how = LoadOptions(task.collate, settings.workers, pin_memory=self.device.type == "cuda")
+        skip = settings.bad_samples == "skip"
+        how = LoadOptions(task.collate, settings.workers, pin_memory=self.device.type == "cuda", skip_bad=skip)
         places = self.devices if shards is None else shards.spread(self.devices)
         self._feed = Feed(self.samples, self.plan.order, division, how, places)
         self._seed_all(_INIT)
@@ -103,6 +105,7 @@ class Loop:
             scaler=GradScaler() if settings.precision == "fp16" else None,
             group=self.group,
         )
+        self.bad_samples = BadSamples(skip=skip, device=self.device, group=self.group, num_samples=num_samples)
 
     @property
     def group(self) -> Group | None:
@@ -141,12 +144,14 @@ class Loop:
             return record
 
     def _step(self) -> StepRecord:
+        self.bad_samples.begin_step()
         watch = Stopwatch(self.device)
         tally = Tally(self.device, self.group if self._sync and not self._strategy.sums_losses else None)
         self.optimizer.zero_grad(set_to_none=True)
         num_samples = 0
         for index in range(self.settings.accumulate):
             micro = self._feed.next()
+            self.bad_samples.add(micro)
             num_samples = micro.num_global
             if micro.note is not None:
                 group = self.group if self._sync else None
@@ -157,8 +162,13 @@ class Loop:
             self._feed.prefetch()
             watch.lap("data_wait_s")
         tally.wait()
+        if self._sync:
+            self.bad_samples.send(tally.num_bad, is_sum=not self._strategy.sums_losses)
         watch.lap("communication_s")
-        norm, updated = self._updater.run(tally.divisor(num_samples)) if self._sync else (None, False)
+        norm, updated = None, False
+        if self._sync and not self.bad_samples.all_missing(num_samples):
+            self._seed_all(_UPDATE, self.num_steps_done)  # some optimizers draw random numbers
+            norm, updated = self._updater.run(tally.divisor(num_samples, may_miss=self.bad_samples.skip))
         watch.lap("optimizer_s")
         record = StepRecord(self.num_steps_done, num_samples, tally.loss(), norm, updated, watch)
         self.num_steps_done += 1
@@ -242,9 +252,9 @@ class Loop:
                 self.caveats.append(f"rank {rank} computes elsewhere than rank 0: {', '.join(unlike)}")
                 return
 
-    def _seed_all(self, purpose: int) -> None:
+    def _seed_all(self, *purpose: int) -> None:
         """Give what the task makes the same random numbers on every rank."""
-        value = mix(self.settings.seed, purpose)
+        value = mix(self.settings.seed, *purpose)
         seed_cpu(value)
         seed_device(self.device, value)
 
@@ -270,6 +280,8 @@ class Loop:
             if last:
                 tally.start_sum()
 
+        if last:
+            tally.add_bad(self.bad_samples.num_pending)
         scale = self._updater.loss_scale / micro.num_global
         seed = partial(self._seed_share, micro.step, 0)
         all_have_samples = partial(self.plan.division.all_have_samples, micro.num_global, index)

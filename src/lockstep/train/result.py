@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.data.bad_sample import BadSample
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -25,6 +27,8 @@ class FitResult:
         evaluations: In the order they were made, in this call.
         best: The evaluation with the lowest loss of the whole run.
         num_samples: Samples trained on in this call, over all devices.
+        skipped_samples: Samples that training went without in this call, as they could not be read, over all devices.
+        first_skipped: The first few of them: which, in which step, and why.
         samples_per_s: Over all devices; without the first step, evaluations and checkpoints.
         seconds: Of the whole call after the model was made, evaluations and all.
         checkpoint: The newest one.
@@ -39,6 +43,8 @@ class FitResult:
     samples_per_s: float
     seconds: float
     checkpoint: Path | None
+    skipped_samples: int = 0
+    first_skipped: tuple[BadSample, ...] = ()
 
     @property
     def metrics(self) -> dict[str, float]:

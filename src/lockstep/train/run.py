@@ -18,7 +18,7 @@ from lockstep.train.progress import format_metrics, make_display
 from lockstep.train.result import Evaluation, FitResult
 from lockstep.train.settings import FitSettings
 from lockstep.train.task import Task, build_dataset
-from lockstep.train.words import describe_plan
+from lockstep.train.words import NUM_NAMED, describe_plan, describe_skipped
 
 
 class Run:
@@ -55,7 +55,7 @@ class Run:
             self._display.say(line)
         if self._first_step:
             self._display.say(f"resumed after step {self._first_step} of {self._num_steps}")
-        self._num_caveats_said = 0
+        self._num_caveats_said = self._num_skipped_said = 0
         self._say_caveats()
 
     @property
@@ -73,6 +73,7 @@ class Run:
         self._history.start()
         record = self._loop.step()
         self._say_caveats()
+        self._say_skipped()
         if self._display.is_due():
             loss = float(record.loss)
             self._display.show(self._step, loss, self._history.samples_per_s)
@@ -84,22 +85,27 @@ class Run:
         """Evaluate the model, if the task has what to evaluate it on."""
         if self._evaluator is None:
             return
-        self._history.stop()
+        self._settle()
         found = Evaluation(self._step, self._evaluator.run())
         self._evaluations.append(found)
         if self._best is None or found.metrics["loss"] < self._best.metrics["loss"]:
             self._best = found
         epoch = "" if self._loop.epoch is None else f"epoch {self._loop.epoch:.1f}  "
-        self._display.say(f"{epoch}step {self._step}/{self._num_steps}  evaluation: {format_metrics(found.metrics)}")
+        skipped = self._evaluator.skipped
+        without = f"  without {len(skipped)} that cannot be read" if skipped else ""
+        what = f"evaluation: {format_metrics(found.metrics)}{without}"
+        self._display.say(f"{epoch}step {self._step}/{self._num_steps}  {what}")
         if self._log is not None:
             self._log.losses(self._history.losses)
             self._log.evaluation(found.step, found.metrics)
+            for bad in skipped:
+                self._log.skipped(bad._replace(step=self._step - 1), evaluation=True)
 
     def save(self) -> None:
         """Write a checkpoint, if there is a folder for them."""
         if self._checkpoints is None:
             return
-        self._history.stop()
+        self._settle()
         state = self._loop.state_dict() | {"best": None if self._best is None else asdict(self._best)}
         self._checkpoint = self._checkpoints.save(state, step=self._step)
 
@@ -111,7 +117,7 @@ class Run:
         if not self._evaluations:
             self.evaluate()
         if self._first_step < self._num_steps:
-            self._history.stop()
+            self._settle()
         losses = self._history.losses
         rate = self._history.samples_per_s
         if self._log is not None:
@@ -121,6 +127,9 @@ class Run:
             self._display.say(
                 f"{len(losses)} steps in {seconds:.1f} s, {rate:,.0f} samples/s, last loss {losses[-1]:.4f}"
             )
+        skipped = self._loop.bad_samples.skipped
+        if skipped:
+            self._display.say(describe_skipped(skipped))
         if self._world.is_rank_zero and self._settings.export is not None:
             export_weights(self._loop.model, Path(self._settings.export))
             self._display.say(f"weights written to {self._settings.export}")
@@ -134,10 +143,12 @@ class Run:
             losses=losses,
             evaluations=self._evaluations,
             best=self._best,
-            num_samples=self._history.num_samples,
+            num_samples=self._history.num_samples - len(skipped),
             samples_per_s=rate,
             seconds=seconds,
             checkpoint=self._checkpoint,
+            skipped_samples=len(skipped),
+            first_skipped=tuple(skipped[:NUM_NAMED]),
         )
 
     def close(self) -> None:
@@ -152,6 +163,22 @@ class Run:
         for caveat in self._loop.caveats[self._num_caveats_said :]:
             self._display.say(f"the same bits cannot be promised: {caveat}")
         self._num_caveats_said = len(self._loop.caveats)
+
+    def _say_skipped(self) -> None:
+        """Log the samples that could not be read, as soon as it is known, and show the first few."""
+        skipped = self._loop.bad_samples.skipped
+        for number in range(self._num_skipped_said, len(skipped)):
+            if number < NUM_NAMED:
+                self._display.say(f"step {skipped[number].step + 1}  skipped {skipped[number].name}")
+            if self._log is not None:
+                self._log.skipped(skipped[number])
+        self._num_skipped_said = len(skipped)
+
+    def _settle(self) -> None:
+        """Wait for the device, and count that as training: something else comes next."""
+        self._history.stop()
+        self._loop.bad_samples.settle()
+        self._say_skipped()
 
     @property
     def _step(self) -> int:

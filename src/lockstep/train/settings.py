@@ -17,6 +17,7 @@ from lockstep.train.declared import FilePath, Flag, check_all
 Precision = Literal["fp32", "bf16", "fp16"]
 Schedule = Literal["constant", "linear", "cosine"]
 Scaling = Literal["none", "linear", "sqrt"]
+BadSamplesRule = Literal["stop", "skip"]
 StrategyName = Literal["single", "dp", "ddp", "torch-dp", "torch-ddp"]
 
 
@@ -53,7 +54,9 @@ class Settings:
         Flag("Sizes of the devices' parts of a global batch, relative to each other; the same if not given.", "N,N,.."),
     ] = None
     workers: Annotated[int, Flag("Processes per rank that load samples.", "N", 0)] = 0
-
+    bad_samples: Annotated[
+        BadSamplesRule, Flag("When a sample cannot be read, stop, or go on without it and count it.")
+    ] = "stop"
     reproducible: Annotated[
         int | None,
         Flag("Cut each global batch into V virtual shards: the same bits on 1 to V devices.", "V", 1),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.collectives import Group
 from lockstep.comm.world import World
+from lockstep.data.device import to_device
 from lockstep.data.division import Division
 from lockstep.data.loader import MicroBatch
 from lockstep.errors import ConfigurationError, LockstepError
@@ -96,11 +97,15 @@ class Replicated(Strategy):
 
         self._engine = DataParallel(model, device_ids=list(devices))
         self._objective = objective
+        self._places = dict(enumerate(devices))
 
     def run(self, micro: MicroBatch, how: Pass) -> None:
         """Run forward and backward of ``micro``, adding to ``param.grad``."""
         if not micro.batches:
             return
+        places = list(range(len(micro.batches)))
+        if micro.numbers != places:  # a share in the middle has no samples; the engine fills replicas from the first
+            micro = to_device(micro._replace(numbers=places), self._places)
         parts: list[Part | None] = [None] * len(micro.batches)
         ends: list[Mark] = []
 

@@ -22,7 +22,7 @@ class Tally:
 
     def __init__(self, device: torch.device, group: Group | None) -> None:
         self._group = group
-        self._sums = torch.zeros(2, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        self._sums = torch.zeros(3, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         self._future: Future[Any] | None = None
         self._saw_means = self._saw_losses = False
 
@@ -37,6 +37,11 @@ class Tally:
             self._sums[0] += part.value.detach().to(device, self._sums.dtype) * part.weight
             self._saw_means |= part.is_mean
             self._saw_losses |= not part.is_mean
+
+    def add_bad(self, num_samples: int) -> None:
+        """Add the number of samples of this process that could not be read."""
+        if num_samples:
+            self._sums[2] += num_samples
 
     def start_sum(self) -> None:
         """Start to sum over the ranks, once all parts are in.
@@ -55,12 +60,18 @@ class Tally:
         """Return the loss of the step, a 0-dimensional tensor; zero if nothing counted."""
         return self._sums[0] / self._count()
 
-    def divisor(self, num_samples: int) -> Tensor | None:
+    @property
+    def num_bad(self) -> Tensor:
+        """The number of samples that could not be read, a 0-dimensional tensor."""
+        return self._sums[2]
+
+    def divisor(self, num_samples: int, *, may_miss: bool = False) -> Tensor | None:
         """Return what a gradient scaled by ``1 / num_samples`` has yet to be divided by, or None if that is one.
 
-        A rank that saw no part cannot know, and divides in any case: by exactly one if the losses were means.
+        A rank that saw no part cannot know, and divides in any case: by exactly one if the losses were means. So do
+        all if samples ``may_miss``, for then only the counts say how many there were.
         """
-        if self._saw_means and not self._saw_losses:
+        if self._saw_means and not self._saw_losses and not may_miss:
             return None
         return self._count() / num_samples
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from lockstep.data.bad_sample import BadSample
 from lockstep.train.plan import Plan
 from lockstep.train.settings import FitSettings
 from lockstep.train.task import Task
+
+NUM_NAMED = 5
+"""So many samples that could not be read are named one by one."""
 
 
 def describe_plan(
@@ -27,6 +33,14 @@ def describe_plan(
         *([] if settings.reproducible is None else [_same_bits(settings.reproducible, settings)]),
         f"learning rate x {plan.learning_rate.scale:.4g}: {_scaling(settings, plan)}; {_schedule(plan)}",
     ]
+
+
+def describe_skipped(skipped: Sequence[BadSample]) -> str:
+    """Return which samples a run went without."""
+    number = f"{len(skipped)} sample{'s' * (len(skipped) > 1)}"
+    names = "".join(f"\n  {sample.name}" for sample in skipped[:NUM_NAMED])
+    more = f"\n  and {len(skipped) - NUM_NAMED} more; the log file has all" if len(skipped) > NUM_NAMED else ""
+    return f"{number} skipped, as they could not be read:{names}{more}"
 
 
 def _parts(plan: Plan, num_devices: int) -> str:

@@ -1,0 +1,165 @@
+"""Samples that could not be read, over all ranks: the run stops at them, on every rank, or leaves them out and counts.
+
+[Note: bad samples]
+A rank that cannot read a sample goes through the step all the same, as ranks without samples do, or else the others
+would wait for it. How many there are travels with the sums of the losses, so it costs no exchange of its own. Only if
+there are any do the ranks tell each other which; then all raise the same error, or all count the same samples.
+On CPUs that is before the parameters are updated. On CUDA it is when the next step begins, or before anything is kept
+of this one, so that no step waits for the device: the parameters that a run stopped with are not to be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.collectives import Group, all_gather_object, all_reduce
+from lockstep.data.bad_sample import BadSample, stop_error
+from lockstep.data.loader import MicroBatch
+from lockstep.errors import DataError
+
+_MOST, _MOST_OF_ALL = 10, 0.01
+"""So many different samples may be bad, or this part of the data set if that is more."""
+
+
+class BadSamples:
+    """Takes note of the samples that this rank could not read, and of those of the others.
+
+    Args:
+        skip: Whether the run goes on without them.
+        device: Of this rank.
+        group: The ranks that train together, or None if it is only this process.
+        num_samples: Length of the data set; None for a stream.
+        evaluation: Whether it is the data set for evaluation.
+    """
+
+    def __init__(
+        self,
+        *,
+        skip: bool,
+        device: torch.device,
+        group: Group | None,
+        num_samples: int | None,
+        evaluation: bool = False,
+    ) -> None:
+        self.skip, self._device, self._group = skip, device, group
+        self._evaluation = evaluation
+        self._data = "the evaluation data set" if evaluation else "the data set"
+        self._num_allowed = None if num_samples is None else max(_MOST, int(_MOST_OF_ALL * num_samples))
+        self.skipped: list[BadSample] = []
+        self._different: set[int] = set()
+        self._mine: list[BadSample] = []
+        self._num_read = self._num_skipped = 0
+        self._num_bad: Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
+
+    @property
+    def num_pending(self) -> int:
+        """Those of this rank that the others do not know of yet."""
+        return len(self._mine)
+
+    def begin_step(self) -> None:
+        """Begin a step: see `settle`, whose errors it raises. Collective: every rank, if there is a group."""
+        self.settle()
+        self._num_read = self._num_skipped = 0
+
+    def add(self, micro: MicroBatch) -> None:
+        """Add what this rank read of a micro-batch of the step, and what it could not read.
+
+        Raises:
+            DataError: It could not read something, the run is to stop at that, and no other rank has to know.
+        """
+        self._num_read += sum(micro.sizes)
+        self._mine += micro.bad
+        if self._mine and self._group is None:
+            self._take([self._mine])
+
+    def send(self, num_bad: Tensor, *, is_sum: bool = True) -> None:
+        """Let the ranks know how many there are, and on CPUs, which.
+
+        Collective: every rank, if there is a group.
+
+        Args:
+            num_bad: How many, on the device.
+            is_sum: Whether that is the number over all ranks already, or only that of this one.
+
+        Raises:
+            DataError: As `settle`, which on CUDA is left to be called later.
+        """
+        if self._group is None:
+            return
+        if not is_sum:
+            all_reduce(num_bad, group=self._group)
+        if self._device.type != "cuda":
+            self._num_bad = num_bad
+            self.settle()
+            return
+        self._num_bad = torch.empty_like(num_bad, device="cpu", pin_memory=True)
+        self._num_bad.copy_(num_bad, non_blocking=True)
+        self._arrived = torch.cuda.Event()
+        self._arrived.record(torch.cuda.current_stream(self._device))
+
+    def settle(self) -> None:
+        """Learn which samples of the last step were bad.
+
+        Collective: every rank, if there is a group. On CUDA, blocks until the forward passes of that step are done.
+
+        Raises:
+            DataError: There are some, and the run is to stop at them; or they are too many to go on without.
+        """
+        if self._num_bad is None:
+            return
+        num_bad, self._num_bad = self._num_in_step(), None
+        if num_bad:
+            self.share()
+
+    def share(self) -> None:
+        """Tell the other ranks which samples were bad, and learn of theirs.
+
+        Collective: every rank, if there is a group. Blocks.
+
+        Raises:
+            DataError: As `settle`.
+        """
+        if self._group is None:
+            return
+        mine = [list(sample) for sample in self._mine]
+        ranks = all_gather_object(mine, group=self._group, device=self._device)
+        self._take([[BadSample(*fields) for fields in samples] for samples in ranks])
+
+    def all_missing(self, num_global: int) -> bool:
+        """Return whether no rank could read any of the ``num_global`` samples of the step; the same on every rank.
+
+        On CUDA, blocks if this rank has read none, until the forward passes of the step are done.
+        """
+        if not self.skip or self._num_read:
+            return False
+        return (self._num_skipped if self._num_bad is None else self._num_in_step()) >= num_global
+
+    def _num_in_step(self) -> int:
+        assert self._num_bad is not None
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return int(self._num_bad.item())
+
+    def _take(self, ranks: Sequence[Sequence[BadSample]]) -> None:
+        self._mine = []
+        # Every rank reads all of a stream, so all report the same sample of it.
+        bad = sorted(
+            {sample for samples in ranks for sample in samples}, key=lambda sample: (sample.step, sample.sample)
+        )
+        if not bad:
+            return
+        if not self.skip:
+            raise stop_error(bad, self._data, evaluation=self._evaluation)
+        self.skipped += bad
+        self._num_skipped += len(bad)
+        self._different |= {sample.sample for sample in bad}
+        if self._num_allowed is not None and len(self._different) > self._num_allowed:
+            raise DataError(
+                f'{len(self._different)} samples of {self._data} cannot be read, more than bad_samples="skip" goes on '
+                f"without ({self._num_allowed}). The last is {bad[-1].name}\n"
+                "Is the storage still there, and are the files complete? Repair or remove what cannot be read."
+            )

@@ -1,0 +1,202 @@
+"""Samples that cannot be read: the run stops on every rank and says which, or goes on without them on any number."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+import lockstep
+from lockstep.errors import DataError
+from tests.training import make_task, mean_loss, relative_error, samples, token_loss
+
+BAD = {3, 17, 31, 48}
+
+
+class Damaged(Dataset):
+    """The samples of the other tests, some of which cannot be read."""
+
+    def __init__(self, bad=BAD):
+        self.bad = bad
+        self.samples = samples()
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        if index in self.bad:
+            raise DataError(
+                f"part-0.tar: record {index} is cut short at byte {index * 512}.\nCopy it again.",
+                file="part-0.tar",
+                offset=index * 512,
+                sample=index,
+            )
+        return self.samples[index]
+
+
+def fit(world, strategy, **changes):
+    """Train, and return the losses, the weights by name, what was skipped, and the result."""
+    kept = {}
+    settings = {name: changes.pop(name) for name in list(changes) if name not in ("dataset", "loss", "eval_dataset")}
+    task = make_task(**{"dataset": Damaged, **changes}, after=lambda model: kept.update(model.state_dict()))
+    result = lockstep.fit(task, strategy=strategy, **{"epochs": 2, "quiet": True, **settings})
+    return result, torch.cat([kept[name].flatten() for name in sorted(kept)]) if kept else None
+
+
+@pytest.mark.parametrize("loss", [mean_loss, token_loss])
+def test_the_same_samples_are_skipped_on_any_number_of_ranks_and_workers(ranks, loss):
+    expected, weights = fit(None, "single", loss=loss, bad_samples="skip")
+    assert expected.skipped_samples == 2 * len(BAD)
+    assert {bad.sample for bad in expected.first_skipped} <= BAD
+    assert expected.num_samples == 2 * 50 - 2 * len(BAD)
+    runs = [
+        [fit(None, "single", loss=loss, bad_samples="skip", workers=1)],
+        [fit(None, "dp", loss=loss, bad_samples="skip", devices=3)],
+        ranks(2)(partial(fit, loss=loss, bad_samples="skip", accumulate=2), "ddp"),
+        ranks(3)(partial(fit, loss=loss, bad_samples="skip"), "torch-ddp"),
+        ranks(2)(partial(fit, loss=loss, bad_samples="skip", shares=(3, 1), workers=1), "ddp"),
+    ]
+    for results in runs:
+        assert relative_error(results[0][1], weights) < 1e-12
+        for result, _ in results:
+            assert result.losses == pytest.approx(expected.losses, rel=1e-12)
+            assert (result.skipped_samples, result.first_skipped) == (8, expected.first_skipped)
+            assert result.num_samples == expected.num_samples
+
+
+@pytest.mark.parametrize("loss", [mean_loss, token_loss])
+def test_what_is_left_is_averaged_over_what_was_there(loss):
+    """The oracle: a collate function that throws the same samples out of a data set in which all can be read."""
+    result, weights = fit(None, "single", loss=loss, bad_samples="skip", steps=2, epochs=None)
+    task = make_task(loss=loss)
+    from lockstep.train.loop import Loop
+    from lockstep.train.settings import Settings
+
+    loop = Loop(task, Settings(), None, strategy="single", devices=[torch.device("cpu")])
+    data, optimizer = samples(), task.optimizer(list(loop.model.parameters()))
+    for step in range(2):
+        indices = [index for index in loop.plan.order.batch(step).tolist() if index not in BAD]
+        assert len(indices) < 24
+        value = task.loss(loop.model, tuple(tensor[indices] for tensor in data.tensors))
+        value = value.total / value.count if isinstance(value, lockstep.Loss) else value
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        assert result.losses[step] == pytest.approx(value.item(), rel=1e-12)
+    state = loop.model.state_dict()
+    assert relative_error(weights, torch.cat([state[name].flatten() for name in sorted(state)])) < 1e-12
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_bad_sample_stops_the_run_on_every_rank(ranks, workers):
+    for num_ranks, strategy in ((2, "ddp"), (3, "torch-ddp")):
+        stopped = partial(fit, dataset=lambda: Damaged({17}), workers=workers)
+        outcomes = ranks(num_ranks).each(stopped, strategy)
+        for outcome in outcomes:
+            assert isinstance(outcome.error, DataError)
+            assert str(outcome.error) == TEXT
+            assert (outcome.error.file, outcome.error.offset, outcome.error.sample) == ("part-0.tar", 8704, 17)
+    with pytest.raises(DataError) as error:
+        fit(None, "dp", devices=2, dataset=lambda: Damaged({17}), workers=workers)
+    assert str(error.value) == TEXT
+
+
+TEXT = (
+    "Sample 17 of the data set cannot be read (epoch 1, step 2).\n"
+    "part-0.tar: record 17 is cut short at byte 8704.\n"
+    "Copy it again.\n"
+    "Repair or remove what cannot be read, or go on without such samples and have them counted: "
+    'bad_samples="skip" (--bad-samples skip).'
+)
+
+
+class Broken(Dataset):
+    """A data set with a mistake in it."""
+
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, index):
+        return undefined  # noqa: F821
+
+
+def test_an_exception_of_the_data_set_is_named_with_its_line():
+    with pytest.raises(DataError) as error:
+        fit(None, "single", dataset=Broken)
+    lines = str(error.value).splitlines()
+    assert lines[0].startswith("Sample ") and lines[0].endswith(" of the data set cannot be read (epoch 1, step 1).")
+    line = Broken.__getitem__.__code__.co_firstlineno + 1
+    assert lines[1] == f"NameError: name 'undefined' is not defined ({__file__}:{line} in __getitem__)"
+    assert "return undefined" in error.value.__notes__[0]
+
+
+def test_a_data_set_of_which_too_much_is_bad_is_not_trained_on(ranks):
+    for outcome in ranks(2).each(partial(fit, dataset=lambda: Damaged(set(range(25))), bad_samples="skip"), "ddp"):
+        assert isinstance(outcome.error, DataError)
+        lines = str(outcome.error).splitlines()
+        assert lines[0].startswith("1")
+        assert (
+            ' samples of the data set cannot be read, more than bad_samples="skip" goes on without (10). ' in lines[0]
+        )
+        assert lines[1].startswith("Is the storage still there")
+
+
+def last_two(order_seed=0):
+    """Return the samples of the third global batch, which holds what is left over."""
+    from lockstep.data.order import GlobalOrder
+
+    return set(GlobalOrder(50, 24, order_seed).batch(2).tolist())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "torch-ddp"])
+def test_without_any_sample_there_is_no_update_but_the_step_counts(ranks, strategy):
+    def run(world, strategy):
+        from lockstep.train.loop import Loop
+        from lockstep.train.settings import Settings
+
+        task = make_task(dataset=lambda: Damaged(last_two()))
+        settings = Settings(bad_samples="skip")
+        devices = [torch.device("cpu")] * (2 if strategy == "dp" else 1)
+        loop = Loop(task, settings, world, strategy=strategy, devices=devices)
+        weights, updated = [], []
+        for _ in range(4):
+            updated.append(loop.step().updated)
+            weights.append(torch.cat([parameter.detach().flatten() for parameter in loop.model.parameters()]))
+        loop.close()
+        return weights, updated, loop.num_steps_done
+
+    expected, *_ = run(None, "single")
+    for found, updated, num_steps_done in [*ranks(2)(run, strategy), run(None, "dp")]:
+        assert (updated, num_steps_done) == ([True, True, False, True], 4)
+        assert torch.equal(found[1], found[2])
+        assert relative_error(found[3], expected[3]) < 1e-12
+
+
+def test_what_was_skipped_is_shown_and_logged(tmp_path, capfd):
+    fit(None, "single", bad_samples="skip", quiet=False, epochs=1, log_file=tmp_path / "log")
+    lines = capfd.readouterr().out.splitlines()
+    at = lines.index("4 samples skipped, as they could not be read:")
+    named = lines[at + 1 : at + 5]
+    assert sorted(named) == sorted(
+        f"  sample {sample}: part-0.tar: record {sample} is cut short at byte {sample * 512}." for sample in BAD
+    )
+    logged = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    skipped = [line for line in logged if "skipped" in line]
+    assert {line["skipped"] for line in skipped} == BAD
+    assert set(skipped[0]) == {"step", "skipped", "epoch", "cause"}
+    assert sum("skipped sample" in line for line in lines) == 4
+
+
+def test_evaluation_goes_by_the_same_rule(ranks, capfd):
+    def metrics(world, strategy, **settings):
+        return fit(world, strategy, dataset=samples, eval_dataset=Damaged, epochs=1, **settings)[0].evaluations
+
+    for outcome in ranks(2).each(metrics, "ddp"):
+        assert isinstance(outcome.error, DataError)
+        assert str(outcome.error).startswith("Sample 3 of the evaluation data set cannot be read.\n")
+    expected = metrics(None, "single", bad_samples="skip", quiet=False)
+    assert "  without 4 that cannot be read\n" in capfd.readouterr().out
+    for found in ranks(3)(partial(metrics, bad_samples="skip"), "ddp"):
+        assert [evaluation.step for evaluation in found] == [evaluation.step for evaluation in expected]
+        assert found[0].metrics == pytest.approx(expected[0].metrics, rel=1e-12)
