@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import lockstep
+import lockstep.data
 
 PUBLIC_NAMES = {
     "DataParallel",
@@ -34,6 +35,19 @@ def test_public_name_exists_and_is_documented(name):
     assert name in dir(lockstep)
 
 
+DATA_NAMES = {"TarShards", "TokenFiles", "open_tables"}
+
+
+def test_names_of_data_sets_are_frozen():
+    assert set(lockstep.data.__all__) == DATA_NAMES
+    for name in DATA_NAMES:
+        assert getattr(lockstep.data, name).__doc__
+        assert name in dir(lockstep.data)
+    with pytest.raises(AttributeError) as caught:
+        _ = lockstep.data.TokenFile
+    assert str(caught.value) == "module 'lockstep.data' has no attribute 'TokenFile'"
+
+
 def test_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError) as caught:
         _ = lockstep.DistributedDataParalel
@@ -47,7 +61,8 @@ def modules_after(code):
 
 
 def test_import_is_light():
-    assert modules_after("import lockstep") & {"torch", "numpy", "rich", "click", "matplotlib", "sklearn"} == set()
+    heavy = {"torch", "numpy", "rich", "click", "matplotlib", "sklearn"}
+    assert modules_after("import lockstep, lockstep.data") & heavy == set()
 
 
 def test_engines_do_not_load_what_only_the_commands_use():

@@ -27,8 +27,8 @@ def open_tables(
     be read; that takes room on the disk. Several ranks may do so at once: one converts and the others wait for it.
 
     Args:
-        files: A path, in which ``{000..031}``, ``{a,b}`` and ``*`` are expanded, or several: ``.parquet``, or ``.arrow``
-            as ``save_to_disk`` writes them.
+        files: A path, in which ``{000..031}``, ``{a,b}`` and ``*`` are expanded, or several. They are ``.parquet``, or
+            ``.arrow`` as ``save_to_disk`` writes them.
         columns: Those to read; all if None.
         cache: Folder for the converted files, instead of that of ``datasets``.
 

@@ -1,0 +1,244 @@
+"""Files and streams in training: each sample once an epoch, in the same steps on any ranks and loader processes."""
+
+import io
+import random
+import tarfile
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+import lockstep
+from lockstep.data import TarShards, TokenFiles, open_tables
+from lockstep.errors import ConfigurationError
+
+NUM_SAMPLES, BATCH_SIZE = 41, 12
+STEPS_PER_EPOCH = 4  # the last holds 5: at least one sample for each of up to 4 ranks
+
+
+def write_tokens(folder):
+    """Write 41 windows of 4 tokens, with one token more in each file, over three files."""
+    np.arange(0, 4 * 20 + 1, dtype=np.uint16).tofile(folder / "0.bin")
+    np.save(folder / "1.npy", np.arange(4 * 20, 4 * 30 + 1, dtype=np.uint16))
+    np.arange(4 * 30, 4 * 41 + 1, dtype=np.uint16).tofile(folder / "2.bin")
+    return lambda: _Numbered(TokenFiles([folder / "0.bin", folder / "1.npy", folder / "2.bin"], length=4), first_token)
+
+
+def first_token(window):
+    return window[0][0].item() // 4
+
+
+def write_tar(folder):
+    for shard, numbers in enumerate((range(7), range(7, 8), range(8, 41))):
+        with tarfile.open(folder / f"{shard}.tar", "w") as archive:
+            for number in numbers:
+                info = tarfile.TarInfo(f"{number:03d}.cls")
+                info.size = len(data := str(number).encode())
+                archive.addfile(info, io.BytesIO(data))
+    return lambda: TarShards(folder / "{0..2}.tar", transform=number_field)
+
+
+def number_field(sample):
+    return sample["cls"]
+
+
+class _Numbered(torch.utils.data.Dataset):
+    """What identifies each sample."""
+
+    def __init__(self, samples, name):
+        self.samples, self.name = samples, name
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        return self.name(self.samples[index])
+
+
+def write_parquet(folder):
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict({"number": list(range(NUM_SAMPLES))}).to_parquet(folder / "0.parquet")
+    open_tables(folder / "0.parquet", cache=folder / "cache")
+    return lambda: _Numbered(open_tables(folder / "0.parquet", cache=folder / "cache"), number_column)
+
+
+def number_column(row):
+    return row["number"].item()
+
+
+def write_parquet_stream(folder):
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    for shard, numbers in enumerate((range(7), range(7, 20), range(20, 41))):
+        path = folder / f"{shard}.parquet"
+        datasets.Dataset.from_dict({"number": list(numbers)}).to_parquet(path, batch_size=5)
+    files = [str(folder / f"{shard}.parquet") for shard in range(3)]
+    cache = str(folder / "cache")
+
+    def stream():
+        datasets.disable_progress_bars()
+        rows = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True, cache_dir=cache)
+        return rows.map(only_number).with_format("torch")
+
+    return stream
+
+
+def only_number(row):
+    return {"number": row["number"]}
+
+
+class Shuffled(IterableDataset):
+    """Numbers in an order that depends on the epoch, and knows no state."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        numbers = list(range(NUM_SAMPLES))
+        random.Random(self.epoch).shuffle(numbers)
+        yield from numbers
+
+
+class Resumable(Shuffled):
+    """The same, but knows where it is, and refuses to be read from the beginning when it was told to go on."""
+
+    def __init__(self):
+        super().__init__()
+        self.position, self.start = 0, 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.start = state["position"]
+
+    def __iter__(self):
+        start, self.start = self.start, 0
+        for position, number in list(enumerate(super().__iter__()))[start:]:
+            self.position = position + 1
+            yield number
+
+
+KINDS = {
+    "tokens": write_tokens,
+    "tar": write_tar,
+    "parquet": write_parquet,
+    "parquet-stream": write_parquet_stream,
+    "stream": lambda folder: Shuffled,
+    "resumable": lambda folder: Resumable,
+}
+
+
+def train(make_dataset, steps, **settings):
+    """Train; return the numbers of the samples of each call of the loss."""
+    calls = []
+
+    def loss(model, batch):
+        numbers = batch["number"] if isinstance(batch, dict) else batch
+        calls.append(numbers.tolist())
+        return model(numbers.double().unsqueeze(1)).mean()
+
+    task = lockstep.Task(
+        model=lambda: nn.Linear(1, 1, dtype=torch.float64),
+        dataset=make_dataset,
+        loss=loss,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
+        global_batch_size=BATCH_SIZE,
+    )
+    result = lockstep.fit(task, steps=steps, quiet=True, **settings)
+    return result.first_step, calls
+
+
+def joined(results):
+    """Return the samples of each step, of all ranks."""
+    return [list(chain(*calls)) for calls in zip(*(calls for _, calls in results), strict=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_sample_is_seen_once_an_epoch_in_the_same_steps_everywhere(ranks, tmp_path, kind):
+    make_dataset = KINDS[kind](tmp_path)
+    _, whole = train(make_dataset, 2 * STEPS_PER_EPOCH, strategy="single")
+    for epoch in (whole[:STEPS_PER_EPOCH], whole[STEPS_PER_EPOCH:]):
+        assert [len(numbers) for numbers in epoch] == [12, 12, 12, 5]
+        assert sorted(chain(*epoch)) == list(range(NUM_SAMPLES))
+    assert train(make_dataset, 2 * STEPS_PER_EPOCH, strategy="single", workers=2)[1] == whole
+    for num_ranks, workers in ((2, 0), (2, 2), (3, 1)):
+        results = ranks(num_ranks)(
+            lambda world, workers: train(make_dataset, 2 * STEPS_PER_EPOCH, workers=workers), workers
+        )
+        assert joined(results) == whole
+    _, calls = train(make_dataset, 2 * STEPS_PER_EPOCH, strategy="dp", devices=2, workers=2)
+    assert [sorted(calls[2 * step] + calls[2 * step + 1]) for step in range(8)] == [sorted(step) for step in whole]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_with_the_next_sample_wherever_it_stopped_on_whatever_it_goes_on(ranks, tmp_path, kind):
+    make_dataset = KINDS[kind](tmp_path)
+    num_steps, chance = 4 * STEPS_PER_EPOCH, random.Random(kind)
+    _, whole = train(make_dataset, num_steps, strategy="single")
+    stops = [*sorted(chance.sample(range(1, num_steps), 4)), num_steps]
+    seen = []
+    for first, stop in zip([0, *stops], stops, strict=False):
+        results = ranks(chance.randint(1, 3))(
+            lambda world, stop, workers: train(make_dataset, stop, workers=workers, checkpoint=tmp_path / "run"),
+            stop,
+            chance.randint(0, 2),
+        )
+        assert {first_step for first_step, _ in results} == {first}
+        seen += joined(results)
+    assert seen == whole
+
+
+def test_a_stream_with_a_state_is_not_read_from_the_beginning(tmp_path):
+    reads = []
+
+    class Counted(Resumable):
+        def __iter__(self):
+            for number in super().__iter__():
+                reads.append(number)
+                yield number
+
+    _, whole = train(Resumable, 12, strategy="single")
+    train(Counted, 11, strategy="single", checkpoint=tmp_path)
+    reads.clear()
+    assert train(Counted, 12, strategy="single", checkpoint=tmp_path) == (11, whole[11:])
+    assert reads == whole[11], "an epoch's last five samples"
+
+
+def test_a_stream_that_differs_between_ranks_is_an_error_on_every_rank(ranks):
+    def run(world):
+        class Own(IterableDataset):
+            def __iter__(self):
+                return iter(range(world.rank // 2, 100))
+
+        train(Own, 3)
+
+    text = (
+        "The stream of Task.dataset gave other samples on ranks 2, 3 than on rank 0, in step 0.\n"
+        "Every process reads the same stream and takes its part of it: leave out what depends on the rank, and "
+        "shuffle with a seed of your own, or with random, numpy.random or torch, whose seeds are set."
+    )
+    for outcome in ranks(4).each(run):
+        assert isinstance(outcome.error, ConfigurationError)
+        assert str(outcome.error) == text
+
+
+def test_a_stream_that_comes_to_differ_later_is_found_too(ranks):
+    def run(world):
+        class Shorter(IterableDataset):
+            def __iter__(self):
+                return iter(range(100 - world.rank))
+
+        train(Shorter, 40)
+
+    for outcome in ranks(2).each(run):
+        assert str(outcome.error).startswith(
+            "The stream of Task.dataset gave other samples on rank 1 than on rank 0, in step 8.\n"
+        )
