@@ -5,10 +5,14 @@ Collectives are matched by their order alone. Where a layer runs on some ranks o
 orders, statistics of two layers would be merged without an error if they have as many channels. So each vector
 carries the layer's place in the model, which `DistributedDataParallel` assigns. On the CPU it is compared; on other
 devices reading it would make the processor wait for the device in every layer.
+
+Backends cope badly with tensors of different sizes: Gloo ends the process. So the first use of a layer compares the
+number of channels.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -29,6 +33,10 @@ class Place(NamedTuple):
 
     number: int = -1
     name: str = "a SyncBatchNorm layer"
+
+
+_compared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The layers that are known to have as many channels on every rank."""
 
 
 class Exchange:
@@ -56,6 +64,27 @@ class Exchange:
         if self._announces:
             assert self._engine is not None
             self._engine.announce(event, self._layer, self._step)
+
+    def compare_channels(self, num_channels: int, device: torch.device) -> None:
+        """Make sure, once for each layer, that it has as many channels on every rank.
+
+        Collective the first time: every rank. Blocks until complete.
+
+        Raises:
+            CollectiveError: On every rank: it has not, or other ranks do something else.
+        """
+        if self._layer in _compared:
+            return
+        mine = torch.tensor([num_channels, self._place.number], device=device)
+        try:
+            rows = torch.stack(all_gather(mine, group=self._group)).tolist()
+        except RuntimeError as error:
+            raise self._failed("forward", error) from error
+        self._check([number for _, number in rows], "forward")
+        if any(other != num_channels for other, _ in rows):
+            channels = ", ".join(f"{other} on rank {rank}" for rank, (other, _) in enumerate(rows))
+            raise self._failed("forward", f"it has different numbers of channels: {channels}.")
+        _compared.add(self._layer)
 
     def gather(self, vector: Tensor) -> Tensor:
         """Return every rank's ``vector``, one below the other.

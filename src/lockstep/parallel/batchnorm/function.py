@@ -51,11 +51,8 @@ class Normalise(torch.autograd.Function):
         of_bias, of_weight = mine.chunk(2)
         of_input = None
         if ctx.needs_input_grad[0]:
-            factor = ctx.exchange.weight
             ctx.exchange.announce(Event.BACKWARD)
-            sums = ctx.exchange.sum(mine if factor == 1 else mine * factor)
-            if factor not in (0, 1):  # with 0 this rank's gradients are dropped
-                sums = sums / factor
+            sums = _sum(ctx.exchange, mine)
             of_input = gradient_of_input(gradient, input, weight, batch, sums, ctx.eps)
         return (
             of_input,
@@ -65,3 +62,13 @@ class Normalise(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _sum(exchange: Exchange, mine: Tensor) -> Tensor:
+    """Return the ranks' sums, each times its weight, in units of this rank's. Collective: every rank. Blocks."""
+    weight = exchange.weight
+    if weight == 1:
+        return exchange.sum(mine)
+    if weight == 0:  # this rank's gradients will be dropped, NaN or not
+        return exchange.sum(torch.zeros_like(mine))
+    return exchange.sum(mine * weight) / weight

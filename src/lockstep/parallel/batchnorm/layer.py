@@ -102,6 +102,7 @@ class SyncBatchNorm(TorchSyncBatchNorm):
 
     def _take_part(self, exchange: Exchange, mine: Tensor, num_here: int, *, tracked: bool) -> Statistics:
         """Return the statistics of the whole batch, after moving the running ones. Collective: every rank."""
+        exchange.compare_channels(self.num_features, mine.device)
         batch = merge(exchange.gather(mine))
         if num_here <= 1:  # only then can there be so few: reading the number makes the processor wait for a GPU
             num_in_all = int(batch.total)
