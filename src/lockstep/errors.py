@@ -68,3 +68,7 @@ class DataError(LockstepError):
         self.file = file
         self.offset = offset
         self.sample = sample
+
+
+class LoaderDied(LockstepError):
+    """A process that loads samples is gone; names the rank and the process, what it probably died of and what helps."""

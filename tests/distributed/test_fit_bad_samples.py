@@ -111,6 +111,17 @@ TEXT = (
 )
 
 
+def test_virtual_shards_are_summed_to_the_same_bits_without_them(ranks):
+    expected, weights = fit(None, "single", bad_samples="skip", epochs=1)
+    run = partial(fit, bad_samples="skip", reproducible=4, epochs=1)
+    ((one, found),) = ranks(1)(run, "ddp")
+    (two, again), _ = ranks(2)(run, "ddp")
+    assert torch.equal(found, again)
+    assert (one.losses, one.first_skipped) == (two.losses, two.first_skipped)
+    assert one.first_skipped == expected.first_skipped
+    assert relative_error(found, weights) < 1e-12
+
+
 class Broken(Dataset):
     """A data set with a mistake in it."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from lockstep.comm.world import init
+from lockstep.data.loader_death import naming_dead_loaders
 from lockstep.train.keywords import takes_settings
 from lockstep.train.result import FitResult
 from lockstep.train.run import Run
@@ -14,7 +15,7 @@ from lockstep.train.task import Task
 
 def fit_with(task: Task, settings: FitSettings) -> FitResult:
     """Train ``task`` as `fit` does, with its keywords as one object."""
-    with init() as world, contextlib.closing(Run(task, settings, world)) as run:
+    with init() as world, naming_dead_loaders(world.rank), contextlib.closing(Run(task, settings, world)) as run:
         while run.has_steps_left:
             run.step()
             if run.is_due(settings.eval_every):
@@ -36,6 +37,8 @@ def fit(task: Task, settings: FitSettings) -> FitResult:
 
     Raises:
         ConfigurationError: Task, settings and devices do not go together; says what to change.
+        DataError: A sample cannot be read, or too many cannot; names it, and its file where the data set does.
+        LoaderDied: A process that loads samples is gone; says what probably happened.
         CheckpointError: A checkpoint cannot be read or written; names the file.
     """
     return fit_with(task, settings)
