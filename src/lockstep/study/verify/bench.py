@@ -1,0 +1,214 @@
+"""A fresh copy of the task for one run, fitted with what the experiment turns off."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.comm.disguise import as_only_process
+from lockstep.data.device import map_tensors
+from lockstep.data.seeding import mix, seed_cpu
+from lockstep.study.verify.experiment import Experiment, Given, Subject
+from lockstep.study.verify.freezing import NoBatchStatistics, NoWrites, is_batch_norm, outside_stands_still
+from lockstep.study.verify.randomness import Draws
+from lockstep.study.verify.samples import Watch, watched
+from lockstep.train.load import load_task
+from lockstep.train.task import Loss, Task
+
+_COUNTERFACTUAL = 40
+"""Keeps the bits of counterfactual runs apart from those that training draws from the same seed."""
+
+
+class Bench:
+    """What the runs of one experiment in this process share; `open_bench` makes one.
+
+    Attributes:
+        draws: Sees the random numbers of forward.
+    """
+
+    def __init__(self, subject: Subject, experiment: Experiment, given: Given) -> None:
+        self.subject, self.experiment, self.given = subject, experiment, given
+        self.draws = Draws(off="random" in experiment.off)
+        self.writes = NoWrites()
+        self.places: list[Place] = []
+
+    def place(self, share: int) -> Place:
+        """Return a fresh copy of the task for share ``share``; the whole batch counts as share 0."""
+        place = Place(self, share, _fresh(self.subject.task))
+        self.places.append(place)
+        return place
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Compute ``step`` within: only here is anything turned off."""
+        for place in self.places:
+            place.begin(step)
+        off = self.experiment.off
+        with ExitStack() as stack:
+            if "batchnorm" in off:
+                stack.enter_context(NoBatchStatistics())
+            if "state" in off:
+                stack.enter_context(self.writes)
+            if self.experiment.watched:
+                stack.enter_context(self.draws)
+            try:
+                yield
+            finally:
+                self.draws.active = False
+
+
+class Place:
+    """One process's copy of the task, as it goes into the loop.
+
+    Attributes:
+        task: The task, fitted with what is watched and turned off.
+        watch: Sees what its data set loads.
+    """
+
+    def __init__(self, bench: Bench, share: int, plain: Task) -> None:
+        self._bench, self._share, self._plain = bench, share, plain
+        off, self._given = bench.experiment.off, bench.given
+        self._step = self._num_calls = 0
+        self.rates: list[list[dict[str, Any]]] = []
+        self.watch = Watch(self._given if "data" in off else None)
+        sizes: dict[str, Any] = {}
+        if "data" in off:
+            sizes["global_batch_size"] = self._given.sizes["samples of a global batch"]
+        self.task = dataclasses.replace(
+            plain, model=self._model, dataset=self._dataset, loss=self._loss, optimizer=self._optimizer, **sizes
+        )
+
+    def begin(self, step: int) -> None:
+        """Note that ``step`` comes."""
+        self._step, self._num_calls, self.watch.step = step, 0, step
+
+    def _dataset(self) -> Any:
+        return watched(self._plain.dataset(), self.watch)
+
+    def _model(self) -> nn.Module:
+        model = self._plain.model()
+        if not isinstance(model, nn.Module):
+            return model  # the loop says what is wrong with it
+        experiment = self._bench.experiment
+        if experiment.convert:
+            from lockstep.parallel.batchnorm import SyncBatchNorm
+
+            model = SyncBatchNorm.convert_sync_batchnorm(model)
+        if self._bench.subject.double:
+            model = model.double()
+        if "initial" in experiment.off:
+            model.load_state_dict(self._given.initial)
+        return model
+
+    def _optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
+        optimizer = self._plain.optimizer(parameters)
+        if isinstance(optimizer, Optimizer):
+            optimizer.register_step_pre_hook(self._before_update)
+        return optimizer
+
+    def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
+        """Set the rates that one process had, if so wanted, and note those that there are."""
+        number = len(self.rates)
+        if "rates" in self._bench.experiment.off and number < len(self._given.rates):
+            for group, known in zip(optimizer.param_groups, self._given.rates[number], strict=False):
+                group.update({key: value for key, value in known.items() if key in group})
+        self.rates.append([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups])
+
+    def _loss(self, model: nn.Module, batch: Any) -> Tensor | Loss:
+        bench, off = self._bench, self._bench.experiment.off
+        self.watch.use()
+        if bench.subject.double:
+            batch = map_tensors(batch, _to_double)
+        if bench.experiment.watched:
+            share = 0 if "random" in off else self._share
+            seed_cpu(mix(bench.subject.settings.seed, _COUNTERFACTUAL, self._step, self._num_calls, share))
+        self._num_calls += 1
+        if "batchnorm" in off:
+            for module in model.modules():
+                if is_batch_norm(module):
+                    module.eval()
+        with ExitStack() as stack:
+            if "place" in off:
+                stack.enter_context(as_only_process())
+            if "state" in off:
+                stack.enter_context(bench.writes.during(model))
+            bench.draws.active = True
+            result = self._plain.loss(model, batch)
+        return self._weigh(result, model) if "weights" in off else result
+
+    def _weigh(self, result: Tensor | Loss, model: nn.Module) -> Tensor:
+        factor = self._given.factors[self._step][self._share]
+        if factor == 0.0:  # it may not even be finite
+            return sum((p.sum() * 0.0 for p in model.parameters() if p.requires_grad), torch.zeros(()))
+        return as_mean(result) * factor
+
+
+def as_mean(result: Tensor | Loss) -> Tensor:
+    """Return what a loss comes to."""
+    return result.total / result.count if isinstance(result, Loss) else result
+
+
+def _to_double(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+@contextmanager
+def open_bench(subject: Subject, experiment: Experiment, given: Given) -> Iterator[Bench]:
+    """Make a bench for one run, with what must be turned off before the task is loaded; undo all of it at the end."""
+    bench, off = Bench(subject, experiment, given), experiment.off
+    kept_dtype, kept_threads = torch.get_default_dtype(), torch.get_num_threads()
+    kept_strictness = torch.are_deterministic_algorithms_enabled()
+    with ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, kept_dtype)
+        stack.enter_context(_modules_forgotten(subject.task))
+        if "outside" in off:
+            stack.enter_context(outside_stands_still())
+        if experiment.watched:
+            stack.enter_context(bench.draws.watching())
+        if "operators" in off:
+            stack.callback(torch.use_deterministic_algorithms, kept_strictness)
+            torch.use_deterministic_algorithms(True)
+        if "threads" in off:
+            stack.callback(torch.set_num_threads, kept_threads)
+            torch.set_num_threads(1)
+        if subject.double:
+            torch.set_default_dtype(torch.float64)
+        yield bench
+
+
+def _fresh(task: str | bytes) -> Task:
+    if isinstance(task, str):
+        return load_task(task)
+    found: Task = cloudpickle.loads(task)
+    return found
+
+
+@contextmanager
+def _modules_forgotten(task: str | bytes) -> Iterator[None]:
+    """Forget at the end what the task's file and its neighbours imported, so that the next run starts afresh."""
+    kept_path, kept = list(sys.path), set(sys.modules)
+    folder = Path(task.rpartition(".py")[0] or ".").resolve().parent if isinstance(task, str) else None
+    is_beside: Callable[[str], bool] = partial(_is_under, folder)
+    try:
+        yield
+    finally:
+        sys.path[:] = kept_path
+        for name in set(sys.modules) - kept:
+            if is_beside(getattr(sys.modules[name], "__file__", None) or ""):
+                del sys.modules[name]
+
+
+def _is_under(folder: Path | None, file: str) -> bool:
+    return folder is not None and file != "" and Path(file).resolve().is_relative_to(folder)

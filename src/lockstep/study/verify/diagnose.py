@@ -1,0 +1,149 @@
+"""`verify` from beginning to end, whoever starts the processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from lockstep.errors import ModelMismatch
+from lockstep.study.verify import ranks as ranks_study
+from lockstep.study.verify.determinism import outcome
+from lockstep.study.verify.differences import EXACT, Comparison, compare
+from lockstep.study.verify.division import tolerance_of
+from lockstep.study.verify.experiment import Subject
+from lockstep.study.verify.findings import Cause, Finding, Row, fix
+from lockstep.study.verify.inside import (
+    Alone,
+    AloneStudy,
+    Outcome,
+    gathered,
+    run_alone,
+    run_rank,
+    study_alone,
+    study_rank,
+)
+
+RANKS_PAIR = "one process, ranks"
+
+
+class Processes(Protocol):
+    """Runs a function in each of some processes."""
+
+    def __call__(self, num: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Return ``function(*args, world)`` of each of ``num`` processes, by rank."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What came of it.
+
+    Attributes:
+        subject: What was examined.
+        same: Whether it is the same run.
+        comparison: One process against the ranks; None where the ranks could not start.
+        repeatable: Whether one process is the same run twice, to the bit.
+        findings: The causes, if it is not the same run.
+        rows: The experiments that led to them.
+        explained: Whether nothing is left with what was found turned off.
+        why_single: Why fp32 and not float64; empty for float64.
+    """
+
+    subject: Subject
+    same: bool
+    comparison: Comparison | None
+    repeatable: bool
+    findings: tuple[Finding, ...]
+    rows: tuple[Row, ...]
+    explained: bool
+    why_single: str
+
+
+def diagnose(subject: Subject, processes: Processes, say: Callable[[str], None]) -> Verification:
+    """Compare one process with the ranks, and find what makes them differ.
+
+    Args:
+        subject: What is examined.
+        processes: Starts one process, or as many as there are ranks.
+        say: Told what is being done.
+    """
+    num = subject.num_devices
+    say("one process, twice")
+    alone: Alone = processes(1, run_alone, subject)[0]
+    subject = alone.subject
+    say(f"{num} rank{'s' * (num > 1)}")
+    try:
+        traces = [trace for found in processes(num, run_rank, subject) for trace in found]
+    except ModelMismatch as error:
+        evidence = f"The ranks do not build the same model: {str(error).splitlines()[0]}"
+        finding = Finding(Cause.MODEL, evidence, fix(Cause.MODEL, num))
+        return Verification(subject, False, None, alone.again.same, (finding,), (), True, alone.why_single)
+    tolerance = EXACT if subject.settings.reproducible and not subject.torch_ddp else tolerance_of(subject)
+    comparison = compare(alone.traces, traces, tolerance, strided=subject.torch_ddp)
+    if comparison.same and alone.again.same:
+        return Verification(subject, True, comparison, True, (), (), True, alone.why_single)
+    say("not the same; what one process can find out")
+    study: AloneStudy = processes(1, study_alone, alone)[0]
+    rows = [*study.repetition.rows]
+    findings = list(study.repetition.findings)
+    explained = study.repetition.restored
+    if study.division is not None and not comparison.same:
+        say(f"what {num} ranks can find out")
+        found = processes(num, study_rank, study, subject)
+        runs = {off: gathered([one[0][off] for one in found]) for off in found[0][0]}
+        fixed = {name: gathered([one[1][name] for one in found]) for name in found[0][1]}
+        on_ranks = ranks_study.study_ranks(
+            subject, study.base, study.shares, runs, alone.traces, tolerance_of(subject)
+        )
+        by_division = _of_interest(study.division.findings, subject)
+        findings += on_ranks.findings
+        findings += [_with_fix(one, study, fixed, subject, rows) for one in by_division]
+        rows += [*study.division.rows, *on_ranks.rows]
+        explained = explained and study.division.explained and on_ranks.explained
+    return Verification(
+        subject,
+        False,
+        comparison,
+        alone.again.same,
+        _unique(findings),
+        tuple(rows),
+        explained and bool(findings),
+        alone.why_single,
+    )
+
+
+def _of_interest(findings: Sequence[Finding], subject: Subject) -> list[Finding]:
+    """Return what matters: in reproducible mode one process divides the batch as the ranks do."""
+    if subject.settings.reproducible is None or subject.torch_ddp:
+        return list(findings)
+    return [finding for finding in findings if finding.cause in (Cause.RANDOM, Cause.BUFFERS)]
+
+
+def _unique(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Return the first finding of each cause."""
+    return tuple({finding.cause: finding for finding in reversed(findings)}.values())[::-1]
+
+
+def _with_fix(
+    finding: Finding, study: AloneStudy, fixed: dict[str, Outcome], subject: Subject, rows: list[Row]
+) -> Finding:
+    """Return ``finding`` with what came of its fix, where that was tried."""
+    name = {Cause.BATCHNORM: "convert", Cause.RANDOM: "reproducible", Cause.COUPLED: "reproducible"}.get(finding.cause)
+    if name is None or name not in fixed:
+        return finding
+    words = {
+        "convert": "lockstep.SyncBatchNorm instead",
+        "reproducible": f"--reproducible {subject.num_devices} instead",
+    }[name]
+    one, ranks = study.fixes[name], fixed[name]
+    if isinstance(one, str) or isinstance(ranks, str):
+        reason = one if isinstance(one, str) else ranks
+        rows.append(Row(words, RANKS_PAIR, f"failed: {reason}", False))
+        return finding
+    tolerance = EXACT if name == "reproducible" else tolerance_of(subject)
+    found = compare(one, ranks, tolerance)
+    rows.append(Row(words, RANKS_PAIR, outcome(found), found.same))
+    if found.same:
+        bits = ", to the bit" if name == "reproducible" else ""
+        return replace(finding, tried=f"Tried: with it, one process and the ranks are the same run{bits}.")
+    return replace(finding, tried=f"Tried: by itself it does not help, the runs {outcome(found)}.")

@@ -1,0 +1,248 @@
+"""What two runs differ in: the first tensor, and by how much at worst."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lockstep.study.verify.sketch import Sketch, distance
+from lockstep.study.verify.trace import StepTrace, Tensors, Trace
+
+Kind = Literal[
+    "size", "initial parameter", "initial buffer", "sample", "loss", "learning rate", "gradient", "parameter", "buffer"
+]
+
+KINDS: tuple[Kind, ...] = (
+    "size", "initial parameter", "initial buffer", "sample", "loss", "learning rate", "gradient", "parameter", "buffer",
+)  # fmt: skip
+"""In the order in which they come about in a run."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far apart numbers may be that differ in rounding only.
+
+    Args:
+        relative: To the norm of the tensor.
+        floor: What counts as norm at least, as a part of the norm of all tensors of the kind: a gradient that
+            should be zero is pure rounding.
+    """
+
+    relative: float
+    floor: float
+
+
+DOUBLE, SINGLE = Tolerance(1e-8, 1e-2), Tolerance(1e-3, 1e-1)
+EXACT = Tolerance(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that differs.
+
+    Attributes:
+        step: Counted from 0; None before the first.
+        name: Of the tensor, or of the number.
+        ranks: Those that have it differently; empty if all do, or if there are none.
+        size: Relative to what was expected; infinite where that makes no sense.
+        words: Such as ``0.2 instead of 0.1``.
+    """
+
+    kind: Kind
+    step: int | None
+    name: str
+    ranks: tuple[int, ...]
+    size: float
+    words: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs side by side.
+
+    Attributes:
+        differences: In the order in which they came about.
+        worst: By kind, the largest relative difference, also where it is within the tolerance.
+    """
+
+    differences: tuple[Difference, ...]
+    worst: dict[str, float]
+
+    @property
+    def first(self) -> Difference | None:
+        """The first difference, if there is any."""
+        return self.differences[0] if self.differences else None
+
+    @property
+    def same(self) -> bool:
+        """Whether it is the same run."""
+        return not self.differences
+
+    def has(self, *kinds: Kind) -> bool:
+        """Return whether anything of these kinds differs."""
+        return any(difference.kind in kinds for difference in self.differences)
+
+
+def compare(
+    expected: Sequence[Trace],
+    found: Sequence[Trace],
+    tolerance: Tolerance,
+    *,
+    skip: Sequence[Kind] = (),
+    strided: bool = False,
+) -> Comparison:
+    """Compare runs, each as every process or share of it saw it.
+
+    Args:
+        expected: One trace, or as many as ``found``.
+        found: A trace for each rank or share.
+        tolerance: What counts as equal.
+        skip: Kinds that are not looked at.
+        strided: Whether rank r has every n-th sample from the r-th on, not a contiguous part.
+    """
+    worst: dict[str, float] = dict.fromkeys((kind for kind in KINDS if kind not in skip), 0.0)
+    differences = []
+    expected = expected if len(expected) == len(found) else list(expected) * len(found)
+    for difference in _all(expected, found, tolerance, strided=strided):
+        if difference.kind in skip:
+            continue
+        worst[difference.kind] = max(worst[difference.kind], difference.size)
+        if difference.words:
+            differences.append(difference)
+    return Comparison(tuple(differences), worst)
+
+
+def _all(
+    expected: Sequence[Trace], found: Sequence[Trace], tolerance: Tolerance, *, strided: bool
+) -> Iterator[Difference]:
+    """Yield every comparison; those without words are within the tolerance."""
+    for name, size in expected[0].sizes.items():
+        ranks = [rank for rank, trace in enumerate(found) if trace.sizes[name] != size]
+        if ranks:
+            words = f"{found[ranks[0]].sizes[name]} instead of {size}"
+            yield Difference("size", None, name, _some(ranks, found), math.inf, words)
+    starts = [trace.initial for trace in expected], [trace.initial for trace in found]
+    yield from _tensors(*starts, None, tolerance, ("initial parameter", "parameters"))
+    yield from _tensors(*starts, None, tolerance, ("initial buffer", "buffers"))
+    for number, step in enumerate(expected[0].steps):
+        theirs, ours = [trace.steps[number] for trace in expected], [trace.steps[number] for trace in found]
+        yield from _samples(theirs, ours, is_stream=expected[0].is_stream, strided=strided)
+        yield from _loss(step, ours, tolerance)
+        yield from _rates(step, ours)
+        tensors = [one.tensors for one in theirs], [one.tensors for one in ours]
+        yield from _tensors(*tensors, step.step, tolerance, ("gradient", "gradients"))
+        yield from _tensors(*tensors, step.step, tolerance, ("parameter", "parameters"))
+        yield from _tensors(*tensors, step.step, tolerance, ("buffer", "buffers"))
+
+
+def _samples(
+    expected: Sequence[StepTrace], found: Sequence[StepTrace], *, is_stream: bool, strided: bool
+) -> Iterator[Difference]:
+    one = expected[0].samples
+    if is_stream or len(found) == 1:
+        wrong = [(rank, step.samples) for rank, step in enumerate(found) if step.samples != one]
+        ranks, theirs = [rank for rank, _ in wrong], wrong[0][1] if wrong else one
+    else:
+        parts = [step.samples for step in found]
+        theirs = _interleaved(parts) if strided else tuple(sample for part in parts for sample in part)
+        ranks = []
+    if theirs == one:
+        return
+    yield Difference("sample", found[0].step, "batch", _some(ranks, found), math.inf, _sample_words(one, theirs))
+
+
+def _interleaved(parts: Sequence[tuple[bytes, ...]]) -> tuple[bytes, ...]:
+    longest = max(map(len, parts))
+    return tuple(part[place] for place in range(longest) for part in parts if place < len(part))
+
+
+def _sample_words(expected: tuple[bytes, ...], found: tuple[bytes, ...]) -> str:
+    if len(found) > len(expected) and found[: len(expected)] == expected:
+        extra = len(found) - len(expected)
+        return f"{extra} sample{'s' * (extra > 1)} more than there are"
+    if len(found) != len(expected):
+        return f"{len(found)} samples instead of {len(expected)}"
+    if sorted(found) == sorted(expected):
+        return "the same samples in another order"
+    wrong = sum(a != b for a, b in zip(expected, found, strict=True))
+    return f"{wrong} of {len(expected)} samples are others"
+
+
+def _loss(expected: StepTrace, found: Sequence[StepTrace], tolerance: Tolerance) -> Iterator[Difference]:
+    for rank, step in enumerate(found):
+        if step.loss == expected.loss or (math.isnan(step.loss) and math.isnan(expected.loss)):
+            continue
+        apart = abs(step.loss - expected.loss)
+        size = apart / max(abs(expected.loss), tolerance.floor) if expected.loss or tolerance.floor else math.inf
+        size = size if math.isfinite(size) else math.inf
+        wrong = size > tolerance.relative
+        words = f"{step.loss:.6g} instead of {expected.loss:.6g}" if wrong else ""
+        yield Difference("loss", expected.step, "loss", (), size, words)
+        if wrong or rank == len(found) - 1:
+            return
+
+
+def _rates(expected: StepTrace, found: Sequence[StepTrace]) -> Iterator[Difference]:
+    for name in {**expected.rates, **found[0].rates}:
+        ranks = [rank for rank, step in enumerate(found) if step.rates.get(name) != expected.rates.get(name)]
+        if ranks:
+            ours, theirs = found[ranks[0]].rates.get(name), expected.rates.get(name)
+            size = abs(ours - theirs) / abs(theirs) if ours is not None and theirs else math.inf
+            words = f"{ours} instead of {theirs}"
+            yield Difference("learning rate", expected.step, name, _some(ranks, found), size, words)
+
+
+def _tensors(
+    expected: Sequence[Tensors],
+    found: Sequence[Tensors],
+    step: int | None,
+    tolerance: Tolerance,
+    what: tuple[Kind, str],
+) -> Iterator[Difference]:
+    kind, attribute = what
+    groups: list[tuple[Mapping[str, Sketch], Mapping[str, Sketch]]] = [
+        (getattr(theirs, attribute), getattr(ours, attribute)) for theirs, ours in zip(expected, found, strict=True)
+    ]
+    scale = math.hypot(*(one.norm for one in groups[0][0].values())) if groups[0][0] else 0.0
+    scale = scale if math.isfinite(scale) and "buffer" not in kind else 0.0
+    for name in {**groups[0][0], **groups[0][1]}:
+        apart = [_apart(name, theirs, ours) for theirs, ours in groups]
+        limits = [theirs[name].norm if name in theirs else 0.0 for theirs, _ in groups]
+        limits = [tolerance.relative * max(norm, tolerance.floor * scale) for norm in limits]
+        sizes = [_relative(a, theirs.get(name), scale, tolerance) for a, (theirs, _) in zip(apart, groups, strict=True)]
+        if not any(apart):
+            continue
+        ranks = [rank for rank, limit in enumerate(limits) if not apart[rank] <= limit]
+        worst = max((sizes[rank] for rank in ranks), default=max(sizes))
+        words = _tensor_words(name, *groups[ranks[0]], worst) if ranks else ""
+        yield Difference(kind, step, name, _some(ranks, found), worst, words)
+
+
+def _apart(name: str, expected: Mapping[str, Sketch], found: Mapping[str, Sketch]) -> float:
+    if (name in expected) != (name in found):
+        return math.inf
+    return distance(found[name], expected[name]) if name in expected else 0.0
+
+
+def _relative(apart: float, expected: Sketch | None, scale: float, tolerance: Tolerance) -> float:
+    if apart == 0.0:
+        return 0.0
+    norm = max(expected.norm if expected else 0.0, tolerance.floor * scale)
+    return apart / norm if norm > 0 and math.isfinite(norm) else math.inf
+
+
+def _tensor_words(name: str, expected: Mapping[str, Sketch], found: Mapping[str, Sketch], size: float) -> str:
+    if name not in found:
+        return "there is none"
+    if name not in expected:
+        return "there should be none"
+    if expected[name].shape != found[name].shape:
+        return f"of shape {found[name].shape} instead of {expected[name].shape}"
+    return "not finite" if not math.isfinite(found[name].norm) else f"off by {size:.1e} of its size"
+
+
+def _some(ranks: Sequence[int], found: Sequence[object]) -> tuple[int, ...]:
+    """Return the ranks, or none if it is all of them."""
+    return tuple(ranks) if len(ranks) < len(found) else ()

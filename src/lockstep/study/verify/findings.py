@@ -1,0 +1,104 @@
+"""The causes that verify knows, and what it says about each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Cause(Enum):
+    """Why a run on N ranks is another one than in one process."""
+
+    DATA = "data order"
+    WEIGHTING = "sample weighting"
+    RANDOM = "random state"
+    BATCHNORM = "BatchNorm statistics"
+    RATES = "learning-rate rule"
+    BUFFERS = "buffers changed on one rank"
+    OPERATOR = "non-deterministic operator"
+    SUM = "a loss that sums instead of averages"
+    COUPLED = "samples that depend on each other"
+    RANK = "a forward pass that depends on the rank"
+    MODEL = "a model that depends on the rank"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One cause that was found.
+
+    Attributes:
+        evidence: What was measured, in a sentence or two.
+        fix: What to do, in a sentence.
+        tried: What came of the fix, where it could be tried; empty otherwise.
+    """
+
+    cause: Cause
+    evidence: str
+    fix: str
+    tried: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One experiment, for the table.
+
+    Attributes:
+        turned_off: What was turned off or done instead.
+        compared: Which two runs.
+        outcome: In a few words.
+        same: Whether the two were the same run.
+    """
+
+    turned_off: str
+    compared: str
+    outcome: str
+    same: bool
+
+
+FIXES = {
+    Cause.DATA: (
+        "Make the data set the same on every rank, and in the same order: fit divides it among the ranks. Take rank, "
+        "world size, set order and private generators out of it."
+    ),
+    Cause.WEIGHTING: (
+        "Return lockstep.Loss(total, count) from the loss: the sum of its parts and how many there are, not their mean."
+    ),
+    Cause.RANDOM: (
+        "Train with --reproducible {num}, which gives each part of the batch random numbers of its own on any number of "
+        "ranks; draw from the default generators, without seeding them in the task."
+    ),
+    Cause.BATCHNORM: (
+        "Use lockstep.SyncBatchNorm.convert_sync_batchnorm(model) in Task.model, or train with --reproducible {num}, or "
+        "use a norm that does not look at other samples, such as GroupNorm."
+    ),
+    Cause.RATES: (
+        "Let the learning rate depend on the global batch only: take the rank and the world size out of Task.optimizer "
+        "and Task.schedule (--lr-scaling linear follows the global batch)."
+    ),
+    Cause.BUFFERS: (
+        "Change buffers in the same way on every rank, from what all ranks know (all-reduce it first), or train with "
+        "--reproducible {num}, which combines the buffers of all parts."
+    ),
+    Cause.OPERATOR: (
+        "Take everything from the seed: no clock, no system randomness, no order of threads. Where an operator is at "
+        "fault, torch.use_deterministic_algorithms(True) replaces it or names it."
+    ),
+    Cause.SUM: "Return the mean over the batch, or lockstep.Loss(total, count) with the number that the sum is over.",
+    Cause.COUPLED: (
+        "Train with --reproducible {num}: then each part is computed alike on any number of ranks, though not as in one "
+        "undivided batch. Or gather what the samples need of each other from all ranks inside the loss."
+    ),
+    Cause.RANK: (
+        "Take rank and world size out of loss and model: the engine averages over the ranks already, so dividing or "
+        "multiplying by their number is once too often."
+    ),
+    Cause.MODEL: (
+        "Build the same model on every rank: Task.model is called with the seed set, so do not seed anew in it, and "
+        "leave rank and world size out."
+    ),
+}
+
+
+def fix(cause: Cause, num_devices: int) -> str:
+    """Return what to do about ``cause``."""
+    return FIXES[cause].format(num=num_devices)
