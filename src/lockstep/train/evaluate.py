@@ -18,6 +18,7 @@ from lockstep.data.seeding import mix, seed_cpu, seed_device
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.tree.shape import Tree
 from lockstep.train.bad_samples import BadSamples
+from lockstep.train.buffers import KeptBuffers
 from lockstep.train.loop import Loop
 from lockstep.train.objective import Objective
 from lockstep.train.precision import autocast
@@ -57,6 +58,9 @@ class Evaluator:
             broadcast_coalesced(buffers, group=group, src=0)
         sums: dict[int, dict[str, Tensor]] = {share: {} for share in self._parts()}
         bad = self._bad_samples()
+        kept = KeptBuffers(model)  # a model that counts what it sees must not count this
+        kept.keep()
+        current = None
         model.eval()
         try:
             with self.loop.arithmetic.applied(), torch.no_grad():
@@ -64,10 +68,14 @@ class Evaluator:
                     bad.add(batch)
                     if not batch.batches:
                         continue
-                    part = sums[batch.numbers[0]]
+                    if batch.numbers[0] != current:  # each part sees the same buffers, whoever evaluates it
+                        kept.restore()
+                        current = batch.numbers[0]
+                    part = sums[current]
                     for name, value in self._measure(model, batch).items():
                         part[name] = part[name] + value if name in part else value
         finally:
+            kept.restore()
             model.train()
         bad.share()
         self.skipped[:] = bad.skipped
