@@ -76,10 +76,21 @@ class Follow:
 
         Raises:
             ConfigurationError: On every rank: a layer cannot be followed; names it.
-            LockstepError: The last such step is not over: its backward was not run.
+            LockstepError: As `require_closed`.
         """
         if not self._layers or self._group.size() == 1:
             return
+        self.require_closed()
+        self._check_layers()
+        self._phase, self._has_batch = _Phase.FORWARD, has_batch
+        self._step += 1
+
+    def require_closed(self) -> None:
+        """Make sure that the last such step is over.
+
+        Raises:
+            LockstepError: Its backward was not run.
+        """
         if self.is_open:
             self.abandon()
             raise LockstepError(
@@ -87,9 +98,6 @@ class Follow:
                 "ranks have no batch.\nThey follow the SyncBatchNorm layers of one forward and its backward at a time: "
                 "run backward after each forward, or leave steps out on all ranks."
             )
-        self._check_layers()
-        self._phase, self._has_batch = _Phase.FORWARD, has_batch
-        self._step += 1
 
     def abandon(self) -> None:
         """Forget a step that an exception cut short."""
@@ -201,11 +209,11 @@ class Follow:
         raise CollectiveError(message)
 
     def _in_words(self, event: int, number: int) -> str:
-        if event is Event.END_OF_FORWARD:
+        if event == Event.END_OF_FORWARD:
             return "the end of a forward that a backward follows"
-        if event is Event.END:
+        if event == Event.END:
             return "the end of backward" if self._phase is _Phase.BACKWARD else "the end of a forward without gradients"
-        return f"the {'backward' if event is Event.BACKWARD else 'forward'} of SyncBatchNorm {self._names[number]}"
+        return f"the {'backward' if event == Event.BACKWARD else 'forward'} of SyncBatchNorm {self._names[number]}"
 
     def _name_of(self, layer: nn.Module) -> str:
         return f"SyncBatchNorm {self._names[self._layers.index(layer)]}"

@@ -66,10 +66,12 @@ class UnevenInputs(TorchNames):
 
     def _notify_joined_ranks(self) -> None:
         """Tell ranks without data that another step begins. Collective inside ``join()``, else nothing."""
+        if not self._join_config.enable:
+            return
+        self._follow.require_closed()  # or else they still wait for that step's end
         work = Join.notify_join_context(self)
-        if work is None:
-            if self._join_config.enable:  # the first of several participants knows who is left, this one does not
-                self._follow.open(has_batch=True)
+        if work is None:  # the first of several participants knows who is left, this one does not
+            self._follow.open(has_batch=True)
             return
         work.wait()
         num_active = float(work.result()[0].item())
@@ -122,10 +124,10 @@ class DDPJoinHook(JoinHook):
     def main_hook(self) -> None:
         """Take part in one step with zero gradients. Collective."""
         ddp = self._ddp
+        ddp._follow.open(has_batch=False)
         if ddp.will_sync_module_buffers():
             ddp._sync_buffers(after_forward=False, src=common_rank(ddp, candidate=False))
         ddp.require_forward_param_sync = announce_backward(ddp, will_sync=False)
-        ddp._follow.open(has_batch=False)
         ddp._follow.end_forward(backward_follows=False)
         ddp._follow.end_backward()
         if ddp.require_forward_param_sync:
