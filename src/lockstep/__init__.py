@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lockstep.parallel.batchnorm.layer import SyncBatchNorm as SyncBatchNorm
     from lockstep.parallel.data_parallel import DataParallel as DataParallel
     from lockstep.parallel.distributed import DistributedDataParallel as DistributedDataParallel
+    from lockstep.parallel.weighted import backward as backward
     from lockstep.train.fit import fit as fit
     from lockstep.train.task import Loss as Loss
     from lockstep.train.task import Task as Task
@@ -32,6 +33,7 @@ __all__ = [
     "Task",
     "World",
     "adopt",
+    "backward",
     "errors",
     "fit",
     "init",
@@ -47,6 +49,7 @@ _HOMES = {
     "Task": "lockstep.train.task",
     "World": "lockstep.comm.world",
     "adopt": "lockstep.adoption",
+    "backward": "lockstep.parallel.weighted",
     "fit": "lockstep.train.fit",
     "init": "lockstep.comm.world",
     "launch": "lockstep.launcher.api",

@@ -17,6 +17,7 @@ PUBLIC_NAMES = {
     "Task",
     "World",
     "adopt",
+    "backward",
     "errors",
     "fit",
     "init",

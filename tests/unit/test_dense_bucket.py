@@ -5,10 +5,16 @@ import torch
 from torch import nn
 
 from lockstep.errors import LockstepError
+from lockstep.parallel.ddp.bucket import Share
 from lockstep.parallel.ddp.bucket_plan import ParameterSpec, plan_buckets
 from lockstep.parallel.ddp.dense_bucket import DenseBucket
 
 SMALL, LARGE = (3, 5), (256, 256)
+BALLOT = [0.0, 0.0, 1.0]
+
+
+def divided_by(divisor):
+    return Share(1.0 / divisor, 1.0 / divisor)
 
 
 def make_bucket(*shapes):
@@ -20,7 +26,7 @@ def make_bucket(*shapes):
     specs = [ParameterSpec(parameter.numel(), parameter.dtype, parameter.device) for parameter in parameters]
     (spec,) = plan_buckets(specs, range(len(specs)), (2**30,))
     names = [str(index) for index in range(len(specs))]
-    return parameters, DenseBucket(spec, parameters, names, keep_held_gradients=False)
+    return parameters, DenseBucket(spec, parameters, names, keep_held_gradients=False, ballot=BALLOT)
 
 
 @pytest.mark.parametrize("shapes", [[SMALL, SMALL], [LARGE], [SMALL, LARGE, SMALL, LARGE]])
@@ -28,29 +34,29 @@ def make_bucket(*shapes):
 def test_every_gradient_is_divided_once_and_becomes_a_view(shapes, divisor):
     parameters, bucket = make_bucket(*shapes)
     expected = [parameter.grad * (1 / divisor) for parameter in parameters]
-    bucket.gather([1] * len(shapes), divisor=divisor)
+    bucket.gather([1] * len(shapes), divided_by(divisor))
     for parameter, view, gradient in zip(parameters, bucket.gradient_views(), expected, strict=True):
         assert parameter.grad is view
         assert torch.equal(view, gradient)
-    assert bucket.payload[-len(shapes) :].tolist() == [1.0] * len(shapes)
+    assert bucket.payload[-len(shapes) - 3 :].tolist() == [1.0] * len(shapes) + BALLOT
     assert bucket.absent == []
 
 
 def test_gradients_that_are_in_the_bucket_already_are_divided_as_those_that_come_in():
     parameters, bucket = make_bucket(LARGE, SMALL, LARGE)
-    bucket.gather([1, 1, 1], divisor=1.0)
+    bucket.gather([1, 1, 1], divided_by(1.0))
     parameters[2].grad = torch.full(LARGE, 6.0)
     expected = [parameters[0].grad / 2, parameters[1].grad / 2, torch.full(LARGE, 3.0)]
-    bucket.gather([1, 1, 1], divisor=2.0)
+    bucket.gather([1, 1, 1], divided_by(2.0))
     assert all(torch.equal(view, gradient) for view, gradient in zip(bucket.gradient_views(), expected, strict=True))
 
 
 def test_a_gradient_that_never_came_counts_as_zero():
     parameters, bucket = make_bucket(LARGE, SMALL)
     parameters[1].grad = None
-    bucket.gather([1, 0], divisor=2.0)
+    bucket.gather([1, 0], divided_by(2.0))
     assert bucket.gradient_views()[1].count_nonzero() == 0
-    assert bucket.payload[-2:].tolist() == [1.0, 0.0]
+    assert bucket.payload[-5:].tolist() == [1.0, 0.0, *BALLOT]
     bucket.settle([1, 0])
     assert parameters[1].grad is None
 
@@ -61,8 +67,21 @@ def test_an_unexpected_sparse_gradient_is_named(shape, divisor):
     (parameter,), bucket = make_bucket(shape)
     parameter.grad = parameter.grad.to_sparse(1)
     with pytest.raises(LockstepError) as caught:
-        bucket.gather([1], divisor=divisor)
+        bucket.gather([1], divided_by(divisor))
     assert str(caught.value) == (
         "Parameter 0 received a sparse gradient, which was not expected.\n"
         "Only nn.Embedding and nn.EmbeddingBag with sparse=True may produce sparse gradients."
     )
+
+
+def test_a_share_tells_gradients_of_this_step_from_those_before_and_casts_the_ballot():
+    parameters, bucket = make_bucket(SMALL, SMALL)
+    fresh, before = (parameter.grad.clone() for parameter in parameters)
+    bucket.gather([1, 0], Share(factor=0.5, unused_factor=2.0, ballot=[3.0, 1.0, 0.0]))
+    first, second = bucket.gradient_views()
+    assert torch.equal(first, fresh * 0.5) and torch.equal(second, before * 2.0)
+    assert bucket.payload[-5:].tolist() == [1.0, 0.0, 3.0, 1.0, 0.0]
+    assert bucket.ballot.tolist() == [3.0, 1.0, 0.0]
+    bucket.scale(4.0)
+    bucket.settle(None)
+    assert torch.equal(parameters[0].grad, fresh * 2.0) and torch.equal(parameters[1].grad, before)

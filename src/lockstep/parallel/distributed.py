@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,13 +14,15 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from lockstep.comm.collectives import Group, default_group, mesh_group
 from lockstep.comm.join import Joinable
+from lockstep.parallel.ddp.accumulation import Accumulation
 from lockstep.parallel.ddp.attributes import forward_attribute
+from lockstep.parallel.ddp.ballot import Ballot
 from lockstep.parallel.ddp.bucket_row import BucketRow
 from lockstep.parallel.ddp.comm_hooks import check_comm_hook
 from lockstep.parallel.ddp.delayed import DelayedReduction
 from lockstep.parallel.ddp.dynamo import leave_all_uncompiled, leave_uncompiled
 from lockstep.parallel.ddp.inputs import move_to
-from lockstep.parallel.ddp.join import UnevenInputs, announce_backward, common_rank
+from lockstep.parallel.ddp.join import announce_backward, common_rank
 from lockstep.parallel.ddp.model_sync import ModelSync
 from lockstep.parallel.ddp.options import (
     bucket_caps_bytes,
@@ -41,7 +43,7 @@ from lockstep.parallel.ddp.torch_reducer import TorchReducer
 from lockstep.parallel.follow import Follow
 
 
-class DistributedDataParallel(UnevenInputs):
+class DistributedDataParallel(Accumulation):
     """Train one model in many processes: each computes gradients on its own data, and all get their mean.
 
     A drop-in for ``torch.nn.parallel.DistributedDataParallel`` of torch 2.13: same arguments, same ``state_dict``
@@ -153,9 +155,11 @@ class DistributedDataParallel(UnevenInputs):
         if init_sync:
             self._model_sync.check(with_buffers=buffers.at_start)
             self._model_sync.broadcast(src=0, with_buffers=buffers.at_start)
-        if param_to_hook_all_reduce is not None:
-            self._delayed = DelayedReduction(delayed, param_to_hook_all_reduce, group=self.process_group)
         self._watch_parameters()
+        if param_to_hook_all_reduce is not None:
+            self._delayed = DelayedReduction(
+                delayed, param_to_hook_all_reduce, reducer=self._reducer, group=self.process_group
+            )
 
     # --- construction, copies and pickles ---------------------------------------------------------------------------
 
@@ -174,6 +178,7 @@ class DistributedDataParallel(UnevenInputs):
             sparse=sparse_parameters(self.module),
             caps_bytes=self._bucket_caps_bytes,
             keep_held_gradients=not self.gradient_as_bucket_view,
+            ballot=Ballot(is_missing=True).encode(self.process_group.rank(), self.process_group.size()),
         )
         self._reducer = Reducer(row, group=self.process_group, skip_unused_buckets=self.skip_all_reduce_unused_params)
         self.reducer = TorchReducer(self._reducer, self.process_group)
@@ -231,7 +236,7 @@ class DistributedDataParallel(UnevenInputs):
 
     @leave_all_uncompiled
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self._reducer.take_over_optimizers()
+        self._reducer.on_forward()
         self._notify_joined_ranks()
         enabled = self._join_config.enable
         if self.will_sync_module_buffers():
@@ -251,6 +256,7 @@ class DistributedDataParallel(UnevenInputs):
             return output
         self._reducer.disarm()
         if not self.require_backward_grad_sync:
+            self._reducer.expect_accumulation(output)
             return output
         watched = [tensor for tensor in find_tensors(output) if tensor.requires_grad]
         if self.training and not watched:
@@ -258,19 +264,6 @@ class DistributedDataParallel(UnevenInputs):
             watched = list(find_tensors(output))
         self._reducer.prepare_for_backward(watched)
         return output
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank alone: forwards inside the context are not synchronised.
-
-        The first backward of a forward outside the context averages all that was accumulated.
-        """
-        before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
 
     # --- buffers and communication hooks ----------------------------------------------------------------
 

@@ -20,6 +20,21 @@ class Absent:
     previous: Tensor | None
 
 
+@dataclass(frozen=True)
+class Share:
+    """What a rank's gradients count in the sum over the ranks.
+
+    Attributes:
+        factor: What gradients are multiplied by.
+        unused_factor: The same for the gradients from before, of parameters that received none in this step.
+        ballot: What the tail ends with, see [Note: ballots]; None: what a rank without weights says.
+    """
+
+    factor: float
+    unused_factor: float
+    ballot: Sequence[float] | None = None
+
+
 class Bucket(ABC):
     """The gradients of ``spec.parameters`` on their way through one collective."""
 
@@ -47,21 +62,30 @@ class Bucket(ABC):
     def gradient_views(self) -> list[Tensor]:
         """Return the gradients one by one, by place."""
 
+    @property
     @abstractmethod
-    def gather(self, used: Sequence[int], *, divisor: float) -> None:
-        """Bring this rank's gradients in, divided by ``divisor``.
+    def ballot(self) -> Tensor | None:
+        """The end of the tail, see [Note: ballots]; None if there is no tail."""
+
+    @abstractmethod
+    def gather(self, used: Sequence[int], share: Share) -> None:
+        """Bring this rank's gradients in.
 
         Args:
             used: At place k, whether that parameter received a gradient since the last step.
-            divisor: What to divide by before the gradients are summed.
+            share: What they are multiplied by.
         """
+
+    @abstractmethod
+    def scale(self, factor: float) -> None:
+        """Multiply the reduced gradients by ``factor``; after the reduction and before `settle`."""
 
     @abstractmethod
     def settle(self, num_users: Sequence[int] | None) -> None:
         """Hand the reduced gradients to the parameters.
 
         Args:
-            num_users: On how many ranks the parameter at each place received a gradient; None: as the tail says.
+            num_users: On how many ranks each parameter of the model received a gradient; None: as the tail says.
         """
 
     @abstractmethod

@@ -23,6 +23,7 @@ class BucketRow:
         sparse: Those among them that receive sparse gradients.
         caps_bytes: See :func:`plan_buckets`.
         keep_held_gradients: See [Note: held gradients] in dense_bucket.py.
+        ballot: What this rank says of weights where it gives none, see [Note: ballots] in ballot.py.
 
     Attributes:
         parameters, names: By index, which is how a bucket names them.
@@ -38,11 +39,13 @@ class BucketRow:
         sparse: Set[torch.Tensor],
         caps_bytes: Sequence[int],
         keep_held_gradients: bool,
+        ballot: Sequence[float],
     ) -> None:
         self.is_rebuilt = False
         self.parameters, self.names = list(parameters.values()), list(parameters)
         self._caps_bytes = tuple(caps_bytes)
         self._keep_held_gradients = keep_held_gradients
+        self._ballot = tuple(ballot)
         self._specs = [
             ParameterSpec(parameter.numel(), parameter.dtype, parameter.device, sparse=parameter in sparse)
             for parameter in self.parameters
@@ -53,7 +56,7 @@ class BucketRow:
     @property
     def device(self) -> torch.device:
         """A device whose tensors the ranks can exchange."""
-        return self._specs[0].device
+        return self._specs[0].device if self._specs else torch.device("cpu")
 
     def rebuild(self, arrivals: Sequence[int], *, group: Group) -> None:
         """Build the buckets anew from what the first step showed. Collective: every rank. Blocks until complete.
@@ -83,4 +86,5 @@ class BucketRow:
     def _make(self, spec: BucketSpec) -> Bucket:
         if spec.sparse:
             return SparseBucket(spec, self.parameters, self.names)
-        return DenseBucket(spec, self.parameters, self.names, keep_held_gradients=self._keep_held_gradients)
+        keep_held = self._keep_held_gradients
+        return DenseBucket(spec, self.parameters, self.names, keep_held_gradients=keep_held, ballot=self._ballot)

@@ -1,9 +1,10 @@
 """A bucket in one flat buffer: how gradients get in and out.
 
 [Note: layout]
-One flat buffer: the gradients of the parameters, back to back, then a tail of one element per parameter. The tail
-travels in the same collective and counts on how many ranks each parameter received a gradient; see [Note: parameters
-without a gradient] in reducer.py. ``views[k]`` has the shape and the strides of parameter k and becomes its ``.grad``.
+One flat buffer: the gradients of the parameters, back to back, then a tail that travels in the same collective: one
+element per parameter, which counts on how many ranks it received a gradient (see [Note: parameters without a gradient]
+in reducer.py), and the ranks' ballots (see [Note: ballots] in ballot.py). ``views[k]`` has the shape and the strides of
+parameter k and becomes its ``.grad``.
 
 [Note: held gradients]
 In torch, a gradient that somebody keeps after ``zero_grad()`` stays as it is. Ours are views of a buffer that the next
@@ -21,7 +22,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lockstep.errors import LockstepError
-from lockstep.parallel.ddp.bucket import Absent, Bucket
+from lockstep.parallel.ddp.bucket import Absent, Bucket, Share
 from lockstep.parallel.ddp.bucket_plan import BucketSpec
 
 _LARGE_NUMEL = 2**15
@@ -32,7 +33,13 @@ _OWN_REFERENCES = 2  # to a view nobody else holds, as sys.getrefcount sees it: 
 
 @final
 class DenseBucket(Bucket):
-    """Gradients in one flat buffer; see [Note: layout]."""
+    """Gradients in one flat buffer; see [Note: layout].
+
+    Args:
+        spec, parameters, names: See `BucketRow`.
+        keep_held_gradients: See [Note: held gradients].
+        ballot: What the tail ends with on this rank in a step without weights.
+    """
 
     def __init__(
         self,
@@ -41,16 +48,19 @@ class DenseBucket(Bucket):
         names: Sequence[str],
         *,
         keep_held_gradients: bool,
+        ballot: Sequence[float],
     ) -> None:
         super().__init__(spec, parameters, names)
         self._keep_held_gradients = keep_held_gradients
+        self._usual_tail = torch.tensor([1.0] * len(self.parameters) + list(ballot)).to(spec.device, spec.dtype)
         self._allocate()
 
     def _allocate(self) -> None:
         numel = sum(parameter.numel() for parameter in self.parameters)
-        self._buffer = torch.zeros(numel + len(self.parameters), dtype=self.spec.dtype, device=self.spec.device)
+        self._buffer = torch.zeros(numel + len(self._usual_tail), dtype=self.spec.dtype, device=self.spec.device)
         self._data = self._buffer[:numel]
         self._tail = self._buffer[numel:]
+        self._ballot = self._tail[len(self.parameters) :]
         self._views = cut_views(self._data, self.parameters)
         self._num_aliases = self._count_aliases()
         self._large = {place for place, view in enumerate(self._views) if view.numel() >= _LARGE_NUMEL}
@@ -74,8 +84,13 @@ class DenseBucket(Bucket):
     def gradient_views(self) -> list[Tensor]:
         return list(self._views)
 
+    @property
     @override
-    def gather(self, used: Sequence[int], *, divisor: float) -> None:
+    def ballot(self) -> Tensor:
+        return self._ballot.real
+
+    @override
+    def gather(self, used: Sequence[int], share: Share) -> None:
         gradients = [parameter.grad for parameter in self.parameters]
         self.absent = [
             Absent(place, None if gradient is None else gradient.clone())
@@ -91,15 +106,19 @@ class DenseBucket(Bucket):
         if fresh and self._keep_held_gradients and self._is_held(fresh):
             self._renew()
         with torch.no_grad():  # backward with create_graph=True records what we do
-            self._copy_in(fresh, 1.0 / divisor)
+            self._copy_in(fresh, share.factor)
         views = self._views
         for place in fresh:
             self.parameters[place].grad = views[place]
-        self._tail.fill_(1)
+        self._tail.copy_(self._usual_tail)
+        if share.ballot is not None:
+            self._ballot.copy_(torch.tensor(share.ballot, dtype=torch.float64))
         for absent in self.absent:
             self._tail[absent.place] = 0
             if absent.previous is None:
                 views[absent.place].zero_()
+            elif share.unused_factor != share.factor:
+                torch.mul(absent.previous, share.unused_factor, out=views[absent.place])
 
     def _copy_in(self, fresh: dict[int, Tensor], factor: float) -> None:
         """Copy the gradients ``fresh`` to their places, and multiply all gradients in the bucket by ``factor``."""
@@ -146,14 +165,18 @@ class DenseBucket(Bucket):
                 parameter.grad = new
 
     @override
+    @torch.no_grad()
+    def scale(self, factor: float) -> None:
+        self._data.mul_(factor)
+
+    @override
     def settle(self, num_users: Sequence[int] | None) -> None:
         if not self.absent:
             return
-        if num_users is None:
-            num_users = [round(count) for count in self._tail.real.tolist()]
+        counts = self._tail.real.tolist() if num_users is None else [num_users[each] for each in self.spec.parameters]
         for absent in self.absent:
             parameter, view = self.parameters[absent.place], self._views[absent.place]
-            if num_users[absent.place]:
+            if round(counts[absent.place]):
                 parameter.grad = view
             elif absent.previous is None:
                 parameter.grad = None

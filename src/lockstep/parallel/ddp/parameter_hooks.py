@@ -68,3 +68,12 @@ def _alarm(name: str, reference: weakref.ref[Listener]) -> Callable[[Tensor], No
             )
 
     return on_gradient
+
+
+def second_gradient(rank: int, name: str) -> LockstepError:
+    """Return the error about a gradient that comes when its bucket has left."""
+    return LockstepError(
+        f"Rank {rank}: parameter {name} received a second gradient in one backward, "
+        "after its bucket had been sent.\nThis happens when a layer is checkpointed several times with "
+        "use_reentrant=True in some steps but not in the first. Use use_reentrant=False."
+    )

@@ -36,12 +36,18 @@ from torch.autograd.variable import Variable
 from torch.futures import Future
 
 from lockstep.comm.collectives import Group, is_native
-from lockstep.errors import CollectiveError, LockstepError
+from lockstep.parallel.ddp.ballot import Ballot
 from lockstep.parallel.ddp.bucket import Bucket
 from lockstep.parallel.ddp.bucket_row import BucketRow
+from lockstep.parallel.ddp.completion import complete
 from lockstep.parallel.ddp.in_backward import take_over_optimizers
-from lockstep.parallel.ddp.parameter_hooks import watch_gradients
+from lockstep.parallel.ddp.outputs import find_tensors
+from lockstep.parallel.ddp.parameter_hooks import second_gradient, watch_gradients
 from lockstep.parallel.ddp.transport import CommHook, HookTransport, MeanTransport, Transport
+from lockstep.parallel.ddp.weights import Weights
+
+live_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
+"""Those of all wrappers in this process."""
 
 
 class _Phase(Enum):
@@ -78,15 +84,20 @@ class Reducer:
         self.row = row
         self._group = group
         self._transport: Transport = MeanTransport(group)
+        self.weights = Weights(group, row.device)
         self._skip_unused_buckets = skip_unused_buckets
         self._lock = threading.Lock()  # a model on several devices calls hooks from one autograd thread per device
         self._used = bytearray(len(self.row.parameters))  # received a gradient since the last synchronised step
         self._handles: list[Any] = []
+        self._is_deaf = False  # hooks were removed for good
         self._in_backward_step: Callable[[], None] | None = None
         self._has_taken_over = False
         self._phase = _Phase.IDLE
         self._closing: Callable[[], object] = lambda: None
+        self.has_run = False
+        self.companions: list[torch.nn.Parameter] = []
         self._reset_step()
+        live_reducers.add(self)
         if group.size() > 1 or not is_native(group):
             self._handles = watch_gradients(self.row.parameters, self)
 
@@ -96,8 +107,20 @@ class Reducer:
         if not self._handles:
             self._handles = watch_gradients(self.row.parameters, self)
 
-    def take_over_optimizers(self) -> None:
-        """Run optimizers that were set up to step inside backward when gradients are averaged; asked for only once."""
+    def weigh(self, weight: float) -> None:
+        """Let the next backward's gradients, and all ranks' of this step, count by weight; see window.py."""
+        self.weights.give(weight, [*self.row.parameters, *self.companions], self._used)
+        if not self._handles and not self._is_deaf:  # a single rank
+            self._handles = watch_gradients(self.row.parameters, self)
+            self.on_forward()
+
+    def withdraw(self) -> bool:
+        """Forget a weight that no backward has used; return whether there was one."""
+        return self.weights.window is not None and self.weights.window.withdraw()
+
+    def on_forward(self) -> None:
+        """Take notice that a forward begins; make optimizers that step inside backward wait for averaged gradients."""
+        self.has_run = True
         if self._handles and not self._has_taken_over:
             self._in_backward_step = take_over_optimizers(self.row.parameters)
             self._has_taken_over = True
@@ -106,7 +129,7 @@ class Reducer:
         """Stop watching the parameters."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._is_deaf = [], True
 
     @property
     def is_collecting(self) -> bool:
@@ -122,13 +145,20 @@ class Reducer:
 
     def prepare_for_backward(self, outputs: Sequence[Tensor] = ()) -> None:
         """Make the next backward a synchronised step, and every backward that reaches one of ``outputs``."""
-        if not self._handles:
-            return
         if self._phase is _Phase.IDLE:
             self._phase = _Phase.ARMED
+        if not self._handles:
+            return
         for output in outputs:
             if output.grad_fn is not None:  # a hook on a leaf would stay there for good
                 output.register_hook(self._on_output)
+
+    def expect_accumulation(self, output: Any) -> None:
+        """Take notice of a forward whose backward is not synchronised, and of what it returned."""
+        if self.weights.window is not None:
+            for tensor in find_tensors(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._on_local_output)
 
     def disarm(self) -> None:
         """Forget that a backward was expected, or one that an exception cut short. Nothing happens inside backward."""
@@ -137,19 +167,30 @@ class Reducer:
         if self._phase is _Phase.COLLECTING:
             self._reset_step()
         self._phase = _Phase.IDLE
+        if self.weights.window is not None:
+            self.weights.window.on_forward()
+
+    def _on_local_output(self, _gradient: Tensor) -> None:
+        window = self.weights.window
+        with self._lock:
+            if window is not None and not self.is_collecting:
+                window.enter(self._used, accumulates=True)
 
     def _on_output(self, _gradient: Tensor) -> None:
         with self._lock:
             if not self.is_collecting:
                 self._open_step()
 
-    def _open_step(self) -> None:
+    def _open_step(self, arrived: int | None = None) -> None:
         if self._phase is _Phase.COLLECTING:  # a backward that an exception cut short
             self._reset_step()
         self._phase = _Phase.COLLECTING
         close = self._close_step
         self._closing = weakref.ref(close)  # autograd drops it with the backward, be that finished or failed
         Variable._execution_engine.queue_callback(close)
+        self.weights.resolve_doubt()
+        if self.weights.window is not None:
+            self.weights.window.enter(self._used, accumulates=False, arrived=arrived)
 
     def _reset_step(self) -> None:
         self._phase = _Phase.IDLE
@@ -157,6 +198,8 @@ class Reducer:
         self._arrived = bytearray(len(self.row.parameters))
         self._missing = [len(bucket.parameters) for bucket in self.row.buckets]
         self._inflight: list[Future[Any] | None] = []
+        if self.weights.window is not None:
+            self.weights.window.close()
 
     # --- gradients arrive, buckets leave ----------------------------------------------------------------------------
 
@@ -166,15 +209,17 @@ class Reducer:
             self._used[index] = 1
             if self._phase is not _Phase.COLLECTING or self._closing() is None:  # is_collecting, without a call
                 if self._phase is not _Phase.ARMED:
+                    if self.weights.window is not None:
+                        self.weights.window.on_arrival(index, self._used)
                     return
-                self._open_step()
+                self._open_step(arrived=index)
             if not self.row.is_rebuilt:
                 self._arrivals.append(index)
                 return
             position = self.row.position_of[index]
             if self._arrived[index]:
                 if position < len(self._inflight):
-                    raise LockstepError(self._late_message(index))
+                    raise second_gradient(self._group.rank(), self.row.names[index])
                 return
             self._arrived[index] = 1
             self._missing[position] -= 1
@@ -185,22 +230,17 @@ class Reducer:
                     break
                 self._launch()
 
-    def _late_message(self, index: int) -> str:
-        return (
-            f"Rank {self._group.rank()}: parameter {self.row.names[index]} received a second gradient in one backward, "
-            "after its bucket had been sent.\nThis happens when a layer is checkpointed several times with "
-            "use_reentrant=True in some steps but not in the first. Use use_reentrant=False."
-        )
-
     def _launch(self) -> None:
         """Gather the next bucket's gradients and start its reduction."""
         position = len(self._inflight)
         bucket = self.row.buckets[position]
         used = [self._used[index] for index in bucket.spec.parameters]
+        divisor = self.divisor if self._transport.takes_divided else None
+        share = self.weights.share(bucket.spec.parameters, self._used, divisor)
         if self._skip_unused_buckets and not any(used):
             self._inflight.append(None)
             return
-        bucket.gather(used, divisor=self.divisor if self._transport.takes_divided else 1.0)
+        bucket.gather(used, share)
         self._inflight.append(self._start(bucket, position))
 
     def _start(self, bucket: Bucket, position: int) -> Future[Any]:
@@ -215,15 +255,21 @@ class Reducer:
             try:
                 if self.at_end is not None:
                     self.at_end()
+                if not self.row.is_rebuilt:
+                    self.weights.call_the_roll(self.weights.ballot())
+                ballot = self.weights.ballot()
                 while len(self._inflight) < len(self.row.buckets):
                     self._launch()
                 started_s = time.perf_counter()
-                num_users = self._wait_for_all(self.row.buckets, self._inflight, self._used)
+                left = [
+                    (b, future)
+                    for b, future in zip(self.row.buckets, self._inflight, strict=True)
+                    if future is not None
+                ]
+                num_users = complete(left, self._used, ballot, self._transport, self.weights)
                 self.exposed_wait_s = time.perf_counter() - started_s
-                for bucket, future in zip(self.row.buckets, self._inflight, strict=True):
-                    if future is not None:
-                        counts = None if num_users is None else [num_users[index] for index in bucket.spec.parameters]
-                        bucket.settle(counts)
+                for bucket, _ in left:
+                    bucket.settle(num_users)
                 for future in self.post_backward:
                     future.wait()
                 if self._in_backward_step is not None:
@@ -235,30 +281,23 @@ class Reducer:
                 self.post_backward = []
                 self._reset_step()
 
-    def _wait_for_all(
-        self, buckets: Sequence[Bucket], futures: Sequence[Future[Any] | None], used: Sequence[int]
-    ) -> list[int] | None:
-        """Block until all buckets are reduced; return how many ranks used each parameter, unless the tails say it."""
-        for position, (bucket, future) in enumerate(zip(buckets, futures, strict=True)):
-            if future is not None:
-                try:
-                    self._transport.finish(bucket, future)
-                except RuntimeError as error:
-                    raise CollectiveError(
-                        f"Rank {self._group.rank()}: the gradient reduction of bucket {position} "
-                        f"({bucket.names[0]} ... {bucket.names[-1]}) failed: {error}\n"
-                        "Another rank probably ended or ran no backward; look at the first error of the job."
-                    ) from error
-        return self._transport.count_users(used, self.row.device)
-
     def shadow_step(self) -> None:
         """Take part in one step of the other ranks with zero gradients; ``param.grad`` stays as it is.
 
+        A rank that still holds weighed gradients, because its data ended in ``no_sync()``, sends them instead.
+
         Collective: every rank that has data runs a synchronised backward. Blocks until complete.
         """
+        window = self.weights.window
+        if window is not None and window.holds_gradients(self._used):
+            self.at_end = None
+            self._close_step()
+            return
+        if not self.row.is_rebuilt:
+            self.weights.call_the_roll(Ballot())
         nothing = bytearray(len(self.row.parameters))
         scratch = self.row.scratch()
-        futures = [self._start(bucket, position) for position, bucket in enumerate(scratch)]
-        self._wait_for_all(scratch, futures, nothing)
+        left = [(bucket, self._start(bucket, position)) for position, bucket in enumerate(scratch)]
+        complete(left, nothing, Ballot(), self._transport, self.weights)
         if not self.row.is_rebuilt:
             self.row.rebuild([], group=self._group)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lockstep.parallel.ddp.bucket import Absent, Bucket
+from lockstep.parallel.ddp.bucket import Absent, Bucket, Share
 from lockstep.parallel.ddp.bucket_plan import BucketSpec
 
 
@@ -43,18 +43,28 @@ class SparseBucket(Bucket):
     def payload(self) -> Tensor:
         return self._gradient
 
+    @property
+    @override
+    def ballot(self) -> None:
+        return None
+
     @override
     def gradient_views(self) -> list[Tensor]:
         return [self._gradient]
 
     @override
-    def gather(self, used: Sequence[int], *, divisor: float) -> None:
+    def gather(self, used: Sequence[int], share: Share) -> None:
         gradient = self.parameters[0].grad
         if gradient is None:
             self._gradient = self._empty()
         else:
-            self._gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).detach().coalesce() / divisor
+            factor = share.factor if used[0] else share.unused_factor
+            self._gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).detach().coalesce() * factor
         self.absent = [] if gradient is not None and used[0] else [Absent(0, gradient)]
+
+    @override
+    def scale(self, factor: float) -> None:
+        self._gradient = self._gradient * factor
 
     @override
     def settle(self, num_users: Sequence[int] | None) -> None:

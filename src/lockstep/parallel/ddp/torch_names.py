@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from lockstep.parallel.ddp.reducer import Reducer
 
 
+NO_WEIGHTS_WITH_FUSED_OPTIMIZER = (
+    "Weights do not work with an optimizer that runs inside a communication hook: it steps before the sum of the "
+    "weights is known.\nRun the optimizer after backward."
+)
+
+
 class TorchNames(nn.Module, Joinable):
     """What ``DistributedDataParallel`` answers to besides its documented interface."""
 
@@ -147,6 +153,7 @@ class TorchNames(nn.Module, Joinable):
         """Run an optimizer on each bucket as soon as it is reduced (torch's functional optimizers)."""
         try:
             overlapped_optimizer(optim, optim_params, *args, **kwargs).register_ddp(self)
+            self._reducer.weights.refusal = NO_WEIGHTS_WITH_FUSED_OPTIMIZER
         except NotImplementedError as error:
             raise RuntimeError(f"{optim} does not support overlapped DDP.") from error
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
+from torch import Tensor
 from torch.futures import Future
 from typing_extensions import override
 
@@ -15,6 +16,13 @@ from lockstep.parallel.ddp.bucket import Bucket
 from lockstep.parallel.ddp.grad_bucket import GradBucket
 
 CommHook = Callable[[Any, Any], Future[Any]]
+
+
+class Counts(NamedTuple):
+    """On how many ranks each parameter was used, and the sum of the ranks' ballots."""
+
+    num_users: list[int]
+    ballots: Tensor
 
 
 class Transport(ABC):
@@ -32,10 +40,15 @@ class Transport(ABC):
         """Block until ``bucket`` holds the reduced gradients."""
 
     @abstractmethod
-    def count_users(self, used: Sequence[int], device: torch.device) -> list[int] | None:
-        """Return on how many ranks each parameter was used; None where the buckets' tails say it.
+    def count(self, used: Sequence[int], ballot: Sequence[float], device: torch.device) -> Counts | None:
+        """Return what the buckets' tails would say; None where they do.
 
         Collective: every rank, when all buckets of the step are finished. Blocks until complete.
+
+        Args:
+            used: By parameter, whether it received a gradient on this rank.
+            ballot: What this rank says of weights.
+            device: Where tensors lie that this group can send.
         """
 
 
@@ -57,7 +70,7 @@ class MeanTransport(Transport):
         future.wait()
 
     @override
-    def count_users(self, used: Sequence[int], device: torch.device) -> None:
+    def count(self, used: Sequence[int], ballot: Sequence[float], device: torch.device) -> None:
         return None
 
 
@@ -82,8 +95,9 @@ class HookTransport(Transport):
         bucket.gradients = result[0] if isinstance(result, list | tuple) else result
 
     @override
-    def count_users(self, used: Sequence[int], device: torch.device) -> list[int]:
+    def count(self, used: Sequence[int], ballot: Sequence[float], device: torch.device) -> Counts:
         # Not earlier: hooks start collectives of their own when others finish, at a time that differs between ranks.
-        counts = torch.tensor(list(used), dtype=torch.int32, device=device)
-        all_reduce(counts, group=self._group)
-        return [1] * len(used) if all(used) else [int(count) for count in counts.tolist()]
+        sums = torch.tensor([*used, *ballot], dtype=torch.float64, device=device)
+        all_reduce(sums, group=self._group)
+        counts, ballots = sums[: len(used)], sums[len(used) :]
+        return Counts([1] * len(used) if all(used) else [int(count) for count in counts.tolist()], ballots)
