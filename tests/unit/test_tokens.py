@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from lockstep.data import TokenFiles
 from lockstep.data.positional import PositionalReader
@@ -30,6 +30,20 @@ def test_windows_cover_each_token_once_and_targets_are_one_later(tmp_path):
     assert [y.tolist() for _, y in data] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
     assert data[0][0].dtype == data[0][1].dtype == torch.int64
     assert (len(data), data.num_tokens, data.num_unused_tokens) == (3, 14, 1)
+
+
+@pytest.mark.parametrize("target", [True, False])
+def test_a_batch_is_what_its_windows_are_collated(tmp_path, target):
+    np.save(tmp_path / "b.npy", np.arange(500, 560, dtype=np.int32))
+    data = TokenFiles([write(tmp_path / "a.bin", range(60)), tmp_path / "b.npy"], length=4, stride=3, target=target)
+    indices = [len(data) - 1, 0, 7, 20, 0]
+    ours, expected = data.read_batch(indices), default_collate([data[index] for index in indices])
+    assert type(ours) is type(expected)
+    for one, other in zip(ours, expected, strict=True):
+        assert torch.equal(one, other)
+        assert (one.dtype, one.is_contiguous()) == (torch.int64, True)
+    with pytest.raises(IndexError, match=f"window {len(data)} of {len(data)}"):
+        data.read_batch([0, len(data)])
 
 
 def test_a_window_may_end_with_its_file(tmp_path):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
+from lockstep.data.at_once import Collate, reader_at_once
 from lockstep.data.bad_sample import BadSample
 from lockstep.data.division import Division
 from lockstep.data.order import GlobalOrder
@@ -16,8 +18,6 @@ from lockstep.data.seeding import mix, seed_cpu
 
 _SAMPLE = 2
 """Keeps the bits that samples are augmented with apart from those that other purposes draw from the same seed."""
-
-Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,7 @@ class _Fetch(Dataset[MicroBatch]):
 
     def __init__(self, samples: Any, how: LoadOptions, seed: int) -> None:
         self._samples, self._collate, self._skip_bad, self._seed = samples, how.collate, how.skip_bad, seed
+        self._read_at_once = reader_at_once(samples, how.collate)
 
     def __getitem__(self, request: Request) -> MicroBatch:
         bad: list[BadSample] = []
@@ -115,9 +116,9 @@ class _Fetch(Dataset[MicroBatch]):
 
     def _share(self, indices: list[int], request: Request, bad: list[BadSample]) -> tuple[int, Any]:
         """Return how many samples could be read and them collated; add the others to ``bad``."""
-        if type(self._samples) is TensorDataset and self._collate is None:  # a subclass may index otherwise
-            index = torch.tensor(indices)
-            return len(indices), [tensor[index] for tensor in self._samples.tensors]  # as default_collate of the rows
+        if self._read_at_once is not None:
+            with contextlib.suppress(Exception):  # which sample it was is found out below
+                return len(indices), self._read_at_once(indices)
         samples = []
         for number in indices:
             seed_cpu(mix(self._seed, _SAMPLE, request.epoch, number))

@@ -15,8 +15,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
+from lockstep.data.at_once import Collate
 from lockstep.data.division import Division
-from lockstep.data.loader import Collate, LoadOptions, MicroBatch, StreamNote, as_it_is
+from lockstep.data.loader import LoadOptions, MicroBatch, StreamNote, as_it_is
 from lockstep.data.same_stream import checksum, is_checked
 from lockstep.data.stream_reader import HasEpochs, StreamOrder, StreamPosition, StreamReader
 from lockstep.errors import LockstepError

@@ -7,10 +7,12 @@ the window that is asked for, so that the length of the files does not matter.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -24,7 +26,7 @@ class _TokenFile(NamedTuple):
     """A file of tokens, from its byte ``start`` on."""
 
     path: str
-    dtype: np.dtype[np.generic]
+    dtype: np.dtype[Any]
     start: int
     num_tokens: int
 
@@ -103,6 +105,23 @@ class TokenFiles(Dataset[tuple[Tensor, Tensor] | Tensor]):
             DataError: The file has become shorter, or cannot be read; names it, the byte and the sample.
             IndexError: There is no such window.
         """
+        tokens = torch.from_numpy(self._read(index).astype(np.int64))
+        return (tokens[:-1], tokens[1:]) if self._target else tokens
+
+    def read_batch(self, indices: Sequence[int]) -> list[Tensor] | Tensor:
+        """Return the windows as ``default_collate`` would: a row for each. Blocks until they are read.
+
+        Raises:
+            DataError: As for a single window.
+            IndexError: There is no such window.
+        """
+        rows = np.empty((len(indices), self._window), np.int64)
+        for row, index in zip(rows, indices, strict=True):
+            row[:] = self._read(index)
+        tokens = torch.from_numpy(rows)
+        return [tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()] if self._target else tokens
+
+    def _read(self, index: int) -> npt.NDArray[np.integer[Any]]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
         index %= len(self)
@@ -117,11 +136,10 @@ class TokenFiles(Dataset[tuple[Tensor, Tensor] | Tensor]):
             what=f"sample {index}",
             sample=index,
         )
-        tokens = torch.from_numpy(np.frombuffer(data, file.dtype).astype(np.int64))
-        return (tokens[:-1], tokens[1:]) if self._target else tokens
+        return np.frombuffer(data, file.dtype)
 
 
-def _integers(dtype: str, what: str) -> np.dtype[np.generic]:
+def _integers(dtype: str, what: str) -> np.dtype[Any]:
     try:
         found = np.dtype(dtype)
     except TypeError:
@@ -131,7 +149,7 @@ def _integers(dtype: str, what: str) -> np.dtype[np.generic]:
     return found
 
 
-def _open_raw(path: str, dtype: np.dtype[np.generic], header_bytes: int) -> _TokenFile:
+def _open_raw(path: str, dtype: np.dtype[Any], header_bytes: int) -> _TokenFile:
     size = size_of(path)
     if size < header_bytes or (size - header_bytes) % dtype.itemsize:
         header = f", {header_bytes} of them a header" if header_bytes else ""
@@ -168,7 +186,7 @@ def _open_npy(path: str) -> _TokenFile:
     return _TokenFile(path, dtype, start, shape[0])
 
 
-def _read_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype[np.generic]]:
+def _read_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Return shape and dtype of a ``.npy`` file, and leave it where the data begin. Runs no code from the file."""
     version = np.lib.format.read_magic(file)
     if version == (1, 0):
