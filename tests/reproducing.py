@@ -151,10 +151,19 @@ class Alone:
     rank, world_size, group = 0, 1, None
 
 
-def train(world: Any, name: str, strategy: str, num_devices: int, num_steps: int = 5, **settings: Any) -> list[Any]:
+def train(
+    world: Any,
+    name: str,
+    strategy: str,
+    num_devices: int,
+    num_steps: int = 5,
+    *,
+    device: torch.device = torch.device("cpu"),
+    **settings: Any,
+) -> list[Any]:
     """Train a task of `TASKS` and return all that must have the same bits."""
     task, own = TASKS[name]
-    devices = [torch.device("cpu")] * num_devices
+    devices = [device] * num_devices
     loop = Loop(task, Settings(**own, **settings), world, strategy=strategy, devices=devices)
     norms = []
     for _ in range(num_steps):
