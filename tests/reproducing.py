@@ -13,6 +13,7 @@ import lockstep
 from lockstep.train.loop import Loop
 from lockstep.train.settings import Settings
 
+CPU = torch.device("cpu")
 BATCH_SIZE = 16
 NUM_SAMPLES = 44  # the last of three global batches holds 12, so that virtual shards differ in size
 
@@ -158,7 +159,7 @@ def train(
     num_devices: int,
     num_steps: int = 5,
     *,
-    device: torch.device = torch.device("cpu"),
+    device: torch.device = CPU,
     **settings: Any,
 ) -> list[Any]:
     """Train a task of `TASKS` and return all that must have the same bits."""
