@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 import lockstep
 from lockstep.train.loop import Loop
@@ -27,6 +27,15 @@ class Augmented(Dataset):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         image = torch.randn(3, 6, 6, generator=torch.Generator().manual_seed(index))
         return image + torch.randn(3, 6, 6) * random.random() + np.random.randn(), index % 4
+
+
+class Streamed(IterableDataset):
+    """The same images as a stream, shuffled by whatever random state there is."""
+
+    def __iter__(self) -> Any:
+        images = Augmented()
+        for index in torch.randperm(NUM_SAMPLES).tolist():
+            yield images[index]
 
 
 class Texts(Dataset):
@@ -141,6 +150,7 @@ TASKS: dict[str, tuple[lockstep.Task, dict[str, Any]]] = {
     "moody": (make_task(Moody, optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)), {"schedule": "cosine"}),
     "language": (make_task(Language, token_loss), {"clip": 1.0, "warmup": 2}),
     "recurrent": (make_task(recurrent), {"precision": "bf16"}),
+    "stream": (make_task(convolutions, dataset=Streamed), {"steps": 5}),
     "half precision": (make_task(convolutions), {"precision": "fp16", "clip": 1.0}),
 }
 """By name: a task and settings."""
