@@ -1,6 +1,7 @@
 """Batch norm of one process on the whole batch, as the oracle of the synchronised one."""
 
 import copy
+import inspect
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ import lockstep
 from lockstep.comm.collectives import all_reduce
 
 PLAIN = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+WITHOUT_BIAS = [{"bias": False}] if "bias" in inspect.signature(nn.BatchNorm2d).parameters else []
+"""The option for layers that have a weight only, where torch has it."""
+
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 

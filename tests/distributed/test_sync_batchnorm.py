@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import lockstep
 from lockstep.comm.collectives import all_reduce
 from lockstep.errors import CollectiveError
-from tests.batchnorm import errors_of_steps, layers, values
+from tests.batchnorm import WITHOUT_BIAS, errors_of_steps, layers, values
 
 SIZES = {1: [[5]], 2: [[4, 3], [0, 5], [1, 2]], 3: [[3, 1, 2], [3, 0, 0]], 4: [[2, 3, 1, 2], [1, 0, 3, 0]]}
 SHAPES = [(4,), (4, 5), (4, 3, 3), (3, 2, 3, 2)]
@@ -40,7 +40,10 @@ def test_all_that_it_yields_is_that_of_one_process(ranks, num_ranks):
             {"momentum": None},
             {"output", "input", "weight", "bias", "running_mean", "running_var", "num_batches_tracked"},
         ),
-        ({"bias": False}, {"output", "input", "weight", "running_mean", "running_var", "num_batches_tracked"}),
+        *[
+            (options, {"output", "input", "weight", "running_mean", "running_var", "num_batches_tracked"})
+            for options in WITHOUT_BIAS
+        ],
         ({"affine": False, "track_running_stats": False, "eps": 0.1}, {"output", "input"}),
     ],
 )

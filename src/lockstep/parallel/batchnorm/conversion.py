@@ -63,7 +63,6 @@ def _layer_like(old: _BatchNorm, to: type[_Layer], group: Group | None, name: st
         old.affine,
         old.track_running_stats,
         getattr(old, "process_group", None) if group is None else group,
-        bias=old.bias is not None,
     )
     if old.affine:
         layer.weight, layer.bias = old.weight, old.bias

@@ -43,7 +43,7 @@ class SyncBatchNorm(TorchSyncBatchNorm):
         track_running_stats: Whether there are running statistics; else batches are used in evaluation mode too.
         process_group: The ranks that take part. Default: all.
         device, dtype: Of parameters and buffers.
-        bias: Whether there is a bias, if there is a weight.
+        bias: Whether there is a bias, if there is a weight; in torch versions whose layer has this argument.
 
     Raises:
         ValueError: The input's shape is wrong, or each channel has only one value on all ranks together.
