@@ -16,12 +16,14 @@ TORCHS = {
     "DataParallel": torch.nn.parallel.DataParallel,
     "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
     "DistributedSampler": torch.utils.data.DistributedSampler,
+    "SyncBatchNorm": torch.nn.SyncBatchNorm,
     "data_parallel": torch.nn.parallel.data_parallel,
 }
 OURS = {
     "DataParallel": lockstep.DataParallel,
     "DistributedDataParallel": lockstep.DistributedDataParallel,
     "DistributedSampler": lockstep.DistributedSampler,
+    "SyncBatchNorm": lockstep.SyncBatchNorm,
     "data_parallel": data_parallel,
 }
 

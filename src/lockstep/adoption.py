@@ -1,4 +1,4 @@
-"""``adopt()``: put our engines and sampler where torch's names are, so that existing scripts run on them unchanged."""
+"""``adopt()``: put our engines, sampler and batch norm where torch's names are, so that existing scripts run on them unchanged."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import torch.nn.parallel
 import torch.utils.data
 
 from lockstep.data.sampler import DistributedSampler
+from lockstep.parallel.batchnorm.layer import SyncBatchNorm
 from lockstep.parallel.data_parallel import DataParallel, data_parallel
 from lockstep.parallel.distributed import DistributedDataParallel
 
 _PUBLIC_HOMES = frozenset(
     {
         "torch.nn",
+        "torch.nn.modules",
+        "torch.nn.modules.batchnorm",
         "torch.nn.parallel",
         "torch.nn.parallel.data_parallel",
         "torch.nn.parallel.distributed",
@@ -37,6 +40,7 @@ def adopt() -> None:
         id(torch.nn.parallel.DataParallel): DataParallel,
         id(torch.nn.parallel.data_parallel): data_parallel,
         id(torch.nn.parallel.DistributedDataParallel): DistributedDataParallel,
+        id(torch.nn.SyncBatchNorm): SyncBatchNorm,
         id(torch.utils.data.DistributedSampler): DistributedSampler,
     }
     for module_name, module in list(sys.modules.items()):

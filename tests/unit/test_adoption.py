@@ -14,6 +14,9 @@ from tests.adopting import OURS, TORCHS, adopted, places_of
 
 HOMES = {
     ("torch.nn", "DataParallel"),
+    ("torch.nn", "SyncBatchNorm"),
+    ("torch.nn.modules", "SyncBatchNorm"),
+    ("torch.nn.modules.batchnorm", "SyncBatchNorm"),
     ("torch.nn.parallel", "DataParallel"),
     ("torch.nn.parallel", "DistributedDataParallel"),
     ("torch.nn.parallel", "data_parallel"),
@@ -70,6 +73,14 @@ def test_modules_of_torch_and_of_our_own_keep_torchs_classes(monkeypatch, name):
     with adopted():
         assert internal.DDP is TORCHS["DistributedDataParallel"]
         assert internal.Sampler is TORCHS["DistributedSampler"]
+
+
+def test_batch_norms_become_ours_by_torchs_conversion():
+    with adopted():
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4), TORCHS["SyncBatchNorm"](4)))
+        assert isinstance(model[0], nn.modules.batchnorm.SyncBatchNorm)
+    assert [type(layer) for layer in model] == [lockstep.SyncBatchNorm] * 2
+    assert type(pickle.loads(pickle.dumps(model))[0]) is lockstep.SyncBatchNorm
 
 
 def test_samplers_are_subclassed_and_subscripted_as_torchs_are():
