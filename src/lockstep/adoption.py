@@ -1,4 +1,4 @@
-"""``adopt()``: put our engines, sampler and batch norm where torch's names are, so that existing scripts run on them unchanged."""
+"""``adopt()``: put our classes where torch's names are, so that existing scripts run on them unchanged."""
 
 from __future__ import annotations
 
