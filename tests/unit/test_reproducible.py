@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import lockstep
 from lockstep.errors import ConfigurationError
 from lockstep.train.arithmetic import Arithmetic, differences, watch_for_other_kernels
 from lockstep.train.loop import Loop
@@ -48,8 +49,9 @@ def message(run):
     return str(error.value)
 
 
-def test_layers_that_need_the_whole_batch_are_refused():
-    network = nn.Sequential(nn.Linear(6, 4, dtype=torch.float64), nn.SyncBatchNorm(4, dtype=torch.float64))
+@pytest.mark.parametrize("layer", [nn.SyncBatchNorm, lockstep.SyncBatchNorm])
+def test_layers_that_need_the_whole_batch_are_refused(layer):
+    network = nn.Sequential(nn.Linear(6, 4, dtype=torch.float64), layer(4, dtype=torch.float64))
     assert message(lambda: run_steps(lambda: network)) == (
         "The layer 1 is a SyncBatchNorm, which needs all samples of a batch at once.\n"
         "With reproducible, virtual shards run one after the other. Use BatchNorm, which then normalises over "

@@ -132,7 +132,7 @@ def check_layers(model: nn.Module) -> None:
         ConfigurationError: One does; names it.
     """
     for name, layer in model.named_modules():
-        if isinstance(layer, nn.SyncBatchNorm) or type(layer).__name__ == "SyncBatchNorm":
+        if isinstance(layer, nn.SyncBatchNorm):  # ours is one of these
             raise ConfigurationError(
                 f"The layer {name} is a SyncBatchNorm, which needs all samples of a batch at once.\n"
                 "With reproducible, virtual shards run one after the other. Use BatchNorm, which then normalises over "
