@@ -24,6 +24,7 @@ from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 from lockstep.parallel.batchnorm.engine import Event, enter
 from lockstep.parallel.batchnorm.exchange import Place
 from lockstep.parallel.batchnorm.layer import SyncBatchNorm, TorchSyncBatchNorm
+from lockstep.parallel.ddp.weights import Weights
 
 
 class _Phase(Enum):
@@ -39,6 +40,9 @@ class Follow:
         module: The model.
         group: The ranks that train it together.
         device: Where tensors can be exchanged.
+
+    Attributes:
+        weights: What this rank's micro-batches count, if the engine weighs them.
     """
 
     def __init__(self, module: nn.Module, *, group: Group, device: torch.device) -> None:
@@ -54,6 +58,7 @@ class Follow:
         self._phase = _Phase.CLOSED
         self._has_batch = True
         self._step = 0
+        self.weights: Weights | None = None
         enter(self, self._layers)
 
     @property
@@ -69,7 +74,8 @@ class Follow:
     @property
     def weight(self) -> float:
         """What this rank's gradients are multiplied by once backward is over, relative to the other ranks."""
-        return 1.0
+        window = None if self.weights is None else self.weights.window
+        return 1.0 if window is None else window.weight
 
     def open(self, *, has_batch: bool) -> None:
         """Begin a step in which some rank may be without a batch. Every rank calls it; nothing is sent.

@@ -74,6 +74,11 @@ class Window:
         """Take note of the weight of the micro-batch whose backward comes next."""
         self._weight, self._given = weight, _Given.FRESH
 
+    @property
+    def weight(self) -> float:
+        """What the backward that runs counts, for layers that exchange gradients within it; 1 if it has no weight."""
+        return 1.0 if self._given is _Given.NOTHING else self._weight
+
     def withdraw(self) -> bool:
         """Forget a weight that did not count; return whether there was one."""
         if self._given is not _Given.FRESH:
@@ -121,7 +126,7 @@ class Window:
             )
         self._put_back(range(len(self._parameters)))
         if accumulates and not self.is_weighed and not self.has_unweighed:
-            self._save_what_was_before()
+            self._save_what_was_before(arrived)
         if weight == 0:
             self._put_aside(arrived)
         else:
@@ -173,8 +178,9 @@ class Window:
             return False
         return all_zero(gradient for _, gradient in self._accumulated(used, but=arrived))
 
-    def _save_what_was_before(self) -> None:
-        held = {index: parameter.grad for index, parameter in enumerate(self._parameters) if parameter.grad is not None}
+    def _save_what_was_before(self, arrived: int | None) -> None:
+        gradients = [parameter.grad for parameter in self._parameters]
+        held = {index: grad for index, grad in enumerate(gradients) if grad is not None and index != arrived}
         if not all_zero(held.values()):
             self._before = {index: (gradient, gradient.clone()) for index, gradient in held.items()}
             for gradient in held.values():
