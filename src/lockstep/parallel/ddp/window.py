@@ -112,6 +112,7 @@ class Window:
             ConfigurationError: A gradient came before the output, too early to be weighed.
         """
         if (self.is_weighed or self.has_unweighed) and self._was_zeroed(used, arrived):
+            self._clear_what_is_aside(arrived)
             self.close()
             used[:] = bytes(index == arrived for index in range(len(used)))
         if self._given is _Given.NOTHING:
@@ -192,6 +193,14 @@ class Window:
             if index != arrived:
                 parameter.grad = None
         self._last_arrival = None
+
+    def _clear_what_is_aside(self, arrived: int | None) -> None:
+        """Finish a ``zero_grad()`` that could not see all gradients: with ``set_to_none=False`` they stay, as zeros."""
+        assert self._last_arrival is not None, "cleared gradients that never came"
+        if self._parameters[self._last_arrival[0]].grad is not None:
+            for index, gradient in self._aside.items():
+                if gradient is not None and index != arrived:
+                    self._parameters[index].grad = gradient.zero_()
 
     def _put_back(self, indices: Iterable[int]) -> None:
         """Drop the gradients of a micro-batch of weight zero."""
