@@ -57,6 +57,8 @@ def test_each_field_declares_its_kind():
         ({"shares": (2, 0)}, "shares=(2, 0) is not allowed.\nGive numbers above 0, such as (2, 1, 1)."),
         ({"shares": "2,1"}, "shares='2,1' is not allowed.\nGive numbers above 0, such as (2, 1, 1)."),
         ({"shares": (1, float("inf"))}, "shares=(1, inf) is not allowed.\nGive numbers above 0, such as (2, 1, 1)."),
+        ({"workers": -1}, "workers=-1 is not allowed.\nGive a whole number of at least 0, or auto."),
+        ({"workers": "many"}, "workers='many' is not allowed.\nGive a whole number of at least 0, or auto."),
         ({"epochs": 1, "steps": 2}, "Both steps=2 and epochs=1 are given.\nGive the one that should end the run."),
     ],
 )

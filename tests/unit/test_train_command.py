@@ -128,18 +128,21 @@ def test_every_setting_is_a_flag_and_arrives(mine, monkeypatch):
     args = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     assert main(["train", "mine.py", *args, "--quiet", "--no-resume"]) == 0
     others = ["--epochs", "2", "--resume", "--checkpoint", "runs", "--reproducible", "4", "--threads", "2"]
+    others += ["--workers", "auto"]
     assert main(["train", "mine.py", *others]) == 0
     assert seen == [
         FitSettings(**{**flags, "shares": (2, 1.5)}, quiet=True, resume=False),
-        FitSettings(epochs=2, resume=True, checkpoint="runs", reproducible=4, threads=2),
+        FitSettings(epochs=2, resume=True, checkpoint="runs", reproducible=4, threads=2, workers="auto"),
     ]
     rest = {"epochs", "quiet", "resume", "reproducible", "threads"}
     assert {setting.name for setting in settings_of(FitSettings)} == {*flags, *rest}
 
 
-def test_shares_that_are_no_numbers_are_named(mine, capfd):
+def test_words_that_are_no_numbers_are_named(mine, capfd):
     assert main(["train", "mine.py", "--shares", "2,x"]) != 0
     assert "Invalid value for '--shares': '2,x' is no list of numbers such as 2,1,1." in capfd.readouterr().err
+    assert main(["train", "mine.py", "--workers", "many"]) != 0
+    assert "Invalid value for '--workers': 'many' is neither a whole number nor auto." in capfd.readouterr().err
 
 
 def test_the_help_explains_every_flag():

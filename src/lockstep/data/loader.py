@@ -28,12 +28,14 @@ class LoadOptions:
         collate: A list of samples to a batch; ``default_collate`` if None.
         workers: Loader processes; with 0, samples are loaded as they are asked for.
         pin_memory: Whether to page-lock the batches, for copies to CUDA that do not block.
+        ahead: Batches that each loader process loads before they are asked for.
         skip_bad: Whether a micro-batch goes without the samples that cannot be read; else it has none if there is one.
     """
 
     collate: Collate | None
     workers: int
     pin_memory: bool
+    ahead: int = 2
     skip_bad: bool = False
 
 
@@ -156,6 +158,7 @@ def load(
         sampler=requests,
         batch_size=None,
         num_workers=how.workers,
+        prefetch_factor=how.ahead if how.workers else None,
         collate_fn=as_it_is,
         pin_memory=how.pin_memory,
         generator=torch.Generator(),  # or else it would draw from the default generator

@@ -94,6 +94,7 @@ def load_stream(
         _Steps(stream, order, division, position, how.collate),
         batch_size=None,
         num_workers=how.workers,
+        prefetch_factor=how.ahead if how.workers else None,
         collate_fn=as_it_is,
         pin_memory=how.pin_memory,
         generator=torch.Generator(),

@@ -138,7 +138,7 @@ class Evaluator:
         on_cuda = loop.device.type == "cuda"
         seed = mix(loop.settings.seed, _EVALUATE)
         skip = loop.settings.bad_samples == "skip"
-        how = LoadOptions(self.task.collate, loop.settings.workers, pin_memory=on_cuda, skip_bad=skip)
+        how = LoadOptions(self.task.collate, loop.workers, pin_memory=on_cuda, skip_bad=skip)
         batches = load(self.samples, requests, how, seed=seed)
         for batch in batches:
             position = mix(seed, batch.step, *batch.numbers)

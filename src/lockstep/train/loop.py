@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 
 from lockstep.comm.collectives import Group, all_gather_object
 from lockstep.comm.world import World
+from lockstep.data.auto_workers import search_for
 from lockstep.data.feed import Feed
 from lockstep.data.loader import LoadOptions, MicroBatch
 from lockstep.data.same_stream import require_same_stream
@@ -20,6 +21,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.parallel.tree.shape import Tree
 from lockstep.train.arithmetic import Arithmetic, describe_machine, differences, watch_for_other_kernels
 from lockstep.train.bad_samples import BadSamples
+from lockstep.train.devices import PER_PROCESS
 from lockstep.train.objective import Objective, Part
 from lockstep.train.plan import make_plan
 from lockstep.train.precision import GradScaler
@@ -68,6 +70,7 @@ class Loop:
             deterministic=settings.reproducible is not None,
         )
         self.caveats: list[str] = []
+        self.remarks: list[str] = []
         self.num_steps_done = 0
         self._sync = True
         self._first_step = 0
@@ -83,9 +86,11 @@ class Loop:
         num_samples = None if isinstance(self.samples, IterableDataset) else len(self.samples)
         self.plan = make_plan(task, settings, division, num_samples=num_samples)
         skip = settings.bad_samples == "skip"
-        how = LoadOptions(task.collate, settings.workers, pin_memory=self.device.type == "cuda", skip_bad=skip)
+        workers = 0 if settings.workers == "auto" else settings.workers
+        how = LoadOptions(task.collate, workers, pin_memory=self.device.type == "cuda", skip_bad=skip)
         places = self.devices if shards is None else shards.spread(self.devices)
-        self._feed = Feed(self.samples, self.plan.order, division, how, places)
+        search = search_for(settings.workers, world.local_world_size if strategy in PER_PROCESS else 1)
+        self._feed = Feed(self.samples, self.plan.order, division, how, places, search=search, agree=self._gather)
         self._seed_all(_INIT)
         self.model = build_model(task).to(self.device).train()
         self.optimizer = build_optimizer(task, self.model)
@@ -111,6 +116,11 @@ class Loop:
     def group(self) -> Group | None:
         """The ranks that train together, or None if it is only this process."""
         return self._strategy.group
+
+    @property
+    def workers(self) -> int:
+        """The number of loader processes."""
+        return self._feed.workers
 
     @property
     def tree(self) -> Tree | None:
@@ -145,6 +155,7 @@ class Loop:
 
     def _step(self) -> StepRecord:
         self.bad_samples.begin_step()
+        self._feed.begin_step()
         watch = Stopwatch(self.device)
         tally = Tally(self.device, self.group if self._sync and not self._strategy.sums_losses else None)
         self.optimizer.zero_grad(set_to_none=True)
@@ -172,6 +183,7 @@ class Loop:
         watch.lap("optimizer_s")
         record = StepRecord(self.num_steps_done, num_samples, tally.loss(), norm, updated, watch)
         self.num_steps_done += 1
+        self.remarks += self._feed.end_step()
         return record
 
     @contextlib.contextmanager
@@ -244,19 +256,21 @@ class Loop:
 
     def _compare_machines(self) -> None:
         """Take note if ranks compute on different hardware. Collective if there is a group: every rank."""
-        if self.group is None:
-            return
-        machines = all_gather_object(describe_machine(self.device), group=self.group, device=self.device)
+        machines = self._gather(describe_machine(self.device))
         for rank, machine in enumerate(machines):
             if unlike := differences(machines[0], machine):
                 self.caveats.append(f"rank {rank} computes elsewhere than rank 0: {', '.join(unlike)}")
                 return
 
-    def _seed_all(self, *purpose: int) -> None:
+    def _gather(self, value: Any) -> list[Any]:
+        """Return the ``value`` of each rank, which JSON can hold. Collective if there is a group: every rank."""
+        return [value] if self.group is None else all_gather_object(value, group=self.group, device=self.device)
+
+    def _seed_all(self, *purpose: int, device: torch.device | None = None) -> None:
         """Give what the task makes the same random numbers on every rank."""
         value = mix(self.settings.seed, *purpose)
         seed_cpu(value)
-        seed_device(self.device, value)
+        seed_device(device or self.device, value)
 
     def _seed_forward(self, micro: MicroBatch, index: int) -> None:
         """Give each share of each micro-batch of each step random numbers of its own."""
@@ -267,9 +281,7 @@ class Loop:
 
     def _seed_share(self, step: int, index: int, share: int, device: torch.device) -> None:
         """Give one share random numbers of its own, on the CPU and on its device."""
-        value = mix(self.settings.seed, _FORWARD, step, index, share)
-        seed_cpu(value)
-        seed_device(device, value)
+        self._seed_all(_FORWARD, step, index, share, device=device)
 
     def _run(self, micro: MicroBatch, tally: Tally, watch: Stopwatch, index: int) -> None:
         """Run forward and backward; the sum of the losses is under way before the last backward, where it can be."""

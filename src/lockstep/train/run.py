@@ -74,6 +74,9 @@ class Run:
         record = self._loop.step()
         self._say_caveats()
         self._say_skipped()
+        for remark in self._loop.remarks:
+            self._display.say(remark)
+        self._loop.remarks.clear()
         if self._display.is_due():
             loss = float(record.loss)
             self._display.show(self._step, loss, self._history.samples_per_s)

@@ -53,7 +53,9 @@ class Settings:
         Sequence[float] | None,
         Flag("Sizes of the devices' parts of a global batch, relative to each other; the same if not given.", "N,N,.."),
     ] = None
-    workers: Annotated[int, Flag("Processes per rank that load samples.", "N", 0)] = 0
+    workers: Annotated[
+        int | Literal["auto"], Flag("Processes per rank that load samples; auto tries how many pay.", "N|auto", 0)
+    ] = 0
     bad_samples: Annotated[
         BadSamplesRule, Flag("When a sample cannot be read, stop, or go on without it and count it.")
     ] = "stop"
