@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from lockstep.parallel.batchnorm.engine import Event
 from lockstep.parallel.batchnorm.exchange import Exchange
 from lockstep.parallel.batchnorm.kernels import dense, gradient_of_input, normalise, sums_of_gradient
-from lockstep.parallel.batchnorm.statistics import Statistics
+from lockstep.parallel.batchnorm.statistics import Statistics, compute_dtype
 
 
 class Normalise(torch.autograd.Function):
@@ -35,6 +35,7 @@ class Normalise(torch.autograd.Function):
         exchange: Exchange,
     ) -> Tensor:
         """Return the normalised input; see `normalise`."""
+        batch = batch.to(compute_dtype(input))
         ctx.save_for_backward(input, weight, *batch)
         ctx.eps, ctx.exchange = eps, exchange
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (weight, bias)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lockstep.parallel.batchnorm.statistics import Statistics, compute_dtype
+from lockstep.parallel.batchnorm.statistics import Statistics
 
 
 def dense(tensor: Tensor, like: Tensor | None = None) -> Tensor:
@@ -25,38 +25,38 @@ def _memory_format(tensor: Tensor) -> torch.memory_format:
 
 
 def normalise(input: Tensor, weight: Tensor | None, bias: Tensor | None, batch: Statistics, eps: float) -> Tensor:
-    """Return ``(input - mean) / sqrt(var + eps) * weight + bias`` by channel."""
+    """Return ``(input - mean) / sqrt(var + eps) * weight + bias`` by channel.
+
+    Args:
+        input: Of any floating dtype.
+        weight: By channel; None: one.
+        bias: By channel; None: zero.
+        batch: In the dtype that `compute_dtype` says; so in the functions below.
+        eps: Added to the variance.
+    """
     if input.numel() == 0:
         return torch.empty_like(input)
-    dtype = compute_dtype(input)
-    weight, bias = _cast(weight, dtype), _cast(bias, dtype)
+    weight, bias = _cast(weight, batch), _cast(bias, batch)
     if input.device.type == "cpu":
-        output: Tensor = torch.native_batch_norm(
-            input, weight, bias, batch.mean.to(dtype), batch.var.to(dtype), False, 0.0, eps
-        )[0]
-        return output
-    inverse = torch.rsqrt(batch.var + eps)
-    return torch.batch_norm_elemt(input, weight, bias, batch.mean.to(dtype), inverse.to(dtype), eps)
+        return _affine(input, weight, bias, batch, eps)
+    return torch.batch_norm_elemt(input, weight, bias, batch.mean, torch.rsqrt(batch.var + eps), eps)
 
 
 def sums_of_gradient(gradient: Tensor, input: Tensor, batch: Statistics, eps: float) -> Tensor:
     """Return this rank's sums by channel of ``gradient``, then of ``gradient`` times the normalised input: float64."""
-    num_channels = input.size(1)
     if input.numel() == 0:
-        return torch.zeros(2 * num_channels, dtype=torch.float64, device=input.device)
-    dtype = compute_dtype(input)
+        return torch.zeros(2 * input.size(1), dtype=torch.float64, device=input.device)
     if input.device.type == "cpu":
-        ones = torch.ones(num_channels, dtype=dtype)
-        mean, var = batch.mean.to(dtype), batch.var.to(dtype)
+        ones = torch.ones_like(batch.mean)
         _, of_product, of_gradient = torch.ops.aten.native_batch_norm_backward(
-            gradient, input, ones, mean, var, None, None, False, eps, [False, True, True]
+            gradient, input, ones, batch.mean, batch.var, None, None, False, eps, [False, True, True]
         )
         return torch.cat([of_gradient, of_product]).double()
     inverse = torch.rsqrt(batch.var + eps)
     of_gradient, of_distances, _, _ = torch.batch_norm_backward_reduce(
-        gradient, input, batch.mean.to(dtype), inverse.to(dtype), None, True, False, False
+        gradient, input, batch.mean, inverse, None, True, False, False
     )
-    return torch.cat([of_gradient.double(), of_distances * inverse])
+    return torch.cat([of_gradient, of_distances * inverse]).double()
 
 
 def gradient_of_input(
@@ -65,46 +65,41 @@ def gradient_of_input(
     """Return the gradient with respect to ``input``, given the sums over all ranks of `sums_of_gradient`."""
     if input.numel() == 0:
         return torch.zeros_like(input)
-    if input.device.type == "cpu":
-        return _on_cpu(gradient, input, weight, batch, sums / batch.total, eps)
-    dtype = compute_dtype(input)
+    weight = _cast(weight, batch)
     inverse = torch.rsqrt(batch.var + eps)
-    of_gradient, of_product = sums.chunk(2)
+    if input.device.type == "cpu":
+        scale = inverse if weight is None else inverse * weight
+        means = (sums / batch.total).to(scale.dtype)
+        return _gradient_on_cpu(gradient, input, batch, scale, means, eps)
+    of_gradient, of_product = sums.to(inverse.dtype).chunk(2)
     return torch.batch_norm_backward_elemt(
         gradient,
         input,
-        batch.mean.to(dtype),
-        inverse.to(dtype),
-        _cast(weight, dtype),
-        of_gradient.to(dtype),
-        (of_product / inverse).to(dtype),
+        batch.mean,
+        inverse,
+        weight,
+        of_gradient,
+        of_product / inverse,
         batch.total.to(torch.int32).view(1),
     )
 
 
-def _on_cpu(
-    gradient: Tensor, input: Tensor, weight: Tensor | None, batch: Statistics, means: Tensor, eps: float
+def _gradient_on_cpu(
+    gradient: Tensor, input: Tensor, batch: Statistics, scale: Tensor, means: Tensor, eps: float
 ) -> Tensor:
-    """Compute ``scale * (gradient - mean_gradient - normalised * mean_product)`` in two passes."""
-    dtype = compute_dtype(input)
-    mean_gradient, mean_product = means.chunk(2)
-    scale = torch.rsqrt(batch.var + eps)
-    if weight is not None:
-        scale = scale * weight
+    """Return ``scale * (gradient - mean gradient - normalised input * mean product)``, in two passes."""
+    dtype = scale.dtype
+    mean_gradient, mean_product = (means.view(2, -1) * -scale).unbind()
     # The second and third term are the input normalised once more, with another weight and bias.
-    result: Tensor = torch.native_batch_norm(
-        input.to(dtype),
-        (-scale * mean_product).to(dtype),
-        (-scale * mean_gradient).to(dtype),
-        batch.mean.to(dtype),
-        batch.var.to(dtype),
-        False,
-        0.0,
-        eps,
-    )[0]
+    result = _affine(input.to(dtype), mean_product, mean_gradient, batch, eps)
     shape = (1, -1) + (1,) * (input.dim() - 2)
-    return result.addcmul_(gradient.to(dtype), scale.to(dtype).view(shape)).to(input.dtype)
+    return result.addcmul_(gradient.to(dtype), scale.view(shape)).to(input.dtype)
 
 
-def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if tensor is None else tensor.to(dtype)
+def _affine(input: Tensor, weight: Tensor | None, bias: Tensor | None, batch: Statistics, eps: float) -> Tensor:
+    output: Tensor = torch.native_batch_norm(input, weight, bias, batch.mean, batch.var, False, 0.0, eps)[0]
+    return output
+
+
+def _cast(tensor: Tensor | None, batch: Statistics) -> Tensor | None:
+    return None if tensor is None else tensor.to(batch.mean.dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Statistics(NamedTuple):
-    """Of the values of all ranks: mean and biased variance by channel in float64, and how many values a channel has."""
+    """Of the values of all ranks: mean and biased variance by channel, and how many values a channel has in float64."""
 
     mean: Tensor
     var: Tensor
@@ -25,6 +25,10 @@ class Statistics(NamedTuple):
     def unbiased_var(self) -> Tensor:
         """The variance as running statistics hold it."""
         return self.var * (self.total / (self.total - 1))
+
+    def to(self, dtype: torch.dtype) -> Statistics:
+        """Return them with mean and variance of another dtype."""
+        return Statistics(self.mean.to(dtype), self.var.to(dtype), self.total)
 
 
 def compute_dtype(input: Tensor) -> torch.dtype:
@@ -59,7 +63,7 @@ def nothing(num_channels: int, device: torch.device) -> Tensor:
 
 
 def merge(vectors: Tensor) -> Statistics:
-    """Return the statistics of the values of all ranks; with none at all, zeros.
+    """Return the statistics of the values of all ranks, in float64; with none at all, zeros.
 
     The squared distances between the ranks' means are added to the squared distances within ranks, so nothing cancels
     where the mean is large. Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing
