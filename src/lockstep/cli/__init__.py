@@ -19,6 +19,7 @@ COMMANDS = {
     "run": ("lockstep.cli.run:run", "Start a script on every device, as torchrun does."),
     "train": ("lockstep.cli.train:train", "Train the task of a file on one device or many."),
     "compare": ("lockstep.cli.compare:compare", "Race one device, both engines and torch's own on a task."),
+    "verify": ("lockstep.cli.verify:verify", "Is it the same run on N devices as on one? If not, why?"),
 }
 """Where each command lives, and its line in ``lockstep --help``: so that the help imports none of them."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from lockstep.errors import ConfigurationError
+from lockstep.cli.output_file import check_writable
 
 EXAMPLES = """\b
 Examples:
@@ -68,7 +68,7 @@ def compare(
     from lockstep.train.settings import Settings
 
     for file in (json_file, html_file):
-        _check_writable(file)
+        check_writable(file)
     if html_file is not None:
         plots.import_matplotlib()  # rather now than after the race
     comparison = run_comparison(
@@ -92,22 +92,3 @@ def compare(
     if html_file is not None:
         Path(html_file).write_text(page.render(comparison, verdict, found), encoding="utf-8")
         terminal.print(f"page written to {html_file}")
-
-
-def _check_writable(file: str | None) -> None:
-    """Refuse a file that cannot be written, before minutes are spent on its contents."""
-    if file is None:
-        return
-    path = Path(file)
-    folder = path.resolve().parent
-    if not folder.is_dir():
-        raise ConfigurationError(
-            f"{file} cannot be written: there is no folder {folder}.\nMake it, or name another file."
-        )
-    try:
-        is_new = not path.exists()
-        path.open("ab").close()  # rights alone do not tell: the file system may be read-only
-    except OSError as error:
-        raise ConfigurationError(f"{file} cannot be written: {error.strerror}.\nName another file.") from error
-    if is_new:
-        path.unlink()

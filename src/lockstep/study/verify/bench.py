@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
+import cloudpickle  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,6 +22,8 @@ from lockstep.study.verify.experiment import Experiment, Given, Subject
 from lockstep.study.verify.freezing import NoBatchStatistics, NoWrites, is_batch_norm, outside_stands_still
 from lockstep.study.verify.randomness import Draws
 from lockstep.study.verify.samples import Watch, watched
+from lockstep.study.verify.sketch import Sketch
+from lockstep.study.verify.trace import take
 from lockstep.train.load import load_task
 from lockstep.train.task import Loss, Task
 
@@ -44,9 +46,14 @@ class Bench:
 
     def place(self, share: int) -> Place:
         """Return a fresh copy of the task for share ``share``; the whole batch counts as share 0."""
-        place = Place(self, share, _fresh(self.subject.task))
+        with self.disguised():
+            place = Place(self, share, _fresh(self.subject.task))
         self.places.append(place)
         return place
+
+    def disguised(self) -> AbstractContextManager[None]:
+        """Return the context in which the task's own code runs."""
+        return as_only_process() if "place" in self.experiment.off else nullcontext()
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -73,6 +80,8 @@ class Place:
     Attributes:
         task: The task, fitted with what is watched and turned off.
         watch: Sees what its data set loads.
+        rates: Of each update, the options of the optimizer's groups.
+        gradients: What the optimizer was called with in this step; it may change them.
     """
 
     def __init__(self, bench: Bench, share: int, plain: Task) -> None:
@@ -80,6 +89,8 @@ class Place:
         off, self._given = bench.experiment.off, bench.given
         self._step = self._num_calls = 0
         self.rates: list[list[dict[str, Any]]] = []
+        self.gradients: dict[str, Sketch] | None = None
+        self._built: nn.Module | None = None
         self.watch = Watch(self._given if "data" in off else None)
         sizes: dict[str, Any] = {}
         if "data" in off:
@@ -91,14 +102,17 @@ class Place:
     def begin(self, step: int) -> None:
         """Note that ``step`` comes."""
         self._step, self._num_calls, self.watch.step = step, 0, step
+        self.gradients = None
 
     def _dataset(self) -> Any:
-        return watched(self._plain.dataset(), self.watch)
+        with self._bench.disguised():
+            return watched(self._plain.dataset(), self.watch)
 
     def _model(self) -> nn.Module:
-        model = self._plain.model()
+        with self._bench.disguised():
+            model = self._plain.model()
         if not isinstance(model, nn.Module):
-            return model  # the loop says what is wrong with it
+            return model  # type: ignore[unreachable]  # the loop says what is wrong with it
         experiment = self._bench.experiment
         if experiment.convert:
             from lockstep.parallel.batchnorm import SyncBatchNorm
@@ -108,16 +122,22 @@ class Place:
             model = model.double()
         if "initial" in experiment.off:
             model.load_state_dict(self._given.initial)
+        self._built = model
         return model
 
     def _optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
-        optimizer = self._plain.optimizer(parameters)
+        with self._bench.disguised():
+            optimizer = self._plain.optimizer(parameters)
         if isinstance(optimizer, Optimizer):
             optimizer.register_step_pre_hook(self._before_update)
         return optimizer
 
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
         """Set the rates that one process had, if so wanted, and note those that there are."""
+        if self.gradients is not None:
+            return  # an optimizer of the task's own may call torch's, which comes here again
+        assert self._built is not None
+        self.gradients = take(self._built).gradients
         number = len(self.rates)
         if "rates" in self._bench.experiment.off and number < len(self._given.rates):
             for group, known in zip(optimizer.param_groups, self._given.rates[number], strict=False):
@@ -138,8 +158,7 @@ class Place:
                 if is_batch_norm(module):
                     module.eval()
         with ExitStack() as stack:
-            if "place" in off:
-                stack.enter_context(as_only_process())
+            stack.enter_context(bench.disguised())
             if "state" in off:
                 stack.enter_context(bench.writes.during(model))
             bench.draws.active = True

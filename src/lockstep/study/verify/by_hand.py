@@ -1,9 +1,10 @@
 """Steps by hand: one process that stands for N ranks, and torch's class as a hand-written loop uses it.
 
-`Loop` is what is verified; this is what it is compared with. A process that computes the N shares of each batch one after
-the other, each with a model and a copy of the task of its own, has all that N ranks have but the number of the rank and
-the communication. The rule says how their gradients become one: ``fit`` weighs each share by its samples (or count);
-``torch`` takes the plain mean over the ranks of each rank's own loss, from torch's own sampler with its padding.
+`Loop` is what is verified; this is what it is compared with. A process that computes the N shares of each batch one
+after the other, each with a model and a copy of the task of its own, has all that N ranks have but the number of the
+rank and the communication. Their gradients become one as the engine has it: ours weighs each share by its samples (or
+its count); with torch's class it is the plain mean over the ranks of each rank's own loss, on samples from torch's own
+sampler with its padding.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class ByHand:
         if "data" in self._bench.experiment.off and known is not None:
             return known[share.number :: self._num_shares]  # what the sampler gives, without its padding
         size, batch_size = len(share.samples), (self.sizes["samples of a global batch"] or 1) // self._num_shares
-        sampler = DistributedSampler(
+        sampler: DistributedSampler[int] = DistributedSampler(
             range(size),  # type: ignore[arg-type]  # all it asks for is the length
             num_replicas=self._num_shares,
             rank=share.number,

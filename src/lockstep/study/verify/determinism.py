@@ -46,11 +46,11 @@ def study_repetition(subject: Subject, given: Given, world: World, plain: Compar
     if plain.has("sample", "size"):
         base |= {"data"}
         evidence = f"One process loads other samples the second time ({tell(first)}): they do not follow the seed."
-        findings.append(Finding(Cause.DATA, evidence, fix(Cause.DATA, subject.num_devices)))
+        findings.append(Finding(Cause.DATA, evidence, fix(Cause.DATA, subject)))
     if plain.has("initial parameter", "initial buffer"):
         base |= {"initial"}
         evidence = "One process starts from other weights the second time: they do not follow the seed."
-        findings.append(Finding(Cause.RANDOM, evidence, fix(Cause.MODEL, subject.num_devices)))
+        findings.append(Finding(Cause.RANDOM, evidence, fix(Cause.MODEL, subject)))
     if findings:
         again = _twice(subject, given, world, base)
         rows.append(Row(" and ".join(finding.cause.value for finding in findings), TWICE, outcome(again), again.same))
@@ -70,10 +70,10 @@ def study_repetition(subject: Subject, given: Given, world: World, plain: Compar
         rows.append(Row(words, TWICE, outcome(again), again.same))
         if again.same:
             evidence = f"{text}; with {words} turned off it does not: {reason}."
-            findings.append(Finding(Cause.OPERATOR, evidence, fix(Cause.OPERATOR, subject.num_devices)))
+            findings.append(Finding(Cause.OPERATOR, evidence, fix(Cause.OPERATOR, subject)))
             return Repetition(base | {switch}, True, tuple(findings), tuple(rows))
     evidence = f"{text}, and turning off {', '.join(words for _, words, _ in _TRIALS)} does not change that."
-    findings.append(Finding(Cause.OPERATOR, evidence, fix(Cause.OPERATOR, subject.num_devices)))
+    findings.append(Finding(Cause.OPERATOR, evidence, fix(Cause.OPERATOR, subject)))
     return Repetition(base, False, tuple(findings), tuple(rows))
 
 

@@ -12,7 +12,7 @@ from lockstep.study.verify.determinism import outcome
 from lockstep.study.verify.differences import EXACT, Comparison, compare
 from lockstep.study.verify.division import tolerance_of
 from lockstep.study.verify.experiment import Subject
-from lockstep.study.verify.findings import Cause, Finding, Row, fix
+from lockstep.study.verify.findings import Cause, Finding, Row, fix, own_generator, reproducible
 from lockstep.study.verify.inside import (
     Alone,
     AloneStudy,
@@ -76,7 +76,7 @@ def diagnose(subject: Subject, processes: Processes, say: Callable[[str], None])
         traces = [trace for found in processes(num, run_rank, subject) for trace in found]
     except ModelMismatch as error:
         evidence = f"The ranks do not build the same model: {str(error).splitlines()[0]}"
-        finding = Finding(Cause.MODEL, evidence, fix(Cause.MODEL, num))
+        finding = Finding(Cause.MODEL, evidence, fix(Cause.MODEL, subject))
         return Verification(subject, False, None, alone.again.same, (finding,), (), True, alone.why_single)
     tolerance = EXACT if subject.settings.reproducible and not subject.torch_ddp else tolerance_of(subject)
     comparison = compare(alone.traces, traces, tolerance, strided=subject.torch_ddp)
@@ -92,13 +92,11 @@ def diagnose(subject: Subject, processes: Processes, say: Callable[[str], None])
         found = processes(num, study_rank, study, subject)
         runs = {off: gathered([one[0][off] for one in found]) for off in found[0][0]}
         fixed = {name: gathered([one[1][name] for one in found]) for name in found[0][1]}
-        on_ranks = ranks_study.study_ranks(
-            subject, study.base, study.shares, runs, alone.traces, tolerance_of(subject)
-        )
+        on_ranks = ranks_study.study_ranks(subject, study.base, study.shares, runs, alone.traces, tolerance_of(subject))
         by_division = _of_interest(study.division.findings, subject)
         findings += on_ranks.findings
-        findings += [_with_fix(one, study, fixed, subject, rows) for one in by_division]
         rows += [*study.division.rows, *on_ranks.rows]
+        findings += [_with_fix(one, study, fixed, subject, rows) for one in by_division]
         explained = explained and study.division.explained and on_ranks.explained
     return Verification(
         subject,
@@ -133,7 +131,7 @@ def _with_fix(
         return finding
     words = {
         "convert": "lockstep.SyncBatchNorm instead",
-        "reproducible": f"--reproducible {subject.num_devices} instead",
+        "reproducible": f"{reproducible(subject)} instead",
     }[name]
     one, ranks = study.fixes[name], fixed[name]
     if isinstance(one, str) or isinstance(ranks, str):
@@ -146,4 +144,8 @@ def _with_fix(
     if found.same:
         bits = ", to the bit" if name == "reproducible" else ""
         return replace(finding, tried=f"Tried: with it, one process and the ranks are the same run{bits}.")
+    if finding.cause is Cause.RANDOM:
+        return replace(
+            finding, fix=own_generator(subject), tried=f"Tried: {reproducible(subject)} alone does not help."
+        )
     return replace(finding, tried=f"Tried: by itself it does not help, the runs {outcome(found)}.")

@@ -85,7 +85,8 @@ def study_division(divider: Divider, layers: Sequence[str]) -> DivisionStudy:
         return DivisionStudy((), tuple(rows), True, divider.given, frozenset())
     weights = measure_weights(subject, divider.given, divider.base, divider.world.device)
     divider.given = replace(divider.given, factors={step.step: list(step.factors) for step in weights})
-    everything: Off = frozenset({"random", "batchnorm", "state", "weights"} | ({"data"} if subject.torch_ddp else set()))
+    everything: Off = frozenset({"random", "batchnorm", "state", "weights"})
+    everything |= {"data"} if subject.torch_ddp else set()
     nothing = divider.compare(everything)
     rows.append(Row("all of the below", PAIR, outcome(nothing), nothing.same))
     findings, causes = [], set()
@@ -95,49 +96,55 @@ def study_division(divider: Divider, layers: Sequence[str]) -> DivisionStudy:
         # Where something else keeps the two apart, only a change for the worse would say anything, and it might not be.
         if nothing.same and not found.same:
             causes.add(switch)
-    if "data" in causes:  # without the repeated samples shares are uneven, and would have to be weighed
-        causes.discard("weights")
+    weights = [step for step in weights if step.kind != "right"]
+    if "data" in causes:  # without the repeated samples shares are uneven, and only therefore have to be weighed
+        weights = [step for step in weights if not step.by_samples]
+        causes -= set() if weights else {"weights"}
     for switch in sorted(causes, key=list(NAMES).index):
         findings.append(_finding(switch, divider, plain, weights, layers))
-    coupled = next((step for step in weights if step.kind in ("none", "one")), None)
+    coupled = next((step for step in weights if step.kind == "none"), None)
     if not nothing.same and coupled is not None:
         findings.append(_coupled(coupled, subject))
-    return DivisionStudy(tuple(findings), tuple(rows), nothing.same, divider.given, frozenset(causes))
+    return DivisionStudy(tuple(findings), tuple(rows), bool(findings), divider.given, frozenset(causes))
 
 
 def _finding(
     switch: Switch, divider: Divider, plain: Comparison, weights: Sequence[StepWeights], layers: Sequence[str]
 ) -> Finding:
-    num = divider.subject.num_devices
+    subject, num = divider.subject, divider.subject.num_devices
     if switch == "random":
         drawn = ", ".join(divider.draws) or "random numbers"
         evidence = f"Forward draws random numbers ({drawn}), and each part of the batch gets others than the whole."
-        return Finding(Cause.RANDOM, evidence, fix(Cause.RANDOM, num))
+        return Finding(Cause.RANDOM, evidence, fix(Cause.RANDOM, subject))
     if switch == "batchnorm":
         where = f" ({', '.join(layers[:3])}{' ...' if len(layers) > 3 else ''})" if layers else ""
         evidence = f"Each rank normalises with mean and variance of its own part of the batch{where}."
-        return Finding(Cause.BATCHNORM, evidence, fix(Cause.BATCHNORM, num))
+        return Finding(Cause.BATCHNORM, evidence, fix(Cause.BATCHNORM, subject))
     if switch == "state":
         evidence = f"Forward changes {_buffer(plain)} from the part of the batch that a rank has, so ranks part."
-        return Finding(Cause.BUFFERS, evidence, fix(Cause.BUFFERS, num))
+        return Finding(Cause.BUFFERS, evidence, fix(Cause.BUFFERS, subject))
     if switch == "data":
         evidence = "torch's DistributedSampler repeats samples to give all ranks equally many, so these count twice."
-        advice = "Use lockstep.DistributedSampler(pad=False) and weigh each rank's loss by its samples, or lockstep.fit."
+        advice = (
+            "Use lockstep.DistributedSampler(pad=False) and weigh each rank's loss by its samples, or lockstep.fit."
+        )
         return Finding(Cause.WEIGHTING, evidence, advice)
-    wrong = next(step for step in weights if step.kind != "right")
+    wrong = weights[0]
     if wrong.kind == "one":
-        return _coupled(wrong, divider.subject)
+        return _coupled(wrong, subject)
     if wrong.kind == "sum":
         evidence = (
             f"At step {wrong.step} the loss of the whole batch is the sum of the losses of its {num} parts, not their "
             "mean: it grows with the number of samples."
         )
-        return Finding(Cause.SUM, evidence, fix(Cause.SUM, num))
+        return Finding(Cause.SUM, evidence, fix(Cause.SUM, subject))
     counted, wanted = (" : ".join(f"{w:.3g}" for w in ws) for ws in (wrong.counted, wrong.wanted))
     sizes = " + ".join(map(str, wrong.sizes))
-    evidence = f"At step {wrong.step} the parts of the batch ({sizes} samples) count {counted}; the whole needs {wanted}."
-    advice = fix(Cause.WEIGHTING, num)
-    if divider.subject.torch_ddp:
+    evidence = (
+        f"At step {wrong.step} the parts of the batch ({sizes} samples) count {counted}; the whole needs {wanted}."
+    )
+    advice = fix(Cause.WEIGHTING, subject)
+    if subject.torch_ddp:
         advice = (
             "Weigh each rank's loss by what it stands for: lockstep.DistributedDataParallel with "
             "lockstep.backward(loss, count=n), or lockstep.fit with a task whose loss is Loss(total, count)."
@@ -154,7 +161,7 @@ def _coupled(step: StepWeights, subject: Subject) -> Finding:
         f"At step {step.step}, with random state and batch norm turned off, the gradient of the whole batch {what}. "
         "So a sample's loss depends on which others are with it."
     )
-    return Finding(Cause.COUPLED, evidence, fix(Cause.COUPLED, subject.num_devices))
+    return Finding(Cause.COUPLED, evidence, fix(Cause.COUPLED, subject))
 
 
 def _buffer(plain: Comparison) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import cloudpickle  # type: ignore[import-untyped]
 import torch
 
 from lockstep.train.settings import Settings
@@ -21,7 +22,7 @@ Switch = Literal[
     "state",  # what forward writes into buffers and parameters is undone
     "batchnorm",  # batch norm uses its running statistics
     "weights",  # each share counts as much as the whole batch asks for
-    "place",  # the loss sees rank 0 of 1
+    "place",  # the task sees rank 0 of 1
     "outside",  # clock and the system's random numbers stand still
     "operators",  # only deterministic operators
     "threads",  # one thread
@@ -96,6 +97,4 @@ class Experiment:
 
 def of_task(task: Task | str) -> str | bytes:
     """Return the form of a task that every run can make a fresh copy of."""
-    import cloudpickle
-
     return task if isinstance(task, str) else bytes(cloudpickle.dumps(task))

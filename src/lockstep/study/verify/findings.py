@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from lockstep.study.verify.experiment import Subject
+
 
 class Cause(Enum):
     """Why a run on N ranks is another one than in one process."""
@@ -64,11 +66,10 @@ FIXES = {
         "Return lockstep.Loss(total, count) from the loss: the sum of its parts and how many there are, not their mean."
     ),
     Cause.RANDOM: (
-        "Train with --reproducible {num}, which gives each part of the batch random numbers of its own on any number of "
-        "ranks; draw from the default generators, without seeding them in the task."
+        "Train with {reproducible}, which gives each part of the batch random numbers of its own on any rank."
     ),
     Cause.BATCHNORM: (
-        "Use lockstep.SyncBatchNorm.convert_sync_batchnorm(model) in Task.model, or train with --reproducible {num}, or "
+        "Use lockstep.SyncBatchNorm.convert_sync_batchnorm(model) in Task.model, or train with {reproducible}, or "
         "use a norm that does not look at other samples, such as GroupNorm."
     ),
     Cause.RATES: (
@@ -77,7 +78,7 @@ FIXES = {
     ),
     Cause.BUFFERS: (
         "Change buffers in the same way on every rank, from what all ranks know (all-reduce it first), or train with "
-        "--reproducible {num}, which combines the buffers of all parts."
+        "{reproducible}, which combines the buffers of all parts."
     ),
     Cause.OPERATOR: (
         "Take everything from the seed: no clock, no system randomness, no order of threads. Where an operator is at "
@@ -85,7 +86,7 @@ FIXES = {
     ),
     Cause.SUM: "Return the mean over the batch, or lockstep.Loss(total, count) with the number that the sum is over.",
     Cause.COUPLED: (
-        "Train with --reproducible {num}: then each part is computed alike on any number of ranks, though not as in one "
+        "Train with {reproducible}: then each part is computed alike on any number of ranks, though not as in one "
         "undivided batch. Or gather what the samples need of each other from all ranks inside the loss."
     ),
     Cause.RANK: (
@@ -99,6 +100,23 @@ FIXES = {
 }
 
 
-def fix(cause: Cause, num_devices: int) -> str:
+OWN_GENERATOR = (
+    "Draw from the default generators of torch, Python and numpy, and do not seed them in the task: {reproducible} "
+    "sets these for each part of the batch, but no others."
+)
+
+
+def reproducible(subject: Subject) -> str:
+    """Return how reproducible mode is asked for."""
+    num = subject.num_devices
+    return f"lockstep.fit(task, reproducible={num})" if subject.torch_ddp else f"--reproducible {num}"
+
+
+def fix(cause: Cause, subject: Subject) -> str:
     """Return what to do about ``cause``."""
-    return FIXES[cause].format(num=num_devices)
+    return FIXES[cause].format(reproducible=reproducible(subject))
+
+
+def own_generator(subject: Subject) -> str:
+    """Return what to do about random numbers that reproducible mode does not reach."""
+    return OWN_GENERATOR.format(reproducible=reproducible(subject))

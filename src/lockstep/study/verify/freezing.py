@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,12 +22,28 @@ class NoBatchStatistics(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.batch_norm and args[5]:
-            x, weight, bias, mean, var = args[:5]
-            mean = x.new_zeros(x.shape[1]) if mean is None else mean
-            var = x.new_ones(x.shape[1]) if var is None else var
-            args = (x, weight, bias, mean, var, False, *args[6:])
+        if func is F.batch_norm:
+            return _by_running(*args, **kwargs)
+        if func is torch.batch_norm:
+            x, weight, bias, mean, var, _, momentum, eps, _ = args
+            return _by_running(x, mean, var, weight, bias, True, momentum, eps)
         return func(*args, **kwargs)
+
+
+def _by_running(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Return what batch norm gives in evaluation; with a mean of 0 and a variance of 1 where it keeps none."""
+    mean = x.new_zeros(x.shape[1]) if running_mean is None else running_mean
+    var = x.new_ones(x.shape[1]) if running_var is None else running_var
+    return F.batch_norm(x, mean, var, weight, bias, False, momentum, eps)
 
 
 def is_batch_norm(module: nn.Module) -> bool:
@@ -44,7 +61,7 @@ class NoWrites(TorchDispatchMode):
     """While entered and within `during`, undoes what is written into a model's parameters and buffers."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     @contextmanager

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -64,8 +64,10 @@ def perform_and_keep(
             loaded = [item for place in bench.places for item in place.watch.end_step(ahead=trainer.loads_ahead)]
             samples[step] = [(index, sample) for index, sample, _ in loaded]
             digests = tuple(found for _, _, found in loaded)
-            for model, so_far in zip(trainer.models, steps, strict=True):
-                so_far.append(StepTrace(step, digests, loss, rates, take(model)))
+            for place, model, so_far in zip(bench.places, trainer.models, steps, strict=True):
+                tensors = take(model)
+                gradients = tensors.gradients if place.gradients is None else place.gradients
+                so_far.append(StepTrace(step, digests, loss, rates, replace(tensors, gradients=gradients)))
         traces = [
             Trace(trainer.sizes, start, tuple(so_far), trainer.is_stream, tuple(sorted(bench.draws.seen)))
             for start, so_far in zip(initial, steps, strict=True)
@@ -95,7 +97,7 @@ def _trainer(bench: Bench, world: World) -> Iterator[Trainer]:
         num_shares = 1 if division == "one" else subject.num_devices
         yield _HandTrainer(ByHand(bench, num_shares, world if division == "ranks" else None, world.device))
         return
-    settings = dataclasses.replace(subject.settings, reproducible=bench.experiment.reproducible)
+    settings = replace(subject.settings, reproducible=bench.experiment.reproducible)
     trainer = _LoopTrainer(bench, settings, world)
     try:
         yield trainer
@@ -109,9 +111,7 @@ class _LoopTrainer:
     def __init__(self, bench: Bench, settings: Any, world: World) -> None:
         on_ranks = bench.experiment.division == "ranks"
         place = bench.place(world.rank if on_ranks else 0)
-        self.loop = Loop(
-            place.task, settings, world, strategy="ddp" if on_ranks else "single", devices=[world.device]
-        )
+        self.loop = Loop(place.task, settings, world, strategy="ddp" if on_ranks else "single", devices=[world.device])
         order = self.loop.plan.order
         self.drops_last = order.drop_last
         self.is_stream = isinstance(self.loop.samples, IterableDataset)

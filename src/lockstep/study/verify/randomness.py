@@ -18,10 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_PYTHON = (
-    "random uniform triangular randint randrange choice choices sample shuffle gauss normalvariate lognormvariate "
-    "expovariate betavariate gammavariate paretovariate weibullvariate vonmisesvariate getrandbits randbytes"
-).split()
+_NO_DRAWS = ("seed", "getstate", "setstate", "get_state", "set_state", "bytes")
 
 
 class Draws(TorchDispatchMode):
@@ -36,7 +33,7 @@ class Draws(TorchDispatchMode):
     """
 
     def __init__(self, *, off: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.off, self.active = off, False
         self.seen: set[str] = set()
 
@@ -64,13 +61,11 @@ class Draws(TorchDispatchMode):
         """Within, Python's and numpy's random functions and private generators are seen too."""
         kept = [(module, dict(vars(module))) for module in (random, np.random)]
         try:
-            for name in _PYTHON:
-                setattr(random, name, self.call(f"random.{name}", getattr(random, name), _python(name)))
-            for name in dir(np.random.RandomState):
-                if not name.startswith("_") and name not in ("seed", "get_state", "set_state", "bytes"):
-                    function = getattr(np.random, name, None)
-                    if callable(function):
-                        setattr(np.random, name, self.call(f"numpy.random.{name}", function, _numpy(name)))
+            for module, kind, fixed in ((random, random.Random, _python), (np.random, np.random.RandomState, _numpy)):
+                for name in dir(kind):
+                    function = getattr(module, name, None)
+                    if callable(function) and not name.startswith("_") and name not in _NO_DRAWS:
+                        setattr(module, name, self.call(f"{module.__name__}.{name}", function, fixed(name)))
             random.Random = self._private_python()  # type: ignore[misc]
             for maker in ("default_rng", "RandomState"):
                 setattr(np.random, maker, self._private_numpy(getattr(np.random, maker)))
@@ -130,14 +125,15 @@ def _constant(func: Any, args: Any, kwargs: Any) -> Any:
     if name == "native_dropout":
         return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
     if name in ("bernoulli", "bernoulli_"):
-        probability = args[1] if len(args) > 1 and args[1] is not None else kwargs.get("p", args[0])
+        probability = args[1] if len(args) > 1 else kwargs.get("p", 0.5 if name == "bernoulli_" else args[0])
         target: Tensor = args[0] if name == "bernoulli_" else args[0].clone()
-        return target.copy_(torch.as_tensor(probability)) if isinstance(probability, Tensor) else target.fill_(probability)
+        return target.copy_(torch.as_tensor(probability))
     result = _from_fresh_seed(func, args, kwargs)
     if name == "randperm":
         return torch.arange(len(result), dtype=result.dtype, device=result.device)
     if name == "multinomial":
-        return args[0].topk(result.shape[-1], dim=-1).indices if result.shape[-1] <= args[0].shape[-1] else result.zero_()
+        most = args[0].shape[-1]
+        return args[0].topk(result.shape[-1], dim=-1).indices if result.shape[-1] <= most else result.zero_()
     if name.startswith(("rand", "uniform", "normal", "exponential", "log_normal", "cauchy", "geometric", "random")):
         if result.is_floating_point() or result.is_complex():
             return result.fill_(_middle(name, args, kwargs))
@@ -149,7 +145,7 @@ def _middle(name: str, args: Any, kwargs: Any) -> float:
     """Return a value that is neither 0, which would hide what is multiplied by it, nor at the edge."""
     if name == "uniform_":
         low, high = (*args[1:], *(0.0, 1.0)[len(args) - 1 :])[:2]
-        return (kwargs.get("from", low) + kwargs.get("to", high)) / 2
+        return float(kwargs.get("from", low) + kwargs.get("to", high)) / 2
     if name == "normal_":
         mean, std = (*args[1:], *(0.0, 1.0)[len(args) - 1 :])[:2]
         return float(kwargs.get("mean", mean) + 0.5 * kwargs.get("std", std))

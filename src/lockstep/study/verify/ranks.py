@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.study.verify.determinism import outcome, tell
-from lockstep.study.verify.differences import Comparison, Difference, Tolerance, compare
-from lockstep.study.verify.experiment import Experiment, Given, Off, Subject, Switch
-from lockstep.study.verify.findings import Cause, Finding, Row, fix
+from lockstep.study.verify.differences import Comparison, Difference, Kind, Tolerance, compare
+from lockstep.study.verify.experiment import Experiment, Off, Subject, Switch
+from lockstep.study.verify.findings import Cause, Finding, Row, fix, own_generator
 from lockstep.study.verify.trace import Trace
 
 PAIR = "shares in one process, ranks"
@@ -63,16 +63,16 @@ class _Judge:
                 self.rows.append(Row(words, PAIR, f"failed: {found}", False))
                 return None
         assert not isinstance(ranks, str) and not isinstance(shares, str)
-        found = compare(shares, ranks, self.tolerance, skip=["sample", "size"])
-        self.rows.append(Row(words, PAIR, outcome(found), found.same))
-        return found
+        comparison = compare(shares, ranks, self.tolerance, skip=["sample", "size"])
+        self.rows.append(Row(words, PAIR, outcome(comparison), comparison.same))
+        return comparison
 
     def values(self) -> Comparison | None:
         """Compare samples, sizes, initial weights and rates with those of one process itself."""
         ranks = self.ranks[self.base]
         if isinstance(ranks, str):
             return None
-        skip = ("loss", "gradient", "parameter", "buffer")
+        skip: list[Kind] = ["loss", "gradient", "parameter", "buffer"]
         return compare(self.reference, ranks, self.tolerance, skip=skip, strided=self.subject.torch_ddp)
 
 
@@ -92,19 +92,19 @@ def study_ranks(
     judge = _Judge(subject, base, shares, ranks, reference, tolerance)
     num = subject.num_devices
     plain = judge.compare(frozenset(), "nothing")
-    findings = _values(judge, num)
+    findings = _values(judge)
     if plain is not None and plain.same:
         return RankStudy(tuple(findings), tuple(judge.rows), True)
     nothing = judge.compare(EVERYTHING, "all of the below")
-    if nothing is None:
-        return RankStudy(tuple(findings), tuple(judge.rows), False)
+    if nothing is None:  # as when the model has other shapes
+        return RankStudy(tuple(findings), tuple(judge.rows), bool(findings))
     if nothing.same:
         for switch in ("random", "state"):
-            found = judge.compare(EVERYTHING - {switch}, f"all but {NAMES[switch]}")  # type: ignore[arg-type]
+            found = judge.compare(EVERYTHING - {switch}, f"all but {NAMES[switch]}")
             if found is not None and found.first is not None:
-                findings.append(_draws_or_writes(switch, found, num))
+                findings.append(_draws_or_writes(switch, found, subject))
         return RankStudy(tuple(findings), tuple(judge.rows), bool(findings))
-    hidden = judge.compare(EVERYTHING | {HIDDEN}, "all of that, and rank and world size hidden from the loss")
+    hidden = judge.compare(EVERYTHING | {HIDDEN}, "all of that, and rank and world size hidden from the task")
     first = nothing.first
     assert first is not None
     factor = _factor(judge)
@@ -113,42 +113,40 @@ def study_ranks(
             f"With data, learning rates, weights and random numbers as in one process, the gradient on {num} ranks is "
             f"{factor:.4g} times what it should be."
         )
-        findings.append(Finding(Cause.RANK, evidence, fix(Cause.RANK, num)))
-    elif hidden is not None and hidden.same:
-        evidence = f"The {tell(first)} is as in one process once rank and world size are hidden from the loss."
-        findings.append(Finding(Cause.RANK, evidence, fix(Cause.RANK, num)))
+        findings.append(Finding(Cause.WEIGHTING, evidence, fix(Cause.RANK, subject)))
     elif first.kind == "parameter":
         evidence = f"Gradients and learning rates are as in one process, and yet the update is not: {tell(first)}."
-        findings.append(Finding(Cause.RATES, evidence, fix(Cause.RATES, num)))
+        findings.append(Finding(Cause.RATES, evidence, fix(Cause.RATES, subject)))
+    elif hidden is not None and hidden.same:
+        evidence = f"The {tell(first)} is as in one process once rank and world size are hidden from the task."
+        findings.append(Finding(Cause.RANK, evidence, fix(Cause.RANK, subject)))
     else:
         return RankStudy(tuple(findings), tuple(judge.rows), False)
     return RankStudy(tuple(findings), tuple(judge.rows), True)
 
 
-def _values(judge: _Judge, num: int) -> list[Finding]:
+def _values(judge: _Judge) -> list[Finding]:
     """Return what can be seen at once: other samples, other initial weights, other rates."""
     found = judge.values()
     if found is None:
         return []
+    subject = judge.subject
     findings = []
     firsts: dict[str, Difference] = {}
     for difference in found.differences:
         firsts.setdefault(difference.kind, difference)
     data = firsts.get("size") or firsts.get("sample")
-    if data is not None and not ("data" in judge.base or judge.subject.torch_ddp):
+    if data is not None and "data" not in judge.base and not (subject.torch_ddp and _is_padding(data)):
         evidence = f"The ranks do not train on what one process trains on: {tell(data)}."
-        findings.append(Finding(Cause.DATA, evidence, fix(Cause.DATA, num)))
-    elif data is not None and not _is_padding(data) and "data" not in judge.base:
-        evidence = f"The ranks do not train on what one process trains on: {tell(data)}."
-        findings.append(Finding(Cause.DATA, evidence, fix(Cause.DATA, num)))
+        findings.append(Finding(Cause.DATA, evidence, fix(Cause.DATA, subject)))
     start = firsts.get("initial parameter") or firsts.get("initial buffer")
     if start is not None and "initial" not in judge.base:
         evidence = f"The ranks start from another model than one process: {tell(start)}."
-        findings.append(Finding(Cause.MODEL, evidence, fix(Cause.MODEL, num)))
+        findings.append(Finding(Cause.MODEL, evidence, fix(Cause.MODEL, subject)))
     rate = firsts.get("learning rate")
     if rate is not None:
         evidence = f"The ranks train with another {tell(rate)}."
-        findings.append(Finding(Cause.RATES, evidence, fix(Cause.RATES, num)))
+        findings.append(Finding(Cause.RATES, evidence, fix(Cause.RATES, subject)))
     return findings
 
 
@@ -156,7 +154,7 @@ def _is_padding(difference: Difference) -> bool:
     return "more than there are" in difference.words
 
 
-def _draws_or_writes(switch: str, found: Comparison, num: int) -> Finding:
+def _draws_or_writes(switch: str, found: Comparison, subject: Subject) -> Finding:
     first = found.first
     assert first is not None
     if switch == "random":
@@ -164,10 +162,10 @@ def _draws_or_writes(switch: str, found: Comparison, num: int) -> Finding:
             f"Forward draws other random numbers on a rank than one process does for the same part: {tell(first)} is "
             "as it should be only without them. They come from a generator that is seeded by rank or shared by parts."
         )
-        return Finding(Cause.RANDOM, evidence, fix(Cause.RANDOM, num))
+        return Finding(Cause.RANDOM, evidence, own_generator(subject))
     written = next((d for d in found.differences if d.kind == "buffer"), first)
     evidence = f"Forward does not change the same on every rank: {tell(written)}, and is as it should be if undone."
-    return Finding(Cause.BUFFERS, evidence, fix(Cause.BUFFERS, num))
+    return Finding(Cause.BUFFERS, evidence, fix(Cause.BUFFERS, subject))
 
 
 def _factor(judge: _Judge) -> float | None:

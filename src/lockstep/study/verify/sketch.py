@@ -44,7 +44,7 @@ def sketch(tensor: Tensor) -> Sketch:
     real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
     flat = real.to("cpu").contiguous().flatten()
     digest = blake2b(str((tuple(tensor.shape), str(tensor.dtype))).encode(), digest_size=16)
-    digest.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+    digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
     values = flat.double()
     norm = float(values.norm())
     return Sketch(tuple(tensor.shape), digest.digest(), values.clone() if len(values) <= SIZE else _sums(values), norm)

@@ -1,8 +1,9 @@
 """What each share of a batch would have to count so that the shares make up the whole batch.
 
-The gradient of the whole batch is compared with those of its parts, at the same weights and with everything random turned
-off. If it is a combination of them, the factors say what kind of loss it is: they are the portions of the samples for a
-mean over samples, one for a sum, and something else for a mean over tokens. If it is none, samples depend on each other.
+The gradient of the whole batch is compared with those of its parts, at the same weights and with everything random
+turned off. If it is a combination of them, the factors say what kind of loss it is: they are the portions of the
+samples for a mean over samples, one for a sum, and something else for a mean over tokens. If it is none, samples depend
+on each other.
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ class StepWeights:
     wanted: tuple[float, ...]
     residual: float
     factors: tuple[float, ...]
+
+    @property
+    def by_samples(self) -> bool:
+        """Whether each share would have to count as many samples as it has."""
+        return _close(list(self.wanted), [size / sum(self.sizes) for size in self.sizes], 1e-6)
 
 
 def measure_weights(subject: Subject, given: Given, off: Off, device: torch.device) -> list[StepWeights]:
@@ -104,14 +110,12 @@ def _solve(subject: Subject, step: int, whole: _Look, parts: list[_Look]) -> Ste
     limit = 1e-7 if subject.double else 3e-3
     sizes = tuple(part.size for part in parts)
     total = sum(part.out_of for part in parts)
-    counted = tuple(
-        1 / len(parts) if subject.torch_ddp else part.out_of / total if total else 0.0 for part in parts
-    )
+    counted = tuple(1 / len(parts) if subject.torch_ddp else part.out_of / total if total else 0.0 for part in parts)
     usable = [index for index, part in enumerate(parts) if part.size and bool(part.vector.isfinite().all())]
     wanted, residual = _fit(whole.vector, [parts[index].vector for index in usable], usable, counted, limit)
     kind: WeightKind = "other"
     if residual > limit:
-        kind, wanted = "none", counted
+        kind, wanted = "none", list(counted)
     elif _close(wanted, [w if sizes[i] else 0.0 for i, w in enumerate(counted)], limit) and len(usable) == sum(
         size > 0 for size in sizes
     ):
