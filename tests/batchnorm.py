@@ -40,6 +40,7 @@ def errors_of_steps(
     steps: int = 2,
     mean: float = 3.0,
     channels_last: bool = False,
+    device: str = "cpu",
     **options: Any,
 ) -> dict[str, float]:
     """Run ``steps`` forwards and backwards of both; return by what they yield the largest difference.
@@ -52,11 +53,12 @@ def errors_of_steps(
         steps: How many.
         mean: Of the input.
         channels_last: Whether this rank's part is laid out so.
+        device: Where all is computed.
         options: For the constructors.
     """
     own = slice(sum(sizes[: world.rank]), sum(sizes[: world.rank + 1]))
     of_layer = torch.float64 if dtype is torch.float64 else torch.float32
-    plain, ours = layers(1 + len(shape), shape[0], of_layer, **options)
+    plain, ours = (layer.to(device) for layer in layers(1 + len(shape), shape[0], of_layer, **options))
     worst: dict[str, float] = {}
 
     def compare(name: str, found: Tensor, expected: Tensor) -> None:
@@ -66,8 +68,8 @@ def errors_of_steps(
         worst[name] = max(worst.get(name, 0.0), float((difference / scale).max()) if difference.numel() else 0.0)
 
     for step in range(steps):
-        whole = values((sum(sizes), *shape), dtype, step, mean).requires_grad_()
-        gradient = values(whole.shape, dtype, 100 + step, mean=0.0)
+        whole = values((sum(sizes), *shape), dtype, step, mean).to(device).requires_grad_()
+        gradient = values(whole.shape, dtype, 100 + step, mean=0.0).to(device)
         mine = whole.detach()[own]
         mine = mine.contiguous(memory_format=LAST[whole.dim()]) if channels_last else mine.clone()
         mine.requires_grad_()
