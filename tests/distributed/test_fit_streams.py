@@ -1,6 +1,7 @@
 """Files and streams in training: each sample once an epoch, in the same steps on any ranks and loader processes."""
 
 import io
+import os
 import random
 import tarfile
 from itertools import chain
@@ -13,7 +14,8 @@ from torch.utils.data import IterableDataset
 
 import lockstep
 from lockstep.data import TarShards, TokenFiles, open_tables
-from lockstep.errors import ConfigurationError
+from lockstep.errors import ConfigurationError, DataError
+from tests.training import make_task, samples
 
 NUM_SAMPLES, BATCH_SIZE = 41, 12
 STEPS_PER_EPOCH = 4  # the last holds 5: at least one sample for each of up to 4 ranks
@@ -196,6 +198,32 @@ def test_a_run_goes_on_with_the_next_sample_wherever_it_stopped_on_whatever_it_g
     assert seen == whole
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_file_that_is_cut_short_is_named_on_every_rank_or_its_samples_are_counted(ranks, tmp_path, workers):
+    write_tokens(tmp_path)
+
+    def run(world, bad_samples):
+        def cut_short():
+            samples = TokenFiles([tmp_path / "0.bin", tmp_path / "1.npy", tmp_path / "2.bin"], length=4)
+            world.barrier()
+            os.truncate(tmp_path / "2.bin", 80)  # of its 11 windows, 9 are left: the last two are samples 39 and 40
+            return _Numbered(samples, first_token)
+
+        return train(cut_short, STEPS_PER_EPOCH, workers=workers, bad_samples=bad_samples)
+
+    for outcome in ranks(2).each(run, "stop"):
+        assert isinstance(outcome.error, DataError)
+        assert (outcome.error.file, outcome.error.sample in {39, 40}) == (str(tmp_path / "2.bin"), True)
+        first = 8 * (outcome.error.sample - 30)
+        assert (
+            f"{tmp_path}/2.bin ends at byte 80, but sample {outcome.error.sample} "
+            f"lies at bytes {first} to {first + 10}.\n"
+        ) in str(outcome.error)
+    write_tokens(tmp_path)
+    seen = chain(*joined(ranks(2)(run, "skip")))
+    assert sorted(seen) == list(range(39))
+
+
 def test_a_stream_with_a_state_is_not_read_from_the_beginning(tmp_path):
     reads = []
 
@@ -241,4 +269,17 @@ def test_a_stream_that_comes_to_differ_later_is_found_too(ranks):
     for outcome in ranks(2).each(run):
         assert str(outcome.error).startswith(
             "The stream of Task.dataset gave other samples on rank 1 than on rank 0, in step 8.\n"
+        )
+
+
+@pytest.mark.parametrize("field", ["dataset", "eval_dataset"])
+def test_data_sets_of_other_lengths_are_an_error_on_every_rank(ranks, field):
+    def run(world):
+        lockstep.fit(make_task(**{field: lambda: samples(30 + world.rank // 2)}), quiet=True)
+
+    for outcome in ranks(3).each(run):
+        assert isinstance(outcome.error, ConfigurationError)
+        assert str(outcome.error) == (
+            f"Task.{field} has 30 samples on rank 0, but 31 on rank 2.\n"
+            "Every rank must see the same files, and they must not change."
         )

@@ -1,4 +1,4 @@
-"""Whether a stream gives the same samples in every process, which is what its division relies on."""
+"""Whether every process has the same samples, which is what their division relies on."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from lockstep.comm.collectives import Group, all_gather_object
 from lockstep.data.loader import StreamNote
@@ -82,3 +83,29 @@ def require_same_stream(note: StreamNote, step: int, *, group: Group | None, dev
             "Every process reads the same stream and takes its part of it: leave out what depends on the rank, and "
             "shuffle with a seed of your own, or with random, numpy.random or torch, whose seeds are set."
         )
+
+
+def require_same_length(samples: Any, field: str, *, group: Group | None, device: torch.device) -> None:
+    """Check that all ranks have equally many samples; those of a stream are compared as it is read.
+
+    Collective: every rank of ``group``, if there is one. Blocks until all are there.
+
+    Args:
+        samples: A data set.
+        field: Where in the task it is from.
+        group: The ranks that train together, or None if it is only this process.
+        device: For NCCL a CUDA device.
+
+    Raises:
+        ConfigurationError: They have not; on every rank, and names the first that differs from the first of all.
+    """
+    if group is None:
+        return
+    length = None if isinstance(samples, IterableDataset) else len(samples)
+    lengths: list[int | None] = all_gather_object(length, group=group, device=device)
+    for rank, other in enumerate(lengths):
+        if other != lengths[0]:
+            raise ConfigurationError(
+                f"Task.{field} has {lengths[0]} samples on rank 0, but {other} on rank {rank}.\n"
+                "Every rank must see the same files, and they must not change."
+            )

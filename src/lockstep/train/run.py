@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lockstep.comm.world import World
+from lockstep.data.same_stream import require_same_length
 from lockstep.train.checkpoint import Checkpoints
 from lockstep.train.devices import devices_of
 from lockstep.train.evaluate import Evaluator
@@ -32,9 +33,13 @@ class Run:
         if settings.export is not None:
             check_export(Path(settings.export))
         self._loop = Loop(task, settings, world, strategy=settings.strategy, devices=devices_of(settings, world))
+        group, device = self._loop.group, self._loop.device
+        require_same_length(self._loop.samples, "dataset", group=group, device=device)
         self._evaluator = None
         if task.eval_dataset is not None:
-            self._evaluator = Evaluator(task, self._loop, build_dataset(task, evaluation=True))
+            samples = build_dataset(task, evaluation=True)
+            require_same_length(samples, "eval_dataset", group=group, device=device)
+            self._evaluator = Evaluator(task, self._loop, samples)
         self._evaluations: list[Evaluation] = []
         self._best: Evaluation | None = None
         self._checkpoint: Path | None = None
