@@ -123,7 +123,7 @@ class Torn(IterableDataset):
     """Cannot be read behind its sixth sample."""
 
     def __iter__(self):
-        yield from range(6)
+        yield from range(7)
         raise DataError("It is torn.\nMend it.", file="torn", offset=6, sample=6)
 
 
@@ -137,3 +137,4 @@ def test_our_own_errors_arrive_as_they_were_raised_where_the_stream_ends(workers
         next(loaded)
     assert str(error.value) == "It is torn.\nMend it."
     assert (error.value.file, error.value.offset, error.value.sample) == ("torn", 6, 6)
+    assert error.value.__notes__ == ["in the stream of Task.dataset, sample 1 of step 3"]

@@ -168,6 +168,16 @@ def test_the_state_travels_with_the_batches_and_fits_any_number_of_loader_proces
         second.close()
 
 
+def test_what_was_resumed_from_is_the_state_until_there_is_another():
+    resumed = feed(Counting())
+    resumed.seek(5, state := {"epoch": 1, "stream": {"position": 8}})
+    assert resumed.state() == state
+    numbers(resumed, 1)
+    assert resumed.state() == {"epoch": 1, "stream": {"position": 10}}
+    resumed.seek(0)
+    assert resumed.state() is None
+
+
 def test_a_state_that_is_of_no_use_is_told_and_the_resumed_run_is_exact_all_the_same():
     whole = numbers(feed(Buffered()), 8)
     first = feed(Buffered())

@@ -110,7 +110,7 @@ class Feed:
             self._tuner = None  # each change would read all that came before
 
     def _go_on_at(self, step: int, state: dict[str, Any] | None) -> None:
-        self._position = StreamPosition(step, state)
+        self._position, self._note = StreamPosition(step, state), None
         self.close()
 
     def state(self) -> dict[str, Any] | None:
@@ -119,7 +119,7 @@ class Feed:
         Warns on the first rank if what it says is of no use.
         """
         if self._note is None:
-            return None
+            return self._position.state
         state = self._state()
         problem = self._note.problem or unfit(state)
         if problem is None:

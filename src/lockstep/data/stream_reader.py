@@ -181,4 +181,10 @@ class StreamReader:
 
     def _read(self, iterator: Iterator[Any], step: int) -> list[Any]:
         seed_cpu(mix(self._order.seed, _STREAM, step))
-        return list(islice(iterator, self._order.batch_size))
+        samples: list[Any] = []
+        try:
+            samples.extend(islice(iterator, self._order.batch_size))
+        except Exception as error:
+            error.add_note(f"in the stream of Task.dataset, sample {len(samples)} of step {step}")
+            raise
+        return samples
