@@ -33,6 +33,10 @@ class Tolerance:
     relative: float
     floor: float
 
+    def floor_of(self, kind: str) -> float:
+        """Return the floor for a kind of tensor: Adam makes a step of even such a gradient, so weights get more room."""
+        return 10 * self.floor if kind == "parameter" else self.floor
+
 
 DOUBLE, SINGLE = Tolerance(1e-8, 1e-2), Tolerance(1e-3, 1e-1)
 EXACT = Tolerance(0.0, 0.0)
@@ -207,11 +211,12 @@ def _tensors(
     ]
     scale = math.hypot(*(one.norm for one in groups[0][0].values())) if groups[0][0] else 0.0
     scale = scale if math.isfinite(scale) and "buffer" not in kind else 0.0
+    least = tolerance.floor_of(kind) * scale
     for name in {**groups[0][0], **groups[0][1]}:
         apart = [_apart(name, theirs, ours) for theirs, ours in groups]
         limits = [theirs[name].norm if name in theirs else 0.0 for theirs, _ in groups]
-        limits = [tolerance.relative * max(norm, tolerance.floor * scale) for norm in limits]
-        sizes = [_relative(a, theirs.get(name), scale, tolerance) for a, (theirs, _) in zip(apart, groups, strict=True)]
+        limits = [tolerance.relative * max(norm, least) for norm in limits]
+        sizes = [_relative(a, theirs.get(name), least) for a, (theirs, _) in zip(apart, groups, strict=True)]
         if not any(apart):
             continue
         ranks = [rank for rank, limit in enumerate(limits) if not apart[rank] <= limit]
@@ -226,10 +231,10 @@ def _apart(name: str, expected: Mapping[str, Sketch], found: Mapping[str, Sketch
     return distance(found[name], expected[name]) if name in expected else 0.0
 
 
-def _relative(apart: float, expected: Sketch | None, scale: float, tolerance: Tolerance) -> float:
+def _relative(apart: float, expected: Sketch | None, least: float) -> float:
     if apart == 0.0:
         return 0.0
-    norm = max(expected.norm if expected else 0.0, tolerance.floor * scale)
+    norm = max(expected.norm if expected else 0.0, least)
     return apart / norm if norm > 0 and math.isfinite(norm) else math.inf
 
 

@@ -1,0 +1,98 @@
+"""verify names the fault that was planted in a task, and calls sound ones the same run."""
+
+import pytest
+
+from tests.verifying import FAULTS, causes, verify_on
+
+
+@pytest.mark.parametrize(
+    ("file", "cause", "first", "advice"),
+    [
+        ("data_order.py", "data order", ("sample", 0), "Make the data set the same on every rank"),
+        ("sample_weighting.py", "sample weighting", ("loss", 0), "Return lockstep.Loss(total, count)"),
+        ("random_state.py", "random state", ("loss", 0), "Train with --reproducible 2"),
+        ("batchnorm_statistics.py", "BatchNorm statistics", ("loss", 0), "Use lockstep.SyncBatchNorm.convert_sync"),
+        ("learning_rate_rule.py", "learning-rate rule", ("learning rate", 0), "Let the learning rate depend on"),
+        ("buffers_on_one_rank.py", "buffers changed on one rank", ("loss", 0), "Change buffers in the same way"),
+        ("loss_sums.py", "a loss that sums instead of averages", ("loss", 0), "Return the mean over the batch"),
+    ],
+)
+def test_a_planted_fault_is_named(ranks, file, cause, first, advice):
+    verification, _ = verify_on(ranks, FAULTS / file)
+    assert not verification.same
+    assert causes(verification) == [cause]
+    assert verification.explained
+    assert verification.repeatable
+    assert (verification.comparison.first.kind, verification.comparison.first.step) == first
+    assert verification.findings[0].fix.startswith(advice)
+    assert verification.subject.double
+
+
+def test_a_sum_in_no_fixed_order_is_named_though_it_is_rounding_only(ranks):
+    verification, _ = verify_on(ranks, FAULTS / "not_deterministic.py", num_steps=6)
+    assert not verification.same
+    assert not verification.repeatable
+    assert causes(verification) == ["non-deterministic operator"]
+    assert max(verification.comparison.worst.values()) < 1e-12
+
+
+def test_five_faults_at_once_are_all_found(ranks):
+    verification, said = verify_on(ranks, FAULTS / "several.py")
+    assert causes(verification) == [
+        "data order",
+        "learning-rate rule",
+        "random state",
+        "BatchNorm statistics",
+        "a loss that sums instead of averages",
+    ]
+    assert verification.explained
+    assert said == [
+        "one process, twice",
+        "2 ranks",
+        "not the same; what one process can find out",
+        "what 2 ranks can find out",
+    ]
+
+
+@pytest.mark.parametrize("task", ["sound.py", "sound.py:gpt", "batchnorm_statistics.py:synchronised"])
+def test_a_sound_task_is_the_same_run(ranks, task):
+    verification, said = verify_on(ranks, FAULTS / task)
+    assert verification.same
+    assert verification.findings == ()
+    worst = verification.comparison.worst
+    assert worst["loss"] < 1e-12
+    assert worst["gradient"] < 1e-12
+    assert worst["parameter"] < 1e-9  # Adam makes steps of the rounding in gradients that should be zero
+    assert all(worst[kind] == 0 for kind in ("size", "initial parameter", "initial buffer", "sample", "learning rate"))
+    assert said == ["one process, twice", "2 ranks"]
+
+
+def test_the_last_batch_of_the_epoch_is_among_the_steps(ranks):
+    verification, _ = verify_on(ranks, FAULTS / "sound.py")
+    assert verification.subject.steps == (0, 1, 5)  # 45 samples by 8
+
+
+def test_dropout_and_batch_norm_are_the_same_bits_in_reproducible_mode(ranks):
+    for file in ("random_state.py", "batchnorm_statistics.py"):
+        verification, _ = verify_on(ranks, FAULTS / file, reproducible=2)
+        assert verification.same
+        assert set(verification.comparison.worst.values()) == {0.0}
+
+
+def test_a_fix_that_is_proposed_was_tried(ranks):
+    dropout, _ = verify_on(ranks, FAULTS / "random_state.py")
+    assert dropout.findings[0].tried == "Tried: with it, one process and the ranks are the same run, to the bit."
+    norm, _ = verify_on(ranks, FAULTS / "batchnorm_statistics.py")
+    assert norm.findings[0].tried == "Tried: with it, one process and the ranks are the same run."
+    assert norm.findings[0].evidence == (
+        "Each rank normalises with mean and variance of its own part of the batch (1)."
+    )
+
+
+def test_weights_are_told_as_they_were_measured(ranks):
+    verification, _ = verify_on(ranks, FAULTS / "sample_weighting.py")
+    evidence = verification.findings[0].evidence
+    assert evidence.startswith("At step 0 the parts of the batch (4 + 4 samples) count 0.5 : 0.5; the whole needs 0.")
+    wanted = [float(number) for number in evidence.rstrip(".").rpartition("needs ")[2].split(" : ")]
+    assert sum(wanted) == pytest.approx(1, abs=2e-3)
+    assert wanted[0] != 0.5

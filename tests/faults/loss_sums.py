@@ -1,0 +1,22 @@
+"""Planted fault: the loss is the sum over the samples."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import lockstep
+
+
+def samples():
+    inputs = torch.randn(45, 6, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(inputs, inputs[:, :3].argmax(dim=1))
+
+
+task = lockstep.Task(
+    model=lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)),
+    dataset=samples,
+    loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="sum"),
+    optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
+    global_batch_size=8,
+)

@@ -1,0 +1,36 @@
+"""Run `verify` on the shared pool: one worker stands for one process, others for the ranks."""
+
+import os
+from pathlib import Path
+
+from lockstep.study.verify.diagnose import diagnose
+from lockstep.study.verify.experiment import Subject
+from lockstep.train.settings import Settings
+
+FAULTS = Path(__file__).parent / "faults"
+
+
+def as_launched(world, function, args):
+    """Run with what the launcher would have put into the environment."""
+    kept = dict(os.environ)
+    os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.world_size))
+    try:
+        return function(*args, world)
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+
+
+def verify_on(ranks, task, *, torch_ddp=False, num_steps=3, num_devices=2, **settings):
+    """Return what verify finds about the task in a file, and what it said meanwhile."""
+
+    def processes(num, function, *args):
+        return ranks(num, warnings="ignore")(as_launched, function, args)
+
+    said = []
+    subject = Subject(str(task), Settings(**settings), num_devices, torch_ddp, num_steps)
+    return diagnose(subject, processes, said.append), said
+
+
+def causes(verification):
+    return [finding.cause.value for finding in verification.findings]
