@@ -162,6 +162,59 @@ def test_through_our_engine_gradients_are_those_of_one_process(ranks, num_ranks,
     assert max(ranks(num_ranks)(run)) < 1e-12
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_weights_of_micro_batches_count_within_the_layers(ranks, accumulate):
+    """Each rank's loss is a plain mean over its own samples, and says of how many."""
+    sizes = [3, 1, 2]
+
+    def run(world):
+        oracle = net()
+        model = lockstep.DistributedDataParallel(lockstep.SyncBatchNorm.convert_sync_batchnorm(net()))
+        own = slice(sum(sizes[: world.rank]), sum(sizes[: world.rank + 1]))
+        worst = 0.0
+        for step in range(3):
+            oracle.zero_grad()
+            model.zero_grad()
+            for micro in range(accumulate):
+                x, y = samples(sum(sizes), 10 * step + micro)
+                ((oracle(x) - y).square().mean() / accumulate).backward()
+                model.require_backward_grad_sync = micro == accumulate - 1
+                lockstep.backward((model(x[own]) - y[own]).square().mean(), count=sizes[world.rank])
+            for ours, expected in zip(model.parameters(), oracle.parameters(), strict=True):
+                worst = max(worst, float((ours.grad - expected.grad).norm() / expected.grad.norm()))
+        return worst
+
+    assert max(ranks(3)(run)) < 1e-12
+
+
+@pytest.mark.parametrize("weights", [[(3, 0)], [(3, 0), (1, 2)], [(3, 2), (0, 4)], [(0, 0), (2, 0)]])
+def test_samples_of_weight_zero_still_count_in_the_statistics(ranks, weights):
+    """So other ranks' losses depend on them; their own loss may even be NaN."""
+
+    def run(world):
+        oracle = net()
+        model = lockstep.DistributedDataParallel(lockstep.SyncBatchNorm.convert_sync_batchnorm(net()))
+        own = slice(0, 3) if world.rank == 0 else slice(3, 5)
+        worst = 0.0
+        for _ in range(2):
+            oracle.zero_grad()
+            model.zero_grad()
+            for micro, pair in enumerate(weights):
+                x, y = samples(5, micro)
+                errors = (oracle(x) - y).square()
+                loss = pair[0] * errors[:3].mean() + pair[1] * errors[3:].mean()
+                (loss / sum(map(sum, weights))).backward()
+                model.require_backward_grad_sync = micro == len(weights) - 1
+                loss = (model(x[own]) - y[own]).square().mean()
+                weight = pair[world.rank]
+                lockstep.backward(loss if weight else loss * float("nan"), count=weight)
+            for ours, expected in zip(model.parameters(), oracle.parameters(), strict=True):
+                worst = max(worst, float((ours.grad - expected.grad).norm() / expected.grad.norm()))
+        return worst
+
+    assert max(ranks(2)(run)) < 1e-12
+
+
 def test_parameters_have_this_ranks_part_of_the_gradient(ranks):
     def run(world):
         _, layer = layers(2, 4, torch.float64)

@@ -181,7 +181,7 @@ class DistributedDataParallel(Accumulation):
             ballot=Ballot(is_missing=True).encode(self.process_group.rank(), self.process_group.size()),
         )
         self._reducer = Reducer(row, group=self.process_group, skip_unused_buckets=self.skip_all_reduce_unused_params)
-        self._follow.weights = self._reducer.weights
+        self._follow.weigh_with(self._reducer.weights)
         self.reducer = TorchReducer(self._reducer, self.process_group)
         watch_frozen(parameters, self._reducer)
 

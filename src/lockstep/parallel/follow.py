@@ -26,6 +26,8 @@ from lockstep.parallel.batchnorm.exchange import Place
 from lockstep.parallel.batchnorm.layer import SyncBatchNorm, TorchSyncBatchNorm
 from lockstep.parallel.ddp.weights import Weights
 
+_CONVERT = "Convert the model: model = lockstep.SyncBatchNorm.convert_sync_batchnorm(model)."
+
 
 class _Phase(Enum):
     CLOSED = "closed"  # an ordinary step: nobody announces anything
@@ -40,9 +42,6 @@ class Follow:
         module: The model.
         group: The ranks that train it together.
         device: Where tensors can be exchanged.
-
-    Attributes:
-        weights: What this rank's micro-batches count, if the engine weighs them.
     """
 
     def __init__(self, module: nn.Module, *, group: Group, device: torch.device) -> None:
@@ -58,7 +57,7 @@ class Follow:
         self._phase = _Phase.CLOSED
         self._has_batch = True
         self._step = 0
-        self.weights: Weights | None = None
+        self._weights: Weights | None = None
         enter(self, self._layers)
 
     @property
@@ -72,10 +71,22 @@ class Follow:
         return self._step
 
     @property
-    def weight(self) -> float:
-        """What this rank's gradients are multiplied by once backward is over, relative to the other ranks."""
-        window = None if self.weights is None else self.weights.window
-        return 1.0 if window is None else window.weight
+    def unit(self) -> float:
+        """What this rank's gradients are multiplied by once backward is over, relative to those of the other ranks."""
+        window = None if self._weights is None else self._weights.window
+        return 1.0 if window is None else window.unit_of_backward
+
+    def weigh_with(self, weights: Weights) -> None:
+        """Let layers know what this rank's micro-batches count, and the weights that there are such layers."""
+        self._weights = weights
+        if self._group.size() > 1:
+            for name, layer in zip(self._names, self._layers, strict=True):
+                weights.shares_batch = True
+                if not isinstance(layer, SyncBatchNorm):
+                    weights.refusal = (
+                        f"{name} is a torch.nn.SyncBatchNorm, which mixes the ranks' gradients regardless of weights."
+                        f"\n{_CONVERT}"
+                    )
 
     def open(self, *, has_batch: bool) -> None:
         """Begin a step in which some rank may be without a batch. Every rank calls it; nothing is sent.
@@ -114,7 +125,7 @@ class Follow:
             if not isinstance(layer, SyncBatchNorm):
                 raise ConfigurationError(
                     f"{name} is a torch.nn.SyncBatchNorm, which would wait for ever for ranks without a batch.\n"
-                    "Convert the model: model = lockstep.SyncBatchNorm.convert_sync_batchnorm(model)."
+                    f"{_CONVERT}"
                 )
             if layer.group_in_use() not in (self._group, None):
                 raise ConfigurationError(

@@ -33,8 +33,8 @@ class Engine(Protocol):
         """The number of such steps so far."""
 
     @property
-    def weight(self) -> float:
-        """What this rank's gradients are multiplied by once backward is over, relative to the other ranks."""
+    def unit(self) -> float:
+        """What this rank's gradients are multiplied by once backward is over, relative to those of the other ranks."""
 
     def announce(self, event: Event, layer: nn.Module, step: int) -> None:
         """Say that ``layer`` is about to exchange something. Collective: every rank. Blocks until complete.

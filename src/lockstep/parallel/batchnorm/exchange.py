@@ -55,9 +55,9 @@ class Exchange:
         self._step = 0 if self._engine is None else self._engine.step
 
     @property
-    def weight(self) -> float:
-        """What this rank's gradients will be multiplied by, relative to the other ranks."""
-        return 1.0 if self._engine is None else self._engine.weight
+    def unit(self) -> float:
+        """What this rank's gradients will be multiplied by, relative to those of the other ranks."""
+        return 1.0 if self._engine is None else self._engine.unit
 
     def announce(self, event: Event) -> None:
         """Tell ranks without a batch, if there may be any. Collective then: every rank. Blocks until complete."""

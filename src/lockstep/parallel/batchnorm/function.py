@@ -21,7 +21,7 @@ class Normalise(torch.autograd.Function):
     channel over the ranks. The gradients of weight and bias are this rank's part only.
 
     If an engine multiplies a rank's gradients by a weight when backward is over, so as to give the gradient of the
-    weighted sum of the ranks' losses, the other ranks' terms must be in units of this rank's weight already.
+    weighted sum of the ranks' losses, the other ranks' terms must be in that unit already.
     """
 
     @staticmethod
@@ -66,10 +66,6 @@ class Normalise(torch.autograd.Function):
 
 
 def _sum(exchange: Exchange, mine: Tensor) -> Tensor:
-    """Return the ranks' sums, each times its weight, in units of this rank's. Collective: every rank. Blocks."""
-    weight = exchange.weight
-    if weight == 1:
-        return exchange.sum(mine)
-    if weight == 0:  # this rank's gradients will be dropped, NaN or not
-        return exchange.sum(torch.zeros_like(mine))
-    return exchange.sum(mine * weight) / weight
+    """Return the sums over the ranks, in this rank's unit. Collective: every rank. Blocks."""
+    unit = exchange.unit
+    return exchange.sum(mine) if unit == 1 else exchange.sum(mine * unit) / unit

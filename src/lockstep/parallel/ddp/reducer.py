@@ -155,7 +155,7 @@ class Reducer:
 
     def expect_accumulation(self, output: Any) -> None:
         """Take notice of a forward whose backward is not synchronised, and of what it returned."""
-        if self.weights.window is not None:
+        if self.weights.window is not None or self.weights.shares_batch:
             for tensor in find_tensors(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._on_local_output)
@@ -170,16 +170,17 @@ class Reducer:
         if self.weights.window is not None:
             self.weights.window.on_forward()
 
-    def _on_local_output(self, _gradient: Tensor) -> None:
-        window = self.weights.window
+    def _on_local_output(self, gradient: Tensor) -> Tensor | None:
         with self._lock:
-            if window is not None and not self.is_collecting:
-                window.enter(self._used, accumulates=True)
+            if self.weights.window is not None and not self.is_collecting:
+                self.weights.window.enter(self._used, accumulates=True)
+        return self.weights.silenced(gradient)
 
-    def _on_output(self, _gradient: Tensor) -> None:
+    def _on_output(self, gradient: Tensor) -> Tensor | None:
         with self._lock:
             if not self.is_collecting:
                 self._open_step()
+        return self.weights.silenced(gradient)
 
     def _open_step(self, arrived: int | None = None) -> None:
         if self._phase is _Phase.COLLECTING:  # a backward that an exception cut short
@@ -197,7 +198,7 @@ class Reducer:
         self._arrivals: list[int] = []
         self._arrived = bytearray(len(self.row.parameters))
         self._missing = [len(bucket.parameters) for bucket in self.row.buckets]
-        self._inflight: list[Future[Any] | None] = []
+        self._inflight: list[tuple[Bucket, Future[Any]] | None] = []  # None: a bucket that does not leave
         if self.weights.window is not None:
             self.weights.window.close()
 
@@ -241,7 +242,7 @@ class Reducer:
             self._inflight.append(None)
             return
         bucket.gather(used, share)
-        self._inflight.append(self._start(bucket, position))
+        self._inflight.append((bucket, self._start(bucket, position)))
 
     def _start(self, bucket: Bucket, position: int) -> Future[Any]:
         is_last = position == len(self.row.buckets) - 1
@@ -261,11 +262,7 @@ class Reducer:
                 while len(self._inflight) < len(self.row.buckets):
                     self._launch()
                 started_s = time.perf_counter()
-                left = [
-                    (b, future)
-                    for b, future in zip(self.row.buckets, self._inflight, strict=True)
-                    if future is not None
-                ]
+                left = [each for each in self._inflight if each is not None]
                 num_users = complete(left, self._used, ballot, self._transport, self.weights)
                 self.exposed_wait_s = time.perf_counter() - started_s
                 for bucket, _ in left:

@@ -53,6 +53,7 @@ class Weights:
         device: Where tensors lie that the ranks can exchange.
         rank: This one.
         refusal: Why there can be no weights; None: there can.
+        shares_batch: See `Window`.
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
@@ -64,6 +65,7 @@ class Weights:
         # Ballots on their way to the host, and the event of their arrival.
         self._doubt: tuple[Tensor, Any] | None = None
         self.refusal: str | None = None
+        self.shares_batch = False
 
     def give(self, weight: float, parameters: Sequence[torch.nn.Parameter], used: Sequence[int]) -> None:
         """Take note of the weight of the coming backward; see `Window` for the other arguments.
@@ -76,8 +78,12 @@ class Weights:
         if self.window is None:
             local = [parameter.grad for parameter, is_used in zip(parameters, used, strict=False) if is_used]
             has_unweighed = not all_zero(gradient for gradient in local if gradient is not None)
-            self.window = Window(parameters, has_unweighed=has_unweighed)
+            self.window = Window(parameters, has_unweighed=has_unweighed, shares_batch=self.shares_batch)
         self.window.give(weight)
+
+    def silenced(self, gradient: Tensor) -> Tensor | None:
+        """Return what is to enter the model instead of the gradient of an output; None: the gradient itself."""
+        return torch.zeros_like(gradient) if self.window is not None and self.window.is_silent else None
 
     def encode(self, ballot: Ballot) -> list[float]:
         """Return the numbers that ``ballot`` is on this rank."""

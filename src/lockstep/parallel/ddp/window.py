@@ -17,6 +17,10 @@ was closed in between. A forward makes a weight that has counted invalid.
 0 * NaN is NaN, so gradients of a micro-batch of weight zero must not be added to others. What has been accumulated is
 put aside, and put back when the next micro-batch enters or the bucket leaves.
 
+Where layers share the batch between the ranks (SyncBatchNorm), the samples of such a micro-batch are a part of the
+other ranks' losses all the same. Then not its gradients are dropped, but the gradient of its own loss, where it enters
+the model.
+
 [Note: gradients from before the window]
 Gradients that were neither reduced nor zeroed away since the last step are part of what the next one yields: reduced
 gradient + mean of the window, as without weights. Ranks may have different numbers of micro-batches, so each rank
@@ -48,6 +52,7 @@ class Window:
     Args:
         parameters: All parameters of the model; those behind the end of ``used`` count as used.
         has_unweighed: Whether gradients of micro-batches without a weight have been accumulated.
+        shares_batch: Whether layers of the model exchange gradients with other ranks within backward.
 
     Attributes:
         is_weighed, has_unweighed: Whether the window holds micro-batches with and without a weight.
@@ -55,8 +60,11 @@ class Window:
         unit: The weight in units of which gradients are; 0 if there are none.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], *, has_unweighed: bool) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], *, has_unweighed: bool, shares_batch: bool = False
+    ) -> None:
         self._parameters = parameters
+        self._shares_batch = shares_batch
         self._given = _Given.NOTHING
         self._weight = 0.0
         self.close()
@@ -75,9 +83,14 @@ class Window:
         self._weight, self._given = weight, _Given.FRESH
 
     @property
-    def weight(self) -> float:
-        """What the backward that runs counts, for layers that exchange gradients within it; 1 if it has no weight."""
-        return 1.0 if self._given is _Given.NOTHING else self._weight
+    def unit_of_backward(self) -> float:
+        """What the gradients of the backward that runs will be multiplied by; 1 if it has no weight."""
+        return 1.0 if self._given is _Given.NOTHING else self._weight or self.unit
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the loss of the backward that runs counts for nothing, but its samples do in other ranks' losses."""
+        return self._shares_batch and self._given is _Given.COUNTED and self._weight == 0
 
     def withdraw(self) -> bool:
         """Forget a weight that did not count; return whether there was one."""
@@ -120,7 +133,8 @@ class Window:
         if self._given is _Given.NOTHING or (self._given is _Given.COUNTED and self.is_weighed):
             return
         weight = self._weight
-        if arrived is not None and self.is_weighed and (self._aside or weight != self.unit):
+        is_silent = weight == 0 and self._shares_batch
+        if arrived is not None and (is_silent or (self.is_weighed and (self._aside or weight != self.unit))):
             raise ConfigurationError(
                 "A gradient arrived before any output of the model was reached, too late for its weight to count.\n"
                 "Return all outputs as tensors, or in lists, dicts or dataclasses, and give weight() before backward."
@@ -128,13 +142,14 @@ class Window:
         self._put_back(range(len(self._parameters)))
         if accumulates and not self.is_weighed and not self.has_unweighed:
             self._save_what_was_before(arrived)
-        if weight == 0:
+        if weight == 0 and not is_silent:
             self._put_aside(arrived)
         else:
-            if self.unit not in (0.0, weight):
+            unit = weight or self.unit or 1.0
+            if self.unit not in (0.0, unit):
                 for _, gradient in self._accumulated(used):
-                    gradient.mul_(self.unit / weight)
-            self.unit = weight
+                    gradient.mul_(self.unit / unit)
+            self.unit = unit
         self.total += weight
         self.is_weighed, self._given = True, _Given.COUNTED
 
