@@ -132,6 +132,11 @@ def test_the_index_can_lie_elsewhere(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     assert len(TarShards(first)) == 1
     assert len(os.listdir(tmp_path / "home" / "lockstep" / "tar")) == 1
+    first.with_name("a.tar.index").write_bytes(next((tmp_path / "home" / "lockstep" / "tar").iterdir()).read_bytes())
+    monkeypatch.setattr(tar_index, "_write", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    assert len(TarShards(first)) == 1, "an index beside the shard is used wherever a new one would go"
+    monkeypatch.undo()
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError) as error:
         TarShards(first, cache=tmp_path / "file")

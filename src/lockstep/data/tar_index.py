@@ -71,31 +71,33 @@ def open_indexes(shards: Sequence[str], cache: str | None) -> list[TarIndex]:
 
 
 def _open(shard: str, cache: str | None) -> TarIndex:
-    path = _path(shard, cache)
     status = os.stat(shard)
     signature = {"format": _FORMAT, "shard_bytes": status.st_size, "shard_mtime_ns": status.st_mtime_ns}
-    num_samples = _read_header(path, signature)
-    if num_samples is None:
-        samples = scan(shard)
-        num_samples = len(samples)
-        try:
-            _write(path, samples, signature)
-        except OSError as error:
-            raise DataError(
-                f"The index of {shard} cannot be written to {path}: {error.strerror}.\n"
-                "Name another folder for it (cache=...).",
-                file=path,
-            ) from error
-    return TarIndex(shard, path, num_samples)
+    paths = _places(shard, cache)
+    for path in paths:
+        num_samples = _read_header(path, signature)
+        if num_samples is not None:
+            return TarIndex(shard, path, num_samples)
+    samples = scan(shard)
+    path = paths[0] if len(paths) == 1 or os.access(os.path.dirname(shard), os.W_OK) else paths[1]
+    try:
+        _write(path, samples, signature)
+    except OSError as error:
+        raise DataError(
+            f"The index of {shard} cannot be written to {path}: {error.strerror}.\n"
+            "Name another folder for it (cache=...).",
+            file=path,
+        ) from error
+    return TarIndex(shard, path, len(samples))
 
 
-def _path(shard: str, cache: str | None) -> str:
-    folder, name = os.path.split(shard)
-    if cache is None and os.access(folder, os.W_OK):
-        return f"{shard}.index"
-    if cache is None:
-        cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "lockstep", "tar")
-    return os.path.join(os.path.abspath(cache), f"{name}.{hashlib.sha256(shard.encode()).hexdigest()[:16]}.index")
+def _places(shard: str, cache: str | None) -> list[str]:
+    """Return where the index may lie, the best place first."""
+    name = f"{os.path.basename(shard)}.{hashlib.sha256(shard.encode()).hexdigest()[:16]}.index"
+    if cache is not None:
+        return [os.path.join(os.path.abspath(cache), name)]
+    user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return [f"{shard}.index", os.path.join(user, "lockstep", "tar", name)]
 
 
 def _read_header(path: str, signature: dict[str, object]) -> int | None:
