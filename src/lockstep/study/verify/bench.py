@@ -14,6 +14,7 @@ import cloudpickle  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import IterableDataset
 
 from lockstep.comm.disguise import as_only_process
 from lockstep.data.device import map_tensors
@@ -81,6 +82,7 @@ class Place:
         task: The task, fitted with what is watched and turned off.
         watch: Sees what its data set loads.
         rates: Of each update, the options of the optimizer's groups.
+        is_stream: Whether its data set turned out to be one without a length.
         gradients: What the optimizer was called with in this step; it may change them.
     """
 
@@ -91,6 +93,7 @@ class Place:
         self.rates: list[list[dict[str, Any]]] = []
         self.gradients: dict[str, Sketch] | None = None
         self._built: nn.Module | None = None
+        self.is_stream = False
         self.watch = Watch(self._given if "data" in off else None)
         sizes: dict[str, Any] = {}
         if "data" in off:
@@ -106,7 +109,9 @@ class Place:
 
     def _dataset(self) -> Any:
         with self._bench.disguised():
-            return watched(self._plain.dataset(), self.watch)
+            samples = self._plain.dataset()
+        self.is_stream = isinstance(samples, IterableDataset)
+        return watched(samples, self.watch)
 
     def _model(self) -> nn.Module:
         with self._bench.disguised():

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 from lockstep.comm.collectives import all_reduce
@@ -88,7 +88,7 @@ class ByHand:
         numbers = range(num_shares) if world is None else [world.rank]
         self.shares = [Share(bench, number, device) for number in numbers]
         first = self.shares[0]
-        self.is_stream = isinstance(first.samples, IterableDataset)
+        self.is_stream = first.place.is_stream
         if self._subject.torch_ddp and self.is_stream:
             raise ConfigurationError(
                 "The data set is a stream, which torch's DistributedSampler cannot divide.\n"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from lockstep.errors import ModelMismatch
+from lockstep.errors import ConfigurationError, ModelMismatch
 from lockstep.study.verify import ranks as ranks_study
 from lockstep.study.verify.determinism import outcome
 from lockstep.study.verify.differences import EXACT, Comparison, compare
@@ -77,6 +77,12 @@ def diagnose(subject: Subject, processes: Processes, say: Callable[[str], None])
     except ModelMismatch as error:
         evidence = f"The ranks do not build the same model: {str(error).splitlines()[0]}"
         finding = Finding(Cause.MODEL, evidence, fix(Cause.MODEL, subject))
+        return Verification(subject, False, None, alone.again.same, (finding,), (), True, alone.why_single)
+    except ConfigurationError as error:
+        if not alone.traces[0].is_stream:
+            raise
+        # What one process can train on and the ranks cannot is a stream that they do not read alike: the loop says so.
+        finding = Finding(Cause.DATA, str(error).splitlines()[0], fix(Cause.DATA, subject))
         return Verification(subject, False, None, alone.again.same, (finding,), (), True, alone.why_single)
     tolerance = EXACT if subject.settings.reproducible and not subject.torch_ddp else tolerance_of(subject)
     comparison = compare(alone.traces, traces, tolerance, strided=subject.torch_ddp)

@@ -34,7 +34,7 @@ class Tolerance:
     floor: float
 
     def floor_of(self, kind: str) -> float:
-        """Return the floor for a kind of tensor: Adam makes a step of even such a gradient, so weights get more room."""
+        """Return the floor for a kind of tensor: Adam makes steps of such gradients too, so weights get more room."""
         return 10 * self.floor if kind == "parameter" else self.floor
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
 
 from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError
@@ -18,6 +17,7 @@ from lockstep.study.verify.by_hand import ByHand
 from lockstep.study.verify.experiment import Experiment, Given, Subject
 from lockstep.study.verify.trace import StepTrace, Trace, read_rates, take
 from lockstep.train.loop import Loop
+from lockstep.train.settings import Settings, StrategyName
 
 
 class Trainer(Protocol):
@@ -108,13 +108,21 @@ def _trainer(bench: Bench, world: World) -> Iterator[Trainer]:
 class _LoopTrainer:
     """The loop of `fit`."""
 
-    def __init__(self, bench: Bench, settings: Any, world: World) -> None:
+    def __init__(self, bench: Bench, settings: Settings, world: World) -> None:
         on_ranks = bench.experiment.division == "ranks"
         place = bench.place(world.rank if on_ranks else 0)
-        self.loop = Loop(place.task, settings, world, strategy="ddp" if on_ranks else "single", devices=[world.device])
+        strategy: StrategyName = "ddp" if on_ranks else "single"
+        try:
+            self.loop = Loop(place.task, settings, world, strategy=strategy, devices=[world.device])
+        except ConfigurationError:
+            if not place.is_stream or settings.steps is not None:
+                raise
+            # A stream has no epochs that could be planned; nobody can know before the task has made it.
+            settings = replace(settings, epochs=None, steps=bench.subject.num_steps)
+            self.loop = Loop(place.task, settings, world, strategy=strategy, devices=[world.device])
         order = self.loop.plan.order
         self.drops_last = order.drop_last
-        self.is_stream = isinstance(self.loop.samples, IterableDataset)
+        self.is_stream = place.is_stream
         self.loads_ahead = world.device.type == "cuda"
         self.sizes = {
             "samples of the data set": order.num_samples,

@@ -12,7 +12,6 @@ from lockstep.study.verify.diagnose import Verification
 from lockstep.study.verify.differences import Comparison
 from lockstep.study.verify.verdict import exactness, sentences, steps
 
-
 PLURALS = {
     "size": "sizes of data set and batch",
     "initial parameter": "initial parameters",

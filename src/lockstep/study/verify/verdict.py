@@ -70,7 +70,7 @@ def _headline(verification: Verification) -> str:
             f"({exactness(verification)})."
         )
     if comparison is None:
-        return f"Not the same training run: the {who} could not start together."
+        return f"Not the same training run: the {who} cannot train together."
     if comparison.first is None:
         return f"Not the same training run twice: one process and {who} agree, but no two runs do to the bit."
     return (
