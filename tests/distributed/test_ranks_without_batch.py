@@ -1,18 +1,20 @@
 """Ranks without a batch take part in the SyncBatchNorm layers of the others: in fit, and under join()."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 import lockstep
 from lockstep.comm.join import Join
-from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
+from lockstep.errors import CollectiveError, ConfigurationError, DataError, LockstepError
 from lockstep.train.loop import Loop
 from lockstep.train.settings import Settings
 from tests.batchnorm import values
-from tests.training import make_task, mean_loss, relative_error, token_loss
+from tests.training import make_task, mean_loss, relative_error, samples, token_loss
 
 # 50 samples in global batches of 24: the third holds 2, so that of 3 and 4 ranks some have none.
 NUM_STEPS = 4
@@ -130,9 +132,49 @@ def test_torchs_engine_refuses_such_a_batch_on_every_rank(ranks):
     for outcome in ranks(3).each(plain_torch):
         assert type(outcome.error) is ConfigurationError
         assert str(outcome.error) == (
-            "The last batch leaves ranks without samples, for which the model's SyncBatchNorm layers would wait for "
-            "ever.\nUse strategy ddp, or leave that batch out (drop_last=True in the task)."
+            "A batch leaves ranks without samples, for which the model's SyncBatchNorm layers would wait for ever.\n"
+            "Use strategy ddp, or leave the last batch of an epoch out (drop_last=True in the task)."
         )
+
+
+class Unreadable(Dataset):
+    """The first global batch of 24 samples has its last 8 damaged, which are all that the third of three ranks has."""
+
+    def __init__(self):
+        self.samples = samples()
+        order = Loop(make_task(), Settings(), None, strategy="single", devices=[torch.device("cpu")]).plan.order
+        self.bad = set(order.batch(0)[16:].tolist())
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        if index in self.bad:
+            raise DataError(f"Record {index} is cut short.\nCopy it again.")
+        return self.samples[index]
+
+
+def fit(world, strategy, model, **settings):
+    kept = {}
+    task = make_task(
+        model=model, dataset=Unreadable, loss=token_loss, after=lambda model: kept.update(model.state_dict())
+    )
+    lockstep.fit(task, strategy=strategy, epochs=1, quiet=True, **settings)
+    return kept
+
+
+def test_a_rank_that_can_read_none_of_its_samples_follows(ranks):
+    expected = fit(None, "single", network, bad_samples="skip")
+    found = ranks(3)(partial(fit, bad_samples="skip"), "ddp", synchronised_network)[0]
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert relative_error(tensor.double(), expected[name].double()) < 1e-12, name
+
+
+def test_or_the_run_stops_on_every_rank(ranks):
+    for outcome in ranks(3).each(fit, "ddp", synchronised_network):
+        assert type(outcome.error) is DataError
+        assert str(outcome.error).startswith("Sample ")
 
 
 # Sizes of the batches of three ranks, step by step.

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lockstep.comm.collectives import Group, all_gather_object, all_reduce
 from lockstep.data.bad_sample import BadSample, stop_error
+from lockstep.data.division import Division
 from lockstep.data.loader import MicroBatch
 from lockstep.errors import DataError
 
@@ -75,6 +76,33 @@ class BadSamples:
         self._mine += micro.bad
         if self._mine and self._group is None:
             self._take([self._mine])
+
+    def all_have_samples(self, micro: MicroBatch, index: int, division: Division) -> bool:
+        """Return whether all ranks have samples in a micro-batch, where they must know that before forward.
+
+        Collective: every rank, if there is a group and each should have samples. Blocks; on CUDA it is not, and does
+        not, if the run stops at bad samples.
+
+        Args:
+            micro: Of this rank, which has been added.
+            index: The number of the micro-batch in its step.
+            division: Says whether each should have samples.
+
+        Raises:
+            DataError: On CUDA, on this rank alone: it could not read its samples, and the run is to stop at that.
+        """
+        if not division.all_have_samples(micro.num_global, index):
+            return False
+        has_samples = bool(micro.batches)
+        if self._group is None:
+            return has_samples
+        if self._device.type == "cuda" and not self.skip:
+            if not has_samples:
+                self._take([self._mine])
+            return True
+        flag = torch.tensor([int(has_samples)], device=self._device)
+        all_reduce(flag, group=self._group, op="min")
+        return bool(flag.item())
 
     def send(self, num_bad: Tensor, *, is_sum: bool = True) -> None:
         """Let the ranks know how many there are, and on CPUs, which.

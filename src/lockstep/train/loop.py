@@ -296,5 +296,5 @@ class Loop:
             tally.add_bad(self.bad_samples.num_pending)
         scale = self._updater.loss_scale / micro.num_global
         seed = partial(self._seed_share, micro.step, 0)
-        all_have_samples = partial(self.plan.division.all_have_samples, micro.num_global, index)
-        self._strategy.run(micro, Pass(scale, last and self._sync, watch, after_forward, seed, all_have_samples))
+        all_have = partial(self.bad_samples.all_have_samples, micro, index, self.plan.division)
+        self._strategy.run(micro, Pass(scale, last and self._sync, watch, after_forward, seed, all_have))

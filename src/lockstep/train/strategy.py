@@ -19,7 +19,7 @@ from lockstep.comm.world import World
 from lockstep.data.device import to_device
 from lockstep.data.division import Division
 from lockstep.data.loader import MicroBatch
-from lockstep.errors import ConfigurationError, LockstepError
+from lockstep.errors import ConfigurationError
 from lockstep.train.objective import LossModule, Objective, Part
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.stopwatch import Mark, Stopwatch
@@ -35,7 +35,7 @@ class Pass:
         watch: Gets a lap for forward and one for backward.
         after_forward: Called with the losses, if there are any, between the two; or after both where they are one.
         seed: Gives the generators of this process and of a device the random numbers of a share.
-        all_have_samples: Whether every share has samples in it; the same on every rank.
+        all_have_samples: Whether every share has samples in it; the same on every rank, each of which calls it or none.
     """
 
     scale: float
@@ -155,24 +155,15 @@ class Distributed(Strategy):
 
         Raises:
             ConfigurationError: On every rank: torch's engine is not able to do so.
-            LockstepError: This rank alone is without samples, so the others cannot know.
         """
-        if not self._has_sync_layers:
-            return contextlib.nullcontext()
-        if how.all_have_samples():
-            if num_samples == 0:
-                raise LockstepError(
-                    "This rank has no readable sample in a batch in which all ranks should have some.\n"
-                    "The model's SyncBatchNorm layers need every rank: repair the samples, or leave them out of the "
-                    "data set."
-                )
+        if not self._has_sync_layers or how.all_have_samples():
             return contextlib.nullcontext()
         from lockstep.parallel.ddp.join import UnevenInputs
 
         if not isinstance(self._module, UnevenInputs):
             raise ConfigurationError(
-                "The last batch leaves ranks without samples, for which the model's SyncBatchNorm layers would wait "
-                "for ever.\nUse strategy ddp, or leave that batch out (drop_last=True in the task)."
+                "A batch leaves ranks without samples, for which the model's SyncBatchNorm layers would wait for ever."
+                "\nUse strategy ddp, or leave the last batch of an epoch out (drop_last=True in the task)."
             )
         return self._module.some_without_batch(has_batch=num_samples > 0)
 
