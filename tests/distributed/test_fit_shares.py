@@ -98,6 +98,13 @@ def test_what_does_not_fit_is_an_error_on_every_rank(ranks):
     )
 
 
+@pytest.mark.parametrize("shares", [(1,), (1, 1, 1)])
+def test_so_it_is_with_virtual_shards(shares):
+    with pytest.raises(ConfigurationError, match="but this run has 2"):
+        lockstep.fit(make_task(), strategy="dp", devices=2, reproducible=4, shares=shares, quiet=True)
+    lockstep.fit(make_task(), strategy="dp", devices=2, reproducible=4, shares=(3, 1), steps=1, quiet=True)
+
+
 def test_the_plan_says_what_each_device_gets(capfd):
     lockstep.fit(make_task(), strategy="dp", devices=3, shares=SHARES, steps=1)
     assert "global batch 24 = 3 devices with 14 + 7 + 3 samples\n" in capfd.readouterr().out

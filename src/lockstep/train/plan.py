@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from math import ceil
 
 from lockstep.data.division import Division
-from lockstep.data.order import GlobalOrder, cut_by
+from lockstep.data.order import GlobalOrder
 from lockstep.data.stream_reader import StreamOrder
 from lockstep.errors import ConfigurationError
 from lockstep.train.reproducible.placement import place, require_whole_shards
 from lockstep.train.schedule import LearningRate, batch_scale
 from lockstep.train.settings import Settings
+from lockstep.train.shares import devices, require_as_many, require_some
 from lockstep.train.task import Task
 
 
@@ -103,48 +102,14 @@ def require_even(batch_size: int, num_shares: int, accumulate: int, proportions:
     """
     if proportions is not None:
         require_as_many(proportions, num_shares)
-        _require_some(batch_size, accumulate, proportions)
+        require_some(batch_size, accumulate, proportions)
         return
     parts = num_shares * accumulate
     if batch_size % parts == 0:
         return
     below = batch_size // parts * parts
     nearest = f"{below} or {below + parts}" if below else f"{below + parts}"
-    times = f"{_devices(num_shares)}" + (f" x {accumulate} micro-batches" if accumulate > 1 else "")
+    times = f"{devices(num_shares)}" + (f" x {accumulate} micro-batches" if accumulate > 1 else "")
     raise ConfigurationError(
         f"The global batch of {batch_size} samples does not divide by {times}.\nSet the global batch size to {nearest}."
     )
-
-
-def require_as_many(proportions: Sequence[float], num_devices: int) -> None:
-    """Check that there is a share for each device.
-
-    Raises:
-        ConfigurationError: There are more or fewer.
-    """
-    if len(proportions) != num_devices:
-        raise ConfigurationError(
-            f"shares={_spell(proportions)} is for {_devices(len(proportions))}, but this run has {num_devices}.\n"
-            "Give one number for each device, or leave shares out to make them all the same."
-        )
-
-
-def _require_some(batch_size: int, accumulate: int, proportions: Sequence[float]) -> None:
-    """Check that each share has a sample for each micro-batch."""
-    if min(len(cut_by(batch_size, proportions, index)) for index in range(len(proportions))) >= accumulate:
-        return
-    exact = [Fraction(proportion) for proportion in proportions]
-    enough = ceil(accumulate * sum(exact) / min(exact))  # from here on even the smallest is rounded down to enough
-    what = "a sample" if accumulate == 1 else f"a sample in each of {accumulate} micro-batches"
-    raise ConfigurationError(
-        f"A global batch of {batch_size} samples, divided by shares={_spell(proportions)}, does not have {what} for "
-        f"each device.\nSet the global batch size to {enough} or more, or make the shares more alike."
-    )
-
-
-def _devices(number: int) -> str:
-    return f"{number} device{'s' * (number > 1)}"
-
-
-def _spell(proportions: Sequence[float]) -> str:
-    return ",".join(f"{proportion:g}" for proportion in proportions)

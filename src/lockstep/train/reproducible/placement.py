@@ -11,6 +11,7 @@ from lockstep.data.division import Division
 from lockstep.data.order import cut, cut_by
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.tree.exchange import Placement
+from lockstep.train.shares import require_as_many
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,12 @@ def place(num_leaves: int, num_devices: int, proportions: Sequence[float] | None
     """Return the virtual shards of each device: contiguous, as evenly or by ``proportions`` as they come.
 
     Raises:
-        ConfigurationError: There is none for some device.
+        ConfigurationError: There is none for some device, or a proportion too many or too few.
     """
     if proportions is None:
         ranges = tuple(cut(num_leaves, num_devices, device) for device in range(num_devices))
     else:
+        require_as_many(proportions, num_devices)
         ranges = tuple(cut_by(num_leaves, proportions, device) for device in range(num_devices))
     if not all(ranges):
         idle = sum(not leaves for leaves in ranges)
