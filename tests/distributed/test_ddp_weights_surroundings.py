@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import lockstep
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp import transport, weights
-from tests.models import MLP, assert_gradients_equal, build, global_batch, relative_error, squared_error
+from tests.models import assert_gradients_equal, build, global_batch, relative_error, squared_error
 
 SIZES = [[[3], [5]], [[1, 2], [4]], [[0, 2], [3, 0]], [[4], [4]]]
 
@@ -58,13 +58,16 @@ def half(world, dtype):
         inputs, targets = (tensor.to(dtype) for tensor in part)
         return nn.functional.mse_loss(model(inputs), targets) * 1000
 
-    return train(world, model, oracle, loss, [[[n] for n in (2000, 3000)], [[4096], [0]], *SIZES])
+    error = train(world, model, oracle, loss, [[[n] for n in (2000, 3000)], [[4096], [0]], *SIZES, [[2003], [1]]])
+    return error, model._reducer.weights.sum
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 1e-2), (torch.bfloat16, 5e-2)])
 def test_half_precision_holds_no_weight_but_gets_the_mean(ranks, dtype, tolerance):
     """Weights as large as 4096 would overflow float16 in a product with the gradients."""
-    assert max(ranks(2)(half, dtype)) < tolerance
+    for error, sum_of_weights in ranks(2)(half, dtype):
+        assert error < tolerance
+        assert sum_of_weights == pytest.approx(2004.0, rel=1e-12)
 
 
 class OnlySparse(nn.Module):
@@ -99,22 +102,24 @@ def test_a_model_with_nothing_but_sparse_gradients(ranks):
     ranks(2)(sparse_only)
 
 
+class TwoDtypes(nn.Module):
+    """Two layers of different dtypes that do not see each other; each makes a part of the output."""
+
+    def __init__(self):
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(6, 1), nn.Linear(6, 2, dtype=torch.float64)
+
+    def forward(self, x):
+        return torch.cat([self.wide(x), self.narrow(x.float()).double()], dim=1)
+
+
 def mixed(world):
     """One bucket of float32 and one of float64: weights travel in the wider."""
-
-    class Mixed(MLP):
-        def forward(self, x):
-            return self[4](torch.tanh(self[2](torch.tanh(self[0](x.float()))).double()))
-
-    def make():
-        torch.manual_seed(0)
-        model = Mixed()
-        model[4].double()
-        return model
-
-    model, oracle = lockstep.DistributedDataParallel(make()), make()
-    train(world, model, oracle, squared_error, [[[7], [3]]])
-    return relative_error(model.module[4].bias.grad, oracle[4].bias.grad)
+    torch.manual_seed(0)
+    oracle, model = TwoDtypes(), lockstep.DistributedDataParallel(TwoDtypes())
+    oracle.load_state_dict(model.module.state_dict())
+    train(world, model, oracle, squared_error, [[[7], [3]], [[1], [10]], [[2], [1]]])
+    return relative_error(model.module.wide.weight.grad, oracle.wide.weight.grad)
 
 
 def test_parameters_of_two_dtypes(ranks):
