@@ -120,21 +120,52 @@ def test_an_empty_stream_is_an_error(workers):
 
 
 class Torn(IterableDataset):
-    """Cannot be read behind its sixth sample."""
+    """Cannot be read behind its seventh sample."""
+
+    def __init__(self, error):
+        self.error = error
 
     def __iter__(self):
         yield from range(7)
-        raise DataError("It is torn.\nMend it.", file="torn", offset=6, sample=6)
+        raise self.error
+
+
+def error_of_torn(error, workers):
+    order, division = StreamOrder(batch_size=2, seed=0), Division(1, range(1), 1)
+    options = LoadOptions(None, workers, pin_memory=False)
+    loaded = load_stream(Torn(error), order, division, options, position=StreamPosition())
+    assert [next(loaded).batches[0].tolist() for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(DataError) as caught:
+        next(loaded)
+    return caught.value
+
+
+ADVICE = (
+    "Repair or remove what cannot be read. A stream ends where it raises an error, whatever bad_samples says; what has "
+    "a length and an index can go on without such samples."
+)
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_our_own_errors_arrive_as_they_were_raised_where_the_stream_ends(workers):
+def test_what_a_stream_raises_is_told_in_the_same_words_from_loader_processes(workers):
+    where = "The stream of Task.dataset cannot be read (epoch 0, step 3, sample 1 of it)."
+    error = error_of_torn(DataError("It is torn.\nMend it.", file="torn", offset=6, sample=6), workers)
+    assert str(error) == f"{where}\nIt is torn.\nMend it.\n{ADVICE}"
+    assert (error.file, error.offset, error.sample) == ("torn", 6, 6)
+    error = error_of_torn(ValueError("no number"), workers)
+    head, cause, advice = str(error).split("\n")
+    assert (head, advice) == (where, ADVICE)
+    assert cause.startswith("ValueError: no number (")
+    assert cause.endswith(" in __iter__)")
+    assert "raise self.error" in error.__notes__[0]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_other_errors_of_ours_are_left_as_they_are(workers):
     order, division = StreamOrder(batch_size=2, seed=0), Division(1, range(1), 1)
     options = LoadOptions(None, workers, pin_memory=False)
-    loaded = load_stream(Torn(), order, division, options, position=StreamPosition())
-    assert [next(loaded).batches[0].tolist() for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
-    with pytest.raises(DataError) as error:
-        next(loaded)
-    assert str(error.value) == "It is torn.\nMend it."
-    assert (error.value.file, error.value.offset, error.value.sample) == ("torn", 6, 6)
-    assert error.value.__notes__ == ["in the stream of Task.dataset, sample 1 of step 3"]
+    stream = Torn(ConfigurationError("It is not set up."))
+    loaded = load_stream(stream, order, division, options, position=StreamPosition())
+    with pytest.raises(ConfigurationError) as error:
+        list(loaded)
+    assert str(error.value) == "It is not set up."

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from lockstep.data.bad_sample import BadSample
 from lockstep.data.plain import first_not_plain
 from lockstep.data.same_stream import checksum
 from lockstep.data.seeding import mix, seed_cpu
-from lockstep.errors import ConfigurationError
+from lockstep.errors import ConfigurationError, DataError, LockstepError
 
 _STREAM = 6
 """Keeps the bits that a stream draws apart from those that other purposes draw from the same seed."""
@@ -110,6 +111,7 @@ class StreamReader:
 
         Raises:
             ConfigurationError: The stream has no samples.
+            DataError: It raised an error; says where in it, and what.
         """
         step = 0 if self._start is None else self._position.step
         start, expected = self._start, None
@@ -185,6 +187,23 @@ class StreamReader:
         try:
             samples.extend(islice(iterator, self._order.batch_size))
         except Exception as error:
-            error.add_note(f"in the stream of Task.dataset, sample {len(samples)} of step {step}")
-            raise
+            if isinstance(error, LockstepError) and not isinstance(error, DataError):
+                raise
+            raise _unreadable(error, len(samples), self._epoch, step) from error
         return samples
+
+
+def _unreadable(error: Exception, number: int, epoch: int, step: int) -> DataError:
+    """Return what to raise for an error of the stream: the same words from a loader process as from this one."""
+    bad = BadSample.of(error, number, epoch, step)
+    found = DataError(
+        f"The stream of Task.dataset cannot be read (epoch {epoch}, step {step}, sample {number} of it).\n{bad.cause}\n"
+        "Repair or remove what cannot be read. A stream ends where it raises an error, whatever bad_samples says; what "
+        "has a length and an index can go on without such samples.",
+        file=bad.file,
+        offset=bad.offset,
+        sample=error.sample if isinstance(error, DataError) else None,
+    )
+    if bad.trace is not None:
+        found.add_note(bad.trace)
+    return found
