@@ -111,6 +111,19 @@ TEXT = (
 )
 
 
+def test_a_share_that_cannot_be_read_may_lie_between_two_that_can():
+    """Batches of 6 on three devices, and what the second has of the first batch is bad."""
+    from lockstep.data.order import GlobalOrder
+
+    bad = set(GlobalOrder(50, 6, 0).batch(0)[2:4].tolist())
+    run = partial(fit, dataset=lambda: Damaged(bad), bad_samples="skip", steps=3, epochs=None, global_batch_size=6)
+    expected, weights = run(None, "single")
+    found, others = run(None, "dp", devices=3)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-12)
+    assert relative_error(others, weights) < 1e-12
+    assert found.skipped_samples == 2
+
+
 def test_virtual_shards_are_summed_to_the_same_bits_without_them(ranks):
     expected, weights = fit(None, "single", bad_samples="skip", epochs=1)
     run = partial(fit, bad_samples="skip", reproducible=4, epochs=1)

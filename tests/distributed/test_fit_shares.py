@@ -46,6 +46,15 @@ def test_so_are_those_of_one_process_with_several_devices(settings, loss):
     check(train(None, task, "dp", NUM_STEPS, shares=SHARES, **settings), whole_batch(task, NUM_STEPS, **settings))
 
 
+def test_a_device_without_samples_may_lie_between_two_that_have_some(ranks):
+    """The last batch of 2 is divided into 1, 0 and 1."""
+    task, shares = make_task(), (10, 1, 10)
+    expected = whole_batch(task, NUM_STEPS)
+    check(train(None, task, "dp", NUM_STEPS, shares=shares), expected)
+    for found in ranks(3)(lambda world: train(world, task, "ddp", NUM_STEPS, shares=shares)):
+        check(found, expected)
+
+
 def test_each_device_computes_its_part(ranks):
     sizes = []
 

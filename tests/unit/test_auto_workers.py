@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 import lockstep
 from lockstep.data import auto_workers
@@ -141,11 +141,20 @@ class Slow(Dataset):
         return inputs + torch.randn(6, dtype=torch.float64), *rest
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_search_changes_nothing_else(monkeypatch, capfd, accumulate):
+class Streamed(IterableDataset):
+    """The same as a stream, which does not say where it stands."""
+
+    def __iter__(self):
+        """Read all of it."""
+        slow = Slow()
+        yield from (slow[index] for index in range(len(slow)))
+
+
+@pytest.mark.parametrize(("dataset", "accumulate"), [(Slow, 1), (Slow, 2), (Streamed, 1)])
+def test_the_search_changes_nothing_else(monkeypatch, capfd, dataset, accumulate):
     monkeypatch.setattr(auto_workers, "_WINDOW_S", 0.0)
     monkeypatch.setattr(auto_workers, "num_cores", lambda num_processes: 2)
-    task = make_task(dataset=Slow, eval_dataset=Slow)
+    task = make_task(dataset=dataset, eval_dataset=Slow)
 
     def losses(**settings):
         return lockstep.fit(task, strategy="single", steps=40, accumulate=accumulate, **settings).losses

@@ -126,6 +126,8 @@ class _Fetch(Dataset[MicroBatch]):
             seed_cpu(mix(self._seed, _SAMPLE, request.epoch, number))
             try:
                 samples.append(self._samples[number])
+            except MemoryError:  # says nothing of the sample
+                raise
             except Exception as error:
                 bad.append(BadSample.of(error, number, request.epoch, request.step))
                 if not self._skip_bad:
