@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -38,8 +39,12 @@ def describe_plan(
 def describe_skipped(skipped: Sequence[BadSample]) -> str:
     """Return which samples a run went without."""
     number = f"{len(skipped)} sample{'s' * (len(skipped) > 1)}"
-    names = "".join(f"\n  {sample.name}" for sample in skipped[:NUM_NAMED])
-    more = f"\n  and {len(skipped) - NUM_NAMED} more; the log file has all" if len(skipped) > NUM_NAMED else ""
+    times = Counter(bad.sample for bad in skipped)
+    different = list({bad.sample: bad for bad in skipped}.values())
+    names = "".join(
+        f"\n  {bad.name}" + f" ({times[bad.sample]} times)" * (times[bad.sample] > 1) for bad in different[:NUM_NAMED]
+    )
+    more = f"\n  and {len(different) - NUM_NAMED} others; the log file has all" * (len(different) > NUM_NAMED)
     return f"{number} skipped, as they could not be read:{names}{more}"
 
 
