@@ -137,6 +137,26 @@ def test_torchs_engine_refuses_such_a_batch_on_every_rank(ranks):
         )
 
 
+@pytest.mark.parametrize("strategy", ["single", "dp"])
+def test_strategies_of_one_process_wait_for_nobody(ranks, strategy):
+    def run(world):
+        return train(world, strategy, loss=mean_loss) if world.rank == 0 else None
+
+    check(ranks(2)(run)[0], train(None, strategy, model=network, loss=mean_loss))
+
+
+def test_torchs_engine_refuses_the_layers_on_the_cpu(ranks):
+    def run(world):
+        train(world, "torch-ddp")
+
+    for outcome in ranks(2).each(run):
+        assert type(outcome.error) is ConfigurationError
+        assert str(outcome.error) == (
+            "torch's DistributedDataParallel refuses SyncBatchNorm layers on the CPU, lockstep's too.\n"
+            "Use strategy ddp."
+        )
+
+
 class Unreadable(Dataset):
     """The first global batch of 24 samples has its last 8 damaged, which are all that the third of three ranks has."""
 

@@ -52,6 +52,7 @@ class Follow:
             if isinstance(layer, TorchSyncBatchNorm):
                 if isinstance(layer, SyncBatchNorm):
                     layer.place = Place(len(self._layers), f"SyncBatchNorm {name}")
+                    layer.alone = False
                 self._layers.append(layer)
                 self._names.append(name)
         self._phase = _Phase.CLOSED

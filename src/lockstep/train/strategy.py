@@ -196,6 +196,14 @@ def make_strategy(
     Raises:
         ConfigurationError: It cannot run on these devices.
     """
+    has_sync_layers = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
+    if has_sync_layers and name not in ("ddp", "torch-ddp"):
+        _leave_alone(model)
+    if has_sync_layers and name == "torch-ddp" and devices[0].type == "cpu":
+        raise ConfigurationError(
+            "torch's DistributedDataParallel refuses SyncBatchNorm layers on the CPU, lockstep's too.\n"
+            "Use strategy ddp."
+        )
     if name == "single":
         return Single(model, objective)
     if name == "dp":
@@ -207,6 +215,15 @@ def make_strategy(
 
         return Distributed(model, objective, world, DistributedDataParallel)
     return Distributed(model, objective, world, nn.parallel.DistributedDataParallel)
+
+
+def _leave_alone(model: nn.Module) -> None:
+    """Keep synchronised layers from waiting for ranks that do not train the model; there may be a group of them."""
+    from lockstep.parallel.batchnorm.layer import SyncBatchNorm
+
+    for layer in model.modules():
+        if isinstance(layer, SyncBatchNorm):
+            layer.alone = True
 
 
 def _torch_data_parallel(model: nn.Module, devices: Sequence[torch.device]) -> nn.Module:

@@ -53,6 +53,9 @@ class SyncBatchNorm(TorchSyncBatchNorm):
     place = Place()
     """Where this layer is in its model, the same on every rank; see `Exchange`."""
 
+    alone = False
+    """Whether this process normalises on its own although it is in a process group: others do not train its model."""
+
     @override
     @keep_out_of_graphs
     def forward(self, input: Tensor) -> Tensor:
@@ -74,7 +77,7 @@ class SyncBatchNorm(TorchSyncBatchNorm):
 
     def group_in_use(self) -> Group | None:
         """Return the ranks that take part, or None if there are no others."""
-        if not is_initialized():
+        if self.alone or not is_initialized():
             return None
         group: Group = default_group() if self.process_group is None else self.process_group
         return group if group.size() > 1 else None
