@@ -8,11 +8,18 @@ it is an error that can be told. ``pread`` has no position, so threads and forke
 from __future__ import annotations
 
 import os
+import resource
 
 from lockstep.errors import DataError
 
-_MAX_OPEN = 128
-"""Files kept open at a time; the usual limit of a process is 1024 descriptors."""
+
+def _most_open() -> int:
+    """Return how many files a reader may keep open: a quarter of what the system allows this process."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 4096 if allowed == resource.RLIM_INFINITY else max(16, min(4096, allowed // 4))
+
+
+_MAX_OPEN = _most_open()
 
 
 class _Descriptor:
