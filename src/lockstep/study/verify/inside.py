@@ -64,14 +64,14 @@ def plain(subject: Subject, division: str) -> Experiment:
 def run_alone(subject: Subject, world: World) -> Alone:
     """Train in one process, twice, in float64 if that is possible."""
     experiment, why_single = plain(subject, "one"), ""
+    start = time.monotonic()
     try:
-        start = time.monotonic()
         traces, given, steps = perform_and_keep(subject, experiment, Given(), world)
     except Exception as error:
-        subject = replace(subject, double=False)
-        start = time.monotonic()
-        traces, given, steps = perform_and_keep(subject, experiment, Given(), world)
         why_single = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if why_single:  # if it is not float64 that it cannot stand, it fails again, and says why
+        subject, start = replace(subject, double=False), time.monotonic()
+        traces, given, steps = perform_and_keep(subject, experiment, Given(), world)
     seconds = time.monotonic() - start
     subject = replace(subject, steps=steps)
     again = _again(subject, experiment, given, world, traces)

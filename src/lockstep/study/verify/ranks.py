@@ -28,7 +28,7 @@ Runs = Mapping[Off, Sequence[Trace] | str]
 
 def variants(base: Off) -> list[Off]:
     """Return what is turned off in each run, on the ranks and in the process that stands for them."""
-    all_but = [EVERYTHING - {switch} for switch in ("random", "state")]
+    all_but = [EVERYTHING - {switch} for switch in ("random", "state", "rates")]
     return [base | off for off in (frozenset(), EVERYTHING, *all_but, EVERYTHING | {HIDDEN})]
 
 
@@ -67,9 +67,9 @@ class _Judge:
         self.rows.append(Row(words, PAIR, outcome(comparison), comparison.same))
         return comparison
 
-    def values(self) -> Comparison | None:
+    def values(self, off: Off) -> Comparison | None:
         """Compare samples, sizes, initial weights and rates with those of one process itself."""
-        ranks = self.ranks[self.base]
+        ranks = self.ranks[self.base | off]
         if isinstance(ranks, str):
             return None
         skip: list[Kind] = ["loss", "gradient", "parameter", "buffer"]
@@ -127,14 +127,12 @@ def study_ranks(
 
 def _values(judge: _Judge) -> list[Finding]:
     """Return what can be seen at once: other samples, other initial weights, other rates."""
-    found = judge.values()
+    found = judge.values(frozenset())
     if found is None:
         return []
     subject = judge.subject
     findings = []
-    firsts: dict[str, Difference] = {}
-    for difference in found.differences:
-        firsts.setdefault(difference.kind, difference)
+    firsts = _firsts(found)
     data = firsts.get("size") or firsts.get("sample")
     if data is not None and "data" not in judge.base and not (subject.torch_ddp and _is_padding(data)):
         evidence = f"The ranks do not train on what one process trains on: {tell(data)}."
@@ -144,10 +142,21 @@ def _values(judge: _Judge) -> list[Finding]:
         evidence = f"The ranks start from another model than one process: {tell(start)}."
         findings.append(Finding(Cause.MODEL, evidence, fix(Cause.MODEL, subject)))
     rate = firsts.get("learning rate")
+    if rate is not None and data is not None:  # an epoch of another length changes the schedule too
+        alone = judge.values(EVERYTHING - {"rates"})
+        rate = None if alone is None else _firsts(alone).get("learning rate")
     if rate is not None:
         evidence = f"The ranks train with another {tell(rate)}."
         findings.append(Finding(Cause.RATES, evidence, fix(Cause.RATES, subject)))
     return findings
+
+
+def _firsts(found: Comparison) -> dict[str, Difference]:
+    """Return the first difference of each kind."""
+    firsts: dict[str, Difference] = {}
+    for difference in found.differences:
+        firsts.setdefault(difference.kind, difference)
+    return firsts
 
 
 def _is_padding(difference: Difference) -> bool:

@@ -1,0 +1,175 @@
+"""Each fault comes in many forms; what names it are measurements, so the form does not matter."""
+
+import textwrap
+
+import pytest
+
+from tests.verifying import causes, verify_on
+
+TASK = """
+import os, random, time
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+import lockstep
+
+RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+class Samples(torch.utils.data.Dataset):
+    def __init__(self):
+        generator = torch.Generator().manual_seed(1)
+        self.x, self.y = torch.randn(45, 6, generator=generator), torch.randint(0, 3, (45,), generator=generator)
+        self.order = list(range(45))
+        {SAMPLES}
+
+    def __len__(self):
+        return len(self.order)
+
+    def __getitem__(self, index):
+        x, y = self.x[self.order[index]], self.y[self.order[index]]
+        {SAMPLE}
+        return x, y
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
+        self.register_buffer("buffer", torch.ones(16))
+        {INIT}
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        {FORWARD}
+        return self.last(h)
+
+
+def loss(model, batch):
+    x, y = batch
+    out = model(x)
+    {LOSS}
+    return F.cross_entropy(out, y)
+
+
+class Updates(torch.optim.SGD):
+    def step(self, closure=None):
+        {STEP}
+        return super().step(closure)
+
+
+def optimizer(params):
+    lr, weight_decay = 0.05, 0.0
+    {OPTIMIZER}
+    return Updates(params, lr=lr, weight_decay=weight_decay, momentum=0.9)
+
+
+def schedule(step, num_steps):
+    {SCHEDULE}
+    return 1 - step / num_steps
+
+
+task = lockstep.Task(
+    model=Net, dataset=Samples, loss=loss, optimizer=optimizer, schedule=schedule, global_batch_size=8
+)
+"""
+
+
+@pytest.fixture
+def planted(tmp_path, ranks):
+    """Return what verify finds in a task with some lines changed."""
+
+    def verify(settings=None, **changes):
+        text = TASK
+        for place in ("SAMPLES", "SAMPLE", "INIT", "FORWARD", "LOSS", "STEP", "OPTIMIZER", "SCHEDULE"):
+            indent = " " * (4 if place in ("LOSS", "OPTIMIZER", "SCHEDULE") else 8)
+            lines = textwrap.dedent(changes.pop(place, "pass")).strip()
+            text = text.replace("{" + place + "}", lines.replace("\n", "\n" + indent))
+        assert not changes
+        file = tmp_path / "planted.py"
+        file.write_text(text)
+        return verify_on(ranks, file, num_steps=2, **(settings or {}))[0]
+
+    return verify
+
+
+TOKENS = """
+counted = (y > 0).double()
+return lockstep.Loss((F.cross_entropy(out, y, reduction="none") * counted).sum(), counted.sum())
+"""
+RANDOM, OPERATOR, DATA = "random state", "non-deterministic operator", "data order"
+RATES, BUFFERS, COUPLED = "learning-rate rule", "buffers changed on one rank", "samples that depend on each other"
+WEIGHTING, SUM, NORM = "sample weighting", "a loss that sums instead of averages", "BatchNorm statistics"
+
+
+@pytest.mark.parametrize(
+    ("cause", "changes"),
+    [
+        (RANDOM, {"FORWARD": "h = h + torch.from_numpy(np.random.randn(*h.shape))"}),
+        (RANDOM, {"INIT": "self.rng = np.random.default_rng(RANK)", "FORWARD": "h = h * (1 + self.rng.random())"}),
+        (OPERATOR, {"FORWARD": "h = h * (1 + os.urandom(1)[0] / 256)"}),
+        (DATA, {"SAMPLES": "self.order = self.order[RANK::WORLD_SIZE]"}),
+        (DATA, {"SAMPLE": "x = x + RANK"}),
+        (RATES, {"SCHEDULE": "return 1 / (1 + step * WORLD_SIZE)"}),
+        (RATES, {"STEP": "for p in self.param_groups[0]['params']:\n    p.grad.mul_(WORLD_SIZE)"}),
+        (BUFFERS, {"FORWARD": "if RANK == 1:\n    self.buffer = self.buffer + 1"}),
+        (BUFFERS, {"FORWARD": "self.buffer.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)"}),
+        (WEIGHTING, {"LOSS": "return F.cross_entropy(out, y, weight=torch.tensor([1.0, 2.0, 5.0]))"}),
+        (WEIGHTING, {"LOSS": "return F.cross_entropy(out, y) / WORLD_SIZE"}),
+        (SUM, {"LOSS": "return F.cross_entropy(out, y, reduction='sum') / 8"}),
+        (NORM, {"FORWARD": "h = F.batch_norm(h, None, None, training=True)"}),
+        (COUPLED, {"LOSS": "return F.cross_entropy(out, y) + (out @ out.T).logsumexp(1).mean()"}),
+        ("a model that depends on the rank", {"INIT": "self.last = nn.Linear(16, 3, bias=WORLD_SIZE == 1)"}),
+        ("a forward pass that depends on the rank", {"LOSS": "out = out * (1 + 0.1 * RANK)"}),
+    ],
+)
+def test_the_cause_is_found_whatever_its_form(planted, cause, changes):
+    verification = planted(**changes)
+    assert not verification.same
+    assert causes(verification) == [cause]
+    assert verification.explained
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"SAMPLE": "x = x + torch.randn(6) + random.random() + np.random.rand()"},
+        {"FORWARD": "h = F.instance_norm(h.view(-1, 4, 4)).flatten(1)"},
+        {"LOSS": TOKENS},
+        {"FORWARD": "self.buffer += 1"},
+    ],
+)
+def test_what_does_not_depend_on_the_division_is_left_alone(planted, changes):
+    assert planted(**changes).same
+
+
+def test_a_generator_of_its_own_is_not_helped_by_reproducible_mode(planted):
+    changes = {
+        "INIT": "self.generator = torch.Generator().manual_seed(0)",
+        "FORWARD": "h = h * torch.rand(h.shape, generator=self.generator)",
+    }
+    (finding,) = planted(**changes).findings
+    assert finding.tried == "Tried: --reproducible 2 alone does not help."
+    assert finding.fix.startswith("Draw from the default generators of torch, Python and numpy")
+    verification = planted({"reproducible": 2}, **changes)
+    assert not verification.same
+    assert causes(verification) == [RANDOM]
+
+
+def test_fp32_is_used_and_said_where_the_task_insists_on_it(planted):
+    verification = planted(LOSS="out = model(x.float())")
+    assert verification.same
+    assert not verification.subject.double
+    assert verification.why_single.startswith("RuntimeError: mat1 and mat2 must have the same dtype")
+
+
+def test_torch_ddp_weighs_ranks_and_not_tokens_and_repeats_samples(planted):
+    verification = planted({"torch_ddp": True})
+    assert causes(verification) == [WEIGHTING]
+    assert verification.comparison.first.words == "1 sample more than there are"
+    assert verification.comparison.first.step == 5
+    verification = planted({"torch_ddp": True}, LOSS=TOKENS)
+    assert causes(verification) == [WEIGHTING]
+    assert verification.comparison.first.kind == "loss"
+    assert "lockstep.backward(loss, count=n)" in verification.findings[0].fix
