@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import resource
+from collections import OrderedDict
 
 from lockstep.errors import DataError
 
@@ -39,7 +40,7 @@ class PositionalReader:
     """
 
     def __init__(self) -> None:
-        self._open: dict[str, _Descriptor] = {}
+        self._open: OrderedDict[str, _Descriptor] = OrderedDict()
 
     def read(self, path: str, offset: int, size: int, *, what: str, sample: int | str | None = None) -> bytes:
         """Return ``size`` bytes of the file from ``offset`` on. Blocks until they are there.
@@ -79,12 +80,12 @@ class PositionalReader:
     def _add(self, path: str) -> _Descriptor:
         descriptor = _Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         if len(self._open) >= _MAX_OPEN:  # a thread that reads from the oldest still holds it
-            self._open.pop(next(iter(self._open)), None)
+            self._open.popitem(last=False)
         self._open[path] = descriptor
         return descriptor
 
     def __getstate__(self) -> dict[str, object]:
-        return {"_open": {}}
+        return {"_open": OrderedDict()}
 
 
 def size_of(path: str) -> int:
