@@ -210,13 +210,15 @@ def total_error(model, data):
     return (model(data[0]) - data[1]).square().sum() / 10
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_ranks_that_have_joined_follow_the_others(ranks, accumulate):
+@pytest.mark.parametrize(("first", "accumulate"), [(0, 1), (0, 2), (2, 1)])
+def test_ranks_that_have_joined_follow_the_others(ranks, first, accumulate):
+    """From the third step on one rank has no data: if that is the first one, from the very beginning."""
+
     def run(world):
         model = lockstep.DistributedDataParallel(synchronised_network())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with model.join():
-            for step, sizes in enumerate(STEPS):
+            for step, sizes in enumerate(STEPS[first:], first):
                 if sizes[world.rank] == 0:
                     break
                 last = step % accumulate == accumulate - 1
@@ -229,9 +231,44 @@ def test_ranks_that_have_joined_follow_the_others(ranks, accumulate):
 
     oracle = network()
     optimizer = torch.optim.SGD(oracle.parameters(), lr=0.1)
-    for step in range(len(STEPS)):
+    for step in range(first, len(STEPS)):
         parts = [batch(step, rank) for rank in range(3)]
         total_error(oracle, [torch.cat(tensors) for tensors in zip(*parts, strict=True)]).backward()
+        if step % accumulate == accumulate - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    for state in ranks(3)(run):
+        for name, expected in oracle.state_dict().items():
+            assert relative_error(state[name].double(), expected.double()) < 1e-12, name
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_ranks_that_have_joined_follow_weighed_micro_batches(ranks, accumulate):
+    """Losses are plain means over a rank's samples, whose number is their weight."""
+
+    def run(world):
+        model = lockstep.DistributedDataParallel(synchronised_network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with model.join():
+            for step, sizes in enumerate(STEPS):
+                if sizes[world.rank] == 0:
+                    break
+                last = step % accumulate == accumulate - 1
+                with contextlib.nullcontext() if last else model.no_sync():
+                    loss = total_error(model, batch(step, world.rank)) / sizes[world.rank]
+                    lockstep.backward(loss, count=sizes[world.rank])
+                if last:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return model.module.state_dict()
+
+    oracle = network()
+    optimizer = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    for step in range(len(STEPS)):
+        parts = [batch(step, rank) for rank in range(3)]
+        window = STEPS[step // accumulate * accumulate :][:accumulate]
+        loss = total_error(oracle, [torch.cat(tensors) for tensors in zip(*parts, strict=True)])
+        (loss / sum(map(sum, window))).backward()
         if step % accumulate == accumulate - 1:
             optimizer.step()
             optimizer.zero_grad()
