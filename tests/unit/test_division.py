@@ -1,5 +1,6 @@
 """Which part of a global batch is whose."""
 
+import pytest
 import torch
 
 from lockstep.data.division import Division
@@ -25,3 +26,17 @@ def test_what_falls_to_a_process_is_contiguous():
 def test_an_empty_share_in_the_middle_is_left_out():
     division = Division(3, range(3), 1, proportions=(5, 1, 5))
     assert division.micro_batches(BATCH[:2]) == [{0: [100], 2: [101]}]
+
+
+@pytest.mark.parametrize("proportions", [None, (1, 1, 1), (2, 1, 1), (1, 3, 1), (1, 1, 5)])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_whether_all_have_samples_is_known_to_every_process(proportions, accumulate):
+    for size in range(20):
+        parts = [
+            Division(3, range(share, share + 1), accumulate, proportions).micro_batches(torch.arange(size))
+            for share in range(3)
+        ]
+        for micro in range(accumulate):
+            expected = all(part[micro] for part in parts)
+            division = Division(3, range(1), accumulate, proportions)
+            assert division.all_have_samples(size, micro) == expected

@@ -36,7 +36,8 @@ class Division:
 
     def all_have_samples(self, size: int, micro: int) -> bool:
         """Return whether each share has samples in micro-batch ``micro`` of a global batch of ``size``."""
-        shares = range(self.num_shares - 1, -1, -1)  # where all are the same, the last is the smallest
+        first = self.num_shares - 1 if self.proportions is None else 0  # of equals, the last is the smallest
+        shares = range(first, self.num_shares)
         return all(len(cut(len(self.positions(size, share)), self.accumulate, micro)) > 0 for share in shares)
 
     def micro_batches(self, batch: Tensor) -> list[dict[int, list[int]]]:
