@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lockstep import errors
+from lockstep.comm.shm.registration import register_when_needed
 
 if TYPE_CHECKING:
     from lockstep.adoption import adopt as adopt
@@ -54,6 +55,9 @@ _HOMES = {
     "init": "lockstep.comm.world",
     "launch": "lockstep.launcher.api",
 }
+
+# So that torch.distributed, once somebody imports it, knows the backend by its name.
+register_when_needed()
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,255 @@
+/* The collectives, as steps: publish into the outbox, wait for the others' parts, read them.
+
+   Every step has a number, the same on all ranks. Outboxes and results are doubled: step k uses half k % 2, which is
+   free again when every rank is done with step k - 2. The first step of every collective also compares the calls. */
+#include <stdbool.h>
+#include <string.h>
+
+#include "_sync.h"
+
+#define SMALL_BYTES 16384 /* up to here every rank sums everything itself: one wait instead of two */
+#define ARRIVED offsetof(Member, arrived)
+#define REDUCED offsetof(Member, reduced)
+#define DONE offsetof(Member, done)
+#define TRY(expression)                  \
+    do {                                 \
+        int code_ = (expression);        \
+        if (code_ != OK) return code_;   \
+    } while (0)
+
+static Member *me(Group *g) { return &g->head->member[g->rank]; }
+
+static size_t least(size_t a, size_t b) { return a < b ? a : b; }
+
+static void copy(void *to, const void *from, size_t bytes) {
+    if (bytes > 0 && to != from) memcpy(to, from, bytes);
+}
+
+/* Begin step `step`: its half of the outbox is free on return. */
+static int open_step(Group *g, uint32_t step, int64_t deadline_ms) { return await_all(g, DONE, step - 2, deadline_ms); }
+
+static int begin(Group *g, const Call *call, int64_t deadline_ms) {
+    TRY(open_step(g, g->step + 1, deadline_ms));
+    /* Not every step reduces; a count that stood still for 2^31 steps would read as one to come. */
+    atomic_store_explicit(&me(g)->reduced.value, g->step, memory_order_relaxed);
+    g->step++;
+    me(g)->call[g->step & 1] = *call;
+    return OK;
+}
+
+/* Wait for the others' first step, and compare what they call. */
+static int meet(Group *g, int64_t deadline_ms) {
+    TRY(await_all(g, ARRIVED, g->step, deadline_ms));
+    const Call *mine = &me(g)->call[g->step & 1];
+    for (int rank = 0; rank < g->size; rank++) {
+        const Call *theirs = &g->head->member[rank].call[g->step & 1];
+        if (theirs->kind != mine->kind || theirs->dtype != mine->dtype || theirs->op != mine->op ||
+            theirs->root != mine->root || theirs->extent != mine->extent) {
+            g->culprit = rank;
+            return MISMATCH;
+        }
+    }
+    return OK;
+}
+
+static bool all_in_place(const Group *g) {
+    const Call *first = &g->head->member[0].call[g->step & 1];
+    for (int rank = 0; rank < g->size; rank++) {
+        const Call *call = &g->head->member[rank].call[g->step & 1];
+        if (call->alloc < 0 || call->alloc != first->alloc || call->offset != first->offset) return false;
+    }
+    return true;
+}
+
+/* All tensors lie in shared memory: each rank reads its slice of all, and writes the sum into all. */
+static int reduce_in_place(Group *g, char *const *parts, size_t count, size_t width, const Call *call,
+                           int64_t deadline_ms) {
+    size_t slice = ((count + (size_t)g->size - 1) / (size_t)g->size + 63) / 64 * 64;
+    size_t start = least((size_t)g->rank * slice, count), length = least(slice, count - start);
+    const void *sources[MAX_RANKS];
+    for (int rank = 0; rank < g->size; rank++) sources[rank] = parts[rank] + call->offset + start * width;
+    /* In blocks, so that what is written to the other ranks is still in the cache. */
+    for (size_t at = 0, block = 65536 / width; at < length; at += block) {
+        size_t now = least(block, length - at);
+        char *own = (char *)sources[g->rank];
+        lockstep_reduce(own, NULL, sources, g->size, now, call->dtype, call->op);
+        for (int rank = 0; rank < g->size; rank++) copy((void *)sources[rank], own, now * width);
+        for (int rank = 0; rank < g->size; rank++) sources[rank] = (const char *)sources[rank] + now * width;
+    }
+    announce(&me(g)->reduced, g->step);
+    TRY(await_all(g, REDUCED, g->step, deadline_ms));
+    announce(&me(g)->done, g->step);
+    return OK;
+}
+
+typedef struct {
+    size_t start, slice, end; /* elements: of the whole, of one rank's slice */
+} Span;
+
+static Span span_of(const Group *g, size_t index, size_t count, size_t width) {
+    size_t whole = g->head->chunk_bytes / width / (size_t)g->size / 64 * 64;
+    Span span = {.start = index * whole * (size_t)g->size, .slice = whole};
+    span.end = least(span.start + whole * (size_t)g->size, count);
+    size_t even = ((span.end - span.start + (size_t)g->size - 1) / (size_t)g->size + 63) / 64 * 64;
+    span.slice = least(whole, even);
+    return span;
+}
+
+static size_t slice_start(Span span, int rank) { return least(span.start + (size_t)rank * span.slice, span.end); }
+
+static void publish_slices(Group *g, uint32_t step, const char *data, Span span, size_t width) {
+    char *box = outbox(g, g->rank, step);
+    for (int rank = 0; rank < g->size; rank++) {
+        size_t start = slice_start(span, rank), end = slice_start(span, rank + 1);
+        if (rank != g->rank) copy(box + (size_t)rank * span.slice * width, data + start * width, (end - start) * width);
+    }
+    announce(&me(g)->arrived, step);
+}
+
+static int reduce_step(Group *g, uint32_t step, char *data, Span span, size_t width, const Call *call,
+                       int64_t deadline_ms) {
+    bool wanted = call->root < 0 || call->root == g->rank;
+    const void *sources[MAX_RANKS];
+    size_t start = slice_start(span, g->rank), length = slice_start(span, g->rank + 1) - start;
+    for (int rank = 0; rank < g->size; rank++)
+        sources[rank] = rank == g->rank ? data + start * width
+                                        : outbox(g, rank, step) + (size_t)g->rank * span.slice * width;
+    lockstep_reduce(wanted ? data + start * width : NULL, results(g, g->rank, step), sources, g->size, length,
+                    call->dtype, call->op);
+    announce(&me(g)->reduced, step);
+    TRY(await_all(g, REDUCED, step, deadline_ms));
+    for (int rank = 0; wanted && rank < g->size; rank++) {
+        size_t from = slice_start(span, rank), bytes = (slice_start(span, rank + 1) - from) * width;
+        if (rank != g->rank) copy(data + from * width, results(g, rank, step), bytes);
+    }
+    announce(&me(g)->done, step);
+    return OK;
+}
+
+static int reduce_small(Group *g, char *data, size_t count, size_t width, const Call *call, int64_t deadline_ms) {
+    copy(outbox(g, g->rank, g->step), data, count * width);
+    announce(&me(g)->arrived, g->step);
+    TRY(meet(g, deadline_ms));
+    const void *sources[MAX_RANKS];
+    for (int rank = 0; rank < g->size; rank++) sources[rank] = outbox(g, rank, g->step);
+    if (call->root < 0 || call->root == g->rank)
+        lockstep_reduce(data, NULL, sources, g->size, count, call->dtype, call->op);
+    announce(&me(g)->done, g->step);
+    return OK;
+}
+
+/* `parts` are the ranks' shares of the allocation `alloc`, and `data` lies at `offset` in this rank's; or alloc < 0. */
+int lockstep_all_reduce(Group *g, char *data, size_t count, int dtype, int op, int root, int64_t alloc, size_t offset,
+                        char *const *parts, int64_t timeout_ms) {
+    int64_t deadline_ms = now_ms() + timeout_ms;
+    size_t width = lockstep_element_bytes(dtype);
+    Call call = {ALL_REDUCE, dtype, op, root, count, root < 0 ? alloc : -1, offset};
+    TRY(begin(g, &call, deadline_ms));
+    if (count * width <= SMALL_BYTES && count * width <= g->head->chunk_bytes)
+        return reduce_small(g, data, count, width, &call, deadline_ms);
+    if (call.alloc >= 0)
+        announce(&me(g)->arrived, g->step);
+    else
+        publish_slices(g, g->step, data, span_of(g, 0, count, width), width);
+    TRY(meet(g, deadline_ms));
+    if (all_in_place(g)) return reduce_in_place(g, parts, count, width, &call, deadline_ms);
+    bool mixed = false;
+    for (int rank = 0; rank < g->size; rank++) mixed |= g->head->member[rank].call[g->step & 1].alloc >= 0;
+    if (mixed) { /* On all ranks alike: begin again, all with copies. */
+        announce(&me(g)->done, g->step);
+        TRY(open_step(g, g->step + 1, deadline_ms));
+        publish_slices(g, ++g->step, data, span_of(g, 0, count, width), width);
+        TRY(await_all(g, ARRIVED, g->step, deadline_ms));
+    }
+    for (size_t index = 0;; index++) {
+        Span span = span_of(g, index, count, width), next = {0};
+        bool last = span.end == count;
+        if (!last) {
+            next = span_of(g, index + 1, count, width);
+            TRY(open_step(g, g->step + 1, deadline_ms));
+            publish_slices(g, g->step + 1, data, next, width);
+        }
+        if (index > 0) TRY(await_all(g, ARRIVED, g->step, deadline_ms));
+        TRY(reduce_step(g, g->step, data, span, width, &call, deadline_ms));
+        if (last) return OK;
+        g->step++;
+    }
+}
+
+/* Rank r gets the reduction of every rank's inputs[r], which has counts[r] elements. */
+int lockstep_reduce_scatter(Group *g, char *const *inputs, const uint64_t *counts, char *output, int dtype, int op,
+                            int64_t timeout_ms) {
+    int64_t deadline_ms = now_ms() + timeout_ms;
+    size_t width = lockstep_element_bytes(dtype), longest = 0, total = 0;
+    for (int rank = 0; rank < g->size; rank++) {
+        longest = counts[rank] > longest ? counts[rank] : longest;
+        total = total * 31 + counts[rank];
+    }
+    size_t room = g->head->chunk_bytes / width / (size_t)g->size / 64 * 64;
+    Call call = {REDUCE_SCATTER, dtype, op, -1, total, -1, 0};
+    TRY(begin(g, &call, deadline_ms));
+    for (size_t at = 0, first = 1;; at += room, first = 0) {
+        char *box = outbox(g, g->rank, g->step);
+        for (int rank = 0; rank < g->size; rank++)
+            if (rank != g->rank && at < counts[rank])
+                copy(box + (size_t)rank * room * width, inputs[rank] + at * width,
+                     least(room, counts[rank] - at) * width);
+        announce(&me(g)->arrived, g->step);
+        TRY(first ? meet(g, deadline_ms) : await_all(g, ARRIVED, g->step, deadline_ms));
+        const void *sources[MAX_RANKS];
+        if (at < counts[g->rank]) {
+            for (int rank = 0; rank < g->size; rank++)
+                sources[rank] = rank == g->rank ? inputs[rank] + at * width
+                                                : outbox(g, rank, g->step) + (size_t)g->rank * room * width;
+            lockstep_reduce(output + at * width, NULL, sources, g->size, least(room, counts[g->rank] - at), dtype, op);
+        }
+        announce(&me(g)->done, g->step);
+        if (at + room >= longest) return OK;
+        TRY(open_step(g, g->step + 1, deadline_ms));
+        g->step++;
+    }
+}
+
+/* Every rank sends `send_bytes[r]` bytes at `sends[r]` to rank r; with `same`, they are the same bytes for all. */
+int lockstep_exchange(Group *g, int kind, int root, int same, const char *const *sends, const uint64_t *send_bytes,
+                      char *const *receives, const uint64_t *receive_bytes, int64_t timeout_ms) {
+    int64_t deadline_ms = now_ms() + timeout_ms;
+    size_t room = same ? g->head->chunk_bytes : g->head->chunk_bytes / (size_t)g->size / 64 * 64;
+    Call call = {kind, 0, 0, root, 0, -1, 0};
+    TRY(begin(g, &call, deadline_ms));
+    memcpy(me(g)->sizes[g->step & 1], send_bytes, (size_t)g->size * sizeof *send_bytes);
+    size_t longest = 0;
+    for (size_t at = 0;; at += room) {
+        bool published = false;
+        for (int rank = 0; rank < g->size; rank++) {
+            if (rank == g->rank || at >= send_bytes[rank] || (same && published)) continue;
+            copy(outbox(g, g->rank, g->step) + (same ? 0 : (size_t)rank * room), sends[rank] + at,
+                 least(room, send_bytes[rank] - at));
+            published = true;
+        }
+        announce(&me(g)->arrived, g->step);
+        if (at > 0) {
+            TRY(await_all(g, ARRIVED, g->step, deadline_ms));
+        } else {
+            TRY(meet(g, deadline_ms));
+            for (int from = 0; from < g->size; from++) {
+                const uint64_t *sizes = g->head->member[from].sizes[g->step & 1];
+                if (sizes[g->rank] != receive_bytes[from]) {
+                    g->culprit = from;
+                    return MISMATCH;
+                }
+                for (int to = 0; to < g->size; to++)
+                    longest = to != from && sizes[to] > longest ? sizes[to] : longest;
+            }
+            copy(receives[g->rank], sends[g->rank], receive_bytes[g->rank]);
+        }
+        for (int rank = 0; rank < g->size; rank++)
+            if (rank != g->rank && at < receive_bytes[rank])
+                copy(receives[rank] + at, outbox(g, rank, g->step) + (same ? 0 : (size_t)g->rank * room),
+                     least(room, receive_bytes[rank] - at));
+        announce(&me(g)->done, g->step);
+        if (at + room >= longest) return OK;
+        TRY(open_step(g, g->step + 1, deadline_ms));
+        g->step++;
+    }
+}

@@ -1,0 +1,74 @@
+/* The shared segment, and what one process knows about it. docs/design/shm.md draws it. */
+#ifndef LOCKSTEP_SHM_H
+#define LOCKSTEP_SHM_H
+
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define MAX_RANKS 64
+#define LINE 128 /* two cache lines: neighbours are fetched in pairs */
+
+/* A number that grows, that others wait for. */
+typedef struct {
+    _Alignas(LINE) _Atomic uint32_t value;
+    _Atomic uint32_t sleepers;
+} Word;
+
+/* What a rank calls; must be the same on all ranks, `alloc` and `offset` excepted. */
+typedef struct {
+    int32_t kind, dtype, op, root;
+    uint64_t extent;
+    int64_t alloc; /* -1: the tensor lies in this process's own memory */
+    uint64_t offset;
+} Call;
+
+enum { JOINED = 1, LEFT = 2, FAILED = 3 };
+
+typedef struct {
+    Word arrived; /* this step's part lies in the outbox */
+    Word reduced; /* this step's slice lies in the results */
+    Word done;    /* this rank reads nothing of this step any more */
+    Word bell;    /* something may have changed for this rank's sends and receives */
+    _Alignas(LINE) Call call[2];
+    uint64_t sizes[2][MAX_RANKS];
+    _Atomic uint32_t state;
+    int32_t pid;
+    char reason[512];
+} Member;
+
+typedef struct {
+    char token[16]; /* written by whoever made the segment, so that the others know it for the right one */
+    uint64_t chunk_bytes, ring_bytes;
+    _Alignas(LINE) Member member[];
+} Head;
+
+typedef struct {
+    _Alignas(LINE) _Atomic uint64_t written;
+    _Alignas(LINE) _Atomic uint64_t read;
+    _Alignas(LINE) char data[];
+} Ring;
+
+typedef int (*Interrupted)(void);
+
+typedef struct {
+    Head *head;
+    int fd, rank, size, spins;
+    uint32_t step;
+    int culprit;         /* the rank that the last error is about */
+    uint64_t missing;    /* the ranks that a time-out waited for, as bits */
+    _Atomic int stopped; /* another thread of this process gives up */
+    Interrupted interrupted;
+} Group;
+
+enum { OK = 0, TIMED_OUT = 1, DIED = 2, WENT = 3, BROKEN = 4, MISMATCH = 5, INTERRUPTED = 6, STOPPED = 7 };
+
+enum { ALL_REDUCE = 1, REDUCE_SCATTER = 2 }; /* the other kinds are exchanges, named by the caller */
+
+size_t lockstep_element_bytes(int dtype);
+
+/* first[i] = sources[0][i] op sources[1][i] op ..., in this order; second gets a copy. Either may be NULL. */
+void lockstep_reduce(void *first, void *second, const void *const *sources, int num_sources, size_t count, int dtype,
+                     int op);
+
+#endif

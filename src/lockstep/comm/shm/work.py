@@ -1,0 +1,188 @@
+"""The queue of a group's calls, in order, and the handles on them.
+
+[Note: who runs a call]
+Calls run in the order in which they were made, one at a time. A call that somebody waits for at once is run by the
+thread that waits, which saves two switches of threads; one that is asynchronous is run by the group's own thread, started
+with the first. Whoever runs a call takes ``_turn`` first and then the oldest call in the queue.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from lockstep.errors import CollectiveError
+
+STOP_TIMEOUT_S = 2.0
+_futures_lock = threading.Lock()
+
+
+class Queue:
+    """The calls of one group that have not run yet."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._turn = threading.Lock()
+        self._waiting: deque[ShmWork] = deque()
+        self._signals: SimpleQueue[bool] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._start_lock = threading.Lock()
+
+    def add(self, work: ShmWork, *, is_async: bool) -> None:
+        """Put a call at the end. One that is not asynchronous waits for its ``wait()``."""
+        self._waiting.append(work)
+        if is_async:
+            self.signal()
+
+    def signal(self) -> None:
+        """Have the group's own thread run what waits."""
+        if self._thread is None:
+            with self._start_lock:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                    self._thread.start()
+        self._signals.put(True)
+
+    def run_until(self, work: ShmWork, timeout_s: float) -> bool:
+        """Run calls in this thread until ``work`` has run; say whether it has within ``timeout_s`` (-1: no limit)."""
+        while not work.has_ended:
+            if not self._turn.acquire(timeout=timeout_s):
+                return work.has_ended
+            try:
+                if not work.has_ended and self._waiting:
+                    self._waiting.popleft().run()
+            finally:
+                self._turn.release()
+        return True
+
+    def stop(self) -> bool:
+        """End the thread and forget what waits; say whether the thread ended in time."""
+        self._signals.put(False)
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(STOP_TIMEOUT_S)
+        while self._waiting:
+            self._waiting.popleft().fail(CollectiveError("The process group was closed before this call could run."))
+        return thread is None or not thread.is_alive()
+
+    def drain(self) -> None:
+        """Run in this thread what waits."""
+        while self._waiting:
+            with self._turn:
+                if self._waiting:
+                    self._waiting.popleft().run()
+
+    def _run(self) -> None:
+        while self._signals.get():
+            with self._turn:
+                work = self._waiting.popleft() if self._waiting else None
+                if work is not None:
+                    work.run()
+
+
+class ShmWork(dist.Work):
+    """A call that runs or will run; what torch calls a work handle."""
+
+    def __init__(self, queue: Queue | None, action: Callable[[], Any], outputs: Sequence[Any]) -> None:
+        super().__init__()
+        self._queue = queue
+        self._action: Callable[[], Any] | None = action
+        self._outputs = list(outputs)
+        self._futures: list[Future[Any]] = []
+        self._error: BaseException | None = None
+        self._source = -1
+        self.has_ended = False
+
+    def run(self) -> None:
+        """Run the call in this thread; errors are kept for who waits."""
+        assert self._action is not None
+        try:
+            with torch.no_grad():
+                self._action()
+        except BaseException as error:
+            self._error = error
+        self._end()
+
+    def fail(self, error: BaseException) -> None:
+        """End without running."""
+        self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        with _futures_lock:
+            self._action = None  # what it holds (staged copies, tensors) is not needed any more
+            self.has_ended = True
+            futures, self._futures = self._futures, []
+        for future in futures:
+            future.set_result(None)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Block until the call has run, at most ``timeout`` if that is positive; raise what it raised."""
+        if not self.has_ended:
+            limit_s = timeout.total_seconds()
+            if self._queue is not None and not self._queue.run_until(self, limit_s if limit_s > 0 else -1):
+                raise CollectiveError(f"A call on shm has not ended within {limit_s:g} s.\nAnother rank may be late.")
+            self._wait_elsewhere(limit_s)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _wait_elsewhere(self, limit_s: float) -> None:
+        """Wait for a call that another thread carries out."""
+
+    def is_completed(self) -> bool:
+        """Say whether the call has run, and see to it that it does."""
+        if not self.has_ended and self._queue is not None:
+            self._queue.signal()
+        return self.has_ended
+
+    def is_success(self) -> bool:
+        """Say whether the call has run without an error."""
+        return self.has_ended and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """Return what the call raised."""
+        return self._error
+
+    def result(self) -> list[Any]:
+        """Return the tensors that the call wrote."""
+        return self._outputs
+
+    def synchronize(self) -> None:
+        """Do as `wait` does."""
+        self.wait()
+
+    def source_rank(self) -> int:
+        """Return the rank that a message came from."""
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """Return a future of the tensors that the call writes."""
+        ended: Future[Any] = Future()
+        # An exception in a callback is the only way from Python to a future that C++ also sees as failed.
+        outcome: Future[list[Tensor]] = ended.then(self._outcome)
+        with _futures_lock:
+            pending = not self.has_ended
+            if pending:
+                self._futures.append(ended)
+        if not pending:
+            ended.set_result(None)
+        elif self._queue is not None:
+            self._queue.signal()
+        return outcome
+
+    def _outcome(self, _: Future[Any]) -> list[Any]:
+        if self._error is not None:
+            raise self._error
+        return self._outputs

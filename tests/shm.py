@@ -1,0 +1,24 @@
+"""A group on the backend shm beside the pool's Gloo group."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from lockstep.comm.shm.process_group import ShmProcessGroup
+from lockstep.comm.shm.registration import register
+
+
+@contextmanager
+def shm_group(ranks: Sequence[int] | None = None, *, timeout_s: float = 20.0) -> Iterator[ShmProcessGroup]:
+    register()
+    group = dist.new_group(ranks, backend="shm", timeout=timedelta(seconds=timeout_s))
+    try:
+        yield group
+    except BaseException:
+        if isinstance(group, ShmProcessGroup):
+            group.abort()
+        raise
+    if isinstance(group, ShmProcessGroup):
+        dist.destroy_process_group(group)
