@@ -22,7 +22,7 @@ from lockstep.data.seeding import mix, seed_cpu
 from lockstep.study.verify.experiment import Experiment, Given, Subject
 from lockstep.study.verify.freezing import NoBatchStatistics, NoWrites, is_batch_norm, outside_stands_still
 from lockstep.study.verify.randomness import Draws
-from lockstep.study.verify.samples import Watch, watched
+from lockstep.study.verify.samples import Watch, digest, watched
 from lockstep.study.verify.sketch import Sketch
 from lockstep.study.verify.trace import take
 from lockstep.train.load import load_task
@@ -82,6 +82,7 @@ class Place:
         task: The task, fitted with what is watched and turned off.
         watch: Sees what its data set loads.
         rates: Of each update, the options of the optimizer's groups.
+        batches: Digests of what the loss got in this step.
         is_stream: Whether its data set turned out to be one without a length.
         gradients: What the optimizer was called with in this step; it may change them.
     """
@@ -92,26 +93,44 @@ class Place:
         self._step = self._num_calls = 0
         self.rates: list[list[dict[str, Any]]] = []
         self.gradients: dict[str, Sketch] | None = None
+        self.batches: list[bytes] = []
         self._built: nn.Module | None = None
         self.is_stream = False
         self.watch = Watch(self._given if "data" in off else None)
-        sizes: dict[str, Any] = {}
+        others: dict[str, Any] = {}
         if "data" in off:
-            sizes["global_batch_size"] = self._given.sizes["samples of a global batch"]
+            others["global_batch_size"] = self._given.sizes["samples of a global batch"]
+        if plain.collate is not None:
+            others["collate"] = self._collate
         self.task = dataclasses.replace(
-            plain, model=self._model, dataset=self._dataset, loss=self._loss, optimizer=self._optimizer, **sizes
+            plain, model=self._model, dataset=self._dataset, loss=self._loss, optimizer=self._optimizer, **others
         )
 
     def begin(self, step: int) -> None:
         """Note that ``step`` comes."""
         self._step, self._num_calls, self.watch.step = step, 0, step
-        self.gradients = None
+        self.gradients, self.batches = None, []
 
     def _dataset(self) -> Any:
         with self._bench.disguised():
             samples = self._plain.dataset()
         self.is_stream = isinstance(samples, IterableDataset)
         return watched(samples, self.watch)
+
+    def _collate(self, samples: list[Any]) -> Any:
+        assert self._plain.collate is not None
+        self._set_seed()
+        with self._bench.disguised():
+            self._bench.draws.active = True
+            batch = self._plain.collate(samples)
+            self._bench.draws.active = False
+        return batch
+
+    def _set_seed(self) -> None:
+        """Set the random numbers of forward by step and share, and by step alone if they should not matter."""
+        if self._bench.experiment.watched:
+            share = 0 if self._bench.draws.off else self._share
+            seed_cpu(mix(self._bench.subject.settings.seed, _COUNTERFACTUAL, self._step, self._num_calls, share))
 
     def _model(self) -> nn.Module:
         with self._bench.disguised():
@@ -154,9 +173,8 @@ class Place:
         self.watch.use()
         if bench.subject.double:
             batch = map_tensors(batch, _to_double)
-        if bench.experiment.watched:
-            share = 0 if "random" in off else self._share
-            seed_cpu(mix(bench.subject.settings.seed, _COUNTERFACTUAL, self._step, self._num_calls, share))
+        self.batches.append(digest(batch))
+        self._set_seed()
         self._num_calls += 1
         if "batchnorm" in off:
             for module in model.modules():

@@ -67,7 +67,8 @@ def perform_and_keep(
             for place, model, so_far in zip(bench.places, trainer.models, steps, strict=True):
                 tensors = take(model)
                 gradients = tensors.gradients if place.gradients is None else place.gradients
-                so_far.append(StepTrace(step, digests, loss, rates, replace(tensors, gradients=gradients)))
+                tensors = replace(tensors, gradients=gradients)
+                so_far.append(StepTrace(step, digests, loss, rates, tensors, tuple(place.batches)))
         traces = [
             Trace(trainer.sizes, start, tuple(so_far), trainer.is_stream, tuple(sorted(bench.draws.seen)))
             for start, so_far in zip(initial, steps, strict=True)

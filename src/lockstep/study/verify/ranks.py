@@ -107,8 +107,11 @@ def study_ranks(
     hidden = judge.compare(EVERYTHING | {HIDDEN}, "all of that, and rank and world size hidden from the task")
     first = nothing.first
     assert first is not None
-    factor = _factor(judge)
-    if factor is not None:
+    factor, collated = _factor(judge), _collated(judge)
+    if collated is not None:
+        evidence = f"From the same samples, a rank makes other batches than one process, from step {collated} on."
+        findings.append(Finding(Cause.DATA, evidence, fix(Cause.DATA, subject)))
+    elif factor is not None:
         evidence = (
             f"With data, learning rates, weights and random numbers as in one process, the gradient on {num} ranks is "
             f"{factor:.4g} times what it should be."
@@ -175,6 +178,18 @@ def _draws_or_writes(switch: str, found: Comparison, subject: Subject) -> Findin
     written = next((d for d in found.differences if d.kind == "buffer"), first)
     evidence = f"Forward does not change the same on every rank: {tell(written)}, and is as it should be if undone."
     return Finding(Cause.BUFFERS, evidence, fix(Cause.BUFFERS, subject))
+
+
+def _collated(judge: _Judge) -> int | None:
+    """Return the first step in which the loss got another batch, though all samples were the same."""
+    ranks, shares = judge.ranks[judge.base | EVERYTHING], judge.shares[judge.base | EVERYTHING]
+    if isinstance(ranks, str) or isinstance(shares, str):
+        return None
+    for trace, expected in zip(ranks, shares, strict=True):
+        for ours, theirs in zip(trace.steps, expected.steps, strict=True):
+            if ours.batches != theirs.batches:
+                return ours.step
+    return None
 
 
 def _factor(judge: _Judge) -> float | None:

@@ -29,7 +29,8 @@ class StepTrace:
         samples: A digest of each sample that this process loaded, in order.
         loss: Of the global batch.
         rates: Learning rates and the other numbers of the optimizer's groups, that the update used.
-        tensors: After the step.
+        tensors: After the step; the gradients are those that the optimizer got.
+        batches: A digest of each batch that the loss got, as it was collated.
     """
 
     step: int
@@ -37,6 +38,7 @@ class StepTrace:
     loss: float
     rates: dict[str, float]
     tensors: Tensors
+    batches: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
