@@ -12,6 +12,8 @@ from torch import nn
 import lockstep
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.batchnorm.statistics import measure, merge
+from lockstep.parallel.ddp.weights import Weights
+from lockstep.parallel.follow import Follow
 from tests.batchnorm import WITHOUT_BIAS
 
 convert = lockstep.SyncBatchNorm.convert_sync_batchnorm
@@ -128,6 +130,34 @@ def test_the_engine_refuses_torchs_layer_on_the_cpu():
     assert str(caught.value) == (
         "SyncBatchNorm layers only work with GPU modules, and 0 is torch's.\n"
         "Convert the model: model = lockstep.SyncBatchNorm.convert_sync_batchnorm(model)."
+    )
+
+
+class TwoRanks:
+    """As much of a process group as is asked for before anything is sent."""
+
+    def rank(self):
+        return 0
+
+    def size(self):
+        return 2
+
+
+def test_torchs_layer_cannot_be_followed_nor_weighed():
+    group = TwoRanks()
+    follow = Follow(nn.Sequential(nn.SyncBatchNorm(3)), group=group, device=torch.device("cpu"))
+    advice = "Convert the model: model = lockstep.SyncBatchNorm.convert_sync_batchnorm(model)."
+    with pytest.raises(ConfigurationError) as caught:
+        follow.open(has_batch=True)
+    assert str(caught.value) == (
+        f"0 is a torch.nn.SyncBatchNorm, which would wait for ever for ranks without a batch.\n{advice}"
+    )
+    weights = Weights(group, torch.device("cpu"))
+    follow.weigh_with(weights)
+    with pytest.raises(ConfigurationError) as caught:
+        weights.give(2.0, [], [])
+    assert str(caught.value) == (
+        f"0 is a torch.nn.SyncBatchNorm, which mixes the ranks' gradients regardless of weights.\n{advice}"
     )
 
 
