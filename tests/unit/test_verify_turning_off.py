@@ -1,0 +1,170 @@
+"""What is turned off is off within, and as it was afterwards."""
+
+import os
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lockstep.study.verify.experiment import Given
+from lockstep.study.verify.freezing import NoBatchStatistics, NoWrites, outside_stands_still
+from lockstep.study.verify.randomness import Draws
+from lockstep.study.verify.samples import Watch, digest, watched
+
+PRIVATE = torch.Generator().manual_seed(0)
+DRAWS = {
+    "dropout": lambda n: F.dropout(torch.ones(n), 0.3),
+    "rand": lambda n: torch.rand(n),
+    "randn_like": lambda n: torch.randn_like(torch.ones(n)),
+    "uniform_": lambda n: torch.empty(n).uniform_(2, 3),
+    "normal_": lambda n: torch.empty(n).normal_(1, 2),
+    "private": lambda n: torch.rand(n, generator=PRIVATE),
+    "randint": lambda n: torch.randint(5, (n,)),
+    "bernoulli": lambda n: torch.bernoulli(torch.full((n,), 0.3)),
+    "attention": lambda n: F.scaled_dot_product_attention(*[torch.ones(1, 1, n, 4)] * 3, dropout_p=0.5).flatten()[:n],
+    "python": lambda n: torch.tensor([random.random() for _ in range(n)]),
+    "numpy": lambda n: torch.from_numpy(np.random.randn(n)),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_become_constants_that_are_not_zero(name):
+    draws = Draws(off=True)
+    with draws, draws.watching():
+        draws.active = True
+        values = [DRAWS[name](n) for n in (3, 8, 8)]
+    assert len({float(value) for part in values for value in part}) == 1
+    assert draws.seen
+    if name != "randint":
+        assert float(values[0][0]) != 0
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_are_left_alone_unless_turned_off(name):
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    PRIVATE.manual_seed(1)
+    expected = DRAWS[name](50)
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    PRIVATE.manual_seed(1)
+    draws = Draws(off=False)
+    with draws, draws.watching():
+        draws.active = True
+        found = DRAWS[name](50)
+    assert torch.equal(found, expected)
+    assert len(draws.seen) == 1
+
+
+def test_private_generators_of_python_and_numpy_are_constant_while_active():
+    draws = Draws(off=True)
+    with draws, draws.watching():
+        python, numpy = random.Random(7), np.random.default_rng(7)
+        assert python.random() == random.Random(7).random() != python.random()
+        draws.active = True
+        assert len({python.random() for _ in range(3)}) == len(set(numpy.random(9))) == 1
+    assert draws.seen == {"random.Random", "numpy generator.random"}
+
+
+def test_attention_without_dropout_draws_nothing():
+    draws = Draws(off=False)
+    with draws:
+        draws.active = True
+        F.scaled_dot_product_attention(*[torch.ones(1, 1, 3, 4)] * 3)
+    assert draws.seen == set()
+
+
+def test_modules_are_as_they_were_afterwards():
+    kept = random.random, random.Random, np.random.rand, np.random.default_rng, time.time, os.urandom
+    draws = Draws(off=True)
+    with pytest.raises(KeyError), draws.watching(), outside_stands_still():
+        raise KeyError
+    assert kept == (random.random, random.Random, np.random.rand, np.random.default_rng, time.time, os.urandom)
+
+
+def test_the_outside_stands_still():
+    def look():
+        return time.time(), os.urandom(3), random.SystemRandom().random(), float(np.random.default_rng().random())
+
+    with outside_stands_still():
+        assert look() == look()
+    assert look() != look()
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.BatchNorm1d(4),
+        nn.BatchNorm1d(4, track_running_stats=False),
+        lambda x: F.batch_norm(x, None, None, training=True),
+        lambda x: torch.batch_norm(x, None, None, None, None, True, 0.1, 1e-5, False),
+    ],
+)
+def test_batch_norm_no_longer_looks_at_other_samples(norm):
+    x = torch.randn(6, 4)
+    with NoBatchStatistics():
+        together, apart = norm(x), torch.cat([norm(x[:2]), norm(x[2:])])
+    torch.testing.assert_close(together, apart)
+    assert not torch.allclose(norm(x), torch.cat([norm(x[:2]), norm(x[2:])]))
+
+
+def test_what_forward_writes_is_undone():
+    model = nn.Linear(2, 2)
+    model.register_buffer("written", torch.zeros(3))
+    model.register_buffer("replaced", torch.zeros(3))
+    writes = NoWrites()
+    with writes:
+        with writes.during(model):
+            model.written.add_(1)
+            model.written[1:].mul_(2).add_(3)
+            model.replaced = model.replaced + 1
+            with torch.no_grad():
+                model.weight.data.zero_()
+        model.bias.data.zero_()  # the optimizer's work, say
+    assert not model.written.any()
+    assert not model.replaced.any()
+    assert model.weight.abs().min() > 0
+    assert not model.bias.any()
+
+
+def test_samples_are_noted_and_replaced():
+    watch = Watch(None)
+    samples = watched([10, 11, 12], watch)
+    assert [samples[2], samples[0]] == [12, 10]
+    assert [(index, value) for index, value, _ in watch.end_step(ahead=False)] == [(2, 12), (0, 10)]
+    given = Given(samples={0: [(2, 5), (0, 6)]}, sizes={"samples of the data set": 2})
+    replaced = watched([10, 11, 12], Watch(given))
+    assert len(replaced) == 2
+    assert [replaced[0], replaced[2]] == [6, 5]
+
+
+def test_what_is_loaded_ahead_belongs_to_the_next_step():
+    watch = Watch(None)
+    samples = watched([10, 11], watch)
+    assert samples[0] == 10
+    watch.use()
+    assert samples[1] == 11
+    assert [index for index, _, _ in watch.end_step(ahead=True)] == [0]
+    assert [index for index, _, _ in watch.end_step(ahead=False)] == [1]
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        (torch.ones(2), 3),
+        {"x": np.arange(3), "y": ["a", b"b", None]},
+        torch.tensor([1 + 1j]),
+        [True, 1.5, {"deep": (1, 2)}],
+    ],
+)
+def test_digests_are_of_values(sample):
+    import copy
+
+    assert digest(sample) == digest(copy.deepcopy(sample))
+    assert digest(sample) != digest([sample, 0])
