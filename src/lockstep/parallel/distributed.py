@@ -51,7 +51,8 @@ class DistributedDataParallel(Accumulation):
 
     Gradients are averaged in buckets while backward still runs. Each backward through an output of this module is one
     synchronised step; parameters without a gradient, also on some ranks only, need no flag. A parameter that no
-    rank used keeps its gradient as it was.
+    rank used keeps its gradient as it was. The mean is over ranks, as in torch, or over samples where the script calls
+    :meth:`weight`.
 
     Collective: the constructor, ``forward`` (if the module has buffers) and every synchronised backward. All block
     until the other ranks take part, at most as long as the process group's time-out.
