@@ -1,0 +1,110 @@
+"""``lockstep verify`` as a user starts it."""
+
+import json
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+
+import lockstep
+from lockstep.errors import ConfigurationError
+from lockstep.study.verify import verify
+from tests.distributed.commands import lockstep as run
+from tests.distributed.commands import start
+from tests.verifying import FAULTS, causes
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_a_fault_is_named_in_words_and_in_json(tmp_path):
+    file = tmp_path / "found.json"
+    done = run("verify", str(FAULTS / "learning_rate_rule.py"), "--devices", "2", "--steps", "2", "--json", str(file))
+    assert done.code == 1
+    assert done.err.splitlines() == [
+        "one process, twice",
+        "2 ranks",
+        "not the same; what one process can find out",
+        "what 2 ranks can find out",
+    ]
+    words = " ".join(done.out.split())
+    assert words.startswith(
+        "learning_rate_rule.py: one process and 2 ranks, steps 0 and 5, the epoch's last Not the same training run: 2 "
+        "ranks part from one process with the learning rate lr of group 0 at step 0 (0.2 instead of 0.1), the first of "
+        "all that was compared. Cause: learning-rate rule. The ranks train with another learning rate lr of group 0 at "
+        "step 0 (0.2 instead of 0.1). Fix: Let the learning rate depend on the global batch only"
+    )
+    record = json.loads(file.read_text())
+    assert [found["cause"] for found in record["causes"]] == ["learning-rate rule"]
+    assert record["setup"]["steps"] == [0, 5]
+
+
+def test_a_sound_task_ends_with_0():
+    done = run("verify", str(FAULTS / "sound.py:gpt"), "--devices", "2", "--steps", "2")
+    assert (done.code, done.err.splitlines()) == (0, ["one process, twice", "2 ranks"])
+    assert "The same training run: 2 ranks train as one process does, over steps 0 and 3" in done.out
+
+
+def test_python_can_verify_a_task_of_its_own():
+    import torch
+
+    task = lockstep.Task(
+        model=lambda: torch.nn.Linear(6, 3),
+        dataset=lambda: torch.utils.data.TensorDataset(torch.ones(12, 6)),
+        loss=lambda model, batch: model(batch[0]).square().sum(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
+        global_batch_size=4,
+    )
+    assert causes(verify(task, steps=1, quiet=True)) == ["a loss that sums instead of averages"]
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "message"),
+    [
+        ("nothing.py", {}, "does not exist.\nName a Python file that has a lockstep.Task."),
+        ("sound.py", {"devices": 3}, "The global batch of 8 samples does not divide by 3 devices.\n"),
+        ("sound.py", {"devices": 0}, "devices=0 is not allowed.\nGive a whole number of at least 1."),
+        ("sound.py", {"steps": 0}, "steps=0 is not allowed.\nGive a whole number of at least 1."),
+    ],
+)
+def test_wrong_input_is_refused_before_anything_starts(file, flags, message, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ConfigurationError) as error:
+        verify(str(FAULTS / file), **flags)
+    assert message in str(error.value)
+
+
+def test_a_task_that_fails_is_an_error_with_its_own_line(tmp_path):
+    file = tmp_path / "broken.py"
+    text = (FAULTS / "loss_sums.py").read_text()
+    file.write_text(text.replace("F.cross_entropy(model(batch[0]), batch[1], reduction", "batch[7] + dict(reduction"))
+    done = run("verify", str(file))
+    assert done.code == 1
+    assert "lockstep: Rank 0 failed: IndexError: list index out of range" in done.err
+    assert done.err.count("Traceback") == 1
+
+
+def test_ctrl_c_leaves_nothing():
+    process = start("verify", str(FAULTS / "sound.py"), "--steps", "100000", stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 60
+        children = []
+        while not any("bootstrap.py" in " ".join(child.cmdline()) for child in children):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.1)
+            children = psutil.Process(process.pid).children(recursive=True)
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == "lockstep: stopped by Ctrl-C"
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert alive == []

@@ -1,0 +1,141 @@
+"""What verify says of what it found."""
+
+import json
+
+import pytest
+from rich.console import Console
+
+from lockstep.study.verify.diagnose import Verification
+from lockstep.study.verify.differences import Comparison, Difference
+from lockstep.study.verify.experiment import Subject
+from lockstep.study.verify.findings import Cause, Finding, Row, fix
+from lockstep.study.verify.record import to_json
+from lockstep.study.verify.table import render
+from lockstep.study.verify.verdict import sentences
+from lockstep.train.settings import Settings
+
+FIRST = Difference("gradient", 1, "0.weight", (1,), 0.25, "off by 2.5e-01 of its size")
+WORST = {"loss": 0.0, "gradient": 0.25}
+
+
+def verification(*findings, same=False, explained=True, first=FIRST, repeatable=True, why_single="", **subject):
+    values = {"num_devices": 2, "torch_ddp": False, "num_steps": 3, "steps": (0, 1, 5), "double": not why_single}
+    comparison = Comparison(() if first is None else (first,), WORST)
+    rows = (Row("nothing", "one process, ranks", "differ", False),)
+    return Verification(
+        Subject("task.py", Settings(), **{**values, **subject}),
+        same,
+        comparison,
+        repeatable,
+        findings,
+        () if same else rows,
+        explained,
+        why_single,
+    )
+
+
+def finding(cause, tried=""):
+    return Finding(cause, "It was measured.", fix(cause, Subject("task.py", Settings(), 2, False, 3)), tried)
+
+
+def test_the_same_run_is_one_sentence():
+    assert sentences(verification(same=True, first=None)) == [
+        "The same training run: 2 ranks train as one process does, over steps 0 to 1 and 5, the epoch's last "
+        "(float64, to 1e-08 of each tensor's size)."
+    ]
+
+
+def test_fp32_and_consecutive_steps_are_said():
+    (sentence,) = sentences(verification(same=True, first=None, why_single="RuntimeError: no", steps=(0, 1, 2)))
+    assert sentence.endswith("over steps 0 to 2 (fp32, to 1e-03 of each tensor's size).")
+
+
+def test_a_fault_is_named_with_its_fix():
+    assert sentences(verification(finding(Cause.BATCHNORM, "Tried: it helps."))) == [
+        "Not the same training run: 2 ranks part from one process with the gradient 0.weight at step 1 on rank 1 (off "
+        "by 2.5e-01 of its size), the first of all that was compared.",
+        "Cause: BatchNorm statistics. It was measured.",
+        "Fix: Use lockstep.SyncBatchNorm.convert_sync_batchnorm(model) in Task.model, or train with --reproducible 2, "
+        "or use a norm that does not look at other samples, such as GroupNorm. Tried: it helps.",
+    ]
+
+
+def test_several_faults_are_counted_and_what_is_left_is_said():
+    found = sentences(verification(finding(Cause.DATA), finding(Cause.RATES), explained=False))
+    assert [sentence.partition(":")[0] for sentence in found[1:-1]] == ["Cause 1 of 2", "Fix", "Cause 2 of 2", "Fix"]
+    assert found[-1] == "That may not be all: verify again once it is fixed."
+
+
+def test_without_a_cause_it_says_what_was_ruled_out():
+    assert sentences(verification(explained=False))[1:] == [
+        "No cause was found. Turning off each of these did not make the runs the same: data order, sample weighting, "
+        "random state, BatchNorm statistics, learning-rate rule, buffers changed on one rank, non-deterministic "
+        "operator, a loss that sums instead of averages. Look at what the first tensor that differs is computed from, "
+        "and how that can know the rank."
+    ]
+
+
+def test_a_run_that_is_only_not_repeatable_is_told_apart():
+    first, *_ = sentences(verification(finding(Cause.OPERATOR), first=None, repeatable=False))
+    assert first == "Not the same training run twice: one process and 2 ranks agree, but no two runs do to the bit."
+
+
+@pytest.mark.parametrize("cause", Cause)
+def test_every_cause_has_a_fix(cause):
+    text = finding(cause).fix
+    assert text.endswith(".")
+    assert "{" not in text
+
+
+def test_torch_ddp_is_named_and_told_of_fit():
+    subject = Subject("task.py", Settings(), 2, True, 3)
+    assert fix(Cause.RANDOM, subject).startswith("Train with lockstep.fit(task, reproducible=2), which")
+    assert "2 ranks with torch's DistributedDataParallel part" in sentences(verification(torch_ddp=True))[0]
+
+
+def test_the_page_fits_and_begins_with_the_verdict():
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(render(verification(finding(Cause.SUM), why_single="TypeError: half"), "task.py"))
+        lines = console.export_text().splitlines()
+    assert lines[0] == "task.py: one process and 2 ranks, steps 0 to 1 and 5, the epoch's last"
+    assert lines[2].startswith("Not the same training run:")
+    assert max(map(len, lines)) <= 100
+    assert [line.split() for line in lines if line.startswith(" losses")] == [["losses", "none"]]
+    assert lines[-2:] == [
+        "Computed in fp32, to 1e-03 of each tensor's size.",
+        "Not in float64, since the task fails there: TypeError: half",
+    ]
+
+
+def test_the_json_holds_it_all():
+    record = json.loads(to_json(verification(finding(Cause.SUM)), "task.py"))
+    assert record["version"] == 1
+    assert record["same"] is False
+    assert record["setup"] == {
+        "num_devices": 2,
+        "engine": "ddp",
+        "steps": [0, 1, 5],
+        "seed": 0,
+        "reproducible": None,
+        "precision": "float64",
+        "exactness": "float64, to 1e-08 of each tensor's size",
+        "why_not_float64": None,
+    }
+    assert record["first_difference"] == {
+        "kind": "gradient",
+        "step": 1,
+        "name": "0.weight",
+        "ranks": [1],
+        "size": 0.25,
+        "words": "off by 2.5e-01 of its size",
+    }
+    assert record["causes"][0]["cause"] == "a loss that sums instead of averages"
+    assert record["largest_differences"] == WORST
+    assert len(record["verdict"]) == 3
+
+
+def test_infinite_differences_are_null_in_json():
+    sample = Difference("sample", 0, "batch", (), float("inf"), "3 of 8 samples are others")
+    record = json.loads(to_json(verification(finding(Cause.DATA), first=sample), "task.py"))
+    assert record["first_difference"]["size"] is None
