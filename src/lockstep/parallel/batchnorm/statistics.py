@@ -83,4 +83,4 @@ def merge(vectors: Tensor) -> Statistics:
 
 def move_towards(running: Tensor, value: Tensor, factor: float) -> None:
     """Replace ``factor`` of a running statistic by a new value, in place."""
-    running.copy_(running.double() * (1.0 - factor) + value * factor)
+    running.lerp_(value.to(running.dtype), factor)
