@@ -155,6 +155,27 @@ def test_an_exception_of_the_data_set_is_named_with_its_line():
     assert "return undefined" in error.value.__notes__[0]
 
 
+class Ragged(Damaged):
+    """Some samples are longer than the others."""
+
+    def __getitem__(self, index):
+        inputs, *rest = self.samples[index]
+        return torch.cat([inputs, inputs]) if index in BAD else inputs, *rest
+
+
+@pytest.mark.parametrize("rule", ["stop", "skip"])
+def test_samples_that_make_no_batch_end_the_run_on_every_rank(ranks, rule):
+    for outcome in ranks(2).each(partial(fit, dataset=Ragged, bad_samples=rule, workers=1), "ddp"):
+        assert isinstance(outcome.error, DataError)
+        lines = str(outcome.error).splitlines()
+        assert lines[0].startswith("Samples ")
+        assert lines[0].endswith(", ... of the data set cannot be made into a batch (epoch 1, step 1).")
+        assert lines[1].startswith("RuntimeError: stack expects each tensor to be equal size, but got [")
+        assert lines[-1] == (
+            "Return samples of one kind and shape from the data set, or make batches of them with Task.collate."
+        )
+
+
 def test_a_data_set_of_which_too_much_is_bad_is_not_trained_on(ranks):
     for outcome in ranks(2).each(partial(fit, dataset=lambda: Damaged(set(range(25))), bad_samples="skip"), "ddp"):
         assert isinstance(outcome.error, DataError)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from lockstep.errors import DataError, LockstepError
 
@@ -26,6 +26,7 @@ class BadSample(NamedTuple):
         file: Path of the file, where the data set named it; so for ``offset``.
         offset: Byte where the record begins.
         trace: The traceback of an exception that is not ours.
+        others: Further samples of a batch that cannot be made of them, each of which can be read: no rule skips that.
     """
 
     sample: int
@@ -35,6 +36,7 @@ class BadSample(NamedTuple):
     file: str | None = None
     offset: int | None = None
     trace: str | None = None
+    others: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, error: Exception, index: int, epoch: int, step: int) -> Self:
@@ -46,6 +48,17 @@ class BadSample(NamedTuple):
         words = "".join(traceback.format_exception_only(error)).strip()
         trace = "".join(traceback.format_exception(error))
         return cls(index, epoch, step, f"{words} ({_place(error)})", trace=trace)
+
+    @classmethod
+    def from_json(cls, fields: Sequence[Any]) -> Self:
+        """Return what another rank sent as a list."""
+        *rest, others = fields
+        return cls(*rest)._replace(others=tuple(others))
+
+    @classmethod
+    def of_batch(cls, error: Exception, indices: Sequence[int], epoch: int, step: int) -> Self:
+        """Return what ``error`` says of samples that cannot be made into a batch."""
+        return cls.of(error, indices[0], epoch, step)._replace(others=tuple(indices[1:]))
 
     @property
     def name(self) -> str:
@@ -68,18 +81,21 @@ def _is_library(filename: str) -> bool:
 
 def stop_error(bad: Sequence[BadSample], data: str, *, evaluation: bool) -> DataError:
     """Return the error that ends a run in which samples of ``data`` could not be read: those of one step."""
-    first = bad[0]
-    others = ""
-    if len(bad) > 1:
-        numbers = ", ".join(str(other.sample) for other in bad[1:6]) + (", ..." if len(bad) > 6 else "")
-        others = f"Nor can {len(bad) - 1} more: {numbers}.\n"
+    first = next((sample for sample in bad if sample.others), bad[0])
     place = "" if evaluation else f" (epoch {first.epoch + 1}, step {first.step + 1})"
-    error = DataError(
-        f"Sample {first.sample} of {data} cannot be read{place}.\n{first.cause}\n{others}{_ADVICE}",
-        file=first.file,
-        offset=first.offset,
-        sample=first.sample,
-    )
+    if first.others:
+        head = f"Samples {_listed([first.sample, *first.others])} of {data} cannot be made into a batch{place}."
+        tail = "Return samples of one kind and shape from the data set, or make batches of them with Task.collate."
+    else:
+        head = f"Sample {first.sample} of {data} cannot be read{place}."
+        more = f"Nor can {len(bad) - 1} more: {_listed([sample.sample for sample in bad[1:]])}.\n" * (len(bad) > 1)
+        tail = f"{more}{_ADVICE}"
+    text = f"{head}\n{first.cause}\n{tail}"
+    error = DataError(text, file=first.file, offset=first.offset, sample=first.sample)
     if first.trace is not None:
         error.add_note(first.trace)
     return error
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:5])) + ", ..." * (len(numbers) > 5)

@@ -132,7 +132,16 @@ class _Fetch(Dataset[MicroBatch]):
                 bad.append(BadSample.of(error, number, request.epoch, request.step))
                 if not self._skip_bad:
                     return 0, None
-        return len(samples), (self._collate or default_collate)(samples) if samples else None
+        if not samples:
+            return 0, None
+        try:
+            return len(samples), (self._collate or default_collate)(samples)
+        except MemoryError:
+            raise
+        except Exception as error:
+            read = [number for number in indices if all(number != sample.sample for sample in bad)]
+            bad.append(BadSample.of_batch(error, read, request.epoch, request.step))
+            return 0, None
 
 
 def as_it_is(batch: Any) -> Any:

@@ -155,7 +155,7 @@ class BadSamples:
             return
         mine = [list(sample) for sample in self._mine]
         ranks = all_gather_object(mine, group=self._group, device=self._device)
-        self._take([[BadSample(*fields) for fields in samples] for samples in ranks])
+        self._take([[BadSample.from_json(fields) for fields in samples] for samples in ranks])
 
     def all_missing(self, num_global: int) -> bool:
         """Return whether no rank could read any of the ``num_global`` samples of the step; the same on every rank.
@@ -180,7 +180,7 @@ class BadSamples:
         )
         if not bad:
             return
-        if not self.skip:
+        if not self.skip or any(sample.others for sample in bad):
             raise stop_error(bad, self._data, evaluation=self._evaluation)
         self.skipped += bad
         self._num_skipped += len(bad)
