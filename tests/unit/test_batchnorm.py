@@ -161,6 +161,19 @@ def test_torchs_layer_cannot_be_followed_nor_weighed():
     )
 
 
+@pytest.mark.parametrize(
+    ("device", "uneven", "expected"), [("cpu", False, True), ("cuda", False, False), ("cuda", True, True)]
+)
+def test_buckets_wait_where_they_could_meet_an_exchange(device, uneven, expected):
+    for layer, holds in ((lockstep.SyncBatchNorm(3), expected), (nn.BatchNorm1d(3), False)):
+        follow = Follow(nn.Sequential(layer), group=TwoRanks(), device=torch.device(device))
+        assert follow.must_hold_buckets(uneven=uneven) is holds
+    follow = Follow(nn.Sequential(lockstep.SyncBatchNorm(3)), group=TwoRanks(), device=torch.device(device))
+    follow._check_layers = lambda: None  # there is no such group
+    follow.open(has_batch=True)
+    assert follow.must_hold_buckets(uneven=False)
+
+
 @pytest.mark.parametrize("sizes", [[7], [3, 4], [0, 7, 0], [1, 5, 1]])
 def test_merged_statistics_are_those_of_all_values(sizes):
     values = torch.randn(7, 2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 1000.0

@@ -77,6 +77,20 @@ class Follow:
         window = None if self._weights is None else self._weights.window
         return 1.0 if window is None else window.unit_of_backward
 
+    def must_hold_buckets(self, *, uneven: bool) -> bool:
+        """Return whether no bucket may leave before the end of backward, as it would meet an exchange of a layer.
+
+        That is so in an open step. In others, a rank that does not use some parameter completes that bucket late, so
+        that buckets and exchanges would come in another order than on other ranks. It shows too late. So on the CPU,
+        where overlap gains little, buckets of a model with such layers always wait, and elsewhere if ranks used
+        different parameters in the first step.
+
+        Args:
+            uneven: Whether they did.
+        """
+        is_exposed = bool(self._layers) and self._group.size() > 1 and (uneven or self._device.type == "cpu")
+        return self.is_open or is_exposed
+
     def weigh_with(self, weights: Weights) -> None:
         """Let layers know what this rank's micro-batches count, and the weights that there are such layers."""
         self._weights = weights

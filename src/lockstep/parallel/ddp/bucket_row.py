@@ -30,6 +30,7 @@ class BucketRow:
         buckets: In the order in which they leave, the same on every rank.
         position_of: By parameter, the position of its bucket.
         is_rebuilt: Whether the order is the observed one.
+        is_uneven: Whether ranks then observed different things.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class BucketRow:
         keep_held_gradients: bool,
         ballot: Sequence[float],
     ) -> None:
-        self.is_rebuilt = False
+        self.is_rebuilt = self.is_uneven = False
         self.parameters, self.names = list(parameters.values()), list(parameters)
         self._caps_bytes = tuple(caps_bytes)
         self._keep_held_gradients = keep_held_gradients
@@ -70,7 +71,7 @@ class BucketRow:
         self._install(agreed.order)
         for bucket in self.buckets:
             bucket.adopt()
-        self.is_rebuilt = True
+        self.is_rebuilt, self.is_uneven = True, agreed.is_uneven
 
     def scratch(self) -> list[Bucket]:
         """Return buckets like these that hold zeros."""

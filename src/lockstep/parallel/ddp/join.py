@@ -104,7 +104,8 @@ class UnevenInputs(TorchNames):
     def _end_forward(self, output: Any) -> None:
         """End forward towards ranks without a batch; see that the end of its backward reaches them too."""
         self._follow.end_forward(backward_follows=torch.is_grad_enabled())
-        self._reducer.at_end = self._follow.end_backward if self._follow.is_open else None
+        holds = self._follow.must_hold_buckets(uneven=self._reducer.row.is_uneven)
+        self._reducer.at_end = self._follow.end_backward if holds else None
         if self._follow.is_open and not self.require_backward_grad_sync:
             for tensor in find_tensors(output):
                 if tensor.grad_fn is not None:

@@ -13,10 +13,15 @@ from lockstep.comm.collectives import Group, all_gather
 
 @dataclass(frozen=True)
 class ReadyOrder:
-    """Every parameter's index once, in the order of arrival, and those that arrived more than once."""
+    """Every parameter's index once, in the order of arrival, and those that arrived more than once.
+
+    Attributes:
+        is_uneven: Whether ranks that had data saw different things.
+    """
 
     order: tuple[int, ...]
     repeated: frozenset[int]
+    is_uneven: bool = False
 
 
 def merge_arrivals(arrivals: Sequence[Sequence[int]], default: Sequence[int]) -> ReadyOrder:
@@ -35,7 +40,8 @@ def merge_arrivals(arrivals: Sequence[Sequence[int]], default: Sequence[int]) ->
     order = list(reversed(dict.fromkeys(reversed(longest))))
     known = set(order)
     order += [index for index in default if index not in known]
-    return ReadyOrder(tuple(order), repeated)
+    is_uneven = len({tuple(seen) for seen in arrivals if seen}) > 1
+    return ReadyOrder(tuple(order), repeated, is_uneven)
 
 
 def agree_on_order(
