@@ -45,7 +45,8 @@ def test_weights_from_all_ranks_or_from_none_are_right():
     with pytest.raises(ConfigurationError) as caught:
         Tally(3.0, True, (1, 4)).check()
     assert str(caught.value) == (
-        "A weight is missing in this step: ranks 1, 4 ran a backward without one, and others gave theirs.\n"
+        "A weight is missing in this step: ranks 1, 4 ran a backward without one, but other backwards of the step had "
+        "theirs.\n"
         "Call model.weight(n) before each backward, or lockstep.backward(loss, count=n), on all ranks or on none; "
         "n is 0 where a batch holds nothing that counts."
     )

@@ -67,7 +67,7 @@ class Tally:
         return cls(weight, num_weighed > 0, tuple(missing))
 
     def check(self) -> None:
-        """Refuse weights that came from some ranks only.
+        """Refuse weights that came with some backwards only.
 
         Raises:
             ConfigurationError: Some ranks gave weights, and some left one out; names the latter.
@@ -76,7 +76,7 @@ class Tally:
             who = "rank " if len(self.missing) == 1 else "ranks "
             raise ConfigurationError(
                 f"A weight is missing in this step: {who}{', '.join(map(str, self.missing))} ran a backward without "
-                f"one, and others gave theirs.\n{_ADVICE}"
+                f"one, but other backwards of the step had theirs.\n{_ADVICE}"
             )
 
     def correction(self, world_size: int, *, tolerance: float) -> float:

@@ -112,7 +112,8 @@ class DenseBucket(Bucket):
             self.parameters[place].grad = views[place]
         self._tail.copy_(self._usual_tail)
         if share.ballot is not None:
-            self._ballot.copy_(torch.tensor(share.ballot, dtype=torch.float64))
+            ballot = torch.tensor(share.ballot, dtype=torch.float64).to(self.spec.dtype)
+            self._ballot.copy_(ballot, non_blocking=True)  # from pageable memory: read before this returns
         for absent in self.absent:
             self._tail[absent.place] = 0
             if absent.previous is None:

@@ -155,8 +155,8 @@ class Window:
 
     def on_arrival(self, index: int, used: bytearray) -> None:
         """Take notice of a gradient that stays on this rank for now."""
-        is_known = {_Given.COUNTED: self.is_weighed, _Given.NOTHING: self.has_unweighed, _Given.FRESH: False}
-        if not is_known[self._given]:
+        counts = self.is_weighed if self._given is _Given.COUNTED else self.has_unweighed
+        if self._given is _Given.FRESH or not counts:
             self.enter(used, accumulates=True, arrived=index)
         gradient = self._parameters[index].grad
         self._last_arrival = None if gradient is None else (index, gradient._version)
@@ -219,7 +219,7 @@ class Window:
 
     def _put_back(self, indices: Iterable[int]) -> None:
         """Drop the gradients of a micro-batch of weight zero."""
-        for index in indices:
+        for index in indices if self._aside else ():
             if index not in self._aside:
                 continue
             parameter, gradient = self._parameters[index], self._aside.pop(index)
