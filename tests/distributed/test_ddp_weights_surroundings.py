@@ -392,8 +392,8 @@ def test_weights_travel_with_the_gradients(ranks):
 def missing(who):
     return (
         f"A weight is missing in this step: {who} ran a backward without one, but other backwards of the step had "
-        "theirs.\nCall model.weight(n) before each backward, or lockstep.backward(loss, count=n), on all ranks or on none; "
-        "n is 0 where a batch holds nothing that counts."
+        "theirs.\nCall model.weight(n) before each backward, or lockstep.backward(loss, count=n), on all ranks or on "
+        "none; n is 0 where a batch holds nothing that counts."
     )
 
 
