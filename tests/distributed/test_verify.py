@@ -13,7 +13,7 @@ from tests.verifying import FAULTS, causes, verify_on
         ("random_state.py", "random state", ("loss", 0), "Train with --reproducible 2"),
         ("batchnorm_statistics.py", "BatchNorm statistics", ("loss", 0), "Use lockstep.SyncBatchNorm.convert_sync"),
         ("learning_rate_rule.py", "learning-rate rule", ("learning rate", 0), "Let the learning rate depend on"),
-        ("buffers_on_one_rank.py", "buffers changed on one rank", ("loss", 0), "Change buffers in the same way"),
+        ("buffers_on_one_rank.py", "buffers changed on one rank", ("loss", 0), "Change buffers and parameters in the same way"),
         ("loss_sums.py", "a loss that sums instead of averages", ("loss", 0), "Return the mean over the batch"),
     ],
 )

@@ -132,8 +132,8 @@ def _with_fix(
     finding: Finding, study: AloneStudy, fixed: dict[str, Outcome], subject: Subject, rows: list[Row]
 ) -> Finding:
     """Return ``finding`` with what came of its fix, where that was tried."""
-    name = {Cause.BATCHNORM: "convert", Cause.RANDOM: "reproducible", Cause.COUPLED: "reproducible"}.get(finding.cause)
-    if name is None or name not in fixed:
+    name = "convert" if finding.cause is Cause.BATCHNORM else "reproducible"
+    if finding.cause in (Cause.WEIGHTING, Cause.SUM) or name not in fixed:
         return finding
     words = {
         "convert": "lockstep.SyncBatchNorm instead",

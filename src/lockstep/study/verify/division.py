@@ -9,7 +9,7 @@ from lockstep.comm.world import World
 from lockstep.study.verify.determinism import outcome
 from lockstep.study.verify.differences import DOUBLE, SINGLE, Comparison, Tolerance, compare
 from lockstep.study.verify.experiment import Experiment, Given, Off, Subject, Switch
-from lockstep.study.verify.findings import Cause, Finding, Row, fix
+from lockstep.study.verify.findings import Cause, Finding, Row, fix, own_part
 from lockstep.study.verify.perform import perform
 from lockstep.study.verify.trace import Trace
 from lockstep.study.verify.weights import StepWeights, measure_weights
@@ -121,8 +121,8 @@ def _finding(
         evidence = f"Each rank normalises with mean and variance of its own part of the batch{where}."
         return Finding(Cause.BATCHNORM, evidence, fix(Cause.BATCHNORM, subject))
     if switch == "state":
-        evidence = f"Forward changes {_buffer(plain)} from the part of the batch that a rank has, so ranks part."
-        return Finding(Cause.BUFFERS, evidence, fix(Cause.BUFFERS, subject))
+        evidence = f"Forward changes {_buffer(plain)} by the part of the batch that a rank has, so each has another."
+        return Finding(Cause.BUFFERS, evidence, own_part(subject))
     if switch == "data":
         evidence = "torch's DistributedSampler repeats samples to give all ranks equally many, so these count twice."
         advice = (

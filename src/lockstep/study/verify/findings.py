@@ -77,8 +77,8 @@ FIXES = {
         "and Task.schedule (--lr-scaling linear follows the global batch)."
     ),
     Cause.BUFFERS: (
-        "Change buffers in the same way on every rank, from what all ranks know (all-reduce it first), or train with "
-        "{reproducible}, which combines the buffers of all parts."
+        "Change buffers and parameters in the same way on every rank: from what all ranks know, without asking for the "
+        "rank."
     ),
     Cause.OPERATOR: (
         "Take everything from the seed: no clock, no system randomness, no order of threads. Where an operator is at "
@@ -100,6 +100,10 @@ FIXES = {
 }
 
 
+OWN_PART = (
+    "Train with {reproducible}, which combines what all parts of the batch write, or all-reduce over the ranks what "
+    "the buffer is computed from."
+)
 OWN_GENERATOR = (
     "Draw from the default generators of torch, Python and numpy, and do not seed them in the task: {reproducible} "
     "sets these for each part of the batch, but no others."
@@ -115,6 +119,11 @@ def reproducible(subject: Subject) -> str:
 def fix(cause: Cause, subject: Subject) -> str:
     """Return what to do about ``cause``."""
     return FIXES[cause].format(reproducible=reproducible(subject))
+
+
+def own_part(subject: Subject) -> str:
+    """Return what to do about buffers that follow a rank's part of the batch."""
+    return OWN_PART.format(reproducible=reproducible(subject))
 
 
 def own_generator(subject: Subject) -> str:

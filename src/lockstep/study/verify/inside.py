@@ -150,7 +150,7 @@ def fix_experiments(
         others = division.causes - ({"batchnorm", "weights"} if where == "one" else {"batchnorm"})
         experiment = Experiment(where, off | others, convert=where == "ranks")  # type: ignore[arg-type]
         found["convert"] = subject, experiment
-    if division.causes:
+    if division.findings:
         experiment = Experiment(where, off, reproducible=subject.num_devices, watched=False)  # type: ignore[arg-type]
         found["reproducible"] = replace(subject, torch_ddp=False), experiment
     return found

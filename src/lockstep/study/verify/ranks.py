@@ -176,7 +176,7 @@ def _draws_or_writes(switch: str, found: Comparison, subject: Subject) -> Findin
         )
         return Finding(Cause.RANDOM, evidence, own_generator(subject))
     written = next((d for d in found.differences if d.kind == "buffer"), first)
-    evidence = f"Forward does not change the same on every rank: {tell(written)}, and is as it should be if undone."
+    evidence = f"Forward writes something else on each rank: {tell(written)}. Undoing what it writes makes it right."
     return Finding(Cause.BUFFERS, evidence, fix(Cause.BUFFERS, subject))
 
 
