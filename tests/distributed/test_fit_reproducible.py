@@ -179,3 +179,26 @@ def test_it_says_that_ranks_or_a_checkpoint_are_from_other_hardware(ranks, monke
     for rank, (_, caveats) in enumerate(ranks(2)(other_device)):
         name = "Abacus" if rank else "Slide rule"
         assert caveats == [f"the run was begun elsewhere: device Quipu instead of {name}"]
+
+
+def test_loader_processes_use_the_threads_of_the_mode():
+    class Threads(torch.utils.data.Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            return torch.get_num_threads()
+
+    seen = []
+
+    def loss(model, batch):
+        seen.extend(batch.tolist())
+        return model(torch.ones(1, 2)).sum()
+
+    task = make_task(
+        model=lambda: torch.nn.Linear(2, 1), dataset=Threads, eval_dataset=Threads, loss=loss, global_batch_size=8
+    )
+    for threads, workers in ((2, 0), (2, 1), (3, 1)):
+        lockstep.fit(task, strategy="single", steps=1, reproducible=2, threads=threads, workers=workers, quiet=True)
+        assert seen == [threads] * 16
+        seen.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ class LoadOptions:
         pin_memory: Whether to page-lock the batches, for copies to CUDA that do not block.
         ahead: Batches that each loader process loads before they are asked for.
         skip_bad: Whether a micro-batch goes without the samples that cannot be read; else it has none if there is one.
+        threads: Cores that an operation in a loader process may use; 1, which is torch's choice, if None.
     """
 
     collate: Collate | None
@@ -37,6 +39,30 @@ class LoadOptions:
     pin_memory: bool
     ahead: int = 2
     skip_bad: bool = False
+    threads: int | None = None
+
+    def open(self, dataset: Dataset[Any], sampler: Iterable[Any] | None = None) -> DataLoader[Any]:
+        """Return what gives the items of ``dataset`` as they are, in loader processes if there are any."""
+        return DataLoader(
+            dataset,
+            sampler=sampler,
+            batch_size=None,
+            num_workers=self.workers,
+            prefetch_factor=self.ahead if self.workers else None,
+            collate_fn=_as_it_is,
+            pin_memory=self.pin_memory,
+            worker_init_fn=None if self.threads is None else partial(_use_threads, self.threads),
+            generator=torch.Generator(),  # or else it would draw from the default generator
+        )
+
+
+def _as_it_is(batch: Any) -> Any:
+    """Return ``batch``: what is loaded is collated already."""
+    return batch
+
+
+def _use_threads(count: int, _worker: int) -> None:
+    torch.set_num_threads(count)
 
 
 class Request(NamedTuple):
@@ -144,11 +170,6 @@ class _Fetch(Dataset[MicroBatch]):
             return 0, None
 
 
-def as_it_is(batch: Any) -> Any:
-    """Return ``batch``: what is loaded is collated already."""
-    return batch
-
-
 def load(
     samples: Any,
     requests: Iterable[Request],
@@ -164,14 +185,4 @@ def load(
         how: Apart from which.
         seed: What the random numbers of each sample derive from.
     """
-    loader = DataLoader(
-        _Fetch(samples, how, seed),
-        sampler=requests,
-        batch_size=None,
-        num_workers=how.workers,
-        prefetch_factor=how.ahead if how.workers else None,
-        collate_fn=as_it_is,
-        pin_memory=how.pin_memory,
-        generator=torch.Generator(),  # or else it would draw from the default generator
-    )
-    return iter(loader)
+    return iter(how.open(_Fetch(samples, how, seed), requests))

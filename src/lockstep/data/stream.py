@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from lockstep.data.at_once import Collate
 from lockstep.data.division import Division
-from lockstep.data.loader import LoadOptions, MicroBatch, StreamNote, as_it_is
+from lockstep.data.loader import LoadOptions, MicroBatch, StreamNote
 from lockstep.data.same_stream import checksum, is_checked
 from lockstep.data.stream_reader import HasEpochs, StreamOrder, StreamPosition, StreamReader
 from lockstep.errors import LockstepError
@@ -90,16 +90,7 @@ def load_stream(
 
     Reads and drops what comes before, unless the position holds the stream's own state.
     """
-    loader = DataLoader(
-        _Steps(stream, order, division, position, how.collate),
-        batch_size=None,
-        num_workers=how.workers,
-        prefetch_factor=how.ahead if how.workers else None,
-        collate_fn=as_it_is,
-        pin_memory=how.pin_memory,
-        generator=torch.Generator(),
-    )
-    return _unpack(loader)
+    return _unpack(how.open(_Steps(stream, order, division, position, how.collate)))
 
 
 def _unpack(loader: Iterable[list[MicroBatch] | LockstepError]) -> Iterator[MicroBatch]:

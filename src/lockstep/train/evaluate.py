@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.comm.collectives import all_gather_object, all_reduce, broadcast_coalesced
 from lockstep.data.bad_sample import BadSample
 from lockstep.data.device import to_device
-from lockstep.data.loader import LoadOptions, MicroBatch, Request, load
+from lockstep.data.loader import MicroBatch, Request, load
 from lockstep.data.seeding import mix, seed_cpu, seed_device
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.tree.shape import Tree
@@ -135,11 +135,8 @@ class Evaluator:
                 Request(0, number, len(self.samples), [share], [list(mine[start : start + size])])
                 for number, start in enumerate(range(0, len(mine), size))
             ]
-        on_cuda = loop.device.type == "cuda"
         seed = mix(loop.settings.seed, _EVALUATE)
-        skip = loop.settings.bad_samples == "skip"
-        how = LoadOptions(self.task.collate, loop.workers, pin_memory=on_cuda, skip_bad=skip)
-        batches = load(self.samples, requests, how, seed=seed)
+        batches = load(self.samples, requests, loop.load_options(self.task, loop.workers), seed=seed)
         for batch in batches:
             position = mix(seed, batch.step, *batch.numbers)
             seed_cpu(position)

@@ -17,7 +17,6 @@ from lockstep.data.feed import Feed
 from lockstep.data.loader import LoadOptions, MicroBatch
 from lockstep.data.same_stream import require_same_stream
 from lockstep.data.seeding import mix, seed_cpu, seed_device
-from lockstep.errors import ConfigurationError
 from lockstep.parallel.tree.shape import Tree
 from lockstep.train.arithmetic import Arithmetic, describe_machine, differences, watch_for_other_kernels
 from lockstep.train.bad_samples import BadSamples
@@ -26,6 +25,7 @@ from lockstep.train.objective import Objective, Part
 from lockstep.train.plan import make_plan
 from lockstep.train.precision import GradScaler
 from lockstep.train.reproducible.build import make_reproducible, virtual_shards
+from lockstep.train.resume import check_identity, load_into
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.step_record import StepRecord
 from lockstep.train.stopwatch import Stopwatch
@@ -85,9 +85,7 @@ class Loop:
         self.samples = build_dataset(task)
         num_samples = None if isinstance(self.samples, IterableDataset) else len(self.samples)
         self.plan = make_plan(task, settings, division, num_samples=num_samples)
-        skip = settings.bad_samples == "skip"
-        workers = 0 if settings.workers == "auto" else settings.workers
-        how = LoadOptions(task.collate, workers, pin_memory=self.device.type == "cuda", skip_bad=skip)
+        how = self.load_options(task, 0 if settings.workers == "auto" else settings.workers)
         places = self.devices if shards is None else shards.spread(self.devices)
         search = search_for(settings.workers, world.local_world_size if strategy in PER_PROCESS else 1)
         self._feed = Feed(self.samples, self.plan.order, division, how, places, search=search, agree=self._gather)
@@ -110,7 +108,17 @@ class Loop:
             scaler=GradScaler() if settings.precision == "fp16" else None,
             group=self.group,
         )
-        self.bad_samples = BadSamples(skip=skip, device=self.device, group=self.group, num_samples=num_samples)
+        self.bad_samples = BadSamples(skip=how.skip_bad, device=self.device, group=self.group, num_samples=num_samples)
+
+    def load_options(self, task: Task, workers: int) -> LoadOptions:
+        """Return how batches are loaded by so many loader processes."""
+        return LoadOptions(
+            task.collate,
+            workers,
+            pin_memory=self.device.type == "cuda",
+            skip_bad=self.settings.bad_samples == "skip",
+            threads=self.arithmetic.threads if self.arithmetic.deterministic else None,
+        )
 
     @property
     def group(self) -> Group | None:
@@ -218,21 +226,8 @@ class Loop:
         Raises:
             ConfigurationError: It is of a run on other data, or in another order; or of another model.
         """
-        run = state["run"]
-        for name, value in self._identity().items():
-            if run.get(name) != value:
-                raise ConfigurationError(
-                    f"The checkpoint is of a run with {name} {run.get(name)}, this one has {value}.\n"
-                    "Resume with what the run was started with, or start anew (resume=False)."
-                )
-        try:
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-        except (RuntimeError, ValueError) as error:
-            raise ConfigurationError(
-                f"The checkpoint does not fit the task's model or optimizer: {error}\n"
-                "Resume with the task that the run was started with, or start anew (resume=False)."
-            ) from error
+        check_identity(self._identity(), state["run"])
+        load_into(self.model, self.optimizer, state)
         if self._updater.scaler is not None and state["scaler"] is not None:
             self._updater.scaler.load_state_dict(state["scaler"])
         self.num_steps_done, self._updater.num_updates = state["num_steps_done"], state["num_updates"]

@@ -1,0 +1,45 @@
+"""Whether a checkpoint fits a run, and taking over what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.errors import ConfigurationError
+
+
+def check_identity(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Check that a run and that of a checkpoint have in common what they must.
+
+    Args:
+        mine: What that is, by name, for this run.
+        theirs: What the checkpoint has of it.
+
+    Raises:
+        ConfigurationError: Something differs; names it.
+    """
+    for name, value in mine.items():
+        if theirs.get(name) != value:
+            raise ConfigurationError(
+                f"The checkpoint is of a run with {name} {theirs.get(name)}, this one has {value}.\n"
+                "Resume with what the run was started with, or start anew (resume=False)."
+            )
+
+
+def load_into(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Give model and optimizer the state that a checkpoint holds.
+
+    Raises:
+        ConfigurationError: It is of another model or optimizer.
+    """
+    try:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    except (RuntimeError, ValueError) as error:
+        raise ConfigurationError(
+            f"The checkpoint does not fit the task's model or optimizer: {error}\n"
+            "Resume with the task that the run was started with, or start anew (resume=False)."
+        ) from error
