@@ -34,7 +34,7 @@ def test_a_fault_is_named_in_words_and_in_json(tmp_path):
     words = " ".join(done.out.split())
     assert words.startswith(
         "learning_rate_rule.py: one process and 2 ranks, steps 0 and 5, the epoch's last Not the same training run: 2 "
-        "ranks part from one process with the learning rate lr of group 0 at step 0 (0.2 instead of 0.1), the first of "
+        "ranks part from one process in the learning rate lr of group 0 at step 0 (0.2 instead of 0.1), the first of "
         "all that was compared. Cause: learning-rate rule. The ranks train with another learning rate lr of group 0 at "
         "step 0 (0.2 instead of 0.1). Fix: Let the learning rate depend on the global batch only"
     )

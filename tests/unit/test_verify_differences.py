@@ -54,10 +54,10 @@ def test_rounding_is_within_the_tolerance_but_not_to_the_bit():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"samples": (b"c", b"x")}, "sample at step 1 (1 of 4 samples are others)"),
-        ({"samples": (b"c",)}, "sample at step 1 (3 samples instead of 4)"),
-        ({"samples": (b"c", b"d", b"a")}, "sample at step 1 (1 sample more than there are)"),
-        ({"samples": (b"d", b"c")}, "sample at step 1 (the same samples in another order)"),
+        ({"samples": (b"c", b"x")}, "samples at step 1 (1 of 4 samples are others)"),
+        ({"samples": (b"c",)}, "samples at step 1 (3 samples instead of 4)"),
+        ({"samples": (b"c", b"d", b"a")}, "samples at step 1 (1 sample more than there are)"),
+        ({"samples": (b"d", b"c")}, "samples at step 1 (the same samples in another order)"),
         ({"loss": 0.75}, "loss at step 1 (0.75 instead of 0.5)"),
         ({"rates": {"lr of group 0": 0.2}}, "learning rate lr of group 0 at step 1 on rank 1 (0.2 instead of 0.1)"),
         ({"tensors": tensors(gradient=1.5)}, "gradient w at step 1 on rank 1 (off by 5.0e-01 of its size)"),

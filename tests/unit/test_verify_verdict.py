@@ -52,7 +52,7 @@ def test_fp32_and_consecutive_steps_are_said():
 
 def test_a_fault_is_named_with_its_fix():
     assert sentences(verification(finding(Cause.BATCHNORM, "Tried: it helps."))) == [
-        "Not the same training run: 2 ranks part from one process with the gradient 0.weight at step 1 on rank 1 (off "
+        "Not the same training run: 2 ranks part from one process in the gradient 0.weight at step 1 on rank 1 (off "
         "by 2.5e-01 of its size), the first of all that was compared.",
         "Cause: BatchNorm statistics. It was measured.",
         "Fix: Use lockstep.SyncBatchNorm.convert_sync_batchnorm(model) in Task.model, or train with --reproducible 2, "

@@ -88,7 +88,7 @@ def tell(difference: Difference) -> str:
     name = "" if difference.name in (difference.kind, "batch") else f" {difference.name}"
     ranks = f" on rank{'s' * (len(difference.ranks) > 1)} {_list(difference.ranks)}" if difference.ranks else ""
     step = "" if difference.step is None else f" at step {difference.step}"
-    kind = "size:" if difference.kind == "size" else difference.kind
+    kind = {"size": "size:", "sample": "samples"}.get(difference.kind, difference.kind)
     return f"{kind}{name}{step}{ranks} ({difference.words})"
 
 

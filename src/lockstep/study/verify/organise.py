@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.comm.world import init
-from lockstep.errors import LockstepError, RankFailed
+from lockstep.errors import ConfigurationError, LockstepError, RankFailed
 from lockstep.launcher.api import launch
 from lockstep.study.compare.progress import say
 from lockstep.study.verify.diagnose import Verification, diagnose
@@ -57,9 +57,22 @@ def verify(
     subject = Subject(of_task(task), settings, devices, torch_ddp, steps)
     require_some(subject)
     check_gpus(devices)
-    found = load_task(task) if isinstance(task, str) else task
-    require_even(settings.global_batch_size or found.global_batch_size, devices, settings.accumulate)
+    found = _load(task)
+    if found is not None:
+        require_even(settings.global_batch_size or found.global_batch_size, devices, settings.accumulate)
     return diagnose(subject, _Launched(), (lambda _: None) if quiet else say)
+
+
+def _load(task: Task | str) -> Task | None:
+    """Return the task itself; None if its file fails here, where it is no rank, as it may well run in one."""
+    if isinstance(task, Task):
+        return task
+    try:
+        return load_task(task)
+    except ConfigurationError as error:
+        if error.__cause__ is None:  # there is no such file, or no task in it
+            raise
+        return None
 
 
 class _Launched:

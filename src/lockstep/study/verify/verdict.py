@@ -74,6 +74,6 @@ def _headline(verification: Verification) -> str:
     if comparison.first is None:
         return f"Not the same training run twice: one process and {who} agree, but no two runs do to the bit."
     return (
-        f"Not the same training run: {who} part from one process with the {tell(comparison.first)}, the first of all "
+        f"Not the same training run: {who} part from one process in the {tell(comparison.first)}, the first of all "
         "that was compared."
     )
