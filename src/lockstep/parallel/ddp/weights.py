@@ -133,7 +133,7 @@ class Weights:
         if ballots.device.type == "cuda" and not is_urgent:
             event = torch.cuda.Event()
             self._doubt = ballots.to("cpu", non_blocking=True), event
-            event.record()
+            event.record(torch.cuda.current_stream(ballots.device))
             return 1.0
         if ballots.device.type == "cuda" and future is not None:
             with torch.cuda.stream(torch.cuda.Stream(ballots.device)):
