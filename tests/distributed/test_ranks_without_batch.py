@@ -153,7 +153,7 @@ def test_torchs_engine_refuses_the_layers_on_the_cpu(ranks):
         assert type(outcome.error) is ConfigurationError
         assert str(outcome.error) == (
             "torch's DistributedDataParallel refuses SyncBatchNorm layers on the CPU, lockstep's too.\n"
-            "Use strategy ddp."
+            "Use strategy ddp, and leave torch-ddp out of a comparison (--strategies dp,ddp)."
         )
 
 

@@ -202,7 +202,7 @@ def make_strategy(
     if has_sync_layers and name == "torch-ddp" and devices[0].type == "cpu":
         raise ConfigurationError(
             "torch's DistributedDataParallel refuses SyncBatchNorm layers on the CPU, lockstep's too.\n"
-            "Use strategy ddp."
+            "Use strategy ddp, and leave torch-ddp out of a comparison (--strategies dp,ddp)."
         )
     if name == "single":
         return Single(model, objective)
