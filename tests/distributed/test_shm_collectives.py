@@ -256,7 +256,9 @@ def test_objects(ranks):
 def test_asynchronous_calls_keep_their_order(ranks):
     def body(world):
         with shm_group() as group:
-            tensors = [torch.full((size,), float(index)) for index, size in enumerate([5, 100_000, 0, 1, 3_000_000] * 4)]
+            tensors = [
+                torch.full((size,), float(index)) for index, size in enumerate([5, 100_000, 0, 1, 3_000_000] * 4)
+            ]
             works = []
             for index, tensor in enumerate(tensors):
                 works.append(dist.all_reduce(tensor, group=group, async_op=True))
@@ -267,13 +269,17 @@ def test_asynchronous_calls_keep_their_order(ranks):
             for work in reversed(works):
                 assert work.wait()
             assert all(work.is_completed() and work.is_success() and work.exception() is None for work in works)
-            assert all(value.data_ptr() == tensor.data_ptr() for value, tensor in zip(values, tensors[::2], strict=True))
+            assert all(
+                value.data_ptr() == tensor.data_ptr() for value, tensor in zip(values, tensors[::2], strict=True)
+            )
             chained = dist.all_reduce(torch.ones(4), group=group, async_op=True).get_future()
             chained = chained.then(lambda future: future.value()[0] / 2)
             last = dist.all_reduce(tensors[0], group=group, async_op=True)
             while not last.is_completed():
                 pass
-            return [bool((tensor == 2.0 * index).all()) for index, tensor in enumerate(tensors)][1:], chained.wait().tolist()
+            return [bool((tensor == 2.0 * index).all()) for index, tensor in enumerate(tensors)][
+                1:
+            ], chained.wait().tolist()
 
     assert ranks(2)(body) == [([True] * 19, [1.0] * 4)] * 2
 

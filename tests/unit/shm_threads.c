@@ -22,7 +22,7 @@ void lockstep_await_bell(Group *, uint32_t, int64_t);
 size_t lockstep_ring_write(Group *, int, const char *, size_t);
 size_t lockstep_ring_read(Group *, int, char *, size_t);
 
-enum { MOST = 8, CHUNK = 65536, RING = 1024, F32 = 0, SUM = 0, PIECE = 30001, MESSAGE = 5000 };
+enum { MOST = 8, CHUNK = 65536, RING = 1024, F32 = 0, SUM = 0, PIECE = 80001, MESSAGE = 5000 };
 
 static void *segment;
 static int size, rounds, spins;
@@ -88,10 +88,10 @@ static void *run(void *argument) {
     float *data = malloc(most * sizeof *data), *output = malloc(most * sizeof *output);
     for (int round = 0; round < rounds; round++) {
         reduce(g, rank, data, 100, -1);
-        reduce(g, rank, data, 10007, -1);
+        reduce(g, rank, data, 25007, -1);
         reduce(g, rank, data, most, -1);
-        reduce(g, rank, (float *)shares[rank], 20011, 1);
-        reduce(g, rank, (float *)shares[rank], 20011, rank == 0 ? -1 : 1);
+        reduce(g, rank, (float *)shares[rank], PIECE, 1);
+        reduce(g, rank, (float *)shares[rank], PIECE, rank == 0 ? -1 : 1);
         scatter(g, rank, data, output);
         swap(g, rank, data, output);
         ring(g, rank, (char *)data);
@@ -108,7 +108,7 @@ int main(int argc, char **argv) {
     segment = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     lockstep_format(segment, CHUNK, RING);
     pthread_t threads[MOST];
-    for (int rank = 0; rank < size; rank++) shares[rank] = calloc(1, 1 << 20);
+    for (int rank = 0; rank < size; rank++) shares[rank] = calloc(PIECE, sizeof(float));
     for (intptr_t rank = 0; rank < size; rank++) pthread_create(&threads[rank], NULL, run, (void *)rank);
     for (int rank = 0; rank < size; rank++) pthread_join(threads[rank], NULL);
     puts("ok");

@@ -7,7 +7,8 @@
 
 #include "_sync.h"
 
-#define SMALL_BYTES 16384 /* up to here every rank sums everything itself: one wait instead of two */
+/* Up to here, over all ranks, every rank sums everything itself: one wait instead of two. */
+#define SMALL_BYTES ((size_t)1 << 18)
 #define ARRIVED offsetof(Member, arrived)
 #define REDUCED offsetof(Member, reduced)
 #define DONE offsetof(Member, done)
@@ -145,7 +146,7 @@ int lockstep_all_reduce(Group *g, char *data, size_t count, int dtype, int op, i
     size_t width = lockstep_element_bytes(dtype);
     Call call = {ALL_REDUCE, dtype, op, root, count, root < 0 ? alloc : -1, offset};
     TRY(begin(g, &call, deadline_ms));
-    if (count * width <= SMALL_BYTES && count * width <= g->head->chunk_bytes)
+    if (count * width <= SMALL_BYTES / (size_t)g->size && count * width <= g->head->chunk_bytes)
         return reduce_small(g, data, count, width, &call, deadline_ms);
     if (call.alloc >= 0)
         announce(&me(g)->arrived, g->step);

@@ -170,7 +170,8 @@ static int sleep_until_reached(Group *g, Word *word, size_t word_at, uint32_t ta
         atomic_fetch_sub(&word->sleepers, 1);
         if (reached(word, target)) return OK;
         if (atomic_load(&g->stopped)) return STOPPED;
-        if (g->interrupted && g->interrupted()) return INTERRUPTED;
+        /* Python runs signal handlers in the main thread only. */
+        if (g->interrupted && syscall(SYS_gettid) == getpid() && g->interrupted()) return INTERRUPTED;
         int code = hopeless(g, word_at, target);
         if (code != OK) return code;
         if (left_ms <= 0) {

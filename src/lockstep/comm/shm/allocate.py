@@ -68,7 +68,5 @@ def _allocate(calls: Calls, call: Call, sizes: tuple[int, ...], dtype: torch.dty
         return torch.empty(sizes, dtype=dtype)
     segment.close_file()
     calls.buckets.add(segment.memory, segment.address, share_bytes)
-    flat = torch.frombuffer(
-        segment.memory, dtype=dtype, count=math.prod(sizes), offset=member.rank * share_bytes
-    )
+    flat = torch.frombuffer(segment.memory, dtype=dtype, count=math.prod(sizes), offset=member.rank * share_bytes)
     return flat.view(sizes)

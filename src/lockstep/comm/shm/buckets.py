@@ -40,9 +40,7 @@ class Buckets:
         parts = (ctypes.c_void_p * size)(*(address + index * share_bytes for index in range(size)))
         start = address + rank * share_bytes
         self._allocations = [known for known in self._allocations if known.memory() is not None]
-        self._allocations.append(
-            _Allocation(self._num_made, start, start + share_bytes, parts, weakref.ref(memory))
-        )
+        self._allocations.append(_Allocation(self._num_made, start, start + share_bytes, parts, weakref.ref(memory)))
         self._num_made += 1
 
     def find(self, tensor: Tensor) -> tuple[int, int, ctypes.Array[ctypes.c_void_p] | None]:

@@ -82,7 +82,7 @@ class Calls:
         root: int = -1,
         same: bool = False,
     ) -> None:
-        """Exchange contiguous tensors, in the thread whose turn it is; with ``same``, all that is sent is one tensor."""
+        """Exchange contiguous tensors, in the thread whose turn it is; with ``same``, each rank sends one tensor."""
         call(
             self.member.native.lockstep_exchange,
             kind,

@@ -70,5 +70,3 @@ def _mismatch(where: str, native: ctypes.CDLL, handle: int, culprit: int, index:
         f"{where}: the ranks do not call the same. This rank calls {mine}; rank {culprit} calls {theirs}.\n"
         "All ranks must call the same collectives in the same order, with the same shapes and dtypes."
     )
-
-

@@ -15,7 +15,7 @@ from lockstep.comm.shm.member import Member
 from lockstep.comm.shm.process_group import ShmProcessGroup
 from lockstep.comm.shm.segment import NoSharedMemory, Offer, Segment, make_segment, map_segment
 
-CHUNK_BYTES = 2**20
+CHUNK_BYTES = 2**18
 """How much of a tensor a rank has in the segment at a time: small enough for the processor's cache."""
 
 MIN_CHUNK_BYTES = 2**16

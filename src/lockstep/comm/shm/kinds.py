@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ DTYPES = (
     torch.uint32,
     torch.uint64,
 )
-_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 _LOGICAL = {"sum": "max", "product": "min", "band": "min", "bor": "max", "min": "min", "max": "max", "bxor": "bxor"}
 
 
@@ -63,10 +64,15 @@ def reduction_of(op: Any, dtype: torch.dtype) -> int:
     Raises:
         ConfigurationError: It makes no sense for that dtype, or the backend does not have it.
     """
-    name = str(getattr(op, "op", op)).rpartition(".")[2].lower()
+    return _reduction_of(getattr(op, "op", op), dtype)
+
+
+@cache
+def _reduction_of(op: Any, dtype: torch.dtype) -> int:
+    name = str(op).rpartition(".")[2].lower()
     if name not in REDUCTIONS:
         raise ConfigurationError(f"The backend shm has no reduction {name!r}.\nIt has: {', '.join(REDUCTIONS)}.")
-    if dtype not in _NUMBERS and dtype != torch.bool and not dtype.is_complex:
+    if dtype not in NUMBERS and dtype != torch.bool and not dtype.is_complex:
         raise ConfigurationError(
             f"The backend shm cannot reduce {dtype} tensors, only move them.\nConvert them before the call."
         )
@@ -95,7 +101,7 @@ def as_numbers(tensor: Tensor) -> Tensor:
 
 def dtype_number(dtype: torch.dtype) -> int:
     """Return the number of a dtype that `as_numbers` gives."""
-    return _NUMBERS[dtype]
+    return NUMBERS[dtype]
 
 
 def operation_of(options: Any) -> Any:

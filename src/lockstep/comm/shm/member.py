@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from lockstep.comm.shm import library as lib
 from lockstep.comm.shm.failure import failure
@@ -39,7 +38,9 @@ class Member:
         self._pid = os.getpid()
         self._signal: BaseException | None = None
         self._broken: LockstepError | None = None
-        self._callback = lib.INTERRUPTED_TYPE(self._interrupted)  # kept: the C library holds only its address
+        interruptions = self._interruptions()
+        next(interruptions)
+        self._callback = lib.INTERRUPTED_TYPE(interruptions.__next__)  # kept: the C library holds only its address
         spins = SPINS if size <= len(os.sched_getaffinity(0)) else 0
         handle = native.lockstep_join(segment.address, segment.fd, rank, size, spins, self._callback)
         if handle is None:
@@ -110,16 +111,21 @@ class Member:
             # Lets go of the lock by which the others know that this process lives.
             self._segment.close_file()
 
-    def _interrupted(self) -> int:
-        """Let Python handle signals while the main thread waits in C; called a few times in a second."""
-        if threading.current_thread() is not threading.main_thread():
-            return 0
-        try:
-            ctypes.pythonapi.PyErr_CheckSignals()
-        except BaseException as error:  # KeyboardInterrupt, or what a handler raised: passed on by `call`
-            self._signal = error
-            return 1
-        return 0
+    def _interruptions(self) -> Iterator[int]:
+        """Give 0 again and again, 1 after a signal handler has raised; called while the main thread waits in C.
+
+        A generator, because handlers run as soon as Python code does, and so inside of ``try`` only where the code goes
+        on after a ``yield``; a function would begin before its ``try``.
+        """
+        while True:
+            try:
+                while True:
+                    yield 0
+            except GeneratorExit:
+                return
+            except BaseException as error:  # KeyboardInterrupt, or what a handler raised: passed on by `call`
+                self._signal = error
+            yield 1
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):

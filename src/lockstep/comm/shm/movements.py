@@ -50,11 +50,15 @@ class Movements:
 
         return self._calls.submit("all_gather", action, [tensor for row in outputs for tensor in row], opts)
 
-    def allgather_coalesced(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> ShmWork:
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> ShmWork:
         """Do as `allgather` does: here ``outputs`` has a row for each input, too."""
         return self.allgather(outputs, inputs, opts)
 
-    def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> ShmWork:
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> ShmWork:
         """Fill each output with every rank's input, one after the other. Collective: every rank."""
         size = self._size
         for output, tensor in zip(outputs, inputs, strict=True):
@@ -82,7 +86,12 @@ class Movements:
         return self._calls.submit("all_to_all", action, outputs, opts)
 
     def all_to_all_single(
-        self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
     ) -> ShmWork:
         """Send parts of ``tensor``, cut along its first dimension, and fill ``output``. Collective: every rank."""
         counts = [
@@ -140,4 +149,6 @@ class Movements:
     def barrier(self, opts: Any = None) -> ShmWork:
         """Wait for all ranks. Collective: every rank."""
         nobody: list[Tensor | None] = [None] * self._size
-        return self._calls.submit("barrier", lambda call: self._calls.exchange_now(call, kinds.BARRIER, nobody, nobody), [], opts)
+        return self._calls.submit(
+            "barrier", lambda call: self._calls.exchange_now(call, kinds.BARRIER, nobody, nobody), [], opts
+        )

@@ -56,7 +56,7 @@ class OtherDevices:
             options._timeout = given.timeout
             options.global_ranks_in_group = given.global_ranks_in_group
             options.group_name = given.group_id
-            backend = dist.ProcessGroupNCCL(store, given.group_rank, given.group_size, options)
+            backend: Any = dist.ProcessGroupNCCL(store, given.group_rank, given.group_size, options)
             kind = dist.ProcessGroup.BackendType.NCCL
         elif name == "gloo":
             backend = dist.ProcessGroupGloo(store, given.group_rank, given.group_size, timeout=given.timeout)
@@ -66,7 +66,7 @@ class OtherDevices:
         backend._set_sequence_number_for_group()
         group._set_default_backend(kind)
         group._register_backend(torch.device(device.type), kind, backend)
-        group._set_group_name(f"{given.group_id}/{device.type}")
+        group._set_group_name(dist.distributed_c10d.GroupName(f"{given.group_id}/{device.type}"))
         return group
 
     def close(self) -> None:

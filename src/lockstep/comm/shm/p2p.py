@@ -191,7 +191,5 @@ class Post:
             # It may have sent between the last look into the ring and its end.
             if transfer.peer != ANY_SOURCE and self._pull(peer):
                 return None
-            return peer_failure(
-                code, member.native, member.handle, where=where, culprit=member.ranks[peer], index=peer
-            )
+            return peer_failure(code, member.native, member.handle, where=where, culprit=member.ranks[peer], index=peer)
         return None

@@ -6,7 +6,6 @@ import atexit
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -66,12 +65,13 @@ class ShmProcessGroup(dist.ProcessGroup):
     """
 
     def __init__(self, store: dist.Store, member: Member, name: str, options: Any) -> None:
-        super().__init__(member.rank, member.size)
+        super().__init__(member.rank, member.size)  # type: ignore[call-arg]  # the only one for subclasses
         self._store = store
         self._names = {"name": name, "description": "undefined"}
         self.calls = Calls(member, name)
         self._post = Post(member)
-        served = (Reductions(self.calls), Movements(self.calls), Messages(member, self._post))
+        self._reductions = Reductions(self.calls)
+        served = (self._reductions, Movements(self.calls), Messages(member, self._post))
         self._served: dict[str, Callable[..., Any]] = {
             call: getattr(part, call) for part in served for call in _CALLS[type(part)]
         }
@@ -79,23 +79,23 @@ class ShmProcessGroup(dist.ProcessGroup):
         self._is_open = True
         _alive.add(self)
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's spelling
+    def getBackendName(self) -> str:
         """Return the backend's name."""
         return "shm"
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802
+    def setGroupName(self, name: str) -> None:
         """Remember the group's name; torch's class keeps names in backend objects only."""
         self._names["name"] = name
 
-    def getGroupName(self) -> str:  # noqa: N802
+    def getGroupName(self) -> str:
         """Return the group's name."""
         return self._names["name"]
 
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+    def setGroupDesc(self, description: str) -> None:
         """Remember what the group is for."""
         self._names["description"] = description
 
-    def getGroupDesc(self) -> str:  # noqa: N802
+    def getGroupDesc(self) -> str:
         """Return what the group is for."""
         return self._names["description"]
 
@@ -122,6 +122,14 @@ class ShmProcessGroup(dist.ProcessGroup):
         self.calls.member.timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
+        """Replace each tensor by its reduction over all ranks. Collective: every rank."""
+        if not getattr(opts, "asyncOp", True) and len(tensors) == 1 and tensors[0].is_cpu:
+            work = self._reductions.all_reduce_at_once(tensors[0], opts)
+            if work is not None:
+                return work
+        return self._dispatch("allreduce", tensors, opts)
 
     def _dispatch(self, call: str, *args: Any, **kwargs: Any) -> Any:
         device = _device_of(args)
@@ -205,7 +213,7 @@ def _method(call: str) -> Any:
     return method
 
 
-for _call in [*(call for calls in _CALLS.values() for call in calls), *_OLD_NAMES]:
+for _call in [*(call for calls in _CALLS.values() for call in calls if call != "allreduce"), *_OLD_NAMES]:
     setattr(ShmProcessGroup, _call, _method(_call))
 
 

@@ -16,7 +16,7 @@ from lockstep.comm.shm import kinds
 from lockstep.comm.shm.calls import Call, Calls
 from lockstep.comm.shm.sparse import reduce_sparse
 from lockstep.comm.shm.staging import Staged, check_equal_sizes, pointers, rows
-from lockstep.comm.shm.work import ShmWork
+from lockstep.comm.shm.work import ENDED, ShmWork
 from lockstep.errors import ConfigurationError
 
 
@@ -26,11 +26,34 @@ class Reductions:
     def __init__(self, calls: Calls) -> None:
         self._calls, self._size = calls, calls.member.size
 
+    def all_reduce_at_once(self, tensor: Tensor, opts: Any) -> ShmWork | None:
+        """Reduce in this thread, if nothing is queued and the tensor needs no copy; else return ``None``.
+
+        Does the same as `allreduce` with less Python around it: at few bytes that is most of the time.
+        """
+        dtype = kinds.NUMBERS.get(tensor.dtype)
+        if dtype is None or not tensor.is_contiguous() or tensor.is_neg():
+            return None
+        number = kinds.reduction_of(kinds.operation_of(opts), tensor.dtype)
+        calls = self._calls
+        if not calls.queue.take_turn():
+            return None
+        try:
+            place = calls.buckets.find(tensor)
+            function = calls.member.native.lockstep_all_reduce
+            arguments = (tensor.data_ptr(), tensor.numel(), dtype, number, -1, *place)
+            calls.member.call("all_reduce", calls.timeout_of(opts), function, *arguments)
+        finally:
+            calls.queue.end_turn()
+        return ENDED
+
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> ShmWork:
         """Replace each tensor by its reduction over all ranks. Collective: every rank."""
         op = kinds.operation_of(opts)
         if any(tensor.layout != torch.strided for tensor in tensors):
-            return self._calls.submit("all_reduce", lambda call: reduce_sparse(self._calls, call, tensors, op), tensors, opts)
+            return self._calls.submit(
+                "all_reduce", lambda call: reduce_sparse(self._calls, call, tensors, op), tensors, opts
+            )
         numbers = [kinds.reduction_of(op, tensor.dtype) for tensor in tensors]
 
         def action(call: Call) -> None:
@@ -52,7 +75,9 @@ class Reductions:
 
         return self._calls.submit("reduce", action, tensors, opts)
 
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> ShmWork:
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
+    ) -> ShmWork:
         """Fill ``outputs[i]`` with the reduction of every rank's ``inputs[i][this rank]``. Collective: every rank."""
         op = kinds.operation_of(opts)
         numbers = [kinds.reduction_of(op, output.dtype) for output in outputs]
@@ -63,7 +88,9 @@ class Reductions:
                 )
             own = row[self._calls.member.rank]
             if own.numel() != output.numel() or any(part.dtype != output.dtype for part in row):
-                raise ConfigurationError("reduce_scatter: the output must have the size and dtype of this rank's input.")
+                raise ConfigurationError(
+                    "reduce_scatter: the output must have the size and dtype of this rank's input."
+                )
 
         def action(call: Call) -> None:
             for output, row, number in zip(outputs, inputs, numbers, strict=True):

@@ -2,8 +2,8 @@
 
 [Note: who runs a call]
 Calls run in the order in which they were made, one at a time. A call that somebody waits for at once is run by the
-thread that waits, which saves two switches of threads; one that is asynchronous is run by the group's own thread, started
-with the first. Whoever runs a call takes ``_turn`` first and then the oldest call in the queue.
+thread that waits, which saves two switches of threads; one that is asynchronous is run by the group's own thread,
+started with the first. Whoever runs a call takes ``_turn`` first and then the oldest call in the queue.
 """
 
 from __future__ import annotations
@@ -63,6 +63,19 @@ class Queue:
             finally:
                 self._turn.release()
         return True
+
+    def take_turn(self) -> bool:
+        """Let this thread make a call now, up to `end_turn`; say no if others wait or are at it."""
+        if self._waiting or not self._turn.acquire(blocking=False):
+            return False
+        if self._waiting:
+            self._turn.release()
+            return False
+        return True
+
+    def end_turn(self) -> None:
+        """Let others make calls."""
+        self._turn.release()
 
     def stop(self) -> bool:
         """End the thread and forget what waits; say whether the thread ended in time."""
@@ -186,3 +199,13 @@ class ShmWork(dist.Work):
         if self._error is not None:
             raise self._error
         return self._outputs
+
+
+def _ended() -> ShmWork:
+    work = ShmWork(None, lambda: None, [])
+    work.run()
+    return work
+
+
+ENDED = _ended()
+"""The handle on a call that ran before it was returned to somebody who will only wait for it."""

@@ -1,0 +1,202 @@
+"""What ranks on shm hear of one that dies, raises, leaves, stops, or calls something else."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import CollectiveError, RankFailed
+from tests.shm import shm_group
+
+VICTIMS = Path(__file__).with_name("shm_victims.py")
+DIED = "whose process has ended.\nIt was killed, or failed first: look at the output of rank 1."
+
+
+def harm(scenario, num_rounds):
+    """Run rounds of a scenario; return what the survivors report, and check that they do within a second."""
+    before = sorted(os.listdir("/dev/shm"))
+    command = [sys.executable, str(VICTIMS), scenario, str(num_rounds)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    rounds = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rounds) == num_rounds
+    assert [name for entry in rounds for name in entry["left"] if name not in before] == []
+    return [outcome for entry in rounds for outcome in entry["outcomes"]]
+
+
+@pytest.mark.parametrize(("scenario", "num_rounds"), [("kill", 10), ("raise", 3)])
+def test_a_rank_that_dies_is_named_within_a_second(scenario, num_rounds):
+    for outcome in harm(scenario, num_rounds):
+        assert outcome["error"] == "RankFailed"
+        assert outcome["message"] == f"Rank {outcome['rank']} in all_reduce on shm waited for rank 1, {DIED}"
+        assert outcome["after_s"] < 1.0
+
+
+def test_a_rank_that_dies_fails_futures_and_messages():
+    for outcome in harm("async", 3):
+        assert outcome["error"] == "RuntimeError"
+        assert (
+            f"RankFailed: Rank {outcome['rank']} in all_reduce on shm waited for rank 1, {DIED}" in outcome["message"]
+        )
+        assert outcome["after_s"] < 1.0
+    for outcome in harm("message", 3):
+        assert outcome["error"] == "RankFailed"
+        assert outcome["message"] == f"Rank {outcome['rank']} in recv from rank 1 waited for rank 1, {DIED}"
+        assert outcome["after_s"] < 1.0
+
+
+def test_a_rank_that_leaves_or_stops():
+    for outcome in harm("leave", 2):
+        assert outcome["error"] == "CollectiveError"
+        assert outcome["message"] == (
+            f"Rank {outcome['rank']} in all_reduce on shm waited for rank 1, which has left the group.\n"
+            "It destroyed its process group before this call; all ranks must call the same collectives."
+        )
+        assert outcome["after_s"] < 1.0
+    for outcome in harm("stop", 1):
+        assert outcome["error"] == "CollectiveError"
+        assert outcome["message"].startswith(
+            f"Rank {outcome['rank']} in all_reduce on shm waited 2 s for rank 1.\nThat"
+        )
+
+
+def test_different_calls_are_told_apart_on_every_rank(ranks):
+    def body(world):
+        messages = []
+        for calls in (
+            (lambda g: dist.all_reduce(torch.ones(3), group=g), lambda g: dist.all_reduce(torch.ones(4), group=g)),
+            (lambda g: dist.barrier(g), lambda g: dist.broadcast(torch.ones(1), 0, g)),
+            (
+                lambda g: dist.all_reduce(torch.ones(1), group=g),
+                lambda g: dist.all_reduce(torch.ones(1).double(), dist.ReduceOp.MAX, group=g),
+            ),
+        ):
+            try:
+                with shm_group() as group:
+                    calls[world.rank](group)
+            except (CollectiveError, RankFailed) as error:
+                messages.append(str(error).splitlines()[0])
+            dist.barrier()
+        return messages
+
+    first, second = ranks(2)(body)
+    pairs = [
+        ("all_reduce", "all_reduce(sum) of 3 float32", "all_reduce(sum) of 4 float32"),
+        ("barrier", "barrier", "broadcast from or to rank 0 of the group"),
+        ("all_reduce", "all_reduce(sum) of 1 float32", "all_reduce(max) of 1 float64"),
+    ]
+    for here, there, (name, mine, theirs) in zip(first, second, pairs, strict=True):
+        told = [
+            f"Rank 0 in {name} on shm: the ranks do not call the same. This rank calls {mine}; rank 1 calls {theirs}.",
+            f"Rank 1 in {'broadcast' if name == 'barrier' else name} on shm: the ranks do not call the same. "
+            f"This rank calls {theirs}; rank 0 calls {mine}.",
+        ]
+        assert [here, there] == told
+
+
+def test_another_number_of_bytes(ranks):
+    def body(world):
+        try:
+            with shm_group() as group:
+                dist.broadcast(torch.ones(3 + world.rank), 0, group)
+                dist.barrier(group)
+        except (CollectiveError, RankFailed) as error:
+            return type(error).__name__, str(error)
+
+    first, second = ranks(2)(body)
+    told = (
+        "Rank 1 in broadcast on shm: rank 0 sends another number of bytes than this rank has room for.\n"
+        "The tensors must have the same shapes and dtypes on all ranks."
+    )
+    assert second == ("CollectiveError", told)
+    assert first == ("RankFailed", f"Rank 0 in barrier on shm waited for rank 1, which gave up:\n{told}")
+
+
+def test_after_a_failure_the_group_says_so_at_once(ranks):
+    def body(world):
+        with shm_group(timeout_s=0.3) as group:
+            told = []
+            for _ in range(2) if world.rank == 0 else ():
+                start = time.monotonic()
+                try:
+                    dist.all_reduce(torch.ones(1), group=group)
+                except CollectiveError as error:
+                    told.append((str(error).splitlines()[0], time.monotonic() - start < 0.3))
+            dist.barrier()
+        return told
+
+    line = "Rank 0 in all_reduce on shm waited 0.3 s for rank 1."
+    assert ranks(2)(body)[0] == [(line, False), (line, True)]
+
+
+def test_a_signal_interrupts_the_wait_and_the_others_hear_of_it(ranks):
+    def body(world):
+        def ring(number, frame):
+            raise KeyboardInterrupt
+
+        try:
+            with shm_group() as group:
+                if world.rank == 0:
+                    previous = signal.signal(signal.SIGALRM, ring)
+                    signal.setitimer(signal.ITIMER_REAL, 0.1)
+                    start = time.monotonic()
+                    try:
+                        dist.all_reduce(torch.ones(1), group=group)
+                    except KeyboardInterrupt:
+                        return time.monotonic() - start < 1.0
+                    finally:
+                        signal.signal(signal.SIGALRM, previous)
+                        dist.distributed_c10d._get_default_store().set("interrupted", "")
+                dist.distributed_c10d._get_default_store().wait(["interrupted"])
+                for _ in range(2):  # rank 0 has given its part of the first
+                    dist.all_reduce(torch.ones(1), group=group)
+        except RankFailed as error:
+            return str(error)
+
+    assert ranks(2)(body) == [
+        True,
+        "Rank 1 in all_reduce on shm waited for rank 0, which gave up:\nRank 0 was interrupted in all_reduce on shm.",
+    ]
+
+
+def test_wrong_arguments_are_told_before_anything_is_sent(ranks):
+    def body(world):
+        told = []
+        with shm_group() as group:
+            for call in (
+                lambda: dist.all_reduce(torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG, group=group),
+                lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND, group=group),
+                lambda: dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn), group=group),
+                lambda: group.all_gather_single(torch.ones(3), torch.ones(2)).wait(),
+                lambda: dist.all_reduce(torch.ones(2, device="meta"), group=group),
+            ):
+                try:
+                    call()
+                except ValueError as error:
+                    told.append(str(error))
+            fine = torch.ones(2)
+            dist.all_reduce(fine, group=group)
+        try:
+            dist.all_reduce(fine, group=group)
+        except (ValueError, RuntimeError) as error:
+            told.append(type(error).__name__)
+        return told, fine.tolist()
+
+    told, fine = ranks(2)(body)[0]
+    assert told[:5] == [
+        "The mean of torch.int64 tensors makes no sense.\nPass a float tensor, or use SUM.",
+        "ReduceOp.BAND makes no sense for torch.float32.\nPass an integer tensor.",
+        "The backend shm cannot reduce torch.float8_e4m3fn tensors, only move them.\nConvert them before the call.",
+        "all_gather_into_tensor: the large tensor must have 2 times as many elements as the small one, one part for "
+        "each rank; they have 3 and 2.",
+        "The backend shm moves CPU tensors, but this one is on meta.\n"
+        "Make the group with init_process_group('cpu:shm,meta:nccl').",
+    ]
+    assert fine == [2.0, 2.0]

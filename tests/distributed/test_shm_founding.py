@@ -1,0 +1,142 @@
+"""How a group on shm comes about, and what happens where it cannot."""
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.shm import founding, segment
+from lockstep.comm.shm.process_group import ShmProcessGroup
+from lockstep.comm.shm.segment import NoSharedMemory
+from tests.shm import shm_group
+
+
+def test_one_rank_that_cannot_map_puts_all_on_gloo(ranks):
+    def body(world):
+        def elsewhere(offer):
+            raise NoSharedMemory("not all ranks run on one host, in one container and as one user")
+
+        original, told = founding.map_segment, io.StringIO()
+        founding.map_segment = elsewhere if world.rank == 2 else original
+        try:
+            with contextlib.redirect_stderr(told), shm_group() as group:
+                tensor = torch.ones(1)
+                dist.all_reduce(tensor, group=group)
+                return isinstance(group, ShmProcessGroup), tensor.item(), told.getvalue()
+        finally:
+            founding.map_segment = original
+
+    line = (
+        "lockstep: no shm for this group, Gloo serves it: "
+        "not all ranks run on one host, in one container and as one user.\n"
+    )
+    assert ranks(3)(body) == [(False, 3.0, line), (False, 3.0, ""), (False, 3.0, "")]
+
+
+def test_a_library_that_was_not_built_puts_all_on_gloo(ranks):
+    def body(world):
+        original, told = founding.library, io.StringIO()
+        founding.library = lambda: "its C library was not built" if world.rank == 1 else original()
+        try:
+            with contextlib.redirect_stderr(told), shm_group() as group:
+                return isinstance(group, ShmProcessGroup), told.getvalue()
+        finally:
+            founding.library = original
+
+    line = "lockstep: no shm for this group, Gloo serves it: its C library was not built.\n"
+    assert ranks(2)(body) == [(False, line), (False, "")]
+
+
+def test_little_memory_means_small_chunks_and_none_means_gloo(ranks):
+    def body(world, limit):
+        original = segment.os.posix_fallocate
+
+        def limited(fd, start, length):
+            if length > limit:
+                raise OSError(28, "No space left on device")
+            original(fd, start, length)
+
+        segment.os.posix_fallocate, told = limited, io.StringIO()
+        try:
+            with contextlib.redirect_stderr(told), shm_group() as group:
+                tensor = torch.full((1_000_003,), 2.0)
+                dist.all_reduce(tensor, group=group)
+                return isinstance(group, ShmProcessGroup), tensor.sum().item(), told.getvalue()
+        finally:
+            segment.os.posix_fallocate = original
+
+    assert ranks(2)(body, 1_500_000) == [(True, 4.0 * 1_000_003, "")] * 2
+    (used, total, told), other = ranks(2)(body, 100_000)
+    assert not used and not other[0] and total == 4.0 * 1_000_003
+    assert told == (
+        "lockstep: no shm for this group, Gloo serves it: there is no room for 0.8 MiB of shared memory "
+        "(No space left on device); raise the memory limit of the container, or start fewer ranks.\n"
+    )
+
+
+def test_a_forked_process_is_no_member(ranks):
+    def body(world):
+        with shm_group() as group:
+            reader, writer = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    dist.all_reduce(torch.ones(1), group=group)
+                except BaseException as error:
+                    os.write(writer, str(error).encode())
+                os._exit(0)
+            os.waitpid(pid, 0)
+            told = os.read(reader, 1000).decode()
+            os.close(reader), os.close(writer)
+            tensor = torch.ones(1)  # its parent is one still
+            dist.all_reduce(tensor, group=group)
+            return told.replace(str(pid), "PID"), tensor.item()
+
+    for rank, (told, total) in enumerate(ranks(2)(body)):
+        assert told == (
+            f"Process PID was forked from rank {rank} and calls all_reduce on its group.\n"
+            "A forked process is no member. Start processes that communicate with the spawn method."
+        )
+        assert total == 2.0
+
+
+def run(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_importing_lockstep_makes_the_name_known_without_importing_torch():
+    use = "import torch.distributed as d; print(d.Backend('shm'), d.is_backend_available('shm'))"
+    lazy = f"import sys, lockstep; print('torch' in sys.modules); {use}"
+    assert run(lazy) == ["False", "shm", "True"]
+    assert run(f"import torch, lockstep; {use}") == ["shm", "True"]
+
+
+def test_alone_by_name_and_beside_another_backend():
+    code = """
+import torch, torch.distributed as dist, lockstep
+for name in ("shm", "cpu:shm,cuda:gloo"):
+    dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1)
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    group = dist.group.WORLD
+    print(*(device.type for device in group._device_types), *tensor.tolist())
+    dist.destroy_process_group()
+"""
+    assert run(code) == ["cpu", "1.0", "1.0", "cpu", "cuda", "1.0", "1.0"]
+
+
+def test_a_process_that_ends_without_leaving_ends_cleanly():
+    code = """
+import torch, torch.distributed as dist, lockstep
+dist.init_process_group("shm", store=dist.HashStore(), rank=0, world_size=1)
+work = dist.all_reduce(torch.ones(2), async_op=True)
+work.get_future().wait()
+print("end")
+"""
+    assert run(code) == ["end"]
