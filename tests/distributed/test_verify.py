@@ -13,7 +13,12 @@ from tests.verifying import FAULTS, causes, verify_on
         ("random_state.py", "random state", ("loss", 0), "Train with --reproducible 2"),
         ("batchnorm_statistics.py", "BatchNorm statistics", ("loss", 0), "Use lockstep.SyncBatchNorm.convert_sync"),
         ("learning_rate_rule.py", "learning-rate rule", ("learning rate", 0), "Let the learning rate depend on"),
-        ("buffers_on_one_rank.py", "buffers changed on one rank", ("loss", 0), "Change buffers and parameters in the same way"),
+        (
+            "buffers_on_one_rank.py",
+            "buffers changed on one rank",
+            ("loss", 0),
+            "Change buffers and parameters in the same way",
+        ),
         ("loss_sums.py", "a loss that sums instead of averages", ("loss", 0), "Return the mean over the batch"),
     ],
 )
@@ -36,8 +41,8 @@ def test_a_sum_in_no_fixed_order_is_named_though_it_is_rounding_only(ranks):
     assert max(verification.comparison.worst.values()) < 1e-12
 
 
-def test_five_faults_at_once_are_all_found(ranks):
-    verification, said = verify_on(ranks, FAULTS / "several.py")
+def test_five_faults_at_once_are_all_found_though_a_rank_cannot_train_on_the_last_batch(ranks):
+    verification, said = verify_on(ranks, FAULTS / "several.py", global_batch_size=6)
     assert causes(verification) == [
         "data order",
         "learning-rate rule",
@@ -49,9 +54,17 @@ def test_five_faults_at_once_are_all_found(ranks):
     assert said == [
         "one process, twice",
         "2 ranks",
+        "the ranks cannot train on the epoch's last batch; without it",
+        "one process, twice",
+        "2 ranks",
         "not the same; what one process can find out",
         "what 2 ranks can find out",
     ]
+    assert verification.subject.steps == (0, 1, 2)
+    assert verification.remark == (
+        "Without the epoch's last batch, on which the ranks fail (Expected more than 1 value per channel when training, "
+        "got input size torch.Size([1, 16])): consider Task.drop_last."
+    )
 
 
 @pytest.mark.parametrize("task", ["sound.py", "sound.py:gpt", "batchnorm_statistics.py:synchronised"])

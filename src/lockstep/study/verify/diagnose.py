@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from lockstep.errors import ConfigurationError, ModelMismatch
+from lockstep.errors import ConfigurationError, LaunchTimeout, ModelMismatch
 from lockstep.study.verify import ranks as ranks_study
 from lockstep.study.verify.determinism import outcome
 from lockstep.study.verify.differences import EXACT, Comparison, compare
@@ -23,6 +23,7 @@ from lockstep.study.verify.inside import (
     study_alone,
     study_rank,
 )
+from lockstep.study.verify.trace import Trace
 
 RANKS_PAIR = "one process, ranks"
 
@@ -47,6 +48,7 @@ class Verification:
         rows: The experiments that led to them.
         explained: Whether nothing is left with what was found turned off.
         why_single: Why fp32 and not float64; empty for float64.
+        remark: What else there is to say; may be empty.
     """
 
     subject: Subject
@@ -57,6 +59,7 @@ class Verification:
     rows: tuple[Row, ...]
     explained: bool
     why_single: str
+    remark: str = ""
 
 
 def diagnose(subject: Subject, processes: Processes, say: Callable[[str], None]) -> Verification:
@@ -67,27 +70,16 @@ def diagnose(subject: Subject, processes: Processes, say: Callable[[str], None])
         processes: Starts one process, or as many as there are ranks.
         say: Told what is being done.
     """
-    num = subject.num_devices
-    say("one process, twice")
-    alone: Alone = processes(1, run_alone, subject)[0]
-    subject = alone.subject
-    say(f"{num} rank{'s' * (num > 1)}")
     try:
-        traces = [trace for found in processes(num, run_rank, subject) for trace in found]
-    except ModelMismatch as error:
-        evidence = f"The ranks do not build the same model: {str(error).splitlines()[0]}"
-        finding = Finding(Cause.MODEL, evidence, fix(Cause.MODEL, subject))
-        return Verification(subject, False, None, alone.again.same, (finding,), (), True, alone.why_single)
-    except ConfigurationError as error:
-        if not alone.traces[0].is_stream:
-            raise
-        # What one process can train on and the ranks cannot is a stream that they do not read alike: the loop says so.
-        finding = Finding(Cause.DATA, str(error).splitlines()[0], fix(Cause.DATA, subject))
-        return Verification(subject, False, None, alone.again.same, (finding,), (), True, alone.why_single)
+        alone, traces, remark = _train(subject, processes, say)
+    except _CannotTrain as stop:
+        found_at_once = (stop.finding,)
+        return Verification(stop.alone.subject, False, None, stop.alone.again.same, found_at_once, (), True, "")
+    subject, num = alone.subject, subject.num_devices
     tolerance = EXACT if subject.settings.reproducible and not subject.torch_ddp else tolerance_of(subject)
     comparison = compare(alone.traces, traces, tolerance, strided=subject.torch_ddp)
     if comparison.same and alone.again.same:
-        return Verification(subject, True, comparison, True, (), (), True, alone.why_single)
+        return Verification(subject, True, comparison, True, (), (), True, alone.why_single, remark)
     say("not the same; what one process can find out")
     study: AloneStudy = processes(1, study_alone, alone)[0]
     rows = [*study.repetition.rows]
@@ -113,7 +105,44 @@ def diagnose(subject: Subject, processes: Processes, say: Callable[[str], None])
         tuple(rows),
         explained and bool(findings),
         alone.why_single,
+        remark,
     )
+
+
+class _CannotTrain(Exception):
+    """The ranks could not train together, and why is known at once."""
+
+    def __init__(self, alone: Alone, finding: Finding) -> None:
+        super().__init__(finding.evidence)
+        self.alone, self.finding = alone, finding
+
+
+def _train(
+    subject: Subject, processes: Processes, say: Callable[[str], None], remark: str = ""
+) -> tuple[Alone, list[Trace], str]:
+    """Train in one process and on the ranks; without the epoch's last batch if the ranks cannot train on that."""
+    num = subject.num_devices
+    say("one process, twice")
+    alone: Alone = processes(1, run_alone, subject)[0]
+    subject = alone.subject
+    say(f"{num} rank{'s' * (num > 1)}")
+    try:
+        return alone, [trace for found in processes(num, run_rank, subject) for trace in found], remark
+    except ModelMismatch as error:
+        evidence = f"The ranks do not build the same model: {str(error).splitlines()[0]}"
+        raise _CannotTrain(alone, Finding(Cause.MODEL, evidence, fix(Cause.MODEL, subject))) from error
+    except Exception as error:
+        if alone.traces[0].is_stream and isinstance(error, ConfigurationError):
+            # What one process can train on and the ranks cannot is a stream that they do not read alike.
+            evidence = str(error).splitlines()[0]
+            raise _CannotTrain(alone, Finding(Cause.DATA, evidence, fix(Cause.DATA, subject))) from error
+        first = tuple(range(len(subject.steps)))
+        if subject.steps == first or isinstance(error, LaunchTimeout):
+            raise
+        reason = str(error).splitlines()[0]
+    say("the ranks cannot train on the epoch's last batch; without it")
+    remark = f"Without the epoch's last batch, on which the ranks fail ({reason}): consider Task.drop_last."
+    return _train(replace(subject, steps=first), processes, say, remark)
 
 
 def _of_interest(findings: Sequence[Finding], subject: Subject) -> list[Finding]:

@@ -17,8 +17,9 @@ from lockstep.study.verify import ranks
 from lockstep.study.verify.bench import open_bench
 from lockstep.study.verify.determinism import Repetition, study_repetition
 from lockstep.study.verify.differences import EXACT, Comparison, compare
-from lockstep.study.verify.division import Divider, DivisionStudy, study_division
+from lockstep.study.verify.division import PAIR, Divider, DivisionStudy, study_division
 from lockstep.study.verify.experiment import Experiment, Given, Off, Subject
+from lockstep.study.verify.findings import Row
 from lockstep.study.verify.freezing import is_batch_norm, is_synchronised
 from lockstep.study.verify.perform import perform, perform_and_keep
 from lockstep.study.verify.trace import Trace
@@ -68,7 +69,7 @@ def run_alone(subject: Subject, world: World) -> Alone:
     try:
         traces, given, steps = perform_and_keep(subject, experiment, Given(), world)
     except Exception as error:
-        why_single = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        why_single = _reason(error)
     if why_single:  # if it is not float64 that it cannot stand, it fails again, and says why
         subject, start = replace(subject, double=False), time.monotonic()
         traces, given, steps = perform_and_keep(subject, experiment, Given(), world)
@@ -123,7 +124,11 @@ def study_alone(alone: Alone, world: World) -> AloneStudy:
     base: Off = repetition.base | ({"batchnorm"} if alone.is_synchronised else frozenset())
     if not repetition.restored:
         return AloneStudy(repetition, None, base, {}, {}, given)
-    division = study_division(Divider(subject, given, world, base), alone.norms)
+    try:
+        division = study_division(Divider(subject, given, world, base), alone.norms)
+    except Exception as error:  # that the runs differ is known; why, only if the task can stand being divided
+        row = Row("nothing", PAIR, f"failed: {_reason(error)}", False)
+        division = DivisionStudy((), (row,), False, given, frozenset())
     given = division.given
     shares: dict[Off, Outcome] = {}
     for off in ranks.variants(base):
@@ -168,7 +173,12 @@ def _attempt(subject: Subject, experiment: Experiment, given: Given, world: Worl
     try:
         return perform(subject, experiment, given, world)
     except (torch.OutOfMemoryError, LockstepError, RuntimeError, ValueError, TypeError, LookupError) as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return _reason(error)
+
+
+def _reason(error: Exception) -> str:
+    """Return an error in one line."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def gathered(outcomes: Sequence[Outcome]) -> Outcome:

@@ -36,6 +36,7 @@ def to_json(verification: Verification, name: str) -> str:
         "first_difference": _difference(comparison.first) if comparison and comparison.first else None,
         "largest_differences": {kind: _finite(size) for kind, size in comparison.worst.items()} if comparison else None,
         "causes": [{**asdict(finding), "cause": finding.cause.value} for finding in verification.findings],
+        "remark": verification.remark or None,
         "explained": verification.explained,
         "experiments": [asdict(row) for row in verification.rows],
         "verdict": sentences(verification),

@@ -40,6 +40,8 @@ def render(verification: Verification, name: str) -> RenderableType:
     notes = [f"Computed in {exactness(verification)}."]
     if verification.why_single:
         notes.append(f"Not in float64, since the task fails there: {verification.why_single}")
+    if verification.remark:
+        notes.append(verification.remark)
     if not verification.repeatable:
         notes.append("One process is not the same run twice.")
     parts += [Text(note, style="dim") for note in notes]
