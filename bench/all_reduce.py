@@ -1,8 +1,8 @@
 """All-reduce of CPU tensors between processes of one host: the backend shm against Gloo, and against a plain copy.
 
-Every contender takes the same number of bytes, from 1 kB to 256 MB, float32, summed. A round gives each of them one turn of
-some calls; the order rotates and every other round runs backwards, so that whatever else the machine does hits all
-alike. A turn lasts as long as its slowest rank takes.
+Every contender takes the same number of bytes, from 1 kB to 256 MB, float32, summed. A round gives each of them one
+turn of some calls; the order rotates and every other round runs backwards, so that whatever else the machine does hits
+all alike. A turn lasts as long as its slowest rank takes.
 
     copy      every rank copies a tensor of so many bytes to another one of its own: the bound
     gloo      torch.distributed.all_reduce on Gloo

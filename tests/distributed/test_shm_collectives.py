@@ -95,7 +95,8 @@ def test_all_reduce_of_other_dtypes_and_layouts(ranks):
             results["nan"] = str(nan.tolist())
             return results
 
-    first, second = ranks(2)(body)
+    # torch 2.11 warns about every sparse tensor that is made.
+    first, second = ranks(2, warnings="ignore")(body)
     assert first == second
     assert first == {
         "RedOpType.SUM": [True, True, False],

@@ -126,9 +126,11 @@ for name in ("shm", "cpu:shm,cuda:gloo"):
     dist.all_reduce(tensor)
     group = dist.group.WORLD
     print(*(device.type for device in group._device_types), *tensor.tolist())
+    if name != "shm":
+        print(type(group._get_backend(torch.device("cuda"))).__name__)
     dist.destroy_process_group()
 """
-    assert run(code) == ["cpu", "1.0", "1.0", "cpu", "cuda", "1.0", "1.0"]
+    assert run(code) == ["cpu", "1.0", "1.0", "cpu", "cuda", "1.0", "1.0", "ProcessGroupGloo"]
 
 
 def test_a_process_that_ends_without_leaving_ends_cleanly():

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from lockstep.comm.shm import library as lib
 from lockstep.comm.shm.kinds import describe
-from lockstep.errors import CollectiveError, LockstepError, RankFailed
+from lockstep.errors import CollectiveError
 
 
 def failure(
     code: int, native: ctypes.CDLL, handle: int, *, operation: str, ranks: Sequence[int], me: int, timeout_s: float
-) -> LockstepError:
+) -> CollectiveError:
     """Return the error for ``code``; ranks are named as the whole job counts them.
 
     Args:
@@ -42,13 +42,14 @@ def failure(
     return peer_failure(code, native, handle, where=where, culprit=culprit, index=index)
 
 
-def peer_failure(code: int, native: ctypes.CDLL, handle: int, *, where: str, culprit: int, index: int) -> LockstepError:
+def peer_failure(
+    code: int, native: ctypes.CDLL, handle: int, *, where: str, culprit: int, index: int
+) -> CollectiveError:
     """Return the error about a rank that will never come."""
     if code == lib.DIED:
-        return RankFailed(
+        return CollectiveError(
             f"{where} waited for rank {culprit}, whose process has ended.\n"
-            f"It was killed, or failed first: look at the output of rank {culprit}.",
-            rank=culprit,
+            f"It was killed, or failed first: look at the output of rank {culprit}."
         )
     if code == lib.WENT:
         return CollectiveError(
@@ -56,7 +57,7 @@ def peer_failure(code: int, native: ctypes.CDLL, handle: int, *, where: str, cul
             "It destroyed its process group before this call; all ranks must call the same collectives."
         )
     reason = (native.lockstep_reason(handle, index) or b"").decode(errors="replace")
-    return RankFailed(f"{where} waited for rank {culprit}, which gave up:\n{reason}", rank=culprit)
+    return CollectiveError(f"{where} waited for rank {culprit}, which gave up:\n{reason}")
 
 
 def _mismatch(where: str, native: ctypes.CDLL, handle: int, culprit: int, index: int, me: int) -> str:

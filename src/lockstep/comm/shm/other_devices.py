@@ -69,7 +69,11 @@ class OtherDevices:
         group._set_group_name(dist.distributed_c10d.GroupName(f"{given.group_id}/{device.type}"))
         return group
 
-    def close(self) -> None:
-        """Leave the native groups."""
+    def close(self, *, abort: bool) -> None:
+        """Leave the native groups; with ``abort`` without waiting for other ranks."""
         while self._groups:
-            self._groups.popitem()[1].shutdown()
+            group = self._groups.popitem()[1]
+            if abort:
+                group.abort()
+            else:
+                group.shutdown()

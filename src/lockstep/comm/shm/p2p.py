@@ -66,9 +66,10 @@ class Post:
 
     def _begin(self) -> None:
         self._work.set()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="lockstep-shm-p2p", daemon=True)
-            self._thread.start()
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="lockstep-shm-p2p", daemon=True)
+                self._thread.start()
         self._member.native.lockstep_ring_bell(self._member.handle, self._member.rank)
 
     def _open(self) -> list[Transfer]:

@@ -159,7 +159,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         if self._is_open:
             self.calls.queue.drain()
             self._post.drain(_DRAIN_S)
-            self._close()
+            self._close(abort=False)
 
     def abort(self) -> None:
         """Leave the group at once; ranks that wait for this one hear of it."""
@@ -167,11 +167,11 @@ class ShmProcessGroup(dist.ProcessGroup):
             member = self.calls.member
             rank = member.ranks[member.rank]
             member.give_up(CollectiveError(f"Rank {rank} closed the group after an error; look at its output."))
-            self._close()
+            self._close(abort=True)
 
-    def _close(self) -> None:
+    def _close(self, *, abort: bool) -> None:
         self._is_open = False
-        self._others.close()
+        self._others.close(abort=abort)
         self.calls.member.stop()
         # A thread that does not end may still look at the segment: then it stays mapped until the process ends.
         if all([self.calls.queue.stop(), self._post.stop()]):
