@@ -285,6 +285,22 @@ def test_asynchronous_calls_keep_their_order(ranks):
     assert ranks(2)(body) == [([True] * 19, [1.0] * 4)] * 2
 
 
+def test_callbacks_of_futures_may_call_and_wait(ranks):
+    def body(world):
+        with shm_group() as group:
+
+            def again(future):
+                total = future.value()[0]
+                dist.all_reduce(total, group=group, async_op=True).get_future().wait()
+                dist.all_reduce(total, group=group)
+                return total
+
+            first = dist.all_reduce(torch.ones(4), group=group, async_op=True).get_future().then(again)
+            return first.wait().tolist()
+
+    assert ranks(2)(body) == [[8.0] * 4] * 2
+
+
 def test_two_groups_may_be_used_in_another_order_on_each_rank(ranks):
     def body(world):
         with shm_group() as first, shm_group() as second:

@@ -32,6 +32,7 @@ class Post:
         self._outgoing: dict[int, deque[Transfer]] = {}
         self._inboxes = [Inbox() for _ in range(member.size)]
         self._anybody: deque[Transfer] = deque()
+        self._ended: list[Transfer] = []
         self._thread: threading.Thread | None = None
         self._work = threading.Event()
         self._stopped = False
@@ -56,6 +57,7 @@ class Post:
             self._thread.join(STOP_TIMEOUT_S)
         for transfer in self._open():
             transfer.fail(CollectiveError(f"The process group was closed before {transfer.what} could end."))
+            transfer.tell()
         return self._thread is None or not self._thread.is_alive()
 
     def drain(self, limit_s: float) -> None:
@@ -83,7 +85,11 @@ class Post:
             self._work.clear()
             with self._lock:
                 idle = not self._open()
-            if idle and not self._stopped:
+                ended = self._ended
+                self._ended = []
+            for transfer in ended:
+                transfer.tell()
+            if idle and not ended and not self._stopped:
                 self._work.wait()
                 continue
             seen = native.lockstep_bell(handle)
@@ -110,6 +116,7 @@ class Post:
                     moved = True
             queue.popleft()
             transfer.succeed()
+            self._ended.append(transfer)
         return moved
 
     def _pull(self, peer: int) -> bool:
@@ -135,6 +142,7 @@ class Post:
                 target, inbox.target = inbox.target, None
                 if isinstance(target, Transfer):
                     target.succeed(peer)
+                    self._ended.append(target)
                 else:
                     inbox.aside.append((inbox.tag, target))
 
@@ -153,6 +161,7 @@ class Post:
                         f"{self._member.ranks[peer]} sent {num_bytes}.\nPass tensors of the same shape and dtype."
                     )
                 )
+                self._ended.append(transfer)
                 return None
         return None
 
@@ -163,6 +172,7 @@ class Post:
                 inbox.aside.remove((tag, stash))
                 transfer.payload.fill(stash.data)
                 transfer.succeed(peer)
+                self._ended.append(transfer)
 
     def _give_up_the_hopeless(self) -> None:
         for transfer in self._open():
@@ -177,6 +187,7 @@ class Post:
                     inbox.target = None
             self._member.give_up(error)  # a message may have been cut in two, so the ring is of no use any more
             transfer.fail(error)
+            self._ended.append(transfer)
 
     def _objection(self, transfer: Transfer) -> LockstepError | None:
         member = self._member

@@ -34,7 +34,8 @@ class Queue:
         self._turn = threading.Lock()
         self._waiting: deque[ShmWork] = deque()
         self._signals: SimpleQueue[bool] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._num_idle = 0
         self._start_lock = threading.Lock()
 
     def add(self, work: ShmWork, *, is_async: bool) -> None:
@@ -45,12 +46,16 @@ class Queue:
 
     def signal(self) -> None:
         """Have the group's own thread run what waits."""
-        if self._thread is None:
-            with self._start_lock:
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                    self._thread.start()
+        if not self._threads:
+            self._ensure_idle_thread()
         self._signals.put(True)
+
+    def _ensure_idle_thread(self) -> None:
+        with self._start_lock:
+            if self._num_idle == 0:
+                self._num_idle += 1
+                self._threads.append(threading.Thread(target=self._run, name=self._name, daemon=True))
+                self._threads[-1].start()
 
     def run_until(self, work: ShmWork, timeout_s: float) -> bool:
         """Run calls in this thread until ``work`` has run; say whether it has within ``timeout_s`` (-1: no limit)."""
@@ -58,11 +63,18 @@ class Queue:
             if not self._turn.acquire(timeout=timeout_s):
                 return work.has_ended
             try:
-                if not work.has_ended and self._waiting:
-                    self._waiting.popleft().run()
+                ran = self._run_oldest() if not work.has_ended else None
             finally:
                 self._turn.release()
+            if ran is not None:
+                ran.tell()
         return True
+
+    def _run_oldest(self) -> ShmWork | None:
+        work = self._waiting.popleft() if self._waiting else None
+        if work is not None:
+            work.run()
+        return work
 
     def take_turn(self) -> bool:
         """Let this thread make a call now, up to `end_turn`; say no if others wait or are at it."""
@@ -78,28 +90,38 @@ class Queue:
         self._turn.release()
 
     def stop(self) -> bool:
-        """End the thread and forget what waits; say whether the thread ended in time."""
-        self._signals.put(False)
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        """End the threads and forget what waits; say whether the threads ended in time."""
+        threads = [thread for thread in self._threads if thread is not threading.current_thread()]
+        for _ in self._threads:
+            self._signals.put(False)
+        for thread in threads:
             thread.join(STOP_TIMEOUT_S)
         while self._waiting:
-            self._waiting.popleft().fail(CollectiveError("The process group was closed before this call could run."))
-        return thread is None or not thread.is_alive()
+            work = self._waiting.popleft()
+            work.fail(CollectiveError("The process group was closed before this call could run."))
+            work.tell()
+        return not any(thread.is_alive() for thread in threads)
 
     def drain(self) -> None:
         """Run in this thread what waits."""
         while self._waiting:
             with self._turn:
-                if self._waiting:
-                    self._waiting.popleft().run()
+                work = self._run_oldest()
+            if work is not None:
+                work.tell()
 
     def _run(self) -> None:
         while self._signals.get():
+            with self._start_lock:
+                self._num_idle -= 1
             with self._turn:
-                work = self._waiting.popleft() if self._waiting else None
-                if work is not None:
-                    work.run()
+                work = self._run_oldest()
+            if work is not None and work.has_listeners:
+                # What listens may make calls and wait for them, in this thread.
+                self._ensure_idle_thread()
+                work.tell()
+            with self._start_lock:
+                self._num_idle += 1
 
 
 class ShmWork(dist.Work):
@@ -134,6 +156,15 @@ class ShmWork(dist.Work):
         with _futures_lock:
             self._action = None  # what it holds (staged copies, tensors) is not needed any more
             self.has_ended = True
+
+    @property
+    def has_listeners(self) -> bool:
+        """Say whether anybody has asked for a future before the call ended."""
+        return bool(self._futures)
+
+    def tell(self) -> None:
+        """Complete the futures, after the end; no lock may be held, as callbacks may make calls."""
+        with _futures_lock:
             futures, self._futures = self._futures, []
         for future in futures:
             future.set_result(None)
