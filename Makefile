@@ -22,7 +22,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: setup  ## Train on real data, then compare one device, both engines and torch's own (DEVICES=2)
+demo: setup  ## Train on real data, verify the run, then compare one device, both engines and torch's own (DEVICES=2)
 	@tools/demo.sh
 
 test: setup  ## Run all tests

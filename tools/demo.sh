@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Trains handwritten digits on $DEVICES devices, then compares one device, both engines and torch's own on the same task.
+# Trains handwritten digits on $DEVICES devices, checks that this is the training run of one device, then compares one
+# device, both engines and torch's own on the same task.
 # With fewer GPUs than that, the ranks are CPU processes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,4 +16,5 @@ show() {
     .venv/bin/lockstep "$@"
 }
 show train examples/digits.py --strategy ddp --devices "$devices"
+show verify examples/digits.py --devices "$devices"
 show compare examples/digits.py --devices "$devices"
