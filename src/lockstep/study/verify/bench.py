@@ -145,7 +145,7 @@ class Place:
         if self._bench.subject.double:
             model = model.double()
         if "initial" in experiment.off:
-            model.load_state_dict(self._given.initial)
+            model.load_state_dict({**model.state_dict(), **self._given.initial})
         self._built = model
         return model
 

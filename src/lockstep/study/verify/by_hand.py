@@ -119,7 +119,7 @@ class ByHand:
             value.backward()
             losses.append(part)
         self._combine(losses, num_samples)
-        factor = self._rate(step, number)
+        factor = self._rate(number)
         for share in self.shares:
             set_rates(share.optimizer, share.base_rates, factor)
             share.optimizer.step()
@@ -169,8 +169,8 @@ class ByHand:
                 for parameter in replicas:
                     parameter.grad = total.clone()
 
-    def _rate(self, step: int, number: int) -> float:
-        """Return the factor on the learning rates; the schedule falls over the task's own epochs."""
+    def _rate(self, number: int) -> float:
+        """Return the factor on the learning rates at the ``number``-th update; it falls over the task's own epochs."""
         task, size = self.shares[0].place.task, self.sizes["samples of the data set"]
         batch_size = self.sizes["samples of a global batch"] or 1
         num_steps = self._subject.num_steps if size is None else task.epochs * -(-size // batch_size)

@@ -87,7 +87,7 @@ def diagnose(subject: Subject, processes: Processes, say: Callable[[str], None])
     explained = study.repetition.restored
     if study.division is not None and not comparison.same:
         say(f"what {num} ranks can find out")
-        found = processes(num, study_rank, study, subject)
+        found = processes(num, study_rank, replace(study, shares={}, fixes={}), subject)  # traces are large
         runs = {off: gathered([one[0][off] for one in found]) for off in found[0][0]}
         fixed = {name: gathered([one[1][name] for one in found]) for name in found[0][1]}
         on_ranks = ranks_study.study_ranks(subject, study.base, study.shares, runs, alone.traces, tolerance_of(subject))
