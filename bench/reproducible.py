@@ -33,7 +33,7 @@ BATCH_SIZE = 64
 ORDINARY = "ordinary"
 SHARDS = (2, 4, 8, 16, 32)
 MEMORY_WIDTH = 2600
-"""Of a multilayer perceptron with 20 million parameters, next to whose gradients nothing else counts for much."""
+"""Of a multilayer perceptron with 14 million parameters, next to whose gradients nothing else counts for much."""
 
 
 class Language(nn.Module):
