@@ -15,7 +15,7 @@ help:  ## List the targets
 
 setup: $(INSTALLED)  ## Create .venv with the pinned versions and the package (quick when nothing changed)
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard src/lockstep/comm/shm/*.[ch])
 	@set -e; if [ ! -x $(BIN)/python ]; then python=$$(tools/find_python.sh); "$$python" -m venv $(VENV); fi
 	@echo "Installing the pinned versions into $(VENV); the first time this takes minutes."
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch

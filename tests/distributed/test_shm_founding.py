@@ -133,6 +133,22 @@ for name in ("shm", "cpu:shm,cuda:gloo"):
     assert run(code) == ["cpu", "1.0", "1.0", "cpu", "cuda", "1.0", "1.0", "ProcessGroupGloo"]
 
 
+def on_shm():
+    import lockstep
+
+    with lockstep.init(backend="shm", device="cpu") as world:
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        world.barrier()
+        return world.backend, type(world.group).__name__, world.group.calls.member.timeout_s, tensor.tolist()
+
+
+def test_init_takes_it_by_name():
+    from lockstep import launch
+
+    assert launch(on_shm, devices=2) == [("shm", "ShmProcessGroup", 1800.0, [2.0] * 3)] * 2
+
+
 def test_a_process_that_ends_without_leaving_ends_cleanly():
     code = """
 import torch, torch.distributed as dist, lockstep

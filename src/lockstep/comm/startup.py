@@ -18,6 +18,7 @@ from lockstep.comm.hardware import choose_backend, choose_device
 from lockstep.comm.interfaces import GLOO_INTERFACE, gloo_interface, told_gloo
 from lockstep.comm.meeting import Meeting, open_meeting
 from lockstep.comm.roll_call import Arrival, call_roll, pause_s
+from lockstep.comm.shm.process_group import ShmProcessGroup
 from lockstep.comm.teardown import destroy_default_group
 from lockstep.env import RankEnv
 from lockstep.errors import CollectiveError, LockstepError, WorldSizeMismatch
@@ -72,7 +73,11 @@ def start(
         undo = stack.pop_all()
     # The limit until here was for connecting; a collective may wait longer for a slow rank.
     limit = (default_pg_nccl_timeout if name == "nccl" else None) or default_pg_timeout
-    dist.distributed_c10d._set_pg_timeout(limit)
+    group = dist.group.WORLD
+    if isinstance(group, ShmProcessGroup):
+        group.set_timeout(limit)  # torch's function knows its own backends only
+    else:
+        dist.distributed_c10d._set_pg_timeout(limit)
     meeting.store.set_timeout(default_pg_timeout)
     return Session(meeting, PrefixStore(meeting.prefix, meeting.store), env.world_size, undo), chosen
 
