@@ -9,8 +9,8 @@ from rich.console import Console
 
 from lockstep.train import progress
 from lockstep.train.history import History
-from lockstep.train.step_record import StepRecord
 from lockstep.train.progress import Bar, Lines, Silence, format_metrics, make_display
+from lockstep.train.step_record import StepRecord
 from lockstep.train.stopwatch import Stopwatch
 
 
