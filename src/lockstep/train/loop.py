@@ -34,7 +34,7 @@ from lockstep.train.tally import Tally
 from lockstep.train.task import Task, build_dataset, build_model, build_optimizer
 from lockstep.train.update import Updater
 
-_INIT, _FORWARD, _DATA, _UPDATE = 3, 4, 7, 8
+INIT, FORWARD, DATA, UPDATE = 3, 4, 7, 8
 """Keep the bits for initial weights, dropout, made-up data and the optimizer apart from what else the seed is for."""
 
 
@@ -81,7 +81,7 @@ class Loop:
         settings = self.settings
         shards = virtual_shards(strategy, world, self.devices, settings)
         division = divide(strategy, world, self.devices, settings) if shards is None else shards.division
-        self._seed_all(_DATA)
+        self._seed_all(DATA)
         self.samples = build_dataset(task)
         num_samples = None if isinstance(self.samples, IterableDataset) else len(self.samples)
         self.plan = make_plan(task, settings, division, num_samples=num_samples)
@@ -89,7 +89,7 @@ class Loop:
         places = self.devices if shards is None else shards.spread(self.devices)
         search = search_for(settings.workers, world.local_world_size if strategy in PER_PROCESS else 1)
         self._feed = Feed(self.samples, self.plan.order, division, how, places, search=search, agree=self._gather)
-        self._seed_all(_INIT)
+        self._seed_all(INIT)
         self.model = build_model(task).to(self.device).train()
         self.optimizer = build_optimizer(task, self.model)
         objective = Objective(task, settings.precision)
@@ -186,7 +186,7 @@ class Loop:
         watch.lap("communication_s")
         norm, updated = None, False
         if self._sync and not self.bad_samples.all_missing(num_samples):
-            self._seed_all(_UPDATE, self.num_steps_done)  # some optimizers draw random numbers
+            self._seed_all(UPDATE, self.num_steps_done)  # some optimizers draw random numbers
             norm, updated = self._updater.run(tally.divisor(num_samples, may_miss=self.bad_samples.skip))
         watch.lap("optimizer_s")
         record = StepRecord(self.num_steps_done, num_samples, tally.loss(), norm, updated, watch)
@@ -269,14 +269,14 @@ class Loop:
 
     def _seed_forward(self, micro: MicroBatch, index: int) -> None:
         """Give each share of each micro-batch of each step random numbers of its own."""
-        position = (self.settings.seed, _FORWARD, micro.step, index)
+        position = (self.settings.seed, FORWARD, micro.step, index)
         seed_cpu(mix(*position, self.plan.division.shares.start))
         for share, device in zip(self.plan.division.shares, self.devices, strict=False):
             seed_device(device, mix(*position, share))
 
     def _seed_share(self, step: int, index: int, share: int, device: torch.device) -> None:
         """Give one share random numbers of its own, on the CPU and on its device."""
-        self._seed_all(_FORWARD, step, index, share, device=device)
+        self._seed_all(FORWARD, step, index, share, device=device)
 
     def _run(self, micro: MicroBatch, tally: Tally, watch: Stopwatch, index: int) -> None:
         """Run forward and backward; the sum of the losses is under way before the last backward, where it can be."""

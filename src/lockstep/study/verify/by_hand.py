@@ -25,8 +25,7 @@ from lockstep.data.seeding import mix, seed_cpu
 from lockstep.errors import ConfigurationError
 from lockstep.study.verify.bench import Bench, Place
 from lockstep.study.verify.trace import read_rates
-from lockstep.train.loop import _DATA as DATA
-from lockstep.train.loop import _INIT as INIT
+from lockstep.train.loop import DATA, INIT
 from lockstep.train.objective import LossModule, Objective, Part
 from lockstep.train.schedule import LearningRate, base_rates, set_rates
 from lockstep.train.task import build_dataset, build_model, build_optimizer
