@@ -24,6 +24,7 @@ from typing_extensions import override
 from lockstep.errors import LockstepError
 from lockstep.parallel.ddp.bucket import Absent, Bucket, Share
 from lockstep.parallel.ddp.bucket_plan import BucketSpec
+from lockstep.parallel.views import view_like
 
 _LARGE_NUMEL = 2**15
 """Gradients of this size are divided while they are copied; smaller ones all in one go, which takes fewer calls."""
@@ -193,18 +194,6 @@ class DenseBucket(Bucket):
 
 
 def cut_views(flat: Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:
-    """Cut ``flat`` into tensors of the parameters' shapes; dense strides such as channels_last are kept.
-
-    autograd accumulates fastest, and without a warning, into gradients with the strides of their parameter.
-    """
-    views = []
-    offset = 0
-    for parameter in parameters:
-        piece = flat[offset : offset + parameter.numel()]
-        by_stride = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
-        if parameter.permute(by_stride).is_contiguous():
-            views.append(piece.as_strided(parameter.shape, parameter.stride()))
-        else:  # it overlaps itself or has gaps
-            views.append(piece.view(parameter.shape))
-        offset += parameter.numel()
-    return views
+    """Cut ``flat`` into views like the parameters; see `view_like`."""
+    pieces = flat.split([parameter.numel() for parameter in parameters])
+    return [view_like(piece, parameter) for piece, parameter in zip(pieces, parameters, strict=True)]

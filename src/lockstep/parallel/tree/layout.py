@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lockstep.parallel.views import view_like
+
 _ALIGNMENT_BYTES = 512
 """Where each gradient starts: some kernels sum in an order that depends on how the numbers are aligned."""
 
@@ -62,7 +64,7 @@ class Layout:
         """Return zeros for every gradient."""
         flats = [torch.zeros(chunk.numel, dtype=chunk.dtype, device=device) for chunk in self._chunks]
         views = [
-            _view(flats[place.chunk], place.offset, parameter)
+            view_like(flats[place.chunk][place.offset : place.offset + parameter.numel()], parameter)
             for place, parameter in zip(self._places, self.parameters, strict=True)
         ]
         return Row(flats, views)
@@ -106,12 +108,3 @@ def _present(gradients: Sequence[Tensor | None]) -> list[Tensor]:
 
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
-
-
-def _view(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
-    """Return the place of ``parameter`` in ``flat``, with its strides if they leave no gaps (channels last, say)."""
-    piece = flat[offset : offset + parameter.numel()]
-    by_stride = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
-    if parameter.permute(by_stride).is_contiguous():
-        return piece.as_strided(parameter.shape, parameter.stride())
-    return piece.view(parameter.shape)
