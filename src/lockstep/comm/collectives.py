@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from lockstep.comm.forks import make_forks_safe
 from lockstep.errors import ConfigurationError
 
 Group = dist.ProcessGroup
@@ -47,6 +48,7 @@ def default_group() -> Group:
             "Default process group has not been initialized, please make sure to call init_process_group.\n"
             "Start the script with `lockstep run` and put `with lockstep.init() as world:` around the training."
         )
+    make_forks_safe()
     group = dist.group.WORLD
     assert group is not None
     return group

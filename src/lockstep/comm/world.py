@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from lockstep.comm.forks import make_forks_safe
 from lockstep.comm.hardware import choose_device
 from lockstep.comm.host_sync import HostSync
 from lockstep.comm.startup import Session, start
@@ -42,6 +43,7 @@ class World:
     """
 
     def __init__(self, env: RankEnv, device: torch.device, group: dist.ProcessGroup, session: Session | None) -> None:
+        make_forks_safe()
         self.rank = env.rank
         self.local_rank = env.local_rank
         self.world_size = env.world_size
