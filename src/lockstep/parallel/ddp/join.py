@@ -75,7 +75,8 @@ class UnevenInputs(TorchNames):
             return
         work.wait()
         num_active = float(work.result()[0].item())
-        self._reducer.divisor = float(self.process_group.size()) if self._divide_by_initial_world_size else num_active
+        num_ranks = float(self.process_group.size())
+        self._reducer.departures.divisor = num_ranks if self._divide_by_initial_world_size else num_active
         if num_active < self.process_group.size():
             self._follow.open(has_batch=True)
 

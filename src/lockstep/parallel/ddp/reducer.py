@@ -24,7 +24,6 @@ batch launch nothing before their end either: ``at_end`` is set then, and called
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -39,11 +38,11 @@ from lockstep.comm.collectives import Group, is_native
 from lockstep.parallel.ddp.ballot import Ballot
 from lockstep.parallel.ddp.bucket import Bucket
 from lockstep.parallel.ddp.bucket_row import BucketRow
-from lockstep.parallel.ddp.completion import complete
+from lockstep.parallel.ddp.departures import Departures
 from lockstep.parallel.ddp.in_backward import take_over_optimizers
 from lockstep.parallel.ddp.outputs import find_tensors
 from lockstep.parallel.ddp.parameter_hooks import second_gradient, watch_gradients
-from lockstep.parallel.ddp.transport import CommHook, HookTransport, MeanTransport, Transport
+from lockstep.parallel.ddp.transport import CommHook, HookTransport, Transport
 from lockstep.parallel.ddp.weights import Weights
 
 live_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
@@ -65,9 +64,10 @@ class Reducer:
         skip_unused_buckets: Do not reduce buckets without any gradient; only right if all ranks agree on which.
 
     Attributes:
-        divisor: What gradients are divided by before they are summed; the number of ranks.
+        row: The buckets.
+        weights: What the ranks weigh.
+        departures: The buckets that have left; what divides them and carries them, and who is told of them.
         at_end: What to do at the end of backward before any bucket leaves; None: they leave as they are complete.
-        exposed_wait_s: How long the last backward waited for communication after its own work was done.
     """
 
     def __init__(
@@ -77,15 +77,12 @@ class Reducer:
         group: Group,
         skip_unused_buckets: bool = False,
     ) -> None:
-        self.divisor = float(group.size())
         self.at_end: Callable[[], None] | None = None
-        self.exposed_wait_s = 0.0
         self.post_backward: list[Future[Any]] = []  # waited for when the step closes
         self.row = row
         self._group = group
-        self._transport: Transport = MeanTransport(group)
         self.weights = Weights(group, row.device)
-        self._skip_unused_buckets = skip_unused_buckets
+        self.departures = Departures(row, group, self.weights, skip_unused=skip_unused_buckets)
         self._lock = threading.Lock()  # a model on several devices calls hooks from one autograd thread per device
         self._used = bytearray(len(self.row.parameters))  # received a gradient since the last synchronised step
         self._handles: list[Any] = []
@@ -103,9 +100,18 @@ class Reducer:
 
     def set_comm_hook(self, hook: CommHook, state: object) -> None:
         """Let ``hook(state, bucket)`` reduce the buckets from now on."""
-        self._transport = HookTransport(self._group, hook, state)
+        self.set_transport(HookTransport(self._group, hook, state))
+
+    def set_transport(self, transport: Transport) -> None:
+        """Let ``transport`` carry the buckets from now on; between steps, on every rank."""
+        self.departures.transport = transport
         if not self._handles:
             self._handles = watch_gradients(self.row.parameters, self)
+
+    @property
+    def on_reduced(self) -> list[Callable[[Bucket], None]]:
+        """What to call with each bucket when it is reduced, see [Note: reduced] in departures.py."""
+        return self.departures.on_reduced
 
     def weigh(self, weight: float) -> None:
         """Let the next backward's gradients, and all ranks' of this step, count by weight; see window.py."""
@@ -198,7 +204,7 @@ class Reducer:
         self._arrivals: list[int] = []
         self._arrived = bytearray(len(self.row.parameters))
         self._missing = [len(bucket.parameters) for bucket in self.row.buckets]
-        self._inflight: list[tuple[Bucket, Future[Any]] | None] = []  # None: a bucket that does not leave
+        self.departures.reset()
         if self.weights.window is not None:
             self.weights.window.close()
 
@@ -219,34 +225,17 @@ class Reducer:
                 return
             position = self.row.position_of[index]
             if self._arrived[index]:
-                if position < len(self._inflight):
+                if position < self.departures.num_left:
                     raise second_gradient(self._group.rank(), self.row.names[index])
                 return
             self._arrived[index] = 1
             self._missing[position] -= 1
             if self._missing[position] or self.at_end is not None:
                 return
-            while (ready := len(self._inflight)) < len(self.row.buckets) and self._missing[ready] == 0:
+            while (ready := self.departures.num_left) < len(self.row.buckets) and self._missing[ready] == 0:
                 if self.row.buckets[ready].spec.deferred:
                     break
-                self._launch()
-
-    def _launch(self) -> None:
-        """Gather the next bucket's gradients and start its reduction."""
-        position = len(self._inflight)
-        bucket = self.row.buckets[position]
-        used = [self._used[index] for index in bucket.spec.parameters]
-        divisor = self.divisor if self._transport.takes_divided else None
-        share = self.weights.share(bucket.spec.parameters, self._used, divisor)
-        if self._skip_unused_buckets and not any(used):
-            self._inflight.append(None)
-            return
-        bucket.gather(used, share)
-        self._inflight.append((bucket, self._start(bucket, position)))
-
-    def _start(self, bucket: Bucket, position: int) -> Future[Any]:
-        is_last = position == len(self.row.buckets) - 1
-        return self._transport.start(bucket, position, is_last=is_last)
+                self.departures.launch(self._used)
 
     # --- the step closes --------------------------------------------------------------------------------------------
 
@@ -259,14 +248,9 @@ class Reducer:
                 if not self.row.is_rebuilt:
                     self.weights.call_the_roll(self.weights.ballot())
                 ballot = self.weights.ballot()
-                while len(self._inflight) < len(self.row.buckets):
-                    self._launch()
-                started_s = time.perf_counter()
-                left = [each for each in self._inflight if each is not None]
-                num_users = complete(left, self._used, ballot, self._transport, self.weights)
-                self.exposed_wait_s = time.perf_counter() - started_s
-                for bucket, _ in left:
-                    bucket.settle(num_users)
+                while not self.departures.have_all_left:
+                    self.departures.launch(self._used)
+                self.departures.complete(self._used, ballot)
                 for future in self.post_backward:
                     future.wait()
                 if self._in_backward_step is not None:
@@ -292,9 +276,6 @@ class Reducer:
             return
         if not self.row.is_rebuilt:
             self.weights.call_the_roll(Ballot())
-        nothing = bytearray(len(self.row.parameters))
-        scratch = self.row.scratch()
-        left = [(bucket, self._start(bucket, position)) for position, bucket in enumerate(scratch)]
-        complete(left, nothing, Ballot(), self._transport, self.weights)
+        self.departures.complete_scratch(self.row.scratch())
         if not self.row.is_rebuilt:
             self.row.rebuild([], group=self._group)

@@ -31,6 +31,9 @@ class Transport(ABC):
     takes_divided: bool
     """Whether gradients are to be divided before `start`."""
 
+    counts_in_tails: bool
+    """Whether a finished bucket's tail holds the sum over the ranks; `count` then returns None."""
+
     @abstractmethod
     def start(self, bucket: Bucket, position: int, *, is_last: bool) -> Future[Any]:
         """Start to reduce ``bucket`` over all ranks; does not block. Collective: every rank, in bucket order."""
@@ -57,6 +60,7 @@ class MeanTransport(Transport):
     """The mean over ranks: divided first, so that fp16 does not overflow, then summed together with the tail."""
 
     takes_divided = True
+    counts_in_tails = True
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -79,6 +83,7 @@ class HookTransport(Transport):
     """A communication hook: it owns the gradients and divides them itself, and the counts travel on their own."""
 
     takes_divided = False
+    counts_in_tails = False
 
     def __init__(self, group: Group, hook: CommHook, state: object) -> None:
         self._group = group

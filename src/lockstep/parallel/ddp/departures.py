@@ -1,0 +1,156 @@
+"""The buckets that have left in one step, in the order of the row, until their gradients are the mean.
+
+[Note: reduced]
+A bucket is *reduced* when ``param.grad`` of its parameters is what the step leaves there. ``on_reduced`` is called
+then: once per step for each bucket that left, in the order in which they left, which is the same on every rank. That is
+when the step closes; with ``eager`` also during backward, when a later bucket leaves and an earlier one is done. With
+weights or a communication hook it is never during backward: only the end of the step shows what all ranks gave.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.futures import Future
+
+from lockstep.comm.collectives import Group
+from lockstep.errors import CollectiveError
+from lockstep.parallel.ddp.ballot import Ballot
+from lockstep.parallel.ddp.bucket import Bucket
+from lockstep.parallel.ddp.bucket_row import BucketRow
+from lockstep.parallel.ddp.transport import MeanTransport, Transport
+from lockstep.parallel.ddp.weights import Weights, find_carrier
+
+Departure = tuple[Bucket, "Future[Any]"]
+
+
+class Departures:
+    """Lets the buckets of ``row`` leave one after the other, and brings them home.
+
+    Args:
+        row: The buckets.
+        group: The ranks that take part.
+        weights: What the ranks weigh.
+        skip_unused: Do not reduce buckets without any gradient; only right if all ranks agree on which.
+
+    Attributes:
+        transport: How buckets travel. May be replaced between steps, on all ranks alike.
+        divisor: What gradients are divided by before they are summed; the number of ranks.
+        on_reduced: What to call with each bucket when it is reduced, see [Note: reduced].
+        eager: Whether to call it during backward where that is possible.
+        num_left: How many buckets have left in this step, those that were skipped included.
+        exposed_wait_s: How long the last step waited for communication after its own work was done.
+    """
+
+    def __init__(self, row: BucketRow, group: Group, weights: Weights, *, skip_unused: bool) -> None:
+        self.transport: Transport = MeanTransport(group)
+        self.divisor = float(group.size())
+        self.on_reduced: list[Callable[[Bucket], None]] = []
+        self.eager = False
+        self.exposed_wait_s = 0.0
+        self._row = row
+        self._weights = weights
+        self._skip_unused = skip_unused
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the buckets that have left: the step is over, or an exception cut it short."""
+        self.num_left = 0
+        self._under_way: list[Departure] = []
+        self._num_told = 0
+
+    @property
+    def have_all_left(self) -> bool:
+        """Whether no bucket of this step is to leave any more."""
+        return self.num_left >= len(self._row.buckets)
+
+    def launch(self, used: bytearray) -> None:
+        """Gather the next bucket's gradients and start its reduction. Does not block. Collective: every rank.
+
+        Args:
+            used: By parameter, whether it received a gradient since the last synchronised step.
+        """
+        bucket = self._row.buckets[self.num_left]
+        mine = [used[index] for index in bucket.spec.parameters]
+        divisor = self.divisor if self.transport.takes_divided else None
+        share = self._weights.share(bucket.spec.parameters, used, divisor)
+        if not self._skip_unused or any(mine):
+            bucket.gather(mine, share)
+            self._under_way.append((bucket, self._start(bucket, self.num_left)))
+        self.num_left += 1
+        if self.eager and self.on_reduced:
+            self._tell_early()
+
+    def _start(self, bucket: Bucket, position: int) -> Future[Any]:
+        return self.transport.start(bucket, position, is_last=position == len(self._row.buckets) - 1)
+
+    def _tell_early(self) -> None:
+        if self._weights.window is not None or not self.transport.counts_in_tails:
+            return
+        while self._num_told < len(self._under_way) and self._under_way[self._num_told][1].done():
+            self._finish(self._num_told, self._under_way)
+            self._under_way[self._num_told][0].settle(None)
+            self._tell_next()
+
+    def _tell_next(self) -> None:
+        bucket = self._under_way[self._num_told][0]
+        self._num_told += 1
+        for callback in self.on_reduced:
+            callback(bucket)
+
+    def complete(self, used: bytearray, ballot: Ballot) -> None:
+        """Block until all buckets that left are reduced.
+
+        Collective: every rank, with buckets that left in the same order.
+
+        Args:
+            used: By parameter, whether it received a gradient on this rank.
+            ballot: What this rank said of its weight when the buckets left.
+
+        Raises:
+            CollectiveError: Another rank ended or did not take part.
+            ConfigurationError: On every rank: some ranks gave weights and others did not; names the latter.
+        """
+        started_s = time.perf_counter()
+        num_users = self._bring_home(self._under_way, used, ballot)
+        self.exposed_wait_s = time.perf_counter() - started_s
+        while self._num_told < len(self._under_way):
+            self._under_way[self._num_told][0].settle(num_users)
+            self._tell_next()
+
+    def complete_scratch(self, buckets: Sequence[Bucket]) -> None:
+        """Take part in a step of the other ranks with ``buckets``, which nobody is told of; see `complete`."""
+        left = [(bucket, self._start(bucket, position)) for position, bucket in enumerate(buckets)]
+        self._bring_home(left, bytearray(len(self._row.parameters)), Ballot())
+
+    def _bring_home(self, left: Sequence[Departure], used: bytearray, ballot: Ballot) -> list[int] | None:
+        """Return how many ranks used each parameter, unless the tails say it, when all ``left`` hold the mean."""
+        for position in range(self._num_told, len(left)):
+            self._finish(position, left)
+        weights = self._weights
+        counts = self.transport.count(used, weights.encode(ballot), weights.device)
+        must_know = ballot != Ballot(is_missing=True)
+        factor: float | None = None
+        if counts is not None:
+            factor = weights.conclude(counts.ballots, is_urgent=must_know)
+        elif (carrier := find_carrier(left)) is not None:
+            factor = weights.conclude(*carrier, is_urgent=must_know)
+        if factor is None:
+            factor = weights.conclude_apart(ballot) if left else 1.0
+        if factor != 1.0:
+            for bucket, _ in left:
+                bucket.scale(factor)
+        return None if counts is None else counts.num_users
+
+    def _finish(self, position: int, left: Sequence[Departure]) -> None:
+        bucket, future = left[position]
+        try:
+            self.transport.finish(bucket, future)
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"Rank {self._weights.rank}: the gradient reduction of bucket {position} "
+                f"({bucket.names[0]} ... {bucket.names[-1]}) failed: {error}\n"
+                "Another rank probably ended or ran no backward; look at the first error of the job."
+            ) from error
