@@ -1,0 +1,159 @@
+"""Optimizers on flat slices do what they do on whole parameters; in one process, with several owners."""
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.parallel.zero.flat import FlatBuffer
+from lockstep.parallel.zero.recipe import ELEMENTWISE, Recipe
+from lockstep.parallel.zero.shard import FlatShard
+from lockstep.parallel.zero.spans import Span, cut_spans, lay_flat, slice_bounds
+
+SHAPES = [(7, 5), (5,), (), (3, 4, 2, 2), (1,), (11, 3)]
+OPTIONS = {
+    torch.optim.SGD: {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True},
+    torch.optim.Adam: {"amsgrad": True},
+    torch.optim.AdamW: {"weight_decay": 0.1},
+    torch.optim.RMSprop: {"momentum": 0.5, "centered": True},
+    torch.optim.Adagrad: {"lr_decay": 0.1},
+}
+
+
+def parameters():
+    generator = torch.Generator().manual_seed(0)
+    made = [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)) for shape in SHAPES]
+    made[3].data = made[3].data.contiguous(memory_format=torch.channels_last)
+    return made
+
+
+def groups_of(made):
+    """Two param groups that take turns."""
+    return [{"params": made[0:2] + made[4:5]}, {"params": made[2:4] + made[5:6], "lr": 0.003}]
+
+
+class Sharded:
+    """All owners' shards of one flat buffer, in this process."""
+
+    def __init__(self, made, recipe, num_owners):
+        group_of = [0, 0, 1, 1, 0, 1]
+        spans = [Span(index, group_of[index], 0, each.numel()) for index, each in enumerate(made)]
+        numel = sum(span.numel for span in spans)
+        self.buffer = FlatBuffer(made, spans, torch.empty(numel, dtype=torch.float64), num_owners=num_owners)
+        self.shards = [
+            FlatShard(recipe, [self.buffer.slice_of(owner)], [self.buffer.spans_of(owner)], [{}, {"lr": 0.003}])
+            for owner in range(num_owners)
+        ]
+
+    def step(self):
+        present = [each.grad is not None for each in self.buffer.parameters]
+        for owner, shard in enumerate(self.shards):
+            gradient = torch.full_like(self.buffer.slice_of(owner), torch.nan)
+            self.buffer.gather_gradients(owner, gradient)
+            shard.set_gradients([gradient], present)
+            shard.optimizer.step()
+            shard.drop_gradients()
+
+
+def give_gradients(*sets, step):
+    for made in sets:
+        generator = torch.Generator().manual_seed(step)
+        for index, each in enumerate(made):
+            gradient = torch.randn(each.shape, generator=generator, dtype=torch.float64)
+            absent = (step + index) % 4 == 0 and step > 1
+            each.grad = None if absent else gradient  # contiguous, also for channels_last
+
+
+def test_an_owner_has_an_equal_slice_and_the_last_one_the_remainder():
+    assert slice_bounds(11, 3) == [(0, 3), (3, 6), (6, 11)]
+    assert slice_bounds(2, 3) == [(0, 0), (0, 0), (0, 2)]
+
+
+def test_a_slice_holds_parts_of_parameters():
+    spans = [Span(4, 0, 0, 5), Span(2, 1, 0, 3), Span(0, 0, 0, 4)]
+    assert cut_spans(spans, 3, 9) == [Span(4, 0, 3, 5), Span(2, 1, 0, 3), Span(0, 0, 0, 1)]
+    assert cut_spans(cut_spans(spans, 3, 12), 1, 3) == [Span(4, 0, 4, 5), Span(2, 1, 0, 1)]
+    assert cut_spans(spans, 8, 8) == []
+
+
+def test_elements_are_laid_flat_as_the_parameter_has_them():
+    parameter = torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    value = torch.randn(2, 3, 4, 5)
+    assert torch.equal(lay_flat(value, parameter), value.permute(0, 2, 3, 1).reshape(-1))
+    assert torch.equal(lay_flat(value, torch.empty(2, 3, 4, 5)), value.reshape(-1))
+
+
+@pytest.mark.parametrize("num_owners", [1, 2, 3, 7])
+@pytest.mark.parametrize("optimizer_class", sorted(ELEMENTWISE, key=lambda each: each.__name__))
+def test_slices_are_updated_as_whole_parameters_are(optimizer_class, num_owners):
+    """Also where some parameters have no gradient in some steps, and so have made fewer steps than others."""
+    options = {"lr": 0.01, **OPTIONS.get(optimizer_class, {})}
+    ours, theirs = parameters(), parameters()
+    expected = optimizer_class(groups_of(theirs), **options)
+    sharded = Sharded(ours, Recipe.make(optimizer_class, options, None), num_owners)
+    for step in range(7):
+        give_gradients(ours, theirs, step=step)
+        expected.step()
+        sharded.step()
+    assert sharded.buffer.is_whole
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.stride() == other.stride()
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
+
+
+def test_segments_stay_whole_as_long_as_all_have_gradients():
+    made = parameters()
+    sharded = Sharded(made, Recipe.make(torch.optim.AdamW, {}, None), 1)
+    give_gradients(made, step=0)
+    sharded.step()
+    sizes = [[each.numel() for each in group["params"]] for group in sharded.shards[0].optimizer.param_groups]
+    assert sizes == [[40, 1], [49, 33]]
+    made[1].grad = None
+    sharded.step()
+    sizes = [[each.numel() for each in group["params"]] for group in sharded.shards[0].optimizer.param_groups]
+    assert sizes == [[35, 5, 1], [49, 33]]
+    steps = [float(entries["step"]) for _, entries in sharded.shards[0].state()]
+    assert steps == [2, 1, 2, 2, 2, 2]
+
+
+def test_state_moves_to_another_number_of_owners():
+    made, others = parameters(), parameters()
+    recipe = Recipe.make(torch.optim.Adam, {"lr": 0.01}, None)
+    first, second = Sharded(made, recipe, 3), Sharded(others, recipe, 2)
+    for step in range(5):
+        give_gradients(made, step=step)
+        first.step()
+    pieces = {(span.parameter, span.start): entries for shard in first.shards for span, entries in shard.state()}
+
+    def read(span):
+        parts = sorted((start, entries) for (index, start), entries in pieces.items() if index == span.parameter)
+        whole = {
+            name: torch.cat([part[name] for _, part in parts]) if value.dim() else value
+            for name, value in parts[0][1].items()
+        }
+        return {name: value[span.start : span.stop] if value.dim() else value for name, value in whole.items()}
+
+    for shard in second.shards:
+        shard.load(read, [{}, {"lr": 0.003}])
+    for mine, other in zip(made, others, strict=True):
+        other.data.copy_(mine.data)
+    for step in range(5, 9):
+        give_gradients(made, others, step=step)
+        first.step()
+        second.step()
+    for mine, other in zip(made, others, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
+
+
+def test_what_is_not_known_to_be_elementwise_is_not_taken_for_it():
+    class Own(torch.optim.AdamW):
+        """May do anything."""
+
+    class Declared(torch.optim.AdamW):
+        """Says what it does."""
+
+        elementwise = True
+
+    assert not Recipe.make(Own, {}, None).elementwise
+    assert Recipe.make(Own, {}, True).elementwise
+    assert Recipe.make(Declared, {}, None).elementwise
+    assert not Recipe.make(torch.optim.Adafactor, {}, None).elementwise
