@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch.futures import Future
 
 from lockstep.comm.collectives import Group
@@ -41,7 +43,7 @@ class Departures:
         on_reduced: What to call with each bucket when it is reduced, see [Note: reduced].
         eager: Whether to call it during backward where that is possible.
         num_left: How many buckets have left in this step, those that were skipped included.
-        exposed_wait_s: How long the last step waited for communication after its own work was done.
+        exposed_wait_s: How long the last step waited for communication after its own work was done, on the host.
     """
 
     def __init__(self, row: BucketRow, group: Group, weights: Weights, *, skip_unused: bool) -> None:
@@ -53,6 +55,7 @@ class Departures:
         self._row = row
         self._weights = weights
         self._skip_unused = skip_unused
+        self._lane: torch.cuda.Stream | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -80,19 +83,38 @@ class Departures:
             bucket.gather(mine, share)
             self._under_way.append((bucket, self._start(bucket, self.num_left)))
         self.num_left += 1
-        if self.eager and self.on_reduced:
+        if self.eager:
             self._tell_early()
 
     def _start(self, bucket: Bucket, position: int) -> Future[Any]:
         return self.transport.start(bucket, position, is_last=position == len(self._row.buckets) - 1)
 
+    @property
+    def _may_tell_early(self) -> bool:
+        return bool(self.on_reduced) and self._weights.window is None and self.transport.counts_in_tails
+
     def _tell_early(self) -> None:
-        if self._weights.window is not None or not self.transport.counts_in_tails:
+        if not self._may_tell_early:
             return
-        while self._num_told < len(self._under_way) and self._under_way[self._num_told][1].done():
-            self._finish(self._num_told, self._under_way)
-            self._under_way[self._num_told][0].settle(None)
-            self._tell_next()
+        with self._beside_backward():
+            while self._num_told < len(self._under_way):
+                bucket, future = self._under_way[self._num_told]
+                if not future.done() or (self._lane is not None and (bucket.absent or bucket.spec.sparse)):
+                    return
+                self._finish_next()
+
+    def _beside_backward(self) -> AbstractContextManager[object]:
+        """Return a context in which the device does not keep the rest of backward waiting."""
+        if self._row.device.type != "cuda":
+            return nullcontext()
+        if self._lane is None:
+            self._lane = torch.cuda.Stream(self._row.device)
+        return torch.cuda.stream(self._lane)
+
+    def _finish_next(self) -> None:
+        self._finish(self._num_told, self._under_way)
+        self._under_way[self._num_told][0].settle(None)
+        self._tell_next()
 
     def _tell_next(self) -> None:
         bucket = self._under_way[self._num_told][0]
@@ -113,9 +135,12 @@ class Departures:
             CollectiveError: Another rank ended or did not take part.
             ConfigurationError: On every rank: some ranks gave weights and others did not; names the latter.
         """
-        started_s = time.perf_counter()
+        if self._lane is not None:
+            torch.cuda.current_stream(self._row.device).wait_stream(self._lane)
+        self.exposed_wait_s = 0.0
+        while self._may_tell_early and self._num_told < len(self._under_way):  # while the next ones still travel
+            self._finish_next()
         num_users = self._bring_home(self._under_way, used, ballot)
-        self.exposed_wait_s = time.perf_counter() - started_s
         while self._num_told < len(self._under_way):
             self._under_way[self._num_told][0].settle(num_users)
             self._tell_next()
@@ -146,6 +171,7 @@ class Departures:
 
     def _finish(self, position: int, left: Sequence[Departure]) -> None:
         bucket, future = left[position]
+        started_s = time.perf_counter()
         try:
             self.transport.finish(bucket, future)
         except RuntimeError as error:
@@ -154,3 +180,4 @@ class Departures:
                 f"({bucket.names[0]} ... {bucket.names[-1]}) failed: {error}\n"
                 "Another rank probably ended or ran no backward; look at the first error of the job."
             ) from error
+        self.exposed_wait_s += time.perf_counter() - started_s

@@ -68,6 +68,8 @@ class Reducer:
         weights: What the ranks weigh.
         departures: The buckets that have left; what divides them and carries them, and who is told of them.
         at_end: What to do at the end of backward before any bucket leaves; None: they leave as they are complete.
+        on_closed: What to call when a synchronised step of the group is over, also one that this rank
+            had no data for; told whether it had.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Reducer:
         skip_unused_buckets: bool = False,
     ) -> None:
         self.at_end: Callable[[], None] | None = None
+        self.on_closed: list[Callable[[bool], None]] = []
         self.post_backward: list[Future[Any]] = []  # waited for when the step closes
         self.row = row
         self._group = group
@@ -258,6 +261,7 @@ class Reducer:
                 if not self.row.is_rebuilt:
                     self.row.rebuild(self._arrivals, group=self._group)
                 self._used = bytearray(len(self.row.parameters))
+                self._tell_closed(had_data=True)
             finally:
                 self.post_backward = []
                 self._reset_step()
@@ -279,3 +283,8 @@ class Reducer:
         self.departures.complete_scratch(self.row.scratch())
         if not self.row.is_rebuilt:
             self.row.rebuild([], group=self._group)
+        self._tell_closed(had_data=False)
+
+    def _tell_closed(self, *, had_data: bool) -> None:
+        for callback in self.on_closed:
+            callback(had_data)
