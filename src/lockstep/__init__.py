@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lockstep.parallel.data_parallel import DataParallel as DataParallel
     from lockstep.parallel.distributed import DistributedDataParallel as DistributedDataParallel
     from lockstep.parallel.weighted import backward as backward
+    from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
     from lockstep.train.fit import fit as fit
     from lockstep.train.task import Loss as Loss
     from lockstep.train.task import Task as Task
@@ -33,6 +34,7 @@ __all__ = [
     "SyncBatchNorm",
     "Task",
     "World",
+    "ZeroRedundancyOptimizer",
     "adopt",
     "backward",
     "errors",
@@ -49,6 +51,7 @@ _HOMES = {
     "SyncBatchNorm": "lockstep.parallel.batchnorm.layer",
     "Task": "lockstep.train.task",
     "World": "lockstep.comm.world",
+    "ZeroRedundancyOptimizer": "lockstep.parallel.zero.optimizer",
     "adopt": "lockstep.adoption",
     "backward": "lockstep.parallel.weighted",
     "fit": "lockstep.train.fit",

@@ -16,6 +16,7 @@ PUBLIC_NAMES = {
     "SyncBatchNorm",
     "Task",
     "World",
+    "ZeroRedundancyOptimizer",
     "adopt",
     "backward",
     "errors",

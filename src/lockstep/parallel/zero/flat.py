@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from lockstep.errors import ConfigurationError
 from lockstep.parallel.views import view_like
-from lockstep.parallel.zero.spans import Span, cut_spans, slice_bounds, with_offsets
+from lockstep.parallel.zero.spans import Span, cut_spans, even_end, slice_bounds, with_offsets
 
 
 class FlatBuffer:
@@ -20,18 +21,45 @@ class FlatBuffer:
         spans: By place: each whole parameter, as ``Span(parameter, group, 0, numel)``.
         flat: One-dimensional, with as many elements as the parameters have together.
         num_owners: Among how many it is divided.
+        bounds: By owner, where its slice begins and ends. Default: equal slices, see `slice_bounds`.
+
+    Attributes:
+        is_even: Whether slices are equal, but for the remainder.
+        even_end: Where the remainder begins then.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], spans: Sequence[Span], flat: Tensor, *, num_owners: int
+        self,
+        parameters: Sequence[nn.Parameter],
+        spans: Sequence[Span],
+        flat: Tensor,
+        *,
+        num_owners: int,
+        bounds: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         self.parameters, self.spans, self.flat = list(parameters), list(spans), flat
-        self.bounds = slice_bounds(flat.numel(), num_owners)
+        self.is_even, self.even_end = bounds is None, even_end(flat.numel(), num_owners)
+        self.bounds = slice_bounds(flat.numel(), num_owners) if bounds is None else list(bounds)
+        self.take_back()
+
+    def take_back(self) -> None:
+        """Copy what the parameters hold to the buffer, and make them views of it.
+
+        Raises:
+            ConfigurationError: They are of another device or dtype by now.
+        """
+        first = self.parameters[0]
+        if first.device != self.flat.device or first.dtype != self.flat.dtype:
+            raise ConfigurationError(
+                f"Parameters were {self.flat.dtype} on {self.flat.device} when the optimizer was made, and are now "
+                f"{first.dtype} on {first.device}.\nMove or convert the model before the optimizer is made."
+            )
         with torch.no_grad():
-            views = self.views_of(flat)
+            views = self.views_of(self.flat)
             torch._foreach_copy_(views, [parameter.detach() for parameter in self.parameters])
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
+        self._pointers = [parameter.data_ptr() for parameter in self.parameters]
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """Return views of ``flat``, laid out like this buffer, in the shapes of the parameters."""
@@ -41,12 +69,7 @@ class FlatBuffer:
     @property
     def is_whole(self) -> bool:
         """Whether the parameters still lie in the buffer, and nobody gave them other memory."""
-        start, width = self.flat.data_ptr(), self.flat.element_size()
-        return all(
-            parameter.data_ptr() == start + offset * width
-            for parameter, (offset, _) in zip(self.parameters, with_offsets(self.spans), strict=True)
-            if parameter.numel()
-        )
+        return [parameter.data_ptr() for parameter in self.parameters] == self._pointers
 
     def spans_of(self, owner: int) -> list[Span]:
         """Return what lies in the slice of ``owner``."""

@@ -39,6 +39,11 @@ def slice_bounds(numel: int, num_owners: int) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], numel], strict=True))
 
 
+def even_end(numel: int, num_owners: int) -> int:
+    """Return where the remainder begins: up to there all slices are equal."""
+    return numel - numel % num_owners
+
+
 def cut_spans(spans: Sequence[Span], start: int, stop: int) -> list[Span]:
     """Return what lies from element ``start`` to ``stop`` of a flat buffer that ``spans`` fill back to back."""
     inside, position = [], 0
