@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.train.gradients import clip_factor, global_norm, multiply_
+from lockstep.parallel.flat_math import multiply_
+from lockstep.train.gradients import ParameterGradients, clip_factor, global_norm
 from lockstep.train.precision import GradScaler
 from lockstep.train.schedule import LearningRate
 from lockstep.train.update import Updater
@@ -18,7 +19,8 @@ def updater(*, clip=None, scaler=None):
         model.weight.copy_(torch.tensor([[1.0, 2.0]]))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     rate = LearningRate(scale=1.0, warmup=0, num_steps=4, decay="linear")
-    return model, optimizer, Updater(model, optimizer, rate, clip=clip, scaler=scaler, group=None)
+    gradients = ParameterGradients(model)
+    return model, optimizer, Updater(model, optimizer, rate, clip=clip, scaler=scaler, gradients=gradients)
 
 
 def test_the_scale_is_halved_after_an_overflow_and_doubled_after_a_good_while():

@@ -27,6 +27,9 @@ def test_each_field_declares_its_kind():
         "base_batch_size": ("int", True),
         "shares": ("numbers", True),
         "reproducible": ("int", True),
+        "wire": ("choice", True),
+        "bucket_cap_mb": ("float", True),
+        "overlap_optimizer": ("bool", False),
         "threads": ("int", True),
         "workers": ("int", False),
         "bad_samples": ("choice", False),
@@ -57,6 +60,28 @@ def test_each_field_declares_its_kind():
         ({"shares": (2, 0)}, "shares=(2, 0) is not allowed.\nGive numbers above 0, such as (2, 1, 1)."),
         ({"shares": "2,1"}, "shares='2,1' is not allowed.\nGive numbers above 0, such as (2, 1, 1)."),
         ({"shares": (1, float("inf"))}, "shares=(1, inf) is not allowed.\nGive numbers above 0, such as (2, 1, 1)."),
+        ({"wire": "fp8"}, "wire='fp8' is not allowed.\nGive one of bf16, fp16."),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb=0 is no size.\nGive a number of MiB above 0, or auto."),
+        ({"bucket_cap_mb": "big"}, "bucket_cap_mb='big' is not allowed.\nGive a number, or auto."),
+        (
+            {"overlap_optimizer": True, "clip": 1.0},
+            "With clip no parameter can be stepped before the norm of the whole gradient is known, so "
+            "overlap_optimizer cannot be had with it.\nLeave one of the two out.",
+        ),
+        (
+            {"overlap_optimizer": True, "precision": "fp16"},
+            "With precision=fp16 no parameter can be stepped before the whole gradient is known to be finite, so "
+            "overlap_optimizer cannot be had with it.\nLeave one of the two out.",
+        ),
+        (
+            {"overlap_optimizer": True, "bad_samples": "skip"},
+            "With bad_samples=skip no parameter can be stepped before it is known how many samples there were, so "
+            "overlap_optimizer cannot be had with it.\nLeave one of the two out.",
+        ),
+        (
+            {"wire": "bf16", "reproducible": 4},
+            "wire does nothing with reproducible, which exchanges gradients in its own way.\nLeave one of the two out.",
+        ),
         ({"workers": -1}, "workers=-1 is not allowed.\nGive a whole number of at least 0, or auto."),
         ({"workers": "many"}, "workers='many' is not allowed.\nGive a whole number of at least 0, or auto."),
         ({"epochs": 1, "steps": 2}, "Both steps=2 and epochs=1 are given.\nGive the one that should end the run."),

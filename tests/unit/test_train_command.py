@@ -130,11 +130,15 @@ def test_every_setting_is_a_flag_and_arrives(mine, monkeypatch):
     others = ["--epochs", "2", "--resume", "--checkpoint", "runs", "--reproducible", "4", "--threads", "2"]
     others += ["--workers", "auto"]
     assert main(["train", "mine.py", *others]) == 0
+    assert main(["train", "mine.py", "--wire", "bf16", "--bucket-cap-mb", "2.5", "--overlap-optimizer"]) == 0
+    assert main(["train", "mine.py", "--bucket-cap-mb", "auto"]) == 0
     assert seen == [
         FitSettings(**{**flags, "shares": (2, 1.5)}, quiet=True, resume=False),
         FitSettings(epochs=2, resume=True, checkpoint="runs", reproducible=4, threads=2, workers="auto"),
+        FitSettings(wire="bf16", bucket_cap_mb=2.5, overlap_optimizer=True),
+        FitSettings(bucket_cap_mb="auto"),
     ]
-    rest = {"epochs", "quiet", "resume", "reproducible", "threads"}
+    rest = {"epochs", "quiet", "resume", "reproducible", "threads", "wire", "bucket_cap_mb", "overlap_optimizer"}
     assert {setting.name for setting in settings_of(FitSettings)} == {*flags, *rest}
 
 

@@ -32,14 +32,15 @@ def _numbers(text: str | tuple[float, ...]) -> tuple[float, ...]:
         raise click.BadParameter(f"{text!r} is no list of numbers such as 2,1,1.") from None
 
 
-def _number_or(words: tuple[str, ...]) -> Callable[[str | int], str | int]:
-    """Return what reads a whole number, or one of ``words``."""
+def _number_or(words: tuple[str, ...], number: type[int] | type[float]) -> Callable[[Any], Any]:
+    """Return what reads a number, or one of ``words``."""
+    what = "a whole number" if number is int else "a number"
 
-    def read(text: str | int) -> str | int:
+    def read(text: Any) -> Any:
         try:
-            return text if text in words else int(text)
+            return text if text in words else number(text)
         except ValueError:
-            raise click.BadParameter(f"{text!r} is neither a whole number nor {' or '.join(words)}.") from None
+            raise click.BadParameter(f"{text!r} is neither {what} nor {' or '.join(words)}.") from None
 
     return read
 
@@ -51,8 +52,8 @@ def _option(setting: Setting) -> Callable[[F], F]:
         switch = f"{flag}/--no-{flag[2:]}" if setting.optional else flag
         return click.option(switch, setting.name, is_flag=True, default=setting.default, help=text)
     kinds: dict[str, Any] = {
-        "int": _number_or(setting.choices) if setting.choices else click.INT,
-        "float": click.FLOAT,
+        "int": _number_or(setting.choices, int) if setting.choices else click.INT,
+        "float": _number_or(setting.choices, float) if setting.choices else click.FLOAT,
         "path": click.Path(),
         "choice": click.Choice(setting.choices),
         "numbers": _numbers,

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from lockstep.comm.collectives import Group, default_group, mesh_group
 from lockstep.comm.join import Joinable
-from lockstep.parallel.ddp.accumulation import Accumulation
 from lockstep.parallel.ddp.attributes import forward_attribute
 from lockstep.parallel.ddp.ballot import Ballot
 from lockstep.parallel.ddp.bucket_row import BucketRow
@@ -25,6 +24,7 @@ from lockstep.parallel.ddp.inputs import move_to
 from lockstep.parallel.ddp.join import announce_backward, common_rank
 from lockstep.parallel.ddp.model_sync import ModelSync
 from lockstep.parallel.ddp.options import (
+    BucketCap,
     bucket_caps_bytes,
     buffer_policy,
     check_batch_norms,
@@ -37,13 +37,15 @@ from lockstep.parallel.ddp.options import (
 )
 from lockstep.parallel.ddp.outputs import anchor_tensors, find_tensors
 from lockstep.parallel.ddp.parameter_hooks import watch_frozen
+from lockstep.parallel.ddp.per_bucket import PerBucket
 from lockstep.parallel.ddp.reducer import Reducer
 from lockstep.parallel.ddp.state_keys import accept_bare_keys
 from lockstep.parallel.ddp.torch_reducer import TorchReducer
+from lockstep.parallel.ddp.wire import WireDtype, wire_dtype_of
 from lockstep.parallel.follow import Follow
 
 
-class DistributedDataParallel(Accumulation):
+class DistributedDataParallel(PerBucket):
     """Train one model in many processes: each computes gradients on its own data, and all get their mean.
 
     A drop-in for ``torch.nn.parallel.DistributedDataParallel`` of torch 2.13: same arguments, same ``state_dict``
@@ -64,7 +66,7 @@ class DistributedDataParallel(Accumulation):
         broadcast_buffers: Broadcast buffers from rank 0 at construction and before each ``forward``. Default: True.
         init_sync: Compare the model between ranks and broadcast it from rank 0. False: the caller has done so.
         process_group: The ranks that take part. Default: all.
-        bucket_cap_mb: Size of a bucket in MiB. Default: 1 for the first, 25 for the others.
+        bucket_cap_mb: Size of a bucket in MiB; "auto": found in the first steps. Default: 1 for the first, else 25.
         find_unused_parameters: Accepted and never needed.
         check_reduction: Accepted as in torch.
         gradient_as_bucket_view: Gradients are views of the buckets in any case. True promises that nobody keeps
@@ -80,6 +82,7 @@ class DistributedDataParallel(Accumulation):
         bucket_cap_mb_list: One size per bucket, the last for all that follow.
         batched_grad_copy: Accepted; gradients are always copied a bucket at a time.
         forward_sync_buffers: Broadcast buffers before each ``forward``; they are broadcast at construction anyhow.
+        wire_dtype: Round float32 and float64 gradients to ``torch.bfloat16`` or ``float16`` for the way between ranks.
 
     Raises:
         ModelMismatch: On every rank: the model differs between ranks; names the parameter, the rank and both shapes.
@@ -98,7 +101,7 @@ class DistributedDataParallel(Accumulation):
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: Group | None = None,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: BucketCap = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
@@ -111,6 +114,7 @@ class DistributedDataParallel(Accumulation):
         bucket_cap_mb_list: list[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        wire_dtype: WireDtype = None,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -142,6 +146,7 @@ class DistributedDataParallel(Accumulation):
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.batched_grad_copy = batched_grad_copy
         self.mixed_precision = None
+        self.wire_dtype, self._finds_caps = wire_dtype_of(wire_dtype), bucket_cap_mb == "auto"
         self._bucket_caps_bytes = bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list)
         self.bucket_bytes_cap = self._bucket_caps_bytes[-1]
         self.bucket_bytes_cap_list = list(self._bucket_caps_bytes) if bucket_cap_mb_list else []
@@ -184,6 +189,7 @@ class DistributedDataParallel(Accumulation):
         self._reducer = Reducer(row, group=self.process_group, skip_unused_buckets=self.skip_all_reduce_unused_params)
         self._follow.weigh_with(self._reducer.weights)
         self.reducer = TorchReducer(self._reducer, self.process_group)
+        self._use_buckets()
         watch_frozen(parameters, self._reducer)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -196,7 +202,7 @@ class DistributedDataParallel(Accumulation):
 
     def _portable_state(self) -> dict[str, Any]:
         tied = {"process_group", "reducer", "_reducer", "_model_sync", "_follow", "_load_state_dict_pre_hooks"}
-        state = {name: value for name, value in self.__dict__.items() if name not in tied}
+        state = {name: value for name, value in self.__dict__.items() if name not in tied | self._per_bucket}
         return state | {"_comm_hooks": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -2,35 +2,127 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
+
+from lockstep.comm.collectives import Group, all_reduce
+from lockstep.parallel.flat_math import combine_norms, list_norms, multiply_
+
+if TYPE_CHECKING:
+    from lockstep.parallel.distributed import DistributedDataParallel
+
+
+class Gradients(ABC):
+    """The gradient of a whole model, which backward has left behind. Abstract; a strategy says which kind it leaves."""
+
+    @abstractmethod
+    def norm(self) -> Tensor:
+        """Return the Euclidean norm of all gradients together, a 0-dimensional tensor. Does not block."""
+
+    @abstractmethod
+    def multiply_(self, factor: Tensor) -> None:
+        """Multiply all gradients in place by a 0-dimensional tensor. Does not block."""
+
+    @abstractmethod
+    def is_finite(self, norm: Tensor) -> bool:
+        """Return whether all gradients are finite, the same on every rank. Blocks on CUDA.
+
+        Args:
+            norm: What `norm` returned for these gradients, or that times something finite.
+        """
+
+    @abstractmethod
+    def expect_norm(self) -> None:
+        """Compute what `norm` needs as early as can be, from now on."""
+
+
+@final
+class ParameterGradients(Gradients):
+    """Gradients parameter by parameter.
+
+    Args:
+        model: The bare model.
+        group: The ranks that must say the same of whether gradients are finite, if theirs may differ; or None.
+    """
+
+    def __init__(self, model: nn.Module, group: Group | None = None) -> None:
+        self._parameters, self._group = list(model.parameters()), group
+
+    def _all(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+
+    @override
+    def expect_norm(self) -> None:
+        """Do nothing: there is no earlier."""
+
+    @override
+    def norm(self) -> Tensor:
+        return global_norm(self._all())
+
+    @override
+    def multiply_(self, factor: Tensor) -> None:
+        multiply_(self._all(), factor)
+
+    @override
+    def is_finite(self, norm: Tensor) -> bool:
+        """Collective if there is a group: every rank."""
+        if self._group is None:
+            return are_finite(self._all(), norm)
+        finite = torch.isfinite(norm).to(torch.int32)
+        all_reduce(finite, group=self._group, op="min")
+        return bool(finite.item())
+
+
+@final
+class BucketGradients(Gradients):
+    """Gradients bucket by bucket, as our `DistributedDataParallel` leaves them: the same bits on every rank.
+
+    So every rank comes to the same verdict on its own; see `are_finite` for ranks that compute differently.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.model = model
+
+    @override
+    def expect_norm(self) -> None:
+        self.model.flat_gradients.compute_norms_early()
+
+    @override
+    def norm(self) -> Tensor:
+        return self.model.flat_gradients.norm()
+
+    @override
+    def multiply_(self, factor: Tensor) -> None:
+        self.model.flat_gradients.multiply_(factor)
+
+    @override
+    def is_finite(self, norm: Tensor) -> bool:
+        return are_finite(self.model.flat_gradients.tensors(), norm)
 
 
 def global_norm(grads: Iterable[Tensor]) -> Tensor:
     """Return the Euclidean norm of all gradients together, a 0-dimensional tensor."""
-    return torch.nn.utils.get_total_norm(list(grads))
+    return combine_norms(list_norms(list(grads)))
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """Return the factor that brings ``norm`` down to ``max_norm``, or one; the formula of ``clip_grad_norm_``."""
-    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    factor: Tensor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    return factor
 
 
-def multiply_(grads: Iterable[Tensor], factor: Tensor) -> None:
-    """Multiply all gradients in place by a 0-dimensional tensor."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for grad in grads:
-        if grad.is_sparse:
-            grad.mul_(factor.to(grad.device))
-        else:
-            groups[grad.device, grad.dtype].append(grad)
-    for (device, dtype), group in groups.items():
-        torch._foreach_mul_(group, factor.to(device, dtype))
+def are_finite(grads: Iterable[Tensor], norm: Tensor) -> bool:
+    """Return whether each element of ``grads`` is finite, whose norm (times something finite) is ``norm``.
 
-
-def gradients(model: nn.Module) -> list[Tensor]:
-    """Return the gradients of the parameters that have one."""
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    A finite norm proves it. Where it is not finite, the elements decide, since the sum of their squares may overflow on
+    one machine and just not on another. So all ranks with the same gradients say the same. Blocks on CUDA.
+    """
+    if math.isfinite(float(norm)):
+        return True
+    return all(bool(torch.isfinite(grad.coalesce().values() if grad.is_sparse else grad).all()) for grad in grads)

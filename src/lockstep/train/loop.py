@@ -21,9 +21,10 @@ from lockstep.parallel.tree.shape import Tree
 from lockstep.train.arithmetic import Arithmetic, describe_machine, differences, watch_for_other_kernels
 from lockstep.train.bad_samples import BadSamples
 from lockstep.train.devices import PER_PROCESS
+from lockstep.train.engine import make_updater
+from lockstep.train.gradients import ParameterGradients
 from lockstep.train.objective import Objective, Part
 from lockstep.train.plan import make_plan
-from lockstep.train.precision import GradScaler
 from lockstep.train.reproducible.build import make_reproducible, virtual_shards
 from lockstep.train.resume import check_identity, load_into
 from lockstep.train.settings import Settings, StrategyName
@@ -32,7 +33,6 @@ from lockstep.train.stopwatch import Stopwatch
 from lockstep.train.strategy import Pass, divide, make_strategy
 from lockstep.train.tally import Tally
 from lockstep.train.task import Task, build_dataset, build_model, build_optimizer
-from lockstep.train.update import Updater
 
 INIT, FORWARD, DATA, UPDATE = 3, 4, 7, 8
 """Keep the bits for initial weights, dropout, made-up data and the optimizer apart from what else the seed is for."""
@@ -94,20 +94,14 @@ class Loop:
         self.optimizer = build_optimizer(task, self.model)
         objective = Objective(task, settings.precision)
         if shards is None:
-            self._strategy = make_strategy(strategy, self.model, objective, world, self.devices)
+            self._strategy = make_strategy(strategy, self.model, objective, world, self.devices, settings)
         else:
             self._strategy = make_reproducible(
                 shards, strategy, self.model, objective, world, self.devices, self.arithmetic
             )
             self._compare_machines()
-        self._updater = Updater(
-            self.model,
-            self.optimizer,
-            self.plan.learning_rate,
-            clip=settings.clip,
-            scaler=GradScaler() if settings.precision == "fp16" else None,
-            group=self.group,
-        )
+        gradients = self._strategy.gradients or ParameterGradients(self.model, self.group)
+        self._updater = make_updater(self.model, self.optimizer, self.plan.learning_rate, settings, gradients)
         self.bad_samples = BadSamples(skip=how.skip_bad, device=self.device, group=self.group, num_samples=num_samples)
 
     def load_options(self, task: Task, workers: int) -> LoadOptions:
@@ -167,6 +161,7 @@ class Loop:
         watch = Stopwatch(self.device)
         tally = Tally(self.device, self.group if self._sync and not self._strategy.sums_losses else None)
         self.optimizer.zero_grad(set_to_none=True)
+        self._updater.begin()
         num_samples = 0
         for index in range(self.settings.accumulate):
             micro = self._feed.next()
@@ -284,6 +279,8 @@ class Loop:
 
         def after_forward(parts: list[Part]) -> None:
             tally.add(parts)
+            if self.settings.overlap_optimizer:
+                tally.require_means()
             if last:
                 tally.start_sum()
 

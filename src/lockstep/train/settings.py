@@ -6,6 +6,7 @@ around the steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Schedule = Literal["constant", "linear", "cosine"]
 Scaling = Literal["none", "linear", "sqrt"]
 BadSamplesRule = Literal["stop", "skip"]
+Wire = Literal["bf16", "fp16"]
 StrategyName = Literal["single", "dp", "ddp", "torch-dp", "torch-ddp"]
 
 
@@ -63,6 +65,12 @@ class Settings:
         int | None,
         Flag("Cut each global batch into V virtual shards: the same bits on 1 to V devices.", "V", 1),
     ] = None
+    wire: Annotated[Wire | None, Flag("Round gradients to bf16 or fp16 for the way between the ranks.")] = None
+    bucket_cap_mb: Annotated[
+        float | Literal["auto"] | None,
+        Flag("Size of a bucket of gradients; auto measures which pays; 25, the first 1, if not given.", "MIB|auto"),
+    ] = None
+    overlap_optimizer: Annotated[bool, Flag("Step each bucket of parameters as soon as it is reduced.")] = False
     threads: Annotated[
         int | None, Flag("CPU cores that an operation may use; 1 with reproducible, else up to torch.", "N", 1)
     ] = None
@@ -83,6 +91,36 @@ class Settings:
             )
         if self.clip is not None and not self.clip > 0:
             raise ConfigurationError(f"clip={self.clip} is no length.\nGive a number above 0, or leave it out.")
+        check_combinations(self)
+
+
+def check_combinations(settings: Settings) -> None:
+    """Refuse settings that cannot be had together.
+
+    Raises:
+        ConfigurationError: Names both, and says why.
+    """
+    cap_mb = settings.bucket_cap_mb
+    if isinstance(cap_mb, int | float) and not 0 < cap_mb < math.inf:
+        raise ConfigurationError(f"bucket_cap_mb={cap_mb} is no size.\nGive a number of MiB above 0, or auto.")
+    needs_the_end = {
+        "clip": (settings.clip is not None, "the norm of the whole gradient is known"),
+        "precision=fp16": (settings.precision == "fp16", "the whole gradient is known to be finite"),
+        "bad_samples=skip": (settings.bad_samples == "skip", "it is known how many samples there were"),
+        "reproducible": (settings.reproducible is not None, "all virtual shards are summed"),
+    }
+    for name, (is_given, when) in needs_the_end.items():
+        if settings.overlap_optimizer and is_given:
+            raise ConfigurationError(
+                f"With {name} no parameter can be stepped before {when}, so overlap_optimizer cannot be had with it.\n"
+                "Leave one of the two out."
+            )
+    for name in ("wire", "bucket_cap_mb"):
+        if settings.reproducible is not None and getattr(settings, name) is not None:
+            raise ConfigurationError(
+                f"{name} does nothing with reproducible, which exchanges gradients in its own way.\n"
+                "Leave one of the two out."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

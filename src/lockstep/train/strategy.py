@@ -20,6 +20,8 @@ from lockstep.data.device import to_device
 from lockstep.data.division import Division
 from lockstep.data.loader import MicroBatch
 from lockstep.errors import ConfigurationError
+from lockstep.train.engine import check_engine, gradients_of, our_wrapper
+from lockstep.train.gradients import Gradients
 from lockstep.train.objective import LossModule, Objective, Part
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.stopwatch import Mark, Stopwatch
@@ -57,6 +59,9 @@ class Strategy(ABC):
 
     sums_losses = False
     """Whether the losses it reports are those of all ranks already."""
+
+    gradients: Gradients | None = None
+    """What it leaves behind, the same on every rank; None: to be looked at parameter by parameter, and agreed upon."""
 
     @abstractmethod
     def run(self, micro: MicroBatch, how: Pass) -> None:
@@ -132,6 +137,7 @@ class Distributed(Strategy):
         self._num_ranks = world.world_size
         self.group = world.group
         self._module = wrap(LossModule(model, objective), process_group=world.group)
+        self.gradients = gradients_of(self._module)
         self._has_sync_layers = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
 
     def run(self, micro: MicroBatch, how: Pass) -> None:
@@ -187,7 +193,12 @@ def divide(name: StrategyName, world: World, devices: Sequence[torch.device], se
 
 
 def make_strategy(
-    name: StrategyName, model: nn.Module, objective: Objective, world: World, devices: Sequence[torch.device]
+    name: StrategyName,
+    model: nn.Module,
+    objective: Objective,
+    world: World,
+    devices: Sequence[torch.device],
+    settings: Settings,
 ) -> Strategy:
     """Return the strategy ``name`` for the bare ``model``, which is on the first of ``devices``.
 
@@ -196,6 +207,7 @@ def make_strategy(
     Raises:
         ConfigurationError: It cannot run on these devices.
     """
+    check_engine(name, settings)
     has_sync_layers = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
     if has_sync_layers and name not in ("ddp", "torch-ddp"):
         _leave_alone(model)
@@ -211,9 +223,7 @@ def make_strategy(
     if name == "torch-dp":
         return Single(_torch_data_parallel(model, devices), objective)
     if name == "ddp":
-        from lockstep.parallel.distributed import DistributedDataParallel
-
-        return Distributed(model, objective, world, DistributedDataParallel)
+        return Distributed(model, objective, world, our_wrapper(settings))
     return Distributed(model, objective, world, nn.parallel.DistributedDataParallel)
 
 

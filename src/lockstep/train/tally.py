@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lockstep.comm.collectives import Group, all_reduce_async
+from lockstep.errors import ConfigurationError
 from lockstep.train.objective import Part
 
 
@@ -37,6 +38,18 @@ class Tally:
             self._sums[0] += part.value.detach().to(device, self._sums.dtype) * part.weight
             self._saw_means |= part.is_mean
             self._saw_losses |= not part.is_mean
+
+    def require_means(self) -> None:
+        """Refuse losses that leave the gradient to be divided after backward.
+
+        Raises:
+            ConfigurationError: There were some, and the optimizer steps within backward.
+        """
+        if self._saw_losses:
+            raise ConfigurationError(
+                "With overlap_optimizer a loss must be a mean over samples, but the task returned a Loss: its gradient "
+                "is divided by all ranks' count after backward.\nReturn the mean, or leave overlap_optimizer out."
+            )
 
     def add_bad(self, num_samples: int) -> None:
         """Add the number of samples of this process that could not be read."""

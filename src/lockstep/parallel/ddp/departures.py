@@ -160,7 +160,7 @@ class Departures:
         factor: float | None = None
         if counts is not None:
             factor = weights.conclude(counts.ballots, is_urgent=must_know)
-        elif (carrier := find_carrier(left)) is not None:
+        elif (carrier := find_carrier(left, self.transport.ballot_of)) is not None:
             factor = weights.conclude(*carrier, is_urgent=must_know)
         if factor is None:
             factor = weights.conclude_apart(ballot) if left else 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -116,17 +116,22 @@ def _device_index(device: Any) -> int:
     return torch.accelerator.current_device_index() if index is None else index
 
 
-def bucket_caps_bytes(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> tuple[int, ...]:
-    """Return one cap per bucket, the last for all that follow.
+BucketCap = float | Literal["auto"] | None
+
+
+def bucket_caps_bytes(bucket_cap_mb: BucketCap, bucket_cap_mb_list: Sequence[float] | None) -> tuple[int, ...]:
+    """Return one cap per bucket, the last for all that follow; for "auto", those to begin with.
 
     Raises:
-        ValueError: Both are given, or a cap is not positive.
+        ValueError: Both are given, or a cap is neither positive nor "auto".
     """
     if bucket_cap_mb_list:
         if bucket_cap_mb is not None:
             raise ValueError("bucket_cap_mb and bucket_cap_mb_list cannot both be given.\nUse one of them.")
         caps = list(bucket_cap_mb_list)
-    elif bucket_cap_mb is not None:
+    elif isinstance(bucket_cap_mb, str) and bucket_cap_mb != "auto":
+        raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} is no size.\nGive a number of MiB, or 'auto'.")
+    elif bucket_cap_mb is not None and bucket_cap_mb != "auto":
         caps = [bucket_cap_mb]
     else:
         return FIRST_CAP_BYTES, DEFAULT_CAP_BYTES

@@ -54,6 +54,10 @@ class Transport(ABC):
             device: Where tensors lie that this group can send.
         """
 
+    def ballot_of(self, bucket: Bucket) -> Tensor | None:
+        """Return the sum of the ranks' ballots of a finished ``bucket``, in the dtype that it travelled in."""
+        return bucket.ballot
+
 
 @final
 class MeanTransport(Transport):

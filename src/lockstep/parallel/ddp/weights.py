@@ -21,7 +21,8 @@ noticed when the next backward begins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -38,9 +39,18 @@ _WIDTHS = {torch.float32: 1, torch.complex64: 1, torch.float64: 2, torch.complex
 """The dtypes that can hold a sum of weights, as exact as the gradients that travel with it."""
 
 
-def find_carrier(left: Iterable[tuple[Bucket, Future[Any]]]) -> tuple[Tensor, Future[Any]] | None:
-    """Return the ballots that are to be read, and their bucket's reduction; None if no bucket has a tail."""
-    ballots = [(bucket.ballot, future) for bucket, future in left if bucket.ballot is not None]
+def find_carrier(
+    left: Iterable[tuple[Bucket, Future[Any]]],
+    ballot_of: Callable[[Bucket], Tensor | None] = operator.attrgetter("ballot"),
+) -> tuple[Tensor, Future[Any]] | None:
+    """Return the ballots that are to be read, and their bucket's reduction; None if no bucket has a tail.
+
+    Args:
+        left: The buckets of a step.
+        ballot_of: Returns the ballots of a bucket in the dtype in which they travelled.
+    """
+    found = [(ballot_of(bucket), future) for bucket, future in left]
+    ballots = [(ballot, future) for ballot, future in found if ballot is not None]
     return max(ballots, key=lambda item: _WIDTHS.get(item[0].dtype, 0), default=None)
 
 

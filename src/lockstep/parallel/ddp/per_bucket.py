@@ -1,0 +1,92 @@
+"""What users can do with the gradients of a whole bucket at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep.errors import ConfigurationError
+from lockstep.parallel.ddp.accumulation import Accumulation
+from lockstep.parallel.ddp.bucket_optimizer import BucketOptimizer
+from lockstep.parallel.ddp.flat_gradients import FlatGradients
+from lockstep.parallel.ddp.wire import NarrowTransport
+
+
+class PerBucket(Accumulation):
+    """The part of ``DistributedDataParallel`` that works on reduced buckets."""
+
+    wire_dtype: torch.dtype | None = None
+    """What gradients are rounded to for the way between the ranks."""
+
+    flat_gradients: FlatGradients
+    """For `fit`: the gradients, a tensor for each bucket."""
+
+    _per_bucket: ClassVar = {"flat_gradients"}
+    """Attributes that belong to the reducer, and neither to a copy nor to a pickle."""
+
+    def _use_buckets(self) -> None:
+        """Attach to the reducer, when it is new."""
+        self.flat_gradients = FlatGradients(self._reducer, self.module.parameters())
+        if self.wire_dtype is not None and self.process_group.size() > 1:
+            self._reducer.departures.transport = NarrowTransport(self.process_group, self.wire_dtype)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients down so that their norm is at most ``max_norm``; return the norm they had.
+
+        As ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)``, but a bucket at a time, which takes far fewer
+        kernels, and the norm is as accurate for large parameters as for small ones. Not collective: after a
+        synchronised backward all ranks hold the same gradients and find the same norm. Does not block.
+
+        Args:
+            max_norm: The largest norm allowed.
+            norm_type: The p of the p-norm; may be infinite.
+        """
+        norm_type = float(norm_type)
+        if norm_type <= 0:
+            return torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
+        norm = self.flat_gradients.norm(norm_type)
+        self.flat_gradients.multiply_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def overlap_optimizer(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Let ``optimizer`` step within backward from now on, each bucket as soon as it is reduced.
+
+        Each synchronised backward then ends with the parameters updated, to the same bits as ``optimizer.step()`` after
+        it would, for every optimizer that treats each parameter on its own and draws no random numbers. Gradients
+        stay until they are zeroed. Nothing may look at or change gradients in between: no clipping, no loss scaling.
+        ``optimizer.step()`` raises as long as this holds; learning-rate schedulers step after backward as ever.
+
+        With weights (:meth:`weight`) and with communication hooks all buckets are stepped when backward ends.
+
+        Args:
+            optimizer: Of this model's parameters.
+
+        Returns:
+            What ends it.
+
+        Raises:
+            ConfigurationError: The optimizer cannot step without a closure, or parameters are reduced with a delay.
+        """
+        reducer = self._reducer
+        if reducer.companions:
+            raise ConfigurationError(
+                "overlap_optimizer() cannot be had with delay_all_reduce_named_params: those gradients come too late.\n"
+                "Call optimizer.step() after backward."
+            )
+        stepping = BucketOptimizer(optimizer, reducer.row.parameters)
+        reducer.set_transport(reducer.departures.transport)  # a rank alone begins to watch its gradients
+        reducer.on_reduced.append(stepping.on_reduced)
+        reducer.on_closed.append(stepping.on_closed)
+        reducer.departures.eager = True
+
+        def end() -> None:
+            reducer.on_reduced.remove(stepping.on_reduced)
+            reducer.on_closed.remove(stepping.on_closed)
+            stepping.remove()
+
+        return end

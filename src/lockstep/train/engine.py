@@ -1,0 +1,72 @@
+"""What settings ask of the engine, and how its gradients become an update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.errors import ConfigurationError
+from lockstep.train.gradients import BucketGradients, Gradients, ParameterGradients
+from lockstep.train.precision import GradScaler
+from lockstep.train.schedule import LearningRate
+from lockstep.train.settings import Settings, StrategyName
+from lockstep.train.update import Updater
+
+_OURS = ("ddp",)
+
+
+def check_engine(name: StrategyName, settings: Settings) -> None:
+    """Refuse what only our DistributedDataParallel does with another strategy.
+
+    Raises:
+        ConfigurationError: Names the setting.
+    """
+    given = {
+        "wire": settings.wire is not None,
+        "bucket_cap_mb": settings.bucket_cap_mb is not None,
+        "overlap_optimizer": settings.overlap_optimizer,
+    }
+    for setting, is_given in given.items():
+        if is_given and name not in _OURS:
+            raise ConfigurationError(
+                f"{setting} is for strategy {' or '.join(_OURS)}, but the strategy is {name}.\nLeave {setting} out."
+            )
+
+
+def our_wrapper(settings: Settings) -> Callable[..., nn.Module]:
+    """Return what wraps a model as ``settings`` say."""
+    from lockstep.parallel.distributed import DistributedDataParallel
+
+    return partial(DistributedDataParallel, wire_dtype=settings.wire, bucket_cap_mb=settings.bucket_cap_mb)
+
+
+def gradients_of(module: nn.Module) -> Gradients:
+    """Return the gradients that a wrapper, ours or torch's, leaves alike on every rank."""
+    from lockstep.parallel.distributed import DistributedDataParallel
+
+    return BucketGradients(module) if isinstance(module, DistributedDataParallel) else ParameterGradients(module)
+
+
+def make_updater(
+    model: nn.Module, optimizer: Optimizer, learning_rate: LearningRate, settings: Settings, gradients: Gradients
+) -> Updater:
+    """Return what ends a step, and let the optimizer step within backward if ``settings`` say so.
+
+    Raises:
+        ConfigurationError: That optimizer cannot.
+    """
+    if settings.overlap_optimizer:
+        assert isinstance(gradients, BucketGradients), "checked when the strategy was made"
+        gradients.model.overlap_optimizer(optimizer)
+    return Updater(
+        model,
+        optimizer,
+        learning_rate,
+        clip=settings.clip,
+        scaler=GradScaler() if settings.precision == "fp16" else None,
+        gradients=gradients,
+        in_backward=settings.overlap_optimizer,
+    )
