@@ -36,7 +36,7 @@ def test_every_gradient_is_divided_once_and_becomes_a_view(shapes, divisor):
     expected = [parameter.grad * (1 / divisor) for parameter in parameters]
     bucket.gather([1] * len(shapes), divided_by(divisor))
     for parameter, view, gradient in zip(parameters, bucket.gradient_views(), expected, strict=True):
-        assert parameter.grad is view
+        assert parameter.grad.is_set_to(view)
         assert torch.equal(view, gradient)
     assert bucket.payload[-len(shapes) - 3 :].tolist() == [1.0] * len(shapes) + BALLOT
     assert bucket.absent == []

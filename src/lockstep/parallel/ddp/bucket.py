@@ -91,3 +91,15 @@ class Bucket(ABC):
     @abstractmethod
     def adopt(self) -> None:
         """Take over the gradients that the parameters have now, from a bucket of an earlier plan."""
+
+    @abstractmethod
+    def arrived(self, *, even_in_place: bool) -> list[bool]:
+        """Return by place whether a gradient is there that the bucket did not leave there; a sparse one always is.
+
+        Args:
+            even_in_place: Whether a gradient that the bucket left counts if it was changed since `seal`.
+        """
+
+    @abstractmethod
+    def seal(self) -> None:
+        """Take the gradients in the bucket for unchanged, as they are now; `gather` does."""

@@ -4,7 +4,9 @@
 One flat buffer: the gradients of the parameters, back to back, then a tail that travels in the same collective: one
 element per parameter, which counts on how many ranks it received a gradient (see [Note: parameters without a gradient]
 in reducer.py), and the ranks' ballots (see [Note: ballots] in ballot.py). ``views[k]`` has the shape and the strides of
-parameter k and becomes its ``.grad``.
+parameter k and becomes its ``.grad``; ``slots[k]`` is the same memory for our own use. Views have version counters of
+their own, which what we write through ``slots`` or the flat buffer leaves alone: so a counter that moved tells that
+somebody else, autograd or the script, has changed that gradient in place.
 
 [Note: held gradients]
 In torch, a gradient that somebody keeps after ``zero_grad()`` stays as it is. Ours are views of a buffer that the next
@@ -13,9 +15,11 @@ step overwrites, so a bucket whose views somebody still holds takes new memory a
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Iterable, Sequence
-from typing import final
+from itertools import repeat
+from typing import cast, final
 
 import torch
 from torch import Tensor
@@ -29,7 +33,10 @@ from lockstep.parallel.views import view_like
 _LARGE_NUMEL = 2**15
 """Gradients of this size are divided while they are copied; smaller ones all in one go, which takes fewer calls."""
 
-_OWN_REFERENCES = 2  # to a view nobody else holds, as sys.getrefcount sees it: the list of views and the argument
+_OWN_REFERENCES = max(map(sys.getrefcount, map([object()].__getitem__, range(1))))
+"""Of a view that nobody else holds, as sys.getrefcount counts them where it is called the same way."""
+
+_version = operator.attrgetter("_version")
 
 
 @final
@@ -62,9 +69,12 @@ class DenseBucket(Bucket):
         self._data = self._buffer[:numel]
         self._tail = self._buffer[numel:]
         self._ballot = self._tail[len(self.parameters) :]
-        self._views = cut_views(self._data, self.parameters)
+        self._slots = cut_views(self._data, self.parameters)
+        self._views = [slot.data for slot in self._slots]
         self._num_aliases = self._count_aliases()
         self._large = {place for place, view in enumerate(self._views) if view.numel() >= _LARGE_NUMEL}
+        self._small_slots = [slot for place, slot in enumerate(self._slots) if place not in self._large]
+        self.seal()
 
     @property
     @override
@@ -83,7 +93,7 @@ class DenseBucket(Bucket):
 
     @override
     def gradient_views(self) -> list[Tensor]:
-        return list(self._views)
+        return list(self._slots)
 
     @property
     @override
@@ -93,66 +103,83 @@ class DenseBucket(Bucket):
     @override
     def gather(self, used: Sequence[int], share: Share) -> None:
         gradients = [parameter.grad for parameter in self.parameters]
+        is_none = map(operator.is_, gradients, repeat(None))
+        if any(is_none) or not all(used) or any(map(operator.is_, gradients, self._views)):
+            self._gather_some(gradients, used, share)
+        else:  # the usual case, without a look at each
+            self.absent = []
+            if self._keep_held_gradients and self._is_held(range(len(self._views))):
+                self._renew()
+            self._copy_in(cast("list[Tensor]", gradients), share.factor)
+            for parameter, view in zip(self.parameters, self._views, strict=True):
+                parameter.grad = view
+        self._fill_tail(share)
+        self.seal()
+
+    def _gather_some(self, gradients: Sequence[Tensor | None], used: Sequence[int], share: Share) -> None:
+        """Gather where gradients are missing or in the bucket already."""
         self.absent = [
             Absent(place, None if gradient is None else gradient.clone())
             for place, gradient in enumerate(gradients)
             if gradient is None or not used[place]
         ]
-        views = self._views
         fresh = {
             place: gradient
-            for place, gradient in enumerate(gradients)
-            if gradient is not None and gradient is not views[place]
+            for place, (gradient, view) in enumerate(zip(gradients, self._views, strict=True))
+            if gradient is not None and gradient is not view
         }
         if fresh and self._keep_held_gradients and self._is_held(fresh):
             self._renew()
-        with torch.no_grad():  # backward with create_graph=True records what we do
-            self._copy_in(fresh, share.factor)
-        views = self._views
+        self._copy_in([fresh.get(place, slot) for place, slot in enumerate(self._slots)], share.factor)
         for place in fresh:
-            self.parameters[place].grad = views[place]
-        self._tail.copy_(self._usual_tail)
-        if share.ballot is not None:
-            ballot = torch.tensor(share.ballot, dtype=torch.float64).to(self.spec.dtype)
-            self._ballot.copy_(ballot, non_blocking=True)  # from pageable memory: read before this returns
+            self.parameters[place].grad = self._views[place]
         for absent in self.absent:
-            self._tail[absent.place] = 0
+            slot = self._slots[absent.place]
             if absent.previous is None:
-                views[absent.place].zero_()
+                slot.zero_()
             elif share.unused_factor != share.factor:
-                torch.mul(absent.previous, share.unused_factor, out=views[absent.place])
+                torch.mul(absent.previous, share.unused_factor, out=slot)
 
-    def _copy_in(self, fresh: dict[int, Tensor], factor: float) -> None:
-        """Copy the gradients ``fresh`` to their places, and multiply all gradients in the bucket by ``factor``."""
-        views = self._views
-        large = self._large.intersection(fresh) if factor != 1 else set()
-        small = [place for place in fresh if place not in large] if large else list(fresh)
+    @torch.no_grad()  # backward with create_graph=True records what we do
+    def _copy_in(self, gradients: list[Tensor], factor: float) -> None:
+        """Copy the gradients to their places, multiplied by ``factor``. A slot in their place stays there."""
+        slots, large = self._slots, self._large if factor != 1 else ()
+        small = [gradient for place, gradient in enumerate(gradients) if place not in large] if large else gradients
         try:
             for place in large:
-                torch.mul(fresh[place], factor, out=views[place])
+                torch.mul(gradients[place], factor, out=slots[place])
             if small:
-                torch._foreach_copy_([views[place] for place in small], [fresh[place] for place in small])
+                torch._foreach_copy_(self._small_slots if large else slots, small)
         except RuntimeError as error:
-            self._explain_sparse(fresh, error)
+            self._explain_sparse(gradients, error)
             raise
         if factor != 1 and not large:
             self._data.mul_(factor)
-        elif len(large) < len(views) and factor != 1:
-            torch._foreach_mul_([view for place, view in enumerate(views) if place not in large], factor)
+        elif small and factor != 1:
+            torch._foreach_mul_(self._small_slots, factor)
 
-    def _explain_sparse(self, fresh: dict[int, Tensor], error: RuntimeError) -> None:
-        for place, gradient in fresh.items():
+    @torch.no_grad()
+    def _fill_tail(self, share: Share) -> None:
+        self._tail.copy_(self._usual_tail)
+        for absent in self.absent:
+            self._tail[absent.place] = 0
+        if share.ballot is not None:
+            ballot = torch.tensor(share.ballot, dtype=torch.float64).to(self.spec.dtype)
+            self._ballot.copy_(ballot, non_blocking=True)  # from pageable memory: read before this returns
+
+    def _explain_sparse(self, gradients: Sequence[Tensor], error: RuntimeError) -> None:
+        for name, gradient in zip(self.names, gradients, strict=True):
             if gradient.layout is not torch.strided:
                 raise LockstepError(
-                    f"Parameter {self.names[place]} received a sparse gradient, which was not expected.\n"
+                    f"Parameter {name} received a sparse gradient, which was not expected.\n"
                     "Only nn.Embedding and nn.EmbeddingBag with sparse=True may produce sparse gradients."
                 ) from error
 
     def _is_held(self, places: Iterable[int]) -> bool:
-        views = self._views
-        return self._count_aliases() > self._num_aliases or any(
-            sys.getrefcount(views[place]) > _OWN_REFERENCES for place in places
-        )
+        """Tell whether somebody has kept the gradients ``places``, or tensors made from them."""
+        if self._count_aliases() > self._num_aliases:
+            return True
+        return max(map(sys.getrefcount, map(self._views.__getitem__, places))) > _OWN_REFERENCES
 
     def _count_aliases(self) -> int:
         storage = self._buffer.untyped_storage()
@@ -184,6 +211,19 @@ class DenseBucket(Bucket):
                 parameter.grad = None
             else:
                 view.copy_(absent.previous)
+
+    @override
+    def arrived(self, *, even_in_place: bool) -> list[bool]:
+        gradients = [parameter.grad for parameter in self.parameters]
+        versions = list(map(_version, self._views)) if even_in_place else self._sealed
+        if versions == self._sealed and not any(map(operator.is_not, gradients, self._views)):
+            return [False] * len(gradients)
+        facts = zip(gradients, self._views, versions, self._sealed, strict=True)
+        return [grad is not None and (grad is not view or now != sealed) for grad, view, now, sealed in facts]
+
+    @override
+    def seal(self) -> None:
+        self._sealed = list(map(_version, self._views))
 
     @override
     def adopt(self) -> None:

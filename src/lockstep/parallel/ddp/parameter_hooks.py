@@ -7,12 +7,14 @@ buckets when the wrapper is gone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from lockstep.errors import LockstepError
+
+Hook = Callable[[Tensor], None]
 
 
 class Listener(Protocol):
@@ -26,11 +28,34 @@ class Listener(Protocol):
         """Take notice that the gradient of a parameter was accumulated."""
 
 
-def watch_gradients(parameters: Iterable[nn.Parameter], listener: Listener) -> list[Any]:
-    """Call ``listener.on_gradient(index)`` whenever a parameter has received a gradient; return the hooks' handles."""
-    reference = weakref.ref(listener)
+class ParameterHooks:
+    """Calls ``listener.on_gradient(index)`` when a parameter has received a gradient, of those that `set` names."""
 
-    def hook_for(index: int) -> Callable[[Tensor], None]:
+    def __init__(self, parameters: Sequence[nn.Parameter], listener: Listener) -> None:
+        self._parameters = parameters
+        self._listener = weakref.ref(listener)
+        self._handles: dict[int, Any] = {}
+        self._is_deaf = False
+
+    def set(self, indices: Collection[int]) -> bool:
+        """Hook these parameters and no others; new hooks run behind those of others. Return False after `stop`."""
+        if self._is_deaf:
+            return False
+        for index in [index for index in self._handles if index not in indices]:
+            self._unset(index)
+        for index in indices:
+            if index not in self._handles:
+                self._handles[index] = _hook(self._parameters[index], self._make(index))
+        return True
+
+    def stop(self) -> None:
+        """Remove all hooks, for good."""
+        self.set(())
+        self._is_deaf = True
+
+    def _make(self, index: int) -> Hook:
+        reference = self._listener
+
         def on_gradient(_parameter: Tensor) -> None:
             target = reference()
             if target is not None:
@@ -38,7 +63,21 @@ def watch_gradients(parameters: Iterable[nn.Parameter], listener: Listener) -> l
 
         return on_gradient
 
-    return [parameter.register_post_accumulate_grad_hook(hook_for(index)) for index, parameter in enumerate(parameters)]
+    def _unset(self, index: int) -> None:
+        self._handles.pop(index).remove()
+        parameter = self._parameters[index]
+        if not parameter._post_accumulate_grad_hooks:
+            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # or else autograd goes on to ask Python for hooks
+
+
+def _hook(parameter: nn.Parameter, hook: Hook) -> Any:
+    """Register ``hook``, also on a parameter that is frozen now, for the time when it is not."""
+    requires_grad = parameter.requires_grad
+    try:
+        parameter.requires_grad_(True)  # only such parameters take hooks
+        return parameter.register_post_accumulate_grad_hook(hook)
+    finally:
+        parameter.requires_grad_(requires_grad)
 
 
 def watch_frozen(parameters: Mapping[str, nn.Parameter], listener: Listener) -> None:
@@ -52,12 +91,10 @@ def watch_frozen(parameters: Mapping[str, nn.Parameter], listener: Listener) -> 
     for name, parameter in parameters.items():
         can_train = (parameter.is_floating_point() or parameter.is_complex()) and not parameter.is_inference()
         if can_train and not parameter.requires_grad:
-            parameter.requires_grad_(True)  # only such parameters take hooks
-            parameter.register_post_accumulate_grad_hook(_alarm(name, reference))
-            parameter.requires_grad_(False)
+            _hook(parameter, _alarm(name, reference))
 
 
-def _alarm(name: str, reference: weakref.ref[Listener]) -> Callable[[Tensor], None]:
+def _alarm(name: str, reference: weakref.ref[Listener]) -> Hook:
     def on_gradient(_parameter: Tensor) -> None:
         listener = reference()
         if listener is not None and listener.is_collecting:

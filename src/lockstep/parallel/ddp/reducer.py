@@ -35,13 +35,14 @@ from torch.autograd.variable import Variable
 from torch.futures import Future
 
 from lockstep.comm.collectives import Group, is_native
+from lockstep.parallel.ddp.arrivals import Arrivals
 from lockstep.parallel.ddp.ballot import Ballot
 from lockstep.parallel.ddp.bucket import Bucket
 from lockstep.parallel.ddp.bucket_row import BucketRow
 from lockstep.parallel.ddp.departures import Departures
 from lockstep.parallel.ddp.in_backward import take_over_optimizers
 from lockstep.parallel.ddp.outputs import find_tensors
-from lockstep.parallel.ddp.parameter_hooks import second_gradient, watch_gradients
+from lockstep.parallel.ddp.parameter_hooks import second_gradient
 from lockstep.parallel.ddp.transport import CommHook, HookTransport, Transport
 from lockstep.parallel.ddp.weights import Weights
 
@@ -87,9 +88,7 @@ class Reducer:
         self.weights = Weights(group, row.device)
         self.departures = Departures(row, group, self.weights, skip_unused=skip_unused_buckets)
         self._lock = threading.Lock()  # a model on several devices calls hooks from one autograd thread per device
-        self._used = bytearray(len(self.row.parameters))  # received a gradient since the last synchronised step
-        self._handles: list[Any] = []
-        self._is_deaf = False  # hooks were removed for good
+        self._arrivals = Arrivals(row, self, rank=group.rank())
         self._in_backward_step: Callable[[], None] | None = None
         self._has_taken_over = False
         self._phase = _Phase.IDLE
@@ -99,7 +98,7 @@ class Reducer:
         self._reset_step()
         live_reducers.add(self)
         if group.size() > 1 or not is_native(group):
-            self._handles = watch_gradients(self.row.parameters, self)
+            self._arrivals.listen()
 
     def set_comm_hook(self, hook: CommHook, state: object) -> None:
         """Let ``hook(state, bucket)`` reduce the buckets from now on."""
@@ -108,8 +107,7 @@ class Reducer:
     def set_transport(self, transport: Transport) -> None:
         """Let ``transport`` carry the buckets from now on; between steps, on every rank."""
         self.departures.transport = transport
-        if not self._handles:
-            self._handles = watch_gradients(self.row.parameters, self)
+        self._arrivals.listen()
 
     @property
     def on_reduced(self) -> list[Callable[[Bucket], None]]:
@@ -118,9 +116,10 @@ class Reducer:
 
     def weigh(self, weight: float) -> None:
         """Let the next backward's gradients, and all ranks' of this step, count by weight; see window.py."""
-        self.weights.give(weight, [*self.row.parameters, *self.companions], self._used)
-        if not self._handles and not self._is_deaf:  # a single rank
-            self._handles = watch_gradients(self.row.parameters, self)
+        was_listening = self._arrivals.is_listening
+        self._arrivals.listen()
+        self.weights.give(weight, [*self.row.parameters, *self.companions], self._arrivals.used)
+        if not was_listening:  # a single rank
             self.on_forward()
 
     def withdraw(self) -> bool:
@@ -130,15 +129,13 @@ class Reducer:
     def on_forward(self) -> None:
         """Take notice that a forward begins; make optimizers that step inside backward wait for averaged gradients."""
         self.has_run = True
-        if self._handles and not self._has_taken_over:
+        if self._arrivals.is_listening and not self._has_taken_over:
             self._in_backward_step = take_over_optimizers(self.row.parameters)
             self._has_taken_over = True
 
     def remove_hooks(self) -> None:
         """Stop watching the parameters."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._is_deaf = [], True
+        self._arrivals.stop()
 
     @property
     def is_collecting(self) -> bool:
@@ -156,14 +153,18 @@ class Reducer:
         """Make the next backward a synchronised step, and every backward that reaches one of ``outputs``."""
         if self._phase is _Phase.IDLE:
             self._phase = _Phase.ARMED
-        if not self._handles:
+        if not self._arrivals.is_listening:
             return
-        for output in outputs:
-            if output.grad_fn is not None:  # a hook on a leaf would stay there for good
-                output.register_hook(self._on_output)
+        watched = [output for output in outputs if output.grad_fn is not None]  # a hook on a leaf would stay for good
+        for output in watched:
+            output.register_hook(self._on_output)
+        if not watched:
+            self._arrivals.listen()
 
     def expect_accumulation(self, output: Any) -> None:
         """Take notice of a forward whose backward is not synchronised, and of what it returned."""
+        if self._arrivals.is_listening:
+            self._arrivals.listen()
         if self.weights.window is not None or self.weights.shares_batch:
             for tensor in find_tensors(output):
                 if tensor.grad_fn is not None:
@@ -182,7 +183,7 @@ class Reducer:
     def _on_local_output(self, gradient: Tensor) -> Tensor | None:
         with self._lock:
             if self.weights.window is not None and not self.is_collecting:
-                self.weights.window.enter(self._used, accumulates=True)
+                self.weights.window.enter(self._arrivals.used, accumulates=True)
         return self.weights.silenced(gradient)
 
     def _on_output(self, gradient: Tensor) -> Tensor | None:
@@ -199,14 +200,15 @@ class Reducer:
         self._closing = weakref.ref(close)  # autograd drops it with the backward, be that finished or failed
         Variable._execution_engine.queue_callback(close)
         self.weights.resolve_doubt()
-        if self.weights.window is not None:
-            self.weights.window.enter(self._used, accumulates=False, arrived=arrived)
+        window = self.weights.window
+        is_usual = arrived is None and window is None and self.at_end is None and not torch.is_grad_enabled()
+        self._arrivals.open(is_usual=is_usual, has_begun=arrived is not None)
+        if window is not None:
+            window.enter(self._arrivals.used, accumulates=False, arrived=arrived)
 
     def _reset_step(self) -> None:
         self._phase = _Phase.IDLE
-        self._arrivals: list[int] = []
-        self._arrived = bytearray(len(self.row.parameters))
-        self._missing = [len(bucket.parameters) for bucket in self.row.buckets]
+        self._arrivals.restart()
         self.departures.reset()
         if self.weights.window is not None:
             self.weights.window.close()
@@ -216,29 +218,26 @@ class Reducer:
     def on_gradient(self, index: int) -> None:
         """Take notice that a parameter has received a gradient; launch the buckets that this completes."""
         with self._lock:
-            self._used[index] = 1
+            arrivals = self._arrivals
+            arrivals.used[index] = 1
             if self._phase is not _Phase.COLLECTING or self._closing() is None:  # is_collecting, without a call
                 if self._phase is not _Phase.ARMED:
-                    if self.weights.window is not None:
-                        self.weights.window.on_arrival(index, self._used)
+                    self._on_local_gradient(index)
                     return
                 self._open_step(arrived=index)
-            if not self.row.is_rebuilt:
-                self._arrivals.append(index)
+            if arrivals.has_come(index) and self.row.position_of[index] < self.departures.num_left:
+                raise second_gradient(self._group.rank(), self.row.names[index])
+            if not arrivals.note(index) or self.at_end is not None:
                 return
-            position = self.row.position_of[index]
-            if self._arrived[index]:
-                if position < self.departures.num_left:
-                    raise second_gradient(self._group.rank(), self.row.names[index])
-                return
-            self._arrived[index] = 1
-            self._missing[position] -= 1
-            if self._missing[position] or self.at_end is not None:
-                return
-            while (ready := self.departures.num_left) < len(self.row.buckets) and self._missing[ready] == 0:
-                if self.row.buckets[ready].spec.deferred:
-                    break
-                self.departures.launch(self._used)
+            while (ready := self.departures.num_left) < len(self.row.buckets):
+                if self.row.buckets[ready].spec.deferred or not arrivals.is_complete(ready):
+                    return
+                self.departures.launch(arrivals.used)
+
+    def _on_local_gradient(self, index: int) -> None:
+        self._arrivals.note_local()
+        if self.weights.window is not None:
+            self.weights.window.on_arrival(index, self._arrivals.used)
 
     # --- the step closes --------------------------------------------------------------------------------------------
 
@@ -251,16 +250,17 @@ class Reducer:
                 if not self.row.is_rebuilt:
                     self.weights.call_the_roll(self.weights.ballot())
                 ballot = self.weights.ballot()
+                self._arrivals.end(self.departures.num_left)
                 while not self.departures.have_all_left:
-                    self.departures.launch(self._used)
-                self.departures.complete(self._used, ballot)
+                    self.departures.launch(self._arrivals.used)
+                self.departures.complete(self._arrivals.used, ballot)
                 for future in self.post_backward:
                     future.wait()
                 if self._in_backward_step is not None:
                     self._in_backward_step()
                 if not self.row.is_rebuilt:
-                    self.row.rebuild(self._arrivals, group=self._group)
-                self._used = bytearray(len(self.row.parameters))
+                    self.row.rebuild(self._arrivals.order, group=self._group)
+                self._arrivals.close()
                 self._tell_closed(had_data=True)
             finally:
                 self.post_backward = []
@@ -274,7 +274,7 @@ class Reducer:
         Collective: every rank that has data runs a synchronised backward. Blocks until complete.
         """
         window = self.weights.window
-        if window is not None and window.holds_gradients(self._used):
+        if window is not None and window.holds_gradients(self._arrivals.used):
             self.at_end = None
             self._close_step()
             return

@@ -75,3 +75,11 @@ class SparseBucket(Bucket):
     @override
     def adopt(self) -> None:
         """Do nothing: the parameter's gradient is a tensor of its own."""
+
+    @override
+    def arrived(self, *, even_in_place: bool) -> list[bool]:
+        return [self.parameters[0].grad is not None]
+
+    @override
+    def seal(self) -> None:
+        """Do nothing: `arrived` does not remember."""
