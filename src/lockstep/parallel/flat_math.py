@@ -52,9 +52,9 @@ def combine_norms(norms: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
 
 def list_norms(tensors: Sequence[Tensor], norm_type: float = 2.0) -> list[Tensor]:
     """Return norms that together are those of ``tensors``: large ones each on its own, small ones in one go."""
-    large = [tensor for tensor in tensors if tensor.numel() > _SHORT and not tensor.is_sparse]
-    small = [tensor for tensor in tensors if 0 < tensor.numel() <= _SHORT or tensor.is_sparse]
-    norms = [flat_norm(flatten(tensor), norm_type) for tensor in large]
+    values = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
+    small = [value for value in values if 0 < value.numel() <= _SHORT]
+    norms = [flat_norm(flatten(value), norm_type) for value in values if value.numel() > _SHORT]
     if small:
         norms.append(torch.nn.utils.get_total_norm(small, norm_type))
     return norms

@@ -100,6 +100,11 @@ class Bucket(ABC):
             even_in_place: Whether a gradient that the bucket left counts if it was changed since `seal`.
         """
 
+    @property
+    @abstractmethod
+    def holds_all(self) -> bool:
+        """Whether `gradients` is what all its parameters have as their gradients."""
+
     @abstractmethod
     def seal(self) -> None:
         """Take the gradients in the bucket for unchanged, as they are now; `gather` does."""

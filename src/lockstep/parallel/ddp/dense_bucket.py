@@ -221,6 +221,11 @@ class DenseBucket(Bucket):
         facts = zip(gradients, self._views, versions, self._sealed, strict=True)
         return [grad is not None and (grad is not view or now != sealed) for grad, view, now, sealed in facts]
 
+    @property
+    @override
+    def holds_all(self) -> bool:
+        return not any(map(operator.is_not, [parameter.grad for parameter in self.parameters], self._views))
+
     @override
     def seal(self) -> None:
         self._sealed = list(map(_version, self._views))

@@ -54,7 +54,7 @@ class FlatGradients:
         """Return the gradients as they are now."""
         found = Pieces([], [parameter.grad for parameter in self._outside if parameter.grad is not None])
         for bucket in self._reducer.row.buckets:
-            if not bucket.spec.sparse and _holds_all(bucket):
+            if bucket.holds_all:
                 found.buckets.append(bucket)
             else:
                 grads = [parameter.grad for parameter in bucket.parameters]
@@ -79,8 +79,3 @@ class FlatGradients:
     def multiply_(self, factor: Tensor) -> None:
         """Multiply all gradients in place by a 0-dimensional tensor; not at all by one that is known to be 1."""
         multiply_(self.tensors(), factor)
-
-
-def _holds_all(bucket: Bucket) -> bool:
-    views = bucket.gradient_views()
-    return all(parameter.grad is view for parameter, view in zip(bucket.parameters, views, strict=True))

@@ -80,6 +80,11 @@ class SparseBucket(Bucket):
     def arrived(self, *, even_in_place: bool) -> list[bool]:
         return [self.parameters[0].grad is not None]
 
+    @property
+    @override
+    def holds_all(self) -> bool:
+        return False
+
     @override
     def seal(self) -> None:
         """Do nothing: `arrived` does not remember."""
