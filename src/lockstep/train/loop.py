@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import IterableDataset
 
 from lockstep.comm.collectives import Group, all_gather_object
@@ -33,6 +34,7 @@ from lockstep.train.stopwatch import Stopwatch
 from lockstep.train.strategy import Pass, divide, make_strategy
 from lockstep.train.tally import Tally
 from lockstep.train.task import Task, build_dataset, build_model, build_optimizer
+from lockstep.train.whole_state import take_whole
 
 INIT, FORWARD, DATA, UPDATE = 3, 4, 7, 8
 """Keep the bits for initial weights, dropout, made-up data and the optimizer apart from what else the seed is for."""
@@ -44,11 +46,11 @@ class Loop:
     Args:
         task: What to train.
         settings: How.
-        world: This process among the others; only ``ddp`` and ``torch-ddp`` use the others.
+        world: This process among the others, whom strategies with a process for each device use.
         strategy: Who computes.
         devices: This process's devices; the model is on the first.
 
-    Collective for ``ddp`` and ``torch-ddp``: every rank makes it, and calls each method that says so.
+    Collective for these strategies: every rank makes it, and calls each method that says so.
 
     Raises:
         ConfigurationError: Task, settings and devices do not go together.
@@ -90,18 +92,18 @@ class Loop:
         search = search_for(settings.workers, world.local_world_size if strategy in PER_PROCESS else 1)
         self._feed = Feed(self.samples, self.plan.order, division, how, places, search=search, agree=self._gather)
         self._seed_all(INIT)
-        self.model = build_model(task).to(self.device).train()
-        self.optimizer = build_optimizer(task, self.model)
+        self._model = build_model(task).to(self.device).train()
         objective = Objective(task, settings.precision)
         if shards is None:
-            self._strategy = make_strategy(strategy, self.model, objective, world, self.devices, settings)
+            self._strategy = make_strategy(strategy, self._model, objective, world, self.devices, settings)
         else:
             self._strategy = make_reproducible(
-                shards, strategy, self.model, objective, world, self.devices, self.arithmetic
+                shards, strategy, self._model, objective, world, self.devices, self.arithmetic
             )
             self._compare_machines()
-        gradients = self._strategy.gradients or ParameterGradients(self.model, self.group)
-        self._updater = make_updater(self.model, self.optimizer, self.plan.learning_rate, settings, gradients)
+        self.optimizer = self._strategy.take_over(build_optimizer(task, self._model))
+        gradients = self._strategy.gradients or ParameterGradients(self._model, self.group)
+        self._updater = make_updater(self._model, self.optimizer, self.plan.learning_rate, settings, gradients)
         self.bad_samples = BadSamples(skip=how.skip_bad, device=self.device, group=self.group, num_samples=num_samples)
 
     def load_options(self, task: Task, workers: int) -> LoadOptions:
@@ -113,6 +115,12 @@ class Loop:
             skip_bad=self.settings.bad_samples == "skip",
             threads=self.arithmetic.threads if self.arithmetic.deterministic else None,
         )
+
+    @property
+    def model(self) -> nn.Module:
+        """The bare model. Blocks until its parameters are what the last step made of them."""
+        self._strategy.settle()
+        return self._model
 
     @property
     def group(self) -> Group | None:
@@ -143,8 +151,7 @@ class Loop:
     def step(self) -> StepRecord:
         """Train on the next global batch.
 
-        Collective for ``ddp`` and ``torch-ddp``: every rank. Does not wait for a CUDA device, except in fp16 and with
-        ``reproducible``.
+        Collective: every rank of the group. Does not wait for a CUDA device, except in fp16 and with ``reproducible``.
         """
         with self.arithmetic.applied():
             if self.settings.reproducible is None or self.num_steps_done > self._first_step:
@@ -202,15 +209,14 @@ class Loop:
             self._sync = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a resumed run needs to go on exactly as this one would."""
+        """Return all that a resumed run needs, maybe on rank 0 only. Collective: every rank of the group."""
         scaler = self._updater.scaler
         return {
             "run": self._identity(),
             "machine": describe_machine(self.device),
             "num_steps_done": self.num_steps_done,
             "num_updates": self._updater.num_updates,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            **take_whole(self.model, self.optimizer),
             "scaler": scaler.state_dict() if scaler else None,
             "stream": self._feed.state(),
         }

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lockstep.comm.collectives import Group
 from lockstep.comm.world import World
@@ -20,6 +21,7 @@ from lockstep.data.device import to_device
 from lockstep.data.division import Division
 from lockstep.data.loader import MicroBatch
 from lockstep.errors import ConfigurationError
+from lockstep.train.devices import PER_PROCESS
 from lockstep.train.engine import check_engine, gradients_of, our_wrapper
 from lockstep.train.gradients import Gradients
 from lockstep.train.objective import LossModule, Objective, Part
@@ -62,6 +64,16 @@ class Strategy(ABC):
 
     gradients: Gradients | None = None
     """What it leaves behind, the same on every rank; None: to be looked at parameter by parameter, and agreed upon."""
+
+    def take_over(self, optimizer: Optimizer) -> Optimizer:
+        """Return what is to step the parameters in the place of ``optimizer``, which has not made a step yet.
+
+        Collective if there is a group: every rank, before the first micro-batch.
+        """
+        return optimizer
+
+    def settle(self) -> None:  # noqa: B027
+        """Block until the parameters are what the last step made of them."""
 
     @abstractmethod
     def run(self, micro: MicroBatch, how: Pass) -> None:
@@ -181,7 +193,7 @@ def divide(name: StrategyName, world: World, devices: Sequence[torch.device], se
         ConfigurationError: It divides a batch evenly whatever ``settings.shares`` are.
     """
     accumulate, shares = settings.accumulate, settings.shares
-    if name in ("ddp", "torch-ddp"):
+    if name in PER_PROCESS:
         return Division(world.world_size, range(world.rank, world.rank + 1), accumulate, shares)
     if name == "torch-dp" and shares is not None:
         raise ConfigurationError(
@@ -202,14 +214,14 @@ def make_strategy(
 ) -> Strategy:
     """Return the strategy ``name`` for the bare ``model``, which is on the first of ``devices``.
 
-    Collective for ``ddp`` and ``torch-ddp``: every rank.
+    Collective for strategies with a process for each device: every rank.
 
     Raises:
         ConfigurationError: It cannot run on these devices.
     """
     check_engine(name, settings)
     has_sync_layers = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
-    if has_sync_layers and name not in ("ddp", "torch-ddp"):
+    if has_sync_layers and name not in PER_PROCESS:
         _leave_alone(model)
     if has_sync_layers and name == "torch-ddp" and devices[0].type == "cpu":
         raise ConfigurationError(
@@ -224,6 +236,10 @@ def make_strategy(
         return Single(_torch_data_parallel(model, devices), objective)
     if name == "ddp":
         return Distributed(model, objective, world, our_wrapper(settings))
+    if name == "ddp-zero1":
+        from lockstep.train.zero1 import Zero1
+
+        return Zero1(model, objective, world, our_wrapper(settings))
     return Distributed(model, objective, world, nn.parallel.DistributedDataParallel)
 
 

@@ -14,7 +14,7 @@ from lockstep.comm.join import Join, Joinable, JoinHook
 from lockstep.comm.slices import gather_states
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.zero.arguments import check_dense, check_ranks_agree, listed
-from lockstep.parallel.zero.clip import clip_slices_, clip_whole_
+from lockstep.parallel.zero.clip import clip_slices_
 from lockstep.parallel.zero.division import Division
 from lockstep.parallel.zero.recipe import Recipe
 from lockstep.parallel.zero.states import Pieces, ShardedState, Whole, check_shards
@@ -158,9 +158,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Collective: every rank. Needed with ``shard_gradients``, where torch's function sees a part only.
         """
         if not self._shard_gradients:
-            return clip_whole_(self._parameters, max_norm, norm_type)
-        device = self._parameters[0].device
-        return clip_slices_(self.local_gradients(), max_norm, norm_type, group=self.process_group, device=device)
+            return torch.nn.utils.clip_grad_norm_(self._parameters, max_norm, norm_type)
+        like = self._parameters[0]
+        return clip_slices_(self.local_gradients(), like, max_norm, norm_type, group=self.process_group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to those that are trained. Collective: every rank, with the same ones. Blocks."""

@@ -87,10 +87,15 @@ class Recipe:
         """Return the recipe for an optimizer like this one.
 
         Raises:
-            ConfigurationError: Its constructor wants more than what its param groups say.
+            ConfigurationError: Its constructor wants something else.
         """
         accepted = inspect.signature(type(optimizer)).parameters
         takes_any = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
+        if next(iter(accepted), "") != "params":
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} cannot be made anew on each rank's part: its constructor takes no params "
+                "first.\nUse strategy ddp, or the optimizer inside it."
+            )
         needed = [
             name
             for name, each in list(accepted.items())[1:]

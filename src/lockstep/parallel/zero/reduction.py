@@ -98,12 +98,13 @@ class SecondBackward:
         self._reduced[id(bucket)] = bucket
         if not any(bucket is each for each in self._watched):
             self._watched.append(bucket)
-            bucket.parameters[0].register_post_accumulate_grad_hook(partial(self._on_gradient, bucket))
+            bucket.parameters[0].register_hook(partial(self._before_gradient, bucket))
 
-    def _on_gradient(self, bucket: Bucket, parameter: torch.Tensor) -> None:
-        if id(bucket) not in self._reduced or parameter.grad is None:
+    def _before_gradient(self, bucket: Bucket, _gradient: torch.Tensor) -> None:
+        previous = bucket.parameters[0].grad
+        if id(bucket) not in self._reduced or previous is None:
             return
-        offset = parameter.grad.data_ptr() - bucket.gradients.data_ptr()
+        offset = previous.data_ptr() - bucket.gradients.data_ptr()
         if 0 <= offset < max(bucket.gradients.nbytes, 1):
             raise ConfigurationError(
                 "A backward adds to gradients that were already reduced to each rank's slice.\n"

@@ -1,0 +1,147 @@
+"""Strategy ddp-zero1 trains as the others do, and goes on from any of their checkpoints."""
+
+import pytest
+import torch
+
+import lockstep
+from lockstep.errors import ConfigurationError
+from lockstep.train.loop import Loop
+from lockstep.train.settings import Settings
+from tests.training import make_task, mean_loss, relative_error, token_loss, whole_batch
+
+# 50 samples in global batches of 24: the third holds 2, so that of 3 ranks some have none.
+NUM_STEPS = 6
+OPTIMIZERS = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
+    "groups": lambda params: torch.optim.Adam([{"params": params[::2]}, {"params": params[1::2], "lr": 0.003}]),
+}
+
+
+def weights_of(loop):
+    return torch.cat([parameter.detach().flatten() for parameter in loop.model.parameters()])
+
+
+def train(world, task, num_steps=NUM_STEPS, strategy="ddp-zero1", **settings):
+    loop = Loop(task, Settings(**settings), world, strategy=strategy, devices=[torch.device("cpu")])
+    records = [loop.step() for _ in range(num_steps)]
+    loop.close()
+    return weights_of(loop), [float(record.loss) for record in records], records, loop
+
+
+@pytest.mark.parametrize("loss", [mean_loss, token_loss])
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2, "clip": 0.3}])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_steps_are_those_of_the_whole_batch(ranks, num_ranks, settings, loss):
+    def run(world):
+        return [train(world, make_task(loss=loss, optimizer=each), **settings)[:2] for each in OPTIMIZERS.values()]
+
+    results = ranks(num_ranks)(run)
+    for index, make_optimizer in enumerate(OPTIMIZERS.values()):
+        expected = whole_batch(make_task(loss=loss, optimizer=make_optimizer), NUM_STEPS, **settings)
+        for result in results:
+            weights, losses = result[index]
+            assert relative_error(weights, expected["weights"]) < 1e-12
+            assert losses == pytest.approx(expected["losses"], rel=1e-11)
+            assert torch.equal(weights, results[0][index][0])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_as_ddp(ranks, precision):
+    def run(world):
+        settings = {"precision": precision, "clip": 0.3, "schedule": "cosine", "warmup": 2, "steps": NUM_STEPS}
+        task = make_task(optimizer=OPTIMIZERS["adamw"])
+        ours, _, records, _ = train(world, task, **settings)
+        theirs, _, others, _ = train(world, task, strategy="ddp", **settings)
+        norms = [[float(record.grad_norm) for record in each] for each in (records, others)]
+        return relative_error(ours, theirs), norms, [record.updated for record in records]
+
+    for error, norms, updated in ranks(2)(run):
+        assert error < 1e-6
+        assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+        assert all(updated)
+
+
+def test_all_ranks_skip_a_step_that_overflows(ranks):
+    """In the first step the gradient of rank 1 is infinite, in a slice that rank 0 updates too."""
+
+    def run(world):
+        calls = []
+
+        def loss(model, batch):
+            calls.append(1)
+            return mean_loss(model, batch) * (1e308 if world.rank == 1 and len(calls) == 1 else 1.0)
+
+        weights, _, records, loop = train(
+            world, make_task(optimizer=OPTIMIZERS["adamw"], loss=loss), 3, precision="fp16"
+        )
+        return weights, [record.updated for record in records], loop._updater.scaler.scale
+
+    (first, *others), (second, *same) = ranks(2)(run)
+    assert torch.equal(first, second)
+    assert torch.isfinite(first).all()
+    assert others == same == [[False, True, True], 2.0**15]
+
+
+@pytest.mark.parametrize("first", ["ddp", "ddp-zero1"])
+@pytest.mark.parametrize("optimizer", ["adamw", "groups", "adafactor"])
+def test_resumed_with_another_strategy_and_number_of_ranks(ranks, tmp_path, first, optimizer):
+    """Six steps in one go, against three and three: on two ranks, then on three, then in one process."""
+    second = "ddp-zero1" if first == "ddp" else "ddp"
+    task = make_task(optimizer=OPTIMIZERS[optimizer])
+    kept = {}
+    named = make_task(optimizer=OPTIMIZERS[optimizer], after=lambda model: kept.update(model.state_dict()))
+
+    def fit(world, strategy, steps):
+        where = {"checkpoint": str(tmp_path / "run"), "quiet": True, "steps": steps}
+        result = lockstep.fit(named, strategy=strategy, **where)
+        return result.first_step, torch.load(result.checkpoint, weights_only=True)
+
+    assert [first_step for first_step, _ in ranks(2)(fit, first, 2)] == [0, 0]
+    assert [first_step for first_step, _ in ranks(3)(fit, second, 4)] == [2, 2, 2]
+    ended = ranks(2)(fit, first, 5)
+    assert [first_step for first_step, _ in ended] == [4, 4]
+    first_step, state = ranks(1)(fit, "single", 6)[0]
+    assert first_step == 5
+    weights = torch.cat([state["model"][name].flatten() for name in ("0.weight", "0.bias", "2.weight", "2.bias")])
+    oracle = whole_batch(task, 6)["weights"][: weights.numel()]
+    assert relative_error(weights, oracle) < 1e-12
+
+
+def test_the_schedule_reaches_the_optimizer_of_the_part(ranks):
+    def run(world):
+        _, _, _, loop = train(world, make_task(), 3, schedule="linear", warmup=2, steps=10)
+        return [group["lr"] for group in loop.optimizer.optim.param_groups], loop.optimizer.param_groups[0]["lr"]
+
+    for inner, outer in ranks(2)(run):
+        assert inner == [outer]
+        assert outer == pytest.approx(0.1)
+
+
+class Wrapping(torch.optim.SGD):
+    """An optimizer made of another."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer.param_groups, lr=0.1)
+
+
+def test_an_optimizer_that_cannot_be_made_anew_is_refused(ranks):
+    def run(world):
+        train(world, make_task(optimizer=lambda params: Wrapping(torch.optim.SGD(params, lr=0.1))), 1)
+
+    for outcome in ranks(2).each(run):
+        assert isinstance(outcome.error, ConfigurationError)
+        assert str(outcome.error) == (
+            "Wrapping cannot be made anew on each rank's part: its constructor takes no params first.\n"
+            "Use strategy ddp, or the optimizer inside it."
+        )
+
+
+def test_it_is_not_reproducible():
+    with pytest.raises(ConfigurationError) as caught:
+        train(None, make_task(), 1, reproducible=2)
+    assert str(caught.value) == (
+        "Strategy ddp-zero1 cannot be reproducible: gradients are summed in slices.\n"
+        "Use strategy ddp, or leave reproducible out."
+    )
