@@ -289,7 +289,7 @@ class DistributedDataParallel(PerBucket):
             ValueError: Its annotations say that it expects or returns something else.
             RuntimeError: There is a hook already.
         """
-        check_comm_hook(hook)
+        check_comm_hook(hook, self.wire_dtype)
         if self._comm_hooks:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self._comm_hooks.append((hook, state))

@@ -14,15 +14,21 @@ from lockstep.parallel.ddp.transport import CommHook
 __all__ = ["builtin_comm_hook", "check_comm_hook", "overlapped_optimizer"]
 
 
-def check_comm_hook(hook: Any) -> None:
+def check_comm_hook(hook: Any, wire_dtype: torch.dtype | None) -> None:
     """Refuse what cannot be a hook, with torch's error types and texts.
 
     Raises:
+        ConfigurationError: Gradients are to be sent in ``wire_dtype``, which is the hook's to decide.
         TypeError: It is not callable.
         ValueError: Its annotations say that it expects or returns something else.
     """
     if not callable(hook):
         raise TypeError("Communication hook must be callable.")
+    if wire_dtype is not None:
+        raise ConfigurationError(
+            f"A communication hook decides itself in what gradients travel, but wire_dtype={wire_dtype} was given.\n"
+            "Leave one of the two out."
+        )
     signature = inspect.signature(hook)
     bucket = signature.parameters.get("bucket")
     if bucket is not None and bucket.annotation not in (inspect.Parameter.empty, GradBucketType, "dist.GradBucket"):
