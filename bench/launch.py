@@ -1,56 +1,97 @@
-"""How long `lockstep run` takes to start two ranks, against torchrun.
+"""How long `lockstep run` takes from the command to the first training step of two ranks, against torchrun.
 
-Every round runs both once, in an order that alternates. "script" is from the command to the first line of the slowest
-rank's script, "end" from the command to its return; the script itself does nothing. Median and quartiles, in seconds.
+Every round runs both once, in an order that alternates. Seconds from the command until the slowest rank has done it:
 
-Usage: python bench/launch.py [--rounds N]
+    script   the script's first line runs
+    step     the first step of training is done: torch is imported, the ranks have met, the model is made and trained.
+             Under torchrun the script uses torch's DistributedDataParallel on Gloo, under `lockstep run` Lockstep's
+             as it comes.
+    end      the command has returned
+
+The median and the range that holds it with 90% certainty, and the ratios of each round.
+
+Usage: python -m bench.launch [--quick] [--rounds N] [--json FILE]
 """
 
-import argparse
-import statistics
+import functools
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
+
+from bench.harness import Rounds, parser, record, run_rounds, show, summarize
 
 NUM_RANKS = 2
-SCRIPT = "import os, sys, time; open(f\"{sys.argv[1]}/{os.environ['RANK']}\", 'w').write(str(time.time()))"
+TIMEOUT_S = 120
 COMMANDS = {
     "torchrun": ["torch.distributed.run", "--nproc-per-node", str(NUM_RANKS)],
     "lockstep run": ["lockstep", "run", "--devices", str(NUM_RANKS)],
 }
+SCRIPT = """
+import os, sys, time
+started = time.time()
+import torch
+{setup}
+model = {wrapper}(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(4, 8)).sum().backward()
+optimizer.step()
+stepped = time.time()
+with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
+    file.write(f"{{started}} {{stepped}}")
+{teardown}
+"""
+SCRIPTS = {
+    "torchrun": SCRIPT.format(
+        setup="torch.distributed.init_process_group('gloo')",
+        wrapper="torch.nn.parallel.DistributedDataParallel",
+        teardown="torch.distributed.destroy_process_group()",
+    ),
+    "lockstep run": SCRIPT.format(
+        setup="import lockstep\nworld = lockstep.init(device='cpu')",
+        wrapper="lockstep.DistributedDataParallel",
+        teardown="world.close()",
+    ),
+}
+MOMENTS = ("script", "step", "end")
 
 
-def once(command: list[str], script: Path, folder: Path) -> tuple[float, float]:
-    """Return the seconds until the scripts ran and until the command returned."""
+def script_path(name: str, folder: Path) -> Path:
+    return folder / f"step_under_{name.replace(' ', '_')}.py"
+
+
+def once(name: str, folder: Path, moments: dict[str, Rounds]) -> float:
+    """Run a command; note the seconds until each of the moments, and return those until the first step."""
     start = time.time()
-    subprocess.run(
-        [sys.executable, "-m", *command, str(script), str(folder)], check=True, capture_output=True, timeout=120
-    )
+    command = [sys.executable, "-m", *COMMANDS[name], str(script_path(name, folder)), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     end = time.time()
-    return max(float((folder / str(rank)).read_text()) for rank in range(NUM_RANKS)) - start, end - start
+    if done.returncode:
+        raise RuntimeError(f"{name} failed with exit status {done.returncode}:\n{done.stderr}")
+    told = [(folder / str(rank)).read_text().split() for rank in range(NUM_RANKS)]
+    script, step = (max(float(rank[which]) for rank in told) for which in (0, 1))
+    for moment, at in zip(MOMENTS, (script, step, end), strict=True):
+        moments[moment][name].append(at - start)
+    return step - start
 
 
 def main() -> None:
-    """Run the rounds and print the table."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=8)
-    rounds = parser.parse_args().rounds
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in COMMANDS}
-    with tempfile.TemporaryDirectory() as name:
-        script = Path(name, "nothing.py")
-        script.write_text(SCRIPT)
-        for number in range(rounds):
-            for contender in list(COMMANDS) if number % 2 else reversed(COMMANDS):
-                seconds[contender].append(once(COMMANDS[contender], script, Path(name)))
-    print(f"{'':14}{'script':>24}{'end':>24}")
-    for contender, measured in seconds.items():
-        cells = ""
-        for values in zip(*measured, strict=True):
-            low, middle, high = statistics.quantiles(values, n=4)
-            cells += f"{middle:10.2f} ({low:.2f} to {high:.2f})"
-        print(f"{contender:14}{cells}")
+    options = parser(__doc__, rounds=10).parse_args()
+
+    def measure() -> dict[str, Any]:
+        moments: dict[str, Rounds] = {moment: {name: [] for name in COMMANDS} for moment in MOMENTS}
+        with tempfile.TemporaryDirectory() as place:
+            for name, text in SCRIPTS.items():
+                script_path(name, Path(place)).write_text(text)
+            turns = {name: functools.partial(once, name, Path(place), moments) for name in COMMANDS}
+            run_rounds(turns, 2 if options.quick else options.rounds, "launches")
+        for moment in MOMENTS:
+            show(f"from the command to the {moment}", moments[moment], ("torchrun",))
+        return {"moments": {moment: summarize(moments[moment]) for moment in MOMENTS}}
+
+    record(options.json, measure)
 
 
 if __name__ == "__main__":
