@@ -131,6 +131,7 @@ def all_reduce(tensor: Tensor, *, group: Group, op: ReduceName = "sum") -> None:
     """
     options = dist.AllreduceOptions()
     options.reduceOp = _OPERATIONS[op]
+    options.asyncOp = False  # shm then carries it out in this thread
     group.allreduce([_real(tensor)], options).wait(NO_TIMEOUT)
 
 
