@@ -8,7 +8,7 @@ from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError
 from lockstep.train.settings import FitSettings
 
-PER_PROCESS = ("ddp", "ddp-zero1", "torch-ddp")
+PER_PROCESS = ("ddp", "ddp-zero1", "fsdp", "torch-ddp")
 """The strategies with one process for each device."""
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_model
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.errors import ConfigurationError
 from lockstep.train.atomic import whole_file
@@ -30,4 +31,27 @@ def export_weights(model: nn.Module, path: Path) -> None:
     them back in every place.
     """
     with whole_file(path) as temporary:
-        save_model(model, str(temporary), metadata={"format": "pt"})
+        save_model(_OwnMemory(model), str(temporary), metadata={"format": "pt"})
+
+
+class _OwnMemory(nn.Module):
+    """Has the state of ``model``, but no tensor is a part of a larger one, as those of a divided optimizer are.
+
+    safetensors refuses such parts. Tensors that are one stay one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._state: dict[str, Any] = model.state_dict()
+
+    def state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the state by name."""
+        copies: dict[tuple[Any, ...], Tensor] = {}
+        state = {}
+        for name, value in self._state.items():
+            place = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+            is_part = value.numel() > 0 and value.untyped_storage().nbytes() != value.nbytes
+            if is_part and place not in copies:
+                copies[place] = value.clone()
+            state[name] = copies[place] if is_part else value
+        return state

@@ -22,7 +22,7 @@ from lockstep.parallel.tree.shape import Tree
 from lockstep.train.arithmetic import Arithmetic, describe_machine, differences, watch_for_other_kernels
 from lockstep.train.bad_samples import BadSamples
 from lockstep.train.devices import PER_PROCESS
-from lockstep.train.engine import make_updater
+from lockstep.train.engine import make_updater, remarks_of
 from lockstep.train.gradients import ParameterGradients
 from lockstep.train.objective import Objective, Part
 from lockstep.train.plan import make_plan
@@ -92,7 +92,7 @@ class Loop:
         search = search_for(settings.workers, world.local_world_size if strategy in PER_PROCESS else 1)
         self._feed = Feed(self.samples, self.plan.order, division, how, places, search=search, agree=self._gather)
         self._seed_all(INIT)
-        self._model = build_model(task).to(self.device).train()
+        self._model = build_model(task).to("cpu" if strategy == "fsdp" else self.device).train()
         objective = Objective(task, settings.precision)
         if shards is None:
             self._strategy = make_strategy(strategy, self._model, objective, world, self.devices, settings)
@@ -118,9 +118,8 @@ class Loop:
 
     @property
     def model(self) -> nn.Module:
-        """The bare model. Blocks until its parameters are what the last step made of them."""
-        self._strategy.settle()
-        return self._model
+        """The bare model, as the last step left it. Collective with fsdp, which makes a whole copy: every rank."""
+        return self._strategy.whole(self._model)
 
     @property
     def group(self) -> Group | None:
@@ -193,7 +192,7 @@ class Loop:
         watch.lap("optimizer_s")
         record = StepRecord(self.num_steps_done, num_samples, tally.loss(), norm, updated, watch)
         self.num_steps_done += 1
-        self.remarks += self._feed.end_step()
+        self.remarks += self._feed.end_step() + remarks_of(self._strategy.gradients)
         return record
 
     @contextlib.contextmanager
@@ -216,7 +215,7 @@ class Loop:
             "machine": describe_machine(self.device),
             "num_steps_done": self.num_steps_done,
             "num_updates": self._updater.num_updates,
-            **take_whole(self.model, self.optimizer),
+            **take_whole(self._model, self.optimizer),
             "scaler": scaler.state_dict() if scaler else None,
             "stream": self._feed.state(),
         }
@@ -228,7 +227,7 @@ class Loop:
             ConfigurationError: It is of a run on other data, or in another order; or of another model.
         """
         check_identity(self._identity(), state["run"])
-        load_into(self.model, self.optimizer, state)
+        load_into(self._model, self.optimizer, state)
         if self._updater.scaler is not None and state["scaler"] is not None:
             self._updater.scaler.load_state_dict(state["scaler"])
         self.num_steps_done, self._updater.num_updates = state["num_steps_done"], state["num_updates"]

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.errors import ConfigurationError
+from lockstep.train.whole_state import load_whole
 
 
 def check_identity(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
@@ -36,8 +37,7 @@ def load_into(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) 
         ConfigurationError: It is of another model or optimizer.
     """
     try:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        load_whole(model, optimizer, state)
     except (RuntimeError, ValueError) as error:
         raise ConfigurationError(
             f"The checkpoint does not fit the task's model or optimizer: {error}\n"

@@ -138,13 +138,16 @@ class Run:
         skipped = self._loop.bad_samples.skipped
         if skipped:
             self._display.say(describe_skipped(skipped))
+        model = self._loop.model if self._settings.export is not None or self._task.after is not None else None
         if self._world.is_rank_zero and self._settings.export is not None:
-            export_weights(self._loop.model, Path(self._settings.export))
+            assert model is not None
+            export_weights(model, Path(self._settings.export))
             self._display.say(f"weights written to {self._settings.export}")
         self._world.barrier()  # now every rank finds the files
         if self._world.is_rank_zero and self._task.after is not None:
             self._display.close()
-            self._task.after(self._loop.model.eval())
+            assert model is not None
+            self._task.after(model.eval())
         return FitResult(
             first_step=self._first_step,
             num_steps=self._step,

@@ -72,8 +72,12 @@ class Strategy(ABC):
         """
         return optimizer
 
-    def settle(self) -> None:  # noqa: B027
-        """Block until the parameters are what the last step made of them."""
+    def whole(self, model: nn.Module) -> nn.Module:
+        """Return the bare ``model`` with all parameters as the last step left them; a copy if ranks have parts of it.
+
+        Collective if they have: every rank. Blocks.
+        """
+        return model
 
     @abstractmethod
     def run(self, micro: MicroBatch, how: Pass) -> None:
@@ -240,6 +244,10 @@ def make_strategy(
         from lockstep.train.zero1 import Zero1
 
         return Zero1(model, objective, world, our_wrapper(settings))
+    if name == "fsdp":
+        from lockstep.train.fsdp import FullyShard
+
+        return FullyShard(model, objective, world, devices[0])
     return Distributed(model, objective, world, nn.parallel.DistributedDataParallel)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,8 @@ class Task:
             norm, which cannot train on a single sample. Left in, it counts with the samples that it has.
         schedule: ``(step, num_steps)`` to the factor on the learning rate at optimizer step ``step``, from 0.
         after: Called with the bare trained model on rank zero at the end.
+        shard: The model to those of its modules that strategy fsdp divides among the devices as one, innermost first;
+            the children of its outermost lists and sequences if None.
         epochs: Passes over the data set that a run takes unless it is told otherwise.
         name: What the task is called in reports.
 
@@ -67,6 +69,7 @@ class Task:
     drop_last: bool = False
     schedule: Callable[[int, int], float] | None = None
     after: Callable[[nn.Module], object] | None = None
+    shard: Callable[[nn.Module], Iterable[nn.Module]] | None = None
     epochs: int = 1
     name: str = "task"
 
@@ -77,7 +80,7 @@ class Task:
                 raise ConfigurationError(f"Task.{field} is {number!r}.\nGive a whole number of at least 1.")
         for field in ("model", "dataset", "loss", "optimizer"):
             _require_callable(field, getattr(self, field))
-        for field in ("eval_dataset", "metrics", "collate", "schedule", "after"):
+        for field in ("eval_dataset", "metrics", "collate", "schedule", "after", "shard"):
             if getattr(self, field) is not None:
                 _require_callable(field, getattr(self, field))
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lockstep.comm.collectives import all_reduce
+from lockstep.comm.collectives import Group, all_reduce
 from lockstep.comm.slices import scatters
 from lockstep.comm.world import World
 from lockstep.data.loader import MicroBatch
@@ -26,11 +26,16 @@ from lockstep.train.strategy import Distributed, Pass, Strategy
 
 @final
 class SliceGradients(Gradients):
-    """Gradients of which each rank has its part; the same norm on every rank."""
+    """Gradients of which each rank has its part; the same norm on every rank.
 
-    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        self._optimizer = optimizer
-        self._like = optimizer.param_groups[0]["params"][0]
+    Args:
+        local: Returns this rank's part.
+        like: A parameter.
+        group: The ranks.
+    """
+
+    def __init__(self, local: Callable[[], list[Tensor]], like: Tensor, group: Group) -> None:
+        self._local, self._like, self._group = local, like, group
 
     @override
     def expect_norm(self) -> None:
@@ -39,19 +44,19 @@ class SliceGradients(Gradients):
     @override
     def norm(self) -> Tensor:
         """Collective: every rank."""
-        return norm_of_slices(self._optimizer.local_gradients(), self._like, group=self._optimizer.process_group)
+        return norm_of_slices(self._local(), self._like, group=self._group)
 
     @override
     def multiply_(self, factor: Tensor) -> None:
-        multiply_(self._optimizer.local_gradients(), factor)
+        multiply_(self._local(), factor)
 
     @override
     def is_finite(self, norm: Tensor) -> bool:
         """Collective if the norm is not finite: every rank then."""
         if math.isfinite(float(norm)):
             return True
-        mine = torch.tensor([are_finite(self._optimizer.local_gradients(), norm)], device=norm.device).int()
-        all_reduce(mine, group=self._optimizer.process_group, op="min")
+        mine = torch.tensor([are_finite(self._local(), norm)], device=norm.device).int()
+        all_reduce(mine, group=self._group, op="min")
         return bool(mine)
 
 
@@ -72,16 +77,20 @@ class Zero1(Strategy):
         self._optimizer = divide(optimizer, group=self.group)
         # in shared memory a copy keeps a core busy, so there is nothing that it could run beside
         self._optimizer.overlaps = self._device.type != "cpu" or not scatters(self.group, self._device)
-        self.gradients = SliceGradients(self._optimizer)
+        like = self._optimizer.param_groups[0]["params"][0]
+        self.gradients = SliceGradients(self._optimizer.local_gradients, like, self.group)
         return self._optimizer
 
     @override
-    def settle(self) -> None:
+    def whole(self, model: nn.Module) -> nn.Module:
+        """Block until its parameters are there."""
         if self._optimizer is not None:
             self._optimizer.wait()
+        return model
 
     @override
     def run(self, micro: MicroBatch, how: Pass) -> None:
         """Collective: every rank, with or without samples."""
-        self.settle()
+        if self._optimizer is not None:
+            self._optimizer.wait()
         self._engine.run(micro, how)

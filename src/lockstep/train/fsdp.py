@@ -1,0 +1,113 @@
+"""Strategy ``fsdp``: torch's own ``fully_shard``, for models that are too large for one device."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lockstep.comm.collectives import all_gather_object
+from lockstep.comm.fully_shard import fully_shard_units, local_part, sum_gradients
+from lockstep.comm.world import World
+from lockstep.data.loader import MicroBatch
+from lockstep.errors import ConfigurationError, ModelMismatch
+from lockstep.train.objective import LossModule, Objective, Part
+from lockstep.train.strategy import Pass, Strategy, scaled
+from lockstep.train.task import build_model
+from lockstep.train.whole_state import take_whole_model
+from lockstep.train.zero1 import SliceGradients
+
+
+@final
+class FullyShard(Strategy):
+    """One process for each device; each rank keeps its part of the parameters, gradients and optimizer state.
+
+    What takes the loss is the root, so parameters outside of the units are whole while it is computed.
+    """
+
+    def __init__(self, model: nn.Module, objective: Objective, world: World, device: torch.device) -> None:
+        self.group = world.group
+        self._task, self._device, self._num_ranks = objective.task, device, world.world_size
+        require_same_weights(model, world)
+        self._module = LossModule(model, objective)
+        units = find_units(model) if self._task.shard is None else list(self._task.shard(model))
+        fully_shard_units(self._module, units, group=world.group, device=device)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+        def local_gradients() -> list[Tensor]:
+            return [local_part(parameter.grad) for parameter in trained if parameter.grad is not None]
+
+        self.gradients = SliceGradients(local_gradients, local_part(trained[0]), world.group)
+
+    @override
+    def whole(self, model: nn.Module) -> nn.Module:
+        """Return a new model with all parameters, on this rank's device. Collective: every rank. Blocks."""
+        state = take_whole_model(model)
+        copy = build_model(self._task).to(self._device)
+        copy.load_state_dict(state)
+        return copy.train(model.training)
+
+    @override
+    def run(self, micro: MicroBatch, how: Pass) -> None:
+        """Collective: every rank, with samples.
+
+        Raises:
+            ConfigurationError: On every rank: some are without samples.
+        """
+        if not how.all_have_samples():
+            raise ConfigurationError(
+                "A batch leaves ranks without samples, who would not take part in fsdp's collectives.\n"
+                "Leave the last batch of an epoch out (drop_last=True in the task), or use strategy ddp-zero1."
+            )
+        sum_gradients(self._module, over_ranks=how.sync)
+        part: Part = self._module(micro.batches[0], micro.sizes[0])
+        how.watch.lap("forward_s")
+        how.after_forward([part])
+        scaled(part, how.scale * self._num_ranks).backward()  # torch's mean over the ranks becomes the sum again
+        how.watch.lap("backward_s")
+
+
+def find_units(model: nn.Module) -> list[nn.Module]:
+    """Return what is divided as one: each child with parameters of the outermost ``ModuleList`` and ``Sequential``.
+
+    Blocks that share parameters with anything outside of them are left to the root.
+    """
+    uses = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
+    units = []
+    for unit in dict.fromkeys(_children_of_lists(model)):
+        inside = Counter(id(parameter) for module in unit.modules() for parameter in module.parameters(recurse=False))
+        if inside and all(uses[each] == count for each, count in inside.items()):
+            units.append(unit)
+    return units
+
+
+def _children_of_lists(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            yield child
+        else:
+            yield from _children_of_lists(child)
+
+
+def require_same_weights(model: nn.Module, world: World) -> None:
+    """Check that every rank built the same model. Collective: every rank. Blocks.
+
+    Raises:
+        ModelMismatch: On every rank.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(str(float(parameter.detach().double().abs().sum())).encode())
+    digests = all_gather_object(digest.hexdigest(), group=world.group, device=world.device)
+    for rank, theirs in enumerate(digests):
+        if theirs != digests[0]:
+            raise ModelMismatch(
+                f"The models differ between ranks: that of rank {rank} has other weights or shapes than rank 0's.\n"
+                "Under fsdp every rank builds its own part: the model must depend on the seed alone, not on the rank."
+            )
