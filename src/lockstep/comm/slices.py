@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.collectives import NO_TIMEOUT, Group, all_gather, broadcast
-from lockstep.comm.shm.allocate import empty_shared
 
 
 class Waitable(Protocol):
@@ -106,10 +105,3 @@ def _real(tensor: Tensor) -> Tensor:
 def _own(flat: Tensor, group: Group) -> Tensor:
     size = flat.numel() // group.size()
     return flat[group.rank() * size : (group.rank() + 1) * size]
-
-
-def empty_flat(numel: int, *, dtype: torch.dtype, device: torch.device, group: Group) -> Tensor:
-    """Return a flat tensor with arbitrary values, in memory that ``group`` gathers fastest. Collective: every rank."""
-    if device.type == "cpu":
-        return empty_shared(numel, dtype=dtype, group=group)
-    return torch.empty(numel, dtype=dtype, device=device)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.comm.collectives import Group
-from lockstep.comm.slices import empty_flat
+from lockstep.comm.buffers import empty_buffer
 from lockstep.parallel.ddp.bucket import Bucket
 from lockstep.parallel.zero.flat import FlatBuffer
 from lockstep.parallel.zero.spans import Span
@@ -83,5 +83,5 @@ def _of_size(places: list[tuple[nn.Parameter, Span]]) -> list[list[tuple[nn.Para
 def _lay(places: Places, group: Group, bounds: Sequence[tuple[int, int]] | None) -> FlatBuffer:
     parameters, spans = [parameter for parameter, _ in places], [span for _, span in places]
     first = parameters[0]
-    flat = empty_flat(sum(span.numel for span in spans), dtype=first.dtype, device=first.device, group=group)
+    flat = empty_buffer(sum(span.numel for span in spans), dtype=first.dtype, device=first.device, group=group)
     return FlatBuffer(parameters, spans, flat, num_owners=group.size(), bounds=bounds)
