@@ -70,3 +70,8 @@ def make_updater(
         gradients=gradients,
         in_backward=settings.overlap_optimizer,
     )
+
+
+def remarks_of(gradients: Gradients | None) -> list[str]:
+    """Return what the engine has found out since it was asked last."""
+    return gradients.model.take_remarks() if isinstance(gradients, BucketGradients) else []

@@ -73,12 +73,24 @@ class BucketRow:
             bucket.adopt()
         self.is_rebuilt, self.is_uneven = True, agreed.is_uneven
 
+    def plan(self, caps_bytes: Sequence[int]) -> tuple[BucketSpec, ...]:
+        """Return the buckets that other caps would make of the order as it is; changes nothing."""
+        return plan_buckets(self._specs, self._order, caps_bytes)
+
+    def replan(self, caps_bytes: Sequence[int]) -> None:
+        """Build the buckets anew with other caps, between steps; on every rank, with the same caps."""
+        self._caps_bytes = tuple(caps_bytes)
+        self._install(self._order)
+        for bucket in self.buckets:
+            bucket.adopt()
+
     def scratch(self) -> list[Bucket]:
         """Return buckets like these that hold zeros."""
         return [self._make(bucket.spec) for bucket in self.buckets]
 
     def _install(self, order: Sequence[int]) -> None:
-        self.buckets = [self._make(spec) for spec in plan_buckets(self._specs, order, self._caps_bytes)]
+        self._order = tuple(order)
+        self.buckets = [self._make(spec) for spec in self.plan(self._caps_bytes)]
         self.position_of = [0] * len(self.parameters)
         for position, bucket in enumerate(self.buckets):
             for index in bucket.spec.parameters:

@@ -12,8 +12,10 @@ from torch.optim import Optimizer
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.accumulation import Accumulation
 from lockstep.parallel.ddp.bucket_optimizer import BucketOptimizer
+from lockstep.parallel.ddp.cap_search import CapSearch
 from lockstep.parallel.ddp.flat_gradients import FlatGradients
-from lockstep.parallel.ddp.wire import NarrowTransport
+from lockstep.parallel.ddp.pipeline import in_words
+from lockstep.parallel.ddp.wire import NarrowTransport, width_of
 
 
 class PerBucket(Accumulation):
@@ -25,7 +27,11 @@ class PerBucket(Accumulation):
     flat_gradients: FlatGradients
     """For `fit`: the gradients, a tensor for each bucket."""
 
-    _per_bucket: ClassVar = {"flat_gradients"}
+    _finds_caps: bool = False
+    _bucket_caps_bytes: tuple[int, ...]
+    _cap_search: CapSearch | None
+    _has_remarked = False
+    _per_bucket: ClassVar = {"flat_gradients", "_cap_search"}
     """Attributes that belong to the reducer, and neither to a copy nor to a pickle."""
 
     def _use_buckets(self) -> None:
@@ -33,6 +39,25 @@ class PerBucket(Accumulation):
         self.flat_gradients = FlatGradients(self._reducer, self.module.parameters())
         if self.wire_dtype is not None and self.process_group.size() > 1:
             self._reducer.departures.transport = NarrowTransport(self.process_group, self.wire_dtype)
+        self._cap_search = None
+        if self._finds_caps:
+            width = width_of(self.wire_dtype, self._reducer.row.buckets)
+            self._cap_search = CapSearch(self._reducer, self.process_group, self._bucket_caps_bytes, width=width)
+
+    @property
+    def bucket_report(self) -> str:
+        """What buckets the gradients travel in; with ``bucket_cap_mb="auto"`` also what was gained by that."""
+        if self._cap_search is not None:
+            return self._cap_search.report
+        return f"{in_words([bucket.spec for bucket in self._reducer.row.buckets])}."
+
+    def take_remarks(self) -> list[str]:
+        """For `fit`: return what was found since this was called last."""
+        search = self._cap_search
+        if search is None or not search.is_done or self._has_remarked:
+            return []
+        self._has_remarked = True
+        return [search.report]
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

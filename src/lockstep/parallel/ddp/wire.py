@@ -39,6 +39,24 @@ def wire_dtype_of(value: WireDtype) -> torch.dtype | None:
     )
 
 
+def width_of(dtype: torch.dtype | None, buckets: Sequence[Bucket]) -> float:
+    """Return how many bytes travel for each byte of the gradients in ``buckets`` if they are rounded to ``dtype``."""
+    total = sum(bucket.spec.size_bytes for bucket in buckets)
+    if dtype is None or not total:
+        return 1.0
+    return (
+        sum(
+            bucket.spec.size_bytes * (dtype.itemsize / bucket.spec.dtype.itemsize if _narrows(bucket) else 1.0)
+            for bucket in buckets
+        )
+        / total
+    )
+
+
+def _narrows(bucket: Bucket) -> bool:
+    return not bucket.spec.sparse and bucket.spec.dtype in _WIDE
+
+
 @final
 class NarrowTransport(Transport):
     """The mean over ranks, rounded to ``dtype`` before it is summed; for buckets of wider gradients only.
@@ -82,7 +100,7 @@ class NarrowTransport(Transport):
 
     def _buffer_for(self, bucket: Bucket) -> Tensor | None:
         """Return what ``bucket`` travels in; None: as it is."""
-        if bucket.spec.sparse or bucket.spec.dtype not in _WIDE:
+        if not _narrows(bucket):
             return None
         buffer = self._buffers.get(bucket)
         if buffer is None:
