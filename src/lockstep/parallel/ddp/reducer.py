@@ -24,6 +24,7 @@ batch launch nothing before their end either: ``at_end`` is set then, and called
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -69,6 +70,7 @@ class Reducer:
         weights: What the ranks weigh.
         departures: The buckets that have left; what divides them and carries them, and who is told of them.
         at_end: What to do at the end of backward before any bucket leaves; None: they leave as they are complete.
+        opened_s: When the last step was opened, on the host's clock.
         on_closed: What to call when a synchronised step of the group is over, also one that this rank
             had no data for; told whether it had.
     """
@@ -81,6 +83,7 @@ class Reducer:
         skip_unused_buckets: bool = False,
     ) -> None:
         self.at_end: Callable[[], None] | None = None
+        self.opened_s = 0.0
         self.on_closed: list[Callable[[bool], None]] = []
         self.post_backward: list[Future[Any]] = []  # waited for when the step closes
         self.row = row
@@ -196,6 +199,7 @@ class Reducer:
         if self._phase is _Phase.COLLECTING:  # a backward that an exception cut short
             self._reset_step()
         self._phase = _Phase.COLLECTING
+        self.opened_s = time.perf_counter()
         close = self._close_step
         self._closing = weakref.ref(close)  # autograd drops it with the backward, be that finished or failed
         Variable._execution_engine.queue_callback(close)
