@@ -25,7 +25,9 @@ Examples:
 @click.argument("task_file", metavar="TASK.py")
 @click.option("--devices", type=int, metavar="N", help="Devices; all GPUs, or 2 CPU processes if there are none.")
 @click.option(
-    "--strategies", metavar="LIST", help="Who takes part besides single, with commas between; all if not given."
+    "--strategies",
+    metavar="LIST",
+    help="Who takes part besides single, with commas between; dp and ddp, ours and torch's, if not given.",
 )
 @click.option("--rounds", type=int, default=10, show_default=True, metavar="N", help="Turns of each strategy.")
 @click.option("--steps", type=int, metavar="N", help="Steps of a turn; as many as take the fastest half a second.")

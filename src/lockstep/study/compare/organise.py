@@ -21,7 +21,10 @@ from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.task import Task
 
 STRATEGIES: tuple[StrategyName, ...] = ("single", "torch-dp", "dp", "torch-ddp", "ddp")
-"""All that can take part, in the order of the table."""
+"""All that take part if none are named, in the order of the table."""
+
+ON_REQUEST: tuple[StrategyName, ...] = ("ddp-zero1",)
+"""Those that take part if they are named."""
 
 BUSY_INTERVAL_S = 0.5
 """How long to watch what other programs do. A load average would also hold what the user ran the minute before."""
@@ -130,10 +133,11 @@ def choose(strategies: Sequence[str], *, cuda: bool) -> tuple[tuple[StrategyName
     Raises:
         ConfigurationError: There is no such strategy.
     """
-    unknown = [name for name in strategies if name not in STRATEGIES]
+    possible = (*STRATEGIES, *ON_REQUEST)
+    unknown = [name for name in strategies if name not in possible]
     if unknown:
-        raise ConfigurationError(f"There is no strategy {unknown[0]!r}.\nChoose from: {', '.join(STRATEGIES)}.")
-    wanted = [name for name in STRATEGIES if name in strategies or name == SINGLE]
+        raise ConfigurationError(f"There is no strategy {unknown[0]!r}.\nChoose from: {', '.join(possible)}.")
+    wanted = [name for name in possible if name in strategies or name == SINGLE]
     cannot = () if cuda else tuple(LeftOut(name, NO_TORCH_DP) for name in wanted if name == "torch-dp")
     return tuple(name for name in wanted if name not in {left.strategy for left in cannot}), cannot
 

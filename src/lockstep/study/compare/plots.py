@@ -13,8 +13,8 @@ from lockstep.study.compare.table import MIB, number
 
 # Okabe and Ito's palette, told apart with every common form of colour blindness and on light and dark ground.
 BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
-COLOURS = {"single": ORANGE, "torch-dp": PURPLE, "dp": VERMILION, "torch-ddp": SKY, "ddp": BLUE}
-DASHES = {"single": "-", "torch-dp": ":", "dp": "-.", "torch-ddp": "--", "ddp": "-"}
+COLOURS = {"single": ORANGE, "torch-dp": PURPLE, "dp": VERMILION, "torch-ddp": SKY, "ddp": BLUE, "ddp-zero1": GREEN}
+DASHES = {"single": "-", "torch-dp": ":", "dp": "-.", "torch-ddp": "--", "ddp": "-", "ddp-zero1": (0, (3, 1, 1, 1))}
 
 # Stand-ins that no plot uses otherwise; in the SVG they become the page's own colours.
 TEXT, GRID = "#010203", "#040506"
