@@ -117,7 +117,6 @@ class Division:
         """Send the updated part to all ranks. Collective: every rank. Does not block; see `wait`."""
         self.forget_gradients()
         if self._reducer is not None:  # see [Note: what is in param.grad]
-            self._second_backward.allow()
             for parameter in self._reducer.row.parameters:
                 parameter.grad = None
         trained = [each for each in self._buffers if any(parameter.requires_grad for parameter in each.parameters)]
@@ -128,6 +127,8 @@ class Division:
     def forget_gradients(self) -> None:
         """Let go of gradients that were collected."""
         self._has_collected = False
+        if self._reducer is not None:
+            self._second_backward.allow()
         if isinstance(self._shard, FlatShard):
             self._shard.drop_gradients()
 

@@ -8,8 +8,8 @@ from itertools import accumulate
 import torch
 from torch import nn
 
-from lockstep.comm.collectives import Group
 from lockstep.comm.buffers import empty_buffer
+from lockstep.comm.collectives import Group
 from lockstep.parallel.ddp.bucket import Bucket
 from lockstep.parallel.zero.flat import FlatBuffer
 from lockstep.parallel.zero.spans import Span

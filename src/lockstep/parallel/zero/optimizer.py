@@ -103,7 +103,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
         """Update this rank's part of the parameters and give it to all ranks; return what ``closure`` does.
 
@@ -117,6 +116,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             RuntimeError: A gradient is sparse.
         """
         Join.notify_join_context(self)
+        return self._step(closure, kwargs)
+
+    @torch.no_grad()
+    def _step(self, closure: Callable[[], float] | None, kwargs: Mapping[str, Any]) -> float | None:
         self.wait()
         loss = None
         if closure is not None and self._recipe.elementwise:
@@ -279,4 +282,4 @@ class _Steps(JoinHook):
 
     def main_hook(self) -> None:
         """Take part in a step."""
-        self._optimizer.step()
+        self._optimizer._step(None, {})  # not step(), which says that this rank has data

@@ -76,7 +76,7 @@ class SliceTransport(Transport):
 class SecondBackward:
     """Refuses to add to gradients of which a rank has only its slice.
 
-    Seen on one parameter of each bucket, whose gradient is added to where the bucket holds it.
+    Seen on one parameter of each bucket that is used, as its gradient is added to where the bucket holds it.
 
     Args:
         reducer: Whose buckets are reduced to slices.
@@ -85,26 +85,26 @@ class SecondBackward:
     def __init__(self, reducer: Reducer) -> None:
         self._row = reducer.row
         self._reduced: dict[int, Bucket] = {}
-        self._watched: list[Bucket] = []
+        self._watched: dict[int, torch.nn.Parameter] = {}
         reducer.on_reduced.append(self._on_reduced)
 
     def allow(self) -> None:
-        """The gradients have been used."""
+        """Take notice that the gradients have been used, or thrown away."""
         self._reduced.clear()
 
     def _on_reduced(self, bucket: Bucket) -> None:
         if not self._row.is_rebuilt:  # the first step, whose gradients all ranks have
             return
         self._reduced[id(bucket)] = bucket
-        if not any(bucket is each for each in self._watched):
-            self._watched.append(bucket)
-            bucket.parameters[0].register_hook(partial(self._before_gradient, bucket))
+        used = [parameter for parameter in bucket.parameters if parameter.grad is not None]
+        if used and not any(id(parameter) in self._watched for parameter in used):
+            self._watched[id(used[0])] = used[0]
+            used[0].register_hook(partial(self._before_gradient, bucket, used[0]))
 
-    def _before_gradient(self, bucket: Bucket, _gradient: torch.Tensor) -> None:
-        previous = bucket.parameters[0].grad
-        if id(bucket) not in self._reduced or previous is None:
+    def _before_gradient(self, bucket: Bucket, parameter: torch.nn.Parameter, _gradient: torch.Tensor) -> None:
+        if id(bucket) not in self._reduced or parameter.grad is None:
             return
-        offset = previous.data_ptr() - bucket.gradients.data_ptr()
+        offset = parameter.grad.data_ptr() - bucket.gradients.data_ptr()
         if 0 <= offset < max(bucket.gradients.nbytes, 1):
             raise ConfigurationError(
                 "A backward adds to gradients that were already reduced to each rank's slice.\n"
