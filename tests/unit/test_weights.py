@@ -80,12 +80,30 @@ def test_a_rank_without_weights_looks_at_the_others_when_its_next_backward_begin
     """As on CUDA, where it would have to wait in order to look at once."""
     each = Weights(Group(), CPU)
     on_device = mock.Mock(**{"device.type": "cuda", "to.return_value": ballots(8.0, missing=2.0)})
-    with mock.patch("torch.cuda.Event") as event, mock.patch("torch.cuda.current_stream"):
+    with (
+        mock.patch("torch.cuda.Event") as event,
+        mock.patch("torch.cuda.current_stream"),
+        mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
+    ):
         assert each.conclude(on_device, is_urgent=False) == 1.0
     with pytest.raises(ConfigurationError, match="rank 1 ran a backward without one"):
         each.resolve_doubt()
     event.return_value.synchronize.assert_called_once_with()
     each.resolve_doubt()
+
+
+def test_a_captured_step_has_no_weights():
+    each = Weights(Group(), CPU)
+    on_device = mock.Mock(**{"device.type": "cuda"})
+    with mock.patch("torch.cuda.is_current_stream_capturing", return_value=True):
+        assert each.conclude(on_device, is_urgent=False) == 1.0
+        with pytest.raises(ConfigurationError) as caught:
+            each.conclude(on_device, is_urgent=True)
+    assert each._doubt is None
+    assert str(caught.value) == (
+        "A step with weights cannot be captured in a CUDA graph: the host has to read their sum.\n"
+        "Capture without weight(), or train eagerly."
+    )
 
 
 def test_the_widest_tail_is_read():

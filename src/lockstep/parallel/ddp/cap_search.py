@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lockstep.comm.collectives import Group, all_reduce, broadcast_object
 from lockstep.parallel.ddp.bucket_plan import FIRST_CAP_BYTES
+from lockstep.parallel.ddp.capture import is_capturing
 from lockstep.parallel.ddp.pipeline import MIN_GAIN, Costs, Timeline, candidate_caps, in_words, predict_end_s
 from lockstep.parallel.ddp.probe import measure_costs
 from lockstep.parallel.ddp.reducer import Reducer
@@ -83,6 +84,9 @@ class CapSearch:
 
     def _on_closed(self, had_data: bool) -> None:
         """Count a step. Collective when a phase ends: every rank."""
+        if is_capturing(self._device):
+            self._end("The sizes of buckets stay as they are: a step was captured in a CUDA graph.")
+            return
         closed_s = self._now()
         if self._reducer.departures.transport is not self._transport:
             self._end("The sizes of buckets stay as they are: something else than an all-reduce carries them.")

@@ -16,7 +16,9 @@ they weigh.
 [Note: accelerators]
 Reading a tail blocks the host. With weights, it waits on a stream of its own for one bucket only, and the device goes
 on with the rest of backward meanwhile. Without weights it does not wait at all: that other ranks gave weights is
-noticed when the next backward begins.
+noticed when the next backward begins. So the host is less than a step ahead of the device, which has the next forward
+to do when the host looks; to look later would be to wait for ranks that have failed already. A step that is captured
+in a CUDA graph cannot look: with weights it is refused, without it is believed that the others give none either.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from lockstep.comm.collectives import Group, all_reduce
 from lockstep.errors import CollectiveError, ConfigurationError
 from lockstep.parallel.ddp.ballot import Ballot, Tally
 from lockstep.parallel.ddp.bucket import Bucket, Share
+from lockstep.parallel.ddp.capture import is_capturing
 from lockstep.parallel.ddp.window import Window, all_zero
 
 _WIDTHS = {torch.float32: 1, torch.complex64: 1, torch.float64: 2, torch.complex128: 2}
@@ -140,6 +143,13 @@ class Weights:
         Raises:
             ConfigurationError: On every rank: only some have given weights.
         """
+        if is_capturing(ballots.device):
+            if is_urgent:
+                raise ConfigurationError(
+                    "A step with weights cannot be captured in a CUDA graph: the host has to read their sum.\n"
+                    "Capture without weight(), or train eagerly."
+                )
+            return 1.0
         if ballots.device.type == "cuda" and not is_urgent:
             event = torch.cuda.Event()
             self._doubt = ballots.to("cpu", non_blocking=True), event
@@ -162,11 +172,12 @@ class Weights:
 
     def resolve_doubt(self) -> None:
         """Raise ConfigurationError if other ranks gave weights in the last step, and this one did not look then."""
-        if self._doubt is not None:
-            ballots, event = self._doubt
-            self._doubt = None
-            event.synchronize()
-            self._conclude(ballots.tolist())
+        if self._doubt is None or is_capturing(self.device):  # no event may be waited for in a capture
+            return
+        ballots, event = self._doubt
+        self._doubt = None
+        event.synchronize()
+        self._conclude(ballots.tolist())
 
     def _exchange(self, ballot: Ballot) -> list[float]:
         """Return the sum of all ballots. Collective: every rank. Blocks until complete."""
