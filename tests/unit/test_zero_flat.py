@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.parallel.zero import shard as shard_module
 from lockstep.parallel.zero.flat import FlatBuffer
 from lockstep.parallel.zero.recipe import ELEMENTWISE, Recipe
 from lockstep.parallel.zero.shard import FlatShard
@@ -113,6 +114,24 @@ def test_segments_stay_whole_as_long_as_all_have_gradients():
     assert sizes == [[35, 5, 1], [49, 33]]
     steps = [float(entries["step"]) for _, entries in sharded.shards[0].state()]
     assert steps == [2, 1, 2, 2, 2, 2]
+
+
+def test_slices_that_exceed_a_cache_are_updated_in_parts(monkeypatch):
+    monkeypatch.setattr(shard_module, "_CHUNK_BYTES", 7 * 8)
+    ours, theirs = parameters(), parameters()
+    expected = torch.optim.AdamW(groups_of(theirs), lr=0.01)
+    sharded = Sharded(ours, Recipe.make(torch.optim.AdamW, {"lr": 0.01}, None), 2)
+    for step in range(4):
+        give_gradients(ours, theirs, step=step)
+        expected.step()
+        sharded.step()
+    sizes = [each.numel() for group in sharded.shards[0].optimizer.param_groups for each in group["params"]]
+    assert sum(sizes) == sharded.buffer.slice_of(0).numel()
+    assert max(sizes) == 7
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
+    whole = Sharded(parameters(), Recipe.make(torch.optim.AdamW, {"fused": True}, None), 2)
+    assert max(each.numel() for each in whole.shards[0].optimizer.param_groups[0]["params"]) > 7
 
 
 def test_state_moves_to_another_number_of_owners():

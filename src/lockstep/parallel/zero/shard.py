@@ -9,6 +9,12 @@ A parameter without a gradient must not be touched, not by weight decay or momen
 (Adam's bias correction) must stand still. So the first time that only some parameters of a segment have a gradient,
 the segment is cut there, and its state with it: from then on both parts have numbers of their own. Nothing is saved and
 put back, and the result is exact.
+
+[Note: cache]
+torch's optimizers on the CPU pass over a parameter once for each operation, a dozen times in Adam. For a segment of
+millions of elements all of that comes from memory. So segments are cut there to a size of which value, gradient and
+state fit in a core's cache together, and the passes but the first find them there. Fused and foreach kernels pass once,
+or over all parameters in turn; for them, and on other devices, segments stay long.
 """
 
 from __future__ import annotations
@@ -16,16 +22,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.parallel.zero.recipe import Recipe
-from lockstep.parallel.zero.spans import Span, with_offsets
+from lockstep.parallel.zero.spans import Span, cut_spans, with_offsets
 
 Entries = Mapping[str, Any]
 """What an optimizer keeps of a parameter, by name: per element in tensors, for all of it in numbers."""
+
+
+_CHUNK_BYTES = 2**18
+"""Four times that, for Adam's value, gradient and two averages, fit in the second-level cache of most cores."""
+
+
+class _Chunk(NamedTuple):
+    """What may become one segment: where it begins in which slice, and what it is made of."""
+
+    piece: int
+    offset: int
+    spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +92,13 @@ class FlatShard:
         spans: Sequence[Sequence[Span]],
         options: Sequence[Mapping[str, Any]],
     ) -> None:
-        self._recipe, self._pieces, self._spans = recipe, list(pieces), [list(each) for each in spans]
+        self._recipe, self._pieces = recipe, list(pieces)
+        self._chunks = [
+            _Chunk(index, start, tuple(cut_spans(spans[index], start, start + size)))
+            for index, piece in enumerate(self._pieces)
+            for size in [_chunk_numel(piece, [recipe.defaults, *options])]
+            for start in range(0, piece.numel(), size)
+        ]
         self._install([dict(each) for each in options], lambda span: span.group)
 
     def set_gradients(self, gradients: Sequence[Tensor], present: Sequence[int]) -> None:
@@ -124,7 +148,7 @@ class FlatShard:
             read: What was kept of these elements, as `state` returns it; None: nothing.
             options: By param group, its options without "params".
         """
-        found = {span: read(span) for spans in self._spans for span in spans}
+        found = {span: read(span) for chunk in self._chunks for span in chunk.spans}
         self._install([dict(each) for each in options], lambda span: (span.group, _numbers_of(found[span])))
         state: dict[int, Any] = {}
         saved = self.optimizer.state_dict()
@@ -150,8 +174,10 @@ class FlatShard:
         """Make segments of neighbours that are ``alike``, and an optimizer for them."""
         self._segments = [
             segment
-            for piece, spans in enumerate(self._spans)
-            for segment in self._segments_of(piece, 0, [list(run) for _, run in groupby(spans, key=alike)])
+            for chunk in self._chunks
+            for segment in self._segments_of(
+                chunk.piece, chunk.offset, [list(run) for _, run in groupby(chunk.spans, key=alike)]
+            )
         ]
         parameters: list[list[nn.Parameter]] = [[] for _ in options]
         for segment in self._segments:
@@ -195,6 +221,14 @@ class FlatShard:
                 for name, value in entries.items()
             }
         return parts
+
+
+def _chunk_numel(piece: Tensor, options: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many elements of a slice may be one segment, see [Note: cache]."""
+    passes_once = any(each.get("fused") or each.get("foreach") for each in options)
+    if piece.device.type != "cpu" or passes_once:
+        return max(piece.numel(), 1)
+    return max(_CHUNK_BYTES // piece.itemsize, 1)
 
 
 def _copy(value: Any) -> Any:
