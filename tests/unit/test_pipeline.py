@@ -38,6 +38,16 @@ def test_what_is_not_hidden_delays_backward():
     assert predict_end_s([bucket(0), bucket(1, 2, size_bytes=40)], TIMELINE, nothing_hidden) == 6 + 3 + 5
 
 
+def test_beside_backward_both_may_take_longer():
+    costs = Costs(latency_s=1.0, bytes_per_s=10.0, launch_s=0.0, hidden=-0.5)
+    assert predict_end_s([bucket(0), bucket(1, 2, size_bytes=40)], TIMELINE, costs) == 6 + 1.5 * 3 + 5
+
+
+def test_all_but_the_last_are_handed_over():
+    costs = Costs(latency_s=1.0, bytes_per_s=10.0, launch_s=0.0, hidden=1.0, handover_s=2.5)
+    assert predict_end_s([bucket(0), bucket(1), bucket(2)], TIMELINE, costs) == 2 + 5.5 + 5.5 + 3
+
+
 def test_launching_delays_backward():
     costs = Costs(latency_s=1.0, bytes_per_s=10.0, launch_s=0.25, hidden=1.0)
     assert predict_end_s([bucket(0), bucket(1, 2, size_bytes=40)], TIMELINE, costs) == 6 + 0.25 + 0.25 + 5

@@ -3,9 +3,10 @@
 [Note: the model of a step]
 Backward makes one gradient after the other ready. A bucket leaves when its last gradient is ready and all buckets
 before it have left, which takes the host ``launch_s``. The network (or the memory) carries one bucket at a time, each
-for ``latency_s + bytes / bytes_per_s``. Where that happens during backward it takes something away from it: of its time
-only the part ``hidden`` is free, for the rest backward has to wait. On a GPU nearly all is free; on a CPU whose cores
-are all busy with backward nearly nothing is, for it is cores that copy and add.
+for ``latency_s + bytes / bytes_per_s``; all but the last are handed to another thread, which takes ``handover_s``.
+Where that happens during backward it takes something away from it: of its time only the part ``hidden`` is free, for
+the rest backward has to wait. On a GPU nearly all is free; on a CPU whose cores are all busy with backward nothing is,
+for it is cores that copy and add, and both take longer than one after the other (``hidden`` below 0).
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ class Costs:
         latency_s: Of an all-reduce, however small.
         bytes_per_s: What it carries beyond that.
         launch_s: How long the host is busy with starting one.
-        hidden: Which part of an all-reduce costs nothing while backward runs, between 0 and 1.
+        hidden: Which part of an all-reduce costs nothing while backward runs, at most 1; below 0 if it costs extra.
+        handover_s: What an all-reduce takes longer that another thread carries out.
     """
 
     latency_s: float
     bytes_per_s: float
     launch_s: float
     hidden: float
+    handover_s: float = 0.0
 
     def carry_s(self, size_bytes: float) -> float:
         """Return how long an all-reduce of so many bytes takes."""
@@ -77,13 +80,14 @@ def predict_end_s(plan: Sequence[BucketSpec], timeline: Timeline, costs: Costs, 
         width: Bytes that travel for each byte of a gradient.
     """
     delay_s = left_s = free_s = 0.0
-    for spec in plan:
+    for position, spec in enumerate(plan):
         ready_s = timeline.end_s if spec.deferred else max(timeline.ready_s[index] for index in spec.parameters)
         left_s = max(left_s, ready_s + delay_s) + costs.launch_s
         if ready_s < timeline.end_s:
             delay_s += costs.launch_s
         started_s = max(left_s, free_s)
-        free_s = started_s + costs.carry_s(spec.size_bytes * width)
+        is_last = position == len(plan) - 1
+        free_s = started_s + costs.carry_s(spec.size_bytes * width) + (0.0 if is_last else costs.handover_s)
         during_backward_s = min(free_s, timeline.end_s + delay_s) - started_s
         delay_s += (1 - costs.hidden) * max(during_backward_s, 0.0)
     return max(timeline.end_s + delay_s, free_s)
