@@ -106,6 +106,8 @@ class Arrivals:
         self._came = bytearray(len(self._row.parameters))
         self._missing = [len(bucket.parameters) for bucket in self._row.buckets]
         self._completed_by = [None] * len(self._missing)
+        self._seen: set[int] = set()  # buckets that are complete
+        self._incomplete: list[int] = []  # those that were not when their parameter with a hook got its gradient
         self._is_open = self._is_usual = False
 
     def open(self, *, is_usual: bool, has_begun: bool) -> None:
@@ -118,6 +120,8 @@ class Arrivals:
         self._is_usual = is_usual and self._row.is_rebuilt and all(each.grad is None for each in self._row.parameters)
         if not self._is_usual:
             self.listen(has_begun=has_begun)
+        if not has_begun:
+            self._hooks.move_last()
         self._is_open = True
 
     def note(self, index: int) -> bool:
@@ -127,6 +131,8 @@ class Arrivals:
             return False
         position = self._row.position_of[index]
         if self._hooked is _Hooked.FEW:
+            if not self._look(position):
+                self._incomplete.append(position)
             return True
         if self._came[index]:
             return False
@@ -151,11 +157,14 @@ class Arrivals:
         return self._look(position) if self._hooked is _Hooked.FEW else self._missing[position] == 0
 
     def _look(self, position: int) -> bool:
+        if position in self._seen:
+            return True
         bucket = self._row.buckets[position]
         if any(parameter.grad is None for parameter in reversed(bucket.parameters)):  # the last are missing longest
             return False
         for index in bucket.spec.parameters:
             self.used[index] = 1
+        self._seen.add(position)
         return True
 
     def end(self, num_left: int) -> None:
@@ -167,8 +176,7 @@ class Arrivals:
             bucket = self._row.buckets[position]
             for index, parameter in zip(bucket.spec.parameters, bucket.parameters, strict=True):
                 self.used[index] = parameter.grad is not None
-        heads = self._row.buckets[num_left : num_left + 1]
-        was_late = any(self._look(num_left) for bucket in heads if not bucket.spec.deferred)
+        was_late = any(self._look(position) for position in self._incomplete)
         self._num_late = self._num_late + 1 if was_late else 0
 
     def _check_intact(self, num_left: int) -> None:

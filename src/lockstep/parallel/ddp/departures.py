@@ -10,8 +10,8 @@ weights or a communication hook it is never during backward: only the end of the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from lockstep.errors import CollectiveError
 from lockstep.parallel.ddp.ballot import Ballot
 from lockstep.parallel.ddp.bucket import Bucket
 from lockstep.parallel.ddp.bucket_row import BucketRow
+from lockstep.parallel.ddp.capture import refuse_absent
 from lockstep.parallel.ddp.transport import MeanTransport, Transport
 from lockstep.parallel.ddp.weights import Weights, find_carrier
 
@@ -55,25 +56,42 @@ class Departures:
         self._row = row
         self._weights = weights
         self._skip_unused = skip_unused
+        self._num_told = 0
+        self._abandoned: list[Future[Any]] = []
         self._lane: torch.cuda.Stream | None = None
+        self._under_way: list[Departure] = []
         self.reset()
 
     def reset(self) -> None:
         """Forget the buckets that have left: the step is over, or an exception cut it short."""
+        self._abandoned += [future for _, future in self._under_way[self._num_told :]]
         self.num_left = 0
-        self._under_way: list[Departure] = []
+        self._under_way = []
         self._num_told = 0
+
+    def wait_for_abandoned(self) -> None:
+        """Block until nobody writes any more into buckets that left in a step which was cut short."""
+        while self._abandoned:
+            with suppress(RuntimeError):
+                self._abandoned.pop().wait()
 
     @property
     def have_all_left(self) -> bool:
         """Whether no bucket of this step is to leave any more."""
         return self.num_left >= len(self._row.buckets)
 
-    def launch(self, used: bytearray) -> None:
+    def launch_rest(self, used: bytearray) -> None:
+        """Let all leave that have not, since backward is over; see `launch`. Blocks until complete at most."""
+        self.exposed_wait_s = 0.0
+        while not self.have_all_left:
+            self.launch(used, alone=self.num_left == len(self._row.buckets) - 1)
+
+    def launch(self, used: bytearray, *, alone: bool = False) -> None:
         """Gather the next bucket's gradients and start its reduction. Does not block. Collective: every rank.
 
         Args:
             used: By parameter, whether it received a gradient since the last synchronised step.
+            alone: Whether nothing is left to do meanwhile; then it may block.
         """
         bucket = self._row.buckets[self.num_left]
         mine = [used[index] for index in bucket.spec.parameters]
@@ -81,13 +99,20 @@ class Departures:
         share = self._weights.share(bucket.spec.parameters, used, divisor)
         if not self._skip_unused or any(mine):
             bucket.gather(mine, share)
-            self._under_way.append((bucket, self._start(bucket, self.num_left)))
+            refuse_absent(bucket)
+            self._under_way.append((bucket, self._start(bucket, self.num_left, alone=alone)))
         self.num_left += 1
         if self.eager:
             self._tell_early()
 
-    def _start(self, bucket: Bucket, position: int) -> Future[Any]:
-        return self.transport.start(bucket, position, is_last=position == len(self._row.buckets) - 1)
+    def _start(self, bucket: Bucket, position: int, *, alone: bool = False) -> Future[Any]:
+        if not alone:
+            return self.transport.start(bucket, position, is_last=position == len(self._row.buckets) - 1)
+        started_s = time.perf_counter()
+        with self._naming(bucket, position):
+            future = self.transport.start_alone(bucket, position)
+        self.exposed_wait_s += time.perf_counter() - started_s
+        return future
 
     @property
     def _may_tell_early(self) -> bool:
@@ -137,7 +162,6 @@ class Departures:
         """
         if self._lane is not None:
             torch.cuda.current_stream(self._row.device).wait_stream(self._lane)
-        self.exposed_wait_s = 0.0
         while self._may_tell_early and self._num_told < len(self._under_way):  # while the next ones still travel
             self._finish_next()
         num_users = self._bring_home(self._under_way, used, ballot)
@@ -172,12 +196,18 @@ class Departures:
     def _finish(self, position: int, left: Sequence[Departure]) -> None:
         bucket, future = left[position]
         started_s = time.perf_counter()
-        try:
+        with self._naming(bucket, position):
             self.transport.finish(bucket, future)
+        self.exposed_wait_s += time.perf_counter() - started_s
+
+    @contextmanager
+    def _naming(self, bucket: Bucket, position: int) -> Iterator[None]:
+        """Name the bucket in the error of a reduction that fails inside."""
+        try:
+            yield
         except RuntimeError as error:
             raise CollectiveError(
                 f"Rank {self._weights.rank}: the gradient reduction of bucket {position} "
                 f"({bucket.names[0]} ... {bucket.names[-1]}) failed: {error}\n"
                 "Another rank probably ended or ran no backward; look at the first error of the job."
             ) from error
-        self.exposed_wait_s += time.perf_counter() - started_s

@@ -48,6 +48,13 @@ class ParameterHooks:
                 self._handles[index] = _hook(self._parameters[index], self._make(index))
         return True
 
+    def move_last(self) -> None:
+        """Let our hooks run behind those that others have registered since."""
+        for index, handle in self._handles.items():
+            hooks = self._parameters[index]._post_accumulate_grad_hooks
+            if next(reversed(hooks)) != handle.id:
+                hooks[handle.id] = hooks.pop(handle.id)  # autograd sees no move_to_end
+
     def stop(self) -> None:
         """Remove all hooks, for good."""
         self.set(())

@@ -19,6 +19,10 @@ parameters receive several in one backward (a shared layer under reentrant check
 they saw, and the buckets are built anew, once. Parameters that received several gradients are reduced at the end of
 backward from then on, since no arrival of theirs is known to be the last. Steps in which some rank may be without a
 batch launch nothing before their end either: ``at_end`` is set then, and called first; see follow.py.
+
+[Note: the last bucket]
+When it is complete, backward is over but for inputs. So it stays until the step closes, where its reduction need not be
+handed to another thread; where one backward runs through several wrappers, only until that is known, on all ranks.
 """
 
 from __future__ import annotations
@@ -75,13 +79,7 @@ class Reducer:
             had no data for; told whether it had.
     """
 
-    def __init__(
-        self,
-        row: BucketRow,
-        *,
-        group: Group,
-        skip_unused_buckets: bool = False,
-    ) -> None:
+    def __init__(self, row: BucketRow, *, group: Group, skip_unused_buckets: bool = False) -> None:
         self.at_end: Callable[[], None] | None = None
         self.opened_s = 0.0
         self.on_closed: list[Callable[[bool], None]] = []
@@ -96,6 +94,7 @@ class Reducer:
         self._has_taken_over = False
         self._phase = _Phase.IDLE
         self._closing: Callable[[], object] = lambda: None
+        self._holds_last = True  # see [Note: the last bucket]
         self.has_run = False
         self.companions: list[torch.nn.Parameter] = []
         self._reset_step()
@@ -179,6 +178,7 @@ class Reducer:
             return
         if self._phase is _Phase.COLLECTING:
             self._reset_step()
+        self.departures.wait_for_abandoned()
         self._phase = _Phase.IDLE
         if self.weights.window is not None:
             self.weights.window.on_forward()
@@ -198,6 +198,7 @@ class Reducer:
     def _open_step(self, arrived: int | None = None) -> None:
         if self._phase is _Phase.COLLECTING:  # a backward that an exception cut short
             self._reset_step()
+            self.departures.wait_for_abandoned()
         self._phase = _Phase.COLLECTING
         self.opened_s = time.perf_counter()
         close = self._close_step
@@ -233,7 +234,7 @@ class Reducer:
                 raise second_gradient(self._group.rank(), self.row.names[index])
             if not arrivals.note(index) or self.at_end is not None:
                 return
-            while (ready := self.departures.num_left) < len(self.row.buckets):
+            while (ready := self.departures.num_left) < len(self.row.buckets) - self._holds_last:
                 if self.row.buckets[ready].spec.deferred or not arrivals.is_complete(ready):
                     return
                 self.departures.launch(arrivals.used)
@@ -249,14 +250,14 @@ class Reducer:
         """Launch what is left, wait for everything, and settle the gradients that never came."""
         with self._lock:
             try:
+                self._look_for_others()
                 if self.at_end is not None:
                     self.at_end()
                 if not self.row.is_rebuilt:
                     self.weights.call_the_roll(self.weights.ballot())
                 ballot = self.weights.ballot()
                 self._arrivals.end(self.departures.num_left)
-                while not self.departures.have_all_left:
-                    self.departures.launch(self._arrivals.used)
+                self.departures.launch_rest(self._arrivals.used)
                 self.departures.complete(self._arrivals.used, ballot)
                 for future in self.post_backward:
                     future.wait()
@@ -269,6 +270,11 @@ class Reducer:
             finally:
                 self.post_backward = []
                 self._reset_step()
+
+    def _look_for_others(self) -> None:
+        others = [each for each in live_reducers if each is not self and each.is_collecting]
+        for reducer in [self, *others] if others else ():
+            reducer._holds_last = False
 
     def shadow_step(self) -> None:
         """Take part in one step of the other ranks with zero gradients; ``param.grad`` stays as it is.

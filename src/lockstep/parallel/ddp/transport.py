@@ -38,6 +38,13 @@ class Transport(ABC):
     def start(self, bucket: Bucket, position: int, *, is_last: bool) -> Future[Any]:
         """Start to reduce ``bucket`` over all ranks; does not block. Collective: every rank, in bucket order."""
 
+    def start_alone(self, bucket: Bucket, position: int) -> Future[Any]:
+        """Do as `start` for the last bucket of a step, when this rank has nothing else to do: may block until reduced.
+
+        Collective: every rank, in bucket order. Others may call `start` meanwhile.
+        """
+        return self.start(bucket, position, is_last=True)
+
     @abstractmethod
     def finish(self, bucket: Bucket, future: Future[Any]) -> None:
         """Block until ``bucket`` holds the reduced gradients."""
@@ -74,6 +81,15 @@ class MeanTransport(Transport):
         return all_reduce_async(bucket.payload, group=self._group)
 
     @override
+    def start_alone(self, bucket: Bucket, position: int) -> Future[Any]:
+        if not bucket.payload.is_cpu:
+            return self.start(bucket, position, is_last=True)  # a future that other streams can wait for
+        all_reduce(bucket.payload, group=self._group)  # saves two hand-overs between threads
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return done
+
+    @override
     def finish(self, bucket: Bucket, future: Future[Any]) -> None:
         future.wait()
 
@@ -93,6 +109,8 @@ class HookTransport(Transport):
         self._group = group
         self._hook = hook
         self._state = state
+        self._said: list[float] = []
+        self._on_device = torch.empty(0)
 
     @override
     def start(self, bucket: Bucket, position: int, *, is_last: bool) -> Future[Any]:
@@ -106,7 +124,10 @@ class HookTransport(Transport):
     @override
     def count(self, used: Sequence[int], ballot: Sequence[float], device: torch.device) -> Counts:
         # Not earlier: hooks start collectives of their own when others finish, at a time that differs between ranks.
-        sums = torch.tensor([*used, *ballot], dtype=torch.float64, device=device)
+        said = [*used, *ballot]
+        if said != self._said:  # the same in most steps, and a copy to a GPU would block
+            self._said, self._on_device = said, torch.tensor(said, dtype=torch.float64, device=device)
+        sums = self._on_device.clone()
         all_reduce(sums, group=self._group)
         counts, ballots = sums[: len(used)], sums[len(used) :]
         return Counts([1] * len(used) if all(used) else [int(count) for count in counts.tolist()], ballots)
