@@ -7,6 +7,7 @@ import lockstep
 from lockstep.errors import ConfigurationError
 from lockstep.train.loop import Loop
 from lockstep.train.settings import Settings
+from tests.shm import shm_group
 from tests.training import make_task, mean_loss, relative_error, token_loss, whole_batch
 
 # 50 samples in global batches of 24: the third holds 2, so that of 3 ranks some have none.
@@ -45,6 +46,26 @@ def test_steps_are_those_of_the_whole_batch(ranks, num_ranks, settings, loss):
             assert relative_error(weights, expected["weights"]) < 1e-12
             assert losses == pytest.approx(expected["losses"], rel=1e-11)
             assert torch.equal(weights, results[0][index][0])
+
+
+@pytest.mark.parametrize("loss", [mean_loss, token_loss])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_on_shared_memory_gradients_are_reduced_to_slices(ranks, num_ranks, loss):
+    settings = {"accumulate": 2, "clip": 0.3}
+    task = make_task(loss=loss, optimizer=OPTIMIZERS["groups"])
+
+    def run(world):
+        with shm_group() as group:
+            inner = lockstep.World.from_group(group, device="cpu")
+            weights, losses, _, loop = train(inner, task, **settings)
+            assert loop.optimizer._shard_gradients
+            assert not loop.optimizer.overlaps
+            return weights, losses
+
+    expected = whole_batch(task, NUM_STEPS, **settings)
+    for weights, losses in ranks(num_ranks)(run):
+        assert relative_error(weights, expected["weights"]) < 1e-12
+        assert losses == pytest.approx(expected["losses"], rel=1e-11)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

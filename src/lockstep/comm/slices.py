@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.collectives import NO_TIMEOUT, Group, all_gather, broadcast
+from lockstep.comm.collectives import NO_TIMEOUT, Group, all_gather, broadcast, is_native
+from lockstep.comm.shm.process_group import ShmProcessGroup
 
 
 class Waitable(Protocol):
@@ -24,7 +25,9 @@ class Waitable(Protocol):
 
 def scatters(group: Group, device: torch.device) -> bool:
     """Tell whether a reduce-scatter costs ``group`` less than an all-reduce; Gloo does the one with the other."""
-    return device.type == "cuda" or "gloo" not in group._get_backend(device).name().lower()
+    if device.type == "cuda" or isinstance(group, ShmProcessGroup):
+        return True
+    return is_native(group) and "gloo" not in group._get_backend(device).name().lower()
 
 
 def reduce_scatter_slices(flat: Tensor, *, group: Group) -> Waitable:
