@@ -229,7 +229,7 @@ def _do_nothing() -> None:
 def _measured(costs: Costs) -> str:
     return (
         f"measured: {costs.latency_s * 1e6:.0f} us and {costs.bytes_per_s / 1e9:.2g} GB/s an all-reduce, "
-        f"{costs.hidden:.0%} of it hidden behind backward"
+        f"which beside backward costs {1 - costs.hidden:.0%} of its time"
     )
 
 
