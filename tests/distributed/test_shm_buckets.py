@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from lockstep.comm.shm import segment
 from lockstep.comm.shm.allocate import empty_shared
+from lockstep.comm.slices import all_gather_slices, reduce_scatter_slices, wait_for
 from tests.shm import shm_group
 
 
@@ -30,6 +31,64 @@ def test_all_reduce_in_place_has_the_bits_of_one_with_copies(ranks, num_ranks):
         return bad
 
     assert ranks(num_ranks)(body) == [[]] * num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_slices_are_reduced_and_gathered_in_place(ranks, num_ranks):
+    def body(world):
+        results = []
+        with shm_group() as group:
+            for size in (1, 40_001):
+                for mine in (empty_shared(size * num_ranks, dtype=torch.float64, group=group), None):
+                    flat = torch.empty(size * num_ranks, dtype=torch.float64) if mine is None else mine
+                    own = flat[world.rank * size : (world.rank + 1) * size]
+                    assert (group.calls.buckets.find(own)[0] >= 0) == (mine is not None)
+                    values = torch.arange(size * num_ranks, dtype=torch.float64)
+                    flat.copy_(values * (world.rank + 1))
+                    wait_for(reduce_scatter_slices(flat, group=group))
+                    total = num_ranks * (num_ranks + 1) // 2
+                    scattered = torch.equal(own, values.chunk(num_ranks)[world.rank] * total)
+                    wait_for(all_gather_slices(flat, group=group))
+                    results.append((scattered, torch.equal(flat, values * total)))
+        return results
+
+    assert ranks(num_ranks)(body) == [[(True, True)] * 4] * num_ranks
+
+
+def test_slices_may_lie_in_shared_memory_on_some_ranks_only(ranks):
+    def body(world):
+        with shm_group() as group:
+            shared = empty_shared(300_000, dtype=torch.float32, group=group)
+            flat = shared if world.rank else torch.empty(300_000)
+            flat.fill_(world.rank + 1.0)
+            own = flat[world.rank * 150_000 : (world.rank + 1) * 150_000]
+            wait_for(reduce_scatter_slices(flat, group=group))
+            scattered = own.unique().tolist()
+            own.fill_(world.rank + 5.0)
+            wait_for(all_gather_slices(flat, group=group))
+            return scattered, flat[::150_000].tolist(), flat.unique().tolist()
+
+    assert ranks(2)(body) == [([3.0], [5.0, 6.0], [5.0, 6.0])] * 2
+
+
+def test_who_changes_a_slice_after_the_gather_changes_nobody_elses(ranks):
+    """Without the last wait, a slow rank would still read what a quick one writes for the next step."""
+
+    def body(world):
+        with shm_group() as group:
+            flat = empty_shared(2_000_000, dtype=torch.float32, group=group)
+            own = flat[world.rank * 1_000_000 : (world.rank + 1) * 1_000_000]
+            seen = []
+            for step in range(20):
+                own.fill_(step)
+                wait_for(all_gather_slices(flat, group=group))
+                seen.append((flat == step).all().item())
+                flat.fill_(step)
+                wait_for(reduce_scatter_slices(flat, group=group))
+                seen.append((own == 2 * step).all().item())
+            return all(seen)
+
+    assert ranks(2)(body) == [True, True]
 
 
 def test_ranks_may_differ_in_where_their_tensor_lies(ranks):

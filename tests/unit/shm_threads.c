@@ -14,9 +14,10 @@ void lockstep_format(void *, size_t, size_t);
 Group *lockstep_join(void *, int, int, int, int, Interrupted);
 void lockstep_leave(Group *);
 int lockstep_all_reduce(Group *, char *, size_t, int, int, int, int64_t, size_t, char *const *, int64_t);
-int lockstep_reduce_scatter(Group *, char *const *, const uint64_t *, char *, int, int, int64_t);
+int lockstep_reduce_scatter(Group *, char *const *, const uint64_t *, char *, int, int, int64_t, size_t,
+                            char *const *, int64_t);
 int lockstep_exchange(Group *, int, int, int, const char *const *, const uint64_t *, char *const *, const uint64_t *,
-                      int64_t);
+                      int64_t, size_t, char *const *, int64_t);
 uint32_t lockstep_bell(Group *);
 void lockstep_await_bell(Group *, uint32_t, int64_t);
 size_t lockstep_ring_write(Group *, int, const char *, size_t);
@@ -43,13 +44,28 @@ static void reduce(Group *g, int rank, float *data, size_t count, int64_t alloc)
     for (size_t i = 0; i < count; i++) CHECK(data[i] == factor * (float)(i % 7));
 }
 
-static void scatter(Group *g, int rank, float *data, float *output) {
+static void scatter(Group *g, int rank, float *data, float *output, int64_t alloc) {
     char *inputs[MOST];
     uint64_t counts[MOST];
     for (int to = 0; to < size; to++) inputs[to] = (char *)(data + to * PIECE), counts[to] = PIECE;
     for (size_t i = 0; i < (size_t)size * PIECE; i++) data[i] = (float)(rank + (int)(i / PIECE));
-    CHECK(lockstep_reduce_scatter(g, inputs, counts, (char *)output, F32, SUM, 60000) == OK);
+    CHECK(lockstep_reduce_scatter(g, inputs, counts, (char *)output, F32, SUM, alloc, 0, shares, 60000) ==
+          OK);
     for (size_t i = 0; i < PIECE; i++) CHECK(output[i] == (float)(size * (size - 1) / 2 + size * rank));
+}
+
+static void gather(Group *g, int rank, float *data, int64_t alloc) {
+    const char *sends[MOST];
+    char *receives[MOST];
+    uint64_t bytes[MOST];
+    for (int from = 0; from < size; from++) {
+        sends[from] = (char *)(data + rank * PIECE), receives[from] = (char *)(data + from * PIECE);
+        bytes[from] = PIECE * sizeof(float);
+    }
+    for (size_t i = 0; i < PIECE; i++) data[rank * PIECE + (int)i] = (float)(1000 * rank + (int)(i % 7));
+    CHECK(lockstep_exchange(g, 8, -1, 1, sends, bytes, receives, bytes, alloc, 0, shares, 60000) == OK);
+    for (int from = 0; from < size; from++)
+        for (size_t i = 0; i < PIECE; i++) CHECK(data[from * PIECE + (int)i] == (float)(1000 * from + (int)(i % 7)));
 }
 
 static void swap(Group *g, int rank, float *data, float *output) {
@@ -61,7 +77,7 @@ static void swap(Group *g, int rank, float *data, float *output) {
         bytes[to] = PIECE * sizeof(float);
         for (size_t i = 0; i < PIECE; i++) data[to * PIECE + (int)i] = (float)(100 * rank + to);
     }
-    CHECK(lockstep_exchange(g, 7, -1, 0, sends, bytes, receives, bytes, 60000) == OK);
+    CHECK(lockstep_exchange(g, 7, -1, 0, sends, bytes, receives, bytes, -1, 0, NULL, 60000) == OK);
     for (int from = 0; from < size; from++)
         for (size_t i = 0; i < PIECE; i++) CHECK(output[from * PIECE + (int)i] == (float)(100 * from + rank));
 }
@@ -92,7 +108,14 @@ static void *run(void *argument) {
         reduce(g, rank, data, most, -1);
         reduce(g, rank, (float *)shares[rank], PIECE, 1);
         reduce(g, rank, (float *)shares[rank], PIECE, rank == 0 ? -1 : 1);
-        scatter(g, rank, data, output);
+        scatter(g, rank, data, output, -1);
+        for (int who = 0; who < 2; who++) { /* all in place; all but one */
+            float *shared = (float *)shares[rank];
+            int64_t alloc = who == 1 && rank == 0 ? -1 : 1;
+            scatter(g, rank, shared, shared + rank * PIECE, alloc);
+            gather(g, rank, shared, alloc);
+        }
+        gather(g, rank, data, -1);
         swap(g, rank, data, output);
         ring(g, rank, (char *)data);
     }
@@ -108,7 +131,7 @@ int main(int argc, char **argv) {
     segment = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     lockstep_format(segment, CHUNK, RING);
     pthread_t threads[MOST];
-    for (int rank = 0; rank < size; rank++) shares[rank] = calloc(PIECE, sizeof(float));
+    for (int rank = 0; rank < size; rank++) shares[rank] = calloc((size_t)size * PIECE, sizeof(float));
     for (intptr_t rank = 0; rank < size; rank++) pthread_create(&threads[rank], NULL, run, (void *)rank);
     for (int rank = 0; rank < size; rank++) pthread_join(threads[rank], NULL);
     puts("ok");

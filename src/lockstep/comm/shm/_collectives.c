@@ -62,6 +62,28 @@ static bool all_in_place(const Group *g) {
     return true;
 }
 
+static bool any_in_place(const Group *g) {
+    for (int rank = 0; rank < g->size; rank++)
+        if (g->head->member[rank].call[g->step & 1].alloc >= 0) return true;
+    return false;
+}
+
+/* Some tensors lie in shared memory and others do not: all ranks alike take the next step, with copies. */
+static int begin_again(Group *g, int64_t deadline_ms) {
+    announce(&me(g)->done, g->step);
+    TRY(open_step(g, g->step + 1, deadline_ms));
+    g->step++;
+    return OK;
+}
+
+/* End an in-place collective: nobody may change its tensor before all have read what they need of it. */
+static int part(Group *g, int64_t deadline_ms) {
+    announce(&me(g)->reduced, g->step);
+    TRY(await_all(g, REDUCED, g->step, deadline_ms));
+    announce(&me(g)->done, g->step);
+    return OK;
+}
+
 /* All tensors lie in shared memory: each rank reads its slice of all, and writes the sum into all. */
 static int reduce_in_place(Group *g, char *const *parts, size_t count, size_t width, const Call *call,
                            int64_t deadline_ms) {
@@ -77,10 +99,7 @@ static int reduce_in_place(Group *g, char *const *parts, size_t count, size_t wi
         for (int rank = 0; rank < g->size; rank++) copy((void *)sources[rank], own, now * width);
         for (int rank = 0; rank < g->size; rank++) sources[rank] = (const char *)sources[rank] + now * width;
     }
-    announce(&me(g)->reduced, g->step);
-    TRY(await_all(g, REDUCED, g->step, deadline_ms));
-    announce(&me(g)->done, g->step);
-    return OK;
+    return part(g, deadline_ms);
 }
 
 typedef struct {
@@ -154,12 +173,9 @@ int lockstep_all_reduce(Group *g, char *data, size_t count, int dtype, int op, i
         publish_slices(g, g->step, data, span_of(g, 0, count, width), width);
     TRY(meet(g, deadline_ms));
     if (all_in_place(g)) return reduce_in_place(g, parts, count, width, &call, deadline_ms);
-    bool mixed = false;
-    for (int rank = 0; rank < g->size; rank++) mixed |= g->head->member[rank].call[g->step & 1].alloc >= 0;
-    if (mixed) { /* On all ranks alike: begin again, all with copies. */
-        announce(&me(g)->done, g->step);
-        TRY(open_step(g, g->step + 1, deadline_ms));
-        publish_slices(g, ++g->step, data, span_of(g, 0, count, width), width);
+    if (any_in_place(g)) {
+        TRY(begin_again(g, deadline_ms));
+        publish_slices(g, g->step, data, span_of(g, 0, count, width), width);
         TRY(await_all(g, ARRIVED, g->step, deadline_ms));
     }
     for (size_t index = 0;; index++) {
@@ -177,9 +193,17 @@ int lockstep_all_reduce(Group *g, char *data, size_t count, int dtype, int op, i
     }
 }
 
-/* Rank r gets the reduction of every rank's inputs[r], which has counts[r] elements. */
+static void publish_parts(Group *g, char *const *inputs, const uint64_t *counts, size_t at, size_t room, size_t width) {
+    char *box = outbox(g, g->rank, g->step);
+    for (int rank = 0; rank < g->size; rank++)
+        if (rank != g->rank && at < counts[rank])
+            copy(box + (size_t)rank * room * width, inputs[rank] + at * width, least(room, counts[rank] - at) * width);
+}
+
+/* Rank r gets the reduction of every rank's inputs[r], which has counts[r] elements. With alloc >= 0 the inputs lie one
+   after the other at `offset` in the ranks' shares of that allocation, `parts`, and the output is this rank's input. */
 int lockstep_reduce_scatter(Group *g, char *const *inputs, const uint64_t *counts, char *output, int dtype, int op,
-                            int64_t timeout_ms) {
+                            int64_t alloc, size_t offset, char *const *parts, int64_t timeout_ms) {
     int64_t deadline_ms = now_ms() + timeout_ms;
     size_t width = lockstep_element_bytes(dtype), longest = 0, total = 0;
     for (int rank = 0; rank < g->size; rank++) {
@@ -187,17 +211,24 @@ int lockstep_reduce_scatter(Group *g, char *const *inputs, const uint64_t *count
         total = total * 31 + counts[rank];
     }
     size_t room = g->head->chunk_bytes / width / (size_t)g->size / 64 * 64;
-    Call call = {REDUCE_SCATTER, dtype, op, -1, total, -1, 0};
+    Call call = {REDUCE_SCATTER, dtype, op, -1, total, alloc, offset};
+    const void *sources[MAX_RANKS];
     TRY(begin(g, &call, deadline_ms));
-    for (size_t at = 0, first = 1;; at += room, first = 0) {
-        char *box = outbox(g, g->rank, g->step);
-        for (int rank = 0; rank < g->size; rank++)
-            if (rank != g->rank && at < counts[rank])
-                copy(box + (size_t)rank * room * width, inputs[rank] + at * width,
-                     least(room, counts[rank] - at) * width);
+    if (alloc < 0) publish_parts(g, inputs, counts, 0, room, width);
+    announce(&me(g)->arrived, g->step);
+    TRY(meet(g, deadline_ms));
+    if (all_in_place(g)) {
+        for (int rank = 0; rank < g->size; rank++) sources[rank] = parts[rank] + (output - parts[g->rank]);
+        lockstep_reduce(output, NULL, sources, g->size, counts[g->rank], dtype, op);
+        return part(g, deadline_ms);
+    }
+    if (any_in_place(g)) {
+        TRY(begin_again(g, deadline_ms));
+        publish_parts(g, inputs, counts, 0, room, width);
         announce(&me(g)->arrived, g->step);
-        TRY(first ? meet(g, deadline_ms) : await_all(g, ARRIVED, g->step, deadline_ms));
-        const void *sources[MAX_RANKS];
+        TRY(await_all(g, ARRIVED, g->step, deadline_ms));
+    }
+    for (size_t at = 0;;) {
         if (at < counts[g->rank]) {
             for (int rank = 0; rank < g->size; rank++)
                 sources[rank] = rank == g->rank ? inputs[rank] + at * width
@@ -205,52 +236,78 @@ int lockstep_reduce_scatter(Group *g, char *const *inputs, const uint64_t *count
             lockstep_reduce(output + at * width, NULL, sources, g->size, least(room, counts[g->rank] - at), dtype, op);
         }
         announce(&me(g)->done, g->step);
-        if (at + room >= longest) return OK;
+        at += room;
+        if (at >= longest) return OK;
         TRY(open_step(g, g->step + 1, deadline_ms));
         g->step++;
+        publish_parts(g, inputs, counts, at, room, width);
+        announce(&me(g)->arrived, g->step);
+        TRY(await_all(g, ARRIVED, g->step, deadline_ms));
     }
 }
 
-/* Every rank sends `send_bytes[r]` bytes at `sends[r]` to rank r; with `same`, they are the same bytes for all. */
+static void publish_sends(Group *g, const char *const *sends, const uint64_t *bytes, int same, size_t at, size_t room) {
+    for (int rank = 0; rank < g->size; rank++) {
+        if (rank == g->rank || at >= bytes[rank]) continue;
+        char *to = outbox(g, g->rank, g->step) + (same ? 0 : (size_t)rank * room);
+        copy(to, sends[rank] + at, least(room, bytes[rank] - at));
+        if (same) return;
+    }
+}
+
+/* Compare what the others send with what this rank expects; `longest` becomes the most that anybody sends anybody. */
+static int compare_sizes(Group *g, const uint64_t *receive_bytes, size_t *longest) {
+    for (int from = 0; from < g->size; from++) {
+        const uint64_t *sizes = g->head->member[from].sizes[g->step & 1];
+        if (sizes[g->rank] != receive_bytes[from]) {
+            g->culprit = from;
+            return MISMATCH;
+        }
+        for (int to = 0; to < g->size; to++) *longest = to != from && sizes[to] > *longest ? sizes[to] : *longest;
+    }
+    return OK;
+}
+
+/* Every rank sends `send_bytes[r]` bytes at `sends[r]` to rank r; with `same`, they are the same bytes for all. With
+   alloc >= 0, which needs `same`, what is received lies one after the other at `offset` in this rank's share of that
+   allocation, and what it sends is its own place there. */
 int lockstep_exchange(Group *g, int kind, int root, int same, const char *const *sends, const uint64_t *send_bytes,
-                      char *const *receives, const uint64_t *receive_bytes, int64_t timeout_ms) {
+                      char *const *receives, const uint64_t *receive_bytes, int64_t alloc, size_t offset,
+                      char *const *parts, int64_t timeout_ms) {
     int64_t deadline_ms = now_ms() + timeout_ms;
-    size_t room = same ? g->head->chunk_bytes : g->head->chunk_bytes / (size_t)g->size / 64 * 64;
-    Call call = {kind, 0, 0, root, 0, -1, 0};
+    size_t room = same ? g->head->chunk_bytes : g->head->chunk_bytes / (size_t)g->size / 64 * 64, longest = 0;
+    Call call = {kind, 0, 0, root, 0, alloc, offset};
     TRY(begin(g, &call, deadline_ms));
     memcpy(me(g)->sizes[g->step & 1], send_bytes, (size_t)g->size * sizeof *send_bytes);
-    size_t longest = 0;
-    for (size_t at = 0;; at += room) {
-        bool published = false;
-        for (int rank = 0; rank < g->size; rank++) {
-            if (rank == g->rank || at >= send_bytes[rank] || (same && published)) continue;
-            copy(outbox(g, g->rank, g->step) + (same ? 0 : (size_t)rank * room), sends[rank] + at,
-                 least(room, send_bytes[rank] - at));
-            published = true;
-        }
+    if (alloc < 0) publish_sends(g, sends, send_bytes, same, 0, room);
+    announce(&me(g)->arrived, g->step);
+    TRY(meet(g, deadline_ms));
+    TRY(compare_sizes(g, receive_bytes, &longest));
+    if (all_in_place(g)) {
+        for (int rank = 0; rank < g->size; rank++)
+            if (rank != g->rank)
+                copy(receives[rank], parts[rank] + (receives[rank] - parts[g->rank]), receive_bytes[rank]);
+        return part(g, deadline_ms);
+    }
+    if (any_in_place(g)) {
+        TRY(begin_again(g, deadline_ms));
+        publish_sends(g, sends, send_bytes, same, 0, room);
         announce(&me(g)->arrived, g->step);
-        if (at > 0) {
-            TRY(await_all(g, ARRIVED, g->step, deadline_ms));
-        } else {
-            TRY(meet(g, deadline_ms));
-            for (int from = 0; from < g->size; from++) {
-                const uint64_t *sizes = g->head->member[from].sizes[g->step & 1];
-                if (sizes[g->rank] != receive_bytes[from]) {
-                    g->culprit = from;
-                    return MISMATCH;
-                }
-                for (int to = 0; to < g->size; to++)
-                    longest = to != from && sizes[to] > longest ? sizes[to] : longest;
-            }
-            copy(receives[g->rank], sends[g->rank], receive_bytes[g->rank]);
-        }
+        TRY(await_all(g, ARRIVED, g->step, deadline_ms));
+    }
+    copy(receives[g->rank], sends[g->rank], receive_bytes[g->rank]);
+    for (size_t at = 0;;) {
         for (int rank = 0; rank < g->size; rank++)
             if (rank != g->rank && at < receive_bytes[rank])
                 copy(receives[rank] + at, outbox(g, rank, g->step) + (same ? 0 : (size_t)g->rank * room),
                      least(room, receive_bytes[rank] - at));
         announce(&me(g)->done, g->step);
-        if (at + room >= longest) return OK;
+        at += room;
+        if (at >= longest) return OK;
         TRY(open_step(g, g->step + 1, deadline_ms));
         g->step++;
+        publish_sends(g, sends, send_bytes, same, at, room);
+        announce(&me(g)->arrived, g->step);
+        TRY(await_all(g, ARRIVED, g->step, deadline_ms));
     }
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -12,7 +13,10 @@ from torch import Tensor
 from lockstep.comm.shm.member import Member
 
 PAGE_BYTES = 4096
-_NONE = (-1, 0, None)
+Place = tuple[int, int, ctypes.Array[ctypes.c_void_p] | None]
+"""Number of an allocation, offset in a rank's share of it, and where the ranks' shares lie."""
+NOWHERE: Place = (-1, 0, None)
+"""In this process's own memory."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +47,14 @@ class Buckets:
         self._allocations.append(_Allocation(self._num_made, start, start + share_bytes, parts, weakref.ref(memory)))
         self._num_made += 1
 
-    def find(self, tensor: Tensor) -> tuple[int, int, ctypes.Array[ctypes.c_void_p] | None]:
-        """Return allocation number, offset in it and the ranks' shares for a contiguous tensor; -1 if in none."""
+    def find_row(self, whole: Tensor, parts: Sequence[Tensor], own: Tensor) -> Place:
+        """Return where ``whole`` lies, if ``own`` is this rank's among its ``parts``."""
+        return self.find(whole) if parts[self._member.rank].data_ptr() == own.data_ptr() else NOWHERE
+
+    def find(self, tensor: Tensor) -> Place:
+        """Return where a contiguous tensor lies."""
         address = tensor.data_ptr()
         for known in self._allocations:
             if known.start <= address < known.end and known.memory() is not None:
                 return known.number, address - known.start, known.parts
-        return _NONE
+        return NOWHERE

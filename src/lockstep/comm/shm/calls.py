@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.comm.shm import kinds
-from lockstep.comm.shm.buckets import Buckets
+from lockstep.comm.shm.buckets import NOWHERE, Buckets, Place
 from lockstep.comm.shm.member import Member
 from lockstep.comm.shm.staging import Staged, pointers, sizes
 from lockstep.comm.shm.work import Queue, ShmWork
@@ -81,8 +81,12 @@ class Calls:
         *,
         root: int = -1,
         same: bool = False,
+        place: Place = NOWHERE,
     ) -> None:
-        """Exchange contiguous tensors, in the thread whose turn it is; with ``same``, each rank sends one tensor."""
+        """Exchange contiguous tensors, in the thread whose turn it is; with ``same``, each rank sends one tensor.
+
+        ``place`` is that of what is received, if this rank sends what already lies at its own place in it.
+        """
         call(
             self.member.native.lockstep_exchange,
             kind,
@@ -92,4 +96,5 @@ class Calls:
             sizes(sends),
             pointers(receives),
             sizes(receives),
+            *place,
         )

@@ -68,7 +68,8 @@ class Movements:
             for output, tensor in zip(outputs, inputs, strict=True):
                 with Staged([tensor], write_back=False) as (source,), Staged([output]) as (whole,):
                     parts = list(rows(whole, [tensor.numel()] * size))
-                    self._calls.exchange_now(call, kinds.ALL_GATHER, [source] * size, parts, same=True)
+                    place = self._calls.buckets.find_row(whole, parts, source)
+                    self._calls.exchange_now(call, kinds.ALL_GATHER, [source] * size, parts, same=True, place=place)
 
         return self._calls.submit("all_gather", action, outputs, opts)
 

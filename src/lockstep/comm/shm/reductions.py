@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.shm import kinds
+from lockstep.comm.shm.buckets import NOWHERE, Place
 from lockstep.comm.shm.calls import Call, Calls
 from lockstep.comm.shm.sparse import reduce_sparse
 from lockstep.comm.shm.staging import Staged, check_equal_sizes, pointers, rows
@@ -95,7 +96,7 @@ class Reductions:
         def action(call: Call) -> None:
             for output, row, number in zip(outputs, inputs, numbers, strict=True):
                 with Staged(row, write_back=False) as staged, Staged([output]) as (target,):
-                    self._reduce_scatter_now(call, target, staged, number)
+                    self._reduce_scatter_now(call, target, staged, number, NOWHERE)
 
         return self._calls.submit("reduce_scatter", action, outputs, opts)
 
@@ -112,7 +113,8 @@ class Reductions:
             for output, tensor, number in zip(outputs, inputs, numbers, strict=True):
                 with Staged([tensor], write_back=False) as (whole,), Staged([output]) as (target,):
                     parts = list(rows(whole, [output.numel()] * self._size))
-                    self._reduce_scatter_now(call, target, parts, number)
+                    place = self._calls.buckets.find_row(whole, parts, target)
+                    self._reduce_scatter_now(call, target, parts, number, place)
 
         return self._calls.submit("reduce_scatter", action, outputs, opts)
 
@@ -120,10 +122,12 @@ class Reductions:
         """Fill ``output`` with this rank's part of the reduced ``tensor``. Collective: every rank."""
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
-    def _reduce_scatter_now(self, call: Call, output: Tensor, parts: Sequence[Tensor], number: int) -> None:
+    def _reduce_scatter_now(
+        self, call: Call, output: Tensor, parts: Sequence[Tensor], number: int, place: Place
+    ) -> None:
         inputs = [kinds.as_numbers(part) for part in parts]
         target = kinds.as_numbers(output)
         counts = (ctypes.c_uint64 * len(inputs))(*(part.numel() for part in inputs))
         native = self._calls.member.native
         dtype = kinds.dtype_number(target.dtype)
-        call(native.lockstep_reduce_scatter, pointers(inputs), counts, target.data_ptr(), dtype, number)
+        call(native.lockstep_reduce_scatter, pointers(inputs), counts, target.data_ptr(), dtype, number, *place)
