@@ -43,6 +43,7 @@ class BucketRow:
         ballot: Sequence[float],
     ) -> None:
         self.is_rebuilt = self.is_uneven = False
+        self._group: Group | None = None  # not before the first step: a copy of the model may be made on one rank alone
         self.parameters, self.names = list(parameters.values()), list(parameters)
         self._caps_bytes = tuple(caps_bytes)
         self._keep_held_gradients = keep_held_gradients
@@ -66,6 +67,7 @@ class BucketRow:
             arrivals: Indices of the parameters as their gradients arrived on this rank; empty if it had no data.
             group: The ranks that take part.
         """
+        self._group = group
         agreed = agree_on_order(arrivals, self._default_order, group=group, device=self.device)
         self._specs = [replace(spec, deferred=index in agreed.repeated) for index, spec in enumerate(self._specs)]
         self._install(agreed.order)
@@ -78,26 +80,32 @@ class BucketRow:
         return plan_buckets(self._specs, self._order, caps_bytes)
 
     def replan(self, caps_bytes: Sequence[int]) -> None:
-        """Build the buckets anew with other caps, between steps; on every rank, with the same caps."""
+        """Build the buckets anew with other caps, between steps. Collective: every rank, with the same caps. Blocks."""
         self._caps_bytes = tuple(caps_bytes)
         self._install(self._order)
         for bucket in self.buckets:
             bucket.adopt()
 
     def scratch(self) -> list[Bucket]:
-        """Return buckets like these that hold zeros."""
-        return [self._make(bucket.spec) for bucket in self.buckets]
+        """Return buckets like these that hold zeros; this rank may be the only one to ask."""
+        return [self._make(bucket.spec, None) for bucket in self.buckets]
 
     def _install(self, order: Sequence[int]) -> None:
         self._order = tuple(order)
-        self.buckets = [self._make(spec) for spec in self.plan(self._caps_bytes)]
+        self.buckets = [self._make(spec, self._group) for spec in self.plan(self._caps_bytes)]
         self.position_of = [0] * len(self.parameters)
         for position, bucket in enumerate(self.buckets):
             for index in bucket.spec.parameters:
                 self.position_of[index] = position
 
-    def _make(self, spec: BucketSpec) -> Bucket:
+    def _make(self, spec: BucketSpec, group: Group | None) -> Bucket:
         if spec.sparse:
             return SparseBucket(spec, self.parameters, self.names)
-        keep_held = self._keep_held_gradients
-        return DenseBucket(spec, self.parameters, self.names, keep_held_gradients=keep_held, ballot=self._ballot)
+        return DenseBucket(
+            spec,
+            self.parameters,
+            self.names,
+            keep_held_gradients=self._keep_held_gradients,
+            ballot=self._ballot,
+            group=group,
+        )

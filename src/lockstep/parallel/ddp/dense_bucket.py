@@ -10,7 +10,9 @@ somebody else, autograd or the script, has changed that gradient in place.
 
 [Note: held gradients]
 In torch, a gradient that somebody keeps after ``zero_grad()`` stays as it is. Ours are views of a buffer that the next
-step overwrites, so a bucket whose views somebody still holds takes new memory and leaves the old to its holders.
+step overwrites, so a bucket whose views somebody still holds takes new memory and leaves the old to its holders. This
+rank does so alone, so it is ordinary memory; a reduction in which some ranks' buckets lie in shared memory and others'
+do not takes the ordinary way.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lockstep.comm.buffers import empty_buffer
+from lockstep.comm.collectives import Group
 from lockstep.errors import LockstepError
 from lockstep.parallel.ddp.bucket import Absent, Bucket, Share
 from lockstep.parallel.ddp.bucket_plan import BucketSpec
@@ -47,6 +51,8 @@ class DenseBucket(Bucket):
         spec, parameters, names: See `BucketRow`.
         keep_held_gradients: See [Note: held gradients].
         ballot: What the tail ends with on this rank in a step without weights.
+        group: The ranks that make this bucket at the same time, so that it can lie in memory which they all see; see
+            `empty_buffer`. None: this rank makes it alone.
     """
 
     def __init__(
@@ -57,15 +63,20 @@ class DenseBucket(Bucket):
         *,
         keep_held_gradients: bool,
         ballot: Sequence[float],
+        group: Group | None = None,
     ) -> None:
         super().__init__(spec, parameters, names)
         self._keep_held_gradients = keep_held_gradients
         self._usual_tail = torch.tensor([1.0] * len(self.parameters) + list(ballot)).to(spec.device, spec.dtype)
-        self._allocate()
+        self._allocate(group)
 
-    def _allocate(self) -> None:
+    def _allocate(self, group: Group | None) -> None:
         numel = sum(parameter.numel() for parameter in self.parameters)
-        self._buffer = torch.zeros(numel + len(self._usual_tail), dtype=self.spec.dtype, device=self.spec.device)
+        size, dtype, device = numel + len(self._usual_tail), self.spec.dtype, self.spec.device
+        if group is None or group.size() == 1:
+            self._buffer = torch.zeros(size, dtype=dtype, device=device)
+        else:
+            self._buffer = empty_buffer(size, dtype=dtype, device=device, group=group).zero_()
         self._data = self._buffer[:numel]
         self._tail = self._buffer[numel:]
         self._ballot = self._tail[len(self.parameters) :]
@@ -187,7 +198,7 @@ class DenseBucket(Bucket):
 
     def _renew(self) -> None:
         old_views = self._views
-        self._allocate()
+        self._allocate(None)
         for parameter, old, new in zip(self.parameters, old_views, self._views, strict=True):
             if parameter.grad is old:  # in use now, not merely held
                 new.copy_(old)
