@@ -171,6 +171,20 @@ def test_grad_scaler(ranks):
     ranks(2)(run)
 
 
+def test_grad_scaler_is_refused_with_slices(ranks):
+    def run(world):
+        wrapped, optimizer = make(world, torch.optim.AdamW, net(), shard_gradients=True, **ADAMW)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(loss_of(wrapped, 0, world.rank, world.world_size)).backward()
+        scaler.step(optimizer)
+
+    text = (
+        "GradScaler looks for overflows in all gradients, but with shard_gradients=True a rank has a part.\n"
+        "Leave shard_gradients out."
+    )
+    refused(ranks, run, ConfigurationError, text)
+
+
 def test_hooks_and_zero_grad(ranks):
     def run(world):
         model = net()

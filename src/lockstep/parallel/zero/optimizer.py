@@ -101,6 +101,20 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """The optimizer of this rank's part."""
         return self._division.optimizer
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What torch's ``GradScaler`` asks for before each step.
+
+        Raises:
+            ConfigurationError: Gradients are in slices, of which it looks at one rank's only.
+        """
+        if self._shard_gradients and self.world_size > 1:
+            raise ConfigurationError(
+                "GradScaler looks for overflows in all gradients, but with shard_gradients=True a rank has a part.\n"
+                "Leave shard_gradients out."
+            )
+        return False
+
     # --- a step ----------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
