@@ -15,7 +15,8 @@ AdamW (``-clip`` contenders cut the norm, too).
 For each model: the median time of a step, and the time divided by that of ``usual`` and of ``clip-torch``, from the
 rounds' ratios, with the range that holds the true median with 90% certainty.
 
-Usage: python -m bench.buckets [--quick] [--rounds N] [--backend shm|gloo] [--only MODEL] [--json FILE]
+Usage: python -m bench.buckets [--quick] [--rounds N] [--backend shm|gloo] [--only MODEL]
+       [--contender NAME] [--json FILE]
 """
 
 import functools
@@ -66,18 +67,19 @@ def make_step(contender: str, workload: Workload, batch: Batch) -> tuple[Distrib
     return model, step
 
 
-def measure(name: str, backend: str, num_rounds: int, turn_s: float) -> tuple[Rounds, str]:
+def measure(name: str, contenders: list[str], backend: str, num_rounds: int, turn_s: float) -> tuple[Rounds, str]:
     """Return the seconds of a step, a round each, by contender; and what the search for buckets found."""
     torch.set_num_threads(1)
     with init(backend=backend) as world:
         torch.manual_seed(1 + world.rank)
         batch = MODELS[name].batch()
-        made = {contender: make_step(contender, MODELS[name], batch) for contender in CONTENDERS}
+        made = {contender: make_step(contender, MODELS[name], batch) for contender in contenders}
         for contender, (_, step) in made.items():
             timed(step, SEARCH_STEPS if contender == "auto" else WARM_UP_STEPS)
         count = max(2, math.ceil(turn_s / slowest(timed(made["usual"][1], 5))))
         turns = {each: functools.partial(turn, step, count) for each, (_, step) in made.items()}
-        return run_rounds(turns, num_rounds, name, shown=world.is_rank_zero), made["auto"][0].bucket_report
+        report = made["auto"][0].bucket_report if "auto" in made else ""
+        return run_rounds(turns, num_rounds, name, shown=world.is_rank_zero), report
 
 
 def turn(step: Callable[[], None], count: int) -> float:
@@ -97,17 +99,21 @@ def main() -> None:
     made = parser(__doc__, rounds=40)
     made.add_argument("--backend", choices=("shm", "gloo"), default="shm", help="what carries the buckets (shm)")
     made.add_argument("--only", choices=MODELS, action="append", help="this model, not all; may be repeated")
+    made.add_argument("--contender", choices=CONTENDERS[1:], action="append", help="beside usual; may be repeated")
     options = made.parse_args()
+    contenders = list(dict.fromkeys(["usual", *(options.contender or CONTENDERS)]))
     num_rounds, turn_s = (3, 0.02) if options.quick else (options.rounds, 0.15)
 
     def measure_all() -> dict[str, Any]:
         figures = {}
         for name in options.only or MODELS:
-            found = launch(measure, name, options.backend, num_rounds, turn_s, devices=2, timeout_s=SECTION_TIMEOUT_S)
+            how = (name, contenders, options.backend, num_rounds, turn_s)
+            found = launch(measure, *how, devices=2, timeout_s=SECTION_TIMEOUT_S)
             seconds, report = found[0]
             figures[name] = summarize(seconds) | {"report": report}
             show(f"{name}: 2 ranks on {options.backend}, {num_rounds} rounds", seconds, ("usual", "clip-torch"))
-            print(f"  auto: {report}")
+            if report:
+                print(f"  auto: {report}")
         return {"backend": options.backend, "models": figures}
 
     record(options.json, measure_all)
