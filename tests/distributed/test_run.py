@@ -136,7 +136,7 @@ def test_a_killed_rank_is_named_and_not_the_one_that_noticed(script):
         "",
         report[3],
     ]
-    assert report[3].startswith("rank 0: RuntimeError: ")
+    assert report[3].startswith("rank 0: CollectiveError: Rank 0 in all_reduce on shm waited for rank 1, whose process")
     assert report[3].endswith(f"({path}:5)")
     assert (len(report), done.code) == (4, 1)
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lockstep.comm.shm import founding, segment
 from lockstep.comm.shm.process_group import ShmProcessGroup
 from lockstep.comm.shm.segment import NoSharedMemory
+from lockstep.comm.world import World
 from tests.shm import shm_group
 
 
@@ -35,6 +36,19 @@ def test_one_rank_that_cannot_map_puts_all_on_gloo(ranks):
         "not all ranks run on one host, in one container and as one user.\n"
     )
     assert ranks(3)(body) == [(False, 3.0, line), (False, 3.0, ""), (False, 3.0, "")]
+
+
+def test_a_group_that_gloo_serves_says_so(ranks):
+    def body(world):
+        original = founding.library
+        founding.library = lambda: "its C library was not built"
+        try:
+            with contextlib.redirect_stderr(io.StringIO()), shm_group() as group:
+                return World.from_group(group, device="cpu").backend
+        finally:
+            founding.library = original
+
+    assert ranks(2)(body) == ["gloo", "gloo"]
 
 
 def test_a_library_that_was_not_built_puts_all_on_gloo(ranks):

@@ -79,7 +79,7 @@ def test_devices_that_are_not_there(gpus, count, wanted, message):
 
 
 def test_backend_follows_the_device():
-    assert choose_backend(torch.device("cpu"), None) == "gloo"
+    assert choose_backend(torch.device("cpu"), None) == "shm"
     assert choose_backend(torch.device("cpu"), "GLOO") == "gloo"
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lockstep.comm.forks import make_forks_safe
+from lockstep.comm.shm.process_group import ShmProcessGroup
 from lockstep.errors import ConfigurationError
 
 Group = dist.ProcessGroup
@@ -92,14 +93,15 @@ def in_backward_hooks(parameter: torch.nn.Parameter) -> list[Any]:
 
 
 def is_native(group: Group) -> bool:
-    """Tell whether ``group`` is c10d's own class; a group written in Python may do anything, alone or not."""
-    return type(group) is dist.ProcessGroup
+    """Tell whether ``group`` is c10d's own class or shm's; others written in Python may do anything, alone or not."""
+    return type(group) is dist.ProcessGroup or isinstance(group, ShmProcessGroup)
 
 
 def backend_name(group: Group) -> str:
-    """Return the backend's name, such as ``gloo`` or ``nccl``."""
+    """Return the backend's name, such as ``gloo`` or ``nccl``; that of Gloo where it serves a group in place of shm."""
     try:
-        return str(dist.get_backend(group))
+        name = str(dist.get_backend(group))
+        return "gloo" if name == "shm" and not isinstance(group, ShmProcessGroup) else name
     except (ValueError, KeyError, RuntimeError):  # a group that c10d does not know
         return str(group.name())
 

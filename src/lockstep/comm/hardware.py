@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import torch.distributed as dist
 
@@ -40,11 +42,13 @@ def choose_device(env: RankEnv, wanted: str | torch.device | None) -> torch.devi
 
 
 def choose_backend(device: torch.device, wanted: str | None) -> str:
-    """Return the name of the backend for ``device``: NCCL for CUDA, Gloo for the CPU.
+    """Return the name of the backend for ``device``: NCCL for CUDA; for the CPU shm, which needs to be tried, or Gloo.
 
     Raises:
         ConfigurationError: The backend that was asked for is unknown, or cannot serve the device here.
     """
+    if wanted is None and device.type == "cpu" and sys.platform == "linux":
+        return "shm"
     backend = (wanted or dist.get_default_backend_for_device(device)).lower()
     for name in (part.rpartition(":")[2] for part in backend.split(",")):
         if not dist.is_backend_available(name):

@@ -30,7 +30,7 @@ def scatters(group: Group, device: torch.device) -> bool:
     return is_native(group) and "gloo" not in group._get_backend(device).name().lower()
 
 
-def reduce_scatter_slices(flat: Tensor, *, group: Group) -> Waitable:
+def reduce_scatter_slices(flat: Tensor, *, group: Group, alone: bool = False) -> Waitable:
     """Start to replace this rank's slice of ``flat`` by its sum over all ranks; the other slices become arbitrary.
 
     Collective: every rank, in the same order. Does not block.
@@ -38,33 +38,36 @@ def reduce_scatter_slices(flat: Tensor, *, group: Group) -> Waitable:
     Args:
         flat: One-dimensional, contiguous, its size a multiple of the number of ranks; the same on every rank.
         group: The ranks that take part, each with the slice of its number.
+        alone: Whether the caller waits at once and has nothing else to do: on shm the work is then its own.
     """
     real = _real(flat)
-    work: Waitable = group._reduce_scatter_base(_own(real, group), real, dist.ReduceScatterOptions())
+    options = _on_its_own(dist.ReduceScatterOptions(), real, alone)
+    work: Waitable = group._reduce_scatter_base(_own(real, group), real, options)
     return work
 
 
-def all_gather_slices(flat: Tensor, *, group: Group) -> Waitable:
+def all_gather_slices(flat: Tensor, *, group: Group, alone: bool = False) -> Waitable:
     """Start to replace the other ranks' slices of ``flat`` by what these ranks have there; see above.
 
     Collective: every rank, in the same order. Does not block.
     """
     real = _real(flat)
-    work: Waitable = group._allgather_base(real, _own(real, group), dist.distributed_c10d.AllgatherOptions())
+    options = _on_its_own(dist.distributed_c10d.AllgatherOptions(), real, alone)
+    work: Waitable = group._allgather_base(real, _own(real, group), options)
     return work
 
 
-def broadcast_async(tensor: Tensor, *, group: Group, src: int) -> Waitable:
+def broadcast_async(tensor: Tensor, *, group: Group, src: int, alone: bool = False) -> Waitable:
     """Start to overwrite ``tensor``, which is contiguous, with that of rank ``src``; see above."""
-    options = dist.BroadcastOptions()
+    options = _on_its_own(dist.BroadcastOptions(), tensor, alone)
     options.rootRank = src
     work: Waitable = group.broadcast([_real(tensor)], options)
     return work
 
 
-def all_reduce_work(tensor: Tensor, *, group: Group) -> Waitable:
+def all_reduce_work(tensor: Tensor, *, group: Group, alone: bool = False) -> Waitable:
     """Start to replace ``tensor``, which is contiguous, by its sum over all ranks; see above."""
-    work: Waitable = group.allreduce([_real(tensor)], dist.AllreduceOptions())
+    work: Waitable = group.allreduce([_real(tensor)], _on_its_own(dist.AllreduceOptions(), tensor, alone))
     return work
 
 
@@ -99,6 +102,12 @@ def gather_states(state: Any, *, group: Group, device: torch.device, to: int | N
             file = io.BytesIO(data.cpu().numpy().tobytes())
             states.append(torch.load(file, map_location="cpu", weights_only=True))
     return states if keeps else None
+
+
+def _on_its_own(options: Any, tensor: Tensor, alone: bool) -> Any:
+    if alone and tensor.is_cpu:
+        options.asyncOp = False
+    return options
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from lockstep.comm.hardware import choose_backend, choose_device
 from lockstep.comm.interfaces import GLOO_INTERFACE, gloo_interface, told_gloo
 from lockstep.comm.meeting import Meeting, open_meeting
 from lockstep.comm.roll_call import Arrival, call_roll, pause_s
+from lockstep.comm.shm.founding import why_not
 from lockstep.comm.shm.process_group import ShmProcessGroup
 from lockstep.comm.teardown import destroy_default_group
 from lockstep.env import RankEnv
@@ -66,8 +68,10 @@ def start(
     meeting = open_meeting(env, timeout_s)
     if env.world_size > 1:
         _meet(env, meeting, name, objection, deadline, timeout_s)
+    one_machine = env.local_world_size == env.world_size
+    if backend is None and name == "shm":
+        name = _shm_or_gloo(env, PrefixStore(f"{meeting.prefix}/shm", meeting.store), expected=one_machine)
     with ExitStack() as stack:
-        one_machine = env.local_world_size == env.world_size
         stack.enter_context(told_gloo(gloo_interface(env.master_addr, one_machine=one_machine)))
         _connect(env, meeting, name, chosen, timeout_s)
         undo = stack.pop_all()
@@ -111,6 +115,17 @@ def _meet(
             f"Rank {env.rank} of {env.world_size} lost the store while it waited for the other ranks: its host ended.\n"
             "Look at the output of rank 0, which hosts it, or of the launcher."
         ) from error
+
+
+def _shm_or_gloo(env: RankEnv, store: Store, *, expected: bool) -> str:
+    """Return ``shm`` if all ranks can map one memory, else ``gloo``; say so if they were ``expected`` to.
+
+    Collective: every rank. Blocks until all have come.
+    """
+    reason = why_not(store, env.rank, env.world_size)
+    if reason and expected and env.rank == 0:
+        print(f"lockstep: Gloo serves this job, which is slower than shared memory: {reason}.", file=sys.stderr)
+    return "gloo" if reason else "shm"
 
 
 def _connect(env: RankEnv, meeting: Meeting, backend: str, device: torch.device, timeout_s: float) -> None:

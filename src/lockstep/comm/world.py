@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from lockstep.comm.collectives import backend_name
 from lockstep.comm.forks import make_forks_safe
 from lockstep.comm.hardware import choose_device
 from lockstep.comm.host_sync import HostSync
@@ -38,7 +39,7 @@ class World:
         local_world_size: The number of ranks on this machine.
         node_rank: The index of this machine.
         device: Where this rank computes.
-        backend: What carries the collectives, such as ``nccl`` or ``gloo``.
+        backend: What carries the collectives, such as ``nccl``, ``shm`` or ``gloo``.
         group: The process group of all ranks.
     """
 
@@ -50,7 +51,7 @@ class World:
         self.local_world_size = env.local_world_size
         self.node_rank = env.node_rank
         self.device = device
-        self.backend: str = dist.get_backend(group)
+        self.backend: str = backend_name(group)
         self.group = group
         self._session = session
         self._sync = _sync_of(group)
@@ -163,7 +164,7 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
     Collective: every rank. Blocks until all have come.
 
     Args:
-        backend: ``nccl`` for GPUs and ``gloo`` for CPUs if ``None``.
+        backend: If ``None``: ``nccl`` for GPUs; for CPUs ``shm`` where all ranks can share memory, else ``gloo``.
         device: The GPU of this local rank if ``None`` and there are GPUs, else the CPU.
         timeout_s: How long to wait for the other ranks.
 

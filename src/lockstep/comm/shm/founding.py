@@ -47,6 +47,17 @@ def found_group(options: Any, _: Any = None) -> Any:
     return ShmProcessGroup(options.store, member, str(options.group_id), options)
 
 
+def why_not(store: dist.Store, rank: int, size: int) -> str:
+    """Return why these ranks cannot have a group on shm, the same on all of them; nothing if they can.
+
+    Collective: every rank. Blocks until all have come. Tries what `found_group` does.
+    """
+    segment, reason = _share(store, library(), rank, size)
+    if segment is not None:
+        segment.close_file()
+    return reason
+
+
 def _share(store: dist.Store, native: ctypes.CDLL | str, rank: int, size: int) -> tuple[Segment | None, str]:
     """Return a segment that all ranks have mapped, or ``None`` and why not. Collective: every rank."""
     segment, objection = None, native if isinstance(native, str) else ""
