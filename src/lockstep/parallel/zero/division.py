@@ -113,8 +113,11 @@ class Division:
         """Return the gradients that were collected."""
         return self._built.gradients()
 
-    def finish_step(self) -> None:
-        """Send the updated part to all ranks. Collective: every rank. Does not block; see `wait`."""
+    def finish_step(self, *, overlap: bool) -> None:
+        """Send the updated part to all ranks, and with ``overlap`` leave it to `wait` to receive theirs.
+
+        Collective: every rank. Blocks, unless ``overlap``.
+        """
         self.forget_gradients()
         if self._reducer is not None:  # see [Note: what is in param.grad]
             for parameter in self._reducer.row.parameters:
@@ -122,7 +125,9 @@ class Division:
         trained = [each for each in self._buffers if any(parameter.requires_grad for parameter in each.parameters)]
         for buffer in trained:  # autograd must notice that what it has saved has changed
             torch.autograd.graph.increment_version(buffer.parameters)
-        self._gather.start(trained)
+        self._gather.start(trained, alone=not overlap)
+        if not overlap:
+            self._gather.wait()
 
     def forget_gradients(self) -> None:
         """Let go of gradients that were collected."""

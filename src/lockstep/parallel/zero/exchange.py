@@ -24,12 +24,16 @@ class ParameterGather:
         self._works: list[Waitable] = []
         self._remainders: list[tuple[Tensor, list[Tensor]]] = []
 
-    def start(self, buffers: Sequence[FlatBuffer]) -> None:
+    def start(self, buffers: Sequence[FlatBuffer], *, alone: bool) -> None:
         """Start to send this rank's part of ``buffers``, and to receive the others'.
 
         Collective: every rank, in the same order. Does not block; `wait` makes the parameters valid.
 
         All ranks then have the same bits, since each element comes from one rank.
+
+        Args:
+            buffers: The same on every rank.
+            alone: Whether `wait` comes next.
         """
         if self._group.size() == 1:
             return
@@ -41,15 +45,15 @@ class ParameterGather:
                 for owner in range(self._group.size()):
                     part = buffer.slice_of(owner)
                     if part.numel():
-                        self._works.append(broadcast_async(part, group=self._group, src=owner))
+                        self._works.append(broadcast_async(part, group=self._group, src=owner, alone=alone))
                 continue
             if buffer.even_end:
-                self._works.append(all_gather_slices(flat[: buffer.even_end], group=self._group))
+                self._works.append(all_gather_slices(flat[: buffer.even_end], group=self._group, alone=alone))
             if buffer.even_end < flat.numel():
                 remainders.setdefault((flat.device, flat.dtype), []).append(flat[buffer.even_end :])
         for parts in remainders.values():  # fewer elements than ranks in each
             packed = torch.cat(parts)
-            self._works.append(broadcast_async(packed, group=self._group, src=last))
+            self._works.append(broadcast_async(packed, group=self._group, src=last, alone=alone))
             self._remainders.append((packed, parts))
 
     def wait(self) -> None:

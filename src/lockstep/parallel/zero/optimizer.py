@@ -147,9 +147,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         else:
             loss = self.optim.step(closure=closure, **kwargs)
         self._adopt_options(self._division.options())
-        self._division.finish_step()
-        if not self.overlaps:
-            self.wait()
+        self._division.finish_step(overlap=self.overlaps)
         return loss
 
     def wait(self) -> None:

@@ -58,11 +58,26 @@ class SliceTransport(Transport):
     def start(self, bucket: Bucket, position: int, *, is_last: bool) -> Future[Any]:
         if not self._row.is_rebuilt:
             return self._first_step.start(bucket, position, is_last=is_last)
+        return cast("Future[Any]", _Both(self._works(bucket, alone=False)))
+
+    @override
+    def start_alone(self, bucket: Bucket, position: int) -> Future[Any]:
+        if not self._row.is_rebuilt or not bucket.payload.is_cpu:
+            return self.start(bucket, position, is_last=True)
+        for work in self._works(bucket, alone=True):
+            wait_for(work)
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return done
+
+    def _works(self, bucket: Bucket, *, alone: bool) -> list[Waitable]:
+        """Start what a bucket needs."""
         end = even_end(bucket.gradients.numel(), self._group.size())
-        works = [all_reduce_work(bucket.payload[end:], group=self._group)]
-        if end:
-            works.insert(0, reduce_scatter_slices(bucket.payload[:end], group=self._group))
-        return cast("Future[Any]", _Both(works))
+        rest = bucket.payload[end:]
+        if not end:
+            return [all_reduce_work(rest, group=self._group, alone=alone)]
+        scattered = reduce_scatter_slices(bucket.payload[:end], group=self._group, alone=alone)
+        return [scattered, all_reduce_work(rest, group=self._group, alone=alone)]
 
     @override
     def finish(self, bucket: Bucket, future: Future[Any]) -> None:
