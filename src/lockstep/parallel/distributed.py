@@ -19,7 +19,7 @@ from lockstep.parallel.ddp.ballot import Ballot
 from lockstep.parallel.ddp.bucket_row import BucketRow
 from lockstep.parallel.ddp.comm_hooks import check_comm_hook
 from lockstep.parallel.ddp.delayed import DelayedReduction
-from lockstep.parallel.ddp.dynamo import leave_all_uncompiled, leave_uncompiled
+from lockstep.parallel.ddp.dynamo import leave_all_uncompiled, leave_uncompiled, run_in_parts
 from lockstep.parallel.ddp.inputs import move_to
 from lockstep.parallel.ddp.join import announce_backward, common_rank
 from lockstep.parallel.ddp.model_sync import ModelSync
@@ -240,7 +240,7 @@ class DistributedDataParallel(PerBucket):
         profiling = torch.autograd._profiler_enabled()
         with record_function("DistributedDataParallel.forward") if profiling else nullcontext():
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-            return self._post_forward(self.module(*inputs, **kwargs))
+            return self._post_forward(run_in_parts(self, self.module, inputs, kwargs))
 
     @leave_all_uncompiled
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

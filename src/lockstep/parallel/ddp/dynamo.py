@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+from lockstep.parallel.ddp.bucket_plan import FIRST_CAP_BYTES
+
+if TYPE_CHECKING:
+    from lockstep.parallel.ddp.torch_names import TorchNames
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -40,3 +47,21 @@ def _set_strategy(function: Callable[..., Any], *, for_callees: Any) -> None:
     frames = torch._C._dynamo.eval_frame
     strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, for_callees)
     frames.set_code_exec_strategy(function.__code__, strategy)
+
+
+@leave_uncompiled
+def run_in_parts(wrapper: TorchNames, module: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return ``module(*inputs, **kwargs)``; what is compiled meanwhile is compiled in parts, of about a bucket each.
+
+    A graph hands over all its gradients when its backward ends, so one graph for the whole model would leave nothing to
+    overlap. torch.compile cuts graphs while its own class says that a forward runs, and asks the wrapper that it finds
+    there for ``bucket_bytes_cap``. It takes none below that of its first bucket.
+    """
+    if wrapper.bucket_bytes_cap < FIRST_CAP_BYTES or wrapper.process_group.size() == 1:
+        return module(*inputs, **kwargs)
+    before = TorchDistributedDataParallel._active_ddp_module
+    TorchDistributedDataParallel._active_ddp_module = wrapper  # type: ignore[assignment]
+    try:
+        return module(*inputs, **kwargs)
+    finally:
+        TorchDistributedDataParallel._active_ddp_module = before

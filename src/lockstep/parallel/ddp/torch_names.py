@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from lockstep.comm.collectives import Group, broadcast_coalesced
 from lockstep.comm.join import Joinable
@@ -60,7 +61,7 @@ class TorchNames(nn.Module, Joinable):
     @classmethod
     def _get_active_ddp_module(cls) -> nn.Module | None:
         """Answer torch.compile, which asks this of the class that stands where torch's name is."""
-        return cls._active_ddp_module
+        return cls._active_ddp_module or TorchDistributedDataParallel._active_ddp_module
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take what a pickle holds: an object of this class, or one of torch's, written before ``adopt()``."""
