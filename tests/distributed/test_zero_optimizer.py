@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import lockstep
 from lockstep import DistributedDataParallel, ZeroRedundancyOptimizer
 from lockstep.comm.collectives import all_reduce
 from lockstep.comm.join import Join
@@ -227,6 +228,29 @@ def test_no_sync_accumulates(ranks, shard_gradients):
         assert_same(model, expected)
 
     ranks(2)(run)
+
+
+def test_weights_count_with_slices(ranks):
+    """Rank r has r + 1 samples of each batch; the mean is over all of them."""
+
+    def run(world):
+        model = net()
+        wrapped, optimizer = make(world, torch.optim.AdamW, model, shard_gradients=True, **ADAMW)
+        expected = net()
+        theirs = torch.optim.AdamW(groups_of(expected), **ADAMW)
+        for step in range(4):
+            inputs, targets = (part[:6] for part in batch(step))
+            mine = slice(0, 1) if world.rank == 0 else slice(1, 3) if world.rank == 1 else slice(3, 6)
+            optimizer.zero_grad()
+            loss = (wrapped(inputs[mine], step % 2) - targets[mine]).square().mean()
+            lockstep.backward(loss, count=world.rank + 1)
+            optimizer.step()
+            theirs.zero_grad()
+            (expected(inputs, step % 2) - targets).square().mean().backward()
+            theirs.step()
+        assert_same(model, expected)
+
+    ranks(3)(run)
 
 
 def test_adding_to_slices_is_refused(ranks):

@@ -49,7 +49,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         **defaults: What ``optimizer_class`` gets.
 
     Attributes:
-        optim: The optimizer of this rank's part.
         overlaps: Whether `step` returns while parameters of other ranks are still on their way. Whoever sets it calls
             `wait` before anybody reads a parameter.
 
@@ -98,7 +97,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def optim(self) -> Optimizer:
-        """The optimizer of this rank's part."""
+        """The optimizer of this rank's part. Collective before the first step with ``shard_gradients``: every rank."""
         return self._division.optimizer
 
     @property
