@@ -213,6 +213,35 @@ def test_an_optimizer_that_needs_a_closure_is_refused(ranks):
     )
 
 
+def divided(world, what):
+    model = lockstep.DistributedDataParallel(build("mlp"))
+    optimizer = lockstep.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, shard_gradients=True)
+    if what == "overlap":
+        model.overlap_optimizer(optimizer)
+    model.clip_grad_norm_(1.0)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        (
+            "overlap",
+            "overlap_optimizer() cannot be had with ZeroRedundancyOptimizer, which divides a step among ranks.\n"
+            "Call optimizer.step() after backward.",
+        ),
+        (
+            "clip",
+            "clip_grad_norm_() needs all gradients, but with shard_gradients=True each rank has a slice of them.\n"
+            "Call clip_grad_norm_() of the optimizer.",
+        ),
+    ],
+)
+def test_gradients_in_slices_are_left_to_their_optimizer(ranks, what, text):
+    with pytest.raises(ConfigurationError) as caught:
+        ranks(2)(divided, what)
+    assert str(caught.value) == text
+
+
 def train(world, strategy, settings, **changes):
     loop = Loop(make_task(**changes), settings, world, strategy=strategy, devices=[torch.device("cpu")])
     records = [loop.step() for _ in range(4)]

@@ -70,7 +70,15 @@ class PerBucket(Accumulation):
         Args:
             max_norm: The largest norm allowed.
             norm_type: The p of the p-norm; may be infinite.
+
+        Raises:
+            ConfigurationError: This rank has only a slice of the gradients.
         """
+        if not self._reducer.departures.transport.leaves_whole:
+            raise ConfigurationError(
+                "clip_grad_norm_() needs all gradients, but with shard_gradients=True each rank has a slice of them."
+                "\nCall clip_grad_norm_() of the optimizer."
+            )
         norm_type = float(norm_type)
         if norm_type <= 0:
             return torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
@@ -95,9 +103,15 @@ class PerBucket(Accumulation):
             What ends it.
 
         Raises:
-            ConfigurationError: The optimizer cannot step without a closure, or parameters are reduced with a delay.
+            ConfigurationError: The optimizer cannot step without a closure, or divides its work among the ranks;
+                or parameters are reduced with a delay.
         """
         reducer = self._reducer
+        if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
+            raise ConfigurationError(
+                "overlap_optimizer() cannot be had with ZeroRedundancyOptimizer, which divides a step among ranks."
+                "\nCall optimizer.step() after backward."
+            )
         if reducer.companions:
             raise ConfigurationError(
                 "overlap_optimizer() cannot be had with delay_all_reduce_named_params: those gradients come too late.\n"

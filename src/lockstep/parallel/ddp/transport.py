@@ -34,6 +34,9 @@ class Transport(ABC):
     counts_in_tails: bool
     """Whether a finished bucket's tail holds the sum over the ranks; `count` then returns None."""
 
+    leaves_whole = True
+    """Whether every rank then has all of the reduced gradients, and not only a part."""
+
     @abstractmethod
     def start(self, bucket: Bucket, position: int, *, is_last: bool) -> Future[Any]:
         """Start to reduce ``bucket`` over all ranks; does not block. Collective: every rank, in bucket order."""

@@ -49,6 +49,7 @@ class SliceTransport(Transport):
 
     takes_divided = True
     counts_in_tails = True
+    leaves_whole = False
 
     def __init__(self, row: BucketRow, group: Group) -> None:
         self._row, self._group = row, group
