@@ -25,9 +25,14 @@ class Waitable(Protocol):
 
 def scatters(group: Group, device: torch.device) -> bool:
     """Tell whether a reduce-scatter costs ``group`` less than an all-reduce; Gloo does the one with the other."""
-    if device.type == "cuda" or isinstance(group, ShmProcessGroup):
+    if isinstance(group, ShmProcessGroup):
         return True
     return is_native(group) and "gloo" not in group._get_backend(device).name().lower()
+
+
+def gathers(group: Group, device: torch.device) -> bool:
+    """Tell whether ``group`` gathers flat tensors of ``device``; Gloo only broadcasts those of GPUs."""
+    return device.type == "cpu" or scatters(group, device)
 
 
 def reduce_scatter_slices(flat: Tensor, *, group: Group, alone: bool = False) -> Waitable:

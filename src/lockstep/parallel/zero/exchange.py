@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.collectives import Group
-from lockstep.comm.slices import Waitable, all_gather_slices, broadcast_async, wait_for
+from lockstep.comm.slices import Waitable, all_gather_slices, broadcast_async, gathers, wait_for
 from lockstep.parallel.zero.flat import FlatBuffer
 
 
@@ -41,7 +41,7 @@ class ParameterGather:
         remainders: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for buffer in buffers:
             flat = buffer.flat
-            if not buffer.is_even:
+            if not (buffer.is_even and gathers(self._group, flat.device)):
                 for owner in range(self._group.size()):
                     part = buffer.slice_of(owner)
                     if part.numel():
