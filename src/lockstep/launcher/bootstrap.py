@@ -209,8 +209,9 @@ def record(error: BaseException) -> None:
 
 
 def place_of(frames: traceback.StackSummary) -> str:
-    """Return file and line of the innermost frame that is neither an installed package nor Python itself."""
-    libraries = ("site-packages", "dist-packages", os.path.dirname(os.__file__))
+    """Return file and line of the innermost frame that is neither an installed package, this one, nor Python itself."""
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    libraries = ("site-packages", "dist-packages", os.path.dirname(os.__file__), package)
     theirs = [frame for frame in frames if not any(part in frame.filename for part in libraries)]
     last = (theirs or list(frames))[-1:]
     return f"{last[0].filename}:{last[0].lineno}" if last else ""
