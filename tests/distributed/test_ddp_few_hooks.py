@@ -157,6 +157,24 @@ def other_order(world):
     one_step(world, model, oracle, 9)
 
 
+def changed_by_listeners(world):
+    """Who is told of a bucket during backward may change its gradients: they are no second gradients."""
+    model, oracle = usual_steps(world)
+    model._reducer.departures.eager = True
+    model._reducer.on_reduced.append(lambda bucket: [double(parameter) for parameter in bucket.parameters])
+    for parameter in oracle.parameters():
+        parameter.register_post_accumulate_grad_hook(double)
+
+    def wait(gradient):
+        for _, future in model._reducer.departures._under_way:
+            future.wait()
+
+    model.module.layers["b"].weight.register_hook(wait)
+    for step in range(3):
+        one_step(world, model, oracle, step)
+    assert hooks(model) is _Hooked.FEW
+
+
 def twice_used(world):
     model, oracle = usual_steps(world)
     for step, path in enumerate(["abab", "aabbccdd", "ddca"]):
@@ -181,7 +199,9 @@ def users_hooks(world):
     assert [len(parameter._post_accumulate_grad_hooks) for parameter in model.parameters()] == [2] * 8
 
 
-@pytest.mark.parametrize("scenario", [several_backwards, unused, other_order, twice_used, users_hooks])
+@pytest.mark.parametrize(
+    "scenario", [several_backwards, unused, other_order, twice_used, users_hooks, changed_by_listeners]
+)
 def test_steps_of_another_kind(ranks, scenario):
     ranks(2)(scenario)
 

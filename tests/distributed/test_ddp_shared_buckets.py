@@ -43,7 +43,8 @@ def train(world, name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradients_equal_one_process(ranks, name):
-    assert min(ranks(2)(train, name)) >= 1
+    warnings = "ignore" if name == "sparse" else "error"  # torch 2.11 warns of the sums of sparse tensors
+    assert min(ranks(2, warnings=warnings)(train, name)) >= 1
 
 
 def test_three_ranks(ranks):

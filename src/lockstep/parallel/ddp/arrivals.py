@@ -185,6 +185,12 @@ class Arrivals:
                 if has_arrived:
                     raise second_gradient(self._rank, name)
 
+    @property
+    def _are_simple(self) -> bool:
+        """Whether one look at ``param.grad`` tells of a bucket: none on other devices, none sparse."""
+        specs = [bucket.spec for bucket in self._row.buckets]
+        return not any(spec.sparse or spec.device != specs[0].device for spec in specs)
+
     def close(self) -> None:
         """Take notice that the step has ended well; decide who is hooked in the next."""
         self.used = bytearray(len(self._row.parameters))
@@ -197,7 +203,7 @@ class Arrivals:
         )
         self._num_usual = self._num_usual + 1 if is_steady else 0
         self._last_completed_by = self._completed_by
-        if self._num_usual >= self._patience and not any(bucket.spec.sparse for bucket in self._row.buckets):
+        if self._num_usual >= self._patience and self._are_simple:
             self._hooked, self._num_late = _Hooked.FEW, 0
             pairs = zip(self._completed_by, self._row.buckets, strict=True)
             self._hooks.set({bucket.spec.parameters[-1] if index is None else index for index, bucket in pairs})

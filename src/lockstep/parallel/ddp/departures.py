@@ -146,6 +146,8 @@ class Departures:
         self._num_told += 1
         for callback in self.on_reduced:
             callback(bucket)
+        if self.on_reduced:
+            bucket.seal()  # what they did to gradients was no gradient that came late
 
     def complete(self, used: bytearray, ballot: Ballot) -> None:
         """Block until all buckets that left are reduced.
