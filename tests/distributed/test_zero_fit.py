@@ -163,6 +163,6 @@ def test_it_is_not_reproducible():
     with pytest.raises(ConfigurationError) as caught:
         train(None, make_task(), 1, reproducible=2)
     assert str(caught.value) == (
-        "Strategy ddp-zero1 cannot be reproducible: gradients are summed in slices.\n"
+        "Strategy ddp-zero1 cannot be reproducible: it works on slices, which end anywhere.\n"
         "Use strategy ddp, or leave reproducible out."
     )

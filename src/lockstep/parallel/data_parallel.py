@@ -8,13 +8,14 @@ docs/design/data_parallel.md says how the parts work together and what was measu
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
+from torch.optim import Optimizer
 
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.dp.devices import as_listed, choose_devices, choose_output_device
@@ -28,6 +29,7 @@ from lockstep.parallel.dp.engine import (
 from lockstep.parallel.dp.gather import gather
 from lockstep.parallel.dp.replicas import Replicas
 from lockstep.parallel.dp.scatter import Device, as_device, scatter_kwargs
+from lockstep.parallel.dp.sharded_optimizer import ShardedOptimizer
 from lockstep.parallel.dp.structure import check_devices
 
 Wrapped = TypeVar("Wrapped", bound=nn.Module)
@@ -191,6 +193,21 @@ class DataParallel(nn.Module, Generic[Wrapped]):
         with engine.turn():
             found, self.last_timings = engine.gradients(loss, shards, scales)
         return found
+
+    def shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Return what steps in place of ``optimizer``, which has not yet; see `ShardedOptimizer`.
+
+        Raises:
+            ConfigurationError: It cannot be made anew from its class and its param groups, or cannot be divided.
+        """
+        return ShardedOptimizer(optimizer, self.devices, self._run_each)
+
+    def _run_each(self, functions: Sequence[Callable[[], None]]) -> None:
+        if len(self.device_ids) < 2:
+            return functions[0]()
+        engine = self._current_engine()
+        with engine.turn():
+            engine.run(functions)
 
     def _check_shards(self, shards: Sequence[Any], scales: Sequence[float | Tensor]) -> None:
         room = max(1, len(self.device_ids))

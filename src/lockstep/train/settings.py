@@ -20,7 +20,7 @@ Schedule = Literal["constant", "linear", "cosine"]
 Scaling = Literal["none", "linear", "sqrt"]
 BadSamplesRule = Literal["stop", "skip"]
 Wire = Literal["bf16", "fp16"]
-StrategyName = Literal["single", "dp", "ddp", "ddp-zero1", "fsdp", "torch-dp", "torch-ddp"]
+StrategyName = Literal["single", "dp", "dp-zero1", "ddp", "ddp-zero1", "fsdp", "torch-dp", "torch-ddp"]
 
 
 @dataclass(frozen=True, kw_only=True)

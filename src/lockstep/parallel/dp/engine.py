@@ -105,7 +105,7 @@ class ReplicaEngine:
                 "\nAn overridden scatter must return as many inputs as keyword arguments."
             )
         contexts = self._contexts(len(modules))
-        return self._run(
+        return self.run(
             [
                 functools.partial(_forward, module, arguments, keywords, context)
                 for module, arguments, keywords, context in zip(modules, inputs, kwargs, contexts, strict=True)
@@ -162,7 +162,7 @@ class ReplicaEngine:
             for index, (module, context) in enumerate(zip(modules, self._contexts(num_replicas), strict=True))
         ]
         try:
-            results = {index: result for index, result in enumerate(self._run(steps)) if result is not None}
+            results = {index: result for index, result in enumerate(self.run(steps)) if result is not None}
         except BaseException:
             self.replicas.drop_gradients(num_replicas)
             raise
@@ -177,7 +177,7 @@ class ReplicaEngine:
     def _contexts(self, num_replicas: int) -> list[ReplicaContext]:
         return [ReplicaContext.capture(device) for device in self.replicas.devices[:num_replicas]]
 
-    def _run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run one function a replica, a single one in the calling thread; raise the first failure."""
         jobs = [
             functools.partial(attempt, function, f"in replica {index} on device {as_listed(device)}")

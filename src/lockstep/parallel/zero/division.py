@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.comm.buffers import empty_buffer
 from lockstep.comm.collectives import Group
 from lockstep.comm.slices import gather_states
 from lockstep.errors import LockstepError
@@ -201,17 +202,18 @@ class Division:
 
     def _build(self) -> None:
         """Lay the buffers and make the optimizer. Collective: every rank."""
+        how = (self._group.size(), self._allocate)
         rest = self._places
         self._buckets, self._row_buckets = [], None
         self._buffers = []
         if self._reducer is not None:
             self._row_buckets = self._reducer.row.buckets
             self._buckets = list(self._row_buckets)
-            self._buffers = buckets_of(self._places, self._buckets, self._group)
+            self._buffers = buckets_of(self._places, self._buckets, *how)
             inside = {id(parameter) for parameter in self._reducer.row.parameters}
             rest = [place for place in self._places if id(place[0]) not in inside]
         if self._recipe.elementwise:
-            self._buffers += slices_of(rest, self._group)
+            self._buffers += slices_of(rest, *how)
             self._shard = FlatShard(
                 self._recipe,
                 [buffer.slice_of(self._rank) for buffer in self._buffers],
@@ -219,7 +221,7 @@ class Division:
                 self._options,
             )
         else:
-            self._buffers = regions_of(self._places, self._group)
+            self._buffers = regions_of(self._places, *how)
             spans = [span for buffer in self._buffers for span in buffer.spans_of(self._rank)]
             own = [self._parameters[span.parameter] for span in spans]
             self._shard = WholeShard(self._recipe, own, spans, self._options)
@@ -235,6 +237,9 @@ class Division:
         out = torch.empty_like(buffer.slice_of(self._rank))
         buffer.gather_gradients(self._rank, out)
         return out
+
+    def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return empty_buffer(numel, dtype=dtype, device=device, group=self._group)
 
     def _refuse_sparse(self) -> None:
         for index, parameter in enumerate(self._parameters):

@@ -1,15 +1,13 @@
-"""Which parameters share a flat buffer, and who owns what of it. Collective: buffers are made by all ranks together."""
+"""Which parameters share a flat buffer, and who owns what of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lockstep.comm.buffers import empty_buffer
-from lockstep.comm.collectives import Group
 from lockstep.parallel.ddp.bucket import Bucket
 from lockstep.parallel.zero.flat import FlatBuffer
 from lockstep.parallel.zero.spans import Span
@@ -22,41 +20,45 @@ Places = Sequence[tuple[nn.Parameter, Span]]
 """Parameters, with their index and param group."""
 
 
-def slices_of(places: Places, group: Group) -> list[FlatBuffer]:
-    """Lay parameters into flat buffers, of which each rank has an equal slice. Collective: every rank."""
-    buffers = []
-    for alike in _alike(places):
-        for part in _of_size(alike):
-            buffers.append(_lay(part, group, None))
-    return buffers
+Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
+"""Returns a flat tensor of so many elements."""
 
 
-def buckets_of(places: Places, buckets: Sequence[Bucket], group: Group) -> list[FlatBuffer]:
-    """Lay parameters as their gradients lie in ``buckets``. Collective: every rank.
+def slices_of(places: Places, num_owners: int, allocate: Allocate) -> list[FlatBuffer]:
+    """Lay parameters into flat buffers, of which each owner has an equal slice. As collective as ``allocate``."""
+    return [_lay(part, num_owners, allocate) for alike in _alike(places) for part in _of_size(alike)]
+
+
+def buckets_of(places: Places, buckets: Sequence[Bucket], num_owners: int, allocate: Allocate) -> list[FlatBuffer]:
+    """Lay parameters as their gradients lie in ``buckets``. As collective as ``allocate``.
 
     Args:
         places: Those of all parameters in ``buckets``, and maybe others, which are left out.
         buckets: Of the `DistributedDataParallel`, the same on every rank.
-        group: The ranks that take part.
+        num_owners: Among how many each buffer is divided.
+        allocate: Makes a buffer's memory.
     """
     place_of = {id(parameter): (parameter, span) for parameter, span in places}
-    return [_lay([place_of[id(parameter)] for parameter in bucket.parameters], group, None) for bucket in buckets]
+    return [
+        _lay([place_of[id(parameter)] for parameter in bucket.parameters], num_owners, allocate) for bucket in buckets
+    ]
 
 
-def regions_of(places: Places, group: Group) -> list[FlatBuffer]:
-    """Lay parameters into flat buffers in which each rank's own lie together, whole. Collective: every rank.
+def regions_of(places: Places, num_owners: int, allocate: Allocate) -> list[FlatBuffer]:
+    """Lay parameters into flat buffers in which each owner's lie together, whole. As collective as ``allocate``.
 
-    Ranks own nearly as many elements as each other, as far as the sizes of the parameters allow.
+    They own nearly as many elements as each other, as far as the sizes of the parameters allow.
     """
     buffers = []
     for alike in _alike(places):
-        owners = assign_greedily([span.numel for _, span in alike], group.size())
+        owners = assign_greedily([span.numel for _, span in alike], num_owners)
         of_owner = [
-            [place for place, owner in zip(alike, owners, strict=True) if owner == rank] for rank in range(group.size())
+            [place for place, owner in zip(alike, owners, strict=True) if owner == number]
+            for number in range(num_owners)
         ]
         ends = list(accumulate(sum(span.numel for _, span in own) for own in of_owner))
         bounds = list(zip([0, *ends[:-1]], ends, strict=True))
-        buffers.append(_lay([place for own in of_owner for place in own], group, bounds))
+        buffers.append(_lay([place for own in of_owner for place in own], num_owners, allocate, bounds))
     return buffers
 
 
@@ -80,8 +82,9 @@ def _of_size(places: list[tuple[nn.Parameter, Span]]) -> list[list[tuple[nn.Para
     return parts
 
 
-def _lay(places: Places, group: Group, bounds: Sequence[tuple[int, int]] | None) -> FlatBuffer:
+def _lay(
+    places: Places, num_owners: int, allocate: Allocate, bounds: Sequence[tuple[int, int]] | None = None
+) -> FlatBuffer:
     parameters, spans = [parameter for parameter, _ in places], [span for _, span in places]
-    first = parameters[0]
-    flat = empty_buffer(sum(span.numel for span in spans), dtype=first.dtype, device=first.device, group=group)
-    return FlatBuffer(parameters, spans, flat, num_owners=group.size(), bounds=bounds)
+    flat = allocate(sum(span.numel for span in spans), parameters[0].dtype, parameters[0].device)
+    return FlatBuffer(parameters, spans, flat, num_owners=num_owners, bounds=bounds)

@@ -13,8 +13,25 @@ from lockstep.study.compare.table import MIB, number
 
 # Okabe and Ito's palette, told apart with every common form of colour blindness and on light and dark ground.
 BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
-COLOURS = {"single": ORANGE, "torch-dp": PURPLE, "dp": VERMILION, "torch-ddp": SKY, "ddp": BLUE, "ddp-zero1": GREEN}
-DASHES = {"single": "-", "torch-dp": ":", "dp": "-.", "torch-ddp": "--", "ddp": "-", "ddp-zero1": (0, (3, 1, 1, 1))}
+BROWN = "#8C5E2A"
+COLOURS = {
+    "single": ORANGE,
+    "torch-dp": PURPLE,
+    "dp": VERMILION,
+    "dp-zero1": BROWN,
+    "torch-ddp": SKY,
+    "ddp": BLUE,
+    "ddp-zero1": GREEN,
+}
+DASHES = {
+    "single": "-",
+    "torch-dp": ":",
+    "dp": "-.",
+    "dp-zero1": (0, (5, 1, 1, 1, 1, 1)),
+    "torch-ddp": "--",
+    "ddp": "-",
+    "ddp-zero1": (0, (3, 1, 1, 1)),
+}
 
 # Stand-ins that no plot uses otherwise; in the SVG they become the page's own colours.
 TEXT, GRID = "#010203", "#040506"

@@ -30,10 +30,10 @@ def virtual_shards(
         return None
     if name not in ("single", "dp", "ddp"):
         is_torchs = name.startswith("torch-")
-        why = "torch's engine sums in an order of its own" if is_torchs else "gradients are summed in slices"
+        why = "torch's engine sums in an order of its own" if is_torchs else "it works on slices, which end anywhere"
+        instead = "dp" if "dp" in (name.removeprefix("torch-"), name.removesuffix("-zero1")) else "ddp"
         raise ConfigurationError(
-            f"Strategy {name} cannot be reproducible: {why}.\n"
-            f"Use strategy {name.removeprefix('torch-') if is_torchs else 'ddp'}, or leave reproducible out."
+            f"Strategy {name} cannot be reproducible: {why}.\nUse strategy {instead}, or leave reproducible out."
         )
     num_devices = world.world_size if name == "ddp" else len(devices) if name == "dp" else 1
     placement = place(settings.reproducible, num_devices, settings.shares)
