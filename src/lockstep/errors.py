@@ -36,6 +36,14 @@ class RankFailed(LockstepError):
         self.rank = rank
 
 
+class JobHangs(LockstepError):
+    """Ranks of a launched job waited for each other for too long and were ended; says who waits for whom."""
+
+
+HANG_EXIT_CODE = 83
+"""What a ``lockstep`` command returns after `JobHangs`."""
+
+
 class LaunchTimeout(LockstepError, TimeoutError):
     """The ranks of a launched job had not finished in time, and were ended."""
 

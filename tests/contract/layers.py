@@ -9,6 +9,7 @@ LAYERS = [
     {"hostlist"},
     {"env"},
     {"comm"},
+    {"monitor"},
     {"parallel", "data", "launcher"},
     {"train"},
     {"study", "adoption"},

@@ -10,7 +10,7 @@ from importlib import import_module
 import click
 
 from lockstep import __version__
-from lockstep.errors import EXIT_CODE, LockstepError, Stopped
+from lockstep.errors import EXIT_CODE, HANG_EXIT_CODE, JobHangs, LockstepError, Stopped
 
 INTERRUPTED = 130
 """What shells return for a command that Ctrl-C ended: 128 and the number of SIGINT."""
@@ -55,7 +55,7 @@ def group() -> None:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0, 1 for any error, 130 for Ctrl-C."""
+    """Run the command line and return the exit code: 0, 83 for a hang, 1 for any other error, 130 for Ctrl-C."""
     try:
         code = group.main(args=args, prog_name="lockstep", standalone_mode=False)
         return code if isinstance(code, int) else 0
@@ -64,6 +64,9 @@ def main(args: Sequence[str] | None = None) -> int:
     except Stopped as error:
         _complain(error)
         return 128 + error.signal
+    except JobHangs as error:
+        _complain(error)
+        return HANG_EXIT_CODE
     except LockstepError as error:
         _complain(error)
     except (KeyboardInterrupt, click.Abort):

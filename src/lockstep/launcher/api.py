@@ -20,8 +20,9 @@ from lockstep.launcher import call
 from lockstep.launcher.devices import choose_num_ranks, threads_for
 from lockstep.launcher.guard import Guard
 from lockstep.launcher.output import forwarded, is_shared_with_children
-from lockstep.launcher.supervise import Program, supervise
+from lockstep.launcher.supervise import Program, Watch, supervise
 from lockstep.launcher.surroundings import environment_restored
+from lockstep.monitor.watchdog import DEFAULT_PATIENCE_S
 
 
 def launch(
@@ -42,6 +43,7 @@ def launch(
         timeout_s: How long the ranks may take; without limit if ``None``.
 
     Raises:
+        JobHangs: Ranks waited for each other for more than a minute.
         RankFailed: A rank raised; the message has its traceback, ``rank`` its number, and ``__cause__`` the exception.
         LaunchTimeout: The ranks were not finished in time.
         ConfigurationError: There are fewer devices, the function cannot be sent, or this is a rank itself.
@@ -60,7 +62,7 @@ def launch(
                 is_over = stack.enter_context(_time_limit(guard, timeout_s))
                 if captures:
                     stack.enter_context(forwarded(guard.run_dir, num_ranks))
-                supervise(config, program, guard, python=sys.executable)
+                supervise(config, program, guard, python=sys.executable, watch=Watch(DEFAULT_PATIENCE_S))
         except RankFailed as error:
             if is_over.is_set():
                 raise LaunchTimeout(

@@ -1,4 +1,4 @@
-"""The command line of ``lockstep run``: torchrun's own parser, with two flags of ours."""
+"""The command line of ``lockstep run``: torchrun's own parser, with four flags of ours."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import textwrap
 from collections.abc import Sequence
 
 from torch.distributed.run import get_args_parser
+
+from lockstep.monitor.watchdog import DEFAULT_PATIENCE_S
 
 USAGE = "lockstep run [OPTIONS] SCRIPT [--devices N] [--adopt] [SCRIPT ARGUMENTS]"
 
@@ -36,7 +38,8 @@ _SCRIPT = {
 }
 
 _EXPLAINED = (
-    *("help", "nproc_per_node", "adopt", "module", "no_python", "max_restarts", "log_dir", "redirects", "tee"),
+    *("help", "nproc_per_node", "adopt", "watchdog", "watchdog_action", "module", "no_python"),
+    *("max_restarts", "log_dir", "redirects", "tee"),
     *("nnodes", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id"),
 )
 
@@ -76,6 +79,19 @@ def build_parser() -> argparse.ArgumentParser:
         "--adopt",
         action="store_true",
         help="put Lockstep's engines and sampler where torch's names are, before the script runs",
+    )
+    ours.add_argument(
+        "--watchdog",
+        type=float,
+        default=DEFAULT_PATIENCE_S,
+        metavar="SECONDS",
+        help="how long ranks may wait for each other before a report says who waits for whom (default: 60; 0: never)",
+    )
+    ours.add_argument(
+        "--watchdog-action",
+        choices=("end", "warn"),
+        default="end",
+        help="what follows the report: the job ends with exit code 83, or goes on (default: end)",
     )
     # Ours first: they are what most people need.
     parser._action_groups.insert(0, parser._action_groups.pop())

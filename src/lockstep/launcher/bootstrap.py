@@ -37,6 +37,8 @@ def main(argv: list[str]) -> None:
     if mode == "command":
         os.execvp(target, [target, *args])
     log_crashes(orders["run_dir"])
+    if orders["watched"]:
+        light_beacon(orders["run_dir"])
     sys.argv = [target, *args]
     if orders["adopt"]:
         from lockstep.adoption import adopt
@@ -68,6 +70,13 @@ def capture_output(run_dir: str) -> None:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, descriptor)
         os.close(file)
+
+
+def light_beacon(run_dir: str) -> None:
+    """Have the launcher's watchdog see what this rank is doing."""
+    from lockstep.monitor.beacon import Beacon
+
+    Beacon(run_dir, int(os.environ["RANK"])).start()
 
 
 def log_crashes(run_dir: str) -> None:

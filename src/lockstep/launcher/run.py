@@ -19,7 +19,7 @@ from lockstep.launcher.arguments import parse
 from lockstep.launcher.devices import choose_num_ranks, num_cores, threads_for
 from lockstep.launcher.guard import Guard
 from lockstep.launcher.rendezvous import await_host, choose_meeting_place, prepare_for_others
-from lockstep.launcher.supervise import Program, supervise
+from lockstep.launcher.supervise import Program, Watch, supervise
 from lockstep.launcher.surroundings import environment_restored
 
 
@@ -31,6 +31,7 @@ def run(argv: Sequence[str]) -> None:
     Raises:
         UsageError: The arguments make no sense.
         ConfigurationError: The script, the devices or the port are not there.
+        JobHangs: Ranks waited for each other for too long.
         RankFailed: A rank failed; the message has the first one's traceback.
         LockstepError: The machines of the job did not come together.
         Stopped: This process was told to end, and has ended the ranks.
@@ -48,7 +49,8 @@ def run(argv: Sequence[str]) -> None:
             args.log_dir = str(guard.run_dir / "elastic")
         config, python = _config(args)
         await_host(args)
-        supervise(config, program, guard, python=sys.executable if args.no_python else python)
+        watch = Watch(args.watchdog, args.watchdog_action == "end")
+        supervise(config, program, guard, python=sys.executable if args.no_python else python, watch=watch)
 
 
 def _num_ranks(args: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,11 +17,12 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from lockstep.errors import LockstepError, RankFailed, Stopped
+from lockstep.errors import JobHangs, LockstepError, RankFailed, Stopped
 from lockstep.launcher import bootstrap
 from lockstep.launcher.failure import RankEnd, describe, first_of, tidy_crash
 from lockstep.launcher.guard import Guard
 from lockstep.launcher.surroundings import elastic_quiet, second_signal_kills, signals_restored
+from lockstep.monitor.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,18 @@ class Program:
     captures: bool = False
 
 
-def supervise(config: LaunchConfig, program: Program, guard: Guard, *, python: str) -> None:
+@dataclass(frozen=True)
+class Watch:
+    """How long ranks may wait for each other, not watched if zero, and whether the job ends then."""
+
+    patience_s: float
+    ends_job: bool = True
+
+
+NO_WATCH = Watch(0.0)
+
+
+def supervise(config: LaunchConfig, program: Program, guard: Guard, *, python: str, watch: Watch = NO_WATCH) -> None:
     """Start the ranks of this machine and wait until all have ended well.
 
     Blocks as long as they run. Leaves signal handlers and logging as they were.
@@ -50,8 +63,10 @@ def supervise(config: LaunchConfig, program: Program, guard: Guard, *, python: s
         program: What each rank becomes.
         guard: Watches the ranks.
         python: The interpreter of the ranks.
+        watch: What is done about ranks that wait for each other.
 
     Raises:
+        JobHangs: Ranks waited for each other for too long.
         RankFailed: A rank failed; the message has the first one's traceback.
         LockstepError: The machines of the job did not come together.
         Stopped: This process was told to end, and has ended the ranks.
@@ -62,15 +77,20 @@ def supervise(config: LaunchConfig, program: Program, guard: Guard, *, python: s
         "mode": program.mode,
         "adopt": program.adopt,
         "captures": program.captures,
+        "watched": watch.patience_s > 0,
     }
     args = ["-u", bootstrap.__file__, json.dumps(orders), program.target, *program.args]
+    hangs: list[str] = []
     with ExitStack() as stack:
         stack.enter_context(signals_restored())
         stack.enter_context(second_signal_kills(guard))
         stack.enter_context(elastic_quiet())
         try:
-            elastic_launch(config, python)(*args)
+            with _watchdog(watch, config, guard, hangs):
+                elastic_launch(config, python)(*args)
         except ChildFailedError as error:
+            if hangs:
+                raise JobHangs(hangs[0]) from None
             raise _failure(error, config, guard) from None
         except SignalException as error:
             raise _stopped(error.sigval) from None
@@ -78,6 +98,17 @@ def supervise(config: LaunchConfig, program: Program, guard: Guard, *, python: s
             raise _stopped(signal.SIGINT) from None
         except (RuntimeError, OSError, ValueError) as error:
             raise _not_met(error, config) from error
+
+
+def _watchdog(watch: Watch, config: LaunchConfig, guard: Guard, hangs: list[str]) -> Watchdog:
+    def on_hang(report: str) -> None:
+        if watch.ends_job:
+            hangs.append(report)
+            guard.kill_ranks()
+        else:
+            print(f"lockstep: {report}\nThe job goes on, as --watchdog-action warn says.", file=sys.stderr, flush=True)
+
+    return Watchdog(guard.run_dir, watch.patience_s, num_nodes=config.max_nodes, on_hang=on_hang)
 
 
 def _stopped(number: signal.Signals) -> Stopped:
