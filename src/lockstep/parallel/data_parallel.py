@@ -207,7 +207,7 @@ class DataParallel(nn.Module, Generic[Wrapped]):
             return functions[0]()
         engine = self._current_engine()
         with engine.turn():
-            engine.run(functions)
+            engine.run_on_devices(functions)
 
     def _check_shards(self, shards: Sequence[Any], scales: Sequence[float | Tensor]) -> None:
         room = max(1, len(self.device_ids))

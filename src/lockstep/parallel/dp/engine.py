@@ -126,7 +126,7 @@ class ReplicaEngine:
         if not results:
             return [], timings
         start = time.perf_counter()
-        self.replicas.reduce_gradients(max(results) + 1)
+        self.replicas.reduce_gradients(max(results) + 1, self.run)
         timings = replace(timings, reduce_s=time.perf_counter() - start)
         return [result.loss for result in results.values()], timings
 
@@ -177,6 +177,11 @@ class ReplicaEngine:
     def _contexts(self, num_replicas: int) -> list[ReplicaContext]:
         return [ReplicaContext.capture(device) for device in self.replicas.devices[:num_replicas]]
 
+    def run_on_devices(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Do as `run` does, with each replica's device and the caller's stream there made current."""
+        contexts = self._contexts(len(functions))
+        return self.run([functools.partial(_on_device, *pair) for pair in zip(functions, contexts, strict=True)])
+
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run one function a replica, a single one in the calling thread; raise the first failure."""
         jobs = [
@@ -202,6 +207,11 @@ def differentiate(
     middle = time.perf_counter()
     _scaled(value, scale).backward()
     return value.detach(), StepTimings(0.0, middle - start, time.perf_counter() - middle, 0.0)
+
+
+def _on_device(function: Callable[[], Any], context: ReplicaContext) -> Any:
+    with context.on_device():
+        return function()
 
 
 def _forward(module: nn.Module, inputs: Any, kwargs: dict[str, Any], context: ReplicaContext) -> Any:

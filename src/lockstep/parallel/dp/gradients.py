@@ -1,6 +1,9 @@
 """Sum the gradients of the replicas in a fixed order and hand them to the module."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +12,12 @@ from lockstep.parallel.dp.flat import coalesced_copies, is_remote
 
 Gradients = list[Tensor | None]
 """One gradient a weight, all on the device of one replica; None where the replica did not use the weight."""
+
+
+Run = Callable[[Sequence[Callable[[], Any]]], list[Any]]
+
+_WORTH_THREADS_NUMEL = 2**19
+"""Handing work to threads costs as much time as to add so many elements."""
 
 
 def sum_in_tree(rows: Sequence[Gradients], devices: Sequence[torch.device], *, owned: bool) -> Gradients:
@@ -25,10 +34,41 @@ def sum_in_tree(rows: Sequence[Gradients], devices: Sequence[torch.device], *, o
     Returns:
         The sums; None where all were None.
     """
+    return _sum(rows, devices, _memory_used_twice(*rows) if owned else None)
+
+
+def sum_side_by_side(rows: Sequence[Gradients], devices: Sequence[torch.device], run: Run) -> Gradients:
+    """Return what `sum_in_tree` does of rows that nobody else needs; on one CPU each replica's thread sums its part.
+
+    Args:
+        rows: One a replica.
+        devices: Where each row is. The sums end up on the first.
+        run: Calls function i in the thread of replica i, all of them at once; returns the results.
+    """
+    shared = _memory_used_twice(*rows)
+    sizes = [max((part.numel() for part in parts if part is not None), default=0) for parts in zip(*rows, strict=True)]
+    if any(device.type != "cpu" for device in devices) or sum(sizes) < _WORTH_THREADS_NUMEL:
+        return _sum(rows, devices, shared)
+    cuts = even_cuts(sizes, len(rows))
+    jobs = [partial(_sum, [row[start:stop] for row in rows], devices, shared) for start, stop in cuts]
+    return [gradient for part in run(jobs) for gradient in part]
+
+
+def even_cuts(sizes: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """Cut a sequence into ``count`` runs of about the same total size; return where each begins and ends."""
+    ends = [0, *accumulate(sizes)]
+    inner = [
+        min(range(len(ends)), key=lambda cut: abs(ends[cut] - ends[-1] * part / count)) for part in range(1, count)
+    ]
+    return list(zip([0, *inner], [*inner, len(sizes)], strict=True))
+
+
+def _sum(rows: Sequence[Gradients], devices: Sequence[torch.device], shared: set[int] | None) -> Gradients:
+    """Add in the tree; in the memory of ``rows`` except what lies in the storages ``shared``, or never if None."""
     level = list(zip(rows, devices, strict=True))
     while len(level) > 1:
         merged = [
-            (_added(left, _moved(right, origin, device), reuse=owned), device)
+            (_added(left, _moved(right, origin, device), shared), device)
             for (left, device), (right, origin) in zip(level[0::2], level[1::2], strict=False)
         ]
         level = merged + level[2 * len(merged) :]
@@ -51,18 +91,17 @@ def deliver(weights: Sequence[Tensor], gradients: Gradients) -> None:
         _add_all(accumulated)
 
 
-def _added(left: Gradients, right: Gradients, *, reuse: bool) -> Gradients:
-    """Return the sums of two rows on one device; with ``reuse`` in the memory of ``left`` where that is safe."""
+def _added(left: Gradients, right: Gradients, shared: set[int] | None) -> Gradients:
+    """Return the sums of two rows on one device; see `_sum`."""
     result = list(left)
     in_place: list[tuple[Tensor, Tensor]] = []
-    shared = _memory_used_twice(left, right) if reuse else set()
     with torch.no_grad():
         for index, (mine, other) in enumerate(zip(left, right, strict=True)):
             if mine is None or other is None:
                 result[index] = other if mine is None else mine
             elif _is_mixed(mine, other):
                 result[index] = other + mine if mine.is_sparse else mine + other  # torch adds in this order only
-            elif reuse and (mine.is_sparse or _address(mine) not in shared):
+            elif shared is not None and (mine.is_sparse or _address(mine) not in shared):
                 in_place.append((mine, other))
             else:
                 result[index] = mine + other

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lockstep.parallel.dp.compiled import compiled_forward
 from lockstep.parallel.dp.flat import coalesced_copies
-from lockstep.parallel.dp.gradients import deliver, sum_in_tree
+from lockstep.parallel.dp.gradients import Run, deliver, sum_side_by_side
 from lockstep.parallel.dp.structure import Node, Structure, check_devices, read_structure
 from lockstep.parallel.dp.tensors import ReplicaTensors
 
@@ -77,10 +77,15 @@ class Replicas:
             self._bind_compiled(structure, shells)
         return [self._shells[replica][0] for replica in range(num_replicas)]
 
-    def reduce_gradients(self, num_replicas: int) -> None:
-        """Sum the gradients of the first ``num_replicas`` replicas' leaves into those of the module's weights."""
+    def reduce_gradients(self, num_replicas: int, run: Run) -> None:
+        """Sum the gradients of the first ``num_replicas`` replicas' leaves into those of the module's weights.
+
+        Args:
+            num_replicas: How many.
+            run: See `sum_side_by_side`.
+        """
         rows = [self._tensors.take_gradients(replica) for replica in range(num_replicas)]
-        deliver(self._weights, sum_in_tree(rows, self.devices[:num_replicas], owned=True))
+        deliver(self._weights, sum_side_by_side(rows, self.devices[:num_replicas], run))
 
     def take_gradients(self, replica: int) -> list[Tensor | None]:
         """Return the gradients of one replica's leaves, in the order of the module's parameters, and clear them."""
