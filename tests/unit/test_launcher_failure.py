@@ -80,6 +80,14 @@ def test_report_says_when_the_cause_is_elsewhere():
     )  # fmt: skip
 
 
+def test_a_rank_that_finished_early_is_named_when_others_lost_it():
+    report = describe([raised(0, GONE, 10, error_type="RuntimeError", trace="")], range(2))
+    assert report == (
+        f"Rank 0 failed: {GONE}\n\nrank 1: finished\n\n"
+        "It says only that another rank is gone: rank 1 finished while others waited, or look at other machines."
+    )
+
+
 @pytest.mark.parametrize(
     ("end", "text"),
     [
@@ -100,6 +108,11 @@ def test_report_says_when_the_cause_is_elsewhere():
             RankEnd(1, 11, -7),
             "Rank 1 was killed by SIGBUS (signal 7): most likely shared memory is full.\n"
             "Look at `df /dev/shm`; use fewer DataLoader workers, or more shared memory (docker run --shm-size).",
+        ),
+        (
+            RankEnd(1, 11, 139),
+            "Rank 1 left with exit code 139: what it ran was killed by SIGSEGV (signal 11), native code touched memory "
+            "that is not its own.\nAn extension module or a driver may be broken; the Python stack says who called it.",
         ),
         (RankEnd(1, 11, -63), "Rank 1 was killed by signal 63: what it wrote before is further up."),
     ],

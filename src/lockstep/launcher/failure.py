@@ -99,10 +99,16 @@ def describe(ends: list[RankEnd], local_ranks: range) -> str:
     first = first_of(ends)
     by_rank = {end.rank: end for end in ends}
     others = [f"rank {rank}: {_line(by_rank.get(rank))}" for rank in local_ranks if rank != first.rank]
-    # No rank of this machine may be the cause.
-    elsewhere = "It says only that another rank is gone: look at the other machines." if _is_echo(first) else ""
+    elsewhere = _elsewhere([rank for rank in local_ranks if rank not in by_rank]) if _is_echo(first) else ""
     parts = [headline(first), (first.trace or first.crash).rstrip(), "\n".join(others), elsewhere]
     return "\n\n".join(part for part in parts if part)
+
+
+def _elsewhere(finished: list[int]) -> str:
+    if not finished:  # No rank of this machine is the cause.
+        return "It says only that another rank is gone: look at the other machines."
+    ranks = f"rank{'s' * (len(finished) > 1)} {', '.join(map(str, finished))}"
+    return f"It says only that another rank is gone: {ranks} finished while others waited, or look at other machines."
 
 
 def headline(end: RankEnd) -> str:
@@ -112,6 +118,8 @@ def headline(end: RankEnd) -> str:
     if end.message:
         # The rest of a long message stands in the traceback below.
         return f"Rank {end.rank} failed: {end.message.splitlines()[0]}"
+    if end.exit_code - 128 in _LIKELY:  # a shell, or a wrapper like it, tells a signal this way
+        return f"Rank {end.rank} left with exit code {end.exit_code}: {_a_child(end.exit_code - 128)}"
     if end.exit_code >= 0:
         return (
             f"Rank {end.rank} left with exit code {end.exit_code}, without an exception.\n"
@@ -130,6 +138,10 @@ def _line(end: RankEnd | None) -> str:
     if end.exit_code == -signal.SIGTERM:
         return "stopped by the launcher"
     return f"left with exit code {end.exit_code}" if end.exit_code >= 0 else _killed_by(-end.exit_code)
+
+
+def _a_child(number: int) -> str:
+    return f"what it ran {_killed_by(number)}, {_likely(number)}"
 
 
 def _killed_by(number: int) -> str:
