@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from lockstep.parallel.distributed import DistributedDataParallel as DistributedDataParallel
     from lockstep.parallel.weighted import backward as backward
     from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
+    from lockstep.train.checkpoints.script import load as load
+    from lockstep.train.checkpoints.script import save as save
     from lockstep.train.fit import fit as fit
     from lockstep.train.task import Loss as Loss
     from lockstep.train.task import Task as Task
@@ -41,6 +43,8 @@ __all__ = [
     "fit",
     "init",
     "launch",
+    "load",
+    "save",
 ]
 
 _HOMES = {
@@ -57,6 +61,8 @@ _HOMES = {
     "fit": "lockstep.train.fit",
     "init": "lockstep.comm.world",
     "launch": "lockstep.launcher.api",
+    "load": "lockstep.train.checkpoints.script",
+    "save": "lockstep.train.checkpoints.script",
 }
 
 # So that torch.distributed, once somebody imports it, knows the backend by its name.

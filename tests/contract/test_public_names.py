@@ -23,6 +23,8 @@ PUBLIC_NAMES = {
     "fit",
     "init",
     "launch",
+    "load",
+    "save",
 }
 
 
