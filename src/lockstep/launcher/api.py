@@ -20,9 +20,8 @@ from lockstep.launcher import call
 from lockstep.launcher.devices import choose_num_ranks, threads_for
 from lockstep.launcher.guard import Guard
 from lockstep.launcher.output import forwarded, is_shared_with_children
-from lockstep.launcher.supervise import Program, Watch, supervise
+from lockstep.launcher.supervise import Program, supervise
 from lockstep.launcher.surroundings import environment_restored
-from lockstep.monitor.watchdog import DEFAULT_PATIENCE_S
 
 
 def launch(
@@ -62,7 +61,7 @@ def launch(
                 is_over = stack.enter_context(_time_limit(guard, timeout_s))
                 if captures:
                     stack.enter_context(forwarded(guard.run_dir, num_ranks))
-                supervise(config, program, guard, python=sys.executable, watch=Watch(DEFAULT_PATIENCE_S))
+                supervise(config, program, guard, python=sys.executable)
         except RankFailed as error:
             if is_over.is_set():
                 raise LaunchTimeout(

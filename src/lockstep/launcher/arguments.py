@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 from torch.distributed.run import get_args_parser
 
-from lockstep.monitor.watchdog import DEFAULT_PATIENCE_S
-
 USAGE = "lockstep run [OPTIONS] SCRIPT [--devices N] [--adopt] [SCRIPT ARGUMENTS]"
 
 DESCRIPTION = """\
@@ -83,9 +81,10 @@ def build_parser() -> argparse.ArgumentParser:
     ours.add_argument(
         "--watchdog",
         type=float,
-        default=DEFAULT_PATIENCE_S,
+        default=0.0,
         metavar="SECONDS",
-        help="how long ranks may wait for each other before a report says who waits for whom (default: 60; 0: never)",
+        help="how long ranks may wait for each other before a report says who waits for whom, such as 60 "
+        "(default: 0, they are not watched)",
     )
     ours.add_argument(
         "--watchdog-action",

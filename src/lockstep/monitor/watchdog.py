@@ -17,8 +17,6 @@ from types import TracebackType
 from lockstep.monitor.beacon import STACKS_SIGNAL_OFFSET
 from lockstep.monitor.verdict import RankSeen, is_hanging, report
 
-DEFAULT_PATIENCE_S = 60.0
-
 _PERIOD_S = 0.5
 _STACKS_S = 1.0
 _BUSY = 0.2
