@@ -38,8 +38,9 @@ format: setup  ## Put the code into the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup  ## Measure every claim, or ONLY=name; writes bench/results/
-	$(BIN)/python tools/bench.py $(ONLY)
+bench: setup  ## Measure against torch and its peers (half an hour), or ONLY=name; QUICK=1 to see that it runs
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	$(BIN)/python tools/bench.py $(if $(QUICK),--quick) $(ONLY)
 
 clean:  ## Remove .venv and what the tools left
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

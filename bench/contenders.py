@@ -11,15 +11,17 @@
     ours-gloo    the same on Gloo
     ours-zero    lockstep.DistributedDataParallel on shm with lockstep.ZeroRedundancyOptimizer
     dp           lockstep.DataParallel: the batches of all ranks in one process, on as many CPU devices as ranks
+    dp-zero      the same with its optimizer divided among the replicas
     single       one process and one core for the batches of all ranks
 
-All use AdamW with torch's defaults. ``dp`` and ``single`` run on rank 0 alone, while the others sleep.
+All use AdamW with torch's defaults. ``dp``, ``dp-zero`` and ``single`` run on rank 0 alone, while the others sleep.
 """
 
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ from bench.models import Batch, Workload, loss_of
 
 LEARNING_RATE = 1e-4
 TIMEOUT = timedelta(seconds=60)
-ON_RANK_ZERO = ("dp", "single")
+ON_RANK_ZERO = ("dp", "dp-zero", "single")
 NEEDS = {"accelerate": "accelerate", "fabric": "lightning_fabric"}
 """The module that a contender needs, which `make bench` installs; without it the contender is reported as missing."""
 
@@ -58,7 +60,9 @@ class Trainee:
     step: Step
 
 
-def plain_step(model: nn.Module, optimizer: Any, backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward) -> Step:
+def plain_step(
+    model: nn.Module, optimizer: Any, backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward
+) -> Step:
     def step(batch: Batch) -> None:
         optimizer.zero_grad()
         backward(loss_of(model, batch))
@@ -120,14 +124,16 @@ def ours_gloo(model: nn.Module, ranks: Ranks) -> Step:
 def ours_zero(model: nn.Module, ranks: Ranks) -> Step:
     wrapped = lockstep.DistributedDataParallel(model, process_group=ranks.shm)
     optimizer = lockstep.ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.AdamW, process_group=ranks.shm, lr=LEARNING_RATE
+        model.parameters(), torch.optim.AdamW, process_group=ranks.shm, shard_gradients=True, lr=LEARNING_RATE
     )
     return plain_step(wrapped, optimizer)
 
 
-def dp(model: nn.Module, ranks: Ranks) -> Step:
+def dp(model: nn.Module, ranks: Ranks, *, shards_optimizer: bool = False) -> Step:
     optimizer, count = adamw(model), len(ranks.batches)
     wrapped = lockstep.DataParallel(model, ["cpu"] * count)
+    if shards_optimizer:
+        optimizer = wrapped.shard_optimizer(optimizer)
     scales = [1 / count] * count
 
     def step(batch: Batch) -> None:
@@ -157,16 +163,15 @@ MAKE: dict[str, Callable[[nn.Module, Ranks], Step]] = {
     "ours-gloo": ours_gloo,
     "ours-zero": ours_zero,
     "dp": dp,
+    "dp-zero": partial(dp, shards_optimizer=True),
     "single": single,
 }
 
 
 def missing() -> dict[str, str]:
     """Return why contenders cannot run here, by name; empty where `make bench` has installed everything."""
-    absent = {name: f"{module} is not installed" for name, module in NEEDS.items() if not importlib.util.find_spec(module)}
-    if "ZeroRedundancyOptimizer" not in lockstep.__all__:
-        absent["ours-zero"] = "this version of Lockstep has no ZeroRedundancyOptimizer"
-    return absent
+    absent = {name: module for name, module in NEEDS.items() if not importlib.util.find_spec(module)}
+    return {name: f"{module} is not installed" for name, module in absent.items()}
 
 
 def join_ranks(workload: Workload) -> Ranks:

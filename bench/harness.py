@@ -1,4 +1,4 @@
-"""What all benchmarks of a session share: rounds in a rotating order, a progress bar, options, and the record as JSON."""
+"""What all benchmarks of a session share: rounds in a rotating order, a progress bar, options, and the JSON record."""
 
 import argparse
 import json

@@ -3,14 +3,14 @@
 Measured in each rank after libraries are imported and the ranks have met, over the model's making, warm-up and some
 steps more; what counts is the rank that needs most. MiB:
 
-    RSS      the peak of resident memory, less what was resident before. It counts memory that ranks share in each of them.
+    RSS      the peak of resident memory, less what was resident before; what ranks share counts in each of them
     PSS      the most that smaps_rollup told between the parts of the steps, less what it told before: memory that ranks
              share counts in equal parts, so that the sum over the ranks is what the machine must have.
     tensors  the most that torch's CPU allocator had handed out at one time, in a run of its own with torch's profiler,
              plus the shared memory that this rank made its part of
 
-A run is repeated, in an order that rotates; the median counts. bench/contenders.py says what the contenders are, but for
-``dp``: one process with both replicas, whose figures stand for both ranks' together.
+A run is repeated, in an order that rotates; the median counts. bench/contenders.py says what the contenders are. ``dp``
+is one process with both replicas, whose figures stand for both ranks' together.
 
 Usage: python -m bench.memory [--quick] [--rounds N] [--json FILE]
 """
@@ -39,7 +39,7 @@ KINDS = ("RSS", "PSS", "tensors")
 
 
 def measure(contender: str, name: str, counted: bool) -> dict[str, float]:
-    """Return this rank's figures in MiB: resident memory, or, ``counted``, what tensors held. Collective: every rank."""
+    """Return this rank's MiB: resident memory or, if ``counted``, what tensors held. Collective: every rank."""
     torch.set_num_threads(1)
     with init(backend="gloo"):
         warm_libraries(contender)

@@ -3,8 +3,8 @@
 Scripts are written for many ranks and tried with one; there, nothing is to be synchronised. A round gives every
 contender one short turn, in an order that rotates, in one process. bench/contenders.py says what they are.
 
-For each model: the median time of a step, and the time divided by the bare loop's ("none"), from the rounds' ratios, with
-the range that holds the true median with 90% certainty.
+For each model: the median time of a step, and the time divided by the bare loop's ("none"), from the rounds' ratios,
+with the range that holds the true median with 90% certainty.
 
 Usage: python -m bench.one_rank [--quick] [--rounds N] [--json FILE]
 """

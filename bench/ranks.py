@@ -1,8 +1,8 @@
 """What synchronisation costs as ranks grow: 1, 2, 4, 8 and 16 ranks on the cores there are, the same work for each.
 
-With more ranks than cores, who waits takes the core from who works, unless waiting is done asleep. Every rank trains the
-same model on a batch of its own: with N ranks and C cores a step cannot take less than N / C times one rank's. What it
-takes beyond no synchronisation ("none") is what synchronisation costs. bench/contenders.py says what the contenders are.
+With more ranks than cores, who waits takes the core from who works, unless waiting is done asleep. Every rank trains
+the same model on a batch of its own: with N ranks and C cores a step cannot take less than N / C times one rank's. What
+it takes beyond no synchronisation ("none") is what that costs. bench/contenders.py says what the contenders are.
 
 For each number of ranks: the median time of a step on the slowest rank, interleaved, and the time divided by that of no
 synchronisation, from the rounds' ratios, with the range that holds the true median with 90% certainty.
@@ -53,9 +53,7 @@ def main() -> None:
         figures: dict[str, dict[str, Any]] = {name: {} for name in TRAINED}
         for num_ranks in NUM_RANKS:
             for name in TRAINED:
-                seconds = launch(
-                    measure, name, num_rounds, turn_s, devices=num_ranks, timeout_s=SECTION_TIMEOUT_S
-                )[0]
+                seconds = launch(measure, name, num_rounds, turn_s, devices=num_ranks, timeout_s=SECTION_TIMEOUT_S)[0]
                 figures[name][str(num_ranks)] = summarize(seconds)
                 show(f"{name}: {num_ranks} ranks, {num_rounds} rounds", seconds, ("none", "torch"))
         return {"models": figures}

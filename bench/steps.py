@@ -1,9 +1,9 @@
 """Training steps on two CPU ranks: ours, torch's, what is built on torch's, and no synchronisation at all.
 
 Every contender trains the same model from the same weights on the same samples: forward, loss, backward and AdamW, one
-core a rank. A round gives each of them one turn of a few steps, in the same processes; the order rotates and every other
-round runs backwards, so that whatever else the machine does hits all alike. A turn lasts as long as its slowest rank
-takes. bench/contenders.py says what each contender is, bench/models.py what the models are.
+core a rank. A round gives each of them one turn of a few steps, in the same processes; the order rotates and every
+other round runs backwards, so that whatever else the machine does hits all alike. A turn lasts as long as its slowest
+rank takes. bench/contenders.py says what each contender is, bench/models.py what the models are.
 
 For each model: the median time of a step, and the time divided by that of no synchronisation and of torch's, from the
 rounds' ratios, with the range that holds the true median with 90% certainty. The weights of all contenders that compute

@@ -1,0 +1,106 @@
+"""The benchmark's table in the README, written between two marks from the newest run."""
+
+from pathlib import Path
+
+from bench.report.run import Run, mean_ratio, memory_ratio, models, ratio, rounds
+from lockstep.study.compare.spread import Spread
+
+BEGIN, END = "<!-- benchmark: written by `make bench` -->", "<!-- end of benchmark -->"
+README = Path(__file__).parents[2] / "README.md"
+UNMEASURED = "Nothing measured yet: run `make bench`."
+SHOWN = {
+    "none": "no synchronisation (the bound)",
+    "torch": "torch DDP, Gloo",
+    "torch-view": "torch DDP, Gloo, bucket views",
+    "torch-shm": "torch DDP on our `shm`",
+    "torch-zero": "torch DDP + torch's ZeRO, Gloo",
+    "accelerate": "Accelerate",
+    "fabric": "Lightning Fabric",
+    "ours-gloo": "**Lockstep DDP**, Gloo",
+    "ours": "**Lockstep DDP**",
+    "ours-zero": "**Lockstep DDP + ZeRO-1**",
+    "dp": "**Lockstep DataParallel**, one process",
+    "dp-zero": "**Lockstep DataParallel**, its optimizer divided",
+    "single": "one core, all samples",
+}
+"""What the contenders are called, in the order of the rows."""
+
+
+def block(run: Run | None) -> str:
+    """Return what stands between the marks."""
+    return UNMEASURED if run is None else "\n".join([*steps(run), "", *others(run)])
+
+
+def steps(run: Run) -> list[str]:
+    names = models(run)
+    lines = [
+        f"| step time, 2 ranks, AdamW (ms) | {' | '.join(names)} | over torch DDP |",
+        f"|---|{'---:|' * (len(names) + 1)}",
+    ]
+    absent = run["parts"]["steps"]["missing"]
+    for contender, label in SHOWN.items():
+        if contender in absent:
+            lines.append(f"| {label} |{' |' * len(names)} {absent[contender]} |")
+            continue
+        cells = [f"{milliseconds(run, name, contender):.1f}" for name in names]
+        lines.append(f"| {label} | {' | '.join(cells)} | {text(mean_ratio(run, contender, 'torch'))} |")
+    return lines
+
+
+def milliseconds(run: Run, name: str, contender: str) -> float:
+    return float(run["parts"]["steps"]["models"][name]["seconds"][contender]["median"]) * 1e3
+
+
+def others(run: Run) -> list[str]:
+    provenance = run["provenance"]
+    lines = [
+        "Over torch DDP: the geometric mean over the models of the rounds' median ratios; below 1 is faster. "
+        f"{provenance['machine']['cpu']}, {provenance['machine']['cores']} cores, "
+        f"torch {provenance['versions']['torch']}, "
+        f"{provenance['when'][:10]}, commit {provenance['commits'].get('lockstep', 'unknown')[:12]}.",
+    ]
+    sizes = run["parts"].get("all_reduce", {}).get("sizes", {})
+    for size, words in (("4000", "4 kB"), ("100000000", "100 MB")):
+        if size in sizes:
+            faster = {name: Spread(**found) for name, found in sizes[size]["times_as_fast_as_gloo"].items()}
+            lines.append(
+                f"- all_reduce of {words} on `shm`: {faster['shm'].median:.1f} times as fast as Gloo, "
+                f"{faster['in place'].median:.1f} times where the tensor is shared, as buckets are."
+            )
+    for name in run["parts"].get("memory", {}).get("mib", {}):
+        found = text(memory_ratio(run, name, "ours", "torch", "PSS"))
+        lines.append(f"- Peak memory of a rank, {name}: {found} times torch DDP's.")
+    alone = [
+        f"{name} {text(ratio(rounds(run, 'one_rank', 'models', name), 'ours', 'none'))}"
+        for name in models(run, "one_rank")
+    ]
+    if alone:
+        lines.append(f"- One rank, over the bare loop: {', '.join(alone)}.")
+    return lines
+
+
+def text(spread: Spread | None) -> str:
+    return "" if spread is None else f"{spread.median:.2f}"
+
+
+def between_marks(readme: str) -> str:
+    """Return what stands between the marks now."""
+    return readme.split(BEGIN, 1)[1].split(END, 1)[0].strip("\n")
+
+
+def with_block(readme: str, content: str) -> str:
+    """Return the README with ``content`` between its marks.
+
+    Raises:
+        ValueError: The marks are not there, once each and in order.
+    """
+    before, found, rest = readme.partition(BEGIN)
+    _, ended, after = rest.partition(END)
+    if not found or not ended or BEGIN in rest or END in after:
+        raise ValueError(f"The README needs the lines {BEGIN!r} and {END!r}, once each.")
+    return f"{before}{BEGIN}\n{content}\n{END}{after}"
+
+
+def write(run: Run | None) -> None:
+    """Write the table into the README."""
+    README.write_text(with_block(README.read_text(), block(run)))

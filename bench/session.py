@@ -1,0 +1,176 @@
+"""The whole benchmark in one session: every part after the other, then the record, the page and the README's table.
+
+    python tools/bench.py             all parts of the session; about half an hour on two cores
+    python tools/bench.py --quick     the same with few short rounds, to see that it runs; kept in runs/bench
+    python tools/bench.py NAME ...    these scripts of bench/ alone; what each prints is kept in bench/results/NAME.txt
+    python tools/bench.py --report    the page and the README's table once more, from the newest run
+
+A session is kept as bench/results/run-<time>.json; bench/results/index.html and the README show the newest.
+"""
+
+import argparse
+import contextlib
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench.report import page, table
+from bench.report.goals import judge
+from bench.report.run import RESULTS, Run, newest
+from lockstep.study.compare.provenance import Provenance, gather
+
+REPO = Path(__file__).parents[1]
+QUICK_RESULTS = REPO / "runs" / "bench"
+PARTS = ("all_reduce", "steps", "ranks", "one_rank", "memory", "launch", "import_time")
+TIMEOUT_S = 1800.0
+GRACE_S = 20.0
+NO_SCRIPTS = {"session", "harness", "models", "contenders"}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run what was asked for; return the exit status."""
+    options = parse(arguments)
+    if options.report:
+        run = newest()
+        if run is None:
+            print("There is no run in bench/results yet: run `make bench`.", file=sys.stderr)
+            return 1
+        return report(run)
+    scripts = {path.stem for path in (REPO / "bench").glob("*.py")} - NO_SCRIPTS
+    unknown = sorted(set(options.names) - scripts)
+    if unknown:
+        print(f"No such benchmark: {', '.join(unknown)}\nThere are: {', '.join(sorted(scripts))}", file=sys.stderr)
+        return 1
+    try:
+        if options.names:
+            return alone(options.names, options.quick)
+        return whole(options.quick, shlex.join(["python", "tools/bench.py", *arguments]))
+    except KeyboardInterrupt:
+        print("Stopped; nothing was kept.", file=sys.stderr)
+        return 130
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a script of bench/")
+    parser.add_argument("--quick", action="store_true", help="few short rounds; figures mean nothing")
+    parser.add_argument("--report", action="store_true", help="write the page and the table from the newest run")
+    return parser.parse_args(arguments)
+
+
+def whole(quick: bool, command: str) -> int:
+    """Run all parts and keep them as one run, if all succeeded."""
+    provenance, start = gather(), time.monotonic()
+    parts: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for number, name in enumerate(PARTS, 1):
+            head(f"{number}/{len(PARTS)} {name}, {(time.monotonic() - start) / 60:.0f} minutes so far")
+            kept = Path(folder, f"{name}.json")
+            if run_script([name, "--json", str(kept), *(["--quick"] if quick else [])], None):
+                print(f"{name} failed, so there is no run to keep.", file=sys.stderr)
+                return 1
+            parts[name] = json.loads(kept.read_text())
+    run: Run = {
+        "command": command,
+        "provenance": asdict(provenance),
+        "quick": quick,
+        "seconds": round(time.monotonic() - start, 1),
+        "parts": parts,
+    }
+    run["verdict"] = [asdict(judgement) for judgement in judge(run)]
+    stamp = provenance.when[:19].replace("-", "").replace(":", "")
+    folder_of_run = QUICK_RESULTS if quick else RESULTS
+    folder_of_run.mkdir(parents=True, exist_ok=True)
+    path = folder_of_run / f"run-{stamp}.json"
+    path.write_text(json.dumps(run) + "\n")
+    print(f"\nkept as {path.relative_to(REPO)}")
+    return report(run)
+
+
+def report(run: Run) -> int:
+    """Print the verdict, and write the page; of a run that was not quick also the README's table."""
+    for judgement in judge(run):
+        print(f"  {judgement.word:<12} {judgement.text}: {judgement.measured or '-'}; {judgement.limit}")
+    path = (QUICK_RESULTS if run["quick"] else RESULTS) / "index.html"
+    path.write_text(page.render(run))
+    print(f"\nwritten: {path.relative_to(REPO)}")
+    if not run["quick"]:
+        table.write(run)
+        print("written: the table in README.md")
+    return 0
+
+
+def alone(names: Sequence[str], quick: bool) -> int:
+    """Run single scripts; keep what they print, unless the run was a quick one."""
+    failed = []
+    for name in names:
+        head(name)
+        provenance = gather()
+        printed: list[str] = []
+        if run_script([name, *(["--quick"] if quick else [])], printed):
+            failed.append(name)
+        elif not quick:
+            RESULTS.mkdir(exist_ok=True)
+            (RESULTS / f"{name}.txt").write_text(f"{facts(name, provenance)}\n{''.join(printed)}")
+    if failed:
+        print(f"Failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def run_script(arguments: Sequence[str], printed: list[str] | None) -> int:
+    """Run a script of bench/ and return its exit status; pass on what it prints, into ``printed`` as well.
+
+    Ctrl-C reaches the script too, which ends its ranks; it is given time for that.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C, after the script has ended.
+    """
+    command = [sys.executable, "-m", f"bench.{arguments[0]}", *arguments[1:]]
+    output = None if printed is None else subprocess.PIPE
+    process = subprocess.Popen(command, cwd=REPO, stdin=subprocess.DEVNULL, stdout=output, text=True)
+    deadline = time.monotonic() + TIMEOUT_S
+    try:
+        if printed is not None and process.stdout is not None:
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                printed.append(line)
+        return process.wait(max(deadline - time.monotonic(), 1))
+    except subprocess.TimeoutExpired:
+        print(f"{arguments[0]} did not finish within {TIMEOUT_S:g} s", file=sys.stderr)
+        return 1
+    finally:
+        end(process)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """See that a script has ended: wait for one that was interrupted, ask one that goes on to stop, else kill it."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+
+
+def facts(name: str, provenance: Provenance) -> str:
+    """Return the lines that say what was measured, and on what."""
+    return f"command  python tools/bench.py {name}\n" + "".join(
+        f"{key:<16} {text}\n" for key, text in provenance.facts()
+    )
+
+
+def head(text: str) -> None:
+    Console().rule(text, align="left")
