@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep
+from lockstep.comm.shm.allocate import empty_shared
 
 NUM_RANKS, VICTIM = 3, 1
 TIMEOUT_S = {"stop": 2.0}
@@ -34,6 +35,8 @@ def work(scenario, folder, rank, index):
     join(folder, rank, TIMEOUT_S.get(scenario, 30.0))
     sizes = [1, 5000, 1_000_000]
     tensor = torch.ones(sizes[index % 3])
+    if index // 3 % 2:  # reduced where it lies
+        tensor = empty_shared(sizes[index % 3], dtype=torch.float32, group=dist.group.WORLD).fill_(1.0)
     Path(f"{folder}/ready{rank}").touch()
     while True:
         if scenario == "raise" and rank == VICTIM and Path(f"{folder}/harm").exists():
