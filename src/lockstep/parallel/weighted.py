@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.ballot import check_weight
-from lockstep.parallel.ddp.reducer import live_reducers
+from lockstep.parallel.ddp.neighbours import live_reducers
 
 
 def backward(loss: Tensor, *, count: float | Tensor) -> None:

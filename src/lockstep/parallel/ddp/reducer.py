@@ -19,10 +19,6 @@ parameters receive several in one backward (a shared layer under reentrant check
 they saw, and the buckets are built anew, once. Parameters that received several gradients are reduced at the end of
 backward from then on, since no arrival of theirs is known to be the last. Steps in which some rank may be without a
 batch launch nothing before their end either: ``at_end`` is set then, and called first; see follow.py.
-
-[Note: the last bucket]
-When it is complete, backward is over but for inputs. So it stays until the step closes, where its reduction need not be
-handed to another thread; where one backward runs through several wrappers, only until that is known, on all ranks.
 """
 
 from __future__ import annotations
@@ -46,13 +42,11 @@ from lockstep.parallel.ddp.bucket import Bucket
 from lockstep.parallel.ddp.bucket_row import BucketRow
 from lockstep.parallel.ddp.departures import Departures
 from lockstep.parallel.ddp.in_backward import take_over_optimizers
+from lockstep.parallel.ddp.neighbours import Neighbours, introduce, look_for_others
 from lockstep.parallel.ddp.outputs import find_tensors
 from lockstep.parallel.ddp.parameter_hooks import second_gradient
 from lockstep.parallel.ddp.transport import CommHook, HookTransport, Transport
 from lockstep.parallel.ddp.weights import Weights
-
-live_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
-"""Those of all wrappers in this process."""
 
 
 class _Phase(Enum):
@@ -74,6 +68,7 @@ class Reducer:
         weights: What the ranks weigh.
         departures: The buckets that have left; what divides them and carries them, and who is told of them.
         at_end: What to do at the end of backward before any bucket leaves; None: they leave as they are complete.
+        neighbours: The reducers of other wrappers.
         opened_s: When the last step was opened, on the host's clock.
         on_closed: What to call when a synchronised step of the group is over, also one that this rank
             had no data for; told whether it had.
@@ -94,11 +89,11 @@ class Reducer:
         self._has_taken_over = False
         self._phase = _Phase.IDLE
         self._closing: Callable[[], object] = lambda: None
-        self._holds_last = True  # see [Note: the last bucket]
         self.has_run = False
         self.companions: list[torch.nn.Parameter] = []
         self._reset_step()
-        live_reducers.add(self)
+        self.neighbours = Neighbours()
+        introduce(self)
         if group.size() > 1 or not is_native(group):
             self._arrivals.listen()
 
@@ -232,9 +227,9 @@ class Reducer:
                 self._open_step(arrived=index)
             if arrivals.has_come(index) and self.row.position_of[index] < self.departures.num_left:
                 raise second_gradient(self._group.rank(), self.row.names[index])
-            if not arrivals.note(index) or self.at_end is not None:
+            if not arrivals.note(index) or self.at_end is not None or self.neighbours.share_this_backward():
                 return
-            while (ready := self.departures.num_left) < len(self.row.buckets) - self._holds_last:
+            while (ready := self.departures.num_left) < len(self.row.buckets) - self.neighbours.are_absent:
                 if self.row.buckets[ready].spec.deferred or not arrivals.is_complete(ready):
                     return
                 self.departures.launch(arrivals.used)
@@ -250,7 +245,7 @@ class Reducer:
         """Launch what is left, wait for everything, and settle the gradients that never came."""
         with self._lock:
             try:
-                self._look_for_others()
+                look_for_others(self)
                 if self.at_end is not None:
                     self.at_end()
                 if not self.row.is_rebuilt:
@@ -270,11 +265,6 @@ class Reducer:
             finally:
                 self.post_backward = []
                 self._reset_step()
-
-    def _look_for_others(self) -> None:
-        others = [each for each in live_reducers if each is not self and each.is_collecting]
-        for reducer in [self, *others] if others else ():
-            reducer._holds_last = False
 
     def shadow_step(self) -> None:
         """Take part in one step of the other ranks with zero gradients; ``param.grad`` stays as it is.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 from typing_extensions import override
 
-from lockstep.comm.collectives import Group, all_reduce, all_reduce_async
+from lockstep.comm.collectives import Group, all_reduce, all_reduce_async, is_native
 from lockstep.parallel.ddp.bucket import Bucket
 from lockstep.parallel.ddp.grad_bucket import GradBucket
 
@@ -78,6 +78,7 @@ class MeanTransport(Transport):
 
     def __init__(self, group: Group) -> None:
         self._group = group
+        self._may_block = is_native(group)  # of others only the future is known to tell when they are done
 
     @override
     def start(self, bucket: Bucket, position: int, *, is_last: bool) -> Future[Any]:
@@ -85,7 +86,7 @@ class MeanTransport(Transport):
 
     @override
     def start_alone(self, bucket: Bucket, position: int) -> Future[Any]:
-        if not bucket.payload.is_cpu:
+        if not (bucket.payload.is_cpu and self._may_block):
             return self.start(bucket, position, is_last=True)  # a future that other streams can wait for
         all_reduce(bucket.payload, group=self._group)  # saves two hand-overs between threads
         done: Future[Any] = Future()

@@ -15,7 +15,8 @@ from lockstep.comm.slices import Waitable, all_reduce_work, reduce_scatter_slice
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.bucket import Bucket
 from lockstep.parallel.ddp.bucket_row import BucketRow
-from lockstep.parallel.ddp.reducer import Reducer, live_reducers
+from lockstep.parallel.ddp.neighbours import live_reducers
+from lockstep.parallel.ddp.reducer import Reducer
 from lockstep.parallel.ddp.transport import MeanTransport, Transport
 from lockstep.parallel.zero.spans import even_end
 
