@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +93,14 @@ def differences(first: dict[str, str], other: dict[str, str]) -> list[str]:
         for name in names
         if first.get(name) != other.get(name)
     ]
+
+
+def first_unlike(machines: Sequence[dict[str, str]]) -> str | None:
+    """Return in words the first of the ranks' ``machines`` that differs from rank 0's, and in what, or None."""
+    for rank, machine in enumerate(machines):
+        if unlike := differences(machines[0], machine):
+            return f"rank {rank} computes elsewhere than rank 0: {', '.join(unlike)}"
+    return None
 
 
 def _cpu_name() -> str:

@@ -53,7 +53,9 @@ class BadSamples:
         self._different: set[int] = set()
         self._mine: list[BadSample] = []
         self._num_read = self._num_skipped = 0
-        self._num_bad: Tensor | None = None
+        self._notes: Tensor | None = None
+        self.heard: tuple[int, int] = (0, 0)
+        """What else the ranks told each other in the last step that was settled; see `lockstep.train.wishes`."""
         self._arrived: torch.cuda.Event | None = None
 
     @property
@@ -104,14 +106,14 @@ class BadSamples:
         all_reduce(flag, group=self._group, op="min")
         return bool(flag.item())
 
-    def send(self, num_bad: Tensor, *, is_sum: bool = True) -> None:
+    def send(self, notes: Tensor, *, is_sum: bool = True) -> None:
         """Let the ranks know how many there are, and on CPUs, which.
 
         Collective: every rank, if there is a group.
 
         Args:
-            num_bad: How many, on the device.
-            is_sum: Whether that is the number over all ranks already, or only that of this one.
+            notes: How many, and what else there is to tell, on the device.
+            is_sum: Whether these are the numbers over all ranks already, or only those of this one.
 
         Raises:
             DataError: As `settle`, which on CUDA is left to be called later.
@@ -119,13 +121,13 @@ class BadSamples:
         if self._group is None:
             return
         if not is_sum:
-            all_reduce(num_bad, group=self._group)
+            all_reduce(notes, group=self._group)
         if self._device.type != "cuda":
-            self._num_bad = num_bad
+            self._notes = notes
             self.settle()
             return
-        self._num_bad = torch.empty_like(num_bad, device="cpu", pin_memory=True)
-        self._num_bad.copy_(num_bad, non_blocking=True)
+        self._notes = torch.empty_like(notes, device="cpu", pin_memory=True)
+        self._notes.copy_(notes, non_blocking=True)
         self._arrived = torch.cuda.Event()
         self._arrived.record(torch.cuda.current_stream(self._device))
 
@@ -137,9 +139,10 @@ class BadSamples:
         Raises:
             DataError: There are some, and the run is to stop at them; or they are too many to go on without.
         """
-        if self._num_bad is None:
+        if self._notes is None:
             return
-        num_bad, self._num_bad = self._num_in_step(), None
+        num_bad, stop, failed = self._told()
+        self._notes, self.heard = None, (stop, failed)
         if num_bad:
             self.share()
 
@@ -164,13 +167,14 @@ class BadSamples:
         """
         if not self.skip or self._num_read:
             return False
-        return (self._num_skipped if self._num_bad is None else self._num_in_step()) >= num_global
+        return (self._num_skipped if self._notes is None else self._told()[0]) >= num_global
 
-    def _num_in_step(self) -> int:
-        assert self._num_bad is not None
+    def _told(self) -> tuple[int, int, int]:
+        assert self._notes is not None
         if self._arrived is not None:
             self._arrived.synchronize()
-        return int(self._num_bad.item())
+        num_bad, stop, failed = self._notes.tolist()
+        return int(num_bad), int(stop), int(failed)
 
     def _take(self, ranks: Sequence[Sequence[BadSample]]) -> None:
         self._mine = []

@@ -19,7 +19,7 @@ from lockstep.data.loader import LoadOptions, MicroBatch
 from lockstep.data.same_stream import require_same_stream
 from lockstep.data.seeding import mix, seed_cpu, seed_device
 from lockstep.parallel.tree.shape import Tree
-from lockstep.train.arithmetic import Arithmetic, describe_machine, differences, watch_for_other_kernels
+from lockstep.train.arithmetic import Arithmetic, describe_machine, differences, first_unlike, watch_for_other_kernels
 from lockstep.train.bad_samples import BadSamples
 from lockstep.train.devices import PER_PROCESS
 from lockstep.train.engine import make_updater, remarks_of
@@ -27,7 +27,7 @@ from lockstep.train.gradients import ParameterGradients
 from lockstep.train.objective import Objective, Part
 from lockstep.train.plan import make_plan
 from lockstep.train.reproducible.build import make_reproducible, virtual_shards
-from lockstep.train.resume import check_identity, load_into
+from lockstep.train.resume import check_identity, identity_of, load_into
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.step_record import StepRecord
 from lockstep.train.stopwatch import Stopwatch
@@ -35,6 +35,7 @@ from lockstep.train.strategy import Pass, divide, make_strategy
 from lockstep.train.tally import Tally
 from lockstep.train.task import Task, build_dataset, build_model, build_optimizer
 from lockstep.train.whole_state import take_whole
+from lockstep.train.wishes import Wishes
 
 INIT, FORWARD, DATA, UPDATE = 3, 4, 7, 8
 """Keep the bits for initial weights, dropout, made-up data and the optimizer apart from what else the seed is for."""
@@ -73,6 +74,7 @@ class Loop:
         )
         self.caveats: list[str] = []
         self.remarks: list[str] = []
+        self.wishes = Wishes()
         self.num_steps_done = 0
         self._sync = True
         self._first_step = 0
@@ -100,7 +102,8 @@ class Loop:
             self._strategy = make_reproducible(
                 shards, strategy, self._model, objective, world, self.devices, self.arithmetic
             )
-            self._compare_machines()
+            unlike = first_unlike(self._gather(describe_machine(self.device)))
+            self.caveats += [] if unlike is None else [unlike]
         self.optimizer = self._strategy.take_over(build_optimizer(task, self._model))
         gradients = self._strategy.gradients or ParameterGradients(self._model, self.group)
         self._updater = make_updater(self._model, self.optimizer, self.plan.learning_rate, settings, gradients)
@@ -183,7 +186,7 @@ class Loop:
             watch.lap("data_wait_s")
         tally.wait()
         if self._sync:
-            self.bad_samples.send(tally.num_bad, is_sum=not self._strategy.sums_losses)
+            self.bad_samples.send(tally.notes, is_sum=not self._strategy.sums_losses)
         watch.lap("communication_s")
         norm, updated = None, False
         if self._sync and not self.bad_samples.all_missing(num_samples):
@@ -194,6 +197,17 @@ class Loop:
         self.num_steps_done += 1
         self.remarks += self._feed.end_step() + remarks_of(self._strategy.gradients)
         return record
+
+    def heard(self) -> tuple[bool, bool]:
+        """Return whether a rank wanted to stop in the last step, and whether something failed beside the steps of one.
+
+        Collective: every rank of the group. On CUDA, blocks until the forward passes of that step are done.
+        """
+        if self.group is None:
+            return self.wishes.to_stop, self.wishes.to_fail
+        self.bad_samples.settle()
+        stop, failed = self.bad_samples.heard
+        return stop > 0, failed > 0
 
     @contextlib.contextmanager
     def without_sync(self) -> Iterator[None]:
@@ -211,7 +225,7 @@ class Loop:
         """Return all that a resumed run needs, maybe on rank 0 only. Collective: every rank of the group."""
         scaler = self._updater.scaler
         return {
-            "run": self._identity(),
+            "run": identity_of(self.plan.order, self.settings, self.arithmetic),
             "machine": describe_machine(self.device),
             "num_steps_done": self.num_steps_done,
             "num_updates": self._updater.num_updates,
@@ -226,7 +240,7 @@ class Loop:
         Raises:
             ConfigurationError: It is of a run on other data, or in another order; or of another model.
         """
-        check_identity(self._identity(), state["run"])
+        check_identity(identity_of(self.plan.order, self.settings, self.arithmetic), state["run"])
         load_into(self._model, self.optimizer, state)
         if self._updater.scaler is not None and state["scaler"] is not None:
             self._updater.scaler.load_state_dict(state["scaler"])
@@ -240,22 +254,6 @@ class Loop:
     def close(self) -> None:
         """Stop the loader's processes."""
         self._feed.close()
-
-    def _identity(self) -> dict[str, Any]:
-        """Return what a resumed run must have in common with this one."""
-        order, settings = self.plan.order, self.settings
-        identity = {"samples": order.num_samples, "global batch": order.batch_size, "seed": order.seed}
-        if settings.reproducible is None:
-            return identity
-        return identity | {"reproducible": settings.reproducible, "threads": self.arithmetic.threads}
-
-    def _compare_machines(self) -> None:
-        """Take note if ranks compute on different hardware. Collective if there is a group: every rank."""
-        machines = self._gather(describe_machine(self.device))
-        for rank, machine in enumerate(machines):
-            if unlike := differences(machines[0], machine):
-                self.caveats.append(f"rank {rank} computes elsewhere than rank 0: {', '.join(unlike)}")
-                return
 
     def _gather(self, value: Any) -> list[Any]:
         """Return the ``value`` of each rank, which JSON can hold. Collective if there is a group: every rank."""
@@ -291,6 +289,7 @@ class Loop:
 
         if last:
             tally.add_bad(self.bad_samples.num_pending)
+            tally.add_wishes(stop=self.wishes.to_stop, failed=self.wishes.to_fail)
         scale = self._updater.loss_scale / micro.num_global
         seed = partial(self._seed_share, micro.step, 0)
         all_have = partial(self.bad_samples.all_have_samples, micro, index, self.plan.division)

@@ -8,8 +8,20 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from lockstep.data.order import GlobalOrder
+from lockstep.data.stream_reader import StreamOrder
 from lockstep.errors import ConfigurationError
+from lockstep.train.arithmetic import Arithmetic
+from lockstep.train.settings import Settings
 from lockstep.train.whole_state import load_whole
+
+
+def identity_of(order: GlobalOrder | StreamOrder, settings: Settings, arithmetic: Arithmetic) -> dict[str, Any]:
+    """Return what a resumed run must have in common with the one it goes on with."""
+    identity = {"samples": order.num_samples, "global batch": order.batch_size, "seed": order.seed}
+    if settings.reproducible is None:
+        return identity
+    return identity | {"reproducible": settings.reproducible, "threads": arithmetic.threads}
 
 
 def check_identity(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ class Tally:
 
     def __init__(self, device: torch.device, group: Group | None) -> None:
         self._group = group
-        self._sums = torch.zeros(3, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        self._sums = torch.zeros(5, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         self._future: Future[Any] | None = None
         self._saw_means = self._saw_losses = False
 
@@ -56,6 +56,13 @@ class Tally:
         if num_samples:
             self._sums[2] += num_samples
 
+    def add_wishes(self, *, stop: bool, failed: bool) -> None:
+        """Add that this process wants the run to stop, or that something failed beside its steps."""
+        if stop:
+            self._sums[3] += 1
+        if failed:
+            self._sums[4] += 1
+
     def start_sum(self) -> None:
         """Start to sum over the ranks, once all parts are in.
 
@@ -74,9 +81,9 @@ class Tally:
         return self._sums[0] / self._count()
 
     @property
-    def num_bad(self) -> Tensor:
-        """The number of samples that could not be read, a 0-dimensional tensor."""
-        return self._sums[2]
+    def notes(self) -> Tensor:
+        """How many samples could not be read, how many processes want to stop, and on how many something failed."""
+        return self._sums[2:]
 
     def divisor(self, num_samples: int, *, may_miss: bool = False) -> Tensor | None:
         """Return what a gradient scaled by ``1 / num_samples`` has yet to be divided by, or None if that is one.
