@@ -8,6 +8,7 @@ from torch import nn
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.data_parallel import DataParallel
 from lockstep.parallel.dp.flat import alias, coalesced_copies
+from lockstep.parallel.dp.transport import CopyTransport
 from tests.models import build, global_batch
 from tests.unit.data_parallel_cases import KINDS, assert_same_gradients, wrap
 
@@ -68,9 +69,9 @@ def test_compiled_replicas_run_their_own_code():
 def test_held_parameters_are_copied_once(monkeypatch):
     copies = []
 
-    def counting(tensors, devices):
+    def counting(tensors, devices, broadcast):
         copies.append(len(tensors))
-        return coalesced_copies(tensors, devices)
+        return coalesced_copies(tensors, devices, broadcast)
 
     model = wrap("apart", build("mlp"), 2, monkeypatch)
     monkeypatch.setattr("lockstep.parallel.dp.tensors.coalesced_copies", counting)
@@ -110,7 +111,7 @@ def test_copies_keep_types_strides_and_values(monkeypatch):
         torch.eye(3).to_sparse(),
         nn.Parameter(torch.randn(1, 3, 1)),
     ]
-    for row in coalesced_copies(tensors, [CPU, CPU]):
+    for row in coalesced_copies(tensors, [CPU, CPU], CopyTransport([CPU]).broadcast):
         for tensor, copied in zip(tensors, row, strict=True):
             torch.testing.assert_close(copied, tensor.detach())
             assert not copied.requires_grad
@@ -122,7 +123,7 @@ def test_copies_keep_types_strides_and_values(monkeypatch):
                 row[0].add_(1)
                 assert copied is row[0] or copied._version == version
                 row[0].sub_(1)
-    strided = coalesced_copies([tensors[0], tensors[1]], [CPU])[0]
+    strided = coalesced_copies([tensors[0], tensors[1]], [CPU], CopyTransport([CPU]).broadcast)[0]
     assert strided[0].is_contiguous(memory_format=torch.channels_last) and strided[1].stride() == (1, 6)
 
 

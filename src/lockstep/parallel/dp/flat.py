@@ -1,16 +1,26 @@
 """Copies of many tensors on other devices: one transfer a device and dtype."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+Broadcast = Callable[[Tensor, Sequence[torch.device]], list[Tensor]]
+"""Returns copies of a flat tensor on other devices; see `Transport.broadcast`."""
 
-def coalesced_copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
+
+def coalesced_copies(
+    tensors: Sequence[Tensor], devices: Sequence[torch.device], broadcast: Broadcast
+) -> list[list[Tensor]]:
     """Copy ``tensors``, which share one device, to each of ``devices``.
 
-    The tensors of a dtype are packed into one flat buffer, which is sent whole. Blocks no longer than the transfer of
-    pageable memory does; CUDA copies run on the current streams.
+    The tensors of a dtype are packed into one flat buffer, which is sent whole. Does not block; CUDA copies are in
+    order with the current streams.
+
+    Args:
+        tensors: On the first device of who broadcasts.
+        devices: Several may be one, also the tensors' own.
+        broadcast: Sends a flat buffer to other devices.
 
     Returns:
         One list a device, in the order of ``devices``; tensors as ``tensors``, with the same shapes and strides. They
@@ -31,9 +41,9 @@ def coalesced_copies(tensors: Sequence[Tensor], devices: Sequence[torch.device])
                     copy[index] = tensor.detach().to(device, copy=True)
         for indices in groups.values():
             parts = [tensors[index] for index in indices]
-            packed = torch.cat([_flattened(part) for part in parts])
-            for copy, flat in zip(copies, _sent(packed, devices), strict=True):
-                for index, view in zip(indices, _unpacked(flat, parts), strict=True):
+            packed = torch.cat([flattened(part) for part in parts])
+            for copy, flat in zip(copies, _sent(packed, devices, broadcast), strict=True):
+                for index, view in zip(indices, unpacked(flat, parts), strict=True):
                     copy[index] = view
     return copies
 
@@ -72,33 +82,34 @@ def alias(tensor: Tensor) -> Tensor:
         return other
 
 
-def _sent(packed: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
+def _sent(packed: Tensor, devices: Sequence[torch.device], broadcast: Broadcast) -> list[Tensor]:
     """Return one tensor a device, each with memory of its own; the first on the device of ``packed`` is ``packed``."""
-    sent: list[Tensor] = []
-    packed_is_free = True
+    elsewhere = [device for device in dict.fromkeys(devices) if device != packed.device]
+    first = {packed.device: packed} | dict(
+        zip(elsewhere, broadcast(packed, elsewhere) if elsewhere else (), strict=True)
+    )
+    given: set[torch.device] = set()
+    sent = []
     for device in devices:
-        if device == packed.device and packed_is_free:
-            sent.append(packed)
-            packed_is_free = False
-        else:
-            sent.append(packed.to(device, non_blocking=True, copy=True))
+        sent.append(first[device].clone() if device in given else first[device])
+        given.add(device)
     return sent
 
 
-def _flattened(tensor: Tensor) -> Tensor:
+def flattened(tensor: Tensor) -> Tensor:
     """Return the elements in the order in which they lie in memory, where they lie without gaps."""
-    if not tensor.is_contiguous() and _is_dense(tensor):
+    if not tensor.is_contiguous() and is_dense(tensor):
         return tensor.as_strided((tensor.numel(),), (1,))
     return tensor.reshape(-1)
 
 
-def _unpacked(flat: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+def unpacked(flat: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
     """Cut ``flat`` into tensors of the shapes and, for dense ones, the strides of ``parts``."""
     views = []
     offset = 0
     for part in parts:
         size = part.numel()
-        if part.is_contiguous() or not _is_dense(part):
+        if part.is_contiguous() or not is_dense(part):
             view = flat.narrow(0, offset, size).view(part.shape)
         else:
             view = flat.as_strided(part.shape, part.stride(), offset)
@@ -107,7 +118,7 @@ def _unpacked(flat: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
     return views
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill their memory without gaps and overlaps, in whichever order (channels last, say)."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.parallel.dp.flat import coalesced_copies, is_remote
+from lockstep.parallel.dp.flat import is_remote
 
 Gradients = list[Tensor | None]
 """One gradient a weight, all on the device of one replica; None where the replica did not use the weight."""
@@ -24,7 +24,7 @@ def sum_in_tree(rows: Sequence[Gradients], devices: Sequence[torch.device], *, o
     """Add the replicas' gradients, weight by weight, in a binary tree: (0 + 1) + (2 + 3), and so on.
 
     The order depends on the number of rows alone, never on which thread was first, so the sum has the same bits every
-    time. A row travels to another device in one flat buffer a dtype.
+    time. For rows on several devices `sum_over_devices` gives the same bits with less to send.
 
     Args:
         rows: One a replica.
@@ -113,12 +113,7 @@ def _moved(row: Gradients, origin: torch.device, device: torch.device) -> Gradie
     """Return copies of the gradients on ``device``, or the gradients if they are there already."""
     if not is_remote(origin, device):
         return row
-    present = [index for index, gradient in enumerate(row) if gradient is not None]
-    tensors = [gradient for gradient in row if gradient is not None]
-    moved: Gradients = [None] * len(row)
-    for index, copy in zip(present, coalesced_copies(tensors, [device])[0], strict=True):
-        moved[index] = copy
-    return moved
+    return [None if each is None else each.to(device, non_blocking=True, copy=True) for each in row]
 
 
 def _add_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -20,9 +20,11 @@ from torch import Tensor, nn
 
 from lockstep.parallel.dp.compiled import compiled_forward
 from lockstep.parallel.dp.flat import coalesced_copies
-from lockstep.parallel.dp.gradients import Run, deliver, sum_side_by_side
+from lockstep.parallel.dp.gradients import Run, deliver
+from lockstep.parallel.dp.scattered import sum_of_replicas
 from lockstep.parallel.dp.structure import Node, Structure, check_devices, read_structure
 from lockstep.parallel.dp.tensors import ReplicaTensors
+from lockstep.parallel.dp.transport import make_transport
 
 
 class Replicas:
@@ -42,7 +44,8 @@ class Replicas:
         self.hold = False
         self._structure: Structure | None = None
         self._shells: list[list[nn.Module]] = []
-        self._tensors = ReplicaTensors(devices)
+        self._transport = make_transport(self.devices)
+        self._tensors = ReplicaTensors(self.devices, self._transport)
         self._weights: list[Tensor] = []
         self._compiled: dict[nn.Module, Callable[..., Any]] = {}
 
@@ -66,7 +69,10 @@ class Replicas:
         self._tensors.hold = self.hold
         stand_ins = self._tensors.leaves if leaves else self._tensors.connected
         rows = stand_ins(self._weights, num_replicas)
-        copies = [plain_buffers, *coalesced_copies(plain_buffers, self.devices[1:num_replicas])]
+        copies = [
+            plain_buffers,
+            *coalesced_copies(plain_buffers, self.devices[1:num_replicas], self._transport.broadcast),
+        ]
         for replica, (weights, own_buffers) in enumerate(zip(rows, copies, strict=True)):
             by_source = dict(zip(map(id, plain_buffers), own_buffers, strict=True))
             if len(self._weights) > len(structure.parameters):
@@ -82,10 +88,10 @@ class Replicas:
 
         Args:
             num_replicas: How many.
-            run: See `sum_side_by_side`.
+            run: See `sum_of_replicas`.
         """
         rows = [self._tensors.take_gradients(replica) for replica in range(num_replicas)]
-        deliver(self._weights, sum_side_by_side(rows, self.devices[:num_replicas], run))
+        deliver(self._weights, sum_of_replicas(rows, self.devices[:num_replicas], self._transport, run))
 
     def take_gradients(self, replica: int) -> list[Tensor | None]:
         """Return the gradients of one replica's leaves, in the order of the module's parameters, and clear them."""
@@ -100,7 +106,7 @@ class Replicas:
     def forget(self) -> None:
         """Make new shells and leaves at the next ``refresh``: the present ones are in use by threads left behind."""
         self._structure = None
-        self._tensors = ReplicaTensors(self.devices)
+        self._tensors = ReplicaTensors(self.devices, self._transport)
 
     def _bind_compiled(self, structure: Structure, shells: Sequence[nn.Module]) -> None:
         """Have compiled modules call the code of their replica; compiled once, at its first call."""
@@ -115,7 +121,7 @@ class Replicas:
     def _current_structure(self) -> Structure:
         if self._structure is None or not self._structure.is_current():
             self._structure = read_structure(self.module)
-            self._tensors = ReplicaTensors(self.devices)
+            self._tensors = ReplicaTensors(self.devices, self._transport)
             self._compiled = {}
             self._shells = [[object.__new__(node.kind) for node in self._structure.nodes] for _ in self.devices]
         return self._structure

@@ -29,17 +29,23 @@ from torch import Tensor, nn
 
 from lockstep.parallel.dp.flat import alias, coalesced_copies, is_plain, is_remote
 from lockstep.parallel.dp.gradients import sum_in_tree
+from lockstep.parallel.dp.scattered import sum_over_devices
+from lockstep.parallel.dp.transport import Transport
 
 
 class ReplicaTensors:
     """Stand-ins for the weights of a module, for replicas on ``devices``; the weights are on ``devices[0]``.
 
+    Args:
+        devices: One a replica.
+        transport: Between them.
+
     Attributes:
         hold: The caller's promise that the weights do not change until it is False again.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices = tuple(devices)
+    def __init__(self, devices: Sequence[torch.device], transport: Transport) -> None:
+        self._devices, self._transport = tuple(devices), transport
         self._leaves: list[list[Tensor | None]] = [[] for _ in devices]
         self._held_copies: dict[torch.device, list[Tensor]] = {}
         self._held_stamp: list[tuple[int, int]] = []
@@ -55,7 +61,7 @@ class ReplicaTensors:
         if any(trainable):
             chosen = [list(compress(row, trainable)) for row in values]
             devices = self._devices[:num_replicas]
-            outputs = iter(_Fan.apply(devices, chosen, *compress(weights, trainable)))  # type: ignore[no-untyped-call]
+            outputs = iter(_Fan.apply(devices, self._transport, chosen, *compress(weights, trainable)))  # type: ignore[no-untyped-call]
         return [
             [
                 next(outputs) if fans else value if replica == 0 else alias(value)
@@ -97,28 +103,35 @@ class ReplicaTensors:
     def _copies(self, weights: Sequence[Tensor], devices: list[torch.device]) -> dict[torch.device, list[Tensor]]:
         if not self.hold:
             self._held_copies = {}
-            return dict(zip(devices, coalesced_copies(weights, devices), strict=True))
+            return self._sent(weights, devices)
         stamp = [(weight.data_ptr(), weight._version) for weight in weights]
         if stamp != self._held_stamp or not self._held_copies.keys() >= set(devices):
-            self._held_copies = dict(zip(devices, coalesced_copies(weights, devices), strict=True))
+            self._held_copies = self._sent(weights, devices)
             self._held_stamp = stamp
         return self._held_copies
+
+    def _sent(self, weights: Sequence[Tensor], devices: list[torch.device]) -> dict[torch.device, list[Tensor]]:
+        return dict(zip(devices, coalesced_copies(weights, devices, self._transport.broadcast), strict=True))
 
 
 class _Fan(torch.autograd.Function):
     """From each weight to its stand-in in every replica; backward sums the gradients of the stand-ins.
 
-    Takes the devices of the replicas, ``values`` (per replica the tensors that hold the values) and the weights;
-    returns the stand-ins, those of the first replica first.
+    Takes the devices of the replicas, the transport between them, ``values`` (per replica the tensors that hold the
+    values) and the weights; returns the stand-ins, those of the first replica first.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, devices: Sequence[torch.device], values: list[list[Tensor]], *weights: Tensor
+        ctx: Any,
+        devices: Sequence[torch.device],
+        transport: Transport,
+        values: list[list[Tensor]],
+        *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.num_weights = len(weights)
-        ctx.devices = devices
+        ctx.devices, ctx.transport = devices, transport
         return tuple(alias(value) for row in values for value in row)
 
     @staticmethod
@@ -126,8 +139,10 @@ class _Fan(torch.autograd.Function):
         count = ctx.num_weights
         rows = [list(gradients[start : start + count]) for start in range(0, len(gradients), count)]
         if torch.is_grad_enabled():  # create_graph: the sum must be differentiable
-            return (None, None, *(_plain_sum(parts, ctx.devices[0]) for parts in zip(*rows, strict=True)))
-        return (None, None, *sum_in_tree(rows, ctx.devices, owned=False))
+            return (None, None, None, *(_plain_sum(parts, ctx.devices[0]) for parts in zip(*rows, strict=True)))
+        if len(set(ctx.devices)) > 1:
+            return (None, None, None, *sum_over_devices(rows, ctx.devices, ctx.transport, owned=False))
+        return (None, None, None, *sum_in_tree(rows, ctx.devices, owned=False))
 
 
 def shares_tensors(device: torch.device) -> bool:
