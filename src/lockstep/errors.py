@@ -78,5 +78,33 @@ class DataError(LockstepError):
         self.sample = sample
 
 
+class NonFiniteGradient(LockstepError):
+    """A step's gradient is NaN or infinite; names the rank, the parameter, the step and the samples.
+
+    Attributes:
+        step: Counted from 0 over all epochs.
+        ranks: Those on which it arose; empty where that is not known.
+    """
+
+    def __init__(self, message: str, *, step: int | None = None, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.step = step
+        self.ranks = ranks
+
+
+class ReplicasDiffer(LockstepError):
+    """The ranks do not hold the same bits any more; names the first tensor that differs, and the ranks on each side.
+
+    Attributes:
+        tensor: Its name.
+        sides: The ranks that agree with each other, by side; the largest side first.
+    """
+
+    def __init__(self, message: str, *, tensor: str | None = None, sides: tuple[tuple[int, ...], ...] = ()) -> None:
+        super().__init__(message)
+        self.tensor = tensor
+        self.sides = sides
+
+
 class LoaderDied(LockstepError):
     """A process that loads samples is gone; names the rank and the process, what it probably died of and what helps."""

@@ -33,6 +33,8 @@ def test_each_field_declares_its_kind():
         "threads": ("int", True),
         "workers": ("int", False),
         "bad_samples": ("choice", False),
+        "on_nan": ("choice", False),
+        "check_replicas": ("int", False),
         "strategy": ("choice", False),
         "devices": ("int", True),
         "checkpoint": ("path", True),

@@ -17,7 +17,6 @@ from lockstep.data.auto_workers import search_for
 from lockstep.data.feed import Feed
 from lockstep.data.loader import LoadOptions, MicroBatch
 from lockstep.data.same_stream import require_same_stream
-from lockstep.data.seeding import mix, seed_cpu, seed_device
 from lockstep.parallel.tree.shape import Tree
 from lockstep.train.arithmetic import Arithmetic, describe_machine, differences, first_unlike, watch_for_other_kernels
 from lockstep.train.bad_samples import BadSamples
@@ -28,6 +27,7 @@ from lockstep.train.objective import Objective, Part
 from lockstep.train.plan import make_plan
 from lockstep.train.reproducible.build import make_reproducible, virtual_shards
 from lockstep.train.resume import check_identity, identity_of, load_into
+from lockstep.train.seeds import DATA, INIT, UPDATE, Seeds
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.step_record import StepRecord
 from lockstep.train.stopwatch import Stopwatch
@@ -36,9 +36,6 @@ from lockstep.train.tally import Tally
 from lockstep.train.task import Task, build_dataset, build_model, build_optimizer
 from lockstep.train.whole_state import take_whole
 from lockstep.train.wishes import Wishes
-
-INIT, FORWARD, DATA, UPDATE = 3, 4, 7, 8
-"""Keep the bits for initial weights, dropout, made-up data and the optimizer apart from what else the seed is for."""
 
 
 class Loop:
@@ -85,7 +82,8 @@ class Loop:
         settings = self.settings
         shards = virtual_shards(strategy, world, self.devices, settings)
         division = divide(strategy, world, self.devices, settings) if shards is None else shards.division
-        self._seed_all(DATA)
+        self._seeds = Seeds(settings.seed, self.devices, division.shares)
+        self._seeds.all(DATA)
         self.samples = build_dataset(task)
         num_samples = None if isinstance(self.samples, IterableDataset) else len(self.samples)
         self.plan = make_plan(task, settings, division, num_samples=num_samples)
@@ -93,7 +91,7 @@ class Loop:
         places = self.devices if shards is None else shards.spread(self.devices)
         search = search_for(settings.workers, world.local_world_size if strategy in PER_PROCESS else 1)
         self._feed = Feed(self.samples, self.plan.order, division, how, places, search=search, agree=self._gather)
-        self._seed_all(INIT)
+        self._seeds.all(INIT)
         self._model = build_model(task).to("cpu" if strategy == "fsdp" else self.device).train()
         objective = Objective(task, settings.precision)
         if shards is None:
@@ -180,7 +178,7 @@ class Loop:
                 group = self.group if self._sync else None
                 require_same_stream(micro.note, micro.step, group=group, device=self.device)
             watch.lap("data_wait_s")
-            self._seed_forward(micro, index)
+            self._seeds.forward(micro, index)
             self._run(micro, tally, watch, index)
             self._feed.prefetch()
             watch.lap("data_wait_s")
@@ -190,7 +188,7 @@ class Loop:
         watch.lap("communication_s")
         norm, updated = None, False
         if self._sync and not self.bad_samples.all_missing(num_samples):
-            self._seed_all(UPDATE, self.num_steps_done)  # some optimizers draw random numbers
+            self._seeds.all(UPDATE, self.num_steps_done)  # some optimizers draw random numbers
             norm, updated = self._updater.run(tally.divisor(num_samples, may_miss=self.bad_samples.skip))
         watch.lap("optimizer_s")
         record = StepRecord(self.num_steps_done, num_samples, tally.loss(), norm, updated, watch)
@@ -259,23 +257,6 @@ class Loop:
         """Return the ``value`` of each rank, which JSON can hold. Collective if there is a group: every rank."""
         return [value] if self.group is None else all_gather_object(value, group=self.group, device=self.device)
 
-    def _seed_all(self, *purpose: int, device: torch.device | None = None) -> None:
-        """Give what the task makes the same random numbers on every rank."""
-        value = mix(self.settings.seed, *purpose)
-        seed_cpu(value)
-        seed_device(device or self.device, value)
-
-    def _seed_forward(self, micro: MicroBatch, index: int) -> None:
-        """Give each share of each micro-batch of each step random numbers of its own."""
-        position = (self.settings.seed, FORWARD, micro.step, index)
-        seed_cpu(mix(*position, self.plan.division.shares.start))
-        for share, device in zip(self.plan.division.shares, self.devices, strict=False):
-            seed_device(device, mix(*position, share))
-
-    def _seed_share(self, step: int, index: int, share: int, device: torch.device) -> None:
-        """Give one share random numbers of its own, on the CPU and on its device."""
-        self._seed_all(FORWARD, step, index, share, device=device)
-
     def _run(self, micro: MicroBatch, tally: Tally, watch: Stopwatch, index: int) -> None:
         """Run forward and backward; the sum of the losses is under way before the last backward, where it can be."""
         last = index == self.settings.accumulate - 1
@@ -291,6 +272,6 @@ class Loop:
             tally.add_bad(self.bad_samples.num_pending)
             tally.add_wishes(stop=self.wishes.to_stop, failed=self.wishes.to_fail)
         scale = self._updater.loss_scale / micro.num_global
-        seed = partial(self._seed_share, micro.step, 0)
+        seed = partial(self._seeds.share, micro.step, 0)
         all_have = partial(self.bad_samples.all_have_samples, micro, index, self.plan.division)
         self._strategy.run(micro, Pass(scale, last and self._sync, watch, after_forward, seed, all_have))

@@ -19,6 +19,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Schedule = Literal["constant", "linear", "cosine"]
 Scaling = Literal["none", "linear", "sqrt"]
 BadSamplesRule = Literal["stop", "skip"]
+NanRule = Literal["raise", "skip", "rewind"]
 Wire = Literal["bf16", "fp16"]
 StrategyName = Literal["single", "dp", "dp-zero1", "ddp", "ddp-zero1", "fsdp", "torch-dp", "torch-ddp"]
 
@@ -61,6 +62,13 @@ class Settings:
     bad_samples: Annotated[
         BadSamplesRule, Flag("When a sample cannot be read, stop, or go on without it and count it.")
     ] = "stop"
+    on_nan: Annotated[
+        NanRule,
+        Flag("When a gradient is NaN or infinite: end the run, skip the step, or go back to the last good state."),
+    ] = "raise"
+    check_replicas: Annotated[
+        int, Flag("Steps between checks that all ranks still hold the same bits; 0 for never.", "STEPS", 0)
+    ] = 100
     reproducible: Annotated[
         int | None,
         Flag("Cut each global batch into V virtual shards: the same bits on 1 to V devices.", "V", 1),
@@ -107,6 +115,7 @@ def check_combinations(settings: Settings) -> None:
         "clip": (settings.clip is not None, "the norm of the whole gradient is known"),
         "precision=fp16": (settings.precision == "fp16", "the whole gradient is known to be finite"),
         "bad_samples=skip": (settings.bad_samples == "skip", "it is known how many samples there were"),
+        "on_nan=skip": (settings.on_nan == "skip", "the whole gradient is known to be finite"),
         "reproducible": (settings.reproducible is not None, "all virtual shards are summed"),
     }
     for name, (is_given, when) in needs_the_end.items():
