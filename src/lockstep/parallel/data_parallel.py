@@ -7,9 +7,9 @@ in the replica's own thread, so that no output travels and the first device does
 docs/design/data_parallel.md says how the parts work together and what was measured.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -27,12 +27,16 @@ from lockstep.parallel.dp.engine import (
     differentiate,
 )
 from lockstep.parallel.dp.gather import gather
+from lockstep.parallel.dp.names import with_prefix
 from lockstep.parallel.dp.replicas import Replicas
 from lockstep.parallel.dp.scatter import Device, as_device, scatter_kwargs
 from lockstep.parallel.dp.sharded_optimizer import ShardedOptimizer
 from lockstep.parallel.dp.structure import check_devices
 
 Wrapped = TypeVar("Wrapped", bound=nn.Module)
+
+_ENGINES = Lock()
+"""Held while a wrapper looks for its engine and makes one, so that two threads do not make two."""
 
 
 class DataParallel(nn.Module, Generic[Wrapped]):
@@ -122,14 +126,18 @@ class DataParallel(nn.Module, Generic[Wrapped]):
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Device]) -> list[nn.Module]:
         """Return up-to-date replicas of ``module``, those of the wrapped module the same objects every time."""
-        replicas = self._current_engine().replicas
+        engine = self._current_engine()
+        replicas = engine.replicas
         if module is not self.module or list(device_ids) != self.device_ids[: len(device_ids)]:
             replicas = Replicas(module, [as_device(device) for device in device_ids])
-        return replicas.refresh(len(device_ids), leaves=False)
+        with engine.turn():
+            return replicas.refresh(len(device_ids), leaves=False)
 
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Call each of ``replicas`` in its thread and return the outputs in order."""
-        return self._current_engine().apply(replicas, inputs, kwargs)
+        engine = self._current_engine()
+        with engine.turn():
+            return engine.apply(replicas, inputs, kwargs)
 
     def gather(self, outputs: Any, output_device: Device) -> Any:
         """Join the outputs of the replicas on ``output_device``."""
@@ -228,17 +236,12 @@ class DataParallel(nn.Module, Generic[Wrapped]):
         if len(self.device_ids) < 2:
             yield
             return
-        replicas = self._current_engine().replicas
-        before = replicas.hold
-        replicas.hold = True
-        try:
+        with self._current_engine().replicas.held():
             yield
-        finally:
-            replicas.hold = before
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load the state of a wrapped or of a bare module: with or without ``module.`` before each name."""
-        return super().load_state_dict(_with_prefix(state_dict, set(self.state_dict())), strict, assign)
+        return super().load_state_dict(with_prefix(state_dict, set(self.state_dict())), strict, assign)
 
     def extra_repr(self) -> str:
         """Say which devices are used."""
@@ -255,9 +258,10 @@ class DataParallel(nn.Module, Generic[Wrapped]):
 
     def _current_engine(self) -> ReplicaEngine:
         """Return the engine of the present module; a replica of this wrapper has another module, and so its own."""
-        if self._engine is None or self._engine.replicas.module is not self.module:
-            self._engine = ReplicaEngine(self.module, self.devices)
-        return self._engine
+        with _ENGINES:
+            if self._engine is None or self._engine.replicas.module is not self.module:
+                self._engine = ReplicaEngine(self.module, self.devices)
+            return self._engine
 
 
 def data_parallel(
@@ -283,16 +287,3 @@ def data_parallel(
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
     return DataParallel(module, device_ids, output_device, dim)(*inputs, **(module_kwargs or {}))
-
-
-def _with_prefix(state_dict: Mapping[str, Any], own_names: set[str]) -> Mapping[str, Any]:
-    """Return ``state_dict`` with ``module.`` before each name, unless more names fit as they are."""
-    as_is = sum(name in own_names for name in state_dict)
-    prefixed = sum(f"module.{name}" in own_names for name in state_dict)
-    if as_is >= prefixed:
-        return state_dict
-    wrapped = OrderedDict((f"module.{name}", value) for name, value in state_dict.items())
-    metadata = getattr(state_dict, "_metadata", None)
-    if metadata is not None:
-        wrapped._metadata = {f"module.{name}".rstrip("."): entry for name, entry in metadata.items()}  # type: ignore[attr-defined]
-    return wrapped

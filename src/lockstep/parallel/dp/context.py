@@ -18,8 +18,8 @@ class ReplicaContext:
     """What a replica's thread must enter before it computes; read in the calling thread by ``capture``.
 
     Grad mode, inference mode and autocast belong to a thread; so do the current CUDA device and its stream. Work on
-    the stream that is current in the caller keeps the order that the caller sees. (The default dtype, deterministic
-    mode and the random generators belong to the process and need nothing.)
+    the stream that is current in the caller keeps the order that the caller sees; ``streams`` says which replicas have
+    another. (The default dtype, deterministic mode and the random generators belong to the process and need nothing.)
     """
 
     device: torch.device
@@ -45,6 +45,10 @@ class ReplicaContext:
             autocast_cache=torch.is_autocast_cache_enabled(),
             stream=torch.cuda.current_stream(device) if device.type == "cuda" else None,
         )
+
+    def on_stream(self, stream: torch.cuda.Stream) -> "ReplicaContext":
+        """Return the same context with another stream."""
+        return replace(self, stream=stream)
 
     def for_training(self) -> "ReplicaContext":
         """Return the same context with gradients enabled."""

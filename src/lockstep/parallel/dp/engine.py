@@ -16,6 +16,7 @@ from lockstep.parallel.dp.context import ReplicaContext
 from lockstep.parallel.dp.devices import as_listed
 from lockstep.parallel.dp.errors import attempt, raise_first
 from lockstep.parallel.dp.replicas import Replicas
+from lockstep.parallel.dp.streams import ReplicaStreams
 from lockstep.parallel.dp.threads import ReplicaThreads
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -72,6 +73,7 @@ class ReplicaEngine:
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
         self.replicas = Replicas(module, devices)
+        self._streams = ReplicaStreams(devices)
         self._threads = ReplicaThreads(len(devices), divide_cores=devices[0].type == "cpu")
         self._turn = threading.RLock()
 
@@ -104,13 +106,13 @@ class ReplicaEngine:
                 f"parallel_apply got {len(modules)} replicas, {len(inputs)} inputs and {len(kwargs)} keyword arguments"
                 "\nAn overridden scatter must return as many inputs as keyword arguments."
             )
-        contexts = self._contexts(len(modules))
-        return self.run(
-            [
-                functools.partial(_forward, module, arguments, keywords, context)
-                for module, arguments, keywords, context in zip(modules, inputs, kwargs, contexts, strict=True)
-            ]
-        )
+        with self._streams.contexts(len(modules)) as contexts:
+            return self.run(
+                [
+                    functools.partial(_forward, module, arguments, keywords, context)
+                    for module, arguments, keywords, context in zip(modules, inputs, kwargs, contexts, strict=True)
+                ]
+            )
 
     def backward(
         self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[float | Tensor]
@@ -155,17 +157,16 @@ class ReplicaEngine:
         start = time.perf_counter()
         modules = self.replicas.refresh(num_replicas, leaves=True)
         refreshed = time.perf_counter()
-        steps: list[Callable[[], _ReplicaResult | None]] = [
-            _skip
-            if shards[index] is None
-            else functools.partial(_step, loss, module, shards[index], scales[index], context)
-            for index, (module, context) in enumerate(zip(modules, self._contexts(num_replicas), strict=True))
-        ]
-        try:
-            results = {index: result for index, result in enumerate(self.run(steps)) if result is not None}
-        except BaseException:
-            self.replicas.drop_gradients(num_replicas)
-            raise
+        with self._streams.contexts(num_replicas) as contexts:
+            steps: list[Callable[[], _ReplicaResult | None]] = [
+                _skip if shard is None else functools.partial(_step, loss, module, shard, scale, context)
+                for module, shard, scale, context in zip(modules, shards, scales, contexts, strict=False)
+            ]
+            try:
+                results = {index: result for index, result in enumerate(self.run(steps)) if result is not None}
+            except BaseException:
+                self.replicas.drop_gradients(num_replicas)
+                raise
         timings = StepTimings(
             refresh_s=refreshed - start,
             forward_s=max(result.forward_s for result in results.values()),
@@ -174,13 +175,10 @@ class ReplicaEngine:
         )
         return results, modules, timings
 
-    def _contexts(self, num_replicas: int) -> list[ReplicaContext]:
-        return [ReplicaContext.capture(device) for device in self.replicas.devices[:num_replicas]]
-
     def run_on_devices(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Do as `run` does, with each replica's device and the caller's stream there made current."""
-        contexts = self._contexts(len(functions))
-        return self.run([functools.partial(_on_device, *pair) for pair in zip(functions, contexts, strict=True)])
+        """Do as `run` does, with each replica's device and its stream there made current."""
+        with self._streams.contexts(len(functions)) as contexts:
+            return self.run([functools.partial(_on_device, *pair) for pair in zip(functions, contexts, strict=True)])
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run one function a replica, a single one in the calling thread; raise the first failure."""
@@ -248,5 +246,7 @@ def _checked(value: Any) -> Tensor:
 
 def _scaled(value: Tensor, scale: float | Tensor) -> Tensor:
     with torch.enable_grad():
-        scaled: Tensor = value * (scale.to(value.device) if isinstance(scale, Tensor) else scale)
+        if isinstance(scale, Tensor) and not (scale.dim() == 0 and scale.device.type == "cpu"):  # that is read here
+            scale = scale.to(value.device, non_blocking=True)
+        scaled: Tensor = value * scale
     return scaled

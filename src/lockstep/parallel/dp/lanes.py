@@ -2,10 +2,10 @@
 
 [Note: lanes]
 
-A copy between GPUs is ordered with the current streams of both: torch queues it on that of the sender, and makes that of
-the receiver wait for it. With one stream a device, a device that is to send after it has received would so wait for
-what arrives, and the copies of a ring would run one after the other. So each device has two streams of its own, a *lane*
-out and a lane in, and a copy has the sender's lane out and the receiver's lane in current.
+A copy between GPUs is ordered with the current streams of both: torch queues it on that of the sender, and makes that
+of the receiver wait for it. With one stream a device, a device that is to send after it has received would so wait for
+what arrives, and the copies of a ring would run one after the other. So each device has two streams of its own, a
+*lane* out and a lane in, and a copy has the sender's lane out and the receiver's lane in current.
 
 Lanes begin where the current streams are (``fork``) and these go on where the lanes end (``join``). What a lane uses is
 held until after ``join``; so its memory cannot be given to somebody else before the lane is through with it.
@@ -15,6 +15,7 @@ On the CPU there are no streams: everything is done when the call returns.
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -30,13 +31,17 @@ class Lanes:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
+        self._making = Lock()  # autograd's threads come here too
 
     @contextmanager
     def forked(self) -> Iterator[None]:
-        """Have the lanes wait for the current streams, and these for the lanes at the end. The host waits for nobody."""
+        """Have the lanes wait for the current streams, and these for the lanes at the end. Does not block."""
+        with self._making:
+            if not self._streams:
+                self._streams = {
+                    device: (torch.cuda.Stream(device), torch.cuda.Stream(device)) for device in self._devices
+                }
         for device in self._devices:
-            if device not in self._streams:
-                self._streams[device] = (torch.cuda.Stream(device), torch.cuda.Stream(device))
             for lane in self._streams[device]:
                 lane.wait_stream(torch.cuda.current_stream(device))
         try:

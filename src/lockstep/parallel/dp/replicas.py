@@ -12,7 +12,9 @@ Copying one ``__dict__`` costs half a microsecond, so there is no need to find o
 the tree itself, a type or the set of parameters changed are the shells made again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import torch
@@ -35,19 +37,33 @@ class Replicas:
     Attributes:
         module: The module that is replicated.
         devices: One a replica; the same device may be named several times.
-        hold: The caller's promise that no weight changes, so that copies on other devices need not be made again.
     """
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
         self.module = module
         self.devices = tuple(devices)
-        self.hold = False
+        self._holds = 0
+        self._holding = Lock()
         self._structure: Structure | None = None
         self._shells: list[list[nn.Module]] = []
         self._transport = make_transport(self.devices)
         self._tensors = ReplicaTensors(self.devices, self._transport)
         self._weights: list[Tensor] = []
         self._compiled: dict[nn.Module, Callable[..., Any]] = {}
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Promise that no weight changes inside, so that copies on other devices need not be made again.
+
+        Any number of threads may hold at the same time.
+        """
+        with self._holding:
+            self._holds += 1
+        try:
+            yield
+        finally:
+            with self._holding:
+                self._holds -= 1
 
     def refresh(self, num_replicas: int, *, leaves: bool) -> list[nn.Module]:
         """Bring the first ``num_replicas`` replicas up to date and return them: always the same objects.
@@ -66,7 +82,7 @@ class Replicas:
         plain_buffers = [buffer for buffer in buffers if not buffer.requires_grad]
         check_devices([*self._weights, *plain_buffers], self.devices[0])
 
-        self._tensors.hold = self.hold
+        self._tensors.hold = self._holds > 0
         stand_ins = self._tensors.leaves if leaves else self._tensors.connected
         rows = stand_ins(self._weights, num_replicas)
         copies = [
