@@ -189,8 +189,9 @@ def test_restarts_show_every_failure_and_meet_anew(script):
         "    world.print('sum', total.item())\n"
     )
     done = lockstep("run", "--devices", "2", "--max-restarts", "1", path)
-    told = done.err.replace("[rank0]: ", "")  # by torch
-    assert "ValueError: first try\nlockstep: rank 0 failed; the ranks are started again\n" in told
+    end = f"ValueError: first try\nlockstep: rank 0 failed: ValueError: first try ({path}:5); restart 1 of 1\n"
+    assert done.err.endswith(end)
+    assert done.err.count("Traceback") == 1
     assert (done.code, done.out) == (0, "sum 2.0\n")
 
 

@@ -19,8 +19,9 @@ from lockstep.errors import ConfigurationError, LaunchTimeout, RankFailed, Stopp
 from lockstep.launcher import call
 from lockstep.launcher.devices import choose_num_ranks, threads_for
 from lockstep.launcher.guard import Guard
+from lockstep.launcher.local_rendezvous import BACKEND
 from lockstep.launcher.output import forwarded, is_shared_with_children
-from lockstep.launcher.supervise import Program, supervise
+from lockstep.launcher.supervise import NO_WATCH, Program, Watch, supervise
 from lockstep.launcher.surroundings import environment_restored
 
 
@@ -47,21 +48,45 @@ def launch(
         LaunchTimeout: The ranks were not finished in time.
         ConfigurationError: There are fewer devices, the function cannot be sent, or this is a rank itself.
     """
+    return launch_with(fn, args, devices=devices, timeout_s=timeout_s)
+
+
+def launch_with(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    devices: int | str | None = None,
+    timeout_s: float | None = None,
+    max_restarts: int = 0,
+    min_ranks: int | None = None,
+    watch: Watch = NO_WATCH,
+) -> list[Any]:
+    """Do as `launch`, with what only commands offer.
+
+    Args:
+        fn: As for `launch`.
+        args: Likewise.
+        devices: Likewise.
+        timeout_s: Likewise.
+        max_restarts: How often all ranks are started again, after one has failed.
+        min_ranks: After a rank was killed, go on with one fewer, but no fewer than this; as many as before if ``None``.
+        watch: What is done about ranks that wait for each other.
+    """
     _refuse_inside_a_rank()
     num_ranks = _num_ranks(devices)
     with environment_restored(), Guard() as guard:
         if num_ranks > 1:
             os.environ.setdefault("OMP_NUM_THREADS", str(threads_for(num_ranks)))
         call.send(guard.run_dir, fn, args)
-        config = _config(num_ranks, guard)
+        config = _config(num_ranks, guard, max_restarts)
         captures = not is_shared_with_children()
-        program = Program("call", str(guard.run_dir), captures=captures)
+        program = Program("call", str(guard.run_dir), captures=captures, min_ranks=min_ranks)
         try:
             with ExitStack() as stack:
                 is_over = stack.enter_context(_time_limit(guard, timeout_s))
                 if captures:
                     stack.enter_context(forwarded(guard.run_dir, num_ranks))
-                supervise(config, program, guard, python=sys.executable)
+                supervise(config, program, guard, python=sys.executable, watch=watch)
         except RankFailed as error:
             if is_over.is_set():
                 raise LaunchTimeout(
@@ -98,16 +123,16 @@ def _num_ranks(devices: int | str | None) -> int:
         ) from None
 
 
-def _config(num_ranks: int, guard: Guard) -> LaunchConfig:
+def _config(num_ranks: int, guard: Guard, max_restarts: int) -> LaunchConfig:
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_ranks,
         run_id=str(uuid.uuid4()),
         role="default",
-        rdzv_backend="c10d",
+        rdzv_backend=BACKEND,
         rdzv_endpoint="localhost:0",
-        max_restarts=0,
+        max_restarts=max_restarts,
         local_addr="127.0.0.1",
         logs_specs=DefaultLogsSpecs(log_dir=str(guard.run_dir / "elastic")),
     )

@@ -25,6 +25,9 @@ from types import CodeType, ModuleType, TracebackType
 
 _PR_SET_PDEATHSIG = 1
 
+REHEARSAL = "LOCKSTEP_REHEARSAL"
+"""The variable with which `lockstep rehearse` tells the ranks what is to go wrong in them."""
+
 
 def main(argv: list[str]) -> None:
     """Follow the orders in ``argv[1]``: a JSON object, written by `lockstep.launcher.supervise`."""
@@ -37,8 +40,13 @@ def main(argv: list[str]) -> None:
     if mode == "command":
         os.execvp(target, [target, *args])
     log_crashes(orders["run_dir"])
+    _run_dir.append(orders["run_dir"])
+    with contextlib.suppress(OSError):
+        os.unlink(failure_file())  # of this rank before a restart
     if orders["watched"]:
         light_beacon(orders["run_dir"])
+    if REHEARSAL in os.environ:
+        rehearse(os.environ[REHEARSAL])
     sys.argv = [target, *args]
     if orders["adopt"]:
         from lockstep.adoption import adopt
@@ -74,9 +82,18 @@ def capture_output(run_dir: str) -> None:
 
 def light_beacon(run_dir: str) -> None:
     """Have the launcher's watchdog see what this rank is doing."""
+    from lockstep import progress
     from lockstep.monitor.beacon import Beacon
 
+    progress.now.on_failure = record
     Beacon(run_dir, int(os.environ["RANK"])).start()
+
+
+def rehearse(orders: str) -> None:
+    """Arm this rank with the faults that `lockstep rehearse` was asked for."""
+    from lockstep.study.rehearse.inside.activate import activate
+
+    activate(orders)
 
 
 def log_crashes(run_dir: str) -> None:
@@ -164,14 +181,12 @@ def print_unless_recorded(kind: type[BaseException], error: BaseException, trace
 
     Hooks of the user or of a library replace or wrap this one, and still run.
     """
-    if not any(error is seen for seen in _recorded):
+    if not any(error is seen for seen, _ in _recorded):
         sys.__excepthook__(kind, error, trace)
-    elif restarts_remain():
-        sys.__excepthook__(kind, error, trace)
-        print(f"lockstep: rank {os.environ.get('RANK')} failed; the ranks are started again", file=sys.stderr)
 
 
-_recorded: list[BaseException] = []
+_recorded: list[tuple[BaseException, int]] = []
+_run_dir: list[str] = []
 _failed_with: list[int] = []
 
 
@@ -189,9 +204,10 @@ def own_frames_removed(trace: TracebackType | None) -> TracebackType | None:
 
 def record(error: BaseException) -> None:
     """Write ``error`` where torch elastic expects it, in its format."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
+    paths = [path for path in (os.environ.get("TORCHELASTIC_ERROR_FILE"), failure_file()) if path]
+    now_ns = time.time_ns()
+    # It may be seen twice: as it leaves the block of `lockstep.init`, and at the top.
+    failed_at_ns = next((at_ns for seen, at_ns in _recorded if seen is error), now_ns)
     trace = own_frames_removed(error.__traceback__)
     frames = traceback.extract_tb(trace)
     text = "".join(traceback.format_exception(type(error), error, trace))
@@ -201,20 +217,37 @@ def record(error: BaseException) -> None:
             "extraInfo": {
                 "py_callstack": text,
                 "timestamp": str(int(time.time())),
-                "time_ns": time.time_ns(),
+                "time_ns": failed_at_ns,
                 "type": type(error).__name__,
                 "where": place_of(frames),
+                **marks(),
             },
         }
     }
     try:
-        # Renamed into place: the launcher may read at any moment.
-        with open(f"{path}.new", "w") as file:
-            json.dump(data, file)
-        os.replace(f"{path}.new", path)
+        for path in paths:
+            # Renamed into place: the launcher may read at any moment.
+            with open(f"{path}.new", "w") as file:
+                json.dump(data, file)
+            os.replace(f"{path}.new", path)
     except OSError:
         return
-    _recorded.append(error)
+    if failed_at_ns == now_ns and paths:
+        _recorded.append((error, now_ns))
+
+
+def failure_file() -> str:
+    """Return where this rank leaves its exception, for the launcher to find even if the program goes on."""
+    return os.path.join(_run_dir[0], f"failure-{os.environ.get('RANK')}") if _run_dir else ""
+
+
+def marks() -> dict[str, object]:
+    """Return in which step this rank is, as far as it is known."""
+    progress = sys.modules.get("lockstep.progress")
+    if progress is None:
+        return {}
+    now = progress.now
+    return {"step": now.step, "phase": now.phase, "num_steps": now.num_steps}
 
 
 def place_of(frames: traceback.StackSummary) -> str:
@@ -224,11 +257,6 @@ def place_of(frames: traceback.StackSummary) -> str:
     theirs = [frame for frame in frames if not any(part in frame.filename for part in libraries)]
     last = (theirs or list(frames))[-1:]
     return f"{last[0].filename}:{last[0].lineno}" if last else ""
-
-
-def restarts_remain() -> bool:
-    """Say whether the launcher will start the ranks again, and so not show this failure."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
 
 
 def skip_destructors(code: int) -> None:

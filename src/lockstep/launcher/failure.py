@@ -128,6 +128,11 @@ def headline(end: RankEnd) -> str:
     return f"Rank {end.rank} {_killed_by(-end.exit_code)}: {_likely(-end.exit_code)}"
 
 
+def brief(end: RankEnd) -> str:
+    """Say in a few words how a rank ended, to be put behind its name."""
+    return f"failed: {_line(end)}" if end.message else _line(end)
+
+
 def _line(end: RankEnd | None) -> str:
     if end is None:
         return "finished"

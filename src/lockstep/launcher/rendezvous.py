@@ -14,6 +14,7 @@ from torch.distributed.run import parse_min_max_nnodes
 
 from lockstep.comm.interfaces import GLOO_INTERFACE, gloo_interface, is_local, reachable_address
 from lockstep.errors import ConfigurationError, LockstepError
+from lockstep.launcher.local_rendezvous import BACKEND
 
 DEFAULT_PORT = 29500
 """torchrun's default; only of interest to several machines, as a single one takes a free port."""
@@ -32,7 +33,7 @@ def choose_meeting_place(args: argparse.Namespace) -> None:
     """
     is_static = args.rdzv_backend == "static" and not args.rdzv_endpoint
     if args.standalone or (is_static and args.master_port is None and max_nodes(args) == 1):
-        args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
+        args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = BACKEND, "localhost:0", str(uuid.uuid4())
         # Not the host's name, which may resolve to nothing or to an address that is filtered.
         args.local_addr = args.local_addr or "127.0.0.1"
     if args.master_port is None:

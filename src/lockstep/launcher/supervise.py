@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lockstep.errors import JobHangs, LockstepError, RankFailed, Stopped
 from lockstep.launcher import bootstrap
+from lockstep.launcher.agent import telling
 from lockstep.launcher.failure import RankEnd, describe, first_of, tidy_crash
 from lockstep.launcher.guard import Guard
+from lockstep.launcher.restarts import RestartReport
 from lockstep.launcher.surroundings import elastic_quiet, second_signal_kills, signals_restored
 from lockstep.monitor.watchdog import Watchdog
 
@@ -33,6 +35,7 @@ class Program:
         mode: ``script``, ``module``, ``command`` (any executable) or ``call`` (a pickled function).
         target: The path, the name, or for a call the folder with the function.
         captures: Whether its output goes into files in the run's folder.
+        min_ranks: After a rank was killed, a restart goes on with one fewer, but no fewer than this.
     """
 
     mode: str
@@ -40,6 +43,7 @@ class Program:
     args: Sequence[str] = ()
     adopt: bool = False
     captures: bool = False
+    min_ranks: int | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,8 @@ def supervise(config: LaunchConfig, program: Program, guard: Guard, *, python: s
         stack.enter_context(signals_restored())
         stack.enter_context(second_signal_kills(guard))
         stack.enter_context(elastic_quiet())
+        report = RestartReport(guard.run_dir, lambda failures: _ends(failures, guard), lambda _: None)
+        stack.enter_context(telling(report, min_ranks=program.min_ranks))
         try:
             with _watchdog(watch, config, guard, hangs):
                 elastic_launch(config, python)(*args)
@@ -117,12 +123,16 @@ def _stopped(number: signal.Signals) -> Stopped:
 
 
 def _failure(error: ChildFailedError, config: LaunchConfig, guard: Guard) -> RankFailed:
-    ended = guard.ended_at_ns({failure.pid for failure in error.failures.values()})
-    ends = [_end(rank, failure, ended, guard.run_dir) for rank, failure in error.failures.items()]
+    ends = _ends(error.failures, guard)
     some_rank, some_failure = next(iter(error.failures.items()))
     lowest = some_rank - some_failure.local_rank
     first = first_of(ends)
     return RankFailed(describe(ends, range(lowest, lowest + config.nproc_per_node)), rank=first.rank)
+
+
+def _ends(failures: Mapping[int, ProcessFailure], guard: Guard) -> list[RankEnd]:
+    ended = guard.ended_at_ns({failure.pid for failure in failures.values()})
+    return [_end(rank, failure, ended, guard.run_dir) for rank, failure in failures.items()]
 
 
 def _end(rank: int, failure: ProcessFailure, ended: dict[int, int], run_dir: Path) -> RankEnd:

@@ -1,0 +1,70 @@
+"""What the user hears when ranks are started again: who failed, how, where, and how often that may still happen."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import final
+
+from lockstep.launcher.agent import Failures, Restart
+from lockstep.launcher.failure import RankEnd, brief, first_of
+
+
+@final
+class RestartReport:
+    """Listens to the agent, and tells on standard error.
+
+    Args:
+        run_dir: The run's folder, with the ranks' beacons.
+        ends_of: Makes our own records of elastic's.
+        on_start: Called with the numbers of this machine's ranks whenever they have been started.
+    """
+
+    def __init__(
+        self, run_dir: Path, ends_of: Callable[[Failures], list[RankEnd]], on_start: Callable[[range], None]
+    ) -> None:
+        self._run_dir, self._ends_of, self._on_start = run_dir, ends_of, on_start
+
+    def started(self, ranks: range) -> None:
+        """Pass on which ranks of this machine have been started."""
+        self._on_start(ranks)
+
+    def first_of(self, failures: Failures) -> RankEnd:
+        """Return how the rank ended that failed first."""
+        return first_of(self._ends_of(failures))
+
+    def restarts(self, restart: Restart) -> None:
+        """Say why, and clear away what the old ranks said of themselves."""
+        first = restart.first
+        step = None if first is None else last_step(self._run_dir, first.rank)
+        for path in self._run_dir.glob("beacon-*"):
+            path.unlink(missing_ok=True)  # of ranks that may not come again
+        print("\n".join(_lines(restart, step)), file=sys.stderr, flush=True)
+
+
+def _lines(restart: Restart, step: int | None) -> list[str]:
+    first = restart.first
+    if first is None:
+        return ["lockstep: machines came or left; the ranks start again"]
+    seen = "" if step is None else f", last seen in step {step}"
+    what = f"{restart.num_ranks} rank{'s' * (restart.num_ranks != 1)}" if restart.is_fewer else ""
+    trace = (first.trace or first.crash).rstrip()
+    return [
+        *filter(None, [trace]),
+        f"lockstep: rank {first.rank} {brief(first)}{seen}; restart {restart.number} of {restart.limit}"
+        f"{f' with {what}' if what else ''}",
+    ]
+
+
+def last_step(run_dir: Path, rank: int) -> int | None:
+    """Return the step, counted from 1, in which a rank last said that it was; it says so twice a second."""
+    with contextlib.suppress(OSError, ValueError):
+        said = json.loads((run_dir / f"beacon-{rank}").read_bytes())
+        if said.get("step") is not None:
+            return int(said["step"]) + 1
+        if said.get("num_steps"):
+            return int(said["num_steps"]) + 1
+    return None

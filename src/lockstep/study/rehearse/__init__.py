@@ -1,0 +1,1 @@
+"""`lockstep rehearse`: real ranks, real reductions, and faults by rule."""

@@ -1,0 +1,1 @@
+"""What runs within the ranks of a rehearsal; imported by nobody else."""
