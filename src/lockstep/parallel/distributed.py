@@ -17,9 +17,9 @@ from lockstep.comm.join import Joinable
 from lockstep.parallel.ddp.attributes import forward_attribute
 from lockstep.parallel.ddp.ballot import Ballot
 from lockstep.parallel.ddp.bucket_row import BucketRow
-from lockstep.parallel.ddp.comm_hooks import check_comm_hook
 from lockstep.parallel.ddp.delayed import DelayedReduction
 from lockstep.parallel.ddp.dynamo import leave_all_uncompiled, leave_uncompiled, run_in_parts
+from lockstep.parallel.ddp.hookable import Hookable
 from lockstep.parallel.ddp.inputs import move_to
 from lockstep.parallel.ddp.join import announce_backward, common_rank
 from lockstep.parallel.ddp.model_sync import ModelSync
@@ -37,7 +37,6 @@ from lockstep.parallel.ddp.options import (
 )
 from lockstep.parallel.ddp.outputs import anchor_tensors, find_tensors
 from lockstep.parallel.ddp.parameter_hooks import watch_frozen
-from lockstep.parallel.ddp.per_bucket import PerBucket
 from lockstep.parallel.ddp.reducer import Reducer
 from lockstep.parallel.ddp.state_keys import accept_bare_keys
 from lockstep.parallel.ddp.torch_reducer import TorchReducer
@@ -45,7 +44,7 @@ from lockstep.parallel.ddp.wire import WireDtype, wire_dtype_of
 from lockstep.parallel.follow import Follow
 
 
-class DistributedDataParallel(PerBucket):
+class DistributedDataParallel(Hookable):
     """Train one model in many processes: each computes gradients on its own data, and all get their mean.
 
     A drop-in for ``torch.nn.parallel.DistributedDataParallel`` of torch 2.13: same arguments, same ``state_dict``
@@ -203,7 +202,7 @@ class DistributedDataParallel(PerBucket):
     def _portable_state(self) -> dict[str, Any]:
         tied = {"process_group", "reducer", "_reducer", "_model_sync", "_follow", "_load_state_dict_pre_hooks"}
         state = {name: value for name, value in self.__dict__.items() if name not in tied | self._per_bucket}
-        return state | {"_comm_hooks": []}
+        return state | {"_comm_hooks": [], "_comm_hook_name": "", "_last_error": ""}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.process_group = default_group()
@@ -244,7 +243,7 @@ class DistributedDataParallel(PerBucket):
 
     @leave_all_uncompiled
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self._reducer.on_forward()
+        self._reducer.on_forward(will_sync=torch.is_grad_enabled() and self.require_backward_grad_sync)
         self._notify_joined_ranks()
         enabled = self._join_config.enable
         if self.will_sync_module_buffers():
@@ -273,27 +272,8 @@ class DistributedDataParallel(PerBucket):
         self._reducer.prepare_for_backward(watched)
         return output
 
-    # --- buffers and communication hooks ----------------------------------------------------------------
-
     def _sync_buffers(self, *, after_forward: bool, src: int) -> None:
         self._reducer.post_backward += self._model_sync.sync_buffers(after_forward=after_forward, src=src)
-
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let ``hook(state, bucket)`` reduce each bucket of gradients instead of the mean over ranks.
-
-        torch's stock hooks (``torch.distributed.algorithms.ddp_comm_hooks``) work unchanged. The hook gets an object
-        with the methods of ``GradBucket`` and returns a future of the reduced, divided flat gradients.
-
-        Raises:
-            TypeError: ``hook`` is not callable.
-            ValueError: Its annotations say that it expects or returns something else.
-            RuntimeError: There is a hook already.
-        """
-        check_comm_hook(hook, self.wire_dtype)
-        if self._comm_hooks:
-            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        self._comm_hooks.append((hook, state))
-        self._reducer.set_comm_hook(hook, state)
 
 
 TorchDistributedDataParallel.register(DistributedDataParallel)  # libraries decide by isinstance

@@ -179,6 +179,10 @@ class Arrivals:
         was_late = any(self._look(position) for position in self._incomplete)
         self._num_late = self._num_late + 1 if was_late else 0
 
+    def unused_bytes(self) -> int:
+        """Return the size of all parameters that received no gradient, when the step is at its end."""
+        return sum(each.nbytes for each, used in zip(self._row.parameters, self.used, strict=True) if not used)
+
     def _check_intact(self, num_left: int) -> None:
         for bucket in self._row.buckets[:num_left]:
             for name, has_arrived in zip(bucket.names, bucket.arrived(even_in_place=True), strict=True):

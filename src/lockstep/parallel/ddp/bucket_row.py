@@ -29,7 +29,9 @@ class BucketRow:
         parameters, names: By index, which is how a bucket names them.
         buckets: In the order in which they leave, the same on every rank.
         position_of: By parameter, the position of its bucket.
+        first_sizes_bytes: Of the first buckets.
         is_rebuilt: Whether the order is the observed one.
+        arrivals: The order in which gradients arrived on this rank in the first step; empty before.
         is_uneven: Whether ranks then observed different things.
     """
 
@@ -43,6 +45,7 @@ class BucketRow:
         ballot: Sequence[float],
     ) -> None:
         self.is_rebuilt = self.is_uneven = False
+        self.arrivals: tuple[int, ...] = ()
         self._group: Group | None = None  # not before the first step: a copy of the model may be made on one rank alone
         self.parameters, self.names = list(parameters.values()), list(parameters)
         self._caps_bytes = tuple(caps_bytes)
@@ -54,6 +57,7 @@ class BucketRow:
         ]
         self._default_order = tuple(reversed(range(len(self.parameters))))
         self._install(self._default_order)
+        self.first_sizes_bytes = [bucket.spec.size_bytes for bucket in self.buckets]
 
     @property
     def device(self) -> torch.device:
@@ -67,7 +71,7 @@ class BucketRow:
             arrivals: Indices of the parameters as their gradients arrived on this rank; empty if it had no data.
             group: The ranks that take part.
         """
-        self._group = group
+        self._group, self.arrivals = group, tuple(arrivals)
         agreed = agree_on_order(arrivals, self._default_order, group=group, device=self.device)
         self._specs = [replace(spec, deferred=index in agreed.repeated) for index, spec in enumerate(self._specs)]
         self._install(agreed.order)

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from lockstep import progress
 from lockstep.comm.collectives import Group
-from lockstep.errors import CollectiveError
+from lockstep.errors import CollectiveError, ConfigurationError
 from lockstep.parallel.ddp.ballot import Ballot
 from lockstep.parallel.ddp.bucket import Bucket
 from lockstep.parallel.ddp.bucket_row import BucketRow
 from lockstep.parallel.ddp.capture import refuse_absent
+from lockstep.parallel.ddp.step_times import Moment, StepTimes
 from lockstep.parallel.ddp.transport import MeanTransport, Transport
 from lockstep.parallel.ddp.weights import Weights, find_carrier
 
@@ -36,6 +38,7 @@ class Departures:
         row: The buckets.
         group: The ranks that take part.
         weights: What the ranks weigh.
+        times: What wants to know when communication begins.
         skip_unused: Do not reduce buckets without any gradient; only right if all ranks agree on which.
 
     Attributes:
@@ -47,14 +50,14 @@ class Departures:
         exposed_wait_s: How long the last step waited for communication after its own work was done, on the host.
     """
 
-    def __init__(self, row: BucketRow, group: Group, weights: Weights, *, skip_unused: bool) -> None:
+    def __init__(self, row: BucketRow, group: Group, weights: Weights, times: StepTimes, *, skip_unused: bool) -> None:
         self.transport: Transport = MeanTransport(group)
         self.divisor = float(group.size())
         self.on_reduced: list[Callable[[Bucket], None]] = []
         self.eager = False
         self.exposed_wait_s = 0.0
         self._row = row
-        self._weights = weights
+        self._weights, self._times = weights, times
         self._skip_unused = skip_unused
         self._num_told = 0
         self._abandoned: list[Future[Any]] = []
@@ -74,6 +77,11 @@ class Departures:
         while self._abandoned:
             with suppress(RuntimeError):
                 self._abandoned.pop().wait()
+
+    @property
+    def num_under_way(self) -> int:
+        """How many buckets are reduced in this step; those that were skipped are not."""
+        return len(self._under_way)
 
     @property
     def have_all_left(self) -> bool:
@@ -100,6 +108,7 @@ class Departures:
         if not self._skip_unused or any(mine):
             bucket.gather(mine, share)
             refuse_absent(bucket)
+            self._times.mark(Moment.COMMUNICATION)
             self._under_way.append((bucket, self._start(bucket, self.num_left, alone=alone)))
         self.num_left += 1
         if self.eager:
@@ -204,12 +213,17 @@ class Departures:
 
     @contextmanager
     def _naming(self, bucket: Bucket, position: int) -> Iterator[None]:
-        """Name the bucket in the error of a reduction that fails inside."""
+        """Name the bucket to the watchdog, and in the error of a reduction that fails inside."""
+        progress.now.bucket = position, bucket.names
         try:
             yield
+        except ConfigurationError:  # not the reduction's, but of who called for it
+            raise
         except RuntimeError as error:
             raise CollectiveError(
                 f"Rank {self._weights.rank}: the gradient reduction of bucket {position} "
                 f"({bucket.names[0]} ... {bucket.names[-1]}) failed: {error}\n"
                 "Another rank probably ended or ran no backward; look at the first error of the job."
             ) from error
+        finally:
+            progress.now.bucket = None

@@ -45,6 +45,7 @@ from lockstep.parallel.ddp.in_backward import take_over_optimizers
 from lockstep.parallel.ddp.neighbours import Neighbours, introduce, look_for_others
 from lockstep.parallel.ddp.outputs import find_tensors
 from lockstep.parallel.ddp.parameter_hooks import second_gradient
+from lockstep.parallel.ddp.step_times import Moment, StepTimes
 from lockstep.parallel.ddp.transport import CommHook, HookTransport, Transport
 from lockstep.parallel.ddp.weights import Weights
 
@@ -66,6 +67,7 @@ class Reducer:
     Attributes:
         row: The buckets.
         weights: What the ranks weigh.
+        times: Of some steps.
         departures: The buckets that have left; what divides them and carries them, and who is told of them.
         at_end: What to do at the end of backward before any bucket leaves; None: they leave as they are complete.
         neighbours: The reducers of other wrappers.
@@ -82,7 +84,8 @@ class Reducer:
         self.row = row
         self._group = group
         self.weights = Weights(group, row.device)
-        self.departures = Departures(row, group, self.weights, skip_unused=skip_unused_buckets)
+        self.times = StepTimes(row.device)
+        self.departures = Departures(row, group, self.weights, self.times, skip_unused=skip_unused_buckets)
         self._lock = threading.Lock()  # a model on several devices calls hooks from one autograd thread per device
         self._arrivals = Arrivals(row, self, rank=group.rank())
         self._in_backward_step: Callable[[], None] | None = None
@@ -123,9 +126,11 @@ class Reducer:
         """Forget a weight that no backward has used; return whether there was one."""
         return self.weights.window is not None and self.weights.window.withdraw()
 
-    def on_forward(self) -> None:
+    def on_forward(self, *, will_sync: bool = False) -> None:
         """Take notice that a forward begins; make optimizers that step inside backward wait for averaged gradients."""
         self.has_run = True
+        if will_sync:
+            self.times.begin()
         if self._arrivals.is_listening and not self._has_taken_over:
             self._in_backward_step = take_over_optimizers(self.row.parameters)
             self._has_taken_over = True
@@ -196,6 +201,7 @@ class Reducer:
             self.departures.wait_for_abandoned()
         self._phase = _Phase.COLLECTING
         self.opened_s = time.perf_counter()
+        self.times.mark(Moment.BACKWARD)
         close = self._close_step
         self._closing = weakref.ref(close)  # autograd drops it with the backward, be that finished or failed
         Variable._execution_engine.queue_callback(close)
@@ -245,6 +251,7 @@ class Reducer:
         """Launch what is left, wait for everything, and settle the gradients that never came."""
         with self._lock:
             try:
+                self.times.mark(Moment.BACKWARD_END)
                 look_for_others(self)
                 if self.at_end is not None:
                     self.at_end()
@@ -260,6 +267,8 @@ class Reducer:
                     self._in_backward_step()
                 if not self.row.is_rebuilt:
                     self.row.rebuild(self._arrivals.order, group=self._group)
+                if self.times.is_sampling:
+                    self.times.end(self.departures.num_under_way, self._arrivals.unused_bytes())
                 self._arrivals.close()
                 self._tell_closed(had_data=True)
             finally:

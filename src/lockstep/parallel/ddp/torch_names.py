@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -12,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from lockstep.comm.collectives import Group, broadcast_coalesced
 from lockstep.comm.join import Joinable
+from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.bucket_plan import MIB
-from lockstep.parallel.ddp.comm_hooks import builtin_comm_hook, overlapped_optimizer
 from lockstep.parallel.ddp.inputs import move_to
 from lockstep.parallel.ddp.logging_data import logging_data
 from lockstep.parallel.ddp.model_sync import BufferHook, ModelSync, RegisteredBufferHook
@@ -21,12 +22,6 @@ from lockstep.parallel.ddp.options import bucket_caps_bytes
 
 if TYPE_CHECKING:
     from lockstep.parallel.ddp.reducer import Reducer
-
-
-NO_WEIGHTS_WITH_FUSED_OPTIMIZER = (
-    "Weights do not work with an optimizer that runs inside a communication hook: it steps before the sum of the "
-    "weights is known.\nRun the optimizer after backward."
-)
 
 
 class TorchNames(nn.Module, Joinable):
@@ -48,6 +43,8 @@ class TorchNames(nn.Module, Joinable):
     require_forward_param_sync: bool
     require_backward_grad_sync: bool
     _joins_uneven_inputs: bool = False
+    _last_error = ""
+    _comm_hook_name = ""
     _comm_hooks: list[tuple[Callable[..., Any], object]]
     _model_sync: ModelSync
     _module_parameters: list[nn.Parameter]
@@ -113,13 +110,24 @@ class TorchNames(nn.Module, Joinable):
         return self.process_group.rank()
 
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
-        """Return torch's facts for debugging: world size, buckets, dtypes and so on."""
-        sizes_bytes = [bucket.spec.size_bytes for bucket in self._reducer.row.buckets]
-        return logging_data(self, sizes_bytes, rebuilt=self._reducer.row.is_rebuilt)
+        """Return torch's facts for debugging, and the times of some steps; on CUDA the last of these must be over."""
+        return logging_data(self, self._reducer)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        if sample_rate < 1:
-            raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
+        """Take the times of one of so many steps, after the first ones."""
+        with self._noting_errors():
+            if sample_rate < 1:
+                raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
+        self._reducer.times.rate = sample_rate
+
+    @contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        """Let `_get_ddp_logging_data` tell of an error inside, as it does of some with torch's class."""
+        try:
+            yield
+        except (TypeError, ValueError, RuntimeError) as error:
+            self._last_error = f"{type(error)}: {error}"
+            raise
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Do nothing: outputs are never cloned."""
@@ -145,22 +153,35 @@ class TorchNames(nn.Module, Joinable):
         after_forward = comm_hook_location is None or comm_hook_location.name == "POST_FORWARD"
         self._model_sync.registered = RegisteredBufferHook(hook, state, after_forward)
 
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        self.register_comm_hook(self.process_group, builtin_comm_hook(comm_hook_type))
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Average over the ranks of another group from the next forward on; a rank that is not in it changes nothing.
 
-    def _register_fused_optim(
-        self, optim: type, *args: Any, optim_params: Sequence[nn.Parameter] | None = None, **kwargs: Any
-    ) -> None:
-        """Run an optimizer on each bucket as soon as it is reduced (torch's functional optimizers)."""
-        try:
-            overlapped_optimizer(optim, optim_params, *args, **kwargs).register_ddp(self)
-            self._reducer.weights.refusal = NO_WEIGHTS_WITH_FUSED_OPTIMIZER
-        except NotImplementedError as error:
-            raise RuntimeError(f"{optim} does not support overlapped DDP.") from error
+        Not collective by itself. Buckets are built anew after the first backward. Parameters are not compared or
+        broadcast, and communication hooks keep the group that they use themselves, as with torch's class.
+
+        Raises:
+            ConfigurationError: An optimizer is tied to the group that was.
+        """
+        if not isinstance(new_process_group, Group) or new_process_group.rank() < 0:
+            return
+        departures = self._reducer.departures
+        if departures.eager or not departures.transport.leaves_whole:
+            raise ConfigurationError(
+                "The process group cannot change while an optimizer steps within backward, or has slices of the "
+                "gradients.\nWrap the model again, with a new optimizer."
+            )
+        self._reducer.remove_hooks()
+        self.process_group = new_process_group
+        self._connect()
+        self._watch_parameters()
+        for hook, state in self._comm_hooks:
+            self._reducer.set_comm_hook(hook, state)
 
     @abstractmethod
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """See ``DistributedDataParallel``."""
+    def _connect(self) -> None: ...
+
+    @abstractmethod
+    def _watch_parameters(self) -> None: ...
 
     @abstractmethod
     def _sync_buffers(self, *, after_forward: bool, src: int) -> None: ...

@@ -12,6 +12,7 @@ from torch.futures import Future
 from typing_extensions import override
 
 from lockstep.comm.collectives import Group, all_reduce, all_reduce_async, is_native
+from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.bucket import Bucket
 from lockstep.parallel.ddp.grad_bucket import GradBucket
 
@@ -118,7 +119,13 @@ class HookTransport(Transport):
 
     @override
     def start(self, bucket: Bucket, position: int, *, is_last: bool) -> Future[Any]:
-        return self._hook(self._state, GradBucket(bucket, position, is_last=is_last))
+        future = self._hook(self._state, GradBucket(bucket, position, is_last=is_last))
+        if not isinstance(future, torch._C.Future):
+            raise ConfigurationError(
+                f"A communication hook: the callback must return a torch.futures.Future object, but got {type(future)}."
+                "\nFor a result that is there already, make a torch.futures.Future() and call its set_result."
+            )
+        return future
 
     @override
     def finish(self, bucket: Bucket, future: Future[Any]) -> None:

@@ -1,0 +1,128 @@
+"""What `_get_ddp_logging_data` tells, under torch's names and with torch's values where these do not depend on time."""
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.comm.collectives import BuiltinCommHookType
+from lockstep.errors import ConfigurationError
+from tests.models import assert_gradients_equal
+
+TIMES = ("forward_compute_time", "backward_compute_time", "backward_comm_time", "backward_compute_comm_overlap_time")
+MOMENTS = (
+    "forward_compute_time_start",
+    "backward_compute_time_start",
+    "backward_comm_time_start",
+    "backward_compute_time_end",
+    "backward_comm_time_end",
+)
+
+
+class Layers(nn.Module):
+    """The last one is never used."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.used = nn.Sequential(*(nn.Linear(10, 10) for _ in range(3)))
+        self.unused = nn.Linear(10, 10, bias=False)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def logged(world, which, num_steps):
+    """Return what was logged after some steps, and the number of the last step that was looked at, step by step."""
+    options = {"find_unused_parameters": True} if which == "torch" else {}
+    wrap = lockstep.DistributedDataParallel if which == "ours" else nn.parallel.DistributedDataParallel
+    model = wrap(Layers(), bucket_cap_mb=0.0008, **options)
+    model._set_ddp_runtime_logging_sample_rate(4)
+    iterations = []
+    for step in range(num_steps):
+        model.zero_grad()
+        with torch.no_grad():
+            model(torch.ones(1, 10))  # counts for nothing
+        model(torch.ones(1, 10) + step).sum().backward()
+        iterations.append(model._get_ddp_logging_data()["iteration"])
+    return model._get_ddp_logging_data(), iterations
+
+
+def test_the_same_facts_as_torch(ranks):
+    (ours, iterations), _ = ranks(2)(logged, "ours", 15)
+    (theirs, their_iterations), _ = ranks(2)(logged, "torch", 15)
+    assert iterations == their_iterations == [*range(11), 10, 12, 12, 12]
+    buckets = {"bucket_sizes", "has_rebuilt_buckets", "rebuilt_bucket_sizes", "rebuilt_per_bucket_param_indices"}
+    of_time = {*TIMES, *MOMENTS, *(f"avg_{name}" for name in TIMES)}
+    ready = "prev_iteration_grad_ready_order_indices"
+    assert ours[ready] == "5, 4, 3, 2, 1, 0"  # torch's lists those without a gradient, too
+    missing = {name for name in theirs if name not in ours}
+    assert missing == set()
+    for name in theirs.keys() - buckets - of_time - {ready, "find_unused_parameters"}:
+        assert ours[name] == theirs[name], name
+    assert ours["unused_parameter_size"] == 400
+    assert sorted(ours["rebuilt_per_bucket_param_indices"].replace(",", "").split()) == list("0123456")
+    assert all(ours[name] >= 1 for name in TIMES[:3])
+    for average in ("", "avg_"):
+        overlap = ours[f"{average}backward_compute_comm_overlap_time"]
+        assert 1 <= overlap <= min(ours[f"{average}backward_compute_time"], ours[f"{average}backward_comm_time"])
+    assert [ours[name] for name in MOMENTS] == sorted(ours[name] for name in MOMENTS)
+
+
+def errors_and_hooks(world):
+    model = lockstep.DistributedDataParallel(Layers())
+    assert "has_error" not in model._get_ddp_logging_data()
+    with pytest.raises(ValueError, match="equal or greater than 1"):
+        model._set_ddp_runtime_logging_sample_rate(0)
+    with pytest.raises(TypeError, match="must be callable"):
+        model.register_comm_hook(None, {})
+    first = model._get_ddp_logging_data()
+    model._register_builtin_comm_hook(BuiltinCommHookType.ALLREDUCE)
+    return first["has_error"], first["error"], first.get("comm_hook"), model._get_ddp_logging_data()["comm_hook"]
+
+
+def test_errors_and_hooks(ranks):
+    error = "<class 'TypeError'>: Communication hook must be callable."
+    assert ranks(2)(errors_and_hooks) == [(1, error, None, "BuiltinCommHookType.ALLREDUCE")] * 2
+
+
+def not_a_future(world):
+    model = lockstep.DistributedDataParallel(Layers())
+    model.register_comm_hook(None, lambda state, bucket: 1)
+    model(torch.ones(1, 10)).sum().backward()
+
+
+def test_a_hook_that_returns_no_future(ranks):
+    for outcome in ranks(2).each(not_a_future):
+        assert str(outcome.error) == (
+            "A communication hook: the callback must return a torch.futures.Future object, but got <class 'int'>.\n"
+            "For a result that is there already, make a torch.futures.Future() and call its set_result."
+        )
+
+
+def changing_groups(world):
+    """Train among two ranks, then among the other two, then among all."""
+    pairs = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([1, 2])]
+    model = lockstep.DistributedDataParallel(nn.Linear(3, 2).double(), bucket_cap_mb=0.00001)
+    oracle = nn.Linear(3, 2).double()
+    oracle.load_state_dict(model.module.state_dict())
+    for group, members in [(pairs[0], [0, 1]), (pairs[1], [1, 2]), (torch.distributed.group.WORLD, [0, 1, 2])]:
+        model._update_process_group(group)
+        if world.rank not in members:
+            assert model.process_group is not group
+            continue
+        for step in range(6):
+            whole = torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            model.zero_grad()
+            oracle.zero_grad()
+            model(whole[world.rank][None]).square().mean().backward()
+            oracle(whole[members]).square().mean().backward()
+            assert_gradients_equal(model.module, oracle)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.overlap_optimizer(optimizer)
+    with pytest.raises(ConfigurationError, match="Wrap the model again, with a new optimizer"):
+        model._update_process_group(torch.distributed.group.WORLD)
+
+
+def test_the_process_group_can_change(ranks):
+    ranks(3)(changing_groups)
