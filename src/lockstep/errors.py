@@ -1,5 +1,7 @@
 """Errors that Lockstep raises: the cause on the first line, what to do on those that follow."""
 
+from signal import SIGINT
+
 EXIT_CODE = 1
 """What every failing ``lockstep`` command returns; Ctrl-C returns 130."""
 
@@ -53,11 +55,27 @@ class Stopped(LockstepError):
 
     Attributes:
         signal: Its number.
+        saved: Whether the ranks stopped in order, and saved what they had.
     """
 
-    def __init__(self, message: str, *, signal: int) -> None:
+    def __init__(self, message: str, *, signal: int, saved: bool = False) -> None:
         super().__init__(message)
         self.signal = signal
+        self.saved = saved
+
+    @property
+    def exit_code(self) -> int:
+        """What a ``lockstep`` command returns after it."""
+        return exit_code_after(self.signal, saved=self.saved)
+
+
+RESUME_EXIT_CODE = 75
+"""What a ``lockstep`` command returns if the run was stopped from outside and saved: start it again to go on."""
+
+
+def exit_code_after(signal: int, *, saved: bool) -> int:
+    """Return what a command returns that a signal has stopped: after Ctrl-C it is not to be started again."""
+    return RESUME_EXIT_CODE if saved and signal != SIGINT else 128 + signal
 
 
 class DataError(LockstepError):
@@ -108,3 +126,7 @@ class ReplicasDiffer(LockstepError):
 
 class LoaderDied(LockstepError):
     """A process that loads samples is gone; names the rank and the process, what it probably died of and what helps."""
+
+
+class CheckpointError(LockstepError):
+    """A checkpoint cannot be read or written; names the file."""

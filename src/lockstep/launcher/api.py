@@ -95,6 +95,8 @@ def launch_with(
                 ) from None
             raise error from call.error_of(guard.run_dir, error.rank)
         except Stopped as error:
+            if error.saved:
+                return call.results(guard.run_dir, num_ranks)  # which say so themselves
             stopped_by = error.signal
         else:
             return call.results(guard.run_dir, num_ranks)

@@ -25,6 +25,9 @@ from types import CodeType, ModuleType, TracebackType
 
 _PR_SET_PDEATHSIG = 1
 
+RUN_DIR = "LOCKSTEP_RUN_DIR"
+"""The variable that tells a rank where it and the launcher leave files for each other, as `requests` does."""
+
 REHEARSAL = "LOCKSTEP_REHEARSAL"
 """The variable with which `lockstep rehearse` tells the ranks what is to go wrong in them."""
 
@@ -34,6 +37,7 @@ def main(argv: list[str]) -> None:
     orders = json.loads(argv[1])
     die_with(orders["launcher_pid"])
     enlist(orders["run_dir"])
+    os.environ[RUN_DIR] = orders["run_dir"]
     if orders["captures"]:
         capture_output(orders["run_dir"])
     mode, target, args = orders["mode"], argv[2], argv[3:]

@@ -1,0 +1,77 @@
+"""The launcher's first answer to a signal: it asks the ranks to stop in order, if all of them can."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.launcher.api import LaunchConfig
+
+from lockstep.errors import RESUME_EXIT_CODE, Stopped
+from lockstep.launcher import requests
+
+LIMIT = "LOCKSTEP_STOP_TIMEOUT_S"
+"""The environment variable that says how many seconds ranks may take to stop in order."""
+DEFAULT_LIMIT_S = 120.0
+
+_ELASTICS_OWN = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+_LEFT_TO_ELASTIC = "SIGHUP,SIGQUIT"
+
+
+class OrderlyStop:
+    """Asks the ranks at the first signal; ends them, as torch elastic does, at the second or when the time is up.
+
+    Args:
+        folder: Of the run.
+        num_ranks: On this machine.
+    """
+
+    def __init__(self, folder: Path, num_ranks: int) -> None:
+        self._folder, self._num_ranks = folder, num_ranks
+        self._num_signals = 0
+        self._asked_for: signal.Signals | None = None
+
+    @contextlib.contextmanager
+    def handling(self, config: LaunchConfig) -> Iterator[LaunchConfig]:
+        """Take the signals over, and give what makes torch elastic leave them alone. Only the main thread can.
+
+        Handlers are not restored: the caller does that.
+        """
+        if threading.current_thread() is not threading.main_thread() or config.signals_to_handle != _ELASTICS_OWN:
+            yield config
+            return
+        for number in requests.SIGNALS:
+            signal.signal(number, self._on_signal)
+        yield dataclasses.replace(config, signals_to_handle=_LEFT_TO_ELASTIC)
+
+    def outcome(self, exit_codes: set[int]) -> Stopped | None:
+        """Return what to raise now that the ranks have ended with ``exit_codes``; None if they did not stop in order."""
+        said = requests.reports(self._folder)
+        if self._asked_for is None and exit_codes != {RESUME_EXIT_CODE}:
+            return None  # ranks of other machines may have been asked
+        if not said or not exit_codes <= {0, RESUME_EXIT_CODE}:
+            return None
+        return Stopped(said[0], signal=self._asked_for or signal.SIGTERM, saved=True)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        sigval = signal.Signals(number)
+        self._num_signals += sigval != signal.SIGUSR1  # which comes ahead of SIGTERM
+        if self._asked_for is None and requests.num_announced(self._folder) == self._num_ranks:
+            self._asked_for = sigval
+            requests.ask(self._folder, sigval)
+            timer = threading.Timer(float(os.environ.get(LIMIT, DEFAULT_LIMIT_S)), self._give_up, [sigval])
+            timer.daemon = True
+            timer.start()
+        elif self._asked_for is None or self._num_signals > 1:
+            raise SignalException(f"Process {os.getpid()} got signal: {sigval}", sigval=sigval)
+
+    def _give_up(self, sigval: signal.Signals) -> None:
+        self._num_signals += 2
+        os.kill(os.getpid(), sigval)
