@@ -62,8 +62,8 @@ def test_clipping_is_that_of_torch(max_norm):
 def test_divisor_loss_scale_and_clip_are_one_factor():
     model, _, update = updater(clip=1.0, scaler=GradScaler(scale=4.0))
     model.weight.grad = torch.tensor([[3.0, 4.0]]) * 4.0 * 10.0
-    norm, updated = update.run(torch.tensor(10.0, dtype=torch.float64))
-    assert (norm.item(), updated) == (5.0, True)
+    norm, updated, verdict = update.run(torch.tensor(10.0, dtype=torch.float64))
+    assert (norm.item(), updated, verdict) == (5.0, True, True)
     torch.testing.assert_close(model.weight.grad, torch.tensor([[0.6, 0.8]]))
     torch.testing.assert_close(model.weight.detach(), torch.tensor([[0.4, 1.2]]))
 
@@ -72,8 +72,8 @@ def test_an_overflow_leaves_the_weights_and_the_schedule_where_they_are():
     model, optimizer, update = updater(scaler=GradScaler(scale=4.0))
     for grad, scale, weight, num_updates in (([math.inf, 0.0], 2.0, [1.0, 2.0], 0), ([2.0, 0.0], 2.0, [0.0, 2.0], 1)):
         model.weight.grad = torch.tensor([grad])
-        _, updated = update.run(None)
-        assert updated is (num_updates == 1)
+        _, updated, verdict = update.run(None)
+        assert (updated, verdict) == (num_updates == 1, True)  # the scale's own search is no bad gradient
         assert (update.loss_scale, update.num_updates) == (scale, num_updates)
         assert model.weight.tolist() == [weight]
     model.weight.grad = torch.tensor([[0.0, 2.0]])

@@ -69,6 +69,7 @@ def make_updater(
         scaler=GradScaler() if settings.precision == "fp16" else None,
         gradients=gradients,
         in_backward=settings.overlap_optimizer,
+        looks_later=settings.on_nan == "raise" and next(model.parameters()).device.type == "cuda",
     )
 
 

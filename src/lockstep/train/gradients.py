@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lockstep.comm.collectives import Group, all_reduce
 from lockstep.parallel.flat_math import combine_norms, list_norms, multiply_
 
 if TYPE_CHECKING:
@@ -44,15 +43,14 @@ class Gradients(ABC):
 
 @final
 class ParameterGradients(Gradients):
-    """Gradients parameter by parameter.
+    """Gradients parameter by parameter: the same bits on every rank that has them, so all come to the same verdict.
 
     Args:
         model: The bare model.
-        group: The ranks that must say the same of whether gradients are finite, if theirs may differ; or None.
     """
 
-    def __init__(self, model: nn.Module, group: Group | None = None) -> None:
-        self._parameters, self._group = list(model.parameters()), group
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = list(model.parameters())
 
     def _all(self) -> list[Tensor]:
         return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
@@ -71,12 +69,7 @@ class ParameterGradients(Gradients):
 
     @override
     def is_finite(self, norm: Tensor) -> bool:
-        """Collective if there is a group: every rank."""
-        if self._group is None:
-            return are_finite(self._all(), norm)
-        finite = torch.isfinite(norm).to(torch.int32)
-        all_reduce(finite, group=self._group, op="min")
-        return bool(finite.item())
+        return are_finite(self._all(), norm)
 
 
 @final

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from lockstep import progress
 from lockstep.comm.collectives import Group, all_gather_object
 from lockstep.comm.world import World
 from lockstep.data.auto_workers import search_for
 from lockstep.data.feed import Feed
-from lockstep.data.loader import LoadOptions, MicroBatch
+from lockstep.data.loader import LoadOptions
 from lockstep.data.same_stream import require_same_stream
 from lockstep.parallel.tree.shape import Tree
 from lockstep.train.arithmetic import Arithmetic, describe_machine, differences, first_unlike, watch_for_other_kernels
 from lockstep.train.bad_samples import BadSamples
 from lockstep.train.devices import PER_PROCESS
 from lockstep.train.engine import make_updater, remarks_of
+from lockstep.train.finite import FiniteGuard, Place
 from lockstep.train.gradients import ParameterGradients
-from lockstep.train.objective import Objective, Part
+from lockstep.train.micro_batches import MicroBatches
+from lockstep.train.objective import Objective
 from lockstep.train.plan import make_plan
 from lockstep.train.reproducible.build import make_reproducible, virtual_shards
 from lockstep.train.resume import check_identity, identity_of, load_into
@@ -31,7 +33,7 @@ from lockstep.train.seeds import DATA, INIT, UPDATE, Seeds
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.step_record import StepRecord
 from lockstep.train.stopwatch import Stopwatch
-from lockstep.train.strategy import Pass, divide, make_strategy
+from lockstep.train.strategy import divide, make_strategy
 from lockstep.train.tally import Tally
 from lockstep.train.task import Task, build_dataset, build_model, build_optimizer
 from lockstep.train.whole_state import take_whole
@@ -103,9 +105,14 @@ class Loop:
             unlike = first_unlike(self._gather(describe_machine(self.device)))
             self.caveats += [] if unlike is None else [unlike]
         self.optimizer = self._strategy.take_over(build_optimizer(task, self._model))
-        gradients = self._strategy.gradients or ParameterGradients(self._model, self.group)
+        gradients = self._strategy.gradients or ParameterGradients(self._model)
         self._updater = make_updater(self._model, self.optimizer, self.plan.learning_rate, settings, gradients)
         self.bad_samples = BadSamples(skip=how.skip_bad, device=self.device, group=self.group, num_samples=num_samples)
+        self._micros = MicroBatches(self._strategy, self._updater, self._seeds, self.bad_samples, division, self.device)
+        replay = self._micros.replay if self._strategy.can_replay else None
+        rank = 0 if self.group is None else self.group.rank()
+        place = Place(self.plan.order, division, rank, self._gather, replay)
+        self.finite = FiniteGuard(settings.on_nan, self._model, self.optimizer, gradients, place)
 
     def load_options(self, task: Task, workers: int) -> LoadOptions:
         """Return how batches are loaded by so many loader processes."""
@@ -163,7 +170,9 @@ class Loop:
             return record
 
     def _step(self) -> StepRecord:
+        progress.now.step = self.num_steps_done
         self.bad_samples.begin_step()
+        self.finite.begin_step(self.num_steps_done, self._updater.num_updates)
         self._feed.begin_step()
         watch = Stopwatch(self.device)
         tally = Tally(self.device, self.group if self._sync and not self._strategy.sums_losses else None)
@@ -178,8 +187,12 @@ class Loop:
                 group = self.group if self._sync else None
                 require_same_stream(micro.note, micro.step, group=group, device=self.device)
             watch.lap("data_wait_s")
-            self._seeds.forward(micro, index)
-            self._run(micro, tally, watch, index)
+            is_last = index == self.settings.accumulate - 1
+            if is_last:
+                tally.add_bad(self.bad_samples.num_pending)
+                tally.add_wishes(stop=self.wishes.to_stop, failed=self.wishes.to_fail)
+            losses = self._micros.run(micro, index, tally, watch, sync=self._sync and is_last)
+            self.finite.add(micro, losses)
             self._feed.prefetch()
             watch.lap("data_wait_s")
         tally.wait()
@@ -189,7 +202,10 @@ class Loop:
         norm, updated = None, False
         if self._sync and not self.bad_samples.all_missing(num_samples):
             self._seeds.all(UPDATE, self.num_steps_done)  # some optimizers draw random numbers
-            norm, updated = self._updater.run(tally.divisor(num_samples, may_miss=self.bad_samples.skip))
+            outcome = self._updater.run(tally.divisor(num_samples, may_miss=self.bad_samples.skip))
+            norm, updated = outcome.norm if self._updater.reports_norm else None, outcome.updated
+            self._updater.num_updates = self.finite.conclude(outcome, self.num_steps_done, self._updater.num_updates)
+        self.finite.end_step()
         watch.lap("optimizer_s")
         record = StepRecord(self.num_steps_done, num_samples, tally.loss(), norm, updated, watch)
         self.num_steps_done += 1
@@ -256,22 +272,3 @@ class Loop:
     def _gather(self, value: Any) -> list[Any]:
         """Return the ``value`` of each rank, which JSON can hold. Collective if there is a group: every rank."""
         return [value] if self.group is None else all_gather_object(value, group=self.group, device=self.device)
-
-    def _run(self, micro: MicroBatch, tally: Tally, watch: Stopwatch, index: int) -> None:
-        """Run forward and backward; the sum of the losses is under way before the last backward, where it can be."""
-        last = index == self.settings.accumulate - 1
-
-        def after_forward(parts: list[Part]) -> None:
-            tally.add(parts)
-            if self.settings.overlap_optimizer:
-                tally.require_means()
-            if last:
-                tally.start_sum()
-
-        if last:
-            tally.add_bad(self.bad_samples.num_pending)
-            tally.add_wishes(stop=self.wishes.to_stop, failed=self.wishes.to_fail)
-        scale = self._updater.loss_scale / micro.num_global
-        seed = partial(self._seeds.share, micro.step, 0)
-        all_have = partial(self.bad_samples.all_have_samples, micro, index, self.plan.division)
-        self._strategy.run(micro, Pass(scale, last and self._sync, watch, after_forward, seed, all_have))

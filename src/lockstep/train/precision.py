@@ -39,6 +39,11 @@ class GradScaler:
     num_good_steps: int = 0
     growth_interval: int = 2000
 
+    @property
+    def is_smallest(self) -> bool:
+        """Whether it cannot become smaller, so that an overflow has another cause."""
+        return self.scale <= 1.0
+
     def update(self, *, finite: bool) -> None:
         """Take note of whether the gradient of a step was finite."""
         if not finite:

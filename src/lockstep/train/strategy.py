@@ -63,7 +63,10 @@ class Strategy(ABC):
     """Whether the losses it reports are those of all ranks already."""
 
     gradients: Gradients | None = None
-    """What it leaves behind, the same on every rank; None: to be looked at parameter by parameter, and agreed upon."""
+    """What it leaves behind; None: the same gradients on every rank, to be looked at parameter by parameter."""
+
+    can_replay = True
+    """Whether a micro-batch that is run without ``sync`` leaves nothing behind but gradients."""
 
     def take_over(self, optimizer: Optimizer) -> Optimizer:
         """Return what is to step the parameters in the place of ``optimizer``, which has not made a step yet.

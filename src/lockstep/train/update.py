@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -9,6 +11,21 @@ from torch.optim import Optimizer
 from lockstep.train.gradients import Gradients, clip_factor
 from lockstep.train.precision import GradScaler
 from lockstep.train.schedule import LearningRate, base_rates, set_rates
+
+
+class Outcome(NamedTuple):
+    """What became of a step.
+
+    Args:
+        norm: The gradient's norm before clipping.
+        updated: Whether the parameters were updated.
+        verdict: Whether the gradient was finite; None: `norm` will tell. An overflow that fp16's loss scale can mend is
+            no bad gradient: the scaler skips such steps, as part of its search.
+    """
+
+    norm: Tensor
+    updated: bool
+    verdict: bool | None
 
 
 class Updater:
@@ -22,6 +39,11 @@ class Updater:
         clip: Largest global norm of the gradient, or None.
         scaler: For fp16, else None.
         in_backward: Whether the optimizer steps within backward, and only its learning rate is left to do here.
+        looks_later: Whether to update the parameters without knowing whether the gradient is finite; not in fp16.
+
+    Attributes:
+        scaler, in_backward: As given.
+        num_updates: That the parameters have seen; the schedule goes by it.
     """
 
     def __init__(
@@ -34,15 +56,16 @@ class Updater:
         scaler: GradScaler | None,
         gradients: Gradients,
         in_backward: bool = False,
+        looks_later: bool = False,
     ) -> None:
         self._model, self._optimizer, self._learning_rate = model, optimizer, learning_rate
-        self._gradients, self._in_backward = gradients, in_backward
+        self._gradients, self.in_backward = gradients, in_backward
         self._base_rates = base_rates(optimizer)
         self._clip = clip
+        self._looks_later = looks_later and scaler is None
         self.scaler = scaler
         self.num_updates = 0
-        if clip is not None or scaler is not None:
-            gradients.expect_norm()
+        gradients.expect_norm()
 
     @property
     def loss_scale(self) -> float:
@@ -51,42 +74,48 @@ class Updater:
 
     def begin(self) -> None:
         """Set the learning rate of the coming update, if it happens within backward."""
-        if self._in_backward:
+        if self.in_backward:
             self._set_rates()
 
-    def run(self, divisor: Tensor | None) -> tuple[Tensor | None, bool]:
-        """Divide the gradient by the loss scale and ``divisor``, clip it, and update the parameters.
+    @property
+    def reports_norm(self) -> bool:
+        """Whether the norm that `run` returns is worth a report: with fp16 or clipping."""
+        return self._clip is not None or self.scaler is not None
 
-        Collective in fp16 if the ranks' gradients may differ: every rank. Blocks on CUDA in fp16 only.
+    def run(self, divisor: Tensor | None) -> Outcome:
+        """Divide the gradient by the loss scale and ``divisor``, clip it, and update the parameters if it is finite.
 
-        Returns:
-            The gradient's norm before clipping if it was needed, and whether the parameters were updated: not in
-            fp16 if the gradient overflowed.
+        Collective if each rank has a part of the gradient: every rank. Blocks on CUDA unless it looks later.
         """
-        if self._in_backward:
+        norm = self._gradients.norm()
+        if self.in_backward:
             self.num_updates += 1
-            return None, True
+            return Outcome(norm, True, None if self._looks_later else self._gradients.is_finite(norm))
         factor = self._unscale(divisor)
-        norm = None
-        if self._clip is not None or self.scaler is not None:
-            norm = self._gradients.norm()
-            norm = norm if factor is None else norm * factor.to(norm)
+        norm = norm if factor is None else norm * factor.to(norm)
+        verdict = None if self._looks_later else self._gradients.is_finite(norm)
+        if verdict is False:
+            return Outcome(norm, False, self._blames_scale())
         if self.scaler is not None:
-            assert norm is not None
-            finite = self._gradients.is_finite(norm)
-            self.scaler.update(finite=finite)
-            if not finite:
-                return norm, False
+            self.scaler.update(finite=True)
         if self._clip is not None:
-            assert norm is not None
             shorten = clip_factor(norm, self._clip)
+            if verdict is None:  # so that it can be seen later which parameter it was
+                shorten = torch.where(norm.isnan(), torch.ones_like(shorten), shorten)
             factor = shorten if factor is None else factor * shorten
         if factor is not None:
             self._gradients.multiply_(factor)
         self._set_rates()
         self._optimizer.step()
         self.num_updates += 1
-        return norm, True
+        return Outcome(norm, True, verdict)
+
+    def _blames_scale(self) -> bool:
+        """Return whether a smaller loss scale may help against an overflow, and make it smaller."""
+        if self.scaler is None or self.scaler.is_smallest:
+            return False
+        self.scaler.update(finite=False)
+        return True
 
     def _set_rates(self) -> None:
         set_rates(self._optimizer, self._base_rates, self._learning_rate.factor(self.num_updates))

@@ -17,7 +17,7 @@ from lockstep.parallel.zero.arguments import check_dense, check_ranks_agree, lis
 from lockstep.parallel.zero.clip import clip_slices_
 from lockstep.parallel.zero.division import Division
 from lockstep.parallel.zero.recipe import Recipe
-from lockstep.parallel.zero.states import Pieces, ShardedState, Whole, check_shards
+from lockstep.parallel.zero.states import Piece, Pieces, ShardedState, Whole, check_shards
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -244,8 +244,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         given = check_shards(states, self._parameters)
         super().load_state_dict({"state": {}, "param_groups": given[0]["param_groups"]})
-        state = Pieces((piece for each in given for piece in each["pieces"]), self._parameters)
-        self._division.load(state.read, self._options())
+        self.load_pieces(piece for each in given for piece in each["pieces"])
+
+    def load_pieces(self, pieces: Iterable[Piece]) -> None:
+        """Take over the ``pieces`` that `sharded_state_dict` returned, of this rank at least, not its options."""
+        self._division.load(Pieces(pieces, self._parameters).read, self._options())
 
     # --- uneven inputs ---------------------------------------------------------------------------------------------
 
