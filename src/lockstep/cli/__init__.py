@@ -20,6 +20,7 @@ COMMANDS = {
     "train": ("lockstep.cli.train:train", "Train the task of a file on one device or many."),
     "compare": ("lockstep.cli.compare:compare", "Race one device, both engines and torch's own on a task."),
     "verify": ("lockstep.cli.verify:verify", "Is it the same run on N devices as on one? If not, why?"),
+    "rehearse": ("lockstep.cli.rehearse:rehearse", "Break a job on purpose, on the CPU, and see what is noticed."),
 }
 """Where each command lives, and its line in ``lockstep --help``: so that the help imports none of them."""
 
@@ -63,7 +64,7 @@ def main(args: Sequence[str] | None = None) -> int:
         error.show()
     except Stopped as error:
         _complain(error)
-        return 128 + error.signal
+        return error.exit_code
     except JobHangs as error:
         _complain(error)
         return HANG_EXIT_CODE

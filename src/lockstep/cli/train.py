@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -19,6 +20,8 @@ Examples:
       the same training run on two
   lockstep train examples/gpt.py --steps 500 --checkpoint runs/gpt --export gpt.safetensors
       stop it with Ctrl-C, and go on with the same command
+  lockstep train examples/gpt.py --devices 4 --checkpoint runs/gpt --checkpoint-every 50 --max-restarts 3
+      when a rank dies, all start again by themselves, from the newest checkpoint
   lockstep train examples/gpt.py --global-batch-size 128 --lr-scaling sqrt --warmup 100 --accumulate 4
       a larger batch than the task's, in smaller pieces
 
@@ -36,30 +39,78 @@ On several machines, or where ranks are started already, start the same command 
 )
 @click.argument("task_file", metavar="TASK.py")
 @settings_options(FitSettings)
-def train(task_file: str, **values: Any) -> None:
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="How often all ranks are started again after one has failed; they go on from the newest checkpoint.",
+)
+@click.option(
+    "--min-devices",
+    type=click.IntRange(1),
+    metavar="N",
+    help="After a rank was killed, go on with one fewer, but no fewer than N; as many as before if not given.",
+)
+@click.option(
+    "--watchdog",
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+    help="How long ranks may wait for one that does nothing before a report says who waits for whom; 60 if not given.",
+)
+@click.option(
+    "--watchdog-action",
+    type=click.Choice(["end", "warn"]),
+    help="What follows the report: the job ends with exit code 83, or goes on.",
+)
+def train(
+    task_file: str,
+    max_restarts: int,
+    min_devices: int | None,
+    watchdog: float | None,
+    watchdog_action: str | None,
+    **values: Any,
+) -> None:
     """Train the task of TASK.py: its attribute `task`, or NAME with TASK.py:NAME.
 
     The attribute is a lockstep.Task, or a function that returns one. A task says what to train, the options say how.
     """
     settings = FitSettings(**values)
-    if _starts_ranks(settings):
-        _launch(task_file, settings)
+    if _starts_ranks(settings, may_restart=max_restarts > 0):
+        _launch(
+            task_file,
+            settings,
+            max_restarts=max_restarts,
+            min_ranks=min_devices,
+            watchdog=watchdog,
+            action=watchdog_action,
+        )
     else:
         _train_here(task_file, settings)
 
 
-def _starts_ranks(settings: FitSettings) -> bool:
-    """Return whether this process is to start the ranks: not if it is one, and not for a single one."""
+def _starts_ranks(settings: FitSettings, *, may_restart: bool) -> bool:
+    """Return whether this process starts the ranks: not if it is one, nor for a single one that runs but once."""
     from lockstep.env import Launcher, RankEnv
     from lockstep.train.devices import PER_PROCESS, num_devices
 
     if RankEnv.from_environ(os.environ).launcher is not Launcher.NONE:
         return False
-    return settings.strategy in PER_PROCESS and num_devices(settings.devices) > 1
+    return settings.strategy in PER_PROCESS and (may_restart or num_devices(settings.devices) > 1)
 
 
-def _launch(task_file: str, settings: FitSettings) -> None:
-    from lockstep.launcher.api import launch
+def _launch(
+    task_file: str,
+    settings: FitSettings,
+    *,
+    max_restarts: int,
+    min_ranks: int | None,
+    watchdog: float | None,
+    action: str | None,
+) -> None:
+    from lockstep.launcher.api import launch_with
+    from lockstep.launcher.supervise import watch_of
     from lockstep.train.devices import num_devices
     from lockstep.train.load import load_task
     from lockstep.train.plan import check_batch
@@ -67,9 +118,17 @@ def _launch(task_file: str, settings: FitSettings) -> None:
     num_ranks = num_devices(settings.devices)
     # What can be wrong is found here, before any process is started.
     task = load_task(task_file)
-    check_batch(task, settings, num_ranks)
+    for count in range(min(min_ranks or num_ranks, num_ranks), num_ranks + 1):
+        check_batch(task, settings, count)
     try:
-        launch(_train_here, task_file, settings, devices=num_ranks)
+        launch_with(
+            _train_here,
+            (task_file, settings),
+            devices=num_ranks,
+            max_restarts=max_restarts,
+            min_ranks=min_ranks,
+            watch=watch_of(watchdog, action),
+        )
     except RankFailed as error:
         # What a rank found wrong with task or settings needs no traceback; the other ranks found the same.
         cause = error.__cause__
@@ -82,4 +141,7 @@ def _train_here(task_file: str, settings: FitSettings) -> None:
     from lockstep.train.fit import fit_with
     from lockstep.train.load import load_task
 
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
+        # The user's wish for a fresh start was for the first one; and ranks may be fewer by now.
+        settings = replace(settings, resume=settings.resume or None, devices=None)
     fit_with(load_task(task_file), settings)

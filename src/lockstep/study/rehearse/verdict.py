@@ -62,7 +62,8 @@ def judge(rule: Rule, note: Note | None, lines: Sequence[Line], exit_code: int) 
         exit_code: How the job ended.
     """
     if note is None:
-        return Finding(rule, None, None, "", _never(rule), is_good=False)
+        outcome = _never(rule) if exit_code == 0 else f"did not strike: the job had ended with code {exit_code}"
+        return Finding(rule, None, None, "", outcome, is_good=False)
     after = [line for line in lines if line.time_ns >= note.time_ns and not line.text.startswith(OWN_MARK)]
     report = find_report(rule, after)
     noticed_s = None if report is None else (report.time_ns - note.time_ns) / 1e9
