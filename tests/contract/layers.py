@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LAYERS = [
-    {"errors"},
+    {"errors", "progress"},
     {"hostlist"},
     {"env"},
     {"comm"},

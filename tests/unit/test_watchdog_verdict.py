@@ -1,49 +1,155 @@
-"""When the watchdog fires, as a function of what is seen of the ranks."""
+"""When the watchdog fires, and what it says, as functions of what is seen of the ranks."""
+
+import os
 
 import pytest
 
-from lockstep.monitor.verdict import RankSeen, is_hanging, operation
+from lockstep.monitor.life import Life, Sample, family, sample
+from lockstep.monitor.report import numbered, report
+from lockstep.monitor.seen import RankSeen, operation, waits_outside
+from lockstep.monitor.verdict import Verdict, judge
+from lockstep.progress import name_of_bucket
 
 C10D = "/x/site-packages/torch/distributed/distributed_c10d.py"
+FINE, SUSPECT, HANGS = Verdict.FINE, Verdict.SUSPECT, Verdict.HANGS
 
 
-def waits(rank, still_s, line=3, name="all_reduce"):
-    return RankSeen(
-        rank,
-        [
-            (C10D, 9, name),
-            ("/x/site-packages/torch/distributed/c10d_logger.py", 8, "wrapper"),
-            ("/x/train.py", line, "<module>"),
-        ],
-        still_s,
-    )
+def waits(rank, still_s, line=3, name="all_reduce", **more):
+    frames = [
+        (C10D, 9, name),
+        ("/x/site-packages/torch/distributed/c10d_logger.py", 8, "wrapper"),
+        ("/x/train.py", line, "<module>"),
+    ]
+    return RankSeen(rank, frames, still_s, **more)
 
 
-def works(rank, still_s, *, is_busy=False, **more):
-    return RankSeen(rank, [("/x/train.py", 7, "load")], still_s, is_busy=is_busy, **more)
+def works(rank, still_s, **more):
+    return RankSeen(rank, [("/x/train.py", 7, "load")], still_s, **more)
+
+
+DEBUGGED = RankSeen(1, [("/lib/python3.11/pdb.py", 9, "interaction"), ("/x/train.py", 7, "load")], 99)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "hangs"),
+    ("ranks", "strict", "else_"),
     [
-        ([waits(0, 4), works(1, 4)], True),
-        ([waits(0, 2), works(1, 4)], False),
-        ([waits(0, 4), works(1, 1)], False),  # it moves
-        ([waits(0, 4), works(1, 4, is_busy=True)], False),  # it computes
-        ([waits(0, 16), works(1, 0, is_busy=True)], True),  # an endless loop
-        ([waits(0, 4), waits(1, 4)], False),  # a slow transfer
-        ([waits(0, 16), waits(1, 16)], True),
-        ([waits(0, 4), waits(1, 4, line=5)], True),
-        ([works(0, 99), works(1, 99)], False),  # nobody waits for anybody
-        ([waits(0, 4), RankSeen(1, has_left=True)], True),
-        ([waits(0, 4), works(1, 0.2, is_stopped=True)], True),
-        ([waits(0, 4), works(1, 0.2, silent_s=4)], True),
+        ([waits(0, 4), works(1, 4)], HANGS, HANGS),
+        ([waits(0, 2), works(1, 4)], FINE, FINE),
+        ([waits(0, 4), works(1, 1)], FINE, FINE),  # it moves
+        ([waits(0, 4), works(1, 4, is_busy=True)], FINE, FINE),  # it computes
+        ([waits(0, 16), works(1, 0, is_busy=True)], HANGS, SUSPECT),  # an endless loop, or a long evaluation
+        ([waits(0, 4), works(1, 4, life="it reads or writes")], SUSPECT, SUSPECT),  # a download
+        ([waits(0, 16), works(1, 16, life="it reads or writes")], HANGS, HANGS),
+        ([waits(0, 4), waits(1, 4)], FINE, FINE),  # a slow transfer
+        ([waits(0, 16), waits(1, 16)], HANGS, SUSPECT),
+        ([waits(0, 4), waits(1, 4, line=5)], FINE, FINE),  # one call, written twice
+        ([waits(0, 4), waits(1, 4, name="barrier")], HANGS, HANGS),
+        ([waits(0, 4, bucket="bucket 1 (a.*)"), waits(1, 4, bucket="bucket 2 (b.*)")], FINE, FINE),  # on its way
+        ([waits(0, 4), waits(1, 4, bucket="bucket 2 (b.*)")], HANGS, HANGS),
+        ([works(0, 4), works(1, 4)], SUSPECT, FINE),  # nobody waits for anybody
+        ([works(0, 16), works(1, 16)], HANGS, FINE),
+        ([works(0, 16, has_trained=True), works(1, 16, has_trained=True)], HANGS, HANGS),
+        ([works(0, 16, has_trained=True), works(1, 16, is_busy=True)], FINE, FINE),
+        ([waits(0, 4), RankSeen(1, has_left=True)], HANGS, HANGS),
+        ([waits(0, 4), works(1, 0.2, is_stopped=True)], HANGS, HANGS),
+        ([waits(0, 4), works(1, 0.2, silent_s=4)], HANGS, HANGS),
+        ([waits(0, 99), DEBUGGED], FINE, FINE),
     ],
 )
-def test_is_hanging(ranks, hangs):
-    assert is_hanging(ranks, 3) is hangs
+def test_judge(ranks, strict, else_):
+    assert (judge(ranks, 3, is_strict=True), judge(ranks, 3, is_strict=False)) == (strict, else_)
+
+
+def test_different_calls_of_one_machine_among_several_may_be_a_pipeline():
+    ranks = [waits(0, 4), waits(1, 4, name="barrier")]
+    assert judge(ranks, 3, is_strict=True, sees_all=False) is FINE
 
 
 def test_the_operation_is_the_one_that_was_called():
     assert operation(waits(0, 1)) == "all_reduce"
     assert operation(works(0, 1)) is None
+    assert operation(works(0, 1, bucket="bucket 4 (layers.7.mlp.*)")) == "all_reduce of bucket 4 (layers.7.mlp.*)"
+
+
+@pytest.mark.parametrize(
+    ("names", "name"),
+    [
+        (["layers.7.mlp.out.bias", "layers.7.mlp.in.weight"], "layers.7.mlp.*"),
+        (["head.bias", "head.weight"], "head.*"),
+        (["layers.1.weight", "layers.0.weight"], "layers.1.weight ... layers.0.weight"),
+        (["weight"], "weight"),
+        (["weight", "bias"], "weight ... bias"),
+    ],
+)
+def test_name_of_bucket(names, name):
+    assert name_of_bucket(names) == name
+
+
+def test_report_names_who_waits_for_whom():
+    loader = [("/x/site-packages/torch/utils/data/dataloader.py", 9, "__next__"), ("/x/train.py", 41, "<module>")]
+    bucket = "bucket 4 (layers.7.mlp.*)"
+    ranks = [waits(rank, 32, line=44, bucket=bucket, step=11, phase="backward") for rank in range(3)]
+    ranks.append(RankSeen(3, loader, 32.4, step=11, phase="loader"))
+    assert report(ranks, 30, "/tmp/x", HANGS) == (
+        "The job hangs: ranks have waited for each other for more than 30 s.\n"
+        "rank 3 is in DataLoader.__next__ (train.py:41) for 32 s [step 12, loader]; "
+        "ranks 0-2 wait in all_reduce of bucket 4 (layers.7.mlp.*) (train.py:44) for 32 s [step 12, backward]\n"
+        "The Python stacks of all ranks are in /tmp/x."
+    )
+
+
+def test_report_of_what_may_be_only_slow():
+    ranks = [waits(0, 4), works(1, 4, life="it reads or writes", handles="OSError: gone (train.py:5)")]
+    assert report(ranks, 3, "/tmp/x", SUSPECT, num_nodes=2) == (
+        "The job may hang: ranks have waited for each other for 4 s.\n"
+        "rank 1 is in load (train.py:7), handling OSError: gone (train.py:5) for 4 s; "
+        "rank 0 waits in all_reduce (train.py:3) for 4 s\n"
+        "rank 1 may be only slow: it reads or writes.\n"
+        "Only 1 of 2 machines could be seen; the others' launchers tell of their ranks.\n"
+        "The Python stacks of the ranks are in /tmp/x."
+    )
+
+
+def test_numbers_of_ranks():
+    assert [numbered(ranks) for ranks in ([3], [0, 1], [5, 2, 0, 1])] == ["rank 3", "ranks 0, 1", "ranks 0-2, 5"]
+
+
+IDLE = {"cpu_s": 1.0, "num_bytes": 100, "num_wakeups": 7, "pids": frozenset({1, 2})}
+
+
+@pytest.mark.parametrize(
+    ("later", "is_busy", "signs"),
+    [
+        ({}, False, ""),
+        ({"num_wakeups": 12, "num_bytes": 30_000, "cpu_s": 1.1}, False, ""),  # DataLoader looks every five seconds
+        ({"cpu_s": 4.0}, True, "it uses the processor a little"),
+        ({"cpu_s": 1.3}, False, "it uses the processor a little"),
+        ({"num_bytes": 60_000}, False, "it reads or writes"),
+        ({"num_wakeups": 40}, False, "it wakes up again and again"),
+        ({"pids": frozenset({1, 3})}, False, "it starts programs or sees them end"),
+        ({"is_in_disk": True}, False, "it waits for a disk or a network file system"),
+    ],
+)
+def test_signs_of_life(later, is_busy, signs):
+    life = Life(10.0)
+    life.add(Sample(-99.0, **IDLE | {"cpu_s": 0.0}))  # before the window
+    for at_s in range(1, 10):
+        life.add(Sample(float(at_s), **IDLE | {"is_in_disk": later.get("is_in_disk", False)}))
+    life.add(Sample(10.0, **IDLE | later))
+    assert (life.is_busy, life.signs()) == (is_busy, signs)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
+def test_a_sample_of_this_process():
+    before = sample(os.getpid(), own_bytes=0)
+    sum(range(3_000_000))
+    with open(os.devnull, "wb") as file:
+        file.write(bytes(100_000))
+    after = sample(os.getpid(), own_bytes=0)
+    assert os.getpid() in set(family(os.getpid())) == before.pids
+    assert after.cpu_s > before.cpu_s and after.num_bytes - before.num_bytes >= 100_000
+
+
+def test_what_lies_outside_of_the_job():
+    assert waits_outside([("/lib/socket.py", 1, "readinto"), ("/x/a.py", 2, "get")]) == "an answer from the network"
+    assert waits_outside([("/x/a.py", 2, "get")]) == ""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from lockstep import progress
 from lockstep.comm.collectives import backend_name
 from lockstep.comm.forks import make_forks_safe
 from lockstep.comm.hardware import choose_device
@@ -45,6 +46,7 @@ class World:
 
     def __init__(self, env: RankEnv, device: torch.device, group: dist.ProcessGroup, session: Session | None) -> None:
         make_forks_safe()
+        progress.now.failure = None  # of a world before this one
         self.rank = env.rank
         self.local_rank = env.local_rank
         self.world_size = env.world_size
@@ -145,6 +147,8 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self._session is not None:
+            progress.now.fail(error)
         self._close(abort=error is not None)
 
     def __repr__(self) -> str:

@@ -21,7 +21,7 @@ from lockstep.launcher.devices import choose_num_ranks, threads_for
 from lockstep.launcher.guard import Guard
 from lockstep.launcher.local_rendezvous import BACKEND
 from lockstep.launcher.output import forwarded, is_shared_with_children
-from lockstep.launcher.supervise import NO_WATCH, Program, Watch, supervise
+from lockstep.launcher.supervise import DEFAULT_WATCH, Program, Watch, supervise
 from lockstep.launcher.surroundings import environment_restored
 
 
@@ -43,7 +43,7 @@ def launch(
         timeout_s: How long the ranks may take; without limit if ``None``.
 
     Raises:
-        JobHangs: Ranks waited for each other for more than a minute.
+        JobHangs: Ranks waited for more than a minute for one that does nothing.
         RankFailed: A rank raised; the message has its traceback, ``rank`` its number, and ``__cause__`` the exception.
         LaunchTimeout: The ranks were not finished in time.
         ConfigurationError: There are fewer devices, the function cannot be sent, or this is a rank itself.
@@ -59,7 +59,7 @@ def launch_with(
     timeout_s: float | None = None,
     max_restarts: int = 0,
     min_ranks: int | None = None,
-    watch: Watch = NO_WATCH,
+    watch: Watch = DEFAULT_WATCH,
 ) -> list[Any]:
     """Do as `launch`, with what only commands offer.
 

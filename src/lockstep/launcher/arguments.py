@@ -81,16 +81,17 @@ def build_parser() -> argparse.ArgumentParser:
     ours.add_argument(
         "--watchdog",
         type=float,
-        default=0.0,
+        default=None,
         metavar="SECONDS",
-        help="how long ranks may wait for each other before a report says who waits for whom, such as 60 "
-        "(default: 0, they are not watched)",
+        help="how long ranks may wait for one that does nothing before a report says who waits for whom (default: 60); "
+        "0: they are not watched",
     )
     ours.add_argument(
         "--watchdog-action",
         choices=("end", "warn"),
-        default="end",
-        help="what follows the report: the job ends with exit code 83, or goes on (default: end)",
+        default=None,
+        help="what follows the report: the job ends with exit code 83, or goes on (default: end); without --watchdog, "
+        "ranks that wait for one that computes are only reported",
     )
     # Ours first: they are what most people need.
     parser._action_groups.insert(0, parser._action_groups.pop())

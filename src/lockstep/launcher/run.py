@@ -19,7 +19,7 @@ from lockstep.launcher.arguments import parse
 from lockstep.launcher.devices import choose_num_ranks, num_cores, threads_for
 from lockstep.launcher.guard import Guard
 from lockstep.launcher.rendezvous import await_host, choose_meeting_place, prepare_for_others
-from lockstep.launcher.supervise import Program, Watch, supervise
+from lockstep.launcher.supervise import Program, supervise, watch_of
 from lockstep.launcher.surroundings import environment_restored
 
 
@@ -49,7 +49,7 @@ def run(argv: Sequence[str]) -> None:
             args.log_dir = str(guard.run_dir / "elastic")
         config, python = _config(args)
         await_host(args)
-        watch = Watch(args.watchdog, args.watchdog_action == "end")
+        watch = watch_of(args.watchdog, args.watchdog_action)
         supervise(config, program, guard, python=sys.executable if args.no_python else python, watch=watch)
 
 

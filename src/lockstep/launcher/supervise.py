@@ -11,19 +11,22 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from lockstep.comm.bulletin import Bulletin
 from lockstep.errors import JobHangs, LockstepError, RankFailed, Stopped
 from lockstep.launcher import bootstrap
 from lockstep.launcher.agent import telling
 from lockstep.launcher.failure import RankEnd, describe, first_of, tidy_crash
 from lockstep.launcher.guard import Guard
+from lockstep.launcher.orderly import OrderlyStop
 from lockstep.launcher.restarts import RestartReport
 from lockstep.launcher.surroundings import elastic_quiet, second_signal_kills, signals_restored
+from lockstep.monitor.verdict import Verdict
 from lockstep.monitor.watchdog import Watchdog
 
 
@@ -48,16 +51,31 @@ class Program:
 
 @dataclass(frozen=True)
 class Watch:
-    """How long ranks may wait for each other, not watched if zero, and whether the job ends then."""
+    """What is done about ranks that wait for each other.
 
-    patience_s: float
-    ends_job: bool = True
+    Attributes:
+        patience_s: How long they may wait for one that does nothing; not watched if zero.
+        action: ``end`` the job, also if a rank that computes keeps the others waiting five times as long; end it only
+            if ``certain`` that nothing moves, and warn else; or ``warn`` only.
+    """
+
+    patience_s: float = 60.0
+    action: Literal["end", "certain", "warn"] = "certain"
 
 
-NO_WATCH = Watch(0.0)
+DEFAULT_WATCH = Watch()
 
 
-def supervise(config: LaunchConfig, program: Program, guard: Guard, *, python: str, watch: Watch = NO_WATCH) -> None:
+def watch_of(patience_s: float | None, action: str | None) -> Watch:
+    """Return what the user asked for; who sets a patience is taken to mean it for ranks that compute as well."""
+    if patience_s is None and action is None:
+        return DEFAULT_WATCH
+    return Watch(DEFAULT_WATCH.patience_s if patience_s is None else patience_s, "warn" if action == "warn" else "end")
+
+
+def supervise(
+    config: LaunchConfig, program: Program, guard: Guard, *, python: str, watch: Watch = DEFAULT_WATCH
+) -> None:
     """Start the ranks of this machine and wait until all have ended well.
 
     Blocks as long as they run. Leaves signal handlers and logging as they were.
@@ -73,7 +91,7 @@ def supervise(config: LaunchConfig, program: Program, guard: Guard, *, python: s
         JobHangs: Ranks waited for each other for too long.
         RankFailed: A rank failed; the message has the first one's traceback.
         LockstepError: The machines of the job did not come together.
-        Stopped: This process was told to end, and has ended the ranks.
+        Stopped: This process was told to end, and has ended the ranks, or all of them have stopped in order.
     """
     orders = {
         "launcher_pid": os.getpid(),
@@ -85,36 +103,56 @@ def supervise(config: LaunchConfig, program: Program, guard: Guard, *, python: s
     }
     args = ["-u", bootstrap.__file__, json.dumps(orders), program.target, *program.args]
     hangs: list[str] = []
+    bulletin = Bulletin(config.rdzv_endpoint, config.run_id) if config.max_nodes > 1 else None
     with ExitStack() as stack:
         stack.enter_context(signals_restored())
         stack.enter_context(second_signal_kills(guard))
         stack.enter_context(elastic_quiet())
+        stop = OrderlyStop(guard.run_dir, config.nproc_per_node)
+        config = stack.enter_context(stop.handling(config))
         report = RestartReport(guard.run_dir, lambda failures: _ends(failures, guard), lambda _: None)
         stack.enter_context(telling(report, min_ranks=program.min_ranks))
         try:
-            with _watchdog(watch, config, guard, hangs):
+            with _watchdog(watch, config, guard, hangs, bulletin):
                 elastic_launch(config, python)(*args)
         except ChildFailedError as error:
             if hangs:
                 raise JobHangs(hangs[0]) from None
-            raise _failure(error, config, guard) from None
+            exit_codes = {failure.exitcode for failure in error.failures.values()}
+            raise stop.outcome(exit_codes) or _failure(error, config, guard) from None
         except SignalException as error:
             raise _stopped(error.sigval) from None
         except KeyboardInterrupt:  # before the agent had its own handlers in place
             raise _stopped(signal.SIGINT) from None
         except (RuntimeError, OSError, ValueError) as error:
             raise _not_met(error, config) from error
+        if (stopped := stop.outcome({0})) is not None:
+            raise stopped
 
 
-def _watchdog(watch: Watch, config: LaunchConfig, guard: Guard, hangs: list[str]) -> Watchdog:
-    def on_hang(report: str) -> None:
-        if watch.ends_job:
-            hangs.append(report)
+def _watchdog(
+    watch: Watch, config: LaunchConfig, guard: Guard, hangs: list[str], bulletin: Bulletin | None
+) -> Watchdog:
+    def on_report(text: str, verdict: Verdict) -> bool:
+        if verdict is Verdict.HANGS and watch.action != "warn":
+            hangs.append(text)
             guard.kill_ranks()
-        else:
-            print(f"lockstep: {report}\nThe job goes on, as --watchdog-action warn says.", file=sys.stderr, flush=True)
+            return False
+        goes_on = "The job goes on, as --watchdog-action warn says."
+        if watch.action != "warn":
+            goes_on = "The job goes on for now; it ends if this lasts and nothing moves."
+        print(f"lockstep: {text}\n{goes_on}", file=sys.stderr, flush=True)
+        return True
 
-    return Watchdog(guard.run_dir, watch.patience_s, num_nodes=config.max_nodes, on_hang=on_hang)
+    return Watchdog(
+        guard.run_dir,
+        watch.patience_s,
+        is_strict=watch.action == "end",
+        num_nodes=config.max_nodes,
+        bulletin=bulletin,
+        on_report=on_report,
+        on_slow=lambda text: print(f"lockstep: {text}", file=sys.stderr, flush=True),
+    )
 
 
 def _stopped(number: signal.Signals) -> Stopped:

@@ -1,44 +1,45 @@
-"""In a rank: a thread that writes twice a second where the main thread is, for the launcher's watchdog to read.
+"""In a rank: a thread that writes twice a second what the rank is doing, for the launcher's watchdog to read.
 
-Standard library only, as every script would pay for more. The program's own calls cost nothing beyond a count.
+Standard library only, as every script would pay for more. What it knows it finds by looking, not by wrapping anything:
+the main thread's Python frames, the calls that torch's process groups have counted, and the marks of progress.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import functools
 import json
 import os
 import signal
 import sys
 import threading
 import time
+import traceback
 from types import FrameType
 from typing import Any
+
+from lockstep import progress
 
 STACKS_SIGNAL_OFFSET = 11
 """Above SIGRTMIN: the signal at which a rank writes its stacks; programs use SIGUSR1 and SIGUSR2 themselves."""
 
 _PERIOD_S = 0.5
 _NUM_FRAMES = 40
-_COUNTED = (
-    *("all_reduce", "reduce", "broadcast", "barrier", "all_gather", "gather", "scatter", "reduce_scatter"),
-    *("all_to_all", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"),
-    *("send", "recv", "isend", "irecv", "all_gather_object", "broadcast_object_list", "monitored_barrier"),
-)
+_RECORDED_AFTER_S = 1.5
+"""A rank that has been at one place for so long asks torch once which collective was the last."""
 
 
 class Beacon:
-    """Writes the place of the main thread into ``run_dir/beacon-RANK``."""
+    """Writes what the main thread does into ``run_dir/beacon-RANK``."""
 
     def __init__(self, run_dir: str, rank: int) -> None:
         self._file = os.open(os.path.join(run_dir, f"beacon-{rank}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         self._stacks = open(os.path.join(run_dir, f"stacks-{rank}"), "w")  # noqa: SIM115 - open as long as the process
-        self._num_moves = 0
+        self._num_bytes = 0
         self._last: tuple[Any, ...] = ()
         self._moved_at_ns = time.monotonic_ns()
-        self._counts_collectives = self._counts_steps = False
+        self._counts_steps = False
+        self._collective: str | None = None
         if hasattr(signal, "SIGRTMIN"):  # Linux
             faulthandler.register(signal.SIGRTMIN + STACKS_SIGNAL_OFFSET, self._stacks, all_threads=True)
 
@@ -48,58 +49,111 @@ class Beacon:
         threading.Thread(target=self._run, name="lockstep-beacon", daemon=True).start()
 
     def write(self) -> None:
-        """Write where the main thread is now."""
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        frames = _frames(frame)
-        place = (self._num_moves, frame.f_lasti if frame else 0, frames)
+        """Write what this rank does now."""
+        ident = threading.main_thread().ident or 0
+        frame = sys._current_frames().get(ident)
+        frames, now, calls = _frames(frame), progress.now, _num_calls()
+        place = (now.num_steps, calls, now.step, now.phase, frame.f_lasti if frame else 0, frames)
         now_ns = time.monotonic_ns()
         if place != self._last:
-            self._last, self._moved_at_ns = place, now_ns
-        data = {"pid": os.getpid(), "beat_ns": now_ns, "moved_ns": self._moved_at_ns, "frames": frames}
+            self._last, self._moved_at_ns, self._collective = place, now_ns, None
+        elif self._collective is None and now_ns - self._moved_at_ns > _RECORDED_AFTER_S * 1e9:
+            self._collective = _last_collective()
+        bucket = now.bucket
+        data = {
+            "pid": os.getpid(),
+            "beat_ns": now_ns,
+            "moved_ns": self._moved_at_ns,
+            "frames": frames,
+            "step": now.step,
+            "phase": now.phase,
+            "num_steps": now.num_steps,
+            "num_calls": calls,
+            "bucket": "" if bucket is None else f"bucket {bucket[0]} ({progress.name_of_bucket(bucket[1])})",
+            "collective": self._collective or "",
+            "handles": _handled(ident),
+            "failure": now.failure,
+            "uses_gpu": _uses_gpu(),
+            "pace": None if now.says_pace else now.pace,
+            "num_bytes": self._num_bytes,
+        }
         with contextlib.suppress(OSError):
             text = json.dumps(data).encode()
             os.pwrite(self._file, text, 0)
             os.ftruncate(self._file, len(text))
+            self._num_bytes += len(text)
 
     def _run(self) -> None:
         pid = os.getpid()
         while os.getpid() == pid:
             time.sleep(_PERIOD_S)
-            self._count_what_has_come()
+            self._count_steps()
             self.write()
 
-    def _count_what_has_come(self) -> None:
-        """Count collectives and optimizer steps from now on, if torch has been imported by now."""
-        c10d, dist = _complete("torch.distributed.distributed_c10d"), _complete("torch.distributed")
-        if not self._counts_collectives and c10d is not None and dist is not None:
-            self._counts_collectives = True
-            for name in _COUNTED:
-                if (function := getattr(c10d, name, None)) is not None:
-                    counted = self._counted(function)
-                    for module in (c10d, dist):
-                        if getattr(module, name, None) is function:
-                            setattr(module, name, counted)
+    def _count_steps(self) -> None:
+        """Count optimizer steps from now on, if torch has been imported by now."""
         optim = _complete("torch.optim.optimizer")
         if not self._counts_steps and optim is not None and _complete("torch") is not None:
             self._counts_steps = True
             optim.register_optimizer_step_post_hook(self._stepped)
 
-    def _counted(self, function: Any) -> Any:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self._num_moves += 1
-            return function(*args, **kwargs)
-
-        return call
-
     def _stepped(self, *_: Any) -> None:
-        self._num_moves += 1
+        progress.now.num_steps += 1
 
 
 def _complete(name: str) -> Any:
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)
     return None if spec is None or getattr(spec, "_initializing", False) else module
+
+
+def _num_calls() -> int:
+    """Return how often this process has called collectives, as far as its process groups count them."""
+    c10d, total = _complete("torch.distributed.distributed_c10d"), progress.now.num_calls
+    groups = getattr(getattr(c10d, "_world", None), "pg_map", ())
+    with contextlib.suppress(RuntimeError):  # another thread makes or destroys one just now
+        for group in list(groups):
+            with contextlib.suppress(Exception):  # groups written in Python need not count
+                total += group._get_sequence_number_for_group()
+    return total
+
+
+def _last_collective() -> str:
+    """Return torch's own record of the last collective, such as ``all_reduce of 110 elements``, if it keeps one."""
+    c10d = _complete("torch._C._distributed_c10d") or sys.modules.get("torch._C._distributed_c10d")
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        with contextlib.suppress(Exception):  # an interface of torch's own, which changes
+            entries = [entry for entry in json.loads(getattr(c10d, name)())["entries"] if not entry.get("is_p2p")]
+            last = max(entries, key=lambda entry: (entry["time_created_ns"], entry["record_id"]))
+            numel = sum(_numel(size) for size in last["input_sizes"])
+            return f"{last['profiling_name'].rpartition(':')[2]} of {numel} elements"
+    return ""
+
+
+def _numel(size: list[int]) -> int:
+    total = 1
+    for length in size:
+        total *= length
+    return total
+
+
+def _handled(ident: int) -> str:
+    """Return the exception that the main thread is handling, in an ``except`` or ``finally`` block."""
+    if sys.version_info >= (3, 12):
+        error = sys._current_exceptions().get(ident)
+    else:
+        error = sys._current_exceptions().get(ident, (None, None, None))[1]
+    if not isinstance(error, Exception):
+        return ""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    text = (str(error).splitlines() or [""])[0][:200]
+    return f"{type(error).__name__}: {text}{place}"
+
+
+def _uses_gpu() -> bool:
+    cuda = _complete("torch.cuda")
+    return bool(getattr(cuda, "_initialized", False))
 
 
 def _frames(frame: FrameType | None) -> list[tuple[str, int, str]]:

@@ -1,4 +1,4 @@
-"""A thread in the launcher that reads the ranks' beacons, and reports a job that hangs."""
+"""A thread in the launcher that reads the ranks' beacons: reports a job that hangs, and ends a rank that has failed."""
 
 from __future__ import annotations
 
@@ -7,20 +7,30 @@ import json
 import os
 import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from lockstep.monitor.beacon import STACKS_SIGNAL_OFFSET
-from lockstep.monitor.verdict import RankSeen, is_hanging, report
+from lockstep.comm.bulletin import Bulletin
+from lockstep.monitor.life import HAS_PROC, Life, sample, state_of
+from lockstep.monitor.pace import PaceKeeper
+from lockstep.monitor.report import report
+from lockstep.monitor.seen import RankSeen, operation, waits_outside
+from lockstep.monitor.stacks import keep_stacks
+from lockstep.monitor.verdict import Verdict, judge
 
 _PERIOD_S = 0.5
-_STACKS_S = 1.0
-_BUSY = 0.2
-"""The share of a core above which a rank is taken to compute."""
+_FAILED_S = 1.0
+"""How long others may wait for a rank that has failed and does not end."""
+_SETTLED_S = 1.0
+"""A rank that has been at one place for so long is looked at more closely."""
+_NUM_REPORTS = 5
+_TOPIC = "ranks"
+_STALE_S = 10.0
 
 
 class Watchdog:
@@ -29,14 +39,33 @@ class Watchdog:
     Args:
         run_dir: Where the beacons are.
         patience_s: How long ranks may wait for each other.
-        num_nodes: Machines in the job; of the others' ranks nothing is seen here.
-        on_hang: Called once with the report, from a thread of its own.
+        is_strict: See `lockstep.monitor.verdict.judge`.
+        num_nodes: Machines in the job.
+        bulletin: Where the launchers of several machines tell each other what they see.
+        on_report: Called with each report, from a thread of its own; tells whether to go on watching.
+        on_slow: Called with a sentence about a rank that keeps the others waiting a little in every step.
     """
 
-    def __init__(self, run_dir: Path, patience_s: float, *, num_nodes: int, on_hang: Callable[[str], None]) -> None:
-        self._run_dir, self._patience_s, self._num_nodes, self._on_hang = run_dir, patience_s, num_nodes, on_hang
+    def __init__(
+        self,
+        run_dir: Path,
+        patience_s: float,
+        *,
+        is_strict: bool,
+        num_nodes: int,
+        bulletin: Bulletin | None,
+        on_report: Callable[[str, Verdict], bool],
+        on_slow: Callable[[str], None],
+    ) -> None:
+        self._run_dir, self._patience_s, self._is_strict = run_dir, patience_s, is_strict
+        self._num_nodes, self._bulletin = num_nodes, bulletin
+        self._on_report = on_report
+        self._pace = PaceKeeper(on_slow)
         self._over = threading.Event()
-        self._cpu: dict[int, list[tuple[float, float]]] = {}
+        self._lives: dict[int, Life] = {}
+        self._failed_since: dict[int, float] = {}
+        self._told, self._num_reports, self._num_posts = Verdict.FINE, 0, 0
+        self._elsewhere: dict[int, tuple[int, float]] = {}
         self._thread = threading.Thread(target=self._run, name="lockstep-watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
@@ -54,74 +83,109 @@ class Watchdog:
     def _run(self) -> None:
         while not self._over.wait(_PERIOD_S):
             seen, pids = self._look()
-            if is_hanging(seen, self._patience_s):
-                folder = self._keep_stacks(pids)
-                if self._over.is_set():  # The job has ended meanwhile.
-                    shutil.rmtree(folder, ignore_errors=True)
-                else:
-                    self._on_hang(report(seen, self._patience_s, folder, num_nodes=self._num_nodes))
-                return
+            if not seen:
+                continue
+            self._end_failed(seen, pids)
+            everywhere, num_seen = self._merged(seen)
+            verdict = judge(
+                everywhere, self._patience_s, is_strict=self._is_strict, sees_all=num_seen >= self._num_nodes
+            )
+            if verdict is Verdict.FINE:
+                self._told = verdict
+            elif verdict > self._told and (verdict is Verdict.HANGS or self._num_reports < _NUM_REPORTS):
+                self._told, self._num_reports = verdict, self._num_reports + 1
+                if not self._tell(everywhere, pids, verdict, num_seen):
+                    return
+
+    def _tell(self, seen: list[RankSeen], pids: dict[int, int], verdict: Verdict, num_seen: int) -> bool:
+        folder = keep_stacks(self._run_dir, pids)
+        if self._over.is_set():  # The job has ended meanwhile.
+            shutil.rmtree(folder, ignore_errors=True)
+            return False
+        nodes = {"num_nodes": self._num_nodes, "num_seen": num_seen}
+        return self._on_report(report(seen, self._patience_s, folder, verdict, **nodes), verdict)
 
     def _look(self) -> tuple[list[RankSeen], dict[int, int]]:
-        """Return what is seen of each rank, and the process of each that lives."""
+        """Return what is seen of each rank of this machine, and the process of each that lives."""
         found, pids = [], {}
-        now_s = time.monotonic()
         for path in self._run_dir.glob("beacon-*"):
             try:
                 said = json.loads(path.read_bytes())
             except ValueError:  # It is being written.
                 return [], {}
             rank, pid = int(path.name.partition("-")[2]), said["pid"]
-            state, cpu_s = _process(pid)
+            state, _ = state_of(pid)
             if state in ("", "Z", "X"):
                 found.append(RankSeen(rank, has_left=True))
                 continue
             pids[rank] = pid
-            found.append(
-                RankSeen(
-                    rank,
-                    [(file, line, function) for file, line, function in said["frames"]],
-                    still_s=now_s - said["moved_ns"] / 1e9,
-                    silent_s=now_s - said["beat_ns"] / 1e9,
-                    is_busy=self._is_busy(pid, now_s, cpu_s),
-                    is_stopped=state in ("T", "t"),
-                )
-            )
+            found.append(self._seen(rank, said, is_stopped=state in ("T", "t")))
+            self._pace.take(rank, said["pace"])
+        self._pace.judge(len(pids))
         return found, pids
 
-    def _is_busy(self, pid: int, now_s: float, cpu_s: float) -> bool:
-        history = self._cpu.setdefault(pid, [])
-        history.append((now_s, cpu_s))
-        while now_s - history[0][0] > self._patience_s:
-            history.pop(0)
-        since_s, before_s = history[0]
-        return cpu_s - before_s > _BUSY * (now_s - since_s)
+    def _seen(self, rank: int, said: dict[str, Any], *, is_stopped: bool) -> RankSeen:
+        now_s = time.monotonic()
+        still_s, silent_s = now_s - said["moved_ns"] / 1e9, now_s - said["beat_ns"] / 1e9
+        life = self._lives.setdefault(rank, Life(self._patience_s))
+        if max(still_s, silent_s) < _SETTLED_S:
+            life.clear()
+        elif HAS_PROC:
+            life.add(sample(said["pid"], own_bytes=said["num_bytes"]))
+        signs = life.signs()
+        if outside := waits_outside(said["frames"]):
+            signs = signs or f"it waits for {outside}"
+        return RankSeen(
+            rank,
+            said["frames"],
+            still_s=still_s,
+            silent_s=silent_s,
+            is_busy=life.is_busy or not HAS_PROC,
+            life=signs,
+            is_stopped=is_stopped,
+            step=said["step"],
+            phase=said["phase"],
+            has_trained=said["num_calls"] > 0 or said["num_steps"] > 0,
+            bucket=said["bucket"],
+            collective=said["collective"],
+            handles=said["handles"],
+            failure=said["failure"] or "",
+            uses_gpu=said["uses_gpu"],
+        )
 
-    def _keep_stacks(self, pids: dict[int, int]) -> str:
-        """Have all ranks write their stacks, and keep them in a folder that outlives the run."""
-        folder = Path(tempfile.mkdtemp(prefix="lockstep-hang-"))
-        if hasattr(signal, "SIGRTMIN"):
-            for pid in pids.values():
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGRTMIN + STACKS_SIGNAL_OFFSET)
-            self._over.wait(_STACKS_S)
-        for rank in pids:
-            target = folder / f"rank-{rank}.txt"
-            with contextlib.suppress(OSError):
-                shutil.copyfile(self._run_dir / f"stacks-{rank}", target)
-                if not target.stat().st_size:  # stopped, or not Linux: what its beacon said last
-                    frames = json.loads((self._run_dir / f"beacon-{rank}").read_bytes())["frames"]
-                    lines = [f'  File "{file}", line {line} in {function}\n' for file, line, function in frames]
-                    target.write_text("Last seen (most recent call first):\n" + "".join(lines))
-        return str(folder)
+    def _end_failed(self, seen: list[RankSeen], pids: dict[int, int]) -> None:
+        """Kill a rank that has failed but whose process goes on, if others wait: so they learn of it now."""
+        now_s = time.monotonic()
+        is_awaited = any(operation(each) is not None and each.still_s >= _FAILED_S for each in seen)
+        for each in seen:
+            if not each.failure:
+                self._failed_since.pop(each.rank, None)
+                continue
+            since_s = self._failed_since.setdefault(each.rank, now_s)
+            # With several machines those that wait may be elsewhere.
+            if now_s - since_s >= _FAILED_S and (is_awaited or self._num_nodes > 1):
+                with contextlib.suppress(KeyError, ProcessLookupError, PermissionError):
+                    os.kill(pids[each.rank], signal.SIGKILL)
+
+    def _merged(self, seen: list[RankSeen]) -> tuple[list[RankSeen], int]:
+        """Return what is seen of the ranks of all machines, and of how many that is."""
+        if self._bulletin is None or all(each.idle_s < self._patience_s / 2 for each in seen):
+            return seen, 1
+        self._num_posts += 1
+        self._bulletin.post(_TOPIC, {"count": self._num_posts, "ranks": [asdict(_bare(each)) for each in seen]})
+        everywhere, num_seen, now_s = list(seen), 1, time.monotonic()
+        for note in self._bulletin.others(_TOPIC):
+            first = note["ranks"][0]["rank"]
+            count, since_s = self._elsewhere.get(first, (-1, 0.0))
+            if note["count"] != count:
+                self._elsewhere[first] = note["count"], now_s
+            elif now_s - since_s > _STALE_S:  # Its ranks move, or it is gone.
+                continue
+            num_seen += 1
+            everywhere += [RankSeen(**each) for each in note["ranks"]]
+        return everywhere, num_seen
 
 
-def _process(pid: int) -> tuple[str, float]:
-    """Return the state of a process, and its seconds of processor time; an empty state if it is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        if os.path.isdir("/proc/self"):
-            return "", 0.0
-        return "R", time.monotonic()  # not Linux: taken to compute, which only makes the watchdog more patient
-    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def _bare(seen: RankSeen) -> RankSeen:
+    """Return ``seen`` with the few frames that matter elsewhere, where the files may not be the same."""
+    return replace(seen, frames=list(seen.frames)[:20])

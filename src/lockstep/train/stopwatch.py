@@ -7,6 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
+from lockstep import progress
+
+_NEXT = {
+    "data_wait_s": "forward",
+    "forward_s": "backward",
+    "backward_s": "loader",
+    "communication_s": "optimizer",
+    "optimizer_s": "",
+}
+"""By phase that ends, the one that begins, for the watchdog's report."""
+
 PHASES = ("data_wait_s", "forward_s", "backward_s", "communication_s", "optimizer_s")
 
 
@@ -39,6 +50,7 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._laps: list[tuple[str, Mark]] = [("", self.mark())]
+        progress.now.phase = "loader"
 
     def mark(self) -> Mark:
         """Return the present moment, on CUDA that at which the current stream gets here."""
@@ -52,6 +64,7 @@ class Stopwatch:
         """Count the time since the last lap, up to now or the moment ``at``, as ``phase``."""
         assert phase in PHASES, phase
         self._laps.append((phase, self.mark() if at is None else at))
+        progress.now.phase = _NEXT[phase]
 
     def read(self) -> PhaseTimes:
         """Return the seconds by phase. Blocks on CUDA until the device has come to the last lap."""

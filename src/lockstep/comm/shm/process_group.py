@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep import progress
 from lockstep.comm.shm.calls import Calls
 from lockstep.comm.shm.member import Member
 from lockstep.comm.shm.messages import Messages
@@ -125,6 +126,7 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         """Replace each tensor by its reduction over all ranks. Collective: every rank."""
+        progress.now.num_calls += 1
         if not getattr(opts, "asyncOp", True) and len(tensors) == 1 and tensors[0].is_cpu:
             work = self._reductions.all_reduce_at_once(tensors[0], opts)
             if work is not None:
@@ -132,6 +134,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         return self._dispatch("allreduce", tensors, opts)
 
     def _dispatch(self, call: str, *args: Any, **kwargs: Any) -> Any:
+        progress.now.num_calls += 1
         device = _device_of(args)
         if device is not None and device.type != "cpu":
             return getattr(self._others.group_for(device), call)(*args, **kwargs)

@@ -1,0 +1,138 @@
+"""Memory and shared memory of this machine and its ranks while they run: figures for when one is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lockstep.monitor.life import family
+
+SHM = "/dev/shm"
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass
+class Resources:
+    """What was seen of memory so far; look now and then, as the figures are gone with the ranks.
+
+    Attributes:
+        rank_bytes: By rank, the memory that it and its processes held when last seen.
+        peak_bytes: By rank, the most that was seen.
+        least_free_bytes: The least free memory that was seen on the machine, or in the container.
+        total_bytes: How much there is.
+        shm_total_bytes: The size of /dev/shm.
+        shm_least_free_bytes: The least that was free there.
+    """
+
+    rank_bytes: dict[int, int] = field(default_factory=dict)
+    peak_bytes: dict[int, int] = field(default_factory=dict)
+    least_free_bytes: int | None = None
+    total_bytes: int = 0
+    shm_total_bytes: int = 0
+    shm_least_free_bytes: int | None = None
+    _kills_before: int | None = field(default_factory=lambda: num_kills())
+
+    def look(self, pids: Mapping[int, int]) -> None:
+        """Take note of what is used now.
+
+        Args:
+            pids: The process of each rank.
+        """
+        for rank, pid in pids.items():
+            held = sum(_resident_bytes(each) for each in family(pid))
+            if held:
+                self.rank_bytes[rank] = held
+                self.peak_bytes[rank] = max(held, self.peak_bytes.get(rank, 0))
+        free, self.total_bytes = _free_and_total_bytes()
+        if self.total_bytes:
+            self.least_free_bytes = free if self.least_free_bytes is None else min(free, self.least_free_bytes)
+        with contextlib.suppress(OSError):
+            shm = os.statvfs(SHM)
+            self.shm_total_bytes, free = shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize
+            known = self.shm_least_free_bytes
+            self.shm_least_free_bytes = free if known is None else min(free, known)
+
+    def was_short_of_memory(self) -> bool | None:
+        """Tell whether the kernel has killed for lack of memory since this was made; ``None`` if it does not say."""
+        kills = num_kills()
+        return None if kills is None or self._kills_before is None else kills > self._kills_before
+
+    def of_memory(self, rank: int) -> str:
+        """Return a sentence with the figures of memory; empty if nothing was seen."""
+        if rank not in self.rank_bytes or self.least_free_bytes is None:
+            return ""
+        return (
+            f"Memory, as last seen: rank {rank} {_gib(self.rank_bytes[rank])} (at most {_gib(self.peak_bytes[rank])}), "
+            f"all ranks of this machine {_gib(sum(self.rank_bytes.values()))}; "
+            f"at the worst, {_gib(self.least_free_bytes)} of {_gib(self.total_bytes)} were free."
+        )
+
+    def of_shm(self) -> str:
+        """Return a sentence with the figures of shared memory; empty if nothing was seen."""
+        if self.shm_least_free_bytes is None:
+            return ""
+        free, total = _gib(self.shm_least_free_bytes), _gib(self.shm_total_bytes)
+        return f"Of /dev/shm, {free} of {total} were free at the worst that was seen."
+
+
+def num_kills() -> int | None:
+    """Return how many processes the kernel has killed for lack of memory, here or in this container."""
+    found = [
+        _entry(path, "oom_kill")
+        for path in (
+            PROC / "vmstat",
+            _cgroup() / "memory.events",
+            CGROUPS / "memory" / "memory.oom_control",
+        )
+    ]
+    known = [number for number in found if number is not None]
+    return sum(known) if known else None
+
+
+def _free_and_total_bytes() -> tuple[int, int]:
+    """Return the free memory of the container if that is limited, or else of the machine, and the whole."""
+    total, free = _entry(PROC / "meminfo", "MemTotal:"), _entry(PROC / "meminfo", "MemAvailable:")
+    if total is None or free is None:
+        return 0, 0
+    free, total = 1024 * free, 1024 * total
+    for limit_file, used_file in (
+        (_cgroup() / "memory.max", _cgroup() / "memory.current"),
+        (CGROUPS / "memory/memory.limit_in_bytes", CGROUPS / "memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):  # ValueError: it says "max"
+            limit = int(limit_file.read_text())
+            if limit < total:
+                free, total = min(free, max(0, limit - int(used_file.read_text()))), limit
+    return free, total
+
+
+def _cgroup() -> Path:
+    with contextlib.suppress(OSError):
+        for line in (PROC / "self/cgroup").read_text().splitlines():
+            if line.startswith("0::"):
+                return CGROUPS / line[3:].lstrip("/")
+    return CGROUPS
+
+
+def _resident_bytes(pid: int) -> int:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        pages, shared = (int(number) for number in (PROC / str(pid) / "statm").read_text().split()[1:3])
+        return (pages - shared) * os.sysconf("SC_PAGE_SIZE")  # what it shares is counted elsewhere, or is a file
+    return 0
+
+
+def _entry(path: Path, name: str) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        for line in path.read_text().splitlines():
+            fields = line.split()
+            if fields and fields[0] == name:
+                return int(fields[1])
+    return None
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:.0f} MiB"

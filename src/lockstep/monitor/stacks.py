@@ -1,0 +1,82 @@
+"""Have ranks, and their DataLoader workers, write their Python stacks, and keep them for the user."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from lockstep.monitor.beacon import STACKS_SIGNAL_OFFSET
+from lockstep.monitor.life import family
+
+_RANK_S = 1.0
+_WORKER_S = 0.3
+_PAUSE_S = 0.02
+
+
+def keep_stacks(run_dir: Path, pids: Mapping[int, int]) -> str:
+    """Write a file for each rank into a folder that outlives the run; return the folder.
+
+    Workers that a rank has forked write into its file, too, one after the other; each gets a file of its own.
+
+    Args:
+        run_dir: Where the ranks' beacons are.
+        pids: The process of each rank that lives.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="lockstep-hang-"))
+    starts = {rank: _size(run_dir / f"stacks-{rank}") for rank in pids}
+    for pid in pids.values():
+        _ask(pid)
+    deadline = time.monotonic() + _RANK_S
+    while time.monotonic() < deadline and any(_size(run_dir / f"stacks-{rank}") == starts[rank] for rank in pids):
+        time.sleep(_PAUSE_S)
+    time.sleep(5 * _PAUSE_S)  # those that have begun write on
+    for rank, pid in pids.items():
+        text = _from(run_dir / f"stacks-{rank}", starts[rank])
+        (folder / f"rank-{rank}.txt").write_text(text or _last_seen(run_dir, rank))
+        for child in sorted(set(family(pid)) - {pid}):
+            start = _size(run_dir / f"stacks-{rank}")
+            if _ask(child):
+                time.sleep(_WORKER_S)
+                if text := _from(run_dir / f"stacks-{rank}", start):
+                    (folder / f"rank-{rank}-process-{child}.txt").write_text(text)
+    return str(folder)
+
+
+def _ask(pid: int) -> bool:
+    """Send the signal to a process that has a handler for it: any other would die of it."""
+    if not hasattr(signal, "SIGRTMIN"):
+        return False
+    number = signal.SIGRTMIN + STACKS_SIGNAL_OFFSET
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:") and int(line.split()[1], 16) >> (number - 1) & 1:
+                os.kill(pid, number)
+                return True
+    return False
+
+
+def _size(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return 0
+
+
+def _from(path: Path, start: int) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_bytes()[start:].decode(errors="replace")
+    return ""
+
+
+def _last_seen(run_dir: Path, rank: int) -> str:
+    """Return what a rank's beacon said last: it is stopped, or this is not Linux."""
+    with contextlib.suppress(OSError, ValueError):
+        frames = json.loads((run_dir / f"beacon-{rank}").read_bytes())["frames"]
+        lines = [f'  File "{file}", line {line} in {function}\n' for file, line, function in frames]
+        return "Last seen (most recent call first):\n" + "".join(lines)
+    return "Nothing was seen of it.\n"

@@ -1,0 +1,76 @@
+"""What this process is doing just now: plain attributes that the engines write, for whoever asks from another thread.
+
+Standard library only. A mark costs one attribute write; nobody waits for anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+
+class Progress:
+    """The marks of one process.
+
+    Attributes:
+        step: The step that runs, counted from 0; ``None`` in a loop of the user's own.
+        phase: What of the step runs: ``loader``, ``forward``, ``backward``, ``optimizer``, ``evaluation`` ...
+        bucket: The bucket whose reduction this rank waits for: its number and its parameters' names.
+        num_steps: Optimizer steps that this process has done, as far as they were counted.
+        num_calls: Calls of communication that went through groups which do not count them themselves.
+        waited_s: Seconds that this rank has spent in collectives that block it, since it began.
+        failure: The exception that ended this rank's part in the job, although its process may go on.
+        on_failure: What to call with that exception, at once: the launcher is to learn of it before peers notice.
+        pace: What the last steps took by phase, for the launcher to compare the ranks; see monitor/stragglers.py.
+        says_pace: Whether this process itself tells the user of slow ranks.
+    """
+
+    __slots__ = (
+        "bucket",
+        "failure",
+        "num_calls",
+        "num_steps",
+        "on_failure",
+        "pace",
+        "phase",
+        "says_pace",
+        "step",
+        "waited_s",
+    )
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self.phase = ""
+        self.bucket: tuple[int, Sequence[str]] | None = None
+        self.num_steps = 0
+        self.num_calls = 0
+        self.waited_s = 0.0
+        self.failure: str | None = None
+        self.on_failure: Callable[[BaseException], None] | None = None
+        self.pace: dict[str, list[float]] | None = None
+        self.says_pace = False
+
+    def fail(self, error: BaseException) -> None:
+        """Take note of an exception after which this rank takes part in nothing any more."""
+        if isinstance(error, Exception):
+            self.failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            if self.on_failure is not None:
+                self.on_failure(error)
+
+
+now = Progress()
+"""Those of this process."""
+
+
+def name_of_bucket(names: Sequence[str]) -> str:
+    """Return a short name for the parameters of a bucket, such as ``layers.7.mlp.*``."""
+    if len(names) == 1:
+        return names[0]
+    parts = [name.split(".")[:-1] for name in names]
+    common: list[str] = []
+    for level in zip(*parts, strict=False):
+        if len(set(level)) > 1:
+            break
+        common.append(level[0])
+    if common and (len(common) > 1 or all(part == common for part in parts)):
+        return ".".join((*common, "*"))
+    return f"{names[0]} ... {names[-1]}"
