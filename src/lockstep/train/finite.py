@@ -121,7 +121,7 @@ class FiniteGuard:
         if self._buffers is not None:
             self._buffers.keep()
         if self._last_good is not None and (self._last_good.is_empty or step % KEEP_EVERY == 0):
-            self._last_good.keep(num_updates)
+            self._last_good.keep(step, num_updates)
 
     def add(self, micro: MicroBatch, losses: Losses) -> None:
         """Take note of a micro-batch of this process that was computed."""
@@ -147,7 +147,10 @@ class FiniteGuard:
         if outcome.verdict is not False:
             return num_updates
         replay = None if outcome.updated else self._place.replay
-        self._act(self._describe(self._micros, self._losses, step, replay=replay))
+        bad = self._describe(self._micros, self._losses, step, replay=replay)
+        if self._last_good is not None:
+            bad = bad._replace(back_to=self._last_good.num_steps)
+        self._act(bad)
         return num_updates if self._last_good is None else self._last_good.restore()
 
     def end_step(self) -> None:

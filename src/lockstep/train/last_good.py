@@ -25,6 +25,9 @@ class LastGood:
     Args:
         model: The bare model.
         optimizer: Of its parameters.
+
+    Attributes:
+        num_steps: That were done when it was kept.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -33,16 +36,16 @@ class LastGood:
         self._optimizer = optimizer
         self._values: list[Tensor] = []
         self._give_back: Callable[[], None] | None = None
-        self._num_updates = 0
+        self.num_steps = self._num_updates = 0
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was kept yet."""
         return self._give_back is None
 
-    def keep(self, num_updates: int) -> None:
-        """Copy the state as it is now, after so many updates. Blocks."""
-        self._num_updates = num_updates
+    def keep(self, num_steps: int, num_updates: int) -> None:
+        """Copy the state as it is now, after so many steps and updates. Blocks."""
+        self.num_steps, self._num_updates = num_steps, num_updates
         self._give_back = keep_optimizer(self._optimizer)
         self._values = [_copy(local_part(parameter.detach())) for parameter in self._parameters]
         self._buffers.keep()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lockstep.data.bad_sample import BadSample
 from lockstep.errors import ConfigurationError
+from lockstep.train.not_finite import NotFinite
 
 _WRITE_S = 5.0
 
@@ -54,6 +55,11 @@ class Log:
         """Write that a sample was left out, as it could not be read."""
         place = {"evaluation": True} if evaluation else {"epoch": bad.epoch + 1}
         self._line({"step": bad.step + 1, "skipped": bad.sample, **place, "cause": bad.cause})
+
+    def not_finite(self, bad: NotFinite) -> None:
+        """Write that a step's gradient was not finite, where that came from, and what was done."""
+        where = {"ranks": list(bad.ranks), "parameter": bad.first, "samples": bad.samples}
+        self._line({"step": bad.step + 1, "not_finite": bad.done, **where})
 
     def close(self) -> None:
         """Close the file."""

@@ -219,9 +219,20 @@ class Loop:
         """
         if self.group is None:
             return self.wishes.to_stop, self.wishes.to_fail
-        self.bad_samples.settle()
+        self.settle()
         stop, failed = self.bad_samples.heard
         return stop > 0, failed > 0
+
+    def settle(self) -> None:
+        """Learn what the last step left for later: bad samples, and whether its gradient was finite.
+
+        Collective: every rank of the group. On CUDA, blocks until backward of that step is done.
+
+        Raises:
+            DataError, NonFiniteGradient: The run is to stop at that.
+        """
+        self.bad_samples.settle()
+        self.finite.settle()
 
     @contextlib.contextmanager
     def without_sync(self) -> Iterator[None]:

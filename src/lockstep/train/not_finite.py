@@ -26,6 +26,7 @@ class NotFinite(NamedTuple):
         num_ranks: How many train together.
         num_micro: Micro-batches of a rank.
         again: Whether the step was computed again, with gradients to look at.
+        back_to: The number of steps after which the state was that the run went back to; None: it did not.
     """
 
     step: int
@@ -35,6 +36,7 @@ class NotFinite(NamedTuple):
     num_ranks: int
     num_micro: int
     again: bool
+    back_to: int | None = None
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -60,6 +62,11 @@ class NotFinite(NamedTuple):
         where = f" on {ranks_in_words(self.ranks)}" if self.clues and self.num_ranks > 1 else ""
         first = f": first that of parameter {self.first}" if self.first else ""
         return f"The gradient is not finite{where} ({epoch}step {self.step + 1}){first}."
+
+    @property
+    def done(self) -> str:
+        """What a run that goes on did about it."""
+        return "skipped" if self.back_to is None else f"went back to the state after step {self.back_to}"
 
     @property
     def text(self) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.data.bad_sample import BadSample
+from lockstep.train.not_finite import NotFinite
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,14 @@ class FitResult:
         num_samples: Samples trained on in this call, over all devices.
         skipped_samples: Samples that training went without in this call, as they could not be read, over all devices.
         first_skipped: The first few of them: which, in which step, and why.
+        not_finite: The steps of this call that were skipped or gone back from, as their gradient was NaN or infinite.
         samples_per_s: Over all devices; without the first step, evaluations and checkpoints.
         seconds: Of the whole call after the model was made, evaluations and all.
         checkpoint: The newest one.
+        stopped: The signal that stopped the run before its end, such as ``SIGTERM``, or None. The same call goes on
+            from `checkpoint`.
+        exit_code: What a script that ends now should pass to ``sys.exit``: 75 for a stopped run, which tells a
+            scheduler to start it again (after Ctrl-C 130; 0 under ``lockstep run``, which then sees to that); else 0.
     """
 
     first_step: int
@@ -45,6 +51,9 @@ class FitResult:
     checkpoint: Path | None
     skipped_samples: int = 0
     first_skipped: tuple[BadSample, ...] = ()
+    stopped: str | None = None
+    exit_code: int = 0
+    not_finite: tuple[NotFinite, ...] = ()
 
     @property
     def metrics(self) -> dict[str, float]:

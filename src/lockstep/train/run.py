@@ -19,7 +19,7 @@ from lockstep.train.progress import format_metrics, make_display
 from lockstep.train.result import Evaluation, FitResult
 from lockstep.train.settings import FitSettings
 from lockstep.train.task import Task, build_dataset
-from lockstep.train.words import NUM_NAMED, describe_plan, describe_skipped
+from lockstep.train.words import NUM_NAMED, describe_not_finite, describe_plan, describe_skipped
 
 
 class Run:
@@ -60,7 +60,7 @@ class Run:
             self._display.say(line)
         if self._first_step:
             self._display.say(f"resumed after step {self._first_step} of {self._num_steps}")
-        self._num_caveats_said = self._num_skipped_said = 0
+        self._num_caveats_said = self._num_skipped_said = self._num_not_finite_said = 0
         self._say_caveats()
 
     @property
@@ -135,9 +135,11 @@ class Run:
             self._display.say(
                 f"{len(losses)} steps in {seconds:.1f} s, {rate:,.0f} samples/s, last loss {losses[-1]:.4f}"
             )
-        skipped = self._loop.bad_samples.skipped
+        skipped, not_finite = self._loop.bad_samples.skipped, self._loop.finite.found
         if skipped:
             self._display.say(describe_skipped(skipped))
+        if not_finite:
+            self._display.say(describe_not_finite(not_finite))
         model = self._loop.model if self._settings.export is not None or self._task.after is not None else None
         if self._world.is_rank_zero and self._settings.export is not None:
             assert model is not None
@@ -160,6 +162,7 @@ class Run:
             checkpoint=self._checkpoint,
             skipped_samples=len(skipped),
             first_skipped=tuple(skipped[:NUM_NAMED]),
+            not_finite=tuple(not_finite),
         )
 
     def close(self) -> None:
@@ -184,11 +187,16 @@ class Run:
             if self._log is not None:
                 self._log.skipped(skipped[number])
         self._num_skipped_said = len(skipped)
+        for bad in self._loop.finite.found[self._num_not_finite_said :]:
+            self._display.say(f"step {bad.step + 1}  {bad.done}  {bad.headline}")
+            if self._log is not None:
+                self._log.not_finite(bad)
+        self._num_not_finite_said = len(self._loop.finite.found)
 
     def _settle(self) -> None:
         """Wait for the device, and count that as training: something else comes next."""
         self._history.stop()
-        self._loop.bad_samples.settle()
+        self._loop.settle()
         self._say_skipped()
 
     @property

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from lockstep.data.bad_sample import BadSample
+from lockstep.train.not_finite import NotFinite
 from lockstep.train.plan import Plan
 from lockstep.train.settings import FitSettings
 from lockstep.train.task import Task
@@ -46,6 +47,15 @@ def describe_skipped(skipped: Sequence[BadSample]) -> str:
     )
     more = f"\n  and {len(different) - NUM_NAMED} others; the log file has all" * (len(different) > NUM_NAMED)
     return f"{number} skipped, as they could not be read:{names}{more}"
+
+
+def describe_not_finite(steps: Sequence[NotFinite]) -> str:
+    """Return in which steps the gradient was not finite, so that they were skipped or gone back from."""
+    number = f"{len(steps)} step{'s' * (len(steps) > 1)}"
+    names = "".join(f"\n  {bad.headline}" for bad in steps[:NUM_NAMED])
+    more = f"\n  and {len(steps) - NUM_NAMED} others; the log file has all" * (len(steps) > NUM_NAMED)
+    done = "skipped" if steps[0].back_to is None else "undone, back to the last good state"
+    return f"{number} {done}, as the gradient was not finite:{names}{more}"
 
 
 def _parts(plan: Plan, num_devices: int) -> str:
