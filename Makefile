@@ -25,8 +25,8 @@ $(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard src/lockstep/co
 demo: setup  ## Train on real data, verify the run, then compare one device, both engines and torch's own (DEVICES=2)
 	@tools/demo.sh
 
-test: setup  ## Run all tests
-	$(BIN)/python -m pytest
+test: setup  ## Run all tests, two files at a time: most of them wait for processes to start
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: setup  ## Run the gates: lint, format, types, and the contracts (layers, sizes, names, flags)
 	$(BIN)/ruff check .

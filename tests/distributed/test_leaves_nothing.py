@@ -81,8 +81,8 @@ def job(tmp_path):
 
 
 def assert_nothing_left(pids, scratch):
-    wait_for(lambda: not alive(pids), 10)
-    wait_for(lambda: not [entry for entry in scratch.iterdir() if entry.name.startswith("lockstep-")], 5)
+    wait_for(lambda: not alive(pids), 30)
+    wait_for(lambda: not [entry for entry in scratch.iterdir() if entry.name.startswith("lockstep-")], 30)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_children_of_a_failed_rank_end_as_well(tmp_path):
     )
     done = commands.lockstep("run", "--devices", "1", str(tmp_path / "train.py"))
     assert done.code == 1
-    wait_for(lambda: not alive([int(done.out)]), 5)
+    wait_for(lambda: not alive([int(done.out)]), 30)
 
 
 def test_a_killed_caller_of_launch_takes_its_ranks_along(tmp_path):
@@ -142,4 +142,4 @@ def test_a_killed_caller_of_launch_takes_its_ranks_along(tmp_path):
         pids = [int(process.stdout.readline()) for _ in range(2)]
         assert len(alive(pids)) == 2
         process.kill()
-        wait_for(lambda: not alive(pids), 10)
+        wait_for(lambda: not alive(pids), 30)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from lockstep.cli.output_file import check_writable
+from lockstep.cli.output_file import check_writable, say_written
 
 EXAMPLES = """\b
 Examples:
@@ -90,7 +90,7 @@ def compare(
     found = provenance.gather(Path(task_file.rpartition(".py")[0] + ".py"))
     if json_file is not None:
         Path(json_file).write_text(record.to_json(comparison, verdict, found), encoding="utf-8")
-        terminal.print(f"figures written to {json_file}")
+        say_written(terminal, "figures", json_file)
     if html_file is not None:
         Path(html_file).write_text(page.render(comparison, verdict, found), encoding="utf-8")
-        terminal.print(f"page written to {html_file}")
+        say_written(terminal, "page", html_file)

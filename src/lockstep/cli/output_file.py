@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def check_writable(file: str | None) -> None:
@@ -24,3 +28,8 @@ def check_writable(file: str | None) -> None:
         raise ConfigurationError(f"{file} cannot be written: {error.strerror}.\nName another file.") from error
     if is_new:
         path.unlink()
+
+
+def say_written(terminal: Console, what: str, file: str) -> None:
+    """Say where something was written: in one line however long it is, so that the name can be copied."""
+    terminal.out(f"{what} written to {file}", highlight=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from lockstep.cli.output_file import check_writable
+from lockstep.cli.output_file import check_writable, say_written
 from lockstep.errors import EXIT_CODE
 
 EXAMPLES = """\b
@@ -65,5 +65,5 @@ def verify(
     console().print(table.render(verification, name))
     if json_file is not None:
         Path(json_file).write_text(record.to_json(verification, name), encoding="utf-8")
-        console().print(f"findings written to {json_file}")
+        say_written(console(), "findings", json_file)
     return 0 if verification.same else EXIT_CODE
