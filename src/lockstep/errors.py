@@ -1,6 +1,7 @@
 """Errors that Lockstep raises: the cause on the first line, what to do on those that follow."""
 
 from signal import SIGINT
+from typing import Any
 
 EXIT_CODE = 1
 """What every failing ``lockstep`` command returns; Ctrl-C returns 130."""
@@ -56,12 +57,14 @@ class Stopped(LockstepError):
     Attributes:
         signal: Its number.
         saved: Whether the ranks stopped in order, and saved what they had.
+        results: What the ranks of `launch` then returned, by rank.
     """
 
     def __init__(self, message: str, *, signal: int, saved: bool = False) -> None:
         super().__init__(message)
         self.signal = signal
         self.saved = saved
+        self.results: list[Any] | None = None
 
     @property
     def exit_code(self) -> int:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lockstep
+from lockstep.train.checkpoint import read_state
 from lockstep.train.loop import Loop
 from lockstep.train.settings import Settings
 from tests.reproducing import TASKS, Alone, bits, train
@@ -113,7 +114,7 @@ def test_a_run_interrupted_anywhere_and_continued_elsewhere_has_the_bits_of_one_
             return None
         finally:
             Run.step = step
-        state = torch.load(result.checkpoint, weights_only=True)
+        state = read_state(result.checkpoint)
         return bits(state), result.evaluations
 
     expected, evaluations = fit(tmp_path / "whole", "single", 1, 0, num_steps, None)

@@ -8,6 +8,7 @@ from torch.utils.data import Dataset
 
 import lockstep
 from lockstep.errors import ConfigurationError
+from lockstep.train.checkpoint import read_state
 from tests.training import make_task
 
 NUM_STEPS = 11
@@ -61,7 +62,7 @@ def fit(world, strategy, folder, steps, **settings):
         quiet=True,
         **{**how, **settings},
     )
-    return result, kept, torch.load(result.checkpoint, weights_only=True)
+    return result, kept, read_state(result.checkpoint)
 
 
 def interrupted(world, strategy, folder, monkeypatch_after):

@@ -7,6 +7,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import ConfigurationError, ModelMismatch
+from lockstep.train.checkpoint import read_state
 from lockstep.train.fsdp import find_units
 from lockstep.train.loop import Loop
 from lockstep.train.settings import Settings
@@ -71,7 +72,7 @@ def test_checkpoints_evaluation_and_export_are_whole(ranks, tmp_path):
             export=str(tmp_path / "weights.safetensors"),
             quiet=True,
         )
-        return result.evaluations[-1].metrics["loss"], torch.load(result.checkpoint, weights_only=True), seen
+        return result.evaluations[-1].metrics["loss"], read_state(result.checkpoint), seen
 
     ranks(2)(fit, "fsdp", 2)
     ranks(3)(fit, "ddp-zero1", 3)

@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import lockstep
+from lockstep.train.checkpoint import read_state
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -50,7 +51,7 @@ def test_a_stream_goes_on_where_it_was(tmp_path, strategy, workers):
         result = lockstep.fit(
             task, strategy=strategy, devices=1, steps=steps, workers=workers, checkpoint=tmp_path, quiet=True
         )
-    state = torch.load(result.checkpoint, weights_only=True)["stream"]
+    state = read_state(result.checkpoint)["stream"]
     assert (state["epoch"], state["stream"]["position"]) == (3, 10)
     epoch = [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0], [8.0, 9.0]]
     assert seen == epoch * 4

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import lockstep
+from lockstep.train.checkpoint import read_state
 from lockstep.train.loop import Loop
 from lockstep.train.settings import Settings
 from tests.training import make_task, mean_loss, relative_error, token_loss, whole_batch
@@ -35,6 +36,6 @@ def test_it_goes_on_from_the_checkpoint_of_another_strategy_and_the_other_way_ro
         where = {"checkpoint": str(tmp_path / "run"), "quiet": True, "steps": 2 * index + 2, "devices": devices}
         result = lockstep.fit(task, strategy=strategy, **where)
         assert result.first_step == 2 * index
-    model = torch.load(result.checkpoint, weights_only=True)["model"]
+    model = read_state(result.checkpoint)["model"]
     weights = torch.cat([model[name].flatten() for name in ("0.weight", "0.bias", "2.weight", "2.bias")])
     assert relative_error(weights, whole_batch(task, 8)["weights"][: weights.numel()]) < 1e-12

@@ -71,7 +71,7 @@ def train(
     watchdog: float | None,
     watchdog_action: str | None,
     **values: Any,
-) -> None:
+) -> int:
     """Train the task of TASK.py: its attribute `task`, or NAME with TASK.py:NAME.
 
     The attribute is a lockstep.Task, or a function that returns one. A task says what to train, the options say how.
@@ -86,8 +86,8 @@ def train(
             watchdog=watchdog,
             action=watchdog_action,
         )
-    else:
-        _train_here(task_file, settings)
+        return 0
+    return _train_here(task_file, settings)
 
 
 def _starts_ranks(settings: FitSettings, *, may_restart: bool) -> bool:
@@ -110,7 +110,7 @@ def _launch(
     action: str | None,
 ) -> None:
     from lockstep.launcher.api import launch_with
-    from lockstep.launcher.supervise import watch_of
+    from lockstep.launcher.response import watch_of
     from lockstep.train.devices import num_devices
     from lockstep.train.load import load_task
     from lockstep.train.plan import check_batch
@@ -137,11 +137,12 @@ def _launch(
         raise
 
 
-def _train_here(task_file: str, settings: FitSettings) -> None:
+def _train_here(task_file: str, settings: FitSettings) -> int:
+    """Train in this process; return its exit code."""
     from lockstep.train.fit import fit_with
     from lockstep.train.load import load_task
 
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
         # The user's wish for a fresh start was for the first one; and ranks may be fewer by now.
         settings = replace(settings, resume=settings.resume or None, devices=None)
-    fit_with(load_task(task_file), settings)
+    return fit_with(load_task(task_file), settings).exit_code

@@ -21,7 +21,8 @@ from lockstep.launcher.devices import choose_num_ranks, threads_for
 from lockstep.launcher.guard import Guard
 from lockstep.launcher.local_rendezvous import BACKEND
 from lockstep.launcher.output import forwarded, is_shared_with_children
-from lockstep.launcher.supervise import DEFAULT_WATCH, Program, Watch, supervise
+from lockstep.launcher.response import DEFAULT_WATCH, Watch
+from lockstep.launcher.supervise import Program, supervise
 from lockstep.launcher.surroundings import environment_restored
 
 
@@ -34,7 +35,8 @@ def launch(
     notebook cell, closures and lambdas work, and a script needs no ``if __name__ == "__main__"``. What the ranks print
     appears as usual.
 
-    Blocks until all ranks have finished. When one fails, or this process ends in any way, the others are ended.
+    Blocks until all ranks have finished, or have stopped in order, as `fit` does at a signal. When one fails, or this
+    process ends in any way, the others are ended.
 
     Args:
         fn: What each rank runs; what it returns must be something that can be pickled.
@@ -48,7 +50,12 @@ def launch(
         LaunchTimeout: The ranks were not finished in time.
         ConfigurationError: There are fewer devices, the function cannot be sent, or this is a rank itself.
     """
-    return launch_with(fn, args, devices=devices, timeout_s=timeout_s)
+    try:
+        return launch_with(fn, args, devices=devices, timeout_s=timeout_s)
+    except Stopped as error:
+        if error.results is None:
+            raise
+        return error.results  # which tell it
 
 
 def launch_with(
@@ -71,6 +78,9 @@ def launch_with(
         max_restarts: How often all ranks are started again, after one has failed.
         min_ranks: After a rank was killed, go on with one fewer, but no fewer than this; as many as before if ``None``.
         watch: What is done about ranks that wait for each other.
+
+    Raises:
+        Stopped: A signal came, and all ranks have stopped in order; has what they returned.
     """
     _refuse_inside_a_rank()
     num_ranks = _num_ranks(devices)
@@ -96,7 +106,8 @@ def launch_with(
             raise error from call.error_of(guard.run_dir, error.rank)
         except Stopped as error:
             if error.saved:
-                return call.results(guard.run_dir, num_ranks)  # which say so themselves
+                error.results = call.results(guard.run_dir, num_ranks)
+                raise
             stopped_by = error.signal
         else:
             return call.results(guard.run_dir, num_ranks)

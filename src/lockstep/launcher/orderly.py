@@ -52,7 +52,7 @@ class OrderlyStop:
         yield dataclasses.replace(config, signals_to_handle=_LEFT_TO_ELASTIC)
 
     def outcome(self, exit_codes: set[int]) -> Stopped | None:
-        """Return what to raise now that the ranks have ended with ``exit_codes``; None if they did not stop in order."""
+        """Return what to raise after the ranks have ended with ``exit_codes``; None if they did not stop in order."""
         said = requests.reports(self._folder)
         if self._asked_for is None and exit_codes != {RESUME_EXIT_CODE}:
             return None  # ranks of other machines may have been asked

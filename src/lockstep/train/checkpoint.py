@@ -1,170 +1,295 @@
-"""Checkpoints: the whole state of a run in one file, the last two of them, never half a one.
-
-They are what ``torch.save`` writes, and are read with ``weights_only``, so that a file from elsewhere runs no code.
-torch does not check a file's checksums when it reads it, so that is done here.
-"""
+"""The checkpoints of a run, over its ranks: rank zero writes them beside the training, every rank reads them."""
 
 from __future__ import annotations
 
-import pickle
-import re
-import zipfile
-from dataclasses import dataclass
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lockstep.comm.collectives import all_gather_object, broadcast_object
 from lockstep.comm.world import World
-from lockstep.errors import ConfigurationError, LockstepError
-from lockstep.train.atomic import TEMPORARY_SUFFIX, whole_file
+from lockstep.errors import CheckpointError, ConfigurationError, LockstepError
+from lockstep.train.checkpoints import kept
+from lockstep.train.checkpoints.lock import FolderLock
+from lockstep.train.checkpoints.parts import STATE, TENSORS, pack_parts, read_parts, unfit, unwritable
+from lockstep.train.checkpoints.tensors import HostCopy, pieces_of
+from lockstep.train.checkpoints.tree import UnfitValueError
+from lockstep.train.checkpoints.writer import Writer
 
-_NUM_KEPT = 2
-_NAME = re.compile(r"step-(\d{10})\.pt")
+WRITE_TIMEOUT_S = 1800.0
+"""How long a checkpoint may take to be written until that counts as a failure."""
+
+LAST_WRITE_TIMEOUT_S = 60.0
+"""How long a checkpoint may take that is being written when the run ends with an error."""
+
+_PARTS = ("model", "optimizer")
 
 State = dict[str, Any]
-
-
-class CheckpointError(LockstepError):
-    """A checkpoint cannot be read or written; names the file."""
 
 
 @dataclass
 class Checkpoints:
     """The checkpoints of a run in a folder.
 
+    Collective: every rank makes one. Blocks until all have.
+
     Args:
-        folder: Made if it is not there. All ranks must see the same one.
+        folder: Made if it is not there. All ranks must see the same one. This run has it alone until `close`.
         world: Rank zero writes; every rank reads.
         fresh: Whether to start anew: those that are there are ignored, and removed once there is a new one.
+        keep: So many of the newest are kept.
+        keep_best: Whether that of the best evaluation is kept, too.
+        blocking: Whether `save` blocks until all is on disk, and makes no copy of the state.
+
+    Attributes:
+        passed_over: Those that could not be loaded though they were newer, each with why.
+
+    Raises:
+        ConfigurationError: On every rank: the folder cannot be made or written to.
+        CheckpointError: On every rank: another run has the folder.
     """
 
     folder: Path
     world: World
     fresh: bool = False
+    keep: int = 2
+    keep_best: bool = False
+    blocking: bool = False
+    passed_over: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self._writer, self._memory = Writer(), HostCopy()
+        self._problem: str | None = None
+        self._lock: FolderLock | None = None
         self._stale: list[Path] = []
-        self._verified = False
+        self._damaged: list[Path] = []
+        self._number = 0
+        problem: tuple[str, str] | None = None
         if self.world.is_rank_zero:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
+                self._lock = FolderLock(self.folder)
+                found = kept.find(self.folder)
+                self._number = max((int(each.number) for each in found if each.problem is None), default=0)
+                self._stale = [each.path for each in found] if self.fresh else []
             except OSError as error:
-                raise ConfigurationError(
-                    f"Cannot make the checkpoint folder {self.folder}: {error.strerror}.\nName another one."
-                ) from error
-            self._stale = find(self.folder) if self.fresh else []
+                text = f"Cannot make the checkpoint folder {self.folder}: {error.strerror}.\nName another one."
+                problem = ("configuration", text)
+            except CheckpointError as error:
+                problem = ("checkpoint", str(error))
+        problem = self._from_rank_zero(problem)
+        if problem is not None:
+            kind: type[LockstepError] = ConfigurationError if problem[0] == "configuration" else CheckpointError
+            raise kind(problem[1])
 
     def load(self, *, required: bool) -> State | None:
-        """Return the state in the newest checkpoint, or None if there is none or the run starts anew.
+        """Return the state in the newest whole checkpoint, or None if there is none or the run starts anew.
 
         Collective: every rank. Blocks until all have read it.
 
         Raises:
-            CheckpointError: The file is broken, or a rank does not see it; or ``required`` and there is none.
+            CheckpointError: On every rank: none of them is whole, or a rank does not see the same one; or
+                ``required`` and there is none.
         """
-        found = find(self.folder) if self.world.is_rank_zero and not self.fresh else []
-        name = self._from_rank_zero(found[-1].name if found else None)
-        if name is None:
+        state: State | None = None
+        choice = {"name": "", "checksum": "", "host": socket.gethostname(), "problem": None}
+        if self.world.is_rank_zero and not self.fresh:
+            state = self._newest_whole(choice)
+        choice = self._from_rank_zero(choice | {"passed over": self.passed_over})
+        self.passed_over = choice["passed over"]
+        if choice["problem"] is not None:
+            raise CheckpointError(choice["problem"])
+        if not choice["name"]:
             if required:
                 raise CheckpointError(
                     f"There is no checkpoint in {self.folder} to resume from.\n"
                     "Name another folder, or leave out resume."
                 )
             return None
-        state, problem = None, None
-        try:
-            state = read(self.folder / name)
-        except CheckpointError as error:
-            problem = str(error)
+        problem = None
+        if not self.world.is_rank_zero:
+            state, problem = self._read_chosen(choice)
         self._raise_first(problem)
         return state
 
     def path(self, step: int) -> Path:
         """Return where the checkpoint after ``step`` steps is."""
-        return self.folder / f"step-{step:010d}.pt"
+        return self.folder / kept.name_of(step)
 
-    def save(self, state: State, *, step: int) -> Path:
-        """Write ``state`` as the checkpoint after ``step`` steps, on rank zero; return its path.
+    @property
+    def best(self) -> Path | None:
+        """The kept one whose evaluation found the lowest loss; only rank zero looks."""
+        best = kept.best_of([each for each in kept.find(self.folder) if each.problem is None])
+        return None if best is None else best.path
 
-        Blocks rank zero until the file is on disk. The others do nothing.
+    def save(self, state: Mapping[str, Any], *, step: int, loss: float | None = None) -> Path:
+        """Start to write ``state`` as the checkpoint after ``step`` steps, on rank zero; return its path.
 
-        Raises:
-            CheckpointError: It cannot be written, or could not be read again.
+        Blocks rank zero until the one before is on disk and ``state`` is copied (on CUDA: until the copies are
+        queued). The others do nothing. What goes wrong, here or later, is kept for `failed`, `agree` and `finish`.
+
+        Args:
+            state: ``model`` and ``optimizer`` and whatever else there is to keep.
+            step: Of the run.
+            loss: What an evaluation after this step found.
         """
         path = self.path(step)
-        if not self.world.is_rank_zero:
+        if not self.world.is_rank_zero or not self._is_idle(WRITE_TIMEOUT_S) or self.failed:
             return path
+        parts: dict[str, Any] = {name: state[name] for name in _PARTS if name in state}
+        parts["state"] = {name: value for name, value in state.items() if name not in parts}
         try:
-            with whole_file(path) as temporary:
-                torch.save(state, temporary)
-                if not self._verified:
-                    read(temporary)
-                    self._verified = True
-        except OSError as error:
-            raise CheckpointError(
-                f"Cannot write the checkpoint {path}: {error.strerror}.\nThe one before it is as it was."
-            ) from error
-        self._prune(path)
+            tensors, rest = pack_parts(parts)
+            content = partial(pieces_of, tensors) if self.blocking else self._memory.take(tensors)
+        except UnfitValueError as error:
+            self._problem = unfit(str(path), error)
+            return path
+        except Exception as error:  # such as no memory for the copy
+            self._problem = unwritable(str(path), error)
+            return path
+        self._number += 1
+        number = self._number
+
+        def write() -> None:
+            kept.remove_leftovers(self.folder)
+            kept.write_kept(self.folder, step, {TENSORS: content(), STATE: [rest]}, number=number, loss=loss)
+            self._remove_others(path)
+
+        self._writing = path
+        self._writer.start(write)
+        if self.blocking:
+            self._is_idle(WRITE_TIMEOUT_S)
         return path
 
-    def _prune(self, newest: Path) -> None:
+    @property
+    def failed(self) -> bool:
+        """Whether this rank knows of a failure that the others may not know of."""
+        return self._problem is not None or self._writer.error is not None
+
+    def agree(self) -> None:
+        """Raise what went wrong with a checkpoint, if anything did.
+
+        Collective: every rank. Does not wait for what is being written.
+
+        Raises:
+            CheckpointError: On every rank.
+        """
+        problem = self._problem
+        if problem is None and self._writer.error is not None:
+            problem = unwritable(str(self._writing), self._writer.error)
+        self._raise_first(problem)
+
+    def finish(self) -> None:
+        """Wait until all is written.
+
+        Collective: every rank. Blocks until rank zero has.
+
+        Raises:
+            CheckpointError: On every rank: something could not be written.
+        """
+        self._is_idle(WRITE_TIMEOUT_S)
+        self.agree()
+
+    def close(self, *, wait_s: float = LAST_WRITE_TIMEOUT_S) -> None:
+        """Let others have the folder, once what is being written is, or the time is up."""
+        self._writer.wait(wait_s)
+        if self._lock is not None:
+            self._lock.release()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """After an error a checkpoint that is being written gets some time, unless it was Ctrl-C."""
+        self.close(wait_s=0.0 if kind is KeyboardInterrupt else LAST_WRITE_TIMEOUT_S)
+
+    def _is_idle(self, timeout_s: float) -> bool:
+        if self._writer.wait(timeout_s):
+            return True
+        self._problem = (
+            f"The checkpoint {self._writing} has not been written within {timeout_s:g} s.\n"
+            "The disk or the network to it hangs; the one before it is as it was."
+        )
+        return False
+
+    def _newest_whole(self, choice: dict[str, Any]) -> State | None:
+        """Read the newest one that is whole; write which into ``choice``, or why there is none."""
+        try:
+            found = kept.find(self.folder)
+            old = kept.find_old_format(self.folder)
+        except OSError as error:
+            choice["problem"] = f"Cannot look into the checkpoint folder {self.folder}: {error.strerror}."
+            return None
+        for each in found:
+            why = each.problem
+            if why is None:
+                try:
+                    parts, manifest = read_parts(each.path)
+                    choice |= {"name": each.path.name, "checksum": manifest.checksum}
+                    return _as_state(parts)
+                except CheckpointError as error:
+                    why = kept.reason(error)
+            self._damaged.append(each.path)
+            self.passed_over.append(f"{each.path.name}: {why}")
+        if found:
+            reasons = "\n".join(self.passed_over)
+            choice["problem"] = (
+                f"No checkpoint in {self.folder} is whole.\n{reasons}\n"
+                "Put back the files of one, or start anew (resume=False)."
+            )
+        elif old:
+            choice["problem"] = (
+                f"The checkpoints in {self.folder}, such as {old[-1].name}, are of an older Lockstep, whose format is "
+                "no longer read.\nEnd that run with the version it was started with, or start anew (resume=False)."
+            )
+        return None
+
+    def _read_chosen(self, choice: Mapping[str, Any]) -> tuple[State | None, str | None]:
+        """Return the state that rank zero has read, too, and None; or None and why it cannot be had here."""
+        path = self.folder / choice["name"]
+        try:
+            parts, manifest = read_parts(path)
+        except CheckpointError as error:
+            return None, str(error)
+        if manifest.checksum != choice["checksum"]:
+            return None, (
+                f"{path} on {socket.gethostname()} is another checkpoint than on rank 0's host {choice['host']}.\n"
+                "The folder must be one that every rank sees, such as on a network drive."
+            )
+        return _as_state(parts), None
+
+    def _remove_others(self, newest: Path) -> None:
         for path in self._stale:
             if path != newest:
-                path.unlink(missing_ok=True)
+                kept.remove_kept(path)
         self._stale = []
-        for path in find(self.folder)[:-_NUM_KEPT]:
-            path.unlink(missing_ok=True)
-        for path in self.folder.glob(f"step-*{TEMPORARY_SUFFIX}"):
-            path.unlink(missing_ok=True)  # left by a run that was killed while it wrote
+        found = kept.find(self.folder)
+        for each in kept.to_remove(found, keep=self.keep, keep_best=self.keep_best, damaged=self._damaged):
+            kept.remove_kept(each.path)
+        self._damaged = [path for path in self._damaged if path != newest and path.exists()]
 
-    def _from_rank_zero(self, value: str | None) -> str | None:
-        answer: str | None = broadcast_object(value, group=self.world.group, device=self.world.device)
-        return answer
+    def _from_rank_zero(self, value: Any) -> Any:
+        return broadcast_object(value, group=self.world.group, device=self.world.device)
 
     def _raise_first(self, problem: str | None) -> None:
         problems: list[str | None] = all_gather_object(problem, group=self.world.group, device=self.world.device)
         for rank, text in enumerate(problems):
             if text is not None:
-                first, _, rest = text.partition("\n")
-                raise CheckpointError(f"{first}\n{rest}" if rank == 0 else f"Rank {rank}: {first}\n{rest}")
+                raise CheckpointError(text if rank == 0 else f"Rank {rank}: {text}")
 
 
-def find(folder: Path) -> list[Path]:
-    """Return the checkpoints in ``folder``, oldest first."""
-    return sorted(path for path in folder.glob("step-*.pt") if _NAME.fullmatch(path.name))
-
-
-def read(path: Path) -> State:
-    """Return the state in a checkpoint, on the CPU. Runs no code from the file.
+def read_state(path: Path) -> State:
+    """Return the state in one checkpoint of a run, such as ``FitResult.checkpoint``.
 
     Raises:
-        CheckpointError: It is not there, not whole, or holds more than tensors, numbers and strings.
+        CheckpointError: There is none, or it is damaged.
     """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            broken = archive.testzip()
-        if broken is not None:
-            raise CheckpointError(_broken(path, f"{broken} does not match its checksum"))
-        state: State = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"There is no checkpoint {path}.\nThe folder must be one that every rank sees, such as a network drive."
-        ) from None
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"The checkpoint {path} holds more than tensors, numbers and strings, which is not read for safety.\n"
-            f"{str(error).splitlines()[0]}"
-        ) from error
-    except (zipfile.BadZipFile, EOFError, OSError, RuntimeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(_broken(path, str(error).splitlines()[0])) from error
-    return state
+    parts, _ = read_parts(path)
+    return _as_state(parts)
 
 
-def _broken(path: Path, why: str) -> str:
-    others = [other for other in find(path.parent) if other.name < path.name]
-    advice = f"Remove it to go on from {others[-1].name}." if others else "Remove it to start anew."
-    return f"The checkpoint {path} is broken: {why}.\n{advice}"
+def _as_state(parts: Mapping[str, Any]) -> State:
+    return {**parts["state"], **{name: parts[name] for name in _PARTS if name in parts}}

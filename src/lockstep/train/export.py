@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import ConfigurationError
 from lockstep.train.atomic import whole_file
+from lockstep.train.checkpoints.names import plain_names
 
 
 def check_export(path: Path) -> None:
@@ -42,7 +43,7 @@ class _OwnMemory(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._state: dict[str, Any] = model.state_dict()
+        self._state: dict[str, Any] = plain_names(model.state_dict())
 
     def state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the state by name."""

@@ -3,26 +3,52 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
-from lockstep.comm.world import init
+from lockstep.comm.world import World, init
 from lockstep.data.loader_death import naming_dead_loaders
+from lockstep.train.checkpoint import Checkpoints
 from lockstep.train.keywords import takes_settings
 from lockstep.train.result import FitResult
 from lockstep.train.run import Run
 from lockstep.train.settings import FitSettings
+from lockstep.train.stopping import StopSignals
 from lockstep.train.task import Task
 
 
 def fit_with(task: Task, settings: FitSettings) -> FitResult:
     """Train ``task`` as `fit` does, with its keywords as one object."""
-    with init() as world, naming_dead_loaders(world.rank), contextlib.closing(Run(task, settings, world)) as run:
+    with (
+        init() as world,
+        naming_dead_loaders(world.rank),
+        StopSignals(enabled=settings.checkpoint is not None, rank=world.rank) as signals,
+        _checkpoints(settings, world) as checkpoints,
+        contextlib.closing(Run(task, settings, world, signals, checkpoints)) as run,
+    ):
+        run.catch_up()
         while run.has_steps_left:
             run.step()
+            if run.is_to_stop():
+                return run.stop()
             if run.is_due(settings.eval_every):
                 run.evaluate()
-            if run.is_due(settings.checkpoint_every):
+            if run.is_due(settings.checkpoint_every) or run.has_new_best:
                 run.save()
         return run.finish()
+
+
+def _checkpoints(settings: FitSettings, world: World) -> contextlib.AbstractContextManager[Checkpoints | None]:
+    """Return the checkpoints that ``settings`` ask for, if they do. Collective: every rank."""
+    if settings.checkpoint is None:
+        return contextlib.nullcontext()
+    return Checkpoints(
+        Path(settings.checkpoint),
+        world,
+        fresh=settings.resume is False,
+        keep=settings.keep,
+        keep_best=settings.keep_best,
+        blocking=settings.checkpoint_blocking,
+    )
 
 
 @takes_settings(FitSettings)
@@ -33,7 +59,9 @@ def fit(task: Task, settings: FitSettings) -> FitResult:
     In a process that ``lockstep run``, ``lockstep.launch`` or torchrun started, it trains with the other ranks.
     Otherwise it trains in this process alone, with strategy ``dp`` on several devices.
 
-    Collective for ``ddp`` and ``torch-ddp``: every rank. Blocks until the training is done.
+    With a folder for checkpoints, SIGTERM, SIGUSR1 and Ctrl-C stop it after the step and save; the result says so.
+
+    Collective for ``ddp`` and ``torch-ddp``: every rank. Blocks until the training is done, or stopped.
 
     Raises:
         ConfigurationError: Task, settings and devices do not go together; says what to change.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict
 from pathlib import Path
 
+from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import World
 from lockstep.data.same_stream import require_same_length
 from lockstep.train.checkpoint import Checkpoints
@@ -18,8 +20,9 @@ from lockstep.train.loop import Loop
 from lockstep.train.progress import format_metrics, make_display
 from lockstep.train.result import Evaluation, FitResult
 from lockstep.train.settings import FitSettings
+from lockstep.train.stopping import StopSignals, exit_code_of
 from lockstep.train.task import Task, build_dataset
-from lockstep.train.words import NUM_NAMED, describe_not_finite, describe_plan, describe_skipped
+from lockstep.train.words import NUM_NAMED, describe_not_finite, describe_plan, describe_skipped, describe_stop
 
 
 class Run:
@@ -28,8 +31,11 @@ class Run:
     Collective for ``ddp`` and ``torch-ddp``: every rank makes one and calls its methods in the same order.
     """
 
-    def __init__(self, task: Task, settings: FitSettings, world: World) -> None:
+    def __init__(
+        self, task: Task, settings: FitSettings, world: World, signals: StopSignals, checkpoints: Checkpoints | None
+    ) -> None:
         self._task, self._settings, self._world = task, settings, world
+        self._signals, self._checkpoints = signals, checkpoints
         if settings.export is not None:
             check_export(Path(settings.export))
         self._loop = Loop(task, settings, world, strategy=settings.strategy, devices=devices_of(settings, world))
@@ -42,11 +48,15 @@ class Run:
             self._evaluator = Evaluator(task, self._loop, samples)
         self._evaluations: list[Evaluation] = []
         self._best: Evaluation | None = None
+        self.has_new_best = False
+        """Whether the last evaluation found what is worth a checkpoint."""
         self._checkpoint: Path | None = None
-        self._checkpoints = None
-        if settings.checkpoint is not None:
-            self._checkpoints = Checkpoints(Path(settings.checkpoint), world, fresh=settings.resume is False)
-            self._resume()
+        self._saved: tuple[int, float | None] | None = None
+        self._owes_evaluation = False
+        if checkpoints is not None:
+            self._loop.wishes.stop_asked = lambda: signals.asked() is not None
+            self._loop.wishes.failure_seen = lambda: checkpoints.failed
+            self._resume(checkpoints)
         self._first_step = self._loop.num_steps_done
         self._num_steps = max(self._loop.plan.num_steps, self._first_step)
         self._history = History()
@@ -58,6 +68,8 @@ class Run:
         num_devices = len(self._loop.devices) if self._loop.group is None else world.world_size
         for line in describe_plan(task, settings, self._loop.plan, self._loop.device, num_devices=num_devices):
             self._display.say(line)
+        for why in [] if checkpoints is None else checkpoints.passed_over:
+            self._display.say(f"passed over the checkpoint {why}")
         if self._first_step:
             self._display.say(f"resumed after step {self._first_step} of {self._num_steps}")
         self._num_caveats_said = self._num_skipped_said = self._num_not_finite_said = 0
@@ -96,8 +108,9 @@ class Run:
         self._settle()
         found = Evaluation(self._step, self._evaluator.run())
         self._evaluations.append(found)
-        if self._best is None or found.metrics["loss"] < self._best.metrics["loss"]:
+        if self._best is None or not found.metrics["loss"] >= _loss_of(self._best):
             self._best = found
+            self.has_new_best = self._settings.keep_best
         epoch = "" if self._loop.epoch is None else f"epoch {self._loop.epoch:.1f}  "
         skipped = self._evaluator.skipped
         without = f"  without {len(skipped)} that cannot be read" if skipped else ""
@@ -109,13 +122,59 @@ class Run:
             for bad in skipped:
                 self._log.skipped(bad._replace(step=self._step - 1), evaluation=True)
 
-    def save(self) -> None:
-        """Write a checkpoint, if there is a folder for them."""
-        if self._checkpoints is None:
+    def save(self, *, owes_evaluation: bool = False) -> None:
+        """Start to write a checkpoint, if there is a folder for them and none of the same was written.
+
+        Collective: every rank. Blocks rank zero until the one before is on disk and the state is copied.
+        """
+        last = self._evaluations[-1] if self._evaluations else None
+        loss = last.metrics["loss"] if last is not None and last.step == self._step else None
+        self.has_new_best = False
+        if self._checkpoints is None or self._saved == (self._step, loss):
             return
         self._settle()
-        state = self._loop.state_dict() | {"best": None if self._best is None else asdict(self._best)}
-        self._checkpoint = self._checkpoints.save(state, step=self._step)
+        best = None if self._best is None else asdict(self._best)
+        state = self._loop.state_dict() | {"best": best, "owes_evaluation": owes_evaluation}
+        self._checkpoint = self._checkpoints.save(state, step=self._step, loss=loss)
+        self._saved = (self._step, loss)
+
+    def is_to_stop(self) -> bool:
+        """Return whether the run is to stop after this step; the same on every rank.
+
+        Collective: every rank.
+
+        Raises:
+            CheckpointError: On every rank: a checkpoint could not be written.
+        """
+        if self._checkpoints is None:
+            return False
+        stop, failed = self._loop.heard()
+        if failed:
+            self._checkpoints.agree()
+        return stop
+
+    def stop(self) -> FitResult:
+        """Save, and return what came of the run so far.
+
+        Collective: every rank. Blocks until the checkpoint is on disk.
+        """
+        assert self._checkpoints is not None
+        self.save(owes_evaluation=self._evaluator is not None and self.is_due(self._settings.eval_every))
+        self._checkpoints.finish()
+        names = all_gather_object(self._signals.asked(), group=self._world.group, device=self._world.device)
+        name: str = next(name for name in names if name is not None)
+        text = describe_stop(name, self._step, self._num_steps, self._checkpoint)
+        if not self._signals.has_launcher:  # which says it itself
+            self._display.say(text)
+        self._signals.report(text)
+        return self._result(self._history.losses, stopped=name)
+
+    def catch_up(self) -> None:
+        """Evaluate what a run that was stopped did not come to. Collective: every rank."""
+        if self._owes_evaluation:
+            self.evaluate()
+            if self.has_new_best:
+                self.save()
 
     def finish(self) -> FitResult:
         """Export the weights, hand the model to the task, and return what came of it.
@@ -124,6 +183,8 @@ class Run:
         """
         if not self._evaluations:
             self.evaluate()
+            if self.has_new_best:
+                self.save()
         if self._first_step < self._num_steps:
             self._settle()
         losses = self._history.losses
@@ -145,11 +206,17 @@ class Run:
             assert model is not None
             export_weights(model, Path(self._settings.export))
             self._display.say(f"weights written to {self._settings.export}")
+        if self._checkpoints is not None:
+            self._checkpoints.finish()
         self._world.barrier()  # now every rank finds the files
         if self._world.is_rank_zero and self._task.after is not None:
             self._display.close()
             assert model is not None
             self._task.after(model.eval())
+        return self._result(losses)
+
+    def _result(self, losses: list[float], *, stopped: str | None = None) -> FitResult:
+        skipped = self._loop.bad_samples.skipped
         return FitResult(
             first_step=self._first_step,
             num_steps=self._step,
@@ -157,12 +224,14 @@ class Run:
             evaluations=self._evaluations,
             best=self._best,
             num_samples=self._history.num_samples - len(skipped),
-            samples_per_s=rate,
-            seconds=seconds,
+            samples_per_s=self._history.samples_per_s,
+            seconds=time.perf_counter() - self._started_at,
             checkpoint=self._checkpoint,
             skipped_samples=len(skipped),
             first_skipped=tuple(skipped[:NUM_NAMED]),
-            not_finite=tuple(not_finite),
+            not_finite=tuple(self._loop.finite.found),
+            stopped=stopped,
+            exit_code=exit_code_of(stopped, has_launcher=self._signals.has_launcher),
         )
 
     def close(self) -> None:
@@ -203,12 +272,18 @@ class Run:
     def _step(self) -> int:
         return self._loop.num_steps_done
 
-    def _resume(self) -> None:
-        assert self._checkpoints is not None
-        state = self._checkpoints.load(required=self._settings.resume is True)
+    def _resume(self, checkpoints: Checkpoints) -> None:
+        state = checkpoints.load(required=self._settings.resume is True)
         if state is None:
             return
         self._loop.load_state_dict(state)
-        self._checkpoint = self._checkpoints.path(self._step)
+        self._checkpoint = checkpoints.path(self._step)
+        self._saved = (self._step, None)
+        self._owes_evaluation = state["owes_evaluation"] and self._evaluator is not None
         if state["best"] is not None:
             self._best = Evaluation(**state["best"])
+
+
+def _loss_of(evaluation: Evaluation) -> float:
+    loss = evaluation.metrics["loss"]
+    return math.inf if math.isnan(loss) else loss

@@ -140,10 +140,17 @@ class FitSettings(Settings):
         StrategyName, Flag("Who computes: one device, one process with a thread a device, or a process a device.")
     ] = "ddp"
     devices: Annotated[int | None, Flag("Devices to train on; all GPUs, or 1 CPU if there are none.", "N", 1)] = None
-    checkpoint: Annotated[FilePath | None, Flag("Folder for checkpoints; the last two are kept.", "DIR")] = None
+    checkpoint: Annotated[FilePath | None, Flag("Folder for checkpoints.", "DIR")] = None
     checkpoint_every: Annotated[
         int | None, Flag("Steps between checkpoints; each epoch if not given, and always at the end.", "STEPS", 1)
     ] = None
+    checkpoint_blocking: Annotated[
+        bool, Flag("Let the next step wait until a checkpoint is on disk; saves a copy of the state in host memory.")
+    ] = False
+    keep: Annotated[int, Flag("Newest checkpoints that are kept.", "N", 1)] = 2
+    keep_best: Annotated[bool, Flag("Save when an evaluation finds the lowest loss so far, and keep that, too.")] = (
+        False
+    )
     resume: Annotated[
         bool | None,
         Flag("Insist on a checkpoint to go on from, or start anew and replace it; else go on if there is one."),
@@ -165,5 +172,11 @@ class FitSettings(Settings):
             raise ConfigurationError(
                 "resume needs a folder to resume from.\nName it with checkpoint=DIR (--checkpoint DIR)."
             )
+        if self.checkpoint is None:
+            for name, is_given in (("keep_best", self.keep_best), ("checkpoint_blocking", self.checkpoint_blocking)):
+                if is_given:
+                    raise ConfigurationError(
+                        f"{name} needs a folder for checkpoints.\nName it with checkpoint=DIR (--checkpoint DIR)."
+                    )
         if self.export is not None and Path(self.export).suffix != ".safetensors":
             raise ConfigurationError(f"export={self.export} does not end in .safetensors.\nName a file that does.")

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lockstep.comm.fully_shard import divided_like, is_divided, whole
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
+from lockstep.train.checkpoints.names import names_as_in, plain_names
 
 
 def take_whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -21,12 +22,12 @@ def take_whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         optimizer.wait()
         optimizer.consolidate_state_dict(to=0)
         state = optimizer.state_dict() if optimizer.rank == 0 else None
-        return {"model": model.state_dict(), "optimizer": state}
+        return {"model": plain_names(model.state_dict()), "optimizer": state}
     state = optimizer.state_dict()
     state["state"] = {
         index: {name: whole(value) for name, value in entries.items()} for index, entries in state["state"].items()
     }
-    return {"model": take_whole_model(model), "optimizer": state}
+    return {"model": plain_names(take_whole_model(model)), "optimizer": state}
 
 
 def take_whole_model(model: nn.Module) -> dict[str, Any]:
@@ -43,7 +44,8 @@ def load_whole(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any])
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.wait()
     mine = model.state_dict()
-    model.load_state_dict({name: _like(mine.get(name), value) for name, value in state["model"].items()})
+    theirs = names_as_in(mine, state["model"])
+    model.load_state_dict({name: _like(mine.get(name), value) for name, value in theirs.items()})
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(is_divided(parameter) for parameter in parameters):
         entries = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -56,6 +57,13 @@ def describe_not_finite(steps: Sequence[NotFinite]) -> str:
     more = f"\n  and {len(steps) - NUM_NAMED} others; the log file has all" * (len(steps) > NUM_NAMED)
     done = "skipped" if steps[0].back_to is None else "undone, back to the last good state"
     return f"{number} {done}, as the gradient was not finite:{names}{more}"
+
+
+def describe_stop(signal_name: str, step: int, num_steps: int, checkpoint: Path | None) -> str:
+    """Return that a run was stopped by a signal, and how to go on with it."""
+    by = "Ctrl-C" if signal_name == "SIGINT" else signal_name
+    where = f"after step {step} of {num_steps}, saved in {checkpoint}"
+    return f"Stopped by {by} {where}.\nThe same command goes on from there."
 
 
 def _parts(plan: Plan, num_devices: int) -> str:

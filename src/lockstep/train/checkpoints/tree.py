@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep.train.checkpoints.tensors import DTYPES
+
 _PLAIN = {type(None), bool, int, float, str}
-_DTYPES = {
-    torch.float64, torch.float32, torch.float16, torch.bfloat16,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-}  # fmt: skip
 
 
 class UnfitValueError(ValueError):
@@ -23,7 +22,7 @@ class Packer:
     """Takes a state apart. Equal tensors stay one; those that merely overlap become separate.
 
     Attributes:
-        tensors: Copies on the host, by name.
+        tensors: By name, where they lie: not copies.
     """
 
     def __init__(self) -> None:
@@ -34,37 +33,57 @@ class Packer:
         """Return ``value`` as JSON in which tensors are named by their place.
 
         Raises:
-            UnfitValueError: It holds more than numbers, strings, lists, tuples, dicts and dense tensors.
+            UnfitValueError: It holds more than numbers, strings, bytes, lists, tuples, dicts and dense tensors.
         """
-        if type(value) in _PLAIN:
+        kind = type(value)
+        if kind in _PLAIN:
             return value
         if isinstance(value, Tensor):
-            return {"tensor": self._add(value, place)}
-        if type(value) in {list, tuple}:
+            return self._pack_tensor(value, place)
+        if kind is complex:
+            return {"complex": [value.real, value.imag]}
+        if kind is bytes:
+            return {"bytes": base64.b64encode(value).decode()}
+        if kind in {list, tuple}:
             items = [self.pack(item, f"{place}.{number}") for number, item in enumerate(value)]
-            return {"tuple": items} if type(value) is tuple else items
+            return {"tuple": items} if kind is tuple else items
         if isinstance(value, dict):
-            for key in value:
-                if type(key) not in _PLAIN:
-                    raise UnfitValueError(f"{type(key).__qualname__} as a key of {place}")
-            return {"dict": [[key, self.pack(item, f"{place}.{key}")] for key, item in value.items()]}
-        raise UnfitValueError(f"{type(value).__module__}.{type(value).__qualname__} at {place}")
+            return {"dict": [[_pack_key(key, place), self.pack(item, f"{place}.{key}")] for key, item in value.items()]}
+        raise UnfitValueError(f"{kind.__module__}.{kind.__qualname__} at {place}")
 
-    def _add(self, tensor: Tensor, place: str) -> str:
+    def _pack_tensor(self, tensor: Tensor, place: str) -> Any:
         if type(tensor) not in {Tensor, torch.nn.Parameter} or tensor.layout != torch.strided:
             raise UnfitValueError(f"{type(tensor).__qualname__} of layout {tensor.layout} at {place}")
-        if tensor.dtype not in _DTYPES or tensor.device.type == "meta":
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        kind = "tensor"
+        if tensor.is_complex():
+            tensor, kind = torch.view_as_real(tensor), "complex tensor"
+        if tensor.dtype not in DTYPES or tensor.device.type == "meta":
             raise UnfitValueError(f"tensor of {tensor.dtype} on {tensor.device} at {place}")
+        return {kind: self._add(tensor, place)}
+
+    def _add(self, tensor: Tensor, place: str) -> str:
         memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() > 0 and memory in self._names:
             return self._names[memory]
+        # A name goes into the file's header, whose reader knows no half characters.
+        place = place.encode("utf-8", "backslashreplace").decode()
         name, number = place, 1
         while name in self.tensors:  # such as the keys 1 and "1" of one dict
             number += 1
             name = f"{place}#{number}"
-        self.tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+        self.tensors[name] = tensor
         self._names[memory] = name
         return name
+
+
+def _pack_key(key: Any, place: str) -> Any:
+    if type(key) in {*_PLAIN, bytes, complex, tuple}:
+        packer = Packer()
+        packed = packer.pack(key, f"a key of {place}")
+        if not packer.tensors:
+            return packed
+    raise UnfitValueError(f"{type(key).__qualname__} as a key of {place}")
 
 
 def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -81,10 +100,29 @@ def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
         ((kind, content),) = packed.items()
         if kind == "tensor" and type(content) is str and content in tensors:
             return tensors[content]
+        if kind == "complex tensor" and type(content) is str and content in tensors:
+            return _complex(tensors[content])
         if kind == "tuple" and type(content) is list:
             return tuple(unpack(item, tensors) for item in content)
-        if kind == "dict" and type(content) is list:
-            pairs = [pair for pair in content if type(pair) is list and len(pair) == 2 and type(pair[0]) in _PLAIN]
-            if len(pairs) == len(content):
-                return {key: unpack(item, tensors) for key, item in pairs}
+        if kind == "dict" and type(content) is list and all(type(pair) is list and len(pair) == 2 for pair in content):
+            return {_unpack_key(key): unpack(item, tensors) for key, item in content}
+        if kind == "complex" and type(content) is list and [type(part) for part in content] == [float, float]:
+            return complex(*content)
+        if kind == "bytes" and type(content) is str:
+            return base64.b64decode(content, validate=True)
     raise ValueError("its state is not of the form that Lockstep writes")
+
+
+def _unpack_key(packed: Any) -> Any:
+    key = unpack(packed, {})
+    try:
+        hash(key)
+    except TypeError:
+        raise ValueError("a key in its state is not of the form that Lockstep writes") from None
+    return key
+
+
+def _complex(pairs: Tensor) -> Tensor:
+    if pairs.dtype not in {torch.float16, torch.float32, torch.float64} or pairs.shape[-1:] != (2,):
+        raise ValueError("a complex tensor in its state is not of the form that Lockstep writes")
+    return torch.view_as_complex(pairs)

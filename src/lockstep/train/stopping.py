@@ -1,0 +1,157 @@
+"""Signals that ask a run to stop: SIGTERM, SIGUSR1 and Ctrl-C become a wish that is looked for once a step.
+
+[Note: signals in a rank]
+Our launcher turns a signal that it gets into a request in a file (`lockstep.launcher.requests`), so a signal that comes
+to a rank itself can mean two things. Whoever sent it to the launcher has sent it to all processes, as SLURM does:
+then there is a request, or will be in a moment. Or the launcher ends this rank, since another one failed or the time
+is up: then the rank has to end at once, even while it waits for others in native code, where Python runs no handlers.
+So a thread looks at each signal, which the interpreter writes to a socket as soon as it comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lockstep.errors import exit_code_after
+from lockstep.launcher import requests
+
+_REQUEST_WITHIN_S = 0.5
+"""So long after a signal the launcher's request may come."""
+_DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
+_FIRST_CTRL_C = b"lockstep: stopping after this step; Ctrl-C again stops at once\n"
+
+
+class StopSignals:
+    """Takes over the signals that nobody handles, while a run lasts.
+
+    A context manager. Only the main thread can do so; in others, only the launcher's request is seen. Processes that
+    are forked meanwhile have the handlers that were there before, but ignore Ctrl-C.
+
+    Args:
+        enabled: Whether the run has where to save to; if not, signals are left alone.
+        rank: Of this process.
+    """
+
+    def __init__(self, *, enabled: bool, rank: int) -> None:
+        self._enabled, self._rank = enabled, rank
+        self._run_dir: Path | None = requests.run_dir() if enabled else None
+        self._received: signal.Signals | None = None
+        self._before: dict[int, Any] = {}
+        self._ear: socket.socket | None = None
+        self._wakeup_before = -1
+
+    @property
+    def has_launcher(self) -> bool:
+        """Whether a launcher of ours sees to the signals."""
+        return self._run_dir is not None
+
+    def asked(self) -> str | None:
+        """Return the name of the signal for which the run is to stop, or None."""
+        if self._run_dir is not None:
+            return requests.asked(self._run_dir)
+        return None if self._received is None else self._received.name
+
+    def report(self, text: str) -> None:
+        """Tell the launcher, if there is one, that this rank has stopped in order."""
+        if self._run_dir is not None:
+            requests.report(self._run_dir, self._rank, text)
+
+    def __enter__(self) -> StopSignals:
+        global _active
+        if self._enabled and _active is None and threading.current_thread() is threading.main_thread():
+            _active = self
+            for number in requests.SIGNALS:
+                if (handler := signal.getsignal(number)) in _DEFAULTS:
+                    self._before[number] = handler
+                    signal.signal(number, self._on_signal)
+            if self._run_dir is not None:
+                self._listen(self._run_dir)
+        if self._run_dir is not None:
+            requests.announce(self._run_dir, self._rank)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        global _active
+        if self._run_dir is not None:
+            requests.withdraw(self._run_dir, self._rank)
+        if _active is self:
+            _active = None
+            if self._ear is not None:
+                signal.set_wakeup_fd(self._wakeup_before)
+                self._ear.close()  # ends the thread
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._run_dir is not None:  # the thread sees to it
+            return
+        if number == signal.SIGINT:
+            if self._received is signal.SIGINT:
+                raise KeyboardInterrupt
+            os.write(2, _FIRST_CTRL_C)
+        self._received = signal.Signals(number)
+
+    def _listen(self, run_dir: Path) -> None:
+        self._ear, theirs = socket.socketpair()
+        self._ear.setblocking(False)
+        self._wakeup_before = signal.set_wakeup_fd(self._ear.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._judge, args=[theirs, run_dir], name="lockstep-signals", daemon=True).start()
+
+    def _judge(self, signals: socket.socket, run_dir: Path) -> None:
+        with signals:
+            while number := signals.recv(1):
+                deadline = time.monotonic() + _REQUEST_WITHIN_S
+                while number[0] in self._before and requests.asked(run_dir) is None:
+                    if time.monotonic() > deadline:
+                        _end_by(number[0])
+                    time.sleep(0.01)
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: have signals do what they did before, but for Ctrl-C, which a terminal sends to all."""
+        with contextlib.suppress(ValueError):  # forked by another thread than the main one
+            signal.set_wakeup_fd(-1)
+            for number, handler in self._before.items():
+                signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else handler)
+
+
+def exit_code_of(stopped: str | None, *, has_launcher: bool) -> int:
+    """Return what a process should end with whose run a signal has ``stopped``, or has not.
+
+    Under a launcher of ours that is asked for it, it ends well: the launcher would take all else for a failure.
+    """
+    if stopped is None or (has_launcher and _was_asked()):
+        return 0
+    return exit_code_after(signal.Signals[stopped], saved=True)
+
+
+def _was_asked() -> bool:
+    folder = requests.run_dir()
+    return folder is not None and requests.asked(folder) is not None
+
+
+_active: StopSignals | None = None
+
+
+def _after_fork() -> None:
+    if _active is not None:
+        _active.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _end_by(number: int) -> None:
+    """End this process by a signal, from whatever thread, as if nobody had handled it."""
+    set_handler = ctypes.CDLL(None).signal
+    set_handler.argtypes, set_handler.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    set_handler(number, None)
+    os.kill(os.getpid(), number)
