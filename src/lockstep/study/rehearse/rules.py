@@ -42,7 +42,6 @@ KINDS: dict[str, Kind] = {
         "hang:rank=1,step=5,in=loader",
         ("rank", "step"),
         {"in": "forward", "seconds": float("inf")},
-        is_silent=True,
     ),
     "straggler": Kind(
         "the rank loses so much time in every step",

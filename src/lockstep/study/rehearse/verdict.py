@@ -77,7 +77,7 @@ def judge(rule: Rule, note: Note | None, lines: Sequence[Line], exit_code: int) 
         return Finding(rule, note, noticed_s, said, "recovered by a restart", is_good=True)
     if report is not None:
         return Finding(rule, note, noticed_s, said, "reported, the run went on", is_good=True)
-    if rule.is_silent and rule.kind != "hang":
+    if rule.is_silent:
         return Finding(rule, note, None, "", "not noticed", is_good=False)
     return Finding(rule, note, None, "", "survived", is_good=True)
 

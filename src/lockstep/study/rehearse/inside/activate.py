@@ -60,12 +60,14 @@ class Faults:
 
     def _is_due(self, number: int, rule: Rule) -> bool:
         step = self._clock.step
-        if step < rule.step or self._last_step.get(number) == step:
+        if step < rule.step or (self._last_step.get(number) == step and rule.kind != "nan"):
             return False
         return not self._is_spent(number, rule)
 
     def _is_spent(self, number: int, rule: Rule) -> bool:
-        """Say whether the fault was; that of a straggler comes again in every step, and after a restart."""
+        """Say whether the fault was; a straggler is slow in every step, also after a restart."""
+        if rule.kind == "nan" and self._last_step.get(number) == self._clock.step:
+            return False  # whoever computes this step again finds the same
         return rule.kind != "straggler" and notes.is_spent(self._folder, number)
 
     def _strike(self, number: int, rule: Rule) -> None:

@@ -28,21 +28,19 @@ def fill(is_full: Callable[[], bool]) -> None:
     @functools.wraps(open_file)
     def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         found = open_file(file, mode, *args, **kwargs)
-        if set(mode) & set("wax+") and is_full():
-            _lead_nowhere(found.fileno())
+        if set(mode) & set("wax+"):
+            lead_nowhere(found.fileno())
         return found
 
     @functools.wraps(open_descriptor)
     def opened_low(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
         found = open_descriptor(path, flags, *args, **kwargs)
-        if flags & _WRITING and is_full():
-            _lead_nowhere(found)
+        if flags & _WRITING:
+            lead_nowhere(found)
         return found
 
-    def _lead_nowhere(descriptor: int) -> None:
-        if sys.platform != "linux" or not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return
-        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(_SPARED):
+    def lead_nowhere(descriptor: int) -> None:
+        if not _is_on_disk(descriptor) or not is_full():
             return
         nowhere = open_descriptor("/dev/full", os.O_WRONLY)
         os.dup2(nowhere, descriptor, inheritable=False)
@@ -51,6 +49,12 @@ def fill(is_full: Callable[[], bool]) -> None:
     builtins.open = io.open = opened
     os.open = opened_low
     _write_in_python()
+
+
+def _is_on_disk(descriptor: int) -> bool:
+    if sys.platform != "linux" or not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return False
+    return not os.readlink(f"/proc/self/fd/{descriptor}").startswith(_SPARED)
 
 
 def _write_in_python() -> None:

@@ -37,7 +37,8 @@ def watch(before: BeforeSend) -> None:
     def hook_torchs(module: nn.Module, _args: Any) -> None:
         is_torchs = type(module).__module__.startswith("torch.") and type(module).__name__ == "DistributedDataParallel"
         if is_torchs and not module._comm_hooks:
-            module.register_comm_hook(module.process_group, _mean)  # type: ignore[operator]
+            # A lambda, as torch checks annotations and takes those that are strings to be wrong.
+            module.register_comm_hook(module.process_group, lambda group, bucket: _mean(group, bucket))  # type: ignore[operator]
 
     register_module_forward_pre_hook(hook_torchs)
 

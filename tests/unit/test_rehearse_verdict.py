@@ -1,0 +1,99 @@
+"""What `lockstep rehearse` makes of what a job said after a fault."""
+
+import pytest
+
+from lockstep.study.rehearse.notes import Note
+from lockstep.study.rehearse.observe import Line
+from lockstep.study.rehearse.organise import is_task
+from lockstep.study.rehearse.rules import parse
+from lockstep.study.rehearse.verdict import judge, ranks_in
+
+STRUCK = Note(1, 5, 1_000_000_000)
+
+
+def told(*lines, at_s=2.0):
+    return [Line(int(at_s * 1e9) + number, text) for number, text in enumerate(lines)]
+
+
+def outcome(text, lines, code, note=STRUCK):
+    found = judge(parse(text), note, lines, code)
+    return found.outcome, found.is_good, found.noticed_s and round(found.noticed_s, 3), found.said
+
+
+@pytest.mark.parametrize(
+    ("text", "lines", "code", "expected"),
+    [
+        (
+            "kill:rank=1,step=5",
+            told("lockstep: Rank 1 was killed by SIGKILL (signal 9): ..."),
+            1,
+            ("ended with code 1", True, 1.0, "Rank 1 was killed by SIGKILL (signal 9): ..."),
+        ),
+        (
+            "kill:rank=1,step=5",
+            told("lockstep: rank 1 was killed by SIGKILL (signal 9); restart 1 of 2"),
+            0,
+            ("recovered by a restart", True, 1.0, "rank 1 was killed by SIGKILL (signal 9); restart 1 of 2"),
+        ),
+        (  # the wrong rank is named
+            "kill:rank=1,step=5",
+            told("lockstep: Rank 0 was killed by SIGKILL"),
+            1,
+            ("ended with code 1, without naming rank 1", False, None, ""),
+        ),
+        (  # what was said before does not count, nor what the rehearsal itself says
+            "straggler:rank=1,ms=50",
+            [*told("rank 1 is slow", at_s=0.5), *told("rehearse: rank 1 is slow")],
+            0,
+            ("not noticed", False, None, ""),
+        ),
+        ("drop:rank=1,seconds=2", [], 0, ("survived", True, None, "")),
+        (  # the report takes more than one line
+            "hang:rank=1,step=5",
+            told("lockstep: The job hangs:", "ranks 0, 2 wait in barrier", "rank 1 sleeps (train.py:3)"),
+            83,
+            ("ended with code 83", True, 1.0, "rank 1 sleeps (train.py:3)"),
+        ),
+        (
+            "bitflip:rank=1,step=5",
+            told("parameter 3.bias differs: ranks 0, 2-3 have one value, rank 1 another"),
+            0,
+            (
+                "reported, the run went on",
+                True,
+                1.0,
+                "parameter 3.bias differs: ranks 0, 2-3 have one value, rank 1 another",
+            ),
+        ),
+    ],
+)
+def test_outcomes(text, lines, code, expected):
+    assert outcome(text, lines, code) == expected
+
+
+def test_a_fault_that_never_struck_is_no_success():
+    never = "did not strike: rank 1 never came to loader in step 5"
+    assert outcome("hang:rank=1,step=5,in=loader", [], 0, None) == (never, False, None, "")
+    early = "did not strike: the job had ended with code 1"
+    assert outcome("hang:rank=1,step=5,in=loader", [], 1, None) == (early, False, None, "")
+
+
+def test_ranks_in_a_line():
+    assert ranks_in("Rank 3 waits; ranks 0-2, 5 and 7 do not; [rank11]: x; frank 9") == {0, 1, 2, 3, 5, 7, 11}
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import lockstep\ntask = lockstep.Task(model=m)", True),
+        ("from lockstep import Task\ndef task():\n    return Task(model=m)", True),
+        ("task = 'cola'\nprint(task)", False),
+        ("t = Task()", False),
+        ("def (", False),
+    ],
+)
+def test_what_is_a_task(tmp_path, source, expected):
+    path = tmp_path / "x.py"
+    path.write_text(source)
+    assert is_task(str(path)) is expected
+    assert is_task(f"{path}:other") is True
