@@ -19,14 +19,9 @@ from torch.optim import Optimizer
 
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.dp.devices import as_listed, choose_devices, choose_output_device
-from lockstep.parallel.dp.engine import (
-    LossFunction,
-    ReplicaEngine,
-    ReplicaGradients,
-    StepTimings,
-    differentiate,
-)
+from lockstep.parallel.dp.engine import ReplicaEngine, ReplicaGradients
 from lockstep.parallel.dp.gather import gather
+from lockstep.parallel.dp.job import LossFunction, StepTimings, differentiate
 from lockstep.parallel.dp.names import with_prefix
 from lockstep.parallel.dp.replicas import Replicas
 from lockstep.parallel.dp.scatter import Device, as_device, scatter_kwargs
@@ -143,7 +138,9 @@ class DataParallel(nn.Module, Generic[Wrapped]):
         """Join the outputs of the replicas on ``output_device``."""
         return gather(outputs, output_device, self.dim)
 
-    def backward(self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[float | Tensor]) -> list[Tensor]:
+    def backward(
+        self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[float | Tensor], *, capture: bool = False
+    ) -> list[Tensor]:
         """Compute ``loss(replica, shard)`` for every shard and add the gradients of ``scale * loss`` to the module's.
 
         Shard i belongs to replica i: the loss is computed and differentiated in its thread, on its device, all at the
@@ -156,6 +153,10 @@ class DataParallel(nn.Module, Generic[Wrapped]):
             loss: Returns a tensor of one element. It must not change what the threads share.
             shards: At most one a device, on that device (nothing is moved); None is skipped.
             scales: One a shard: its share of the whole loss, times the scale of a gradient scaler if there is one.
+            capture: Record each replica's forward and backward as a CUDA graph in the fourth step of the same kind, and
+                replay it from then on: for steps whose time is Python's. ``loss`` must then be the same function each
+                time and do nothing but compute. Other steps, and what cannot be recorded, run as written, with one
+                warning; so does everything with fewer than two devices.
 
         Returns:
             The losses, detached and not scaled, of the shards that are not None, each on its device.
@@ -168,7 +169,7 @@ class DataParallel(nn.Module, Generic[Wrapped]):
         if len(self.device_ids) > 1:
             engine = self._current_engine()
             with engine.turn():
-                losses, self.last_timings = engine.backward(loss, shards, scales)
+                losses, self.last_timings = engine.backward(loss, shards, scales, capture=capture)
             return losses
         losses = []
         for shard, scale in zip(shards, scales, strict=True):

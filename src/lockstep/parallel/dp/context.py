@@ -46,8 +46,8 @@ class ReplicaContext:
             stream=torch.cuda.current_stream(device) if device.type == "cuda" else None,
         )
 
-    def on_stream(self, stream: torch.cuda.Stream) -> "ReplicaContext":
-        """Return the same context with another stream."""
+    def on_stream(self, stream: torch.cuda.Stream | None) -> "ReplicaContext":
+        """Return the same context with another stream; None leaves the device and the stream as they are."""
         return replace(self, stream=stream)
 
     def for_training(self) -> "ReplicaContext":

@@ -1,9 +1,11 @@
 """Run replicas in their threads: forward for outputs, forward and backward for gradients."""
 
+from __future__ import annotations
+
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,41 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigurationError, LockstepError
+from lockstep.parallel.dp.capture import Action, ReplicaCapture, make_recorder
 from lockstep.parallel.dp.context import ReplicaContext
 from lockstep.parallel.dp.devices import as_listed
 from lockstep.parallel.dp.errors import attempt, raise_first
-from lockstep.parallel.dp.replicas import Replicas
+from lockstep.parallel.dp.job import Job, LossFunction, ReplicaResult, StepTimings
+from lockstep.parallel.dp.replicas import Replicas, ReplicaState
 from lockstep.parallel.dp.streams import ReplicaStreams
 from lockstep.parallel.dp.threads import ReplicaThreads
 
-LossFunction = Callable[[nn.Module, Any], Tensor]
-"""Called with a replica and its shard; returns the loss, a tensor of one element."""
-
 _TURN_TIMEOUT_S = 600.0
-
-
-@dataclass(frozen=True)
-class StepTimings:
-    """Where the time of one ``backward`` went: seconds on the host's clock, which CUDA work may outlast.
-
-    Attributes:
-        refresh_s: Bringing the replicas up to date.
-        forward_s: Computing the losses, in the slowest replica.
-        backward_s: Differentiating them, in the slowest replica.
-        reduce_s: Summing the gradients.
-    """
-
-    refresh_s: float
-    forward_s: float
-    backward_s: float
-    reduce_s: float
-
-
-@dataclass(frozen=True)
-class _ReplicaResult:
-    loss: Tensor
-    forward_s: float
-    backward_s: float
 
 
 @dataclass(frozen=True)
@@ -75,6 +52,7 @@ class ReplicaEngine:
         self.replicas = Replicas(module, devices)
         self._streams = ReplicaStreams(devices)
         self._threads = ReplicaThreads(len(devices), divide_cores=devices[0].type == "cpu")
+        self._captures = [ReplicaCapture(index, make_recorder(device)) for index, device in enumerate(devices)]
         self._turn = threading.RLock()
 
     @contextmanager
@@ -115,7 +93,7 @@ class ReplicaEngine:
             )
 
     def backward(
-        self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[float | Tensor]
+        self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[float | Tensor], *, capture: bool
     ) -> tuple[list[Tensor], StepTimings]:
         """Differentiate the loss of every shard in its replica's thread and sum the gradients into the module's.
 
@@ -124,11 +102,12 @@ class ReplicaEngine:
         Raises:
             BaseException: What the lowest failing replica raised; the text has its traceback.
         """
-        results, _, timings = self._differentiate(loss, shards, scales)
+        results, _, timings = self._differentiate(loss, shards, scales, capture=capture)
         if not results:
             return [], timings
         start = time.perf_counter()
-        self.replicas.reduce_gradients(max(results) + 1, self.run)
+        recorded = {index: result.recorded for index, result in results.items() if result.recorded is not None}
+        self.replicas.reduce_gradients(max(results) + 1, self.run, recorded)
         timings = replace(timings, reduce_s=time.perf_counter() - start)
         return [result.loss for result in results.values()], timings
 
@@ -148,21 +127,36 @@ class ReplicaEngine:
         return found, timings
 
     def _differentiate(
-        self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[float | Tensor]
-    ) -> tuple[dict[int, _ReplicaResult], list[nn.Module], StepTimings]:
+        self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[float | Tensor], *, capture: bool = False
+    ) -> tuple[dict[int, ReplicaResult], list[nn.Module], StepTimings]:
         """Leave the gradients of the shards in the leaves of their replicas; return the results by replica."""
         num_replicas = max((index + 1 for index, shard in enumerate(shards) if shard is not None), default=0)
         if num_replicas == 0:
             return {}, [], StepTimings(0.0, 0.0, 0.0, 0.0)
         start = time.perf_counter()
-        modules = self.replicas.refresh(num_replicas, leaves=True)
-        refreshed = time.perf_counter()
+        state = self.replicas.prepare(num_replicas, leaves=True, fixed=capture)
         with self._streams.contexts(num_replicas) as contexts:
-            steps: list[Callable[[], _ReplicaResult | None]] = [
-                _skip if shard is None else functools.partial(_step, loss, module, shard, scale, context)
-                for module, shard, scale, context in zip(modules, shards, scales, contexts, strict=False)
-            ]
+            jobs = {
+                index: Job(loss, shard, scale, context)
+                for index, (shard, scale, context) in enumerate(zip(shards, scales, contexts, strict=False))
+                if shard is not None
+            }
+            if capture:
+                jobs = {index: job.for_recording() for index, job in jobs.items()}
+            actions = self._actions(jobs, state) if capture else {}
+            # What is replayed needs no modules.
+            replays = bool(actions) and all(action is Action.REPLAY for action in actions.values())
+            modules = [] if replays else self.replicas.assemble(state)
+            refreshed = time.perf_counter()
             try:
+                for index in [index for index, action in actions.items() if action is Action.RECORD]:
+                    actions[index] = self._record(index, jobs[index], modules[index], state)
+                steps: list[Callable[[], ReplicaResult | None]] = [_skip] * num_replicas
+                for index, job in jobs.items():
+                    if actions.get(index) is Action.REPLAY:
+                        steps[index] = functools.partial(job.replay, self._captures[index])
+                    else:
+                        steps[index] = functools.partial(job.step, modules[index])
                 results = {index: result for index, result in enumerate(self.run(steps)) if result is not None}
             except BaseException:
                 self.replicas.drop_gradients(num_replicas)
@@ -174,6 +168,28 @@ class ReplicaEngine:
             reduce_s=0.0,
         )
         return results, modules, timings
+
+    def _actions(self, jobs: Mapping[int, Job], state: ReplicaState) -> dict[int, Action]:
+        """Return what to do with each replica's step, where recorded steps are wanted."""
+        actions = {}
+        for index, job in jobs.items():
+            try:
+                actions[index] = self._captures[index].decide(job.key(state.place(index)))
+            except ConfigurationError as error:
+                self._captures[index].fail(error)
+                actions[index] = Action.RUN
+        return actions
+
+    def _record(self, index: int, job: Job, module: nn.Module, state: ReplicaState) -> Action:
+        """Record the step of a replica in its thread, while no other computes; return what is to be done with it."""
+        capture, take = self._captures[index], functools.partial(self.replicas.take_all_gradients, index)
+        key = job.key(state.place(index))
+        error = self.run([_skip] * index + [functools.partial(job.record, capture, key, module, take)])[index]
+        if error is None:
+            return Action.REPLAY
+        capture.fail(error)
+        take()
+        return Action.RUN
 
     def run_on_devices(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Do as `run` does, with each replica's device and its stream there made current."""
@@ -195,18 +211,6 @@ class ReplicaEngine:
         return outcomes
 
 
-def differentiate(
-    loss: LossFunction, module: nn.Module, shard: Any, scale: float | Tensor
-) -> tuple[Tensor, StepTimings]:
-    """Do what ``ReplicaEngine.backward`` does with the module itself, in the calling thread."""
-    start = time.perf_counter()
-    with torch.enable_grad():
-        value = _checked(loss(module, shard))
-    middle = time.perf_counter()
-    _scaled(value, scale).backward()
-    return value.detach(), StepTimings(0.0, middle - start, time.perf_counter() - middle, 0.0)
-
-
 def _on_device(function: Callable[[], Any], context: ReplicaContext) -> Any:
     with context.on_device():
         return function()
@@ -218,35 +222,5 @@ def _forward(module: nn.Module, inputs: Any, kwargs: dict[str, Any], context: Re
         return module(*arguments, **kwargs)
 
 
-def _step(
-    loss: LossFunction, module: nn.Module, shard: Any, scale: float | Tensor, context: ReplicaContext
-) -> _ReplicaResult:
-    """Run in the replica's thread; autograd differentiates a CPU graph in the thread that calls it."""
-    start = time.perf_counter()
-    with context.for_training().entered():
-        value = _checked(loss(module, shard))
-    middle = time.perf_counter()
-    with context.on_device():  # outside of autocast, as backward should be
-        _scaled(value, scale).backward()
-    return _ReplicaResult(value.detach(), middle - start, time.perf_counter() - middle)
-
-
 def _skip() -> None:
     return None
-
-
-def _checked(value: Any) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise ConfigurationError(
-            f"The loss function returned a {type(value).__name__}; DataParallel.backward needs a tensor.\n"
-            "Return the loss itself, a tensor of one element."
-        )
-    return value
-
-
-def _scaled(value: Tensor, scale: float | Tensor) -> Tensor:
-    with torch.enable_grad():
-        if isinstance(scale, Tensor) and not (scale.dim() == 0 and scale.device.type == "cpu"):  # that is read here
-            scale = scale.to(value.device, non_blocking=True)
-        scaled: Tensor = value * scale
-    return scaled

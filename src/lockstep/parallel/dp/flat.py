@@ -48,6 +48,27 @@ def coalesced_copies(
     return copies
 
 
+class FixedMemory:
+    """Tensors that stay where they are while their values change."""
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+
+    @torch.no_grad()
+    def renew(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors with these values, at the same place as the last time if they are like those of then."""
+        known = self._tensors
+        if len(known) != len(values) or not all(map(_is_like, known, values)):
+            self._tensors = list(values)
+        elif values:
+            torch._foreach_copy_(known, list(values))
+        return list(self._tensors)
+
+
+def _is_like(one: Tensor, other: Tensor) -> bool:
+    return is_plain(one) and is_plain(other) and one.dtype == other.dtype and one.shape == other.shape
+
+
 def is_remote(device: torch.device, source: torch.device) -> bool:
     """Whether a replica on ``device`` needs copies of what is on ``source``."""
     return device != source

@@ -95,6 +95,7 @@ def _added(left: Gradients, right: Gradients, shared: set[int] | None) -> Gradie
     """Return the sums of two rows on one device; see `_sum`."""
     result = list(left)
     in_place: list[tuple[Tensor, Tensor]] = []
+    apart: dict[torch.dtype, tuple[list[int], list[Tensor], list[Tensor]]] = {}
     with torch.no_grad():
         for index, (mine, other) in enumerate(zip(left, right, strict=True)):
             if mine is None or other is None:
@@ -103,9 +104,17 @@ def _added(left: Gradients, right: Gradients, shared: set[int] | None) -> Gradie
                 result[index] = other + mine if mine.is_sparse else mine + other  # torch adds in this order only
             elif shared is not None and (mine.is_sparse or _address(mine) not in shared):
                 in_place.append((mine, other))
+            elif mine.dtype == other.dtype and not mine.is_sparse:
+                indices, lefts, rights = apart.setdefault(mine.dtype, ([], [], []))
+                indices.append(index)
+                lefts.append(mine)
+                rights.append(other)
             else:
                 result[index] = mine + other
         _add_all(in_place)
+        for indices, lefts, rights in apart.values():
+            for index, total in zip(indices, torch._foreach_add(lefts, rights), strict=True):
+                result[index] = total
     return result
 
 

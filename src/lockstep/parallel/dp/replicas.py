@@ -12,8 +12,9 @@ Copying one ``__dict__`` costs half a microsecond, so there is no need to find o
 the tree itself, a type or the set of parameters changed are the shells made again.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -21,12 +22,37 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.parallel.dp.compiled import compiled_forward
-from lockstep.parallel.dp.flat import coalesced_copies
+from lockstep.parallel.dp.flat import FixedMemory, coalesced_copies, is_plain
 from lockstep.parallel.dp.gradients import Run, deliver
-from lockstep.parallel.dp.scattered import sum_of_replicas
+from lockstep.parallel.dp.scattered import sum_apart, sum_of_replicas
 from lockstep.parallel.dp.structure import Node, Structure, check_devices, read_structure
 from lockstep.parallel.dp.tensors import ReplicaTensors
 from lockstep.parallel.dp.transport import make_transport
+
+
+@dataclass(frozen=True)
+class ReplicaState:
+    """The tensors of some replicas, up to date.
+
+    Attributes:
+        generation: Another one for other modules, types or sets of parameters.
+        structure: The module's.
+        weights: By replica, what stands in for each weight.
+        source_buffers: The module's, but for those that are weights.
+        buffers: By replica, what stands in for those.
+    """
+
+    generation: int
+    structure: Structure
+    weights: Sequence[Sequence[Tensor]]
+    source_buffers: Sequence[Tensor]
+    buffers: Sequence[Sequence[Tensor]]
+
+    def place(self, replica: int) -> tuple[object, ...]:
+        """Return all that a step of a replica takes from here, but for values: which memory, and whether to train."""
+        tensors = (*self.weights[replica], *self.buffers[replica])
+        memory = [(each.data_ptr() if is_plain(each) else id(each), each.requires_grad) for each in tensors]
+        return self.generation, tuple(node.source.training for node in self.structure.nodes), tuple(memory)
 
 
 class Replicas:
@@ -42,6 +68,8 @@ class Replicas:
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
         self.module = module
         self.devices = tuple(devices)
+        self._generation = 0
+        self._fixed_buffers: list[FixedMemory] = []
         self._holds = 0
         self._holding = Lock()
         self._structure: Structure | None = None
@@ -76,6 +104,19 @@ class Replicas:
         Raises:
             ConfigurationError: The module cannot be replicated, or is not on the first device.
         """
+        return self.assemble(self.prepare(num_replicas, leaves=leaves))
+
+    def prepare(self, num_replicas: int, *, leaves: bool, fixed: bool = False) -> ReplicaState:
+        """Bring weights and buffers up to date, and not the replicas' modules; for the arguments see `refresh`.
+
+        Args:
+            num_replicas: See `refresh`.
+            leaves: See `refresh`.
+            fixed: Whether they must lie where they lay the last time, as far as they do not share the module's memory.
+
+        Raises:
+            ConfigurationError: See `refresh`.
+        """
         structure = self._current_structure()
         buffers = structure.buffers()
         self._weights = [*structure.parameters, *(buffer for buffer in buffers if buffer.requires_grad)]
@@ -83,31 +124,50 @@ class Replicas:
         check_devices([*self._weights, *plain_buffers], self.devices[0])
 
         self._tensors.hold = self._holds > 0
+        self._tensors.fixed = fixed
         stand_ins = self._tensors.leaves if leaves else self._tensors.connected
         rows = stand_ins(self._weights, num_replicas)
-        copies = [
-            plain_buffers,
-            *coalesced_copies(plain_buffers, self.devices[1:num_replicas], self._transport.broadcast),
-        ]
-        for replica, (weights, own_buffers) in enumerate(zip(rows, copies, strict=True)):
-            by_source = dict(zip(map(id, plain_buffers), own_buffers, strict=True))
+        others = self.devices[1:num_replicas]
+        copies = coalesced_copies(plain_buffers, others, self._transport.broadcast)
+        if fixed:
+            copies = [self._fixed_buffers[index + 1].renew(row) for index, row in enumerate(copies)]
+        return ReplicaState(self._generation, structure, rows, plain_buffers, [plain_buffers, *copies])
+
+    def assemble(self, state: ReplicaState) -> list[nn.Module]:
+        """Bring the replicas' modules up to date, with ``state`` in them, and return them."""
+        structure = state.structure
+        for replica, (weights, own_buffers) in enumerate(zip(state.weights, state.buffers, strict=True)):
+            by_source = dict(zip(map(id, state.source_buffers), own_buffers, strict=True))
             if len(self._weights) > len(structure.parameters):
                 by_source.update(zip(map(id, self._weights), weights, strict=True))
             shells = self._shells[replica]
             for node, shell in zip(structure.nodes, shells, strict=True):
                 object.__setattr__(shell, "__dict__", _state(node, shells, weights, by_source))
             self._bind_compiled(structure, shells)
-        return [self._shells[replica][0] for replica in range(num_replicas)]
+        return [self._shells[replica][0] for replica in range(len(state.weights))]
 
-    def reduce_gradients(self, num_replicas: int, run: Run) -> None:
+    def reduce_gradients(
+        self, num_replicas: int, run: Run, recorded: Mapping[int, Sequence[Tensor | None]] | None = None
+    ) -> None:
         """Sum the gradients of the first ``num_replicas`` replicas' leaves into those of the module's weights.
 
         Args:
             num_replicas: How many.
             run: See `sum_of_replicas`.
+            recorded: Gradients of replicas to take instead of those of the leaves; they are not written to or kept.
         """
         rows = [self._tensors.take_gradients(replica) for replica in range(num_replicas)]
-        deliver(self._weights, sum_of_replicas(rows, self.devices[:num_replicas], self._transport, run))
+        devices = self.devices[:num_replicas]
+        if recorded:
+            rows = [list(recorded.get(replica, row)) for replica, row in enumerate(rows)]
+            sums = sum_apart(rows, devices, self._transport)
+        else:
+            sums = sum_of_replicas(rows, devices, self._transport, run)
+        deliver(self._weights, sums)
+
+    def take_all_gradients(self, replica: int) -> list[Tensor | None]:
+        """Return the gradients of one replica's leaves, in the order of the weights, and clear them."""
+        return self._tensors.take_gradients(replica)
 
     def take_gradients(self, replica: int) -> list[Tensor | None]:
         """Return the gradients of one replica's leaves, in the order of the module's parameters, and clear them."""
@@ -138,6 +198,8 @@ class Replicas:
         if self._structure is None or not self._structure.is_current():
             self._structure = read_structure(self.module)
             self._tensors = ReplicaTensors(self.devices, self._transport)
+            self._fixed_buffers = [FixedMemory() for _ in self.devices]
+            self._generation += 1
             self._compiled = {}
             self._shells = [[object.__new__(node.kind) for node in self._structure.nodes] for _ in self.devices]
         return self._structure

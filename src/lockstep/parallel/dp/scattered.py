@@ -39,6 +39,16 @@ def sum_of_replicas(
     return sum_side_by_side(rows, devices, run)
 
 
+def sum_apart(rows: Sequence[Gradients], devices: Sequence[torch.device], transport: Transport) -> Gradients:
+    """Do as `sum_of_replicas` does, and leave ``rows`` as they are; the sums share no memory with them."""
+    if len(set(devices)) > 1:
+        sums = sum_over_devices(rows, devices, transport, owned=False)
+    else:
+        sums = sum_in_tree(rows, devices, owned=False)
+    theirs = {id(gradient) for row in rows for gradient in row}
+    return [each.clone() if each is not None and id(each) in theirs else each for each in sums]
+
+
 @torch.no_grad()
 def sum_over_devices(
     rows: Sequence[Gradients], devices: Sequence[torch.device], transport: Transport, *, owned: bool

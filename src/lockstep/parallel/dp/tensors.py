@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.dp.flat import alias, coalesced_copies, is_plain, is_remote
+from lockstep.parallel.dp.flat import FixedMemory, alias, coalesced_copies, is_plain, is_remote
 from lockstep.parallel.dp.gradients import sum_in_tree
 from lockstep.parallel.dp.scattered import sum_over_devices
 from lockstep.parallel.dp.transport import Transport
@@ -42,6 +42,7 @@ class ReplicaTensors:
 
     Attributes:
         hold: The caller's promise that the weights do not change until it is False again.
+        fixed: Whether copies are to lie where they lay the last time.
     """
 
     def __init__(self, devices: Sequence[torch.device], transport: Transport) -> None:
@@ -50,6 +51,8 @@ class ReplicaTensors:
         self._held_copies: dict[torch.device, list[Tensor]] = {}
         self._held_stamp: list[tuple[int, int]] = []
         self.hold = False
+        self.fixed = False
+        self._fixed: dict[torch.device, FixedMemory] = {}
 
     def connected(self, weights: Sequence[Tensor], num_replicas: int) -> list[Sequence[Tensor]]:
         """Return the connected stand-ins of each of the first ``num_replicas`` replicas, ordered as ``weights``."""
@@ -98,6 +101,10 @@ class ReplicaTensors:
         devices = self._devices[:num_replicas]
         remote = list(dict.fromkeys(device for device in devices if is_remote(device, source)))
         copies = self._copies(weights, remote) if remote else {}
+        if self.fixed:
+            copies = {
+                device: self._fixed.setdefault(device, FixedMemory()).renew(row) for device, row in copies.items()
+            }
         return [copies[device] if device in remote else weights for device in devices]
 
     def _copies(self, weights: Sequence[Tensor], devices: list[torch.device]) -> dict[torch.device, list[Tensor]]:
