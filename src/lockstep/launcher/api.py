@@ -106,11 +106,11 @@ def launch_with(
             raise error from call.error_of(guard.run_dir, error.rank)
         except Stopped as error:
             if error.saved:
-                error.results = call.results(guard.run_dir, num_ranks)
+                error.results = call.results(guard.run_dir)
                 raise
             stopped_by = error.signal
         else:
-            return call.results(guard.run_dir, num_ranks)
+            return call.results(guard.run_dir)
     # Everything is cleared away: now the signal does here what it would have done without us.
     signal.raise_signal(stopped_by)
     raise KeyboardInterrupt if stopped_by == signal.SIGINT else Stopped("The ranks were stopped.", signal=stopped_by)

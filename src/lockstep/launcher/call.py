@@ -39,6 +39,8 @@ def send(run_dir: Path, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
 def run_from(run_dir: str) -> None:
     """Make the call in this rank, and leave the result, or the exception, in ``run_dir``."""
     folder, rank = Path(run_dir), int(os.environ["RANK"])
+    if rank == 0:  # after a restart there may be fewer
+        (folder / "world_size").write_text(os.environ["WORLD_SIZE"])
     for name, lines in json.loads((folder / "sources.json").read_text()).items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
     with open(folder / "call", "rb") as file:
@@ -59,8 +61,9 @@ def run_from(run_dir: str) -> None:
         ) from error
 
 
-def results(run_dir: Path, num_ranks: int) -> list[Any]:
+def results(run_dir: Path) -> list[Any]:
     """Read what the ranks returned, by rank."""
+    num_ranks = int((run_dir / "world_size").read_text())
     return [_read(run_dir / f"result-{rank}") for rank in range(num_ranks)]
 
 
