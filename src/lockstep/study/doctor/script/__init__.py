@@ -1,0 +1,1 @@
+"""What the syntax tree of a training script tells; the script is never run."""

@@ -1,0 +1,126 @@
+"""Which parts of a script run on some ranks only."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lockstep.study.doctor.script.source import Script, constant, words
+
+_RANK = re.compile(r"(^|_)rank(0|_|$)|main_process|master_process|world_master|process_zero|global_zero", re.IGNORECASE)
+_FLAG = re.compile(r"^(is|am)_(main|master|chief|primary|root|leader)$", re.IGNORECASE)
+_INDEX = {"gpu_id", "gpu", "process_index", "device_id", "local_process_index"}
+"""Names that stand for a rank where they are compared with a number."""
+
+_LEAVING = (ast.Return, ast.Continue, ast.Break, ast.Raise)
+_LEAVING_CALLS = ("exit", "_exit", "quit")
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A condition that only some ranks pass.
+
+    Attributes:
+        test: The condition.
+        branch: ``True`` for what runs where it holds.
+    """
+
+    test: ast.expr
+    branch: bool
+
+    def describe(self) -> str:
+        """Return the condition as it is written, with ``not`` in front for the other branch."""
+        text = ast.unparse(self.test)
+        return text if self.branch else f"not ({text})"
+
+
+class Ranks:
+    """Finds the conditions of a script that depend on the rank."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self._flags: set[str] = set()
+        # Twice, as one flag may be made from another.
+        for _ in range(2):
+            for node in ast.walk(script.tree):
+                if not isinstance(node, ast.Assign):
+                    continue
+                is_condition = isinstance(node.value, (ast.Compare, ast.BoolOp, ast.UnaryOp))
+                if is_condition and self.depends(node.value):
+                    self._flags |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+
+    def mentions(self, node: ast.AST) -> bool:
+        """Say whether an expression names a rank."""
+        return any(_RANK.search(word) or word == "get_rank" for word in words(node))
+
+    def depends(self, test: ast.expr) -> bool:
+        """Say whether ranks may differ in what ``test`` is; not so for asking whether there are ranks at all."""
+        if isinstance(test, ast.BoolOp):
+            return any(self.depends(part) for part in test.values)
+        if isinstance(test, ast.UnaryOp):
+            return self.depends(test.operand)
+        if isinstance(test, ast.Compare):
+            return self._differs(test)
+        named = words(test)
+        return bool(named & self._flags) or any(_RANK.search(word) or _FLAG.search(word) for word in named)
+
+    def _differs(self, test: ast.Compare) -> bool:
+        parts = [test.left, *test.comparators]
+        values = [constant(part) for part in parts]
+        if any(value == -1 for value in values) or any(isinstance(op, (ast.Is, ast.IsNot)) for op in test.ops):
+            return False  # rank != -1, rank is not None: whether this is a distributed run
+        if isinstance(test.ops[0], ast.GtE) and constant(test.comparators[0]) == 0:
+            return False  # likewise
+        named = set().union(*(words(part) for part in parts))
+        is_index = bool(named & _INDEX) and any(isinstance(value, int) for value in values)
+        return is_index or bool(named & self._flags) or any(_RANK.search(word) for word in named)
+
+    def guards(self, node: ast.AST) -> list[Guard]:
+        """Return the conditions on the rank that lead to ``node`` within its function, innermost first."""
+        found: list[Guard] = []
+        for child, parent in self._script.ancestors(node):
+            if isinstance(parent, (ast.If, ast.IfExp)) and child is not parent.test and self.depends(parent.test):
+                body = parent.body if isinstance(parent, ast.If) else [parent.body]
+                found.append(Guard(parent.test, child in body))
+            if isinstance(parent, ast.BoolOp):
+                before = parent.values[: parent.values.index(child)] if child in parent.values else []
+                found += [Guard(test, isinstance(parent.op, ast.And)) for test in before if self.depends(test)]
+            found += self._early_exits(child, parent)
+            if isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+                break
+        return found
+
+    def _early_exits(self, child: ast.AST, parent: ast.AST) -> list[Guard]:
+        """Return the conditions before ``child`` on which a rank leaves the block."""
+        found = []
+        for field in ("body", "orelse", "finalbody"):
+            block: object = getattr(parent, field, None)
+            if isinstance(block, list) and child in block:
+                for statement in block[: block.index(child)]:
+                    if isinstance(statement, ast.If) and self.depends(statement.test) and _leaves(statement.body):
+                        found.append(Guard(statement.test, False))
+        return found
+
+    def is_guarded(self, node: ast.AST, depth: int = 4) -> bool:
+        """Say whether only some ranks come to ``node``, by its own conditions or those of all callers."""
+        if self.guards(node):
+            return True
+        scope = self._script.scope(node)
+        if depth == 0 or not isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            return False
+        if any(_RANK.search(word) for decorator in scope.decorator_list for word in words(decorator)):
+            return True  # such as @rank_zero_only
+        if _RANK.search(scope.name) or "on_master" in scope.name:
+            return True
+        callers = self._script.callers(scope)
+        return bool(callers) and all(self.is_guarded(call, depth - 1) for call in callers)
+
+
+def _leaves(block: Sequence[ast.stmt]) -> bool:
+    last = block[-1]
+    if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call):
+        func = last.value.func
+        return (func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")) in _LEAVING_CALLS
+    return isinstance(last, _LEAVING)
