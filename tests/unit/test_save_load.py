@@ -5,14 +5,22 @@ import json
 import math
 import os
 import pickle
+import re
+import resource
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import nn
 
 import lockstep
-from lockstep.train.checkpoint import CheckpointError
+from lockstep.errors import CheckpointError
+from lockstep.train.checkpoints import disk
 from lockstep.train.checkpoints import folder as folders
+from lockstep.train.checkpoints.lock import FolderLock
+from tests.killing import Killed, Killer, kill_everywhere
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -55,42 +63,122 @@ def test_round_trip(tmp_path, wrap):
 
 
 def test_killed_at_every_byte_leaves_the_one_before(tmp_path, monkeypatch):
-    lockstep.save(tmp_path, step=1)
-    real, written = folders._write, []
-    monkeypatch.setattr(folders, "_write", lambda path, content: (real(path, content), written.append(len(content))))
-    lockstep.save(tmp_path, step=1)
-    total = sum(written)
-    for limit in range(total):
-        left = [limit]
+    lockstep.save(tmp_path / "c", step=1, tensor=torch.ones(2))
+    for _ in range(2):  # the second time over what killed saves have left
+        num_points, found = kill_everywhere(
+            monkeypatch,
+            tmp_path / "c",
+            tmp_path,
+            lambda folder: lockstep.save(folder, step=2, tensor=torch.ones(2)),
+            lambda folder: lockstep.load(folder)["step"],
+        )
+        assert num_points > 500
+        changes = found.index(2)
+        assert found == [1] * changes + [2] * (num_points + 1 - changes)
+        shutil.rmtree(tmp_path / "c")
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            lockstep.save(tmp_path / "c", step=1)
+            Killer(patch, 300)
+            lockstep.save(tmp_path / "c", step=2)
+        assert len(files(tmp_path / "c")) > 4
+    lockstep.save(tmp_path / "c", step=2)
+    assert len(files(tmp_path / "c")) == 4  # what the killed one left is gone
 
-        def stop(path, content, left=left):
-            real(path, content[: left[0]])
-            if len(content) > left[0]:
-                raise KeyboardInterrupt
-            left[0] -= len(content)
 
-        monkeypatch.setattr(folders, "_write", stop)
-        with pytest.raises(KeyboardInterrupt):
-            lockstep.save(tmp_path, step=2)
-        assert lockstep.load(tmp_path) == {"step": 1}
-    monkeypatch.setattr(folders, "_write", real)
-    lockstep.save(tmp_path, step=2)
-    assert lockstep.load(tmp_path) == {"step": 2}
-    assert len(files(tmp_path)) == 4  # what the killed ones left is gone
+FORKS = """
+import os, random, signal, sys, time
+import torch, lockstep
+path, last = sys.argv[1], 0
+lockstep.save(path, step=0, tensor=torch.zeros(1000))
+reading, writing = os.pipe()
+for round in range(15):
+    child = os.fork()
+    if child == 0:
+        step = last
+        while True:
+            step += 1
+            lockstep.save(path, step=step, tensor=torch.full([1000], float(step)))
+            os.write(writing, b"1")
+    os.read(reading, 1)
+    time.sleep(random.uniform(0, 0.02))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.set_blocking(reading, False)
+    try:
+        os.read(reading, 1000)
+    except BlockingIOError:
+        pass
+    os.set_blocking(reading, True)
+    state = lockstep.load(path)
+    assert state["step"] >= last and state["tensor"].unique().tolist() == [state["step"]], state
+    last = state["step"]
+print(last)
+"""
+
+
+def test_processes_that_are_killed_leave_a_whole_one(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS, str(tmp_path / "c")], capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 15
 
 
 def test_full_disk(tmp_path, monkeypatch):
     lockstep.save(tmp_path, step=1)
 
-    def full(path, content):
+    def full(file, piece):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(folders, "_write", full)
-    with pytest.raises(CheckpointError) as caught:
-        lockstep.save(tmp_path, step=2)
-    message = f"Cannot write the checkpoint {tmp_path}: No space left on device.\nThe one before it is as it was."
-    assert str(caught.value) == message
+    message = f"Cannot write the checkpoint {tmp_path}: {{}}.\nThe one before it is as it was."
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "write", full)
+        with pytest.raises(CheckpointError) as caught:
+            lockstep.save(tmp_path, step=2)
+    assert str(caught.value) == message.format("No space left on device")
     assert lockstep.load(tmp_path) == {"step": 1}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))  # the kernel's own refusal, in the middle of a file
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            lockstep.save(tmp_path, step=2, tensor=torch.ones(10_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert str(caught.value) == message.format("File too large")
+    assert lockstep.load(tmp_path) == {"step": 1}
+    lockstep.save(tmp_path, step=3)
+    assert len(files(tmp_path)) == 4
+
+
+def test_a_manifest_that_cannot_be_read_now_keeps_its_files(tmp_path, monkeypatch):
+    lockstep.save(tmp_path, step=1)
+    before, manifest = files(tmp_path), (tmp_path / "manifest.json").read_bytes()
+    sign(tmp_path, json.dumps({"format": "lockstep checkpoint 2", "files": {}}))  # of a later version, say
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        Killer(patch, 200)
+        lockstep.save(tmp_path, step=2)
+    assert set(before) < set(files(tmp_path))
+    (tmp_path / "manifest.json").write_bytes(manifest)
+    assert lockstep.load(tmp_path) == {"step": 1}
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read(tmp_path, monkeypatch):
+    lockstep.save(tmp_path, step=1)
+    real, saves = folders._read_checked, [2, 3]
+
+    def read(folder, entry):
+        if saves:
+            lockstep.save(folder, step=saves.pop(0))
+        return real(folder, entry)
+
+    monkeypatch.setattr(folders, "_read_checked", read)
+    assert lockstep.load(tmp_path) == {"step": 3}
+    monkeypatch.setattr(
+        folders, "_read_checked", lambda folder, entry: lockstep.save(folder, step=4) or real(folder, entry)
+    )
+    with pytest.raises(CheckpointError) as caught:
+        lockstep.load(tmp_path)
+    assert str(caught.value) == f"The checkpoint {tmp_path} is replaced faster than it can be read.\nTry again."
 
 
 def test_every_flipped_byte_and_lost_file_is_noticed(tmp_path):
@@ -157,16 +245,83 @@ def test_what_cannot_be_held_is_named_before_anything_is_written(tmp_path):
         lockstep.save(tmp_path / "c", good=1, bad=[object()])
     assert str(caught.value) == (
         f"The checkpoint {tmp_path / 'c'} cannot hold builtins.object at state.bad.0.\n"
-        "Give numbers, strings, None, dense tensors, and lists, tuples and dicts of them."
+        "Give numbers, strings, bytes, None, dense tensors, and lists, tuples and dicts of them."
     )
     assert files(tmp_path) == []
 
 
+LOCKED = """
+import fcntl, sys
+file = open(sys.argv[1], "ab")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print(flush=True)
+input()
+"""
+
+
 def test_two_writers_at_once(tmp_path):
     lockstep.save(tmp_path, step=1)
-    with folders._locked(tmp_path), pytest.raises(CheckpointError) as caught:
+    message = f"Another process is writing the checkpoint {tmp_path}.\nGive each run a folder of its own."
+    with FolderLock(tmp_path), pytest.raises(CheckpointError) as caught:
         lockstep.save(tmp_path, step=2)
-    assert str(caught.value) == (
-        f"Another process is writing the checkpoint {tmp_path}.\nGive each run a folder of its own."
-    )
+    assert str(caught.value) == message
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", LOCKED, tmp_path / "lock"], stdin=pipe, stdout=pipe) as other:
+        other.stdout.readline()
+        with pytest.raises(CheckpointError) as caught:
+            lockstep.save(tmp_path, step=2)
+        other.communicate(b"\n", timeout=10)
+    assert str(caught.value) == message
     assert lockstep.load(tmp_path) == {"step": 1}
+    lockstep.save(tmp_path, step=2)
+
+
+def test_complex_numbers_bytes_and_keys_of_all_kinds(tmp_path):
+    state = {
+        "bytes": b"\x00\xff",
+        "complex": complex(1, -math.inf),
+        "tensors": [
+            torch.tensor([1 + 2j, 3 - 1j]),
+            torch.tensor([[1 + 2j]], dtype=torch.complex128).conj(),
+            torch.tensor(3, dtype=torch.uint64),
+            torch.zeros(0, 3),
+            torch.tensor([1.5, -2.0]).to(torch.float8_e5m2),
+        ],
+        "keys": {(1, "a"): 1, b"b": 2, 2j: 3, None: 4, "\ud800": torch.ones(1)},
+    }
+    lockstep.save(tmp_path, **state)
+    found = lockstep.load(tmp_path)
+    float8, same_float8 = (each["tensors"].pop().to(torch.float32) for each in (state, found))
+    assert torch.equal(float8, same_float8)
+    assert same(found, state)
+    for value, text in (
+        ({"key": {frozenset(): 1}}, "frozenset as a key of state.key"),
+        ({"sparse": torch.eye(2).to_sparse()}, "Tensor of layout torch.sparse_coo at state.sparse"),
+        ({"x": {"deep": [torch.ones(1, device="meta")]}}, "tensor of torch.float32 on meta at state.x.deep.0"),
+    ):
+        with pytest.raises(CheckpointError, match=f"cannot hold {re.escape(text)}"):
+            lockstep.save(tmp_path, **value)
+    assert lockstep.load(tmp_path).keys() == state.keys()
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+def test_compiled_models_have_the_names_of_bare_ones(tmp_path):
+    model, _ = trained()
+    part = nn.Sequential(*model)
+    part[0] = compiled(part[0])
+    assert "0._orig_mod.weight" in part.state_dict()
+    for number, given in enumerate((compiled(model), nn.DataParallel(compiled(model)), part)):
+        lockstep.save(tmp_path / str(number), model=given)
+        for into in (nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), compiled(trained()[0])):
+            with torch.no_grad():
+                for parameter in into.parameters():
+                    parameter.zero_()
+            lockstep.load(tmp_path / str(number), model=into)
+            assert all(torch.equal(*pair) for pair in zip(into.parameters(), model.parameters(), strict=True))
+        compiled_inside = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        compiled_inside[2] = compiled(compiled_inside[2])
+        lockstep.load(tmp_path / str(number), model=compiled_inside)
+        assert torch.equal(compiled_inside[2].weight, model[2].weight)

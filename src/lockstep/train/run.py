@@ -108,7 +108,7 @@ class Run:
         self._settle()
         found = Evaluation(self._step, self._evaluator.run())
         self._evaluations.append(found)
-        if self._best is None or not found.metrics["loss"] >= _loss_of(self._best):
+        if self._best is None or found.metrics["loss"] < _loss_of(self._best):
             self._best = found
             self.has_new_best = self._settings.keep_best
         epoch = "" if self._loop.epoch is None else f"epoch {self._loop.epoch:.1f}  "

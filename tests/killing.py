@@ -1,0 +1,70 @@
+"""A process that ends in the middle of a save: nothing reaches the disk from some byte or operation on."""
+
+import shutil
+
+from lockstep.train.checkpoints import disk
+
+OPERATIONS = ("make_folder", "create", "rename", "remove", "remove_folder")
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nothing catches it, and clearing up does not work either."""
+
+
+class Killer:
+    """Counts what reaches the disk, a byte or an operation at a time, and lets nothing through once that is enough."""
+
+    def __init__(self, monkeypatch, limit):
+        self.count, self._limit = 0, limit
+        real = {name: getattr(disk, name) for name in (*OPERATIONS, "write")}
+
+        def operation(name):
+            def run(*args):
+                self._spend(1)
+                return real[name](*args)
+
+            return run
+
+        def write(file, piece):
+            left = self._limit - self.count
+            if len(piece) > left:
+                real["write"](file, piece[:left])
+                self.count = self._limit
+                raise Killed
+            self.count += len(piece)
+            real["write"](file, piece)
+
+        for name in OPERATIONS:
+            monkeypatch.setattr(disk, name, operation(name))
+        monkeypatch.setattr(disk, "write", write)
+        # As these change nothing that the process can see, they need not be counted, nor cost time.
+        monkeypatch.setattr(disk, "flush", lambda file: None)
+        monkeypatch.setattr(disk, "flush_folder", lambda path: None)
+
+    def _spend(self, number):
+        if self.count + number > self._limit:
+            raise Killed
+        self.count += number
+
+
+def kill_everywhere(monkeypatch, original, scratch, save, check):
+    """Save into a copy of the folder ``original``, killed at each byte and operation; ``check(copy)`` after each.
+
+    Returns how many there were, once more than which the save came through, and what the checks returned.
+    """
+    found, limit = [], 0
+    while True:
+        copy = scratch / "copy"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(original, copy)
+        with monkeypatch.context() as patch:
+            Killer(patch, limit)
+            try:
+                save(copy)
+                done = True
+            except Killed:
+                done = False
+        found.append(check(copy))
+        if done:
+            return limit, found
+        limit += 1
