@@ -17,9 +17,9 @@ from lockstep.comm.join import Joinable
 from lockstep.parallel.ddp.attributes import forward_attribute
 from lockstep.parallel.ddp.ballot import Ballot
 from lockstep.parallel.ddp.bucket_row import BucketRow
+from lockstep.parallel.ddp.checks import Checks
 from lockstep.parallel.ddp.delayed import DelayedReduction
 from lockstep.parallel.ddp.dynamo import leave_all_uncompiled, leave_uncompiled, run_in_parts
-from lockstep.parallel.ddp.hookable import Hookable
 from lockstep.parallel.ddp.inputs import move_to
 from lockstep.parallel.ddp.join import announce_backward, common_rank
 from lockstep.parallel.ddp.model_sync import ModelSync
@@ -44,7 +44,7 @@ from lockstep.parallel.ddp.wire import WireDtype, wire_dtype_of
 from lockstep.parallel.follow import Follow
 
 
-class DistributedDataParallel(Hookable):
+class DistributedDataParallel(Checks):
     """Train one model in many processes: each computes gradients on its own data, and all get their mean.
 
     A drop-in for ``torch.nn.parallel.DistributedDataParallel`` of torch 2.13: same arguments, same ``state_dict``
@@ -200,7 +200,15 @@ class DistributedDataParallel(Hookable):
         return self._portable_state()
 
     def _portable_state(self) -> dict[str, Any]:
-        tied = {"process_group", "reducer", "_reducer", "_model_sync", "_follow", "_load_state_dict_pre_hooks"}
+        tied = {
+            "process_group",
+            "reducer",
+            "_looks",
+            "_reducer",
+            "_model_sync",
+            "_follow",
+            "_load_state_dict_pre_hooks",
+        }
         state = {name: value for name, value in self.__dict__.items() if name not in tied | self._per_bucket}
         return state | {"_comm_hooks": [], "_comm_hook_name": "", "_last_error": ""}
 

@@ -9,6 +9,7 @@ factors. So the tensor is cut into rows, each of which is summed by one thread, 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -80,3 +81,14 @@ def multiply_(grads: Iterable[Tensor], factor: Tensor) -> None:
             groups[grad.device, grad.dtype].append(grad)
     for (device, dtype), group in groups.items():
         torch._foreach_mul_(group, factor.to(device, dtype))
+
+
+def are_finite(grads: Iterable[Tensor], norm: Tensor) -> bool:
+    """Return whether each element of ``grads`` is finite, whose norm (times something finite) is ``norm``.
+
+    A finite norm proves it. Where it is not finite, the elements decide, since the sum of their squares may overflow on
+    one machine and just not on another. So all ranks with the same gradients say the same. Blocks on CUDA.
+    """
+    if math.isfinite(float(norm)):
+        return True
+    return all(bool(torch.isfinite(grad.coalesce().values() if grad.is_sparse else grad).all()) for grad in grads)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, final
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lockstep.parallel.flat_math import combine_norms, list_norms, multiply_
+from lockstep.parallel.flat_math import are_finite, combine_norms, list_norms, multiply_
 
 if TYPE_CHECKING:
     from lockstep.parallel.distributed import DistributedDataParallel
@@ -108,14 +107,3 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """Return the factor that brings ``norm`` down to ``max_norm``, or one; the formula of ``clip_grad_norm_``."""
     factor: Tensor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     return factor
-
-
-def are_finite(grads: Iterable[Tensor], norm: Tensor) -> bool:
-    """Return whether each element of ``grads`` is finite, whose norm (times something finite) is ``norm``.
-
-    A finite norm proves it. Where it is not finite, the elements decide, since the sum of their squares may overflow on
-    one machine and just not on another. So all ranks with the same gradients say the same. Blocks on CUDA.
-    """
-    if math.isfinite(float(norm)):
-        return True
-    return all(bool(torch.isfinite(grad.coalesce().values() if grad.is_sparse else grad).all()) for grad in grads)

@@ -15,11 +15,11 @@ from lockstep.comm.collectives import Group, all_reduce
 from lockstep.comm.slices import scatters
 from lockstep.comm.world import World
 from lockstep.data.loader import MicroBatch
-from lockstep.parallel.flat_math import multiply_
+from lockstep.parallel.flat_math import are_finite, multiply_
 from lockstep.parallel.zero.clip import norm_of_slices
 from lockstep.parallel.zero.like import divide
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
-from lockstep.train.gradients import Gradients, are_finite
+from lockstep.train.gradients import Gradients
 from lockstep.train.objective import Objective
 from lockstep.train.strategy import Distributed, Pass, Strategy
 

@@ -45,6 +45,7 @@ class Departures:
         transport: How buckets travel. May be replaced between steps, on all ranks alike.
         divisor: What gradients are divided by before they are summed; the number of ranks.
         on_reduced: What to call with each bucket when it is reduced, see [Note: reduced].
+        on_leaving: What to call with each bucket before it leaves, while it holds this rank's gradients only.
         eager: Whether to call it during backward where that is possible.
         num_left: How many buckets have left in this step, those that were skipped included.
         exposed_wait_s: How long the last step waited for communication after its own work was done, on the host.
@@ -54,6 +55,7 @@ class Departures:
         self.transport: Transport = MeanTransport(group)
         self.divisor = float(group.size())
         self.on_reduced: list[Callable[[Bucket], None]] = []
+        self.on_leaving: list[Callable[[Bucket], None]] = []
         self.eager = False
         self.exposed_wait_s = 0.0
         self._row = row
@@ -108,6 +110,8 @@ class Departures:
         if not self._skip_unused or any(mine):
             bucket.gather(mine, share)
             refuse_absent(bucket)
+            for look in self.on_leaving:
+                look(bucket)
             self._times.mark(Moment.COMMUNICATION)
             self._under_way.append((bucket, self._start(bucket, self.num_left, alone=alone)))
         self.num_left += 1
