@@ -1,6 +1,7 @@
 """torch.compile inside and around the wrapper, with a backend that shows hooks and frames without generating code."""
 
 import copy
+import importlib
 
 import pytest
 import torch
@@ -90,3 +91,69 @@ def test_buckets_leave_while_a_compiled_backward_runs(ranks, inside):
         assert num_graphs == theirs > 1
         assert missing[0] >= 2
         assert missing == sorted(missing, reverse=True)
+
+
+def whole_step(world, which):
+    """Compile forward, backward and optimizer as one function; return how many graphs that made."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    bare = Deep()
+    oracle = copy.deepcopy(bare)
+    wrap = lockstep.DistributedDataParallel if which != "torch" else torch.nn.parallel.DistributedDataParallel
+    model = wrap(bare, bucket_cap_mb=1)
+    reference = torch.optim.SGD(oracle.parameters(), lr=0.1, momentum=0.9)
+    if which == "zero":
+        optimizer = lockstep.ZeroRedundancyOptimizer(
+            bare.parameters(), torch.optim.SGD, shard_gradients=True, lr=0.1, momentum=0.9
+        )
+    else:
+        optimizer = torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(step, backend=counter)
+    for number in range(6):
+        batch = torch.randn(4, 400, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+        compiled(batch.chunk(2)[world.rank])
+        reference.zero_grad()
+        oracle(batch).square().mean().backward()
+        reference.step()
+        for parameter, expected in zip(bare.parameters(), oracle.parameters(), strict=True):
+            torch.testing.assert_close(parameter, expected, rtol=1e-12, atol=1e-14)
+    return counter.frame_count
+
+
+def test_a_whole_step_is_compiled(ranks):
+    """In as many graphs as with torch's class, which ends them in the same places: forward's buckets and backward."""
+    run = ranks(2, warnings="ignore")
+    assert run(whole_step, "ours", timeout=110) == run(whole_step, "torch", timeout=110)
+
+
+def test_a_whole_step_with_a_divided_optimizer_is_compiled(ranks):
+    assert min(ranks(2, warnings="ignore")(whole_step, "zero", timeout=110)) > 1
+
+
+def compiled_autograd(world):
+    options = importlib.import_module("torch._dynamo.config")  # a module that cannot be pickled, so not by attributes
+    torch.compiler.reset()
+    model = lockstep.DistributedDataParallel(nn.Linear(2, 2))
+
+    def step():
+        model(torch.ones(1, 2)).sum().backward()
+
+    with options.patch(compiled_autograd=True):
+        torch.compile(step, backend="eager")()
+
+
+def test_compiled_autograd_is_refused(ranks):
+    for outcome in ranks(2, warnings="ignore").each(compiled_autograd, timeout=110):
+        assert str(outcome.error) == (
+            "Compiled autograd does not work with DistributedDataParallel: gradients would not be averaged.\n"
+            "Set torch._dynamo.config.compiled_autograd = False; the backward of what is compiled is compiled anyway."
+        )

@@ -24,6 +24,7 @@ from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 from lockstep.parallel.batchnorm.engine import Event, enter
 from lockstep.parallel.batchnorm.exchange import Place
 from lockstep.parallel.batchnorm.layer import SyncBatchNorm, TorchSyncBatchNorm
+from lockstep.parallel.ddp.dynamo import keep_out_of_graphs
 from lockstep.parallel.ddp.weights import Weights
 
 _CONVERT = "Convert the model: model = lockstep.SyncBatchNorm.convert_sync_batchnorm(model)."
@@ -183,6 +184,7 @@ class Follow:
         else:
             self._phase = _Phase.BACKWARD
 
+    @keep_out_of_graphs
     def end_backward(self) -> None:
         """Say that backward is over; or, without a batch, take part in it until the others say so.
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from lockstep.comm.collectives import Group, all_reduce, broadcast_object
 from lockstep.parallel.ddp.bucket_plan import FIRST_CAP_BYTES
 from lockstep.parallel.ddp.capture import is_capturing
+from lockstep.parallel.ddp.dynamo import keep_out_of_graphs
 from lockstep.parallel.ddp.pipeline import MIN_GAIN, Costs, Timeline, candidate_caps, in_words, predict_end_s
 from lockstep.parallel.ddp.probe import measure_costs
 from lockstep.parallel.ddp.reducer import Reducer
@@ -127,6 +128,7 @@ class CapSearch:
         if self._reducer.at_end is None:
             self._reducer.at_end = _do_nothing
 
+    @keep_out_of_graphs
     def _stamp(self, index: int, _: Tensor) -> None:
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)

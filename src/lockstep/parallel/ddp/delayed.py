@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lockstep.comm.collectives import Group, all_reduce_async, broadcast_coalesced
+from lockstep.parallel.ddp.dynamo import keep_out_of_graphs
 from lockstep.parallel.ddp.reducer import Reducer
 
 
@@ -48,6 +49,7 @@ class DelayedReduction:
         self._handle = trigger.register_hook(self._reduce)
 
     @torch.no_grad()
+    @keep_out_of_graphs
     def _reduce(self, gradient: Tensor) -> Tensor:
         window = self._reducer.weights.window
         is_weighed = window is not None and window.is_weighed
@@ -67,6 +69,7 @@ class DelayedReduction:
             parameter.grad.div_(self._group.size())
             pending.append(all_reduce_async(parameter.grad, group=self._group))
 
+        @keep_out_of_graphs
         def wait() -> None:
             for future in pending:
                 future.wait()

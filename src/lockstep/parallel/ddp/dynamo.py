@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
+from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.bucket_plan import FIRST_CAP_BYTES
 
 if TYPE_CHECKING:
@@ -37,7 +39,8 @@ def keep_out_of_graphs(function: _Function) -> _Function:
     """Make torch.compile end a graph before each call of ``function``, run it as it is, and go on behind it.
 
     The functions above do so for frames that are entered from outside a graph; this does it for a module's forward,
-    too, which the compiler would otherwise inline.
+    too, which the compiler would otherwise inline. Autograd calls hooks where a compiled step runs its backward, so
+    these need it as well. Not around another decorator, whose code others share.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return leave_all_uncompiled(function)
@@ -47,6 +50,20 @@ def _set_strategy(function: Callable[..., Any], *, for_callees: Any) -> None:
     frames = torch._C._dynamo.eval_frame
     strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, for_callees)
     frames.set_code_exec_strategy(function.__code__, strategy)
+
+
+def refuse_compiled_autograd() -> None:
+    """Refuse a backward that torch.compile runs as a graph of its own: it calls hooks when it likes, and no callbacks.
+
+    Raises:
+        ConfigurationError: It is one.
+    """
+    compiler = sys.modules.get("torch._dynamo.compiled_autograd")  # not imported where nobody compiles
+    if compiler is not None and compiler.in_compiled_autograd_region:
+        raise ConfigurationError(
+            "Compiled autograd does not work with DistributedDataParallel: gradients would not be averaged.\n"
+            "Set torch._dynamo.config.compiled_autograd = False; the backward of what is compiled is compiled anyway."
+        )
 
 
 @leave_uncompiled

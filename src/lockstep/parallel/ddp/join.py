@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lockstep.comm.collectives import Group, all_reduce
 from lockstep.comm.join import Join, JoinHook
+from lockstep.parallel.ddp.dynamo import keep_out_of_graphs
 from lockstep.parallel.ddp.outputs import find_tensors
 from lockstep.parallel.ddp.torch_names import TorchNames
 from lockstep.parallel.follow import Follow
@@ -112,6 +113,7 @@ class UnevenInputs(TorchNames):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._on_local_backward)
 
+    @keep_out_of_graphs
     def _on_local_backward(self, _gradient: Tensor) -> None:
         Variable._execution_engine.queue_callback(self._follow.end_backward)  # a second time it does nothing
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from lockstep.errors import LockstepError
+from lockstep.parallel.ddp.dynamo import keep_out_of_graphs
 
 Hook = Callable[[Tensor], None]
 
@@ -63,6 +64,7 @@ class ParameterHooks:
     def _make(self, index: int) -> Hook:
         reference = self._listener
 
+        @keep_out_of_graphs
         def on_gradient(_parameter: Tensor) -> None:
             target = reference()
             if target is not None:
@@ -102,6 +104,7 @@ def watch_frozen(parameters: Mapping[str, nn.Parameter], listener: Listener) -> 
 
 
 def _alarm(name: str, reference: weakref.ref[Listener]) -> Hook:
+    @keep_out_of_graphs
     def on_gradient(_parameter: Tensor) -> None:
         listener = reference()
         if listener is not None and listener.is_collecting:

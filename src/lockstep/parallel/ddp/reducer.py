@@ -41,6 +41,7 @@ from lockstep.parallel.ddp.ballot import Ballot
 from lockstep.parallel.ddp.bucket import Bucket
 from lockstep.parallel.ddp.bucket_row import BucketRow
 from lockstep.parallel.ddp.departures import Departures
+from lockstep.parallel.ddp.dynamo import keep_out_of_graphs, refuse_compiled_autograd
 from lockstep.parallel.ddp.in_backward import take_over_optimizers
 from lockstep.parallel.ddp.neighbours import Neighbours, introduce, look_for_others
 from lockstep.parallel.ddp.outputs import find_tensors
@@ -183,12 +184,14 @@ class Reducer:
         if self.weights.window is not None:
             self.weights.window.on_forward()
 
+    @keep_out_of_graphs
     def _on_local_output(self, gradient: Tensor) -> Tensor | None:
         with self._lock:
             if self.weights.window is not None and not self.is_collecting:
                 self.weights.window.enter(self._arrivals.used, accumulates=True)
         return self.weights.silenced(gradient)
 
+    @keep_out_of_graphs
     def _on_output(self, gradient: Tensor) -> Tensor | None:
         with self._lock:
             if not self.is_collecting:
@@ -196,6 +199,7 @@ class Reducer:
         return self.weights.silenced(gradient)
 
     def _open_step(self, arrived: int | None = None) -> None:
+        refuse_compiled_autograd()
         if self._phase is _Phase.COLLECTING:  # a backward that an exception cut short
             self._reset_step()
             self.departures.wait_for_abandoned()
@@ -228,7 +232,9 @@ class Reducer:
             arrivals.used[index] = 1
             if self._phase is not _Phase.COLLECTING or self._closing() is None:  # is_collecting, without a call
                 if self._phase is not _Phase.ARMED:
-                    self._on_local_gradient(index)
+                    arrivals.note_local()
+                    if self.weights.window is not None:
+                        self.weights.window.on_arrival(index, arrivals.used)
                     return
                 self._open_step(arrived=index)
             if arrivals.has_come(index) and self.row.position_of[index] < self.departures.num_left:
@@ -240,13 +246,9 @@ class Reducer:
                     return
                 self.departures.launch(arrivals.used)
 
-    def _on_local_gradient(self, index: int) -> None:
-        self._arrivals.note_local()
-        if self.weights.window is not None:
-            self.weights.window.on_arrival(index, self._arrivals.used)
-
     # --- the step closes --------------------------------------------------------------------------------------------
 
+    @keep_out_of_graphs
     def _close_step(self) -> None:
         """Launch what is left, wait for everything, and settle the gradients that never came."""
         with self._lock:
@@ -267,8 +269,7 @@ class Reducer:
                     self._in_backward_step()
                 if not self.row.is_rebuilt:
                     self.row.rebuild(self._arrivals.order, group=self._group)
-                if self.times.is_sampling:
-                    self.times.end(self.departures.num_under_way, self._arrivals.unused_bytes())
+                self.times.end(self.departures.num_under_way, self._arrivals.unused_bytes)
                 self._arrivals.close()
                 self._tell_closed(had_data=True)
             finally:

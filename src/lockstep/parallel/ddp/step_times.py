@@ -8,6 +8,7 @@ is looked at: no step waits for it.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -70,12 +71,11 @@ class StepTimes:
 
     Attributes:
         rate: One of how many steps is looked at, after the first ones.
-        is_sampling: Whether this step is looked at.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.rate = _DEFAULT_RATE
-        self.is_sampling = False
+        self._is_sampling = False
         self._device = device
         self._num_forwards = 0
         self._sample = _Sample(0)
@@ -86,32 +86,34 @@ class StepTimes:
     def begin(self) -> None:
         """Take notice that a forward begins whose backward is to be synchronised."""
         number, self._num_forwards = self._num_forwards, self._num_forwards + 1
-        self.is_sampling = (number <= _LAST_OF_FIRST or number % self.rate == 0) and not is_capturing(self._device)
-        if self.is_sampling:
+        self._is_sampling = (number <= _LAST_OF_FIRST or number % self.rate == 0) and not is_capturing(self._device)
+        if self._is_sampling:
             self._sample = _Sample(number)
             self.mark(Moment.FORWARD)
 
     def mark(self, moment: Moment) -> None:
         """Take notice of the first ``moment`` of its kind in this step."""
-        if not self.is_sampling or moment in self._sample.host_ns:
+        if not self._is_sampling or moment in self._sample.host_ns:
             return
         self._sample.host_ns[moment] = time.time_ns()
         if self._device.type == "cuda":
             self._sample.events[moment] = event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self._device))
 
-    def end(self, num_buckets: int, unused_bytes: int) -> None:
+    def end(self, num_buckets: int, unused_bytes: Callable[[], int]) -> None:
         """Take notice that the step is over.
 
         Args:
             num_buckets: How many were reduced.
-            unused_bytes: Of the parameters that received no gradient on this rank.
+            unused_bytes: Returns the size of the parameters that received no gradient on this rank.
         """
+        if not self._is_sampling:
+            return
         self.mark(Moment.COMMUNICATION_END)
-        self.is_sampling = False
+        self._is_sampling = False
         if len(self._sample.host_ns) < len(Moment):  # its buckets left before a forward, or none did
             return
-        self._sample.num_buckets, self._sample.unused_bytes = num_buckets, unused_bytes
+        self._sample.num_buckets, self._sample.unused_bytes = num_buckets, unused_bytes()
         if self._last is not None and self._last.is_known:
             for name, value_ns in self._last.times_ns().items():
                 self._sums_ns[name] = self._sums_ns.get(name, 0) + value_ns

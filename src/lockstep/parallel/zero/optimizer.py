@@ -13,6 +13,7 @@ from lockstep.comm.collectives import Group, default_group
 from lockstep.comm.join import Join, Joinable, JoinHook
 from lockstep.comm.slices import gather_states
 from lockstep.errors import ConfigurationError
+from lockstep.parallel.ddp.dynamo import keep_out_of_graphs
 from lockstep.parallel.zero.arguments import check_dense, check_ranks_agree, listed
 from lockstep.parallel.zero.clip import clip_slices_
 from lockstep.parallel.zero.division import Division
@@ -86,8 +87,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Joinable.__init__(self)
         self.process_group: Group = default_group() if process_group is None else process_group
         self.world_size, self.rank = self.process_group.size(), self.process_group.rank()
-        self.parameters_as_bucket_view = parameters_as_bucket_view
-        self.overlaps = False
+        self.parameters_as_bucket_view, self.overlaps = parameters_as_bucket_view, False
         self._recipe, self._shard_gradients = recipe, shard_gradients
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._agree()
@@ -116,6 +116,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
+    @keep_out_of_graphs
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
         """Update this rank's part of the parameters and give it to all ranks; return what ``closure`` does.
 

@@ -15,6 +15,7 @@ from lockstep.comm.slices import Waitable, all_reduce_work, reduce_scatter_slice
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.bucket import Bucket
 from lockstep.parallel.ddp.bucket_row import BucketRow
+from lockstep.parallel.ddp.dynamo import keep_out_of_graphs
 from lockstep.parallel.ddp.neighbours import live_reducers
 from lockstep.parallel.ddp.reducer import Reducer
 from lockstep.parallel.ddp.transport import MeanTransport, Transport
@@ -118,6 +119,7 @@ class SecondBackward:
             self._watched[id(used[0])] = used[0]
             used[0].register_hook(partial(self._before_gradient, bucket, used[0]))
 
+    @keep_out_of_graphs
     def _before_gradient(self, bucket: Bucket, parameter: torch.nn.Parameter, _gradient: torch.Tensor) -> None:
         if id(bucket) not in self._reduced or parameter.grad is None:
             return
