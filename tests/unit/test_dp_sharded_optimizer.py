@@ -1,6 +1,7 @@
 """An optimizer divided among the replicas of a DataParallel does what the bare one does."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -193,3 +194,65 @@ def test_what_cannot_be_divided_is_refused():
     assert str(error.value).splitlines()[0] == (
         "Parameter 0 of the optimizer received a sparse gradient, which cannot be divided."
     )
+
+
+@pytest.mark.parametrize("numbers", [(0, 0, 0), (0, 1, 2)])
+def test_divided_gradients_do_what_whole_ones_do(numbers, monkeypatch):
+    monkeypatch.setattr("lockstep.parallel.dp.flat.worth_packing", lambda source, device: True)
+    devices = [torch.device("cpu", number) if number else torch.device("cpu") for number in numbers]
+    monkeypatch.setattr(DataParallel, "devices", property(lambda self: tuple(devices)))
+    bare, sharded = make_model(), make_model()
+    engine = DataParallel(sharded, ["cpu"] * 3)
+    mine = OPTIMIZERS["adamw"](bare.parameters())
+    theirs = engine.shard_optimizer(OPTIMIZERS["adamw"](sharded.parameters()), shard_gradients=True)
+    for step, (inputs, targets) in enumerate(batches(5)):
+        for optimizer in (mine, theirs):
+            optimizer.zero_grad()
+        for _ in range(2):  # accumulated
+            loss(bare, (inputs, targets)).backward()
+            count = 2 if step == 3 else 3  # a replica without a shard owns its slice all the same
+            shards = list(zip(inputs.chunk(count), targets.chunk(count), strict=True))
+            engine.backward(loss, shards, [1 / count] * count)
+        assert all(parameter.grad is None for parameter in sharded.parameters())
+        norms = [nn.utils.clip_grad_norm_(bare.parameters(), 0.5), theirs.clip_grad_norm_(0.5)]
+        assert float(norms[1]) == pytest.approx(float(norms[0]), rel=1e-12)
+        mine.step()
+        theirs.step()
+    assert_close(bare, sharded)
+    assert torch.equal(sharded.unused, torch.ones(5).double())
+    expected, found = mine.state_dict()["state"], theirs.state_dict()["state"]
+    torch.testing.assert_close(found[1]["exp_avg_sq"], expected[1]["exp_avg_sq"], rtol=1e-12, atol=1e-13)
+    sharded[0].weight.grad = torch.ones_like(sharded[0].weight)
+    with pytest.raises(LockstepError) as error:
+        theirs.step()
+    assert str(error.value).splitlines()[0] == (
+        "Parameter 1 of the optimizer has a gradient in .grad, but with shard_gradients=True gradients come from "
+        "DataParallel.backward only."
+    )
+    del optimizer, theirs, error
+    gc.collect()  # and gradients are whole again
+    sharded.zero_grad()
+    engine.backward(loss, shards, [1 / 3] * 3)
+    assert sharded[0].weight.grad is not None
+
+
+def test_what_divided_gradients_refuse():
+    model = make_model()
+    engine = DataParallel(model, ["cpu", "cpu"])
+    with pytest.raises(ConfigurationError) as error:
+        engine.shard_optimizer(OPTIMIZERS["adafactor"](model.parameters()), shard_gradients=True)
+    assert str(error.value) == (
+        "shard_gradients=True needs an element-wise optimizer, which Adafactor is not known to be.\nLeave it out."
+    )
+    with pytest.raises(ConfigurationError) as error:
+        engine.shard_optimizer(OPTIMIZERS["sgd"](make_model().parameters()), shard_gradients=True)
+    assert str(error.value).startswith("shard_gradients=True, but the optimizer has parameters that are not the module")
+    optimizer = engine.shard_optimizer(OPTIMIZERS["sgd"](model.parameters()), shard_gradients=True)
+    model[0].bias.register_hook(lambda gradient: gradient)
+    ((inputs, targets),) = batches(1)
+    with pytest.raises(ConfigurationError) as error:
+        engine.backward(loss, [(inputs, targets)], [1.0])
+    assert str(error.value).splitlines()[0] == (
+        "Parameter 2 of the optimizer has a gradient hook, but with shard_gradients=True there is no whole gradient."
+    )
+    assert optimizer.slices.tensors() == []

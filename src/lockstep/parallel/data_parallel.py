@@ -203,13 +203,22 @@ class DataParallel(nn.Module, Generic[Wrapped]):
             found, self.last_timings = engine.gradients(loss, shards, scales)
         return found
 
-    def shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
+    def shard_optimizer(self, optimizer: Optimizer, *, shard_gradients: bool = False) -> ShardedOptimizer:
         """Return what steps in place of ``optimizer``, which has not yet; see `ShardedOptimizer`.
+
+        Args:
+            optimizer: Of parameters of the module.
+            shard_gradients: Let `backward` leave each replica its slice of the gradients, and none in ``param.grad``:
+                on several devices they then need no way and no memory on the first. Clip with ``clip_grad_norm_`` of
+                what is returned.
 
         Raises:
             ConfigurationError: It cannot be made anew from its class and its param groups, or cannot be divided.
         """
-        return ShardedOptimizer(optimizer, self.devices, self._run_each)
+        sharded = ShardedOptimizer(optimizer, self.devices, self._run_each, shard_gradients=shard_gradients)
+        if shard_gradients and len(self.device_ids) > 1:
+            self._current_engine().replicas.slices = sharded.lookup(self.module)
+        return sharded
 
     def _run_each(self, functions: Sequence[Callable[[], None]]) -> None:
         if len(self.device_ids) < 2:

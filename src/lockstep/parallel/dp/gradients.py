@@ -82,7 +82,7 @@ def deliver(weights: Sequence[Tensor], gradients: Gradients) -> None:
         for weight, gradient in zip(weights, gradients, strict=True):
             if gradient is None:
                 continue
-            if _needs_autograd(weight) or (weight.grad is not None and _is_mixed(weight.grad, gradient)):
+            if needs_autograd(weight) or (weight.grad is not None and _is_mixed(weight.grad, gradient)):
                 torch.autograd.backward([weight], [gradient])
             elif weight.grad is None:
                 weight.grad = gradient
@@ -163,6 +163,6 @@ def _is_mixed(left: Tensor, right: Tensor) -> bool:
     return left.is_sparse != right.is_sparse
 
 
-def _needs_autograd(weight: Tensor) -> bool:
+def needs_autograd(weight: Tensor) -> bool:
     """Whether hooks wait for the gradient, or the weight was itself computed."""
     return bool(weight._backward_hooks) or bool(weight._post_accumulate_grad_hooks) or not weight.is_leaf

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
+from lockstep.parallel.dp.slices import GradientSlices
 from lockstep.parallel.zero.flat import FlatBuffer
 from lockstep.parallel.zero.recipe import Recipe
 from lockstep.parallel.zero.shard import FlatShard
@@ -45,6 +46,7 @@ class SliceOwner(Owner):
         buffers: All parameters.
         recipe: Of an element-wise optimizer.
         options: By param group, its options without "params".
+        divided: The gradients, if each owner has its slice of them already; None: they are in ``param.grad``.
     """
 
     def __init__(
@@ -54,11 +56,12 @@ class SliceOwner(Owner):
         buffers: Sequence[FlatBuffer],
         recipe: Recipe,
         options: Sequence[Mapping[str, Any]],
+        divided: GradientSlices | None = None,
     ) -> None:
-        self._number, self._buffers = number, list(buffers)
+        self._number, self._buffers, self._divided = number, list(buffers), divided
         self._slices = [buffer.slice_of(number) for buffer in buffers]
         self._pieces = [each if each.device == device else each.to(device) for each in self._slices]
-        self._gradients = [torch.empty_like(each) for each in self._slices]
+        self._gradients = [] if divided else [torch.empty_like(each) for each in self._slices]
         self.shard = self._flat = FlatShard(
             recipe, self._pieces, [buffer.spans_of(number) for buffer in buffers], options
         )
@@ -66,19 +69,23 @@ class SliceOwner(Owner):
     @override
     @torch.no_grad()
     def step(self, present: Sequence[bool], kwargs: Mapping[str, Any]) -> None:
-        for buffer, gradient in zip(self._buffers, self._gradients, strict=True):
-            buffer.gather_gradients(self._number, gradient)
         remote = [index for index, piece in enumerate(self._pieces) if piece is not self._slices[index]]
         for index in remote:
-            self._pieces[index].copy_(self._slices[index])
-        moved = [gradient.to(piece.device) for gradient, piece in zip(self._gradients, self._pieces, strict=True)]
-        self._flat.set_gradients(moved, present)
+            self._pieces[index].copy_(self._slices[index], non_blocking=True)
+        gradients = self._gathered() if self._divided is None else self._divided.of(self._number)
+        self._flat.set_gradients(gradients, present)
         try:
             self.shard.optimizer.step(**kwargs)
         finally:
             self._flat.drop_gradients()
         for index in remote:
-            self._slices[index].copy_(self._pieces[index])
+            self._slices[index].copy_(self._pieces[index], non_blocking=True)
+
+    def _gathered(self) -> list[Tensor]:
+        for buffer, gradient in zip(self._buffers, self._gradients, strict=True):
+            buffer.gather_gradients(self._number, gradient)
+        pairs = zip(self._gradients, self._pieces, strict=True)
+        return [gradient.to(piece.device, non_blocking=True) for gradient, piece in pairs]
 
 
 @final

@@ -25,6 +25,7 @@ from lockstep.parallel.dp.compiled import compiled_forward
 from lockstep.parallel.dp.flat import FixedMemory, coalesced_copies, is_plain
 from lockstep.parallel.dp.gradients import Run, deliver
 from lockstep.parallel.dp.scattered import sum_apart, sum_of_replicas
+from lockstep.parallel.dp.slices import GradientSlices
 from lockstep.parallel.dp.structure import Node, Structure, check_devices, read_structure
 from lockstep.parallel.dp.tensors import ReplicaTensors
 from lockstep.parallel.dp.transport import make_transport
@@ -63,11 +64,13 @@ class Replicas:
     Attributes:
         module: The module that is replicated.
         devices: One a replica; the same device may be named several times.
+        slices: Returns where gradients go that a divided optimizer wants in slices, if there is one.
     """
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
         self.module = module
         self.devices = tuple(devices)
+        self.slices: Callable[[], GradientSlices | None] = lambda: None
         self._generation = 0
         self._fixed_buffers: list[FixedMemory] = []
         self._holds = 0
@@ -160,6 +163,10 @@ class Replicas:
         devices = self.devices[:num_replicas]
         if recorded:
             rows = [list(recorded.get(replica, row)) for replica, row in enumerate(rows)]
+        slices = self.slices()
+        if slices is not None:
+            rows = slices.take(self._weights, rows, self._transport)
+        if recorded:
             sums = sum_apart(rows, devices, self._transport)
         else:
             sums = sum_of_replicas(rows, devices, self._transport, run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -12,6 +13,8 @@ from torch.optim import Optimizer
 
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.parallel.dp.owners import Owner, SliceOwner, WholeOwner
+from lockstep.parallel.dp.slices import GradientSlices
+from lockstep.parallel.flat_math import combine_norms, list_norms, multiply_
 from lockstep.parallel.zero.flat import FlatBuffer
 from lockstep.parallel.zero.layout import slices_of
 from lockstep.parallel.zero.recipe import Recipe
@@ -37,18 +40,31 @@ class ShardedOptimizer(Optimizer):
         optimizer: Which has not made a step yet; it is not used afterwards.
         devices: Of the replicas; parameters lie on the first. Empty: there is only the module, wherever it is.
         run: Calls functions in the replicas' threads.
+        shard_gradients: Whether each replica gets only its slice of the gradients, see `DataParallel.shard_optimizer`.
+
+    Attributes:
+        slices: The gradients, if they are divided.
 
     Raises:
         ConfigurationError: It cannot be made anew from its class and its param groups, or cannot be divided.
     """
 
-    def __init__(self, optimizer: Optimizer, devices: Sequence[torch.device], run: Run) -> None:
+    def __init__(
+        self, optimizer: Optimizer, devices: Sequence[torch.device], run: Run, *, shard_gradients: bool = False
+    ) -> None:
         if optimizer.state:
             raise ConfigurationError(
                 f"This {type(optimizer).__name__} has a state already, which would be lost.\n"
                 "Divide it before its first step, then load its state_dict() into what shard_optimizer() returns."
             )
         self._recipe = Recipe.of(optimizer)
+        if shard_gradients and not self._recipe.elementwise:
+            raise ConfigurationError(
+                f"shard_gradients=True needs an element-wise optimizer, which {type(optimizer).__name__} is not known "
+                "to be.\nLeave it out."
+            )
+        self._shards_gradients = shard_gradients and len(devices) > 1
+        self.slices: GradientSlices | None = None
         self._run = run
         self._devices = list(devices) or [optimizer.param_groups[0]["params"][0].device]
         self._owners: list[Owner] = []
@@ -68,18 +84,69 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._refuse_sparse()
+        present = self._present()
         for buffer in self._buffers:
             if not buffer.is_whole:
                 buffer.take_back()
         options = self._options()
         for owner in self._owners:
             _set(owner.shard.optimizer, options)
-        present = [parameter.grad is not None for parameter in self._parameters]
         self._run([partial(owner.step, present, kwargs) for owner in self._owners])
         for buffer in self._buffers:  # autograd must notice that what it has saved has changed
             torch.autograd.graph.increment_version(buffer.parameters)
         self._adopt(self._owners[0].shard.optimizer)
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Let go of all gradients, or set to zero those that are not divided."""
+        super().zero_grad(set_to_none)
+        if self.slices is not None:
+            self.slices.drop()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Cut the gradients to ``max_norm`` in place and return what their norm was, on the first device.
+
+        As ``torch.nn.utils.clip_grad_norm_`` does with all parameters, which with ``shard_gradients`` sees nothing.
+        """
+        gradients = [each.grad for each in self._parameters if each.grad is not None]
+        if self.slices is not None:
+            gradients = self.slices.tensors()
+        norm = combine_norms(list_norms(gradients, norm_type), norm_type)
+        multiply_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def lookup(self, module: nn.Module) -> Callable[[], GradientSlices | None]:
+        """Return what returns the `slices` as long as this optimizer is used.
+
+        Raises:
+            ConfigurationError: A parameter is none of ``module``.
+        """
+        known = set(map(id, module.parameters()))
+        if any(id(parameter) not in known for parameter in self._parameters):
+            raise ConfigurationError(
+                "shard_gradients=True, but the optimizer has parameters that are not the module's.\nLeave it out."
+            )
+        this = weakref.ref(self)
+
+        def slices() -> GradientSlices | None:
+            alive = this()
+            return None if alive is None else alive.slices
+
+        return slices
+
+    def _present(self) -> list[bool]:
+        """Return by parameter whether it has a gradient."""
+        whole = [parameter.grad is not None for parameter in self._parameters]
+        if self.slices is None:
+            return whole
+        if any(whole):
+            raise LockstepError(
+                f"Parameter {whole.index(True)} of the optimizer has a gradient in .grad, but with "
+                "shard_gradients=True gradients come from DataParallel.backward only.\n"
+                "Use it for all of the loss, or leave shard_gradients out."
+            )
+        return [self.slices.has(index) for index in range(len(whole))]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to those that are trained."""
@@ -145,8 +212,9 @@ class ShardedOptimizer(Optimizer):
         options, count = self._options(), len(self._devices)
         if self._recipe.elementwise:
             self._buffers = slices_of(places, count, _allocate)
+            self.slices = GradientSlices(self._buffers, self._devices) if self._shards_gradients else None
             self._owners = [
-                SliceOwner(number, device, self._buffers, self._recipe, options)
+                SliceOwner(number, device, self._buffers, self._recipe, options, self.slices)
                 for number, device in enumerate(self._devices)
             ]
         else:

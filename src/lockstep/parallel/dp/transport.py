@@ -49,7 +49,7 @@ class Transport(ABC):
 
         Args:
             rows: All of one size. Their memory is used up.
-            bounds: One for each of ``rows``.
+            bounds: One for each of ``rows``, and maybe for owners without a row.
 
         Returns:
             By owner, its slice of the sum, on its device. That of the first replica lies in ``rows[0]``.
@@ -92,9 +92,12 @@ class CopyTransport(Transport):
     @torch.no_grad()
     def reduce_scatter(self, rows: Sequence[Tensor], bounds: Bounds) -> list[Tensor]:
         """Send each owner all others' parts of its slice; it adds them."""
-        count = len(rows)
         parts = [[row[start:stop] for row in rows] for start, stop in bounds]
-        sends = [turn for turn in _in_turns(count) if self._devices[turn[0]] != self._devices[turn[1]]]
+        sends = [
+            (sender, owner)
+            for sender, owner in _in_turns(len(bounds))
+            if sender < len(rows) and self._devices[sender] != self._devices[owner]
+        ]
         # Memory comes from the current streams, so it is asked for before the lanes begin.
         arrivals = {turn: torch.empty_like(parts[turn[1]][turn[0]], device=self._devices[turn[1]]) for turn in sends}
         with self._lanes.forked():
@@ -102,8 +105,8 @@ class CopyTransport(Transport):
                 out = arrivals[sender, owner]
                 self._lanes.copy(parts[owner][sender], self._devices[sender], out, self._devices[owner])
         return [
-            _sum([arrivals.get((sender, owner), parts[owner][sender]) for sender in range(count)])
-            for owner in range(count)
+            _sum([arrivals.get((sender, owner), parts[owner][sender]) for sender in range(len(rows))])
+            for owner in range(len(bounds))
         ]
 
     @override
@@ -140,7 +143,7 @@ class NcclTransport(Transport):
     @torch.no_grad()
     def reduce_scatter(self, rows: Sequence[Tensor], bounds: Bounds) -> list[Tensor]:
         """Let NCCL add for two replicas with slices of one size; else copy, and add in the tree."""
-        if len(rows) != 2 or bounds[0][1] - bounds[0][0] != bounds[1][1] - bounds[1][0]:
+        if not len(rows) == len(bounds) == 2 or bounds[0][1] - bounds[0][0] != bounds[1][1] - bounds[1][0]:
             return self._copies.reduce_scatter(rows, bounds)
         sums = [row[start:stop] for row, (start, stop) in zip(rows, bounds, strict=True)]
         nccl.reduce_scatter(list(rows), sums)
