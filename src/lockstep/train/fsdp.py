@@ -30,6 +30,7 @@ class FullyShard(Strategy):
     What takes the loss is the root, so parameters outside of the units are whole while it is computed.
     """
 
+    buffers = "own"
     can_replay = False  # torch's engine would add these gradients to those of the next step
 
     def __init__(self, model: nn.Module, objective: Objective, world: World, device: torch.device) -> None:

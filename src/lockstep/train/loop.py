@@ -21,6 +21,7 @@ from lockstep.parallel.tree.shape import Tree
 from lockstep.train.arithmetic import Arithmetic, describe_machine, differences, first_unlike, watch_for_other_kernels
 from lockstep.train.bad_samples import BadSamples
 from lockstep.train.devices import PER_PROCESS
+from lockstep.train.drift import DriftCheck
 from lockstep.train.engine import make_updater, remarks_of
 from lockstep.train.finite import FiniteGuard, Place
 from lockstep.train.gradients import ParameterGradients
@@ -113,6 +114,15 @@ class Loop:
         rank = 0 if self.group is None else self.group.rank()
         place = Place(self.plan.order, division, rank, self._gather, replay)
         self.finite = FiniteGuard(settings.on_nan, self._model, self.optimizer, gradients, place)
+        self.drift = DriftCheck(
+            settings.check_replicas,
+            self.plan.num_steps,
+            self._model,
+            self.optimizer,
+            self.group,
+            self.device,
+            self._strategy.buffers,
+        )
 
     def load_options(self, task: Task, workers: int) -> LoadOptions:
         """Return how batches are loaded by so many loader processes."""
@@ -209,6 +219,8 @@ class Loop:
         watch.lap("optimizer_s")
         record = StepRecord(self.num_steps_done, num_samples, tally.loss(), norm, updated, watch)
         self.num_steps_done += 1
+        if self._sync:
+            self.drift.after_step(self.num_steps_done)
         self.remarks += self._feed.end_step() + remarks_of(self._strategy.gradients)
         return record
 

@@ -21,6 +21,7 @@ from lockstep.data.device import to_device
 from lockstep.data.division import Division
 from lockstep.data.loader import MicroBatch
 from lockstep.errors import ConfigurationError
+from lockstep.parallel.replica import Buffers
 from lockstep.train.devices import PER_PROCESS
 from lockstep.train.engine import check_engine, gradients_of, our_wrapper
 from lockstep.train.gradients import Gradients
@@ -64,6 +65,9 @@ class Strategy(ABC):
 
     gradients: Gradients | None = None
     """What it leaves behind; None: the same gradients on every rank, to be looked at parameter by parameter."""
+
+    buffers: Buffers = "same"
+    """How the ranks keep them alike."""
 
     can_replay = True
     """Whether a micro-batch that is run without ``sync`` leaves nothing behind but gradients."""
@@ -164,6 +168,7 @@ class Distributed(Strategy):
         self.group = world.group
         self._module = wrap(LossModule(model, objective), process_group=world.group)
         self.gradients = gradients_of(self._module)
+        self.buffers = "healed"
         self._has_sync_layers = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
 
     def run(self, micro: MicroBatch, how: Pass) -> None:

@@ -66,7 +66,7 @@ class Zero1(Strategy):
 
     def __init__(self, model: nn.Module, objective: Objective, world: World, wrap: Callable[..., nn.Module]) -> None:
         self._engine = Distributed(model, objective, world, wrap)
-        self.group = world.group
+        self.group, self.buffers = world.group, self._engine.buffers
         self._device = next(model.parameters()).device
         self._optimizer: ZeroRedundancyOptimizer | None = None
 
