@@ -51,10 +51,9 @@ class Progress:
 
     def fail(self, error: BaseException) -> None:
         """Take note of an exception after which this rank takes part in nothing any more."""
-        if isinstance(error, Exception):
-            self.failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            if self.on_failure is not None:
-                self.on_failure(error)
+        self.failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        if self.on_failure is not None:
+            self.on_failure(error)
 
 
 now = Progress()

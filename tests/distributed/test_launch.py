@@ -1,7 +1,9 @@
 """`lockstep.launch`: functions of any kind, their results, and their failures."""
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -48,7 +50,9 @@ def test_the_first_error_comes_back_with_its_traceback():
     with pytest.raises(RankFailed) as raised:
         lockstep.launch(work, devices=2)
     lines = str(raised.value).splitlines()
-    assert lines[:3] == ["Rank 1 failed: KeyError: 'inner'", "", "Traceback (most recent call last):"]
+    assert lines[0] == "Rank 1 failed: KeyError: 'inner'"
+    assert re.fullmatch(rf"At {__file__}:\d+, on {socket.gethostname()}\.", lines[1])
+    assert lines[2:4] == ["", "Traceback (most recent call last):"]
     assert f'  File "{__file__}", line {work.__code__.co_firstlineno + 2}, in work' in lines
     assert lines[-3:] == ["KeyError: 'inner'", "", "rank 0: stopped by the launcher"]
     assert raised.value.rank == 1

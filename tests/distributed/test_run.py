@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +106,7 @@ def test_the_first_failing_rank_comes_first(script):
     assert notes.startswith(OMP_NOTE)
     assert f"Rank{report}" == (
         "Rank 2 failed: ValueError: boom\n"
+        f"At {path}:5, on {socket.gethostname()}.\n"
         "\n"
         "Traceback (most recent call last):\n"
         f'  File "{path}", line 6, in <module>\n'
@@ -130,15 +133,13 @@ def test_a_killed_rank_is_named_and_not_the_one_that_noticed(script):
     )
     done = lockstep("run", "--devices", "2", path)
     report = done.err[done.err.index("lockstep: Rank") :].splitlines()
-    assert report[:4] == [
-        "lockstep: Rank 1 was killed by SIGKILL (signal 9): most likely the machine ran out of memory.",
-        "Look for 'Out of memory' in `dmesg`; use fewer ranks, a smaller batch or fewer DataLoader workers.",
-        "",
-        report[3],
-    ]
-    assert report[3].startswith("rank 0: CollectiveError: Rank 0 in all_reduce on shm waited for rank 1, whose process")
-    assert report[3].endswith(f"({path}:5)")
-    assert (len(report), done.code) == (4, 1)
+    assert report[0].startswith("lockstep: Rank 1 was killed by SIGKILL (signal 9): ")
+    assert report[2].startswith("Last seen ") and report[2].endswith(f"on {socket.gethostname()}.")
+    assert re.fullmatch(r"Memory, as last seen: rank 1 \S+ .iB .* of \S+ GiB were free\.", report[3])
+    assert report[4] == ""
+    assert report[5].startswith("rank 0: CollectiveError: Rank 0 in all_reduce on shm waited for rank 1, whose process")
+    assert report[5].endswith(f"({path}:5)")
+    assert (len(report), done.code) == (6, 1)
 
 
 def test_a_crash_in_native_code_shows_the_python_stack(script):
@@ -249,8 +250,6 @@ def test_what_cannot_be_started(script, tmp_path, monkeypatch, args, message):
 
 
 def test_a_port_in_use_is_named(script):
-    import socket
-
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError) as raised:

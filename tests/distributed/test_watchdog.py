@@ -1,4 +1,4 @@
-"""`lockstep run --watchdog`: who waits for whom, in a script of one's own."""
+"""The watchdog of `lockstep run`: who waits for whom, in a script of one's own."""
 
 import re
 import shutil
@@ -10,51 +10,63 @@ import pytest
 from tests.distributed.commands import lockstep
 
 SCRIPT = """\
-import ctypes, os, signal, sys, time
+import atexit, ctypes, os, signal, sys, time
 import torch, torch.distributed as dist
+import lockstep
 mode = sys.argv[1]
-dist.init_process_group("gloo")
+dist.init_process_group("shm" if mode == "alone" else "gloo")
 rank, one = dist.get_rank(), torch.ones(1)
 dist.all_reduce(one)
 def load():
     time.sleep(90)
-if mode == "own" and rank == 1:
-    load()
 if mode == "stop" and rank == 1:
     time.sleep(1.2); os.kill(os.getpid(), signal.SIGSTOP)
 if mode == "gil" and rank == 1:
     lock, native = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
     for _ in range(2): native.pthread_mutex_lock(lock)  # signals do not end it
 if mode == "alone" and rank == 0:
-    dist.all_reduce(one)  # evaluation
-if mode == "slow":
-    end = time.monotonic() + 8
-    while time.monotonic() < end:
-        torch.ones(1000).sum()
-if mode == "ddp":
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    dist.recv(one, 2)  # evaluation
+if mode == "busy":
+    end = time.monotonic() + 5
+    while time.monotonic() < end: torch.ones(1000).sum()
+if mode == "download" and rank == 1:
+    with open(os.devnull, "wb") as file:
+        for _ in range(50): file.write(bytes(4096)); file.flush(); time.sleep(0.1)
+if mode in ("torch", "ours"):
+    kind = torch.nn.parallel if mode == "torch" else lockstep
+    model = kind.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
     for step in range(3):
         if rank == 1 and step == 2:
             load()
         model(torch.ones(1, 2)).sum().backward()
-if mode == "different" and rank == 1:
-    dist.broadcast(one, 0)
+if mode == "asleep":
+    load()
+if mode == "exits" and rank == 1:
+    atexit.register(time.sleep, 90)
+    raise KeyError("boom")
 dist.barrier()
 """
 
-HEAD = "lockstep: The job hangs: ranks have waited for each other for more than 3 s.\n"
+
+def at(text):
+    """Where in the script something stands."""
+    [line] = [number for number, line in enumerate(SCRIPT.splitlines(), 1) if text in line]
+    return f"train.py:{line}"
+
+
+HEAD = "lockstep: The job hangs: ranks have waited for each other for more than 2 s.\n"
 EXPECTED = {
-    "own": "rank 1 is in load (train.py:8) for N s\nrank 0 waits in barrier (train.py:30) for N s\n",
-    "stop": "rank 1 was stopped by a signal (SIGSTOP), last seen at train.py:12\n"
-    "rank 0 waits in barrier (train.py:30) for N s\n",
-    "alone": "rank 0 waits in all_reduce (train.py:17) for N s\nrank 1 waits in barrier (train.py:30) for N s\n"
+    "stop": f"rank 1 was stopped by a signal (SIGSTOP), last seen at {at('SIGSTOP')}; "
+    f"rank 0 waits in barrier ({at('barrier()')}) for N s\n",
+    "alone": f"rank 0 waits in recv ({at('recv(')}) for N s; ranks 1, 2 wait in barrier ({at('barrier()')}) for N s\n"
     "The ranks call different collectives: each must be called by all ranks, in the same order.\n",
-    "different": "rank 0 waits in barrier (train.py:30) for N s\nrank 1 waits in broadcast (train.py:29) for N s\n"
-    "The ranks call different collectives: each must be called by all ranks, in the same order.\n",
-    "ddp": "rank 1 is in load (train.py:8) for N s\n"
-    "rank 0 waits in backward (gradient exchange) (train.py:27) for N s\n",
+    "torch": f"rank 1 is in load ({at('sleep(90)')}) for N s; "
+    f"rank 0 waits in backward (gradient exchange: all_reduce of 12 elements) ({at('backward()')}) for N s\n",
+    "ours": f"rank 1 is in load ({at('sleep(90)')}) for N s; "
+    f"rank 0 waits in all_reduce of bucket 0 (1.bias ... 0.weight) ({at('backward()')}) for N s\n",
 }
-RUNS = [*EXPECTED, "gil", "slow"]
+PATIENCE = {"asleep": "0.7", "busy": "1"}
+RUNS = [*EXPECTED, "gil", "busy", "download", "asleep", "exits"]
 
 
 @pytest.fixture(scope="module")
@@ -63,19 +75,19 @@ def outcomes(tmp_path_factory):
     path.write_text(SCRIPT)
 
     def start(mode):
-        return mode, lockstep("run", "--devices", "2", "--watchdog", "3", str(path), mode, timeout=90)
+        options = ["--devices", "3" if mode == "alone" else "2", "--watchdog", PATIENCE.get(mode, "2")]
+        return mode, lockstep("run", *options, str(path), mode, timeout=80)
 
     with ThreadPoolExecutor(4) as pool:  # they mostly sleep
         return dict(pool.map(start, RUNS))
 
 
-def told(done):
+def told(text):
     """The report with its numbers of seconds and its folder taken out, and the stacks."""
-    text = done.err[done.err.index("lockstep: The job") :]
-    text = re.sub(r"for \d+ s\n", "for N s\n", text)
-    report, _, folder = text.rpartition("The Python stacks of all ranks are in ")
-    folder = Path(folder.strip().rstrip("."))
-    stacks = {path.name: path.read_text() for path in folder.iterdir()}
+    text = text[text.index("lockstep: The job") :]
+    text = re.sub(r"for \d+ s\b", "for N s", text)
+    report, folder = re.fullmatch(r"(.*?)The Python stacks of all ranks are in (\S+)\..*", text, re.S).groups()
+    stacks = {path.name: path.read_text() for path in Path(folder).iterdir()}
     shutil.rmtree(folder)
     return report, stacks
 
@@ -83,7 +95,7 @@ def told(done):
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("mode", EXPECTED)
 def test_who_waits_for_whom(outcomes, mode):
-    report, stacks = told(outcomes[mode])
+    report, stacks = told(outcomes[mode].err)
     assert report == HEAD + EXPECTED[mode]
     assert outcomes[mode].code == 83
     assert "train.py" in stacks["rank-0.txt"]
@@ -91,14 +103,44 @@ def test_who_waits_for_whom(outcomes, mode):
 
 @pytest.mark.timeout(240)
 def test_a_call_that_holds_the_interpreter_still_leaves_its_stack(outcomes):
-    report, stacks = told(outcomes["gil"])
+    report, stacks = told(outcomes["gil"].err)
     assert report.startswith(HEAD + "rank 1 does not answer: native code holds the interpreter, last seen at ")
-    assert report.endswith("\nrank 0 waits in barrier (train.py:30) for N s\n")
-    assert ", line 15 in <module>" in stacks["rank-1.txt"]
+    assert report.endswith(f"; rank 0 waits in barrier ({at('barrier()')}) for N s\n")
+    assert f", line {at('pthread').partition(':')[2]} in <module>" in stacks["rank-1.txt"]
     assert outcomes["gil"].code == 83
 
 
 @pytest.mark.timeout(240)
 def test_ranks_that_all_compute_are_left_alone(outcomes):
-    assert outcomes["slow"].code == 0
-    assert "hangs" not in outcomes["slow"].err
+    assert outcomes["busy"].code == 0
+    assert "The job" not in outcomes["busy"].err
+
+
+@pytest.mark.timeout(240)
+def test_a_rank_that_may_be_only_slow_is_told_of_and_not_ended(outcomes):
+    report, _ = told(outcomes["download"].err)
+    assert report.startswith(
+        "lockstep: The job may hang: ranks have waited for each other for N s.\nrank 1 is in <module> ("
+        f"{at('flush()')})"
+    )
+    assert "rank 1 may be only slow: it " in report
+    assert "The job goes on for now; it ends if this lasts and nothing moves.\n" in outcomes["download"].err
+    assert outcomes["download"].code == 0
+
+
+@pytest.mark.timeout(240)
+def test_ranks_that_all_do_nothing_are_noticed_though_none_waits(outcomes):
+    head = "lockstep: The job hangs: no rank has done anything for more than 3.5 s.\n"
+    ended = outcomes["asleep"].err[outcomes["asleep"].err.index(head) :]
+    report, _ = told(ended)
+    told(outcomes["asleep"].err)  # the first warning, whose folder goes as well
+    assert report == f"{head}ranks 0, 1 are in load ({at('sleep(90)')}) for N s\n"
+    assert outcomes["asleep"].code == 83
+
+
+@pytest.mark.timeout(240)
+def test_a_rank_that_fails_and_does_not_end_is_ended_at_once(outcomes):
+    done = outcomes["exits"]
+    assert "lockstep: Rank 1 failed: KeyError: 'boom'\nAt " in done.err
+    assert "The job" not in done.err
+    assert done.code == 1

@@ -1,10 +1,14 @@
 """Which rank failed first, and how the report reads."""
 
 import signal
+from pathlib import Path
 
 import pytest
 
 from lockstep.launcher.failure import RankEnd, describe, first_of, headline, tidy_crash
+from lockstep.launcher.meanings import MEANINGS, meaning_of
+
+PAGE = (Path(__file__).parents[2] / "docs" / "failures.md").read_text()
 
 GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
 
@@ -105,6 +109,16 @@ def test_a_rank_that_finished_early_is_named_when_others_lost_it():
             "Look for 'Out of memory' in `dmesg`; use fewer ranks, a smaller batch or fewer DataLoader workers.",
         ),
         (
+            RankEnd(1, 11, -9, was_short=True),
+            "Rank 1 was killed by SIGKILL (signal 9): the kernel ended it, as memory ran out.\n"
+            "Use fewer ranks, a smaller batch or fewer DataLoader workers.",
+        ),
+        (
+            RankEnd(1, 11, -9, was_short=False),
+            "Rank 1 was killed by SIGKILL (signal 9): something outside the job did that, such as a scheduler or "
+            "`kill -9`.\nThe kernel has ended nothing for lack of memory meanwhile.",
+        ),
+        (
             RankEnd(1, 11, -7),
             "Rank 1 was killed by SIGBUS (signal 7): most likely shared memory is full.\n"
             "Look at `df /dev/shm`; use fewer DataLoader workers, or more shared memory (docker run --shm-size).",
@@ -119,6 +133,46 @@ def test_a_rank_that_finished_early_is_named_when_others_lost_it():
 )
 def test_headline(end, text):
     assert headline(end) == text
+
+
+def test_top_of_the_report():
+    end = RankEnd(
+        1, 11, -7, place="Last seen in step 3 (loader), at /x/train.py:5, on host7.", facts="Of /dev/shm, ..."
+    )
+    assert describe([end], range(2)) == (
+        "Rank 1 was killed by SIGBUS (signal 7): most likely shared memory is full.\n"
+        "Look at `df /dev/shm`; use fewer DataLoader workers, or more shared memory (docker run --shm-size).\n"
+        "Last seen in step 3 (loader), at /x/train.py:5, on host7.\n"
+        "Of /dev/shm, ...\n"
+        "\n"
+        "rank 0: finished"
+    )
+
+
+def test_a_rank_that_caught_its_exception_and_finished_is_the_cause():
+    caught = RankEnd(1, 0, 0, failed_at_ns=30, message="ValueError: boom", error_type="ValueError", place="At a.py:1.")
+    assert describe([raised(0, GONE, 40, error_type="RuntimeError"), caught], range(2)) == (
+        "Rank 1 failed: ValueError: boom\n"
+        "At a.py:1.\n"
+        "The program caught that and went on to its end, while other ranks waited for this one.\n"
+        "\n"
+        f"rank 0: {GONE} (/x/train.py:0)"
+    )
+
+
+@pytest.mark.parametrize("meaning", MEANINGS, ids=lambda meaning: meaning.marks[0])
+def test_errors_are_explained_in_the_report_and_on_the_page(meaning):
+    for mark in meaning.marks:
+        assert meaning_of(f"RuntimeError: x {mark} y") == f"What that means: {meaning.means}\n{meaning.do}"
+        assert f"`{mark}`" in PAGE
+    assert meaning.means in PAGE
+
+
+def test_the_meaning_follows_the_traceback():
+    end = raised(0, "RuntimeError: No route to host", 10, error_type="RuntimeError")
+    told = describe([end], range(1))
+    assert told.endswith(f"ValueError: boom\n\n{meaning_of('No route to host')}")
+    assert meaning_of("ValueError: boom") == ""
 
 
 def test_crash_is_shown_without_our_own_frames():

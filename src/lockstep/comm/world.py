@@ -147,7 +147,7 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self._session is not None:
+        if isinstance(error, Exception) and self._session is not None:
             progress.now.fail(error)
         self._close(abort=error is not None)
 

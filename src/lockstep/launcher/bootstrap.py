@@ -89,8 +89,14 @@ def light_beacon(run_dir: str) -> None:
     from lockstep import progress
     from lockstep.monitor.beacon import Beacon
 
-    progress.now.on_failure = record
-    Beacon(run_dir, int(os.environ["RANK"])).start()
+    beacon = Beacon(run_dir, int(os.environ["RANK"]))
+
+    def tell(error: BaseException) -> None:
+        record(error)
+        beacon.write()
+
+    progress.now.on_failure = tell
+    beacon.start()
 
 
 def rehearse(orders: str) -> None:
@@ -166,13 +172,13 @@ def run_recorded(program: Callable[[], None]) -> None:
         program()
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
-            record(leaving)
+            fail(leaving)
             _failed_with.append(leaving.code & 0xFF if isinstance(leaving.code, int) else 1)
         raise
     except BaseException as error:
         trace = own_frames_removed(error.__traceback__)
         error.__traceback__ = trace
-        record(error)
+        fail(error)
         # As the interpreter would: exit handlers look at it to learn that the program failed.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         sys.excepthook(type(error), error, trace)
@@ -238,6 +244,15 @@ def record(error: BaseException) -> None:
         return
     if failed_at_ns == now_ns and paths:
         _recorded.append((error, now_ns))
+
+
+def fail(error: BaseException) -> None:
+    """Record what ended the program, and let the launcher know now, as exit handlers may take long."""
+    progress = sys.modules.get("lockstep.progress")
+    if progress is not None and progress.now.on_failure is not None:
+        progress.now.fail(error)
+    else:
+        record(error)
 
 
 def failure_file() -> str:

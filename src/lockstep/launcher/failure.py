@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
+from lockstep.launcher.meanings import meaning_of
+
 _LIKELY = {
     signal.SIGKILL: "most likely the machine ran out of memory.\n"
     "Look for 'Out of memory' in `dmesg`; use fewer ranks, a smaller batch or fewer DataLoader workers.",
@@ -17,6 +19,14 @@ _LIKELY = {
 }
 
 
+_SHORT_OF_MEMORY = (
+    "the kernel ended it, as memory ran out.\nUse fewer ranks, a smaller batch or fewer DataLoader workers."
+)
+_NOT_SHORT = (
+    "something outside the job did that, such as a scheduler or `kill -9`.\n"
+    "The kernel has ended nothing for lack of memory meanwhile."
+)
+
 _ECHOES = (
     "CollectiveError",
     "DistBackendError",
@@ -26,6 +36,7 @@ _ECHOES = (
     "ConnectionResetError",
     "Connection closed by peer",
     "Connection reset by peer",
+    "remote process exited",
     "gloo/transport",
     "NCCL error",
 )
@@ -47,6 +58,9 @@ class RankEnd:
         where: File and line of the exception, in the user's code.
         trace: Its whole traceback.
         crash: The Python stack that a fatal signal left.
+        place: A sentence that says in which step, at which line and on which machine.
+        facts: A sentence with figures, such as those of memory.
+        was_short: Whether the kernel has ended processes for lack of memory meanwhile; ``None`` if it does not say.
     """
 
     rank: int
@@ -59,6 +73,9 @@ class RankEnd:
     where: str = ""
     trace: str = ""
     crash: str = ""
+    place: str = ""
+    facts: str = ""
+    was_short: bool | None = None
 
 
 def first_of(ends: list[RankEnd]) -> RankEnd:
@@ -100,8 +117,13 @@ def describe(ends: list[RankEnd], local_ranks: range) -> str:
     by_rank = {end.rank: end for end in ends}
     others = [f"rank {rank}: {_line(by_rank.get(rank))}" for rank in local_ranks if rank != first.rank]
     elsewhere = _elsewhere([rank for rank in local_ranks if rank not in by_rank]) if _is_echo(first) else ""
-    parts = [headline(first), (first.trace or first.crash).rstrip(), "\n".join(others), elsewhere]
+    top = [headline(first), first.place, first.facts, _WENT_ON if first.exit_code == 0 else ""]
+    trace, meaning = (first.trace or first.crash).rstrip(), "" if elsewhere else meaning_of(first.message)
+    parts = ["\n".join(filter(None, top)), trace, meaning, "\n".join(others), elsewhere]
     return "\n\n".join(part for part in parts if part)
+
+
+_WENT_ON = "The program caught that and went on to its end, while other ranks waited for this one."
 
 
 def _elsewhere(finished: list[int]) -> str:
@@ -125,7 +147,10 @@ def headline(end: RankEnd) -> str:
             f"Rank {end.rank} left with exit code {end.exit_code}, without an exception.\n"
             "What it wrote before is further up."
         )
-    return f"Rank {end.rank} {_killed_by(-end.exit_code)}: {_likely(-end.exit_code)}"
+    likely = _likely(-end.exit_code)
+    if end.exit_code == -signal.SIGKILL and end.was_short is not None:
+        likely = _SHORT_OF_MEMORY if end.was_short else _NOT_SHORT
+    return f"Rank {end.rank} {_killed_by(-end.exit_code)}: {likely}"
 
 
 def brief(end: RankEnd) -> str:

@@ -19,7 +19,8 @@ from lockstep.launcher.arguments import parse
 from lockstep.launcher.devices import choose_num_ranks, num_cores, threads_for
 from lockstep.launcher.guard import Guard
 from lockstep.launcher.rendezvous import await_host, choose_meeting_place, prepare_for_others
-from lockstep.launcher.supervise import Program, supervise, watch_of
+from lockstep.launcher.response import watch_of
+from lockstep.launcher.supervise import Program, supervise
 from lockstep.launcher.surroundings import environment_restored
 
 

@@ -24,7 +24,7 @@ STACKS_SIGNAL_OFFSET = 11
 """Above SIGRTMIN: the signal at which a rank writes its stacks; programs use SIGUSR1 and SIGUSR2 themselves."""
 
 _PERIOD_S = 0.5
-_NUM_FRAMES = 40
+_NUM_FRAMES = 120
 _RECORDED_AFTER_S = 1.5
 """A rank that has been at one place for so long asks torch once which collective was the last."""
 

@@ -19,12 +19,13 @@ from lockstep.comm.bulletin import Bulletin
 from lockstep.monitor.life import HAS_PROC, Life, sample, state_of
 from lockstep.monitor.pace import PaceKeeper
 from lockstep.monitor.report import report
+from lockstep.monitor.resources import Resources
 from lockstep.monitor.seen import RankSeen, operation, waits_outside
 from lockstep.monitor.stacks import keep_stacks
 from lockstep.monitor.verdict import Verdict, judge
 
 _PERIOD_S = 0.5
-_FAILED_S = 1.0
+_FAILED_S = 0.4
 """How long others may wait for a rank that has failed and does not end."""
 _SETTLED_S = 1.0
 """A rank that has been at one place for so long is looked at more closely."""
@@ -42,7 +43,9 @@ class Watchdog:
         is_strict: See `lockstep.monitor.verdict.judge`.
         num_nodes: Machines in the job.
         bulletin: Where the launchers of several machines tell each other what they see.
-        on_report: Called with each report, from a thread of its own; tells whether to go on watching.
+        resources: Takes note of memory while the ranks run.
+        on_report: Called from a thread of its own with each report, the verdict, and the processes by rank of those on
+            this machine that keep the others waiting; tells whether to go on watching.
         on_slow: Called with a sentence about a rank that keeps the others waiting a little in every step.
     """
 
@@ -54,12 +57,13 @@ class Watchdog:
         is_strict: bool,
         num_nodes: int,
         bulletin: Bulletin | None,
-        on_report: Callable[[str, Verdict], bool],
+        resources: Resources,
+        on_report: Callable[[str, Verdict, dict[int, int]], bool],
         on_slow: Callable[[str], None],
     ) -> None:
         self._run_dir, self._patience_s, self._is_strict = run_dir, patience_s, is_strict
         self._num_nodes, self._bulletin = num_nodes, bulletin
-        self._on_report = on_report
+        self._resources, self._on_report = resources, on_report
         self._pace = PaceKeeper(on_slow)
         self._over = threading.Event()
         self._lives: dict[int, Life] = {}
@@ -81,10 +85,11 @@ class Watchdog:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._over.wait(_PERIOD_S):
+        while not self._over.wait(_FAILED_S if self._failed_since else _PERIOD_S):
             seen, pids = self._look()
             if not seen:
                 continue
+            self._resources.look(pids)
             self._end_failed(seen, pids)
             everywhere, num_seen = self._merged(seen)
             verdict = judge(
@@ -102,8 +107,9 @@ class Watchdog:
         if self._over.is_set():  # The job has ended meanwhile.
             shutil.rmtree(folder, ignore_errors=True)
             return False
-        nodes = {"num_nodes": self._num_nodes, "num_seen": num_seen}
-        return self._on_report(report(seen, self._patience_s, folder, verdict, **nodes), verdict)
+        awaited = {each.rank for each in seen if operation(each) is None} or {each.rank for each in seen}
+        text = report(seen, self._patience_s, folder, verdict, num_nodes=self._num_nodes, num_seen=num_seen)
+        return self._on_report(text, verdict, {rank: pid for rank, pid in pids.items() if rank in awaited})
 
     def _look(self) -> tuple[list[RankSeen], dict[int, int]]:
         """Return what is seen of each rank of this machine, and the process of each that lives."""
@@ -156,7 +162,7 @@ class Watchdog:
     def _end_failed(self, seen: list[RankSeen], pids: dict[int, int]) -> None:
         """Kill a rank that has failed but whose process goes on, if others wait: so they learn of it now."""
         now_s = time.monotonic()
-        is_awaited = any(operation(each) is not None and each.still_s >= _FAILED_S for each in seen)
+        is_awaited = any(operation(each) is not None for each in seen)
         for each in seen:
             if not each.failure:
                 self._failed_since.pop(each.rank, None)
