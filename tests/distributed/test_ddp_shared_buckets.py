@@ -100,3 +100,29 @@ def drop_wrapper(world):
 
 def test_gradients_outlive_wrapper_and_group(ranks):
     assert ranks(2)(drop_wrapper) == [True, True]
+
+
+def narrow_wire(world):
+    """What bfloat16 travels in is shared; a rank without data takes part with memory of its own."""
+    with shm_group() as group:
+        model = lockstep.DistributedDataParallel(
+            build("mlp"), process_group=group, wire_dtype="bf16", bucket_cap_mb=0.0005
+        )
+        buffers = model._reducer.departures.transport._buffers
+        with model.join():
+            for seed in range(3 + world.rank):
+                model.zero_grad()
+                batch = global_batch("mlp", 4 * world.world_size, seed)
+                FAMILIES["mlp"].loss(model, share(batch, world.rank, world.world_size)).backward()
+        buckets = model._reducer.row.buckets
+        assert all(group.calls.buckets.find(buffers[bucket])[0] >= 0 for bucket in buckets)
+        return len(buckets), [parameter.grad for parameter in model.parameters()] if world.rank else None
+
+
+def test_what_narrow_gradients_travel_in_is_shared(ranks):
+    (num_buckets, _), (also, gradients) = ranks(2)(narrow_wire)
+    assert num_buckets == also > 1
+    alone = build("mlp")  # rank 0 had no data in the last step: its gradients counted as zeros
+    FAMILIES["mlp"].loss(alone, share(global_batch("mlp", 8, 3), 1, 2)).backward()
+    for gradient, parameter in zip(gradients, alone.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad / 2, rtol=2.0**-7, atol=1e-6)

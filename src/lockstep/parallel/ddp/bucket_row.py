@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -30,6 +30,7 @@ class BucketRow:
         buckets: In the order in which they leave, the same on every rank.
         position_of: By parameter, the position of its bucket.
         first_sizes_bytes: Of the first buckets.
+        on_rebuilt: What to call with new buckets when the ranks have made them, all ranks in the same order.
         is_rebuilt: Whether the order is the observed one.
         arrivals: The order in which gradients arrived on this rank in the first step; empty before.
         is_uneven: Whether ranks then observed different things.
@@ -46,6 +47,7 @@ class BucketRow:
     ) -> None:
         self.is_rebuilt = self.is_uneven = False
         self.arrivals: tuple[int, ...] = ()
+        self.on_rebuilt: list[Callable[[Sequence[Bucket]], None]] = []
         self._group: Group | None = None  # not before the first step: a copy of the model may be made on one rank alone
         self.parameters, self.names = list(parameters.values()), list(parameters)
         self._caps_bytes = tuple(caps_bytes)
@@ -101,6 +103,8 @@ class BucketRow:
         for position, bucket in enumerate(self.buckets):
             for index in bucket.spec.parameters:
                 self.position_of[index] = position
+        for callback in self.on_rebuilt if self._group is not None else ():
+            callback(self.buckets)
 
     def _make(self, spec: BucketSpec, group: Group | None) -> Bucket:
         if spec.sparse:

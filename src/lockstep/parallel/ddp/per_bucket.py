@@ -38,7 +38,7 @@ class PerBucket(Accumulation):
         """Attach to the reducer, when it is new."""
         self.flat_gradients = FlatGradients(self._reducer, self.module.parameters())
         if self.wire_dtype is not None and self.process_group.size() > 1:
-            self._reducer.departures.transport = NarrowTransport(self.process_group, self.wire_dtype)
+            self._reducer.departures.transport = NarrowTransport(self._reducer.row, self.process_group, self.wire_dtype)
         self._cap_search = None
         if self._finds_caps:
             width = width_of(self.wire_dtype, self._reducer.row.buckets)

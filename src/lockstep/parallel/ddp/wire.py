@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.futures import Future
 from typing_extensions import override
 
+from lockstep.comm.buffers import empty_buffer
 from lockstep.comm.collectives import Group, all_reduce_async
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.bucket import Bucket
+from lockstep.parallel.ddp.bucket_row import BucketRow
 from lockstep.parallel.ddp.transport import Transport
 
 WireName = Literal["bf16", "fp16"]
@@ -68,9 +70,18 @@ class NarrowTransport(Transport):
     takes_divided = True
     counts_in_tails = True
 
-    def __init__(self, group: Group, dtype: torch.dtype) -> None:
+    def __init__(self, row: BucketRow, group: Group, dtype: torch.dtype) -> None:
         self._group, self._dtype = group, dtype
         self._buffers: weakref.WeakKeyDictionary[Bucket, Tensor] = weakref.WeakKeyDictionary()
+        row.on_rebuilt.append(self._allocate)
+
+    def _allocate(self, buckets: Sequence[Bucket]) -> None:
+        """Give buckets that all ranks make now what they travel in, where all can see it. Collective: every rank."""
+        for bucket in filter(_narrows, buckets):
+            payload = bucket.payload
+            self._buffers[bucket] = empty_buffer(
+                payload.numel(), dtype=self._dtype, device=payload.device, group=self._group
+            )
 
     @override
     def start(self, bucket: Bucket, position: int, *, is_last: bool) -> Future[Any]:
@@ -103,7 +114,7 @@ class NarrowTransport(Transport):
         if not _narrows(bucket):
             return None
         buffer = self._buffers.get(bucket)
-        if buffer is None:
+        if buffer is None:  # of the first step, or made by this rank alone
             buffer = torch.empty_like(bucket.payload, dtype=self._dtype)
             self._buffers[bucket] = buffer
         return buffer
