@@ -5,11 +5,14 @@
     torch     torch.nn.parallel.DistributedDataParallel, NCCL with one rank
     ours      lockstep.DistributedDataParallel, likewise
     captured  each of these with its whole step in a CUDA graph: "none, captured" and so on
-    dp twice  lockstep.DataParallel on the same GPU named twice, each replica with half of the batch
+    dp twice  lockstep.DataParallel on the same GPU named twice, each replica with half of the batch; and "dp twice,
+              captured" with ``capture=True``, which replays each replica's forward and backward
+    dp        the same on all GPUs, where there are several; "dp-zero" with its optimizer and gradients divided
 
 Interleaved in one process: the order rotates and every other round runs backwards; a turn ends with a synchronisation
-of the device. Peak memory is the most that torch's allocator had handed out in a step, less what it had before the
-contender was made. Without a CUDA device there is nothing to measure, and the script says so.
+of the devices. Peak memory is the most that torch's allocator had handed out in a step, less what it had before the
+contender was made; of several GPUs each has a line, which shows how even it is. Without a CUDA device there is nothing
+to measure, and the script says so.
 
 Usage: python -m bench.gpu [--quick] [--rounds N] [--json FILE]
 """
@@ -66,14 +69,19 @@ def captured(make: Callable[[], Step]) -> Step:
     return graph.replay
 
 
-def twice(model: nn.Module, batch: Batch) -> Step:
-    wrapped = lockstep.DataParallel(model, [0, 0])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    halves = [tuple(part.chunk(2)[index] for part in batch) for index in range(2)]
+def replicated(
+    model: nn.Module, batch: Batch, devices: list[int], *, capture: bool = False, divided: bool = False
+) -> Step:
+    wrapped, count = lockstep.DataParallel(model, devices), len(devices)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    if divided:
+        optimizer = wrapped.shard_optimizer(optimizer, shard_gradients=True)
+    parts = zip(*(part.chunk(count) for part in batch), strict=True)
+    shards = [tuple(part.to(device) for part in shard) for device, shard in zip(wrapped.devices, parts, strict=True)]
 
     def step() -> None:
         optimizer.zero_grad()
-        wrapped.backward(loss_of, halves, [0.5, 0.5])
+        wrapped.backward(loss_of, shards, [1 / count] * count, capture=capture)
         optimizer.step()
 
     return step
@@ -95,33 +103,47 @@ def makers(workload: Workload, world: World) -> dict[str, Callable[[], Step]]:
     made = {name: plain(wrap) for name, wrap in wraps.items()}
     made["again"] = made["none"]
     made |= {f"{name}, captured": functools.partial(captured, made[name]) for name in wraps}
-    made["dp twice"] = lambda: twice(workload.model().cuda(), batch)
+    made["dp twice"] = lambda: replicated(workload.model().cuda(), batch, [0, 0])
+    made["dp twice, captured"] = lambda: replicated(workload.model().cuda(), batch, [0, 0], capture=True)
+    if torch.cuda.device_count() > 1:
+        every = list(range(torch.cuda.device_count()))
+        made["dp"] = lambda: replicated(workload.model().to("cuda:0"), batch, every)
+        made["dp-zero"] = lambda: replicated(workload.model().to("cuda:0"), batch, every, divided=True)
     return made
 
 
-def measure(name: str, num_rounds: int, world: World) -> tuple[Rounds, dict[str, float]]:
-    """Return the seconds of a step, a round each, and the peak MiB, by contender."""
+def measure(name: str, num_rounds: int, world: World) -> tuple[Rounds, dict[str, list[float]]]:
+    """Return the seconds of a step, a round each, and the peak MiB of each GPU, by contender."""
     steps: dict[str, Step] = {}
-    mib: dict[str, float] = {}
+    mib: dict[str, list[float]] = {}
+    gpus = range(torch.cuda.device_count())
     for contender, make in makers(MODELS[name], world).items():
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        synchronize()
+        before = [torch.cuda.memory_allocated(gpu) for gpu in gpus]
+        for gpu in gpus:
+            torch.cuda.reset_peak_memory_stats(gpu)
         steps[contender] = make()
         for _ in range(WARM_UP_STEPS):
             steps[contender]()
-        torch.cuda.synchronize()
-        mib[contender] = (torch.cuda.max_memory_allocated() - before) / 2**20
+        synchronize()
+        mib[contender] = [
+            (torch.cuda.max_memory_allocated(gpu) - held) / 2**20 for gpu, held in zip(gpus, before, strict=True)
+        ]
     turns = {contender: functools.partial(turn, step) for contender, step in steps.items()}
     return run_rounds(turns, num_rounds, name), mib
 
 
+def synchronize() -> None:
+    for gpu in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(gpu)
+
+
 def turn(step: Step) -> float:
-    torch.cuda.synchronize()
+    synchronize()
     start = time.perf_counter()
     for _ in range(STEPS_OF_A_TURN):
         step()
-    torch.cuda.synchronize()
+    synchronize()
     return (time.perf_counter() - start) / STEPS_OF_A_TURN
 
 
@@ -139,7 +161,9 @@ def main() -> None:
                 seconds, mib = measure(name, 3 if options.quick else options.rounds, world)
                 figures[name] = {**summarize(seconds), "peak_mib": mib}
                 show(f"{name}: one GPU", seconds, ("none", "torch"))
-                print("  peak MiB: " + ", ".join(f"{contender} {peak:.0f}" for contender, peak in mib.items()))
+                for gpu in range(torch.cuda.device_count()):
+                    peaks = ", ".join(f"{contender} {peaks[gpu]:.0f}" for contender, peaks in mib.items())
+                    print(f"  peak MiB of GPU {gpu}: {peaks}")
         return {"models": figures}
 
     record(options.json, measure_all)
