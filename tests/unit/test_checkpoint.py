@@ -1,13 +1,21 @@
-"""Checkpoints: whole or not there, read without running code, the last two kept."""
+"""The checkpoints of a run: whole or not there, the newest whole one is loaded, some are kept, written on the side."""
 
-import pickle
+import shutil
+import threading
 
 import pytest
 import torch
 
 import lockstep
+from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.train.atomic import whole_file
-from lockstep.train.checkpoint import CheckpointError, Checkpoints, find, read
+from lockstep.train.checkpoint import Checkpoints, read_state
+from lockstep.train.checkpoints import disk, kept
+from lockstep.train.checkpoints.kept import Found, find
+from lockstep.train.checkpoints.writer import Writer
+from tests.killing import kill_everywhere
+
+pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +25,29 @@ def world():
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != "lock")
+
+
+def state_of(step):
+    return {"model": {"weight": torch.full((4,), float(step))}, "optimizer": {"lr": 0.1}, "step": step}
+
+
+def save(world, folder, *steps, **how):
+    """Save one after the other, each to its end."""
+    with Checkpoints(folder, world, **how) as checkpoints:
+        for step in steps:
+            checkpoints.save(state_of(step), step=step)
+        checkpoints.finish()
+
+
+def load(world, folder, **how):
+    """Return the step of what is loaded, and what was passed over for it."""
+    with Checkpoints(folder, world, **how) as checkpoints:
+        state = checkpoints.load(required=False)
+    if state is not None:
+        assert state["model"]["weight"].tolist() == [float(state["step"])] * 4
+        assert state["optimizer"] == {"lr": 0.1}
+    return None if state is None else state["step"], checkpoints.passed_over
 
 
 def test_a_file_is_there_in_whole_or_as_it_was(tmp_path):
@@ -38,93 +68,254 @@ def test_a_file_is_there_in_whole_or_as_it_was(tmp_path):
     assert (names(tmp_path), path.read_text()) == (["file"], "new")
 
 
-def test_the_last_two_are_kept_and_the_newest_is_loaded(tmp_path, world):
-    checkpoints = Checkpoints(tmp_path / "made" / "here", world)
-    assert checkpoints.load(required=False) is None
-    for step in (5, 10, 900, 15):
-        checkpoints.save({"step": step, "tensor": torch.ones(3)}, step=step)
-    assert names(tmp_path / "made" / "here") == ["step-0000000015.pt", "step-0000000900.pt"]
-    assert Checkpoints(tmp_path / "made" / "here", world).load(required=True)["step"] == 900
+def test_the_last_ones_are_kept_and_the_newest_is_loaded(tmp_path, world):
+    folder = tmp_path / "made" / "here"
+    assert load(world, folder) == (None, [])
+    save(world, folder, 5, 10, 15)
+    assert names(folder) == ["step-0000000010", "step-0000000015"]
+    assert load(world, folder) == (15, [])
+    save(world, folder, 20, 25, 30, keep=3)
+    assert names(folder) == ["step-0000000020", "step-0000000025", "step-0000000030"]
+    save(world, folder, 31, keep=1)
+    assert names(folder) == ["step-0000000031"]
+    assert lockstep.load(folder / "step-0000000031") == {"step": 31}
+    assert read_state(folder / "step-0000000031")["optimizer"] == {"lr": 0.1}
+
+
+def test_which_are_to_go():
+    def found(step, loss=None, problem=None):
+        return Found(kept.Path(f"step-{step}"), step, step, loss, problem)
+
+    all_of_them = [found(6, problem="bad"), found(5), found(4, 0.3), found(3, 0.2), found(2, 0.1), found(1, 0.1)]
+
+    def steps(**how):
+        return [each.step for each in kept.to_remove(all_of_them, **how)]
+
+    assert steps(keep=2, keep_best=False) == [3, 2, 1]
+    assert steps(keep=2, keep_best=True) == [3, 2]
+    assert steps(keep=3, keep_best=True) == [2], "of two equally good ones the older stays"
+    assert steps(keep=9, keep_best=False) == []
+    assert steps(keep=1, keep_best=False, damaged=[kept.Path("step-5")]) == [3, 2, 1]
+
+
+def test_the_best_is_kept(tmp_path, world):
+    with Checkpoints(tmp_path, world, keep=1, keep_best=True) as checkpoints:
+        for step, loss in ((1, 0.5), (2, 0.3), (3, float("nan")), (4, None), (5, 0.4)):
+            checkpoints.save(state_of(step), step=step, loss=loss)
+        checkpoints.finish()
+        assert checkpoints.best == tmp_path / "step-0000000002"
+    assert names(tmp_path) == ["step-0000000002", "step-0000000005"]
+    assert load(world, tmp_path) == (5, [])
 
 
 def test_resuming_from_nothing_is_an_error_only_if_insisted_on(tmp_path, world):
-    with pytest.raises(CheckpointError) as error:
-        Checkpoints(tmp_path, world).load(required=True)
+    with Checkpoints(tmp_path, world) as checkpoints, pytest.raises(CheckpointError) as error:
+        checkpoints.load(required=True)
     assert str(error.value) == (
         f"There is no checkpoint in {tmp_path} to resume from.\nName another folder, or leave out resume."
     )
 
 
-def test_a_fresh_run_removes_the_old_ones_once_it_has_one_of_its_own(tmp_path, world):
-    for step in (50, 60):
-        Checkpoints(tmp_path, world).save({"run": "old"}, step=step)
-    fresh = Checkpoints(tmp_path, world, fresh=True)
-    assert fresh.load(required=False) is None
-    assert len(find(tmp_path)) == 2
-    fresh.save({"run": "new"}, step=1)
-    assert names(tmp_path) == ["step-0000000001.pt"]
+def test_a_fresh_run_removes_the_old_ones_once_it_has_one_of_its_own(tmp_path, world, monkeypatch):
+    save(world, tmp_path, 50, 60)
+    assert load(world, tmp_path, fresh=True) == (None, [])
+    assert names(tmp_path) == ["step-0000000050", "step-0000000060"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "_remove_others", lambda *_: None)  # killed just before
+        save(world, tmp_path, 1, fresh=True)
+    assert load(world, tmp_path) == (1, []), "the newest is that of the last save, not that of most steps"
+    save(world, tmp_path, 2, fresh=True)
+    assert names(tmp_path) == ["step-0000000002"]
 
 
-def test_what_a_killed_run_left_half_written_is_no_checkpoint_and_is_removed(tmp_path, world):
-    (tmp_path / "step-0000000007.pt.123.partial").write_bytes(b"half")
-    checkpoints = Checkpoints(tmp_path, world)
-    assert checkpoints.load(required=False) is None
-    checkpoints.save({}, step=1)
-    assert names(tmp_path) == ["step-0000000001.pt"]
+def test_what_is_damaged_is_passed_over_and_named(tmp_path, world):
+    save(world, tmp_path / "run", 1, 2, keep=3)
+    newest = "step-0000000002"
+    expected = {
+        "tensors": "{} does not match its checksum",
+        "state": "{} does not match its checksum",
+        "manifest": "manifest.json does not match its checksum",
+    }
+    for file in sorted((tmp_path / "run" / newest).iterdir()):
+        why = expected[file.name[: file.name.index("." if file.name.startswith("manifest") else "-")]]
+        why = f"{newest}: {why.format(file.name)}"
+        size = file.stat().st_size
+        for place in range(0, size - 1, 7):
+            copy = tmp_path / "copy"
+            shutil.rmtree(copy, ignore_errors=True)
+            shutil.copytree(tmp_path / "run", copy)
+            content = bytearray(file.read_bytes())
+            content[place] ^= 1 << place % 8
+            (copy / newest / file.name).write_bytes(content)
+            assert load(world, copy) == (1, [why])
+        (copy / newest / file.name).write_bytes(content[: size // 2])
+        step, passed_over = load(world, copy)
+        assert (step, len(passed_over)) == (1, 1)
+        (copy / newest / file.name).unlink()
+        assert load(world, copy) == (1, [f"{newest}: {file.name} is not there"])
+        save(world, copy, 2, 3)  # takes its place, and goes on
+        assert load(world, copy) == (3, [])
+        assert names(copy) == ["step-0000000002", "step-0000000003"]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "one bit", "empty"])
-def test_a_broken_file_is_named_and_the_one_before_it_stays_loadable(tmp_path, world, damage):
-    checkpoints = Checkpoints(tmp_path, world)
+def test_if_none_is_whole_the_run_does_not_start_anew(tmp_path, world):
+    save(world, tmp_path, 1, 2)
     for step in (1, 2):
-        checkpoints.save({"step": step, "tensor": torch.ones(1000)}, step=step)
-    newest = tmp_path / "step-0000000002.pt"
-    content = bytearray(newest.read_bytes())
-    if damage == "one bit":
-        content[len(content) // 2] ^= 1
-    newest.write_bytes({"truncated": content[: len(content) // 2], "one bit": content, "empty": b""}[damage])
-    with pytest.raises(CheckpointError) as error:
-        Checkpoints(tmp_path, world).load(required=False)
-    cause, advice = str(error.value).splitlines()
-    assert cause.startswith(f"The checkpoint {newest} is broken: ")
-    assert advice == "Remove it to go on from step-0000000001.pt."
-    newest.unlink()
-    assert Checkpoints(tmp_path, world).load(required=False)["step"] == 1
-    (tmp_path / "step-0000000001.pt").write_bytes(b"junk")
-    with pytest.raises(CheckpointError) as error:
-        Checkpoints(tmp_path, world).load(required=False)
-    assert str(error.value).endswith(" is broken: File is not a zip file.\nRemove it to start anew.")
-
-
-class Malicious:
-    """Runs code when it is unpickled."""
-
-    def __reduce__(self):
-        return print, ("code was run",)
-
-
-def test_a_file_that_would_run_code_does_not(tmp_path, capsys):
-    path = tmp_path / "step-0000000001.pt"
-    torch.save({"model": Malicious()}, path)
-    with pytest.raises(CheckpointError) as error:
-        read(path)
-    assert str(error.value).startswith(
-        f"The checkpoint {path} holds more than tensors, numbers and strings, which is not read for safety.\n"
+        (tmp_path / f"step-000000000{step}" / "manifest.json").unlink()
+    with Checkpoints(tmp_path, world) as checkpoints, pytest.raises(CheckpointError) as error:
+        checkpoints.load(required=False)
+    assert str(error.value) == (
+        f"No checkpoint in {tmp_path} is whole.\n"
+        "step-0000000002: manifest.json is not there\nstep-0000000001: manifest.json is not there\n"
+        "Put back the files of one, or start anew (resume=False)."
     )
-    assert "code was run" not in capsys.readouterr().out
-    pickle.loads(pickle.dumps(Malicious()))
-    assert "code was run" in capsys.readouterr().out
+    save(world, tmp_path, 1, fresh=True)
+    assert load(world, tmp_path) == (1, [])
 
 
-def test_a_state_that_could_not_be_read_again_is_found_when_it_is_first_written(tmp_path, world):
-    with pytest.raises(CheckpointError, match="holds more than tensors, numbers and strings"):
-        Checkpoints(tmp_path, world).save({"model": Malicious()}, step=1)
+def test_the_format_before_this_one_is_refused(tmp_path, world):
+    torch.save(state_of(7), tmp_path / "step-0000000007.pt")
+    with Checkpoints(tmp_path, world) as checkpoints, pytest.raises(CheckpointError) as error:
+        checkpoints.load(required=False)
+    assert str(error.value) == (
+        f"The checkpoints in {tmp_path}, such as step-0000000007.pt, are of an older Lockstep, whose format is no "
+        "longer read.\nEnd that run with the version it was started with, or start anew (resume=False)."
+    )
+    assert load(world, tmp_path, fresh=True) == (None, [])
+
+
+def test_killed_at_every_byte_a_whole_one_is_left(tmp_path, world, monkeypatch):
+    """With one that is there, and with one of the same step that is damaged and leftovers of another kill."""
+    save(world, tmp_path / "run", 1)
+    monkeypatch.setattr(Writer, "start", lambda writer, job: job())
+
+    def killed_in(folder, step):
+        with Checkpoints(folder, world, keep=1, blocking=True) as checkpoints:
+            checkpoints.save(state_of(step), step=step)
+
+    def loaded(folder):
+        return load(world, folder)[0]
+
+    num_points, found = kill_everywhere(
+        monkeypatch, tmp_path / "run", tmp_path, lambda copy: killed_in(copy, 2), loaded, stride=5
+    )
+    assert num_points > 100
+    changes = found.index(2)
+    assert found == [1] * changes + [2] * (num_points + 1 - changes)
+
+    save(world, tmp_path / "run", 2)
+    (tmp_path / "run" / "step-0000000002" / "manifest.json").write_text("junk")
+    (tmp_path / "run" / "step-0000000009.partial").mkdir()
+    (tmp_path / "run" / "step-0000000009.partial" / "half").write_text("")
+
+    def resumed(folder):
+        with Checkpoints(folder, world, keep=1, blocking=True) as checkpoints:
+            assert checkpoints.load(required=True)["step"] == 1
+            checkpoints.save(state_of(2), step=2)
+
+    num_points, found = kill_everywhere(monkeypatch, tmp_path / "run", tmp_path, resumed, loaded, stride=5)
+    changes = found.index(2)
+    assert found == [1] * changes + [2] * (num_points + 1 - changes)
+    assert names(tmp_path / "copy") == ["step-0000000002"], "and nothing is left of the others"
+
+
+def test_what_cannot_be_kept_is_told_to_all(tmp_path, world):
+    with Checkpoints(tmp_path, world) as checkpoints:
+        checkpoints.save({"model": {"bad": object()}}, step=1)
+        assert checkpoints.failed
+        with pytest.raises(CheckpointError) as error:
+            checkpoints.agree()
+    assert str(error.value) == (
+        f"The checkpoint {tmp_path / 'step-0000000001'} cannot hold builtins.object at model.bad.\n"
+        "Give numbers, strings, bytes, None, dense tensors, and lists, tuples and dicts of them."
+    )
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["full", "gone"])
+def test_a_write_that_fails_is_told_to_all_and_leaves_the_one_before(tmp_path, world, monkeypatch, kind):
+    def full(file, piece):
+        raise OSError(28, "No space left on device")
+
+    folder, reason = tmp_path / "run", "No space left on device"
+    save(world, folder, 1)
+    with Checkpoints(folder, world) as checkpoints:
+        with monkeypatch.context() as patch:
+            if kind == "full":
+                patch.setattr(disk, "write", full)
+            else:
+                folder.rename(tmp_path / "elsewhere")
+                reason = "No such file or directory"
+            checkpoints.save(state_of(2), step=2)
+            with pytest.raises(CheckpointError) as error:
+                checkpoints.finish()
+        assert checkpoints.failed
+    assert str(error.value) == (
+        f"Cannot write the checkpoint {folder / 'step-0000000002'}: {reason}.\nThe one before it is as it was."
+    )
+    if kind == "gone":
+        (tmp_path / "elsewhere").rename(folder)
+    assert load(world, folder) == (1, [])
+
+
+def test_the_step_waits_for_the_copy_only_and_the_next_save_for_the_one_before(tmp_path, world, monkeypatch):
+    written, go_on = [], threading.Event()
+    write_kept = kept.write_kept
+
+    def slow(folder, step, files, **about):
+        assert go_on.wait(10)
+        write_kept(folder, step, files, **about)
+        written.append(step)
+
+    monkeypatch.setattr(kept, "write_kept", slow)
+    state = state_of(1)
+    with Checkpoints(tmp_path, world) as checkpoints:
+        checkpoints.save(state, step=1)
+        assert written == []
+        memory = checkpoints._memory._flat.data_ptr()
+        state["model"]["weight"].fill_(7.0)  # as the next step would
+        threading.Timer(0.1, go_on.set).start()
+        checkpoints.save(state_of(2), step=2)
+        assert written == [1]
+        assert checkpoints._memory._flat.data_ptr() == memory, "the same memory takes each copy"
+        checkpoints.finish()
+        assert written == [1, 2]
+        assert find(tmp_path)[1].path == tmp_path / "step-0000000001"
+    assert read_state(tmp_path / "step-0000000001")["model"]["weight"].tolist() == [1.0] * 4
+    assert read_state(tmp_path / "step-0000000002")["model"]["weight"].tolist() == [2.0] * 4
+    with Checkpoints(tmp_path, world, blocking=True) as checkpoints:
+        checkpoints.save(state_of(3), step=3)
+        assert written == [1, 2, 3]
+
+
+def test_a_write_that_hangs_is_an_error_in_the_end(tmp_path, world, monkeypatch):
+    go_on = threading.Event()
+    monkeypatch.setattr("lockstep.train.checkpoint.WRITE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(kept, "write_kept", lambda *args, **about: go_on.wait(10))
+    with Checkpoints(tmp_path, world) as checkpoints:
+        checkpoints.save(state_of(1), step=1)
+        with pytest.raises(CheckpointError) as error:
+            checkpoints.finish()
+        go_on.set()
+    assert str(error.value) == (
+        f"The checkpoint {tmp_path / 'step-0000000001'} has not been written within 0.1 s.\n"
+        "The disk or the network to it hangs; the one before it is as it was."
+    )
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path, world):
+    with Checkpoints(tmp_path, world):
+        with pytest.raises(CheckpointError) as error:
+            Checkpoints(tmp_path, world)
+        assert str(error.value) == (
+            f"Another process is writing the checkpoint {tmp_path}.\nGive each run a folder of its own."
+        )
+    assert load(world, tmp_path) == (None, [])
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path, world):
     (tmp_path / "file").write_text("")
-    with pytest.raises(lockstep.errors.ConfigurationError) as error:
+    with pytest.raises(ConfigurationError) as error:
         Checkpoints(tmp_path / "file" / "folder", world)
     assert str(error.value) == (
         f"Cannot make the checkpoint folder {tmp_path / 'file' / 'folder'}: Not a directory.\nName another one."

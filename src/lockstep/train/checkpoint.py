@@ -266,10 +266,10 @@ class Checkpoints:
             if path != newest:
                 kept.remove_kept(path)
         self._stale = []
+        self._damaged = [path for path in self._damaged if path != newest]
         found = kept.find(self.folder)
         for each in kept.to_remove(found, keep=self.keep, keep_best=self.keep_best, damaged=self._damaged):
             kept.remove_kept(each.path)
-        self._damaged = [path for path in self._damaged if path != newest and path.exists()]
 
     def _from_rank_zero(self, value: Any) -> Any:
         return broadcast_object(value, group=self.world.group, device=self.world.device)
