@@ -23,6 +23,7 @@ from lockstep.errors import CollectiveError, ConfigurationError
 from lockstep.parallel.ddp.ballot import Ballot
 from lockstep.parallel.ddp.bucket import Bucket
 from lockstep.parallel.ddp.bucket_row import BucketRow
+from lockstep.parallel.ddp.bucket_stamps import BucketStamps
 from lockstep.parallel.ddp.capture import refuse_absent
 from lockstep.parallel.ddp.step_times import Moment, StepTimes
 from lockstep.parallel.ddp.transport import MeanTransport, Transport
@@ -49,6 +50,7 @@ class Departures:
         eager: Whether to call it during backward where that is possible.
         num_left: How many buckets have left in this step, those that were skipped included.
         exposed_wait_s: How long the last step waited for communication after its own work was done, on the host.
+        stamps: What wants to know when each bucket is ready and reduced, if anybody does.
     """
 
     def __init__(self, row: BucketRow, group: Group, weights: Weights, times: StepTimes, *, skip_unused: bool) -> None:
@@ -58,6 +60,7 @@ class Departures:
         self.on_leaving: list[Callable[[Bucket], None]] = []
         self.eager = False
         self.exposed_wait_s = 0.0
+        self.stamps: BucketStamps | None = None
         self._row = row
         self._weights, self._times = weights, times
         self._skip_unused = skip_unused
@@ -105,6 +108,8 @@ class Departures:
         """
         bucket = self._row.buckets[self.num_left]
         mine = [used[index] for index in bucket.spec.parameters]
+        if self.stamps is not None:
+            self.stamps.ready(self.num_left, bucket.spec.size_bytes)
         divisor = self.divisor if self.transport.takes_divided else None
         share = self._weights.share(bucket.spec.parameters, used, divisor)
         if not self._skip_unused or any(mine):
@@ -119,6 +124,16 @@ class Departures:
             self._tell_early()
 
     def _start(self, bucket: Bucket, position: int, *, alone: bool = False) -> Future[Any]:
+        if self.stamps is None:
+            return self._send(bucket, position, alone=alone)
+        self.stamps.sending()
+        if alone:
+            self.stamps.begin_wait()
+        future = self._send(bucket, position, alone=alone)
+        self.stamps.sent(future)
+        return future
+
+    def _send(self, bucket: Bucket, position: int, *, alone: bool) -> Future[Any]:
         if not alone:
             return self.transport.start(bucket, position, is_last=position == len(self._row.buckets) - 1)
         started_s = time.perf_counter()
@@ -175,6 +190,8 @@ class Departures:
             CollectiveError: Another rank ended or did not take part.
             ConfigurationError: On every rank: some ranks gave weights and others did not; names the latter.
         """
+        if self.stamps is not None:
+            self.stamps.begin_wait()
         if self._lane is not None:
             torch.cuda.current_stream(self._row.device).wait_stream(self._lane)
         while self._may_tell_early and self._num_told < len(self._under_way):  # while the next ones still travel
@@ -183,10 +200,12 @@ class Departures:
         while self._num_told < len(self._under_way):
             self._under_way[self._num_told][0].settle(num_users)
             self._tell_next()
+        if self.stamps is not None:
+            self.stamps.end_wait(self.exposed_wait_s)
 
     def complete_scratch(self, buckets: Sequence[Bucket]) -> None:
         """Take part in a step of the other ranks with ``buckets``, which nobody is told of; see `complete`."""
-        left = [(bucket, self._start(bucket, position)) for position, bucket in enumerate(buckets)]
+        left = [(bucket, self._send(bucket, position, alone=False)) for position, bucket in enumerate(buckets)]
         self._bring_home(left, bytearray(len(self._row.parameters)), Ballot())
 
     def _bring_home(self, left: Sequence[Departure], used: bytearray, ballot: Ballot) -> list[int] | None:

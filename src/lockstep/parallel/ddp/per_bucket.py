@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.accumulation import Accumulation
 from lockstep.parallel.ddp.bucket_optimizer import BucketOptimizer
+from lockstep.parallel.ddp.bucket_stamps import BucketStamps
 from lockstep.parallel.ddp.cap_search import CapSearch
 from lockstep.parallel.ddp.flat_gradients import FlatGradients
 from lockstep.parallel.ddp.pipeline import in_words
@@ -43,6 +44,10 @@ class PerBucket(Accumulation):
         if self._finds_caps:
             width = width_of(self.wire_dtype, self._reducer.row.buckets)
             self._cap_search = CapSearch(self._reducer, self.process_group, self._bucket_caps_bytes, width=width)
+
+    def stamp_buckets(self, stamps: BucketStamps) -> None:
+        """For `fit`: have the moments of buckets taken from now on."""
+        self._reducer.departures.stamps = stamps
 
     @property
     def bucket_report(self) -> str:

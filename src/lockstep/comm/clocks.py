@@ -1,0 +1,80 @@
+"""How far the clocks of the ranks' machines are apart, and how surely that is known.
+
+[Note: bounds]
+Nobody leaves an all-reduce before everybody has entered it. So rank r's moment of leaving is later than rank zero's
+moment of entering, and the other way round, whatever the network does. On r's clock, which is ahead by ``offset``:
+``left_r - offset >= entered_0`` and ``entered_r - offset <= left_0``. Each round bounds the offset from both sides, and
+all rounds together bound it by the tightest. The middle is the estimate, half the width is the error: a bound, not a
+guess. Ranks of one machine have one clock: there the offset is zero, exactly.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lockstep.comm.collectives import Group, all_gather_object, all_reduce
+
+NUM_ROUNDS = 10
+
+Round = tuple[float, float]
+"""When a rank entered and when it left, on its own clock."""
+
+
+@dataclass(frozen=True)
+class Offset:
+    """How far a rank's clock is ahead of rank zero's, within ``error_s`` either way; in seconds."""
+
+    offset_s: float
+    error_s: float
+
+
+def measure_offsets(
+    group: Group, device: torch.device, *, clock: Callable[[], float] = time.time, machine: str | None = None
+) -> list[Offset]:
+    """Return by rank how far its clock is ahead of rank zero's.
+
+    Collective: every rank. Blocks until complete: a dozen small all-reduces.
+
+    Args:
+        group: The ranks.
+        device: Where this rank has tensors that the group can send.
+        clock: What is compared.
+        machine: What is the same for ranks with one clock.
+    """
+    token = torch.zeros(1, device=device)
+    rounds: list[Round] = []
+    for _ in range(NUM_ROUNDS + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        entered = clock()
+        all_reduce(token, group=group)
+        token.tolist()  # on CUDA only now is it done
+        rounds.append((entered, clock()))
+    mine = {"machine": machine_name() if machine is None else machine, "rounds": rounds[1:]}
+    ranks = all_gather_object(mine, group=group, device=device)
+    return [
+        Offset(0.0, 0.0) if rank["machine"] == ranks[0]["machine"] else bound(ranks[0]["rounds"], rank["rounds"])
+        for rank in ranks
+    ]
+
+
+def bound(zero: Sequence[Round], other: Sequence[Round]) -> Offset:
+    """Return how far ``other``'s clock is ahead of ``zero``'s; see [Note: bounds]. A pure function."""
+    low = max(entered - left_zero for (entered, _), (_, left_zero) in zip(other, zero, strict=True))
+    high = min(left - entered_zero for (_, left), (entered_zero, _) in zip(other, zero, strict=True))
+    return Offset((low + high) / 2, abs(high - low) / 2)
+
+
+def machine_name() -> str:
+    """Return what is the same for processes with one clock: the kernel's name for its own run."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        import socket
+
+        return socket.gethostname()
