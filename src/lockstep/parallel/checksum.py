@@ -4,9 +4,9 @@
 The bits are read as numbers of 32 bits, whatever the dtype. Each is multiplied by an odd number of 64 bits that depends
 on its position, and the products are summed modulo 2^64. A flipped bit changes one product by an odd number times a
 power of two below 2^64, which is never zero: so it is always found, and so is everything that changes one number of 32
-bits. Two elements that changed places are found because their factors differ; other changes go unseen with a
-probability of about 2^-64 times the power of two that they have in common. The sums of chunks are weighed in the same
-way. Zero and minus zero differ, and so do NaNs of different bits.
+bits. Elements that changed places are found because their factors differ. Changes of several numbers cancel each other
+about once in 2^32 times at worst. The sums of chunks are weighed in the same way. Zero and minus zero differ, and so do
+NaNs of different bits.
 """
 
 from __future__ import annotations

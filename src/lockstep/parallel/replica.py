@@ -89,7 +89,7 @@ def _add_state(replica: Replica, optimizer: Optimizer, names: dict[Tensor, str])
 def _add(replica: Replica, name: str, value: Any) -> None:
     if isinstance(value, Tensor):
         replica.tensors[name] = value
-    elif isinstance(value, int | float):
+    elif isinstance(value, int | float) and not isinstance(value, bool):
         replica.numbers[name] = float(value)
 
 

@@ -93,7 +93,7 @@ def find_difference(replica: Replica, *, group: Group, device: torch.device) -> 
     mine = dict(replica.all())
     cards = {name: [checksum([tensor]), list(tensor.shape), str(tensor.dtype)] for name, tensor in mine.items()}
     ranks: list[dict[str, Any]] = all_gather_object(cards, group=group, device=device)
-    names = list(dict.fromkeys(name for cards in ranks for name in cards))
+    names = list(dict.fromkeys(name for cards in sorted(ranks, key=len, reverse=True) for name in cards))
     different = [name for name in names if any(cards.get(name) != ranks[0].get(name) for cards in ranks)]
     if not different:  # the same tensors in another order
         different = names

@@ -1,0 +1,223 @@
+"""Replicas that drift apart: found at the next check, by the tensor's name, the ranks on each side, and since when."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep.errors import NonFiniteGradient, ReplicasDiffer
+from lockstep.train.loop import Loop
+from lockstep.train.settings import Settings
+from tests.training import make_task, mean_loss, network, samples
+
+ADVICE = (
+    "Either code changed it on some ranks only (an if on the rank, a buffer that nobody synchronises), or a device or "
+    "its memory is faulty. Go on from a checkpoint that was written before."
+)
+
+
+def make_loop(world, strategy, every=2, steps=6, **fields):
+    settings = {name: fields.pop(name) for name in list(fields) if name == "reproducible"}
+    adam = lambda params: torch.optim.Adam(params, lr=0.01)  # noqa: E731
+    task = make_task(**{"optimizer": adam, "drop_last": True, **fields})
+    settings = Settings(check_replicas=every, steps=steps, **settings)
+    return Loop(task, settings, world, strategy=strategy, devices=[torch.device("cpu")])
+
+
+def flip_sign(tensor, place):
+    with torch.no_grad():
+        tensor.view(-1)[place] *= -1
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "torch-ddp"])
+def test_a_flipped_bit_is_found_at_the_next_check(ranks, strategy):
+    def flip(world):
+        loop = make_loop(world, strategy)
+        for _ in range(3):
+            loop.step()
+        weight = dict(loop.model.named_parameters())["2.weight"]
+        if world.rank == 1:
+            flip_sign(weight, 10)
+        with pytest.raises(ReplicasDiffer) as error:
+            loop.step()
+        loop.close()
+        return str(error.value), error.value.tensor, error.value.sides, weight.detach()[1, 2].item()
+
+    results = ranks(2, warnings="ignore")(flip)
+    right, wrong = results[0][3], results[1][3]
+    text = (
+        "The ranks do not hold the same bits any more (after step 4): parameter 2.weight differs between rank 0 and "
+        "rank 1.\n"
+        f"1 of its 64 elements differs: the first at [1, 2] is {wrong} on rank 1 and {right} on rank 0.\n"
+        f"1 of 27 tensors differs. After step 2 all were alike.\n{ADVICE}"
+    )
+    assert [result[:3] for result in results] == [(text, "parameter 2.weight", ((0,), (1,)))] * 2
+
+
+def test_the_majority_is_right(ranks):
+    """A state of the optimizer that is changed on rank zero only, before the first check, and a learning rate."""
+
+    def change(world):
+        loop = make_loop(world, "ddp", every=4)
+        loop.step()
+        if world.rank == 0:
+            state = loop.optimizer.state[dict(loop.model.named_parameters())["5.bias"]]
+            flip_sign(state["exp_avg"], 3)
+            state["exp_avg_sq"].view(torch.int64)[1] ^= 1 << 40
+        with pytest.raises(ReplicasDiffer) as error:
+            loop.drift.run(1)
+        if world.rank == 0:
+            flip_sign(state["exp_avg"], 3)
+        with pytest.raises(ReplicasDiffer) as other:
+            loop.drift.run(1)
+        loop.close()
+        return str(error.value).splitlines(), str(other.value).splitlines()
+
+    for lines, other in ranks(3)(change):
+        assert lines[0] == (
+            "The ranks do not hold the same bits any more (after step 1): exp_avg of parameter 5.bias differs on "
+            "rank 0 from that on ranks 1 and 2."
+        )
+        assert lines[1].startswith("1 of its 4 elements differs, by one bit: the first at [3] is ")
+        assert lines[2] == "2 of 27 tensors differ. There was no check before."
+        assert other[1].startswith("1 of its 4 elements differs, by one bit: the first at [1] is ")
+
+
+class Counting(nn.Module):
+    """Counts in a buffer, beside running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
+        self.norm = nn.BatchNorm1d(6, dtype=torch.float64)
+        self.rest = network()
+
+    def forward(self, inputs):
+        self.seen += 1
+        return self.rest(self.norm(inputs))
+
+
+def test_what_rightly_differs_does_not_disturb(ranks):
+    """Running statistics of each rank's own samples, parts of an optimizer, parts of parameters."""
+
+    def run(world):
+        for strategy in ("ddp", "torch-ddp", "ddp-zero1", "fsdp", "reproducible"):
+            how = {"reproducible": 4} if strategy == "reproducible" else {}
+            loop = make_loop(world, "ddp" if how else strategy, every=1, model=Counting, **how)
+            for _ in range(4):
+                loop.step()
+            assert loop.drift._alike_after == 4
+            loop.close()
+
+    ranks(2, warnings="ignore")(run)
+
+
+def test_a_forgotten_buffer_is_found_in_a_script_of_ones_own(ranks):
+    """Each rank has running statistics of its own there, which is as it should be, but not the counter."""
+
+    def run(world):
+        torch.manual_seed(0)
+        model = lockstep.DistributedDataParallel(Counting(), broadcast_buffers=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        inputs = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(world.rank))
+        texts = []
+        for step in range(4):
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            if step == 1 and world.rank == 1:
+                model.module.seen[1] += 4
+            try:
+                model.check_replicas(optimizer)
+            except ReplicasDiffer as error:
+                texts.append((step, str(error)))
+        synced = lockstep.DistributedDataParallel(Counting())
+        synced.module.seen += world.rank
+        synced.check_replicas()  # the next forward takes rank 0's
+        synced.forward_sync_buffers = False
+        with pytest.raises(ReplicasDiffer) as error:
+            synced.check_replicas()
+        return texts, str(error.value).splitlines()[0]
+
+    text = (
+        "The ranks do not hold the same bits any more: buffer seen differs between rank 0 and rank 1.\n"
+        "1 of its 2 elements differs{}: the first at [1] is {} on rank 1 and {} on rank 0.\n"
+        "1 of {} tensors differs. 1 check before found none.\n" + ADVICE
+    )
+    for texts, line in ranks(2)(run):
+        assert [step for step, _ in texts] == [1, 2, 3]
+        assert texts[0][1] == text.format(", by one bit", 6, 2, 21)
+        assert line.startswith("The ranks do not hold the same bits any more: buffer seen differs between")
+
+
+def test_other_shapes_and_missing_state_are_differences_too(ranks):
+    def run(world):
+        torch.manual_seed(0)
+        model = lockstep.DistributedDataParallel(nn.Linear(3, 2))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1 + 0.1 * (world.rank == 2))
+        lines = []
+        for change in (False, True):
+            if change and world.rank == 1:
+                model(torch.ones(1, 3))
+                optimizer.state[model.module.bias]["step"] = torch.tensor(1.0)
+            with pytest.raises(ReplicasDiffer) as error:
+                model.check_replicas(optimizer)
+            lines.append((str(error.value).splitlines()[0], error.value.tensor, error.value.sides))
+        return lines
+
+    for lines in ranks(3)(run):
+        assert [line[1:] for line in lines] == [
+            ("lr of parameter group 0", ((0, 1), (2,))),
+            ("step of parameter bias", ((0, 2), (1,))),
+        ]
+
+
+def bad_rank_loss(model, inputs, is_bad):
+    return model(inputs).square().mean() * (float("nan") if is_bad else 1.0)
+
+
+def test_a_script_learns_whose_gradient_is_not_finite(ranks):
+    def run(world):
+        torch.manual_seed(0)
+        model = lockstep.DistributedDataParallel(network())
+        inputs = torch.ones(2, 6, dtype=torch.float64)
+        texts, verdicts = [], []
+        for step in range(5):
+            model.zero_grad()
+            bad_rank_loss(model, inputs, world.rank == step % 2 and step in (1, 2)).backward()
+            verdicts.append(model.gradients_are_finite())
+            try:
+                model.check_gradients()
+            except NonFiniteGradient as error:
+                texts.append(str(error))
+        return verdicts, texts
+
+    advice = (
+        "Look at the loss and the samples of this step there. To go on without the step, ask gradients_are_finite() "
+        "and call optimizer.step() only if they are."
+    )
+    expected = [
+        f"The gradient is not finite on rank {rank}: first that of parameter 0.weight.\n{advice}" for rank in (1, 0)
+    ]
+    assert ranks(2)(run) == [([True, False, False, True, True], expected)] * 2
+
+
+def test_fit_never_checks_if_told_so(ranks):
+    def run(world):
+        def loss(model, batch):
+            if world.rank == 1:
+                flip_sign(model[0].weight, 0)
+            return mean_loss(model, batch)
+
+        def data():
+            return TensorDataset(*samples().tensors)
+
+        lockstep.fit(make_task(dataset=data, loss=loss), steps=4, check_replicas=0, quiet=True)
+        with pytest.raises(ReplicasDiffer) as error:
+            lockstep.fit(make_task(dataset=data, loss=loss), steps=3, quiet=True)
+        return str(error.value).splitlines()[0]
+
+    text = "The ranks do not hold the same bits any more (after step 3): parameter 0.weight differs between rank 0 and "
+    text += "rank 1."
+    assert ranks(2)(run) == [text] * 2
