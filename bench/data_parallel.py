@@ -8,7 +8,12 @@ torch's DataParallel does not run on the CPU. "torch-style" does the same work t
 forward, copies the parameters to the second replica through autograd, starts a thread a replica and gathers the
 outputs. In its favour its threads, too, get one core each.
 
-Usage: python bench/data_parallel.py [--rounds N] [--json FILE]
+With ``--against-ddp``: training steps of the five models of bench/models.py on two CPU devices with one core each, ours
+(`DistributedDataParallel` on shm, two processes), with ZeRO-1, ``dp`` and ``dp-zero`` (`DataParallel`, one process, two
+threads), and one process with one core for the batches of both; interleaved, see bench/steps.py. Besides, what of the
+optimizer's state each replica keeps. What each GPU holds at its peak is for bench/gpu.py: CPU devices share memory.
+
+Usage: python -m bench.data_parallel [--rounds N] [--against-ddp [--only MODEL]] [--json FILE]
 """
 
 import argparse
@@ -25,6 +30,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench import harness, steps
+from bench.models import MODELS
+from bench.models import loss_of as steps_loss_of
+from lockstep import launch
 from lockstep.parallel.data_parallel import DataParallel
 
 NUM_DEVICES = 2
@@ -166,16 +175,16 @@ def contenders(module: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, 
     }
 
 
-def measure(module: nn.Module, steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
+def measure(module: nn.Module, turns: dict[str, Step], rounds: int) -> dict[str, list[float]]:
     """Return the seconds of every step by contender, one a round."""
-    names = list(steps)
+    names = list(turns)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for round_number in range(-WARM_UP_ROUNDS, rounds):
         first = round_number % len(names)
         for name in names[first:] + names[:first]:
             module.zero_grad()
             start = time.perf_counter()
-            steps[name]()
+            turns[name]()
             if round_number >= 0:
                 seconds[name].append(time.perf_counter() - start)
     return seconds
@@ -191,25 +200,59 @@ def summary(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     return result
 
 
+def against_ddp(num_rounds: int, names: list[str]) -> dict[str, Any]:
+    """Measure and print the steps of the models ``names``, and what of the optimizer's state each replica keeps."""
+    plan = steps.Plan(num_rounds, 0.25, ["torch", "ours", "ours-zero", "dp", "dp-zero", "single"])
+    figures = {}
+    for name in names:
+        seconds = launch(steps.measure, name, plan, devices=NUM_DEVICES, timeout_s=harness.SECTION_TIMEOUT_S)[0]
+        sizes = state_bytes(name)
+        figures[name] = {**harness.summarize(seconds), "state_bytes": sizes}
+        harness.show(f"{name}: {NUM_DEVICES} devices, {num_rounds} rounds", seconds, ("ours", "ours-zero", "single"))
+        print(
+            f"  state of each replica of dp-zero, MiB: {', '.join(f'{size / 2**20:.2f}' for size in sizes)}", flush=True
+        )
+    return figures
+
+
+def state_bytes(name: str) -> list[int]:
+    workload = MODELS[name]
+    model = workload.model()
+    wrapped = DataParallel(model, ["cpu"] * NUM_DEVICES)
+    optimizer = wrapped.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-4))
+    wrapped.backward(steps_loss_of, [workload.batch() for _ in range(NUM_DEVICES)], [1 / NUM_DEVICES] * NUM_DEVICES)
+    optimizer.step()
+    return optimizer.state_bytes()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure DataParallel on the CPU.")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--against-ddp", action="store_true", help="compare with our DistributedDataParallel")
+    parser.add_argument(
+        "--only", choices=MODELS, action="append", help="with --against-ddp: this model; may be repeated"
+    )
     options = parser.parse_args()
+    if options.against_ddp:
+        figures = against_ddp(options.rounds, options.only or list(MODELS))
+        if options.json:
+            options.json.write_text(json.dumps(figures, indent=2) + "\n")
+        return
     torch.manual_seed(0)
     print(f"{NUM_DEVICES} CPU devices, {torch.get_num_threads()} cores, {options.rounds} rounds")
-    figures = {}
+    tables = {}
     for title, (module, inputs, targets) in cases().items():
-        figures[title] = summary(measure(module, contenders(module, inputs, targets), options.rounds))
+        tables[title] = summary(measure(module, contenders(module, inputs, targets), options.rounds))
         print(f"\n{title}")
         print(f"  {'':<12}{'ms a step':>12}{'time / single':>16}   quartiles")
-        for name, row in figures[title].items():
+        for name, row in tables[title].items():
             print(
                 f"  {name:<12}{row['median_s'] * 1e3:>12.2f}{row['ratio']:>16.2f}   "
                 f"{row['ratio_low']:.2f} to {row['ratio_high']:.2f}"
             )
     if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+        options.json.write_text(json.dumps(tables, indent=2) + "\n")
 
 
 if __name__ == "__main__":
