@@ -95,7 +95,7 @@ def _is_divided(facts: ScriptFacts, call: ast.Call) -> bool:
         isinstance(node, ast.ClassDef)
         and node.name in made
         and any("Iterable" in word for base in node.bases for word in words(base))
-        for node in ast.walk(facts.script.tree)
+        for node in facts.script.nodes
     ) or any("Iterable" in name or "WebDataset" in name for name in made)
 
 

@@ -7,12 +7,10 @@ import ast
 from lockstep.study.doctor.finding import Finding, Severity
 from lockstep.study.doctor.kinds import Kind
 from lockstep.study.doctor.quantities import plural
-from lockstep.study.doctor.script.source import argument, constant, words
+from lockstep.study.doctor.script.source import argument, constant
 from lockstep.study.doctor.script.traits import ScriptFacts
 
 _SETTERS = ("set_device", "set_device_index")
-_ASKS = {"distributed", "is_distributed", "ddp", "world_size", "multiprocessing_distributed", "WORLD_SIZE", "is_ddp"}
-"""Names in a condition that tell a run on several ranks from one on a single device."""
 
 
 def look(facts: ScriptFacts) -> list[Finding]:
@@ -23,16 +21,16 @@ def look(facts: ScriptFacts) -> list[Finding]:
 
 
 def _not_set(facts: ScriptFacts) -> list[Finding]:
-    if facts.starts_lockstep or facts.script.calls_of(*_SETTERS) or _chooses_visible(facts):
+    if facts.starts_elsewhere or facts.script.calls_of(*_SETTERS) or _chooses_visible(facts):
         return []
-    found = next((node for node in _current_device(facts) if not _is_for_one(facts, node)), None)
+    found = next((node for node in _current_device(facts) if not facts.is_for_one(node)), None)
     if found is None:
         return []
     return [
         Finding(
             Kind.DEVICE_NOT_SET,
             Severity.HANG,
-            f"{ast.unparse(found)} means the current GPU, and nothing makes each rank's own the current one.",
+            f"{_short(found)} means the current GPU, and nothing makes each rank's own the current one.",
             "All ranks use GPU 0: it runs out of memory, and NCCL stops at a duplicate GPU or waits for ever.",
             "Choose the GPU first, or let lockstep.init() do it.",
             'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # before anything uses CUDA',
@@ -64,20 +62,10 @@ def _chooses_visible(facts: ScriptFacts) -> bool:
     """Say whether the script sets CUDA_VISIBLE_DEVICES."""
     return any(
         isinstance(target, ast.Subscript) and constant(target.slice) == "CUDA_VISIBLE_DEVICES"
-        for node in ast.walk(facts.script.tree)
+        for node in facts.script.nodes
         if isinstance(node, ast.Assign)
         for target in node.targets
     )
-
-
-def _is_for_one(facts: ScriptFacts, node: ast.AST) -> bool:
-    """Say whether ``node`` runs only where the script has asked whether it is distributed, or for the rank."""
-    for child, parent in facts.script.ancestors(node):
-        if not isinstance(parent, (ast.If, ast.IfExp)) or child is parent.test:
-            continue
-        if words(parent.test) & _ASKS or facts.ranks.mentions(parent.test):
-            return True
-    return False
 
 
 def _fixed(facts: ScriptFacts) -> list[Finding]:
@@ -90,7 +78,7 @@ def _fixed(facts: ScriptFacts) -> list[Finding]:
         is_text = (last in ("to", *_SETTERS) or name == "torch.device") and any(_has_number(value) for value in given)
         ids = argument(call, "device_ids", 1) if call in facts.wrappings else None
         is_ids = isinstance(ids, ast.List) and any(isinstance(constant(item), int) for item in ids.elts)
-        if (is_index or is_text or is_ids) and not _is_for_one(facts, call):
+        if (is_index or is_text or is_ids) and not facts.is_for_one(call):
             found.append(_fixed_finding(facts, call))
     return found
 
@@ -101,16 +89,24 @@ def _has_number(value: ast.expr) -> bool:
 
 
 def _fixed_finding(facts: ScriptFacts, call: ast.Call) -> Finding:
-    text = ast.unparse(call)
     return Finding(
         Kind.DEVICE_FIXED,
         Severity.HANG,
-        f"{text if len(text) < 60 else ast.unparse(call.func) + '(...)'} names the same GPU on every rank.",
+        f"{_short(call)} names the same GPU on every rank.",
         "All ranks use that one: it runs out of memory, and NCCL stops at a duplicate GPU or waits for ever.",
         "Take the number from the launcher.",
         'device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))',
         facts.script.where(call),
     )
+
+
+def _short(call: ast.Call) -> str:
+    """Return the text of a call, with its beginning left out if it is long, or else its arguments."""
+    text = ast.unparse(call)
+    if len(text) < 60:
+        return text
+    name = ast.unparse(call.func)
+    return f"{name}(...)" if len(name) < 60 else f"...{name.rpartition('.')[2]}()"
 
 
 def _backend(facts: ScriptFacts) -> list[Finding]:

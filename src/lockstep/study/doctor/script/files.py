@@ -50,7 +50,7 @@ def _is_reached(facts: ScriptFacts, function: ast.FunctionDef | ast.AsyncFunctio
     return (
         any(
             isinstance(node, ast.Name) and node.id == function.name and isinstance(node.ctx, ast.Load)
-            for node in ast.walk(facts.script.tree)
+            for node in facts.script.nodes
         )
         or facts.script.functions.get(function.name) is not function
     )
@@ -83,12 +83,18 @@ def _load(facts: ScriptFacts, call: ast.Call) -> list[Finding]:
                 facts.script.where(call),
             )
         )
-    if argument(call, "map_location", 1) is None and facts.is_distributed and facts.uses_cuda:
+    place = argument(call, "map_location", 1)
+    if (
+        (place is None or constant(place) == "cuda:0")
+        and facts.is_distributed
+        and facts.uses_cuda
+        and not facts.is_for_one(call)
+    ):
         found.append(
             Finding(
                 Kind.LOADS_ON_GPU_ZERO,
                 Severity.SLOW,
-                f"{ast.unparse(call.func)} has no map_location.",
+                f"{ast.unparse(call.func)} has {'no map_location' if place is None else 'map_location=cuda:0'}.",
                 "What was saved from GPU 0 is loaded there by every rank: as many copies as ranks on one GPU, each "
                 "with a CUDA context.",
                 "Load into host memory first.",

@@ -37,7 +37,7 @@ def look(facts: ScriptFacts) -> list[Finding]:
 def _batchnorm(facts: ScriptFacts) -> list[Finding]:
     if not facts.wrappings or facts.script.calls_of("convert_sync_batchnorm", "SyncBatchNorm"):
         return []
-    layers = [call for name, call in facts.script.calls if _has_batchnorm(name)]
+    layers = [call for name, call in facts.script.calls if has_batchnorm(name)]
     if not layers:
         return []
     batch = facts.smallest_batch
@@ -59,7 +59,8 @@ def _batchnorm(facts: ScriptFacts) -> list[Finding]:
     ]
 
 
-def _has_batchnorm(name: str) -> bool:
+def has_batchnorm(name: str) -> bool:
+    """Say whether a call of this name makes BatchNorm layers, as far as the name tells."""
     module, _, last = name.rpartition(".")
     is_torchvision = module.startswith("torchvision.models") or module.endswith("models")
     return bool(_BATCHNORM.match(last)) or (

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from lockstep.study.doctor.finding import Finding, Severity
 from lockstep.study.doctor.kinds import Kind
+from lockstep.study.doctor.script.model import has_batchnorm
 from lockstep.study.doctor.script.ranks import Guard
 from lockstep.study.doctor.script.source import Function, argument, constant
 from lockstep.study.doctor.script.traits import ScriptFacts
@@ -14,7 +15,7 @@ from lockstep.study.doctor.script.traits import ScriptFacts
 _COLLECTIVES = {
     *("all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "broadcast", "broadcast_object_list"),
     *("barrier", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_tensor", "gather", "gather_object"),
-    *("scatter", "scatter_object_list", "all_to_all", "all_to_all_single", "new_group", "init_process_group"),
+    *("scatter", "scatter_object_list", "all_to_all", "all_to_all_single", "new_group"),
 }
 _OF_THESE = ("torch.distributed.", "dist.", "distributed.", "c10d.")
 _WHOLE_NAMES = {
@@ -24,17 +25,21 @@ _WHOLE_NAMES = {
 _METHODS = {"consolidate_state_dict", "wait_for_everyone"}
 _DEPTH = 5
 
+Wrapped = dict[str, list[ast.AST]]
+"""Names of wrapped models, each with the functions that wrap them."""
+
 
 def look(facts: ScriptFacts) -> list[Finding]:
     """Return the collectives, and the forwards of the wrapped model, that only some ranks come to."""
     if not facts.is_distributed:
         return []
     found: dict[tuple[Kind, int], Finding] = {}
+    wrapped = _wrapped_names(facts)
     for _, call in facts.script.calls:
         guards = facts.ranks.guards(call)
         if not guards:
             continue
-        for finding in (*_collectives(facts, call, guards[0]), *_models(facts, call, guards[0])):
+        for finding in (*_collectives(facts, call, guards[0]), *_models(facts, call, guards[0], wrapped)):
             found.setdefault((finding.kind, call.lineno), finding)
     return list(found.values())
 
@@ -109,9 +114,8 @@ def _is_balanced(facts: ScriptFacts, call: ast.Call, reached: ast.Call, guard: G
     return False
 
 
-def _models(facts: ScriptFacts, call: ast.Call, guard: Guard) -> Iterator[Finding]:
+def _models(facts: ScriptFacts, call: ast.Call, guard: Guard, wrapped: Wrapped) -> Iterator[Finding]:
     """Yield a forward of the wrapped model behind ``guard``, here or in a function that it is passed to."""
-    wrapped = _wrapped_names(facts)
     name = facts.script.name(call.func)
     scope = facts.script.scope(call)
     reached: ast.Call | None = None
@@ -126,12 +130,15 @@ def _models(facts: ScriptFacts, call: ast.Call, guard: Guard) -> Iterator[Findin
     if reached is None:
         return
     way = "" if reached is call else f" ({ast.unparse(call)} in line {call.lineno})"
+    has_buffers = any(has_batchnorm(made) or "SyncBatchNorm" in made for made, _ in facts.script.calls)
     yield Finding(
         Kind.MODEL_ON_ONE_RANK,
-        Severity.HANG,
+        Severity.HANG if has_buffers else Severity.NOTE,
         f"The wrapped model is called where only ranks with `{guard.describe()}` come{way}.",
-        "Its forward broadcasts buffers, such as BatchNorm's, and SyncBatchNorm gathers statistics: that rank waits "
-        "for the others, and they for it.",
+        "Its forward broadcasts buffers, such as BatchNorm's: that rank waits for the others, and they for it."
+        if has_buffers
+        else "If the model has buffers, such as BatchNorm's, its forward broadcasts them, and the ranks wait for each "
+        "other; no layer that has some was seen in this file.",
         "Call the bare model there, or evaluate on all ranks, each its part.",
         f"{ast.unparse(reached.func)}.module(...)  # instead of {ast.unparse(reached.func)}(...)"
         if reached is call
@@ -140,9 +147,9 @@ def _models(facts: ScriptFacts, call: ast.Call, guard: Guard) -> Iterator[Findin
     )
 
 
-def _wrapped_names(facts: ScriptFacts) -> dict[str, list[ast.AST]]:
+def _wrapped_names(facts: ScriptFacts) -> Wrapped:
     """Return the names that wrapped models are assigned to, each with the scopes; not if they are unwrapped again."""
-    names: dict[str, list[ast.AST]] = {}
+    names: Wrapped = {}
     for call in facts.wrappings:
         if constant(argument(call, "broadcast_buffers")) is False:
             continue
@@ -155,7 +162,7 @@ def _wrapped_names(facts: ScriptFacts) -> dict[str, list[ast.AST]]:
     return names
 
 
-def _is_wrapped(facts: ScriptFacts, name: str, scope: ast.AST, wrapped: dict[str, list[ast.AST]]) -> bool:
+def _is_wrapped(facts: ScriptFacts, name: str, scope: ast.AST, wrapped: Wrapped) -> bool:
     if name not in wrapped:
         return False
     if "." in name:  # such as self.model, in any method
@@ -181,7 +188,7 @@ def _forward_in(facts: ScriptFacts, function: Function, position: int, call: ast
     return next((inner for inner in _calls_in(function) if facts.script.name(inner.func) == name), None)
 
 
-def _unwrapped(facts: ScriptFacts, call: ast.Call, wrapped: dict[str, list[ast.AST]], scope: ast.AST) -> str:
+def _unwrapped(facts: ScriptFacts, call: ast.Call, wrapped: Wrapped, scope: ast.AST) -> str:
     """Return the call with the wrapped model's bare one in its place."""
     arguments: list[ast.expr] = [
         ast.Attribute(value, "module", ast.Load())

@@ -42,14 +42,16 @@ class Ranks:
     def __init__(self, script: Script) -> None:
         self._script = script
         self._flags: set[str] = set()
+        self._guarded: dict[ast.AST, bool] = {}
         # Twice, as one flag may be made from another.
         for _ in range(2):
-            for node in ast.walk(script.tree):
+            for node in script.nodes:
                 if not isinstance(node, ast.Assign):
                     continue
                 is_condition = isinstance(node.value, (ast.Compare, ast.BoolOp, ast.UnaryOp))
                 if is_condition and self.depends(node.value):
-                    self._flags |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+                    names = [script.name(target).rpartition(".")[2] for target in node.targets]
+                    self._flags |= {name for name in names if name}
 
     def mentions(self, node: ast.AST) -> bool:
         """Say whether an expression names a rank."""
@@ -64,13 +66,16 @@ class Ranks:
         if isinstance(test, ast.Compare):
             return self._differs(test)
         named = words(test)
+        if named & {"environ", "getenv"}:
+            return False  # whether the variable is set: whether this is a distributed run
         return bool(named & self._flags) or any(_RANK.search(word) or _FLAG.search(word) for word in named)
 
     def _differs(self, test: ast.Compare) -> bool:
         parts = [test.left, *test.comparators]
         values = [constant(part) for part in parts]
-        if any(value == -1 for value in values) or any(isinstance(op, (ast.Is, ast.IsNot)) for op in test.ops):
-            return False  # rank != -1, rank is not None: whether this is a distributed run
+        asks_for_being = (ast.Is, ast.IsNot, ast.In, ast.NotIn)
+        if any(value == -1 for value in values) or any(isinstance(op, asks_for_being) for op in test.ops):
+            return False  # rank != -1, rank is not None, "RANK" in os.environ: whether this is a distributed run
         if isinstance(test.ops[0], ast.GtE) and constant(test.comparators[0]) == 0:
             return False  # likewise
         named = set().union(*(words(part) for part in parts))
@@ -108,6 +113,12 @@ class Ranks:
         if self.guards(node):
             return True
         scope = self._script.scope(node)
+        if scope not in self._guarded:
+            self._guarded[scope] = False  # what calls itself is not guarded by that
+            self._guarded[scope] = self._is_function_guarded(scope, depth)
+        return self._guarded[scope]
+
+    def _is_function_guarded(self, scope: ast.AST, depth: int) -> bool:
         if depth == 0 or not isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
             return False
         if any(_RANK.search(word) for decorator in scope.decorator_list for word in words(decorator)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 from lockstep.study.doctor.finding import Finding, Severity
 from lockstep.study.doctor.kinds import Kind
@@ -10,6 +11,9 @@ from lockstep.study.doctor.script.source import words
 from lockstep.study.doctor.script.traits import ScriptFacts
 
 SEEDERS = ("manual_seed", "manual_seed_all", "seed_everything", "set_seed", "seed_all")
+_HELPER = re.compile(r"(^|_)seeds?(_|$)")
+"""In the name of a function of another file that sets seeds, as far as one can tell."""
+
 _CHANCE = {"time", "time_ns", "getpid", "urandom", "uuid4", "token_bytes", "randbits", "perf_counter"}
 """Names in a seed that make it another one in every process."""
 
@@ -48,8 +52,9 @@ def look(facts: ScriptFacts) -> list[Finding]:
 
 def has_common_seed(facts: ScriptFacts) -> bool:
     """Say whether the script sets a seed that is the same on all ranks, and no other."""
+    helpers = [name for name, _ in facts.script.calls if _HELPER.search(name.rpartition(".")[2])]
     seedings = _seedings(facts)
-    return bool(seedings) and not any(_by_rank(facts, call) or _by_chance(call) for call in seedings)
+    return bool(seedings or helpers) and not any(_by_rank(facts, call) or _by_chance(call) for call in seedings)
 
 
 def _seedings(facts: ScriptFacts) -> list[ast.Call]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
@@ -27,8 +27,9 @@ class Script:
     def __init__(self, text: str, path: str) -> None:
         self.path = path
         self.tree = ast.parse(text, path)
-        self._parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
-        self._imported = dict(_imports(self.tree))
+        self.nodes = list(ast.walk(self.tree))
+        self._parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
+        self._imported = dict(_imports(self.nodes))
 
     def where(self, node: ast.expr | ast.stmt) -> str:
         """Return ``FILE:LINE``."""
@@ -46,7 +47,7 @@ class Script:
     @cached_property
     def calls(self) -> list[tuple[str, ast.Call]]:
         """All calls in the order of their lines, each with the full name of what is called."""
-        found = [(self.name(node.func), node) for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        found = [(self.name(node.func), node) for node in self.nodes if isinstance(node, ast.Call)]
         return sorted(found, key=lambda item: (item[1].lineno, item[1].col_offset))
 
     def calls_of(self, *last_names: str) -> list[ast.Call]:
@@ -55,7 +56,8 @@ class Script:
 
     def imports(self, *packages: str) -> bool:
         """Say whether the script imports one of ``packages``, or from one."""
-        return any(name.partition(".")[0] in packages for name in self._imported.values())
+        beginnings = tuple(f"{package}." for package in packages)
+        return any(f"{name}.".startswith(beginnings) for name in self._imported.values())
 
     def ancestors(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
         """Yield pairs of a child and its parent, from ``node`` to the module."""
@@ -81,7 +83,7 @@ class Script:
     def functions(self) -> dict[str, Function]:
         """The functions and methods by name; those that share a name are left out, as a call does not tell which."""
         found: dict[str, list[Function]] = {}
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 found.setdefault(node.name, []).append(node)
         return {name: nodes[0] for name, nodes in found.items() if len(nodes) == 1}
@@ -90,16 +92,31 @@ class Script:
         """Return the function of this file that is called, if it is one."""
         if isinstance(call.func, ast.Name) and call.func.id not in self._imported:
             return self.functions.get(call.func.id)
-        if isinstance(call.func, ast.Attribute):
+        if isinstance(call.func, ast.Attribute) and self._first(call.func) not in self._imported:
             function = self.functions.get(call.func.attr)
             # A method, of whatever object: functions outside classes are not called through a dot.
             if function is not None and isinstance(self._parents[function], ast.ClassDef):
                 return function
         return None
 
+    @staticmethod
+    def _first(node: ast.AST) -> str:
+        while isinstance(node, ast.Attribute):
+            node = node.value
+        return node.id if isinstance(node, ast.Name) else UNKNOWN
+
+    @cached_property
+    def _callers(self) -> dict[Function, list[ast.Call]]:
+        found: dict[Function, list[ast.Call]] = {}
+        for _, call in self.calls:
+            function = self.function_of(call)
+            if function is not None:
+                found.setdefault(function, []).append(call)
+        return found
+
     def callers(self, function: Function) -> list[ast.Call]:
         """Return the calls of a function of this file."""
-        return [call for _, call in self.calls if self.function_of(call) is function]
+        return self._callers.get(function, [])
 
     def targets(self, call: ast.AST) -> list[str]:
         """Return the names that the statement with ``call`` assigns to, such as ``self.loader``."""
@@ -112,18 +129,23 @@ class Script:
         flat = [part for target in targets for part in (target.elts if isinstance(target, ast.Tuple) else [target])]
         return [self.name(target) for target in flat]
 
-    def values(self, name: str) -> list[ast.expr]:
-        """Return what is assigned to ``name`` anywhere."""
-        found = []
-        for node in ast.walk(self.tree):
+    @cached_property
+    def _values(self) -> dict[str, list[ast.expr]]:
+        found: dict[str, list[ast.expr]] = {}
+        for node in self.nodes:
             targets: list[ast.expr] = []
             if isinstance(node, ast.Assign):
                 targets = node.targets
             elif isinstance(node, ast.AnnAssign):
                 targets = [node.target]
             if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
-                found += [node.value for target in targets if self.name(target) == name]
+                for target in targets:
+                    found.setdefault(self.name(target), []).append(node.value)
         return found
+
+    def values(self, name: str) -> list[ast.expr]:
+        """Return what is assigned to ``name`` anywhere."""
+        return self._values.get(name, [])
 
 
 def argument(call: ast.Call, keyword: str, position: int | None = None) -> ast.expr | None:
@@ -164,12 +186,13 @@ def words(node: ast.AST) -> set[str]:
     return found
 
 
-def _imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    for node in ast.walk(tree):
+def _imports(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 first = alias.name.partition(".")[0]
                 yield (alias.asname, alias.name) if alias.asname else (first, first)
+                yield alias.name, alias.name  # as `imports` asks for it; no name in the program has a dot
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             for alias in node.names:
                 yield alias.asname or alias.name, f"{node.module}.{alias.name}"
