@@ -313,6 +313,26 @@ def test_a_folder_has_one_run_at_a_time(tmp_path, world):
     assert load(world, tmp_path) == (None, [])
 
 
+def test_a_folder_is_given_up_once_nothing_is_written_any_more(tmp_path, world, monkeypatch):
+    go_on = threading.Event()
+    write_kept = kept.write_kept
+
+    def slow(*args, **about):
+        assert go_on.wait(10)
+        write_kept(*args, **about)
+
+    monkeypatch.setattr(kept, "write_kept", slow)
+    monkeypatch.setattr("lockstep.train.checkpoint.CTRL_C_TIMEOUT_S", 0.05)
+    with pytest.raises(KeyboardInterrupt), Checkpoints(tmp_path, world) as checkpoints:
+        checkpoints.save(state_of(1), step=1)
+        raise KeyboardInterrupt
+    with pytest.raises(CheckpointError, match="Another process is writing the checkpoint"):
+        Checkpoints(tmp_path, world)
+    go_on.set()
+    assert checkpoints._writer.wait(10)
+    assert load(world, tmp_path) == (1, [])
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path, world):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError) as error:

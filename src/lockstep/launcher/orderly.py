@@ -40,16 +40,16 @@ class OrderlyStop:
 
     @contextlib.contextmanager
     def handling(self, config: LaunchConfig) -> Iterator[LaunchConfig]:
-        """Take the signals over, and give what makes torch elastic leave them alone. Only the main thread can.
-
-        Handlers are not restored: the caller does that.
-        """
+        """Take the signals over, and give what makes torch elastic leave them alone. Only the main thread can."""
         if threading.current_thread() is not threading.main_thread() or config.signals_to_handle != _ELASTICS_OWN:
             yield config
             return
-        for number in requests.SIGNALS:
-            signal.signal(number, self._on_signal)
-        yield dataclasses.replace(config, signals_to_handle=_LEFT_TO_ELASTIC)
+        before = {number: signal.signal(number, self._on_signal) for number in requests.SIGNALS}
+        try:
+            yield dataclasses.replace(config, signals_to_handle=_LEFT_TO_ELASTIC)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def outcome(self, exit_codes: set[int]) -> Stopped | None:
         """Return what to raise after the ranks have ended with ``exit_codes``; None if they did not stop in order."""

@@ -25,6 +25,9 @@ WRITE_TIMEOUT_S = 1800.0
 LAST_WRITE_TIMEOUT_S = 60.0
 """How long a checkpoint may take that is being written when the run ends with an error."""
 
+CTRL_C_TIMEOUT_S = 2.0
+"""How long it may take if somebody waits for it."""
+
 _PARTS = ("model", "optimizer")
 
 State = dict[str, Any]
@@ -194,17 +197,19 @@ class Checkpoints:
         self.agree()
 
     def close(self, *, wait_s: float = LAST_WRITE_TIMEOUT_S) -> None:
-        """Let others have the folder, once what is being written is, or the time is up."""
-        self._writer.wait(wait_s)
-        if self._lock is not None:
-            self._lock.release()
+        """Wait for what is being written, at most so long; once it is, others can have the folder."""
+        try:
+            self._writer.wait(wait_s)
+        finally:
+            if self._lock is not None:
+                self._writer.leave(self._lock.release)
 
     def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """After an error a checkpoint that is being written gets some time, unless it was Ctrl-C."""
-        self.close(wait_s=0.0 if kind is KeyboardInterrupt else LAST_WRITE_TIMEOUT_S)
+        """After an error a checkpoint that is being written gets some time, after Ctrl-C little."""
+        self.close(wait_s=CTRL_C_TIMEOUT_S if kind is KeyboardInterrupt else LAST_WRITE_TIMEOUT_S)
 
     def _is_idle(self, timeout_s: float) -> bool:
         if self._writer.wait(timeout_s):

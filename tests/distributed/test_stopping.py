@@ -1,0 +1,243 @@
+"""Signals stop a run after a step, with a checkpoint and an exit code that says so; a second one stops it at once."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+import torch
+
+import lockstep
+from lockstep.train.checkpoint import read_state
+from lockstep.train.stopping import StopSignals
+from tests.distributed import commands
+from tests.training import make_task, mean_loss, samples
+
+pytestmark = pytest.mark.timeout(120)
+
+TASK = """\
+import os, time
+from pathlib import Path
+import torch
+from torch import nn
+import lockstep
+
+def loss(model, batch):
+    time.sleep(float(os.environ.get("STEP_S", "0")))
+    if "STUCK" in os.environ and os.environ.get("RANK", "0") == "0" and Path(os.environ["STUCK"]).exists():
+        time.sleep(1000)
+    return (model(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()
+
+task = lockstep.Task(
+    model=lambda: nn.Linear(3, 1, dtype=torch.float64),
+    dataset=lambda: torch.utils.data.TensorDataset(torch.arange(90, dtype=torch.float64).reshape(30, 3) / 90),
+    eval_dataset=lambda: torch.utils.data.TensorDataset(torch.ones(8, 3, dtype=torch.float64)),
+    loss=loss,
+    optimizer=lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
+    global_batch_size=6,
+)
+"""
+SCRIPT = """\
+import sys
+import lockstep
+from mine import task
+
+result = lockstep.fit(task, steps=40, checkpoint="runs", checkpoint_every=3, quiet=True)
+print("stopped by", result.stopped, flush=True)
+sys.exit(result.exit_code)
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a command in a folder with a task; the run is under way when it has written a checkpoint."""
+    started = []
+    (tmp_path / "mine.py").write_text(TASK)
+    (tmp_path / "script.py").write_text(SCRIPT)
+
+    def begin(*args, step_s=0.05, **env):
+        env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "STEP_S": str(step_s), **env}
+        process = commands.start(
+            *map(str, args), cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        started.append(process)
+        wait_for(lambda: list(tmp_path.glob("runs/step-??????????")) or process.poll() is not None, 60)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(condition, timeout_s):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.02)
+
+
+def descendants(process):
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def assert_gone(processes):
+    wait_for(lambda: not [each for each in processes if each.is_running() and each.status() != "zombie"], 10)
+
+
+OPTIONS = ("--steps", 40, "--checkpoint", "runs", "--checkpoint-every", 3, "--eval-every", 4)
+
+
+def test_sigterm_stops_all_ranks_after_a_step_and_the_run_goes_on_from_there(start, tmp_path, monkeypatch):
+    process = start("train", "mine.py", "--devices", 2, "--log-file", "log", *OPTIONS)
+    ranks = descendants(process)
+    began_at = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=30)
+    assert time.monotonic() - began_at < 20
+    assert process.returncode == 75, err
+    newest = max(tmp_path.glob("runs/step-*"))
+    step = int(newest.name[5:])
+    assert err == (
+        f"lockstep: Stopped by SIGTERM after step {step} of 40, saved in runs/{newest.name}.\n"
+        "The same command goes on from there.\n"
+    )
+    assert "Stopped" not in out
+    assert_gone(ranks)
+    logged = [line["loss"] for line in map(json.loads, (tmp_path / "log").read_text().splitlines()) if "loss" in line]
+    assert len(logged) == step
+    monkeypatch.syspath_prepend(tmp_path)
+    from mine import task
+
+    whole = lockstep.fit(task, strategy="single", steps=40, quiet=True).losses
+    rest = lockstep.fit(task, strategy="single", steps=40, checkpoint=tmp_path / "runs", resume=True, quiet=True)
+    assert logged + rest.losses == pytest.approx(whole, rel=1e-12)
+
+
+def test_a_script_of_ones_own_is_told_and_the_launcher_passes_the_code_on(start, tmp_path):
+    process = start("run", "--devices", 2, "script.py")
+    # As SLURM does: to all processes of the job at once.
+    for each in [*descendants(process), psutil.Process(process.pid)]:
+        if "guardian" not in " ".join(each.cmdline()):
+            each.send_signal(signal.SIGUSR1)
+    out, err = process.communicate(timeout=30)
+    step = int(max(tmp_path.glob("runs/step-*")).name[5:])
+    assert process.returncode == 75, err
+    assert out == "stopped by SIGUSR1\n" * 2
+    assert err == (
+        f"lockstep: Stopped by SIGUSR1 after step {step} of 40, saved in runs/step-{step:010d}.\n"
+        "The same command goes on from there.\n"
+    )
+
+
+def test_a_run_that_does_not_come_to_the_end_of_its_step_is_ended(start, tmp_path):
+    stuck = tmp_path / "stuck"
+    process = start("run", "--devices", 2, "script.py", STUCK=str(stuck), LOCKSTEP_STOP_TIMEOUT_S="1")
+    ranks = descendants(process)
+    stuck.touch()
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (143, "")
+    assert err == "lockstep: Stopped by SIGTERM; no rank is left.\n"
+    assert_gone(ranks)
+
+
+def task_that_signals(number, *, at, times=1):
+    """A task that signals its own process in the forward of one step."""
+    task = make_task(eval_dataset=samples)
+    calls = []
+
+    def loss(model, batch):
+        if model.training:
+            calls.append(None)
+            if len(calls) == at:
+                for _ in range(times):
+                    os.kill(os.getpid(), number)
+        return mean_loss(model, batch)
+
+    return make_task(**{**vars(task), "loss": loss})
+
+
+def fit(task, folder, **settings):
+    how = {"strategy": "single", "steps": 8, "checkpoint_every": 3, "eval_every": 4, "quiet": True}
+    return lockstep.fit(task, checkpoint=folder, **{**how, **settings})
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "code"),
+    [(signal.SIGTERM, "SIGTERM", 75), (signal.SIGUSR1, "SIGUSR1", 75), (signal.SIGINT, "SIGINT", 130)],
+)
+def test_in_one_process(tmp_path, capfd, number, name, code):
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    whole = fit(make_task(eval_dataset=samples), tmp_path / "whole")
+    assert (whole.stopped, whole.exit_code) == (None, 0)
+    result = fit(task_that_signals(number, at=4), tmp_path / "run", quiet=False)
+    assert (result.num_steps, result.stopped, result.exit_code) == (4, name, code)
+    assert result.checkpoint == tmp_path / "run" / "step-0000000004"
+    out, err = capfd.readouterr()
+    by = {"SIGINT": "Ctrl-C"}.get(name, name)
+    assert out.endswith(
+        f"Stopped by {by} after step 4 of 8, saved in {result.checkpoint}.\nThe same command goes on from there.\n"
+    )
+    said = "lockstep: stopping after this step; Ctrl-C again stops at once\n"
+    assert err == (said if name == "SIGINT" else "")
+    assert result.evaluations == [], "there was no time for the one that was due"
+    rest = fit(make_task(eval_dataset=samples), tmp_path / "run")
+    assert (rest.first_step, rest.stopped) == (4, None)
+    assert rest.evaluations == whole.evaluations, "so it is made up for"
+    assert result.losses + rest.losses == whole.losses
+    same = [read_state(each.checkpoint) for each in (rest, whole)]
+    assert all(torch.equal(value, same[1]["model"][key]) for key, value in same[0]["model"].items())
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
+
+
+def test_ctrl_c_twice_stops_at_once(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fit(task_that_signals(signal.SIGINT, at=5, times=2), tmp_path)
+    assert fit(make_task(), tmp_path).first_step == 3
+    assert fit(task_that_signals(signal.SIGINT, at=2), tmp_path, steps=9, resume=False).stopped == "SIGINT"
+
+
+def test_without_a_folder_to_save_to_signals_are_left_alone():
+    with pytest.raises(KeyboardInterrupt):
+        lockstep.fit(task_that_signals(signal.SIGINT, at=2), strategy="single", steps=9, quiet=True)
+
+
+def test_handlers_of_ones_own_are_left_alone_and_children_have_those_of_before(tmp_path):
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda *_: seen.append("mine"))
+    try:
+        result = fit(task_that_signals(signal.SIGTERM, at=4), tmp_path)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (seen, result.stopped, result.num_steps) == (["mine"], None, 8)
+    with StopSignals(enabled=True, rank=0) as signals:
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGINT)  # ignored
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert signals.asked() is None
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp-zero1"])
+def test_all_ranks_stop_after_the_same_step_if_one_is_asked(ranks, tmp_path, strategy):
+    whole = fit(make_task(eval_dataset=samples), tmp_path / "whole")
+
+    def run(world, number):
+        task = task_that_signals(number, at=4) if number and world.rank == 1 else make_task(eval_dataset=samples)
+        result = fit(task, tmp_path / "run", strategy=strategy)
+        return result.num_steps, result.stopped, result.exit_code, result.losses, result.evaluations
+
+    first = ranks(2)(run, signal.SIGTERM)
+    assert [outcome[:3] for outcome in first] == [(5, "SIGTERM", 75)] * 2, "4 were as good as over"
+    second = ranks(2)(run, None)
+    assert [outcome[:3] for outcome in second] == [(8, None, 0)] * 2
+    assert first[0][3] + second[1][3] == pytest.approx(whole.losses, rel=1e-12)
+    assert [each.step for each in first[1][4] + second[0][4]] == [4, 8]
