@@ -7,7 +7,7 @@ import pytest
 from lockstep.errors import ConfigurationError
 from lockstep.study.compare import page, plots
 from lockstep.study.compare.figures import LeftOut
-from lockstep.study.compare.provenance import Provenance
+from lockstep.monitor.provenance import Provenance
 from lockstep.study.compare.verdict import judge
 from tests.unit.compare_planted import MIB, comparison, contender
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+
 import click
 
 
@@ -16,6 +19,7 @@ def run(args: tuple[str, ...]) -> None:
     from lockstep.launcher.arguments import UsageError
     from lockstep.launcher.run import run as launch_script
 
+    os.environ.setdefault("LOCKSTEP_COMMAND", shlex.join(["lockstep", "run", *args]))  # for the record of the run
     try:
         launch_script(args)
     except UsageError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -76,6 +78,7 @@ def train(
 
     The attribute is a lockstep.Task, or a function that returns one. A task says what to train, the options say how.
     """
+    os.environ.setdefault("LOCKSTEP_COMMAND", shlex.join(["lockstep", *sys.argv[1:]]))  # for the record of the run
     settings = FitSettings(**values)
     if _starts_ranks(settings, may_restart=max_restarts > 0):
         _launch(

@@ -34,7 +34,7 @@ from lockstep.train.seeds import DATA, INIT, UPDATE, Seeds
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.step_record import StepRecord
 from lockstep.train.stopwatch import Stopwatch
-from lockstep.train.strategy import divide, make_strategy
+from lockstep.train.strategy import Strategy, divide, make_strategy
 from lockstep.train.tally import Tally
 from lockstep.train.task import Task, build_dataset, build_model, build_optimizer
 from lockstep.train.whole_state import take_whole
@@ -155,9 +155,9 @@ class Loop:
         return None if self.settings.reproducible is None else Tree(self.settings.reproducible)
 
     @property
-    def exposed_s(self) -> float | None:
-        """Seconds of the last micro-batch in which devices only exchanged data, where the engine measures it itself."""
-        return self._strategy.exposed_s
+    def strategy(self) -> Strategy:
+        """Who computes."""
+        return self._strategy
 
     @property
     def epoch(self) -> float | None:

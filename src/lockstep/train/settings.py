@@ -161,6 +161,10 @@ class FitSettings(Settings):
     eval_every: Annotated[
         int | None, Flag("Steps between evaluations; each epoch if not given, and always at the end.", "STEPS", 1)
     ] = None
+    run_dir: Annotated[
+        FilePath | None,
+        Flag("Folder in which every rank records its steps, times and events, for lockstep report.", "DIR"),
+    ] = None
     log_file: Annotated[
         FilePath | None, Flag("File that gets a line of JSON for each step and evaluation.", "FILE")
     ] = None

@@ -21,6 +21,7 @@ from lockstep.data.device import to_device
 from lockstep.data.division import Division
 from lockstep.data.loader import MicroBatch
 from lockstep.errors import ConfigurationError
+from lockstep.parallel.ddp.bucket_stamps import BucketStamps
 from lockstep.parallel.replica import Buffers
 from lockstep.train.devices import PER_PROCESS
 from lockstep.train.engine import check_engine, gradients_of, our_wrapper
@@ -85,6 +86,10 @@ class Strategy(ABC):
         Collective if they have: every rank. Blocks.
         """
         return model
+
+    def stamp_buckets(self, stamps: BucketStamps) -> bool:
+        """Have the moments of buckets taken from now on; return whether there are any that can be."""
+        return False
 
     @abstractmethod
     def run(self, micro: MicroBatch, how: Pass) -> None:
@@ -170,6 +175,15 @@ class Distributed(Strategy):
         self.gradients = gradients_of(self._module)
         self.buffers = "healed"
         self._has_sync_layers = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
+
+    def stamp_buckets(self, stamps: BucketStamps) -> bool:
+        """Have them taken, unless the engine is torch's."""
+        from lockstep.parallel.ddp.per_bucket import PerBucket
+
+        if isinstance(self._module, PerBucket):
+            self._module.stamp_buckets(stamps)
+            return True
+        return False
 
     def run(self, micro: MicroBatch, how: Pass) -> None:
         """Run forward and backward of ``micro``, adding to ``param.grad``.

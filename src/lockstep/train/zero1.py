@@ -15,6 +15,7 @@ from lockstep.comm.collectives import Group, all_reduce
 from lockstep.comm.slices import scatters
 from lockstep.comm.world import World
 from lockstep.data.loader import MicroBatch
+from lockstep.parallel.ddp.bucket_stamps import BucketStamps
 from lockstep.parallel.flat_math import are_finite, multiply_
 from lockstep.parallel.zero.clip import norm_of_slices
 from lockstep.parallel.zero.like import divide
@@ -80,6 +81,10 @@ class Zero1(Strategy):
         like = self._optimizer.param_groups[0]["params"][0]
         self.gradients = SliceGradients(self._optimizer.local_gradients, like, self.group)
         return self._optimizer
+
+    @override
+    def stamp_buckets(self, stamps: BucketStamps) -> bool:
+        return self._engine.stamp_buckets(stamps)
 
     @override
     def whole(self, model: nn.Module) -> nn.Module:

@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import torch
 
+from lockstep.monitor.life import family
+
 
 class MachineSampler:
     """Looks at this process, its loader processes and its devices, each time it is called.
@@ -54,8 +56,12 @@ class MachineSampler:
         return sum(ask(gpu) for gpu in self._gpus) if self._gpus else None
 
     def _look_at_workers(self) -> tuple[float, int]:
-        children = {child.pid: child for child in self._process.children()}
-        self._workers = {pid: self._workers.get(pid, child) for pid, child in children.items()}
+        pids = [pid for pid in family(self._process.pid) if pid != self._process.pid]
+        found: dict[int, psutil.Process] = {}
+        for pid in pids:
+            with contextlib.suppress(psutil.Error):
+                found[pid] = self._workers.get(pid) or psutil.Process(pid)
+        self._workers = found
         percent, rss_bytes = 0.0, 0
         for worker in self._workers.values():
             with contextlib.suppress(psutil.Error):  # it has just ended

@@ -71,7 +71,19 @@ EVENT = {
 }
 """Of a line of kind ``event``."""
 
-EVENTS = ("resume", "restart", "evaluation", "checkpoint", "skipped", "straggler", "spike", "stop", "error", "end")
+EVENTS = {
+    "resume": "the run went on from a checkpoint",
+    "restart": "all ranks were started again after a failure",
+    "evaluation": "the model was evaluated",
+    "checkpoint": "a checkpoint was taken; the time is what training stood still for it",
+    "skipped": "a step was skipped or undone, or a sample left out",
+    "straggler": "a rank kept the others waiting in every step",
+    "spike": "a step took three times as long as usual, or more",
+    "remark": "what the engine or the loader found out",
+    "stop": "a signal stopped the run in order",
+    "error": "the run ended with an error on this rank",
+    "end": "the run is done",
+}
 
 START = {
     "run": "name of the session, the same on all ranks",

@@ -26,8 +26,8 @@ def measure_turn(loop: Loop, name: str, num_steps: int, round_index: int, place:
     for _ in range(num_steps):
         records.append(loop.step())
         # The engine's is the host's clock, which says nothing of CUDA's work; and it tells of one micro-batch.
-        if loop.exposed_s is not None and loop.device.type == "cpu":
-            exchanged_s.append(loop.exposed_s * loop.settings.accumulate)
+        if loop.strategy.exposed_s is not None and loop.device.type == "cpu":
+            exchanged_s.append(loop.strategy.exposed_s * loop.settings.accumulate)
     _finish_work(loop.device)
     seconds = time.perf_counter() - start
     with loop.without_sync():

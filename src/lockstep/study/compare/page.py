@@ -2,10 +2,10 @@
 
 from html import escape
 
+from lockstep.monitor.provenance import Provenance
 from lockstep.study.compare import table
 from lockstep.study.compare.figures import Comparison
 from lockstep.study.compare.plots import Plot, draw
-from lockstep.study.compare.provenance import Provenance
 from lockstep.study.compare.verdict import Verdict
 
 STYLE = """

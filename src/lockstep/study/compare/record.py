@@ -5,8 +5,8 @@ from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
+from lockstep.monitor.provenance import Provenance
 from lockstep.study.compare.figures import Comparison, Contender
-from lockstep.study.compare.provenance import Provenance
 from lockstep.study.compare.verdict import Verdict
 
 VERSION = 1
