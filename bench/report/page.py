@@ -6,7 +6,7 @@ from html import escape
 from bench.report.goals import judge
 from bench.report.plots import draw
 from bench.report.run import Run, models, rounds
-from lockstep.study.compare.page import STYLE
+from lockstep.study.html import STYLE
 from lockstep.study.compare.spread import Spread, paired_ratio
 
 OWN_STYLE = """

@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 import pytest
 
 from lockstep.errors import ConfigurationError
+from lockstep.study import drawing
 from lockstep.study.compare import page, plots
 from lockstep.study.compare.figures import LeftOut
 from lockstep.monitor.provenance import Provenance
@@ -107,7 +108,7 @@ def test_every_plot_says_in_words_what_it_shows():
 
 def test_plots_take_the_pages_colours_and_no_name_twice():
     text = render()
-    assert (text.count(plots.TEXT), text.count(plots.GRID)) == (0, 0)
+    assert (text.count(drawing.TEXT), text.count(drawing.GRID)) == (0, 0)
     assert min(text.count("currentColor"), text.count("var(--line)")) > 4
     names = [attributes["id"] for _, attributes in Outline(text).elements if "id" in attributes]
     assert len(names) == len(set(names))

@@ -1,0 +1,115 @@
+"""Drawings for a page: matplotlib's SVG that follows the page's text colour, light or dark."""
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from lockstep.errors import ConfigurationError
+
+# Okabe and Ito's palette, told apart with every common form of colour blindness and on light and dark ground.
+BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
+BROWN = "#8C5E2A"
+GREY = "#999999"
+
+# Stand-ins that no plot uses otherwise; in the SVG they become the page's own colours.
+TEXT, GRID = "#010203", "#040506"
+
+INCHES_WIDE = 4.8
+"""Narrow, so that a phone need not shrink the letters."""
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A drawing, its heading, and what it shows in words for those who do not see it."""
+
+    heading: str
+    alt: str
+    svg: str
+
+
+def import_matplotlib() -> ModuleType:
+    """Return matplotlib.
+
+    Raises:
+        ConfigurationError: It is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigurationError(
+            "The page needs matplotlib, which is not installed.\n"
+            'Install it with: pip install "lockstep-torch[plots]", or leave --html out.'
+        ) from error
+    return matplotlib
+
+
+@contextmanager
+def drawing_style() -> Iterator[None]:
+    """Within, figures look as the pages want them.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed.
+    """
+    matplotlib = import_matplotlib()
+    style: dict[str, Any] = {
+        "svg.fonttype": "none",  # text stays text: the page's font, and found by a search
+        "font.size": 10,
+        "text.color": TEXT,
+        "axes.labelcolor": TEXT,
+        "axes.edgecolor": GRID,
+        "xtick.color": TEXT,
+        "ytick.color": TEXT,
+        "grid.color": GRID,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+    }
+    with matplotlib.rc_context(style):
+        yield
+
+
+def make_axes(inches_high: float, inches_wide: float = INCHES_WIDE) -> tuple[Any, Any]:
+    """Return a figure and its axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(inches_wide, inches_high), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def make_bars(num_rows: int, legend_rows: int = 0) -> tuple[Any, Any]:
+    """Return a figure and its axes for horizontal bars."""
+    figure, axes = make_axes(0.8 + 0.36 * num_rows + 0.2 * legend_rows)
+    axes.grid(axis="x", linewidth=0.6)
+    return figure, axes
+
+
+def label_rows(axes: Any, labels: list[str]) -> None:
+    """Name horizontal bars, from the top."""
+    axes.set_yticks(range(len(labels)), labels)
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+
+
+def finish_plot(heading: str, alt: str, figure: Any) -> Plot:
+    """Return a figure as SVG; headings on a page differ."""
+    # Names within the drawings derive from this: several share the page, and may not share names.
+    with import_matplotlib().rc_context({"svg.hashsalt": heading}):
+        return Plot(heading, alt, _svg(figure))
+
+
+def _svg(figure: Any) -> str:
+    """Return the SVG element alone, its stand-in colours replaced and its group names dropped, as they would repeat."""
+    stream = io.StringIO()
+    figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
+    svg = stream.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg)  # within HTML they are known
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg)
+    return svg.replace(TEXT, "currentColor").replace(GRID, "var(--line)").replace("<svg", '<svg aria-hidden="true"', 1)
