@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import LockstepError
+from lockstep.parallel.dp.freed_memory import keep_freed_memory
 
 _LIVENESS_CHECK_S = 1.0
 """How often a caller that waits for a result looks whether the thread that owes it still lives."""
@@ -100,6 +101,8 @@ class ReplicaThreads:
         self._workers = []
 
     def _start(self) -> None:
+        if self._divide_cores:
+            keep_freed_memory()
         self._workers = [self._start_worker(index) for index in range(self._size)]
         self._owner_pid = os.getpid()
         self._cores_divided = 0
