@@ -1,5 +1,7 @@
 """A run that was stopped and resumed ends in the same bits as one that was not."""
 
+import socket
+
 import pytest
 import torch
 from torch import nn
@@ -7,9 +9,11 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 import lockstep
-from lockstep.errors import ConfigurationError
-from lockstep.train.checkpoint import read_state
-from tests.training import make_task
+from lockstep.errors import CheckpointError, ConfigurationError
+from lockstep.train.checkpoint import Checkpoints, read_state
+from lockstep.train.checkpoints import disk, shared
+from lockstep.train.checkpoints.choice import choose, read_chosen
+from tests.training import make_task, mean_loss, samples
 
 NUM_STEPS = 11
 
@@ -171,3 +175,106 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         lockstep.fit(other, strategy="single", steps=2, checkpoint=tmp_path, quiet=True)
     assert fit_plain(seed=1, resume=False).first_step == 0
     assert fit_plain(seed=1, resume=True, steps=3).first_step == 2
+
+
+def test_a_write_that_fails_ends_the_run_on_all_ranks_and_leaves_the_one_before(ranks, tmp_path):
+    def run(world):
+        write, calls = disk.write, []
+
+        def full(file, piece):
+            if "step-0000000004" in str(file.name):
+                raise OSError(28, "No space left on device")
+            write(file, piece)
+
+        def task():
+            return make_task(loss=lambda model, batch: calls.append(None) or mean_loss(model, batch))
+
+        disk.write = full
+        try:
+            lockstep.fit(task(), checkpoint=tmp_path, checkpoint_every=2, steps=50, quiet=True)
+        except CheckpointError as error:
+            return str(error), len(calls)
+        finally:
+            disk.write = write
+
+    newest = tmp_path / "step-0000000004"
+    text = f"Cannot write the checkpoint {newest}: No space left on device.\nThe one before it is as it was."
+    outcomes = ranks(2)(run)
+    assert [outcome[0] for outcome in outcomes] == [text] * 2
+    assert all(4 < outcome[1] < 50 for outcome in outcomes), "at one of the next steps, not at the end"
+    again = lockstep.fit(make_task(), strategy="single", checkpoint=tmp_path, steps=3, quiet=True)
+    assert again.first_step == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "step-0000000002", "step-0000000003"]
+
+
+def test_folders_that_are_not_shared_are_noticed(ranks, tmp_path):
+    def run(world, folder, patience_s):
+        before, shared._PATIENCE_S = shared._PATIENCE_S, patience_s
+        name = folder if world.is_rank_zero else folder.with_name(f"{folder.name}-elsewhere")
+        try:
+            Checkpoints(name, world).close()
+        except ConfigurationError as error:
+            return str(error)
+        finally:
+            shared._PATIENCE_S = before
+
+    host = socket.gethostname()
+    assert ranks(2)(run, tmp_path / "run", 0.1) == [
+        f"Rank 1 on {host} does not see the folder {tmp_path / 'run'} of rank 0 on {host}.\n"
+        "Checkpoints are read by every rank: name a folder on a drive that all machines share.",
+        f"Rank 1 on {host} does not see the folder {tmp_path / 'run-elsewhere'} of rank 0 on {host}.\n"
+        "Checkpoints are read by every rank: name a folder on a drive that all machines share.",
+    ]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
+
+    for name in ("one", "other"):
+        lockstep.fit(make_task(), strategy="single", checkpoint=tmp_path / name, steps=1, quiet=True)
+    other = tmp_path / "other" / "step-0000000001"
+
+    with pytest.raises(CheckpointError) as error:
+        read_chosen(tmp_path / "other", choose(tmp_path / "one")[0])
+    assert str(error.value) == (
+        f"{other} on {host} is another checkpoint than on rank 0's host {host}.\n"
+        "The folder must be one that every rank sees, such as on a network drive."
+    )
+
+
+def test_a_newest_one_that_is_damaged_is_passed_over_in_so_many_words(ranks, tmp_path, capfd):
+    def run(world, steps):
+        how = {"checkpoint": tmp_path, "checkpoint_every": 2, "steps": steps}
+        return lockstep.fit(make_task(), **how).first_step
+
+    assert ranks(2)(run, 4) == [0, 0]
+    file = next((tmp_path / "step-0000000004").glob("tensors-*"))
+    file.write_bytes(file.read_bytes()[:-8])
+    capfd.readouterr()
+    result = lockstep.fit(make_task(), strategy="single", checkpoint=tmp_path, steps=5)
+    assert result.first_step == 2
+    size = file.stat().st_size if file.exists() else None
+    out = capfd.readouterr().out
+    assert "\nresumed after step 2 of 5\n" in out
+    assert f"\npassed over the checkpoint step-0000000004: {file.name} has " in out
+    assert size is None, "it is replaced by one of the same step"
+
+
+def test_the_best_is_saved_and_kept(tmp_path):
+    task = make_task(eval_dataset=samples)
+    result = lockstep.fit(
+        task, strategy="single", checkpoint=tmp_path, checkpoint_every=5, eval_every=2, steps=6, keep=1, quiet=True
+    )
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-0000000006"]
+    found = [each.metrics["loss"] for each in result.evaluations]
+    other = tmp_path / "best"
+    lockstep.fit(
+        task,
+        strategy="single",
+        checkpoint=other,
+        checkpoint_every=5,
+        eval_every=2,
+        steps=6,
+        keep=1,
+        keep_best=True,
+        quiet=True,
+    )
+    best = 2 * (1 + found.index(min(found)))
+    assert sorted(path.name for path in other.glob("step-*")) == sorted({f"step-{best:010d}", "step-0000000006"})

@@ -1,5 +1,7 @@
 """`lockstep.save` and `lockstep.load` over ranks: one writes, all read, and all hear of a problem."""
 
+import socket
+
 import pytest
 import torch
 from torch import nn
@@ -28,3 +30,21 @@ def test_rank_zero_writes_and_all_read(ranks, tmp_path):
     path = str(tmp_path / "c")
     message = f"The checkpoint {path} cannot hold builtins.object at state.bad."
     assert list(ranks(2)(save_and_load, path)) == [(0, message, 0)] * 2
+
+
+def test_ranks_that_read_different_folders_are_told_apart(ranks, tmp_path):
+    def load(world):
+        folder = tmp_path / str(world.rank)
+        with pytest.raises(CheckpointError) as caught:
+            lockstep.load(folder)
+        return str(caught.value)
+
+    for name in ("0", "1"):
+        lockstep.save(tmp_path / name, step=1)
+    host = socket.gethostname()
+    texts = [
+        f"Rank 1 on {host} reads another checkpoint {tmp_path / name} than rank 0 on {host}.\n"
+        "It must be one folder that every rank sees, such as on a network drive, and no save may be replacing it."
+        for name in ("0", "1")
+    ]
+    assert list(ranks(2)(load)) == texts

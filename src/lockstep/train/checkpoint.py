@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,10 @@ from lockstep.comm.collectives import all_gather_object, broadcast_object
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError, ConfigurationError, LockstepError
 from lockstep.train.checkpoints import kept
+from lockstep.train.checkpoints.choice import Choice, choose, read_chosen
 from lockstep.train.checkpoints.lock import FolderLock
 from lockstep.train.checkpoints.parts import STATE, TENSORS, pack_parts, read_parts, unfit, unwritable
+from lockstep.train.checkpoints.shared import require_shared
 from lockstep.train.checkpoints.tensors import HostCopy, pieces_of
 from lockstep.train.checkpoints.tree import UnfitValueError
 from lockstep.train.checkpoints.writer import Writer
@@ -51,7 +52,7 @@ class Checkpoints:
         passed_over: Those that could not be loaded though they were newer, each with why.
 
     Raises:
-        ConfigurationError: On every rank: the folder cannot be made or written to.
+        ConfigurationError: On every rank: the folder cannot be made or written to, or is not the same for all.
         CheckpointError: On every rank: another run has the folder.
     """
 
@@ -87,6 +88,11 @@ class Checkpoints:
         if problem is not None:
             kind: type[LockstepError] = ConfigurationError if problem[0] == "configuration" else CheckpointError
             raise kind(problem[1])
+        try:
+            require_shared(self.folder, self.world)
+        except ConfigurationError:
+            self.close()
+            raise
 
     def load(self, *, required: bool) -> State | None:
         """Return the state in the newest whole checkpoint, or None if there is none or the run starts anew.
@@ -97,15 +103,15 @@ class Checkpoints:
             CheckpointError: On every rank: none of them is whole, or a rank does not see the same one; or
                 ``required`` and there is none.
         """
-        state: State | None = None
-        choice = {"name": "", "checksum": "", "host": socket.gethostname(), "problem": None}
+        choice, parts = Choice(), None
         if self.world.is_rank_zero and not self.fresh:
-            state = self._newest_whole(choice)
-        choice = self._from_rank_zero(choice | {"passed over": self.passed_over})
-        self.passed_over = choice["passed over"]
-        if choice["problem"] is not None:
-            raise CheckpointError(choice["problem"])
-        if not choice["name"]:
+            choice, parts = choose(self.folder)
+        choice = Choice(**self._from_rank_zero(asdict(choice)))
+        self.passed_over = [f"{name}: {why}" for name, why in choice.passed_over.items()]
+        self._damaged = [self.folder / name for name in choice.passed_over]
+        if choice.problem is not None:
+            raise CheckpointError(choice.problem)
+        if not choice.name:
             if required:
                 raise CheckpointError(
                     f"There is no checkpoint in {self.folder} to resume from.\n"
@@ -113,10 +119,14 @@ class Checkpoints:
                 )
             return None
         problem = None
-        if not self.world.is_rank_zero:
-            state, problem = self._read_chosen(choice)
+        if parts is None:
+            try:
+                parts = read_chosen(self.folder, choice)
+            except CheckpointError as error:
+                problem = str(error)
         self._raise_first(problem)
-        return state
+        assert parts is not None
+        return _as_state(parts)
 
     def path(self, step: int) -> Path:
         """Return where the checkpoint after ``step`` steps is."""
@@ -219,52 +229,6 @@ class Checkpoints:
             "The disk or the network to it hangs; the one before it is as it was."
         )
         return False
-
-    def _newest_whole(self, choice: dict[str, Any]) -> State | None:
-        """Read the newest one that is whole; write which into ``choice``, or why there is none."""
-        try:
-            found = kept.find(self.folder)
-            old = kept.find_old_format(self.folder)
-        except OSError as error:
-            choice["problem"] = f"Cannot look into the checkpoint folder {self.folder}: {error.strerror}."
-            return None
-        for each in found:
-            why = each.problem
-            if why is None:
-                try:
-                    parts, manifest = read_parts(each.path)
-                    choice |= {"name": each.path.name, "checksum": manifest.checksum}
-                    return _as_state(parts)
-                except CheckpointError as error:
-                    why = kept.reason(error)
-            self._damaged.append(each.path)
-            self.passed_over.append(f"{each.path.name}: {why}")
-        if found:
-            reasons = "\n".join(self.passed_over)
-            choice["problem"] = (
-                f"No checkpoint in {self.folder} is whole.\n{reasons}\n"
-                "Put back the files of one, or start anew (resume=False)."
-            )
-        elif old:
-            choice["problem"] = (
-                f"The checkpoints in {self.folder}, such as {old[-1].name}, are of an older Lockstep, whose format is "
-                "no longer read.\nEnd that run with the version it was started with, or start anew (resume=False)."
-            )
-        return None
-
-    def _read_chosen(self, choice: Mapping[str, Any]) -> tuple[State | None, str | None]:
-        """Return the state that rank zero has read, too, and None; or None and why it cannot be had here."""
-        path = self.folder / choice["name"]
-        try:
-            parts, manifest = read_parts(path)
-        except CheckpointError as error:
-            return None, str(error)
-        if manifest.checksum != choice["checksum"]:
-            return None, (
-                f"{path} on {socket.gethostname()} is another checkpoint than on rank 0's host {choice['host']}.\n"
-                "The folder must be one that every rank sees, such as on a network drive."
-            )
-        return _as_state(parts), None
 
     def _remove_others(self, newest: Path) -> None:
         for path in self._stale:
