@@ -6,6 +6,7 @@ Standard library only. A mark costs one attribute write; nobody waits for anybod
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 
 class Progress:
@@ -20,8 +21,10 @@ class Progress:
         waited_s: Seconds that this rank has spent in collectives that block it, since it began.
         failure: The exception that ended this rank's part in the job, although its process may go on.
         on_failure: What to call with that exception, at once: the launcher is to learn of it before peers notice.
+        wants_pace: Whether somebody reads ``pace``.
         pace: What the last steps took by phase, for the launcher to compare the ranks; see monitor/stragglers.py.
-        says_pace: Whether this process itself tells the user of slow ranks.
+        waits: Where the engine is to add when its own work of a step was done and when the step was over, for a loop
+            that measures its phases itself; ``None`` if there is none.
     """
 
     __slots__ = (
@@ -32,9 +35,10 @@ class Progress:
         "on_failure",
         "pace",
         "phase",
-        "says_pace",
         "step",
         "waited_s",
+        "waits",
+        "wants_pace",
     )
 
     def __init__(self) -> None:
@@ -46,8 +50,9 @@ class Progress:
         self.waited_s = 0.0
         self.failure: str | None = None
         self.on_failure: Callable[[BaseException], None] | None = None
-        self.pace: dict[str, list[float]] | None = None
-        self.says_pace = False
+        self.wants_pace = False
+        self.pace: dict[str, Any] | None = None
+        self.waits: list[tuple[Any, Any]] | None = None
 
     def fail(self, error: BaseException) -> None:
         """Take note of an exception after which this rank takes part in nothing any more."""

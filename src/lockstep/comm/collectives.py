@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import ModuleType
 from typing import Any, Literal
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from lockstep import progress
 from lockstep.comm.forks import make_forks_safe
 from lockstep.comm.shm.process_group import ShmProcessGroup
 from lockstep.errors import ConfigurationError
@@ -126,6 +128,14 @@ def all_reduce_async(tensor: Tensor, *, group: Group, op: ReduceName = "sum") ->
     return group.allreduce([_real(tensor)], options).get_future()
 
 
+def _wait(start: Callable[[], Any], tensor: Tensor) -> None:
+    """Start a collective and wait for it; on the CPU, where that takes the host's time, count how long."""
+    started_s = time.perf_counter()
+    start().wait(NO_TIMEOUT)
+    if tensor.is_cpu:
+        progress.now.waited_s += time.perf_counter() - started_s
+
+
 def all_reduce(tensor: Tensor, *, group: Group, op: ReduceName = "sum") -> None:
     """Replace ``tensor`` by its sum, maximum or minimum over all ranks, in place.
 
@@ -134,7 +144,7 @@ def all_reduce(tensor: Tensor, *, group: Group, op: ReduceName = "sum") -> None:
     options = dist.AllreduceOptions()
     options.reduceOp = _OPERATIONS[op]
     options.asyncOp = False  # shm then carries it out in this thread
-    group.allreduce([_real(tensor)], options).wait(NO_TIMEOUT)
+    _wait(lambda: group.allreduce([_real(tensor)], options), tensor)
 
 
 def broadcast(tensor: Tensor, *, group: Group, src: int = 0) -> None:
@@ -144,7 +154,7 @@ def broadcast(tensor: Tensor, *, group: Group, src: int = 0) -> None:
     """
     options = dist.BroadcastOptions()
     options.rootRank = src
-    group.broadcast([_real(tensor)], options).wait(NO_TIMEOUT)
+    _wait(lambda: group.broadcast([_real(tensor)], options), tensor)
 
 
 def broadcast_coalesced(tensors: Sequence[Tensor], *, group: Group, src: int = 0) -> None:
@@ -218,7 +228,7 @@ def all_gather(tensor: Tensor, *, group: Group) -> list[Tensor]:
     Collective: every rank, in the same order, with the same shape and dtype. Blocks until complete.
     """
     outputs = [torch.empty_like(tensor) for _ in range(group.size())]
-    group.allgather([outputs], [tensor], dist.distributed_c10d.AllgatherOptions()).wait(NO_TIMEOUT)
+    _wait(lambda: group.allgather([outputs], [tensor], dist.distributed_c10d.AllgatherOptions()), tensor)
     return outputs
 
 

@@ -45,6 +45,7 @@ class Beacon:
 
     def start(self) -> None:
         """Start the thread; it ends with the process."""
+        progress.now.wants_pace = True
         self.write()
         threading.Thread(target=self._run, name="lockstep-beacon", daemon=True).start()
 
@@ -74,7 +75,7 @@ class Beacon:
             "handles": _handled(ident),
             "failure": now.failure,
             "uses_gpu": _uses_gpu(),
-            "pace": None if now.says_pace else now.pace,
+            "pace": now.pace,
             "num_bytes": self._num_bytes,
         }
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Takes the steps of one rank, and the paces of all ranks; says when a rank is persistently slow, and once only."""
+"""Which steps are looked at, what a rank tells of them, and who says that a rank is slow, once only."""
 
 from __future__ import annotations
 
@@ -6,35 +6,33 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from lockstep.monitor.stragglers import WINDOW, Pace, StepTimes, Straggler, describe, find_stragglers, pace_of
+from lockstep.monitor.stragglers import Pace, Straggler, describe, find_stragglers
 
-_WARM_UP = 3
+WINDOW = 10
+"""How many steps are taken together."""
+
+_WARM_UP = 2
 """The first steps allocate, compile and find out in which order gradients come."""
+_FIRST = _WARM_UP + 2 * WINDOW
+_PERIOD = 50
 
 
-class Steps:
-    """Collects the steps of this rank; every ``WINDOW`` of them its pace."""
+def is_looked_at(step: int) -> bool:
+    """Return whether a step, counted from 0, is one of a window: two windows at first, then one in fifty steps."""
+    if step < _FIRST:
+        return step >= _WARM_UP
+    return step % _PERIOD >= _PERIOD - WINDOW
 
-    def __init__(self) -> None:
-        self._skip = _WARM_UP
-        self._steps: list[StepTimes] = []
-        self.num_windows = 0
 
-    def add(self, step: StepTimes) -> Pace | None:
-        """Add one; return the pace if a window is full."""
-        if self._skip:
-            self._skip -= 1
-            return None
-        self._steps.append(step)
-        if len(self._steps) < WINDOW:
-            return None
-        pace, self._steps = pace_of(self._steps), []
-        self.num_windows += 1
-        return pace
+def ends_window(step: int) -> bool:
+    """Return whether a step, counted from 0, is the last of a window."""
+    if step < _FIRST:
+        return step >= _WARM_UP and (step - _WARM_UP) % WINDOW == WINDOW - 1
+    return step % _PERIOD == _PERIOD - 1
 
 
 class Teller:
-    """Says which ranks are slow, and again only if that changes."""
+    """Says which ranks are slow, and again only if that gets worse or comes to lie elsewhere."""
 
     def __init__(self, say: Callable[[str, Straggler], None]) -> None:
         self._say = say
@@ -42,8 +40,7 @@ class Teller:
 
     def judge(self, paces: dict[int, Pace]) -> None:
         """Look at the paces of all ranks in one window."""
-        found = find_stragglers(paces)
-        for straggler in found:
+        for straggler in find_stragglers(paces):
             phase, lost_s = self._told.get(straggler.rank, ("", 0.0))
             if straggler.phase != phase or straggler.lost_s > 2 * lost_s:
                 self._told[straggler.rank] = straggler.phase, straggler.lost_s
@@ -56,7 +53,7 @@ class PaceKeeper:
     def __init__(self, on_slow: Callable[[str], None]) -> None:
         self._teller = Teller(lambda text, _: on_slow(text))
         self._windows: dict[int, dict[int, Pace]] = {}
-        self._judged = 0
+        self._judged = -1
 
     def take(self, rank: int, note: dict[str, Any] | None) -> None:
         """Take what a rank told, if it told its pace."""
@@ -65,13 +62,18 @@ class PaceKeeper:
 
     def judge(self, num_ranks: int) -> None:
         """Say which ranks are slow if all ``num_ranks`` have told the pace of one window."""
-        complete = [window for window, paces in self._windows.items() if len(paces) >= num_ranks > 1]
-        for window in sorted(complete):
-            self._teller.judge(self._windows[window])
-            self._judged = window
+        for window in sorted(self._windows):
+            if len(self._windows[window]) >= num_ranks > 1:
+                self._teller.judge(self._windows[window])
+                self._judged = window
         self._windows = {window: paces for window, paces in self._windows.items() if window > self._judged}
 
 
 def note_of(window: int, pace: Pace) -> dict[str, Any]:
-    """Return a pace as what a beacon can write."""
+    """Return a pace as what a beacon can write.
+
+    Args:
+        window: The number of its last step.
+        pace: What is told.
+    """
     return {"window": window, "pace": asdict(pace)}

@@ -16,9 +16,6 @@ from statistics import median, median_low, quantiles
 
 PHASES = ("loader", "forward", "backward", "optimizer")
 
-WINDOW = 20
-"""How many steps are taken together."""
-
 _MIN_SHARE = 0.1
 """A rank is called slow if it loses at least this part of a step ..."""
 _MIN_LOST_S = 0.001

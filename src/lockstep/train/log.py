@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lockstep.data.bad_sample import BadSample
 from lockstep.errors import ConfigurationError
+from lockstep.monitor.stragglers import Straggler
 from lockstep.train.not_finite import NotFinite
 
 _WRITE_S = 5.0
@@ -60,6 +61,11 @@ class Log:
         """Write that a step's gradient was not finite, where that came from, and what was done."""
         where = {"ranks": list(bad.ranks), "parameter": bad.first, "samples": bad.samples}
         self._line({"step": bad.step + 1, "not_finite": bad.done, **where})
+
+    def slow(self, step: int, straggler: Straggler) -> None:
+        """Write that a rank keeps the others waiting in each step, and where it loses the time."""
+        lost = {"lost_s": straggler.lost_s, "step_s": straggler.step_s}
+        self._line({"step": step, "slow_rank": straggler.rank, "phase": straggler.phase, **lost})
 
     def close(self) -> None:
         """Close the file."""

@@ -34,6 +34,16 @@ class StepRecord:
         return self._watch.read()
 
     @property
+    def waited(self) -> PhaseTimes:
+        """Seconds of those in which the host waited for other ranks, outside of the reduction of gradients."""
+        return self._watch.read_waited()
+
+    @property
+    def watch(self) -> Stopwatch:
+        """The laps of the step, for whoever wants to know when each was."""
+        return self._watch
+
+    @property
     def total_s(self) -> float:
         """Seconds of the whole step on this rank."""
         return self.times.total_s

@@ -50,6 +50,7 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._laps: list[tuple[str, Mark]] = [("", self.mark())]
+        self._waited_s = [progress.now.waited_s]
         progress.now.phase = "loader"
 
     def mark(self) -> Mark:
@@ -64,6 +65,7 @@ class Stopwatch:
         """Count the time since the last lap, up to now or the moment ``at``, as ``phase``."""
         assert phase in PHASES, phase
         self._laps.append((phase, self.mark() if at is None else at))
+        self._waited_s.append(progress.now.waited_s)
         progress.now.phase = _NEXT[phase]
 
     def read(self) -> PhaseTimes:
@@ -73,11 +75,38 @@ class Stopwatch:
         if isinstance(last, torch.cuda.Event):
             last.synchronize()
         for (_, start), (phase, end) in zip(self._laps, self._laps[1:], strict=False):
-            seconds[phase] += _seconds_between(start, end)
+            seconds[phase] += seconds_between(start, end)
         return PhaseTimes(**seconds)
 
+    def read_waited(self) -> PhaseTimes:
+        """Return how long the host was in collectives that block it, in each phase, without those of the engine."""
+        seconds = dict.fromkeys(PHASES, 0.0)
+        for before_s, after_s, (phase, _) in zip(self._waited_s, self._waited_s[1:], self._laps[1:], strict=False):
+            seconds[phase] += after_s - before_s
+        return PhaseTimes(**seconds)
 
-def _seconds_between(start: Mark, end: Mark) -> float:
+    @property
+    def is_over(self) -> bool:
+        """Whether the device has come to the last lap; `read` then does not block."""
+        last = self._laps[-1][1]
+        return not isinstance(last, torch.cuda.Event) or last.query()
+
+    @property
+    def start(self) -> Mark:
+        """The moment at which the watch was made."""
+        return self._laps[0][1]
+
+    def spans(self) -> list[tuple[str, float, float]]:
+        """Return phases with their begin and end in seconds since `start`. Blocks as `read` does."""
+        last = self._laps[-1][1]
+        if isinstance(last, torch.cuda.Event):
+            last.synchronize()
+        ends = [seconds_between(self.start, mark) for _, mark in self._laps]
+        return [(self._laps[place][0], ends[place - 1], ends[place]) for place in range(1, len(ends))]
+
+
+def seconds_between(start: object, end: object) -> float:
+    """Return the seconds from one mark to another, which are both of the host or both of a CUDA device."""
     if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
         return float(start.elapsed_time(end)) / 1e3
     assert isinstance(start, float) and isinstance(end, float)

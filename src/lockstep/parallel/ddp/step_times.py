@@ -15,6 +15,7 @@ from enum import Enum
 import torch
 
 from lockstep.parallel.ddp.capture import is_capturing
+from lockstep.parallel.ddp.pace_clock import PaceClock
 
 _LAST_OF_FIRST = 10
 _DEFAULT_RATE = 100
@@ -78,6 +79,7 @@ class StepTimes:
         self._is_sampling = False
         self._device = device
         self._num_forwards = 0
+        self._pace = PaceClock(device)
         self._sample = _Sample(0)
         self._last: _Sample | None = None
         self._sums_ns: dict[str, int] = {}
@@ -85,6 +87,7 @@ class StepTimes:
 
     def begin(self) -> None:
         """Take notice that a forward begins whose backward is to be synchronised."""
+        self._pace.begin()
         number, self._num_forwards = self._num_forwards, self._num_forwards + 1
         self._is_sampling = (number <= _LAST_OF_FIRST or number % self.rate == 0) and not is_capturing(self._device)
         if self._is_sampling:
@@ -93,6 +96,10 @@ class StepTimes:
 
     def mark(self, moment: Moment) -> None:
         """Take notice of the first ``moment`` of its kind in this step."""
+        if moment is Moment.BACKWARD:
+            self._pace.backward()
+        elif moment is Moment.BACKWARD_END:
+            self._pace.ready()
         if not self._is_sampling or moment in self._sample.host_ns:
             return
         self._sample.host_ns[moment] = time.time_ns()
@@ -107,6 +114,7 @@ class StepTimes:
             num_buckets: How many were reduced.
             unused_bytes: Returns the size of the parameters that received no gradient on this rank.
         """
+        self._pace.end()
         if not self._is_sampling:
             return
         self.mark(Moment.COMMUNICATION_END)

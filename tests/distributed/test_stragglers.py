@@ -1,0 +1,94 @@
+"""A rank that is slow in each step is named, with the phase: by `fit`, and by the launcher for a script of one's own."""
+
+import json
+import re
+
+import pytest
+
+from tests.distributed.commands import lockstep
+
+SCRIPT = """\
+import os, sys, time
+import lockstep, torch
+from torch import nn
+
+rank, slow = int(os.environ.get("RANK", "0")), os.environ["SLOW"]
+def nap(phase):
+    if rank == 3 and phase == slow: time.sleep(0.05)
+class Samples(torch.utils.data.Dataset):
+    def __len__(self): return 512
+    def __getitem__(self, index): return torch.full((8,), float(index))
+class Nap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.clone()
+    @staticmethod
+    def backward(ctx, gradient): nap("backward"); return gradient
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+    def forward(self, x):
+        nap("forward")
+        return self.last(Nap.apply(self.norm(self.first(x))))
+class SGD(torch.optim.SGD):
+    def step(self, *args):
+        nap("optimizer")
+        return super().step(*args)
+def collate(samples):
+    nap("loader")
+    return torch.stack(samples)
+task = lockstep.Task(
+    model=Net, dataset=Samples, collate=collate, global_batch_size=16,
+    loss=lambda model, batch: model(batch).square().mean() * 1e-6, optimizer=lambda p: SGD(p, lr=1e-6),
+)
+if __name__ == "__main__":
+    with lockstep.init() as world:
+        model = lockstep.DistributedDataParallel(Net())
+        optimizer = SGD(model.parameters(), lr=1e-6)
+        for slow in ("backward", "optimizer"):
+            for _ in range(12):
+                loss = model(collate([torch.ones(8)] * 4)).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        time.sleep(1.2)  # the launcher looks twice a second
+"""
+SAID = r"rank (\d) is slow: it loses (\d+) ms in each step of (\d+) ms, in (\w+) "
+
+
+@pytest.fixture
+def task(tmp_path):
+    path = tmp_path / "task.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def check(said, phase):
+    rank, lost_ms, step_ms, where = said
+    assert (rank, where) == ("3", phase)
+    assert 45 <= int(lost_ms) <= 75
+    assert int(lost_ms) <= int(step_ms)
+
+
+@pytest.mark.timeout(100)
+def test_fit_says_who_is_slow_and_where(task, tmp_path, monkeypatch):
+    monkeypatch.setenv("SLOW", "forward")
+    log = tmp_path / "log"
+    done = lockstep("train", task, "--devices", "4", "--steps", "14", "--log-file", str(log))
+    [said] = re.findall(SAID, done.out)
+    check(said, "forward")
+    [line] = [json.loads(line) for line in log.read_text().splitlines() if "slow_rank" in line]
+    assert (line["step"], line["slow_rank"], line["phase"]) == (12, 3, "forward")
+    assert line["lost_s"] == pytest.approx(int(said[1]) / 1e3, abs=0.001)
+    assert "slow" not in done.err  # the launcher leaves it to fit
+
+
+@pytest.mark.timeout(100)
+def test_the_launcher_says_it_for_a_script(task, monkeypatch):
+    monkeypatch.setenv("SLOW", "")
+    done = lockstep("run", "--devices", "4", task)
+    said = re.findall(SAID, done.err)
+    assert done.code == 0
+    assert [each[3] for each in said][:2] == ["backward", "optimizer"]
+    check(said[0], "backward")
+    check(said[1], "optimizer")

@@ -1,0 +1,81 @@
+"""Which rank is slow, in which phase, and by how much; and when that is said."""
+
+import pytest
+
+from lockstep.monitor.pace import PaceKeeper, ends_window, is_looked_at, note_of
+from lockstep.monitor.stragglers import Division, StepTimes, describe, divide, find_stragglers, pace_of
+
+PHASES = ("loader", "forward", "backward", "optimizer")
+NOISE = (0.0, 0.001, 0.0, 0.002, 0.001)
+
+
+def pace(*, slow=None, by_s=0.0, waits=0.002):
+    usual = {"loader": 0.001, "forward": 0.01, "backward": 0.02, "optimizer": 0.002}
+    steps = []
+    for noise in NOISE:
+        took = dict(usual, forward=0.01 + noise)
+        if slow is not None:
+            took[slow] += by_s
+        steps.append(StepTimes(**took, waits=waits))
+    return pace_of(steps)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_delay_is_of_the_rank_and_the_phase_that_it_was_put_into(phase):
+    paces = {rank: pace(waits=0.052) for rank in range(3)} | {3: pace(slow=phase, by_s=0.05)}
+    [found] = find_stragglers(paces)
+    assert (found.rank, found.phase) == (3, phase)
+    assert found.lost_s == pytest.approx(0.05)
+    assert found.step_s == pytest.approx(0.086)
+
+
+def test_own_work_waiting_for_peers_and_wire_are_told_apart():
+    divided = divide({0: pace(waits=0.052), 1: pace(slow="backward", by_s=0.05)})
+    assert divided[0] == Division(pytest.approx(0.034), pytest.approx(0.05), 0.002)
+    assert divided[1] == Division(pytest.approx(0.084), 0.0, 0.002)
+
+
+@pytest.mark.parametrize(
+    "paces",
+    [
+        {0: pace()},
+        {rank: pace() for rank in range(4)},
+        {0: pace(), 1: pace(slow="loader", by_s=0.002)},  # within what steps differ by anyway
+        {rank: pace(slow="loader", by_s=0.05) for rank in range(3)} | {3: pace()},  # most are: one is quick
+    ],
+)
+def test_nobody_is_slow(paces):
+    assert find_stragglers(paces) == []
+
+
+def test_single_slow_steps_are_not_persistent():
+    steps = [StepTimes(0.001, 0.01, 0.02, 0.002, 0.002)] * 6 + [StepTimes(0.5, 0.01, 0.02, 0.002, 0.002)] * 4
+    assert find_stragglers({0: pace(), 1: pace_of(steps)}) == []
+
+
+def test_what_is_said():
+    [found] = find_stragglers({0: pace(waits=0.052), 1: pace(slow="backward", by_s=0.05)})
+    assert describe(found) == (
+        "rank 1 is slow: it loses 50 ms in each step of 86 ms, in backward (70 ms, usual is 20 ms); "
+        "the others wait for it"
+    )
+
+
+def test_which_steps_are_looked_at():
+    assert [step for step in range(120) if is_looked_at(step)] == [*range(2, 22), *range(40, 50), *range(90, 100)]
+    assert [step for step in range(120) if ends_window(step)] == [11, 21, 49, 99]
+
+
+def test_the_launcher_says_it_once_when_all_ranks_have_told():
+    told = []
+    keeper = PaceKeeper(told.append)
+    for window, by_s in ((11, 0.05), (21, 0.06), (49, 0.2)):
+        keeper.take(0, note_of(window, pace()))
+        keeper.judge(2)
+        keeper.take(1, note_of(window, pace(slow="loader", by_s=by_s)))
+        keeper.judge(2)
+    assert [text.partition(" in each")[0] for text in told] == [
+        "rank 1 is slow: it loses 50 ms",
+        "rank 1 is slow: it loses 200 ms",
+    ]
+    keeper.take(1, None)  # a rank that tells nothing
