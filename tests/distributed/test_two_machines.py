@@ -1,11 +1,10 @@
 """`lockstep run` on two machines: network namespaces, each with a loopback interface and an address of its own."""
 
-import os
-import shutil
-import subprocess
-import sys
+import time
 
 import pytest
+
+from tests.two_machines import two_machines
 
 SCRIPT = """
 import lockstep, torch, torch.distributed as dist
@@ -15,35 +14,34 @@ with lockstep.init(timeout_s=30) as world:
     world.barrier()
     print(world.rank, world.world_size, world.local_rank, world.node_rank, total.item())
 """
-
-
-def ip(*args):
-    return subprocess.run(["ip", *args], capture_output=True, text=True, timeout=20, check=False)
+LOOP = """
+import os, sys, time
+import lockstep, torch
+from torch import nn
+with lockstep.init(backend="gloo", timeout_s=30) as world:  # the two could still share memory
+    model = lockstep.DistributedDataParallel(nn.Linear(4, 1))
+    for step in range(int(sys.argv[2])):
+        model(torch.ones(2, 4)).sum().backward()
+        if step == 5:
+            open(f"{sys.argv[1]}-{world.rank}", "w").close()
+        time.sleep(0.05)
+    print("done")
+"""
 
 
 @pytest.fixture
 def machines():
-    """The names of two namespaces that are joined by a cable."""
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        pytest.skip("needs root and iproute2")
-    names = [f"lockstep{side}{os.getpid()}" for side in "ab"]
-    cables = [f"ls{side}{os.getpid()}" for side in "ab"]
+    with two_machines() as found:
+        yield found
+
+
+def ends(processes):
     try:
-        setup = [
-            *(("netns", "add", name) for name in names),
-            ("link", "add", cables[0], "netns", names[0], "type", "veth", "peer", "name", cables[1], "netns", names[1]),
-        ]
-        for index, (name, cable) in enumerate(zip(names, cables, strict=True), 1):
-            setup.append(("-n", name, "address", "add", f"10.78.0.{index}/24", "dev", cable))
-            setup += [("-n", name, "link", "set", device, "up") for device in ("lo", cable)]
-        for command in setup:
-            done = ip(*command)
-            if done.returncode:
-                pytest.skip(f"this system gives no network namespaces: {done.stderr.strip()}")
-        yield names
+        return [process.communicate(timeout=100) for process in processes]
     finally:
-        for name in names:
-            ip("netns", "delete", name)
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 @pytest.mark.parametrize(
@@ -58,24 +56,44 @@ def test_two_machines_form_one_world(machines, tmp_path, meeting):
     # The host's name leads to the loopback interface in both, as on many systems: torchrun does not get past that.
     (tmp_path / "train.py").write_text(SCRIPT)
     processes = []
-    for index, name in enumerate(machines):
+    for index in range(2):
         place = ["--node-rank", str(index)] if meeting[0] == "--master-addr" else []
-        command = [sys.executable, "-m", "lockstep", "run", "--nnodes", "2", *place, *meeting, "--devices", "1"]
-        processes.append(
-            subprocess.Popen(
-                ["ip", "netns", "exec", name, *command, str(tmp_path / "train.py")],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    try:
-        outputs = [process.communicate(timeout=100) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+        command = ["run", "--nnodes", "2", *place, *meeting, "--devices", "1", str(tmp_path / "train.py")]
+        processes.append(machines.start(index, *command))
+    outputs = ends(processes)
     assert [process.returncode for process in processes] == [0, 0], outputs
     fields = [out.split() for out, _ in outputs]
     # With c10d the machines agree among themselves which is first.
     assert sorted(fields) == [["0", "2", "0", "0", "3.0"], ["1", "2", "0", "1", "3.0"]]
+
+
+@pytest.mark.parametrize("is_mended", [True, False], ids=["mended", "cut"])
+def test_a_cable_that_is_cut(machines, tmp_path, monkeypatch, is_mended):
+    monkeypatch.setenv("LOCKSTEP_LINK_TIMEOUT_S", "6")
+    (tmp_path / "train.py").write_text(LOOP)
+    mark = tmp_path / "came"
+    processes = []
+    for index in range(2):
+        where = ["--nnodes", "2", "--node-rank", str(index), "--master-addr", "10.78.0.1", "--devices", "1"]
+        script = [str(tmp_path / "train.py"), str(mark), "60" if is_mended else "100000"]
+        processes.append(machines.start(index, "run", *where, *script))
+    began = time.monotonic()
+    while not all((tmp_path / f"came-{rank}").exists() for rank in range(2)):
+        assert time.monotonic() - began < 60
+        time.sleep(0.05)
+    machines.set_cable("down")
+    cut_at = time.monotonic()
+    if is_mended:
+        time.sleep(2.0)
+        machines.set_cable("up")
+    outputs = ends(processes)
+    took_s = time.monotonic() - cut_at
+    codes = [process.returncode for process in processes]
+    if is_mended:
+        assert (codes, [out for out, _ in outputs]) == ([0, 0], ["done\n", "done\n"]), outputs
+    else:  # Gloo alone would wait for half an hour, as nothing closes the connection
+        assert codes == [1, 1], outputs
+        assert took_s < 40
+        for rank, (_, err) in enumerate(outputs):
+            assert f"lockstep: Rank {rank} failed: CollectiveError: Rank {rank}: the gradient reduction of" in err
+            assert "No route to host" in err or "timed out" in err

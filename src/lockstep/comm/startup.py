@@ -17,6 +17,7 @@ from torch.distributed.constants import default_pg_nccl_timeout, default_pg_time
 
 from lockstep.comm.hardware import choose_backend, choose_device
 from lockstep.comm.interfaces import GLOO_INTERFACE, gloo_interface, told_gloo
+from lockstep.comm.link import probe_connections
 from lockstep.comm.meeting import Meeting, open_meeting
 from lockstep.comm.roll_call import Arrival, call_roll, pause_s
 from lockstep.comm.shm.founding import why_not
@@ -74,6 +75,8 @@ def start(
     with ExitStack() as stack:
         stack.enter_context(told_gloo(gloo_interface(env.master_addr, one_machine=one_machine)))
         _connect(env, meeting, name, chosen, timeout_s)
+        if not one_machine:
+            probe_connections()
         undo = stack.pop_all()
     # The limit until here was for connecting; a collective may wait longer for a slow rank.
     limit = (default_pg_nccl_timeout if name == "nccl" else None) or default_pg_timeout

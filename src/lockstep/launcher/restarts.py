@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import final
 
+from lockstep.comm.link import probe_connections
 from lockstep.launcher.agent import Failures, Restart
 from lockstep.launcher.failure import RankEnd, brief, first_of
 
@@ -30,6 +31,7 @@ class RestartReport:
 
     def started(self, ranks: range) -> None:
         """Pass on which ranks of this machine have been started."""
+        probe_connections()  # to the launchers of other machines
         self._on_start(ranks)
 
     def first_of(self, failures: Failures) -> RankEnd:
