@@ -21,14 +21,12 @@ def faults():
         step()
     return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 5
 
-before = faults()
 DataParallel(torch.nn.Identity(), ["cpu", "cpu"])(torch.zeros(2))
-print(before, faults())
+print(faults())
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries decide otherwise")
 def test_the_memory_of_a_step_is_kept():
     run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True)
-    before, after = map(float, run.stdout.split())
-    assert before > 1000 and after < before / 8
+    assert float(run.stdout) < 400  # 4064 without; now and then an import has taught glibc as much before
