@@ -51,7 +51,7 @@ def test_all_ranks_start_from_the_weights_of_the_seed_and_drop_different_units(r
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_gradients_are_exchanged_once_a_step(ranks, accumulate):
     def run(world):
-        loop = make_loop(world, accumulate=accumulate)
+        loop = make_loop(world, accumulate=accumulate, check_replicas=0)  # the hook lets them drift apart
         exchanged = []
 
         def hook(state, bucket):

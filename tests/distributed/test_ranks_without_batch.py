@@ -124,8 +124,9 @@ def test_torchs_engine_refuses_such_a_batch_on_every_rank(ranks):
 
         task = make_task(model=synchronised_network)
         loop = Loop(task, Settings(), world, strategy="ddp", devices=[torch.device("cpu")])
-        loop._strategy = Distributed(loop.model, Objective(task, "fp32"), world, engine)
-        loop._strategy._module.no_sync = contextlib.nullcontext
+        strategy = Distributed(loop.model, Objective(task, "fp32"), world, engine)
+        strategy._module.no_sync = contextlib.nullcontext
+        loop._strategy = loop._micros._strategy = strategy
         for _ in range(3):
             loop.step()
 
