@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.comm.collectives import Group
-from lockstep.parallel.replica import Buffers, replica_of
+from lockstep.parallel.replica import replica_of
 from lockstep.parallel.replica_check import find_difference
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
+from lockstep.train.strategy import Strategy
 
 
 @dataclass
@@ -23,23 +22,24 @@ class DriftCheck:
         last: Steps of the run; after the last of them there is a check, too.
         model: The bare model.
         optimizer: Of its parameters.
-        group: The ranks that train together, or None if it is only this process.
-        device: Of this rank.
-        buffers: How they are kept alike.
+        strategy: Who computes.
     """
 
     every: int
     last: int
     model: nn.Module
     optimizer: Optimizer
-    group: Group | None
-    device: torch.device
-    buffers: Buffers
+    strategy: Strategy
     _alike_after: int | None = None
 
     def after_step(self, num_steps: int) -> None:
         """Compare if it is time to, after so many steps; see `run`."""
         if self.every and (num_steps % self.every == 0 or num_steps == self.last):
+            self.run(num_steps)
+
+    def before_keeping(self, num_steps: int) -> None:
+        """Compare what is about to be written to disk, unless it was compared already; see `run`."""
+        if self.every:
             self.run(num_steps)
 
     def run(self, num_steps: int) -> None:
@@ -50,12 +50,13 @@ class DriftCheck:
         Raises:
             ReplicasDiffer: On every rank; names the tensor, the ranks on each side, and since when.
         """
-        if self.group is None or self.group.size() == 1 or self._alike_after == num_steps:
+        group = self.strategy.group
+        if group is None or group.size() == 1 or self._alike_after == num_steps:
             return
         if isinstance(self.optimizer, ZeroRedundancyOptimizer):
             self.optimizer.wait()
-        replica = replica_of(self.model, self.optimizer, buffers=self.buffers)
-        difference = find_difference(replica, group=self.group, device=self.device)
+        replica = replica_of(self.model, self.optimizer, buffers=self.strategy.buffers)
+        difference = find_difference(replica, group=group, device=next(self.model.parameters()).device)
         if difference is not None:
             known = self._alike_after is not None
             since = f"After step {self._alike_after} all were alike." if known else "There was no check before."

@@ -66,6 +66,8 @@ def fit(task: Task, settings: FitSettings) -> FitResult:
     Raises:
         ConfigurationError: Task, settings and devices do not go together; says what to change.
         DataError: A sample cannot be read, or too many cannot; names it, and its file where the data set does.
+        NonFiniteGradient: A gradient is NaN or infinite, or too many are; names rank, parameter, step and samples.
+        ReplicasDiffer: The ranks do not hold the same bits any more; names the tensor, the ranks, and since when.
         LoaderDied: A process that loads samples is gone; says what probably happened.
         CheckpointError: A checkpoint cannot be read or written; names the file.
     """

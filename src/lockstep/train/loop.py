@@ -115,13 +115,7 @@ class Loop:
         place = Place(self.plan.order, division, rank, self._gather, replay)
         self.finite = FiniteGuard(settings.on_nan, self._model, self.optimizer, gradients, place)
         self.drift = DriftCheck(
-            settings.check_replicas,
-            self.plan.num_steps,
-            self._model,
-            self.optimizer,
-            self.group,
-            self.device,
-            self._strategy.buffers,
+            settings.check_replicas, self.plan.num_steps, self._model, self.optimizer, self._strategy
         )
 
     def load_options(self, task: Task, workers: int) -> LoadOptions:
@@ -231,7 +225,7 @@ class Loop:
         """
         if self.group is None:
             return self.wishes.to_stop, self.wishes.to_fail
-        self.settle()
+        self.bad_samples.settle()
         stop, failed = self.bad_samples.heard
         return stop > 0, failed > 0
 
@@ -259,7 +253,12 @@ class Loop:
             self._sync = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a resumed run needs, maybe on rank 0 only. Collective: every rank of the group."""
+        """Return all that a resumed run needs, maybe on rank 0 only. Collective: every rank of the group.
+
+        Raises:
+            ReplicasDiffer: The ranks do not hold the same, so which of it should be kept?
+        """
+        self.drift.before_keeping(self.num_steps_done)
         scaler = self._updater.scaler
         return {
             "run": identity_of(self.plan.order, self.settings, self.arithmetic),
