@@ -99,6 +99,11 @@ def is_native(group: Group) -> bool:
     return type(group) is dist.ProcessGroup or isinstance(group, ShmProcessGroup)
 
 
+def reduces_on_its_own(group: Group, device: torch.device) -> bool:
+    """Tell whether something else than the ranks' cores sums tensors of ``device``, so that these compute meanwhile."""
+    return device.type != "cpu" or not isinstance(group, ShmProcessGroup)
+
+
 def backend_name(group: Group) -> str:
     """Return the backend's name, such as ``gloo`` or ``nccl``; that of Gloo where it serves a group in place of shm."""
     try:

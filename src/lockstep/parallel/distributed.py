@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.profiler import record_function
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from lockstep.comm.collectives import Group, default_group, mesh_group
+from lockstep.comm.collectives import Group, default_group, mesh_group, reduces_on_its_own
 from lockstep.comm.join import Joinable
 from lockstep.parallel.ddp.attributes import forward_attribute
 from lockstep.parallel.ddp.ballot import Ballot
@@ -65,7 +65,8 @@ class DistributedDataParallel(Checks):
         broadcast_buffers: Broadcast buffers from rank 0 at construction and before each ``forward``. Default: True.
         init_sync: Compare the model between ranks and broadcast it from rank 0. False: the caller has done so.
         process_group: The ranks that take part. Default: all.
-        bucket_cap_mb: Size of a bucket in MiB; "auto": found in the first steps. Default: 1 for the first, else 25.
+        bucket_cap_mb: Size of a bucket in MiB; "auto": found in the first steps. Default: 1 for the first, else 25; on
+            shm, where the cores that compute also reduce, 128.
         find_unused_parameters: Accepted and never needed.
         check_reduction: Accepted as in torch.
         gradient_as_bucket_view: Gradients are views of the buckets in any case. True promises that nobody keeps
@@ -146,7 +147,8 @@ class DistributedDataParallel(Checks):
         self.batched_grad_copy = batched_grad_copy
         self.mixed_precision = None
         self.wire_dtype, self._finds_caps = wire_dtype_of(wire_dtype), bucket_cap_mb == "auto"
-        self._bucket_caps_bytes = bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list)
+        can_overlap = reduces_on_its_own(self.process_group, self.device)
+        self._bucket_caps_bytes = bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list, can_overlap=can_overlap)
         self.bucket_bytes_cap = self._bucket_caps_bytes[-1]
         self.bucket_bytes_cap_list = list(self._bucket_caps_bytes) if bucket_cap_mb_list else []
         self.require_backward_grad_sync = True

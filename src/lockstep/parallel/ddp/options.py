@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.batchnorm.layer import SyncBatchNorm, TorchSyncBatchNorm
-from lockstep.parallel.ddp.bucket_plan import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB
+from lockstep.parallel.ddp.bucket_plan import BESIDE_NOTHING_CAP_BYTES, DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB
 
 
 def ignored_names(module: nn.Module) -> set[str]:
@@ -119,8 +119,15 @@ def _device_index(device: Any) -> int:
 BucketCap = float | Literal["auto"] | None
 
 
-def bucket_caps_bytes(bucket_cap_mb: BucketCap, bucket_cap_mb_list: Sequence[float] | None) -> tuple[int, ...]:
+def bucket_caps_bytes(
+    bucket_cap_mb: BucketCap, bucket_cap_mb_list: Sequence[float] | None, *, can_overlap: bool = True
+) -> tuple[int, ...]:
     """Return one cap per bucket, the last for all that follow; for "auto", those to begin with.
+
+    Args:
+        bucket_cap_mb: As the user gave it.
+        bucket_cap_mb_list: As the user gave it.
+        can_overlap: Whether buckets travel while backward goes on at its pace.
 
     Raises:
         ValueError: Both are given, or a cap is neither positive nor "auto".
@@ -133,8 +140,10 @@ def bucket_caps_bytes(bucket_cap_mb: BucketCap, bucket_cap_mb_list: Sequence[flo
         raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} is no size.\nGive a number of MiB, or 'auto'.")
     elif bucket_cap_mb is not None and bucket_cap_mb != "auto":
         caps = [bucket_cap_mb]
-    else:
+    elif can_overlap or bucket_cap_mb == "auto":
         return FIRST_CAP_BYTES, DEFAULT_CAP_BYTES
+    else:
+        return (BESIDE_NOTHING_CAP_BYTES,)
     if any(cap <= 0 for cap in caps):
         raise ValueError(f"A bucket's size must be positive, but got {caps} (MiB).")
     return tuple(int(cap * MIB) for cap in caps)
