@@ -71,9 +71,9 @@ class Recorder:
         stamps = BucketStamps(loop.device)
         self._stamps = stamps if loop.strategy.stamp_buckets(stamps) else None
         self._thinner = Thinner()
+        self._open: Pending | None = None  # the last step, until it is known how long it lasted
         self._pending: deque[Pending] = deque()
         self._began_at = self._wall_s = 0.0
-        self._before: float | None = None
         self._totals: deque[float] = deque(maxlen=64)
         self._usual_s = 0.0
         self._num_steps = self._num_spikes = 0
@@ -90,11 +90,10 @@ class Recorder:
         if self._stamps is not None:
             self._stamps.closely = self._is_closely
         self._wall_s, self._began_at = time.time(), time.perf_counter()
+        self._release(self._began_at)
 
     def step(self, record: StepRecord) -> None:
         """Take a step that has just ended on the host. Does not block."""
-        interval_s = None if self._before is None else self._began_at - self._before
-        self._before = self._began_at
         wanted = [record.loss] if record.grad_norm is None else [record.loss, record.grad_norm]
         values, arrived = torch.stack([value.detach().double() for value in wanted]), None
         if values.device.type == "cuda":
@@ -102,25 +101,23 @@ class Recorder:
             values, arrived = there.copy_(values, non_blocking=True), torch.cuda.Event()
             arrived.record(torch.cuda.current_stream(self._loop.device))
         rate = self._loop.optimizer.param_groups[0]["lr"]
-        self._pending.append(
-            Pending(
-                record,
-                self._wall_s,
-                self._began_at,
-                interval_s,
-                values,
-                arrived,
-                None if isinstance(rate, Tensor) and rate.is_cuda else float(rate),
-                None if self._stamps is None else self._stamps.take(),
-                self._is_closely,
-                self._own_exposed_s(),
-            )
+        self._open = Pending(
+            record,
+            self._wall_s,
+            self._began_at,
+            None,
+            values,
+            arrived,
+            None if isinstance(rate, Tensor) and rate.is_cuda else float(rate),
+            None if self._stamps is None else self._stamps.take(),
+            self._is_closely,
+            self._own_exposed_s(),
         )
-        self._write_known()
 
     def pause(self) -> None:
         """Training stands still from now on, for the event that comes next."""
         self._paused_at = time.perf_counter()
+        self._release(self._paused_at)
 
     def event(self, event: Event, text: str) -> None:
         """Take an event, for which training stood still since `pause` if that was called."""
@@ -130,7 +127,7 @@ class Recorder:
         line = {"kind": "event", "event": event, "step": self._loop.num_steps_done}
         self._writer.add({**line, "time": time.time() - (seconds or 0.0), "seconds": seconds, "text": text})
         if seconds is not None:
-            self._before = self._last = None  # what comes next is no interval between steps
+            self._last = None  # the device has come to rest: the host's clock tells when the next step begins
         self._has_ended |= event in ("end", "stop")
 
     def close(self) -> None:
@@ -139,12 +136,21 @@ class Recorder:
         if error is not None and not self._has_ended:
             first = (str(error).splitlines() or [""])[0]
             self.event("error", f"{type(error).__name__}: {first}")
+        self._release(None)
         if error is None and self._pending and self._loop.device.type == "cuda":
             torch.cuda.synchronize(self._loop.device)
         self._write_known()
         if (rest := self._thinner.rest()) is not None:
             self._writer.add(rest)
         self._writer.close()
+
+    def _release(self, until: float | None) -> None:
+        """Take notice that the last step lasted ``until`` now, and write what is known."""
+        if self._open is not None:
+            self._open.interval_s = None if until is None else until - self._open.began_at
+            self._pending.append(self._open)
+            self._open = None
+            self._write_known()
 
     def _own_exposed_s(self) -> float | None:
         """Return what is known of exposed communication without buckets."""
@@ -196,8 +202,12 @@ class Recorder:
             text += f"{(line[part] or 0) * 1e3:.1f} ms of it {name}"
             self._writer.add(
                 {
-                    "kind": "event", "event": "spike", "step": line["step"] + 1, "time": line["time"],
-                    "seconds": None, "text": text,
+                    "kind": "event",
+                    "event": "spike",
+                    "step": line["step"] + 1,
+                    "time": line["time"],
+                    "seconds": None,
+                    "text": text,
                 }
             )
         self._totals.append(total_s)

@@ -19,9 +19,12 @@ from lockstep.train.log import Log
 from lockstep.train.loop import Loop
 from lockstep.train.progress import format_metrics, make_display
 from lockstep.train.result import Evaluation, FitResult
+from lockstep.train.run_dir import make_record
 from lockstep.train.settings import FitSettings
+from lockstep.train.slow_ranks import SlowRanks
 from lockstep.train.stopping import StopSignals, exit_code_of
 from lockstep.train.task import Task, build_dataset
+from lockstep.train.telling import Telling
 from lockstep.train.words import NUM_NAMED, describe_not_finite, describe_plan, describe_skipped, describe_stop
 
 
@@ -60,11 +63,14 @@ class Run:
         self._first_step = self._loop.num_steps_done
         self._num_steps = max(self._loop.plan.num_steps, self._first_step)
         self._history = History()
+        self._record = make_record(task, settings, world, self._loop, num_steps=self._num_steps)
         self._started_at = time.perf_counter()
         self._log = None
         if settings.log_file is not None and world.is_rank_zero:
             self._log = Log(Path(settings.log_file), self._first_step)
         self._display = make_display(self._num_steps, self._first_step, silent=settings.quiet or not world.is_rank_zero)
+        self._telling = Telling(self._loop, self._display, self._log, self._record)
+        self._slow_ranks = SlowRanks(group, device, self._telling.slow, self._log)
         num_devices = len(self._loop.devices) if self._loop.group is None else world.world_size
         for line in describe_plan(task, settings, self._loop.plan, self._loop.device, num_devices=num_devices):
             self._display.say(line)
@@ -72,8 +78,7 @@ class Run:
             self._display.say(f"passed over the checkpoint {why}")
         if self._first_step:
             self._display.say(f"resumed after step {self._first_step} of {self._num_steps}")
-        self._num_caveats_said = self._num_skipped_said = self._num_not_finite_said = 0
-        self._say_caveats()
+        self._telling.tell()
 
     @property
     def has_steps_left(self) -> bool:
@@ -88,18 +93,18 @@ class Run:
     def step(self) -> None:
         """Train on the next global batch."""
         self._history.start()
+        self._record.begin()
+        self._slow_ranks.before_step()
         record = self._loop.step()
-        self._say_caveats()
-        self._say_skipped()
-        for remark in self._loop.remarks:
-            self._display.say(remark)
-        self._loop.remarks.clear()
+        self._record.step(record)
+        self._telling.tell()
         if self._display.is_due():
             loss = float(record.loss)
             self._display.show(self._step, loss, self._history.samples_per_s)
         if self._log is not None and self._log.is_due():
             self._log.losses(self._history.read())
         self._history.add(record)
+        self._slow_ranks.after_step(record)
 
     def evaluate(self) -> None:
         """Evaluate the model, if the task has what to evaluate it on."""
@@ -116,6 +121,7 @@ class Run:
         without = f"  without {len(skipped)} that cannot be read" if skipped else ""
         what = f"evaluation: {format_metrics(found.metrics)}{without}"
         self._display.say(f"{epoch}step {self._step}/{self._num_steps}  {what}")
+        self._record.event("evaluation", what)
         if self._log is not None:
             self._log.losses(self._history.losses)
             self._log.evaluation(found.step, found.metrics)
@@ -137,6 +143,7 @@ class Run:
         state = self._loop.state_dict() | {"best": best, "owes_evaluation": owes_evaluation}
         self._checkpoint = self._checkpoints.save(state, step=self._step, loss=loss)
         self._saved = (self._step, loss)
+        self._record.event("checkpoint", f"checkpoint after step {self._step}")
 
     def is_to_stop(self) -> bool:
         """Return whether the run is to stop after this step; the same on every rank.
@@ -167,7 +174,11 @@ class Run:
         if not self._signals.has_launcher:  # which says it itself
             self._display.say(text)
         self._signals.report(text)
-        return self._result(self._history.losses, stopped=name)
+        self._record.finish("stop", text)
+        losses = self._history.read()
+        if self._log is not None:
+            self._log.losses(losses)
+        return self._result(losses, stopped=name)
 
     def catch_up(self) -> None:
         """Evaluate what a run that was stopped did not come to. Collective: every rank."""
@@ -208,6 +219,7 @@ class Run:
             self._display.say(f"weights written to {self._settings.export}")
         if self._checkpoints is not None:
             self._checkpoints.finish()
+        self._record.finish("end", f"{self._step} steps done")
         self._world.barrier()  # now every rank finds the files
         if self._world.is_rank_zero and self._task.after is not None:
             self._display.close()
@@ -237,36 +249,18 @@ class Run:
     def close(self) -> None:
         """Leave the terminal as it was, and end the loader's processes."""
         self._display.close()
+        self._record.close()
+        self._slow_ranks.close()
         if self._log is not None:
             self._log.close()
         self._loop.close()
 
-    def _say_caveats(self) -> None:
-        """Say why the bits may differ after all, as soon as it is known."""
-        for caveat in self._loop.caveats[self._num_caveats_said :]:
-            self._display.say(f"the same bits cannot be promised: {caveat}")
-        self._num_caveats_said = len(self._loop.caveats)
-
-    def _say_skipped(self) -> None:
-        """Log the samples that could not be read, as soon as it is known, and show the first few."""
-        skipped = self._loop.bad_samples.skipped
-        for number in range(self._num_skipped_said, len(skipped)):
-            if number < NUM_NAMED:
-                self._display.say(f"step {skipped[number].step + 1}  skipped {skipped[number].name}")
-            if self._log is not None:
-                self._log.skipped(skipped[number])
-        self._num_skipped_said = len(skipped)
-        for bad in self._loop.finite.found[self._num_not_finite_said :]:
-            self._display.say(f"step {bad.step + 1}  {bad.done}  {bad.headline}")
-            if self._log is not None:
-                self._log.not_finite(bad)
-        self._num_not_finite_said = len(self._loop.finite.found)
-
     def _settle(self) -> None:
         """Wait for the device, and count that as training: something else comes next."""
+        self._record.pause()
         self._history.stop()
         self._loop.settle()
-        self._say_skipped()
+        self._telling.tell()
 
     @property
     def _step(self) -> int:

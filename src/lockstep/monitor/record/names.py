@@ -16,7 +16,7 @@ STEP = {
     "num_steps": "steps that the line stands for; times are their means",
     "epoch": "passes over the data set before the step; null for a stream",
     "time": "when the step began, Unix time of this rank's host",
-    "interval_s": "from the beginning of the step before, as far as nothing but training lay between",
+    "interval_s": "from its beginning to that of the next step, or to what came between them",
     "total_s": "the whole step",
     "slowest_s": "the longest of the steps that the line stands for",
     "slowest_step": "and its number",
@@ -31,7 +31,7 @@ STEP = {
     "learning_rate": "of the first parameter group",
     "grad_norm": "norm of the whole gradient before clipping; null if nothing needed it",
     "samples": "of the global batch",
-    "samples_per_s": "of the global batch, over interval_s",
+    "samples_per_s": "of the global batch, over `interval_s`",
 }
 """Of a line of kind ``step``."""
 
