@@ -18,7 +18,7 @@ from lockstep.parallel.dp.capture import Action, ReplicaCapture, make_recorder
 from lockstep.parallel.dp.context import ReplicaContext
 from lockstep.parallel.dp.devices import as_listed
 from lockstep.parallel.dp.errors import attempt, raise_first
-from lockstep.parallel.dp.job import Job, LossFunction, ReplicaResult, StepTimings
+from lockstep.parallel.dp.job import Job, LossFunction, ReplicaResult, StepTimings, on_device
 from lockstep.parallel.dp.replicas import Replicas, ReplicaState
 from lockstep.parallel.dp.streams import ReplicaStreams
 from lockstep.parallel.dp.threads import ReplicaThreads
@@ -135,14 +135,14 @@ class ReplicaEngine:
             return {}, [], StepTimings(0.0, 0.0, 0.0, 0.0)
         start = time.perf_counter()
         state = self.replicas.prepare(num_replicas, leaves=True, fixed=capture)
+        if capture:  # a graph reads the scale on its device
+            scales = [on_device(scale, device) for scale, device in zip(scales, self.replicas.devices, strict=False)]
         with self._streams.contexts(num_replicas) as contexts:
             jobs = {
                 index: Job(loss, shard, scale, context)
                 for index, (shard, scale, context) in enumerate(zip(shards, scales, contexts, strict=False))
                 if shard is not None
             }
-            if capture:
-                jobs = {index: job.for_recording() for index, job in jobs.items()}
             actions = self._actions(jobs, state) if capture else {}
             # What is replayed needs no modules.
             replays = bool(actions) and all(action is Action.REPLAY for action in actions.values())
@@ -184,7 +184,9 @@ class ReplicaEngine:
         """Record the step of a replica in its thread, while no other computes; return what is to be done with it."""
         capture, take = self._captures[index], functools.partial(self.replicas.take_all_gradients, index)
         key = job.key(state.place(index))
-        error = self.run([_skip] * index + [functools.partial(job.record, capture, key, module, take)])[index]
+        jobs: list[Callable[[], Exception | None]] = [_skip] * len(state.weights)
+        jobs[index] = functools.partial(job.record, capture, key, module, take)
+        error = self.run(jobs)[index]
         if error is None:
             return Action.REPLAY
         capture.fail(error)

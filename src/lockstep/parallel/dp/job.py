@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,12 +71,6 @@ class Job:
             _scaled(value, self.scale).backward()
         return ReplicaResult(value.detach(), middle - start, time.perf_counter() - middle)
 
-    def for_recording(self) -> Job:
-        """Return the same with its scale, if that is a tensor, on the replica's device. Does not block."""
-        if not isinstance(self.scale, Tensor):
-            return self
-        return replace(self, scale=self.scale.to(self.context.device, non_blocking=True))
-
     def key(self, place: object) -> Key:
         """Return the key of this step, of a replica whose tensors are at this place.
 
@@ -111,6 +105,11 @@ class Job:
         with self.context.on_device():
             loss, gradients = capture.replay(self.shard, self.scale)
         return ReplicaResult(loss, time.perf_counter() - start, 0.0, gradients)
+
+
+def on_device(scale: float | Tensor, device: torch.device) -> float | Tensor:
+    """Return ``scale`` on ``device`` if it is a tensor. Does not block."""
+    return scale.to(device, non_blocking=True) if isinstance(scale, Tensor) else scale
 
 
 def differentiate(
