@@ -1,30 +1,48 @@
-"""The report as one JSON object, for programs."""
+"""The report as one JSON object, for programs and for other ranks."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from lockstep.study.doctor.finding import Finding, Severity
+from lockstep.study.doctor.finding import Finding, NotChecked, Severity
+from lockstep.study.doctor.kinds import Kind
+from lockstep.study.doctor.plan import Plan
 from lockstep.study.doctor.report import Report, verdict
 
 
 def to_json(report: Report) -> str:
     """Write everything; the names of the fields stay as they are."""
-    plan = {name: str(value) if name == "checkpoint" else value for name, value in asdict(report.plan).items()}
-    record: dict[str, Any] = {
+    return json.dumps(to_record(report), indent=2)
+
+
+def to_record(report: Report) -> dict[str, Any]:
+    """Return everything in numbers, texts, lists and dicts."""
+    return {
         "verdict": verdict(report),
         "exit_code": report.exit_code,
         "counts": {severity.value: report.count(severity) for severity in Severity},
         "host": report.host,
-        "plan": plan,
+        "plan": asdict(report.plan) | {"checkpoint": str(report.plan.checkpoint)},
         "seen": dict(report.seen),
         "findings": [_finding(finding) for finding in report.findings],
         "not_checked": [asdict(missed) for missed in report.not_checked],
         "seconds": round(report.seconds, 2),
     }
-    return json.dumps(record, indent=2)
+
+
+def from_record(record: dict[str, Any]) -> Report:
+    """Return the report of which `to_record` made ``record``."""
+    return Report(
+        plan=Plan(**{**record["plan"], "checkpoint": Path(record["plan"]["checkpoint"])}),
+        host=record["host"],
+        seen=tuple(record["seen"].items()),
+        findings=tuple(_read_finding(finding) for finding in record["findings"]),
+        not_checked=tuple(NotChecked(**missed) for missed in record["not_checked"]),
+        seconds=record["seconds"],
+    )
 
 
 def _finding(finding: Finding) -> dict[str, str]:
@@ -38,3 +56,8 @@ def _finding(finding: Finding) -> dict[str, str]:
         "paste": finding.paste,
         "link": finding.link,
     }
+
+
+def _read_finding(record: dict[str, str]) -> Finding:
+    texts = {name: record[name] for name in ("found", "cost", "fix", "paste", "where")}
+    return Finding(Kind(record["kind"]), Severity(record["severity"]), **texts)

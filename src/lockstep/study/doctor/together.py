@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import init
@@ -14,6 +15,7 @@ from lockstep.study.doctor.finding import Finding, NotChecked, Severity
 from lockstep.study.doctor.gather.versions import version_facts
 from lockstep.study.doctor.kinds import Kind
 from lockstep.study.doctor.plan import Plan
+from lockstep.study.doctor.record import from_record, to_record
 from lockstep.study.doctor.report import Report, worst_first
 from lockstep.study.doctor.topics import versions
 from lockstep.study.doctor.topics.versions import VersionFacts
@@ -28,6 +30,16 @@ class Part:
 
     versions: VersionFacts
     report: Report | None
+
+    def to_record(self) -> dict[str, Any]:
+        """Return it in a form that travels."""
+        return {"versions": asdict(self.versions), "report": None if self.report is None else to_record(self.report)}
+
+    @staticmethod
+    def from_record(record: dict[str, Any]) -> Part:
+        """Return the part of which `to_record` made ``record``."""
+        report = record["report"]
+        return Part(VersionFacts(**record["versions"]), None if report is None else from_record(report))
 
 
 def examine_together(plan: Plan, env: RankEnv, environ: Mapping[str, str]) -> Report | None:
@@ -46,10 +58,10 @@ def examine_together(plan: Plan, env: RankEnv, environ: Mapping[str, str]) -> Re
     part = Part(version_facts(env.rank, on_gpus=plan.on_gpus), report)
     try:
         with init(backend="gloo", device="cpu", timeout_s=MEETING_S) as world:
-            parts = all_gather_object(part, group=world.group)
+            records = all_gather_object(part.to_record(), group=world.group)
     except LockstepError as error:
         return None if report is None else _alone(report, error)
-    return merge(parts) if env.rank == 0 else None
+    return merge([Part.from_record(record) for record in records]) if env.rank == 0 else None
 
 
 def merge(parts: Sequence[Part]) -> Report:

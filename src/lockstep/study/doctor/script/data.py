@@ -7,7 +7,7 @@ import re
 
 from lockstep.study.doctor.finding import Finding, Severity
 from lockstep.study.doctor.kinds import Kind
-from lockstep.study.doctor.script.seeds import has_common_seed
+from lockstep.study.doctor.script.seeds import is_seeded_alike
 from lockstep.study.doctor.script.source import argument, constant, has_star, words
 from lockstep.study.doctor.script.traits import ScriptFacts
 
@@ -135,13 +135,13 @@ def _sampler_seed(facts: ScriptFacts, call: ast.Call) -> list[Finding]:
 
 
 def _splits(facts: ScriptFacts) -> list[Finding]:
-    if has_common_seed(facts):
-        return []
     found = []
     for name, keyword, position in (("random_split", "generator", 2), ("train_test_split", "random_state", None)):
         for call in facts.script.calls_of(name):
             given = argument(call, keyword, position)
-            if has_star(call) or (given is not None and not facts.ranks.mentions(given) and not _is_none(given)):
+            if has_star(call) or is_seeded_alike(facts, call):
+                continue
+            if given is not None and not facts.ranks.mentions(given) and not _is_none(given):
                 continue
             value = "torch.Generator().manual_seed(0)" if keyword == "generator" else "0"
             found.append(

@@ -58,7 +58,7 @@ def is_collective(facts: ScriptFacts, call: ast.Call) -> bool:
 def _collectives(facts: ScriptFacts, call: ast.Call, guard: Guard) -> Iterator[Finding]:
     """Yield what is wrong with a call that stands behind ``guard``."""
     reached = call if is_collective(facts, call) else _reach(facts, call, _DEPTH)
-    if reached is None or _is_balanced(facts, call, reached, guard):
+    if reached is None or _is_balanced(facts, call):
         return
     text = ast.unparse(reached.func)
     way = "" if reached is call else f", by way of {ast.unparse(call.func)}() in line {call.lineno}"
@@ -101,17 +101,18 @@ def _calls_in(function: Function) -> list[ast.Call]:
     return sorted(found, key=lambda call: (call.lineno, call.col_offset))
 
 
-def _is_balanced(facts: ScriptFacts, call: ast.Call, reached: ast.Call, guard: Guard) -> bool:
-    """Say whether the other ranks come to the same collective behind another condition, as when one goes first."""
-    name = facts.script.name(reached.func)
-    scope = facts.script.scope(call)
+def _is_balanced(facts: ScriptFacts, call: ast.Call) -> bool:
+    """Say whether the other ranks make the same call behind the opposite condition, as when one goes first.
+
+    The first call that rank zero passes to belongs to the first that it does not pass to, and so on.
+    """
+    name, scope = facts.script.name(call.func), facts.script.scope(call)
+    sides: dict[bool, list[ast.Call]] = {True: [], False: []}
     for other_name, other in facts.script.calls:
-        if other is call or other_name != name or facts.script.scope(other) is not scope:
-            continue
-        conditions = facts.ranks.guards(other)
-        if conditions and (conditions[0].test is not guard.test or conditions[0].branch != guard.branch):
-            return True
-    return False
+        guards = facts.ranks.guards(other) if other_name == name and facts.script.scope(other) is scope else []
+        if guards:
+            sides[facts.ranks.lets_zero_pass(guards[0])].append(other)
+    return any(call in pair for pair in zip(sides[True], sides[False], strict=False))
 
 
 def _models(facts: ScriptFacts, call: ast.Call, guard: Guard, wrapped: Wrapped) -> Iterator[Finding]:

@@ -73,6 +73,10 @@ class Ranks:
     def _differs(self, test: ast.Compare) -> bool:
         parts = [test.left, *test.comparators]
         values = [constant(part) for part in parts]
+        if isinstance(test.ops[0], (ast.In, ast.NotIn)) and isinstance(
+            test.comparators[0], (ast.List, ast.Tuple, ast.Set)
+        ):
+            return self.mentions(test.left)  # rank not in (-1, 0)
         asks_for_being = (ast.Is, ast.IsNot, ast.In, ast.NotIn)
         if any(value == -1 for value in values) or any(isinstance(op, asks_for_being) for op in test.ops):
             return False  # rank != -1, rank is not None, "RANK" in os.environ: whether this is a distributed run
@@ -81,6 +85,25 @@ class Ranks:
         named = set().union(*(words(part) for part in parts))
         is_index = bool(named & _INDEX) and any(isinstance(value, int) for value in values)
         return is_index or bool(named & self._flags) or any(_RANK.search(word) for word in named)
+
+    def lets_zero_pass(self, guard: Guard) -> bool:
+        """Say whether rank zero is among those that pass; of what cannot be told, it is."""
+        return self._holds_for_zero(guard.test) == guard.branch
+
+    def _holds_for_zero(self, test: ast.expr) -> bool:
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            return not self._holds_for_zero(test.operand)
+        if isinstance(test, ast.BoolOp):
+            return all(self._holds_for_zero(part) for part in test.values if self.depends(part))
+        if isinstance(test, ast.Compare):
+            right, is_in = test.comparators[0], isinstance(test.ops[0], (ast.In, ast.Eq, ast.LtE, ast.Lt))
+            items = right.elts if isinstance(right, (ast.List, ast.Tuple, ast.Set)) else [right]
+            has_zero = any(constant(item) == 0 for item in items)
+            return is_in == has_zero
+        # A bare number is true for all but rank zero; a flag or a function such as is_main_process() is for zero.
+        return not (
+            isinstance(test, (ast.Name, ast.Attribute)) and ast.unparse(test).rpartition(".")[2].endswith("rank")
+        )
 
     def guards(self, node: ast.AST) -> list[Guard]:
         """Return the conditions on the rank that lead to ``node`` within its function, innermost first."""

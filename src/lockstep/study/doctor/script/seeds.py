@@ -50,11 +50,12 @@ def look(facts: ScriptFacts) -> list[Finding]:
     return found
 
 
-def has_common_seed(facts: ScriptFacts) -> bool:
-    """Say whether the script sets a seed that is the same on all ranks, and no other."""
-    helpers = [name for name, _ in facts.script.calls if _HELPER.search(name.rpartition(".")[2])]
-    seedings = _seedings(facts)
-    return bool(seedings or helpers) and not any(_by_rank(facts, call) or _by_chance(call) for call in seedings)
+def is_seeded_alike(facts: ScriptFacts, draw: ast.Call) -> bool:
+    """Say whether what is drawn by ``draw`` comes from a seed that is the same on all ranks, as far as lines tell."""
+    helpers = [call for name, call in facts.script.calls if _HELPER.search(name.rpartition(".")[2])]
+    seedings = sorted([*_seedings(facts), *helpers], key=lambda call: call.lineno)
+    before = [call for call in seedings if call.lineno < draw.lineno][-1:] or seedings
+    return bool(before) and not any(_by_rank(facts, call) or _by_chance(call) for call in before)
 
 
 def _seedings(facts: ScriptFacts) -> list[ast.Call]:

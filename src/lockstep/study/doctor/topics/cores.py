@@ -54,14 +54,21 @@ class CoreFacts:
 
 def look(facts: CoreFacts) -> list[Finding]:
     """Return where cores are too few, taken, or left idle."""
-    found = [*_quota(facts), *_affinity(facts), *_threads(facts)]
-    if not facts.on_gpus and facts.ranks > max(1.0, facts.usable):
-        found.append(_ranks(facts))
-    elif facts.workers and facts.ranks * (facts.workers + 1) > facts.usable:
-        found.append(_workers(facts))
+    pinned = _affinity(facts)
+    found = [*_quota(facts), *pinned, *_threads(facts)]
+    if not pinned:  # otherwise that is why they are too few
+        found += _shortage(facts)
     if facts.load > _BUSY * facts.affinity:
         found.append(_busy(facts))
     return found
+
+
+def _shortage(facts: CoreFacts) -> list[Finding]:
+    if not facts.on_gpus and facts.ranks > max(1.0, facts.usable):
+        return [_ranks(facts)]
+    if facts.workers and facts.ranks * (facts.workers + 1) > facts.usable:
+        return [_workers(facts)]
+    return []
 
 
 def seen(facts: CoreFacts) -> str:

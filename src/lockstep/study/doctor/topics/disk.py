@@ -8,7 +8,8 @@ from lockstep.study.doctor.finding import Finding, Severity
 from lockstep.study.doctor.kinds import Kind
 from lockstep.study.doctor.quantities import GIB, MIB, size
 
-_SLOW_BYTES_PER_S = 100 * MIB
+_SLOW_BYTES_PER_S = 50 * MIB
+_LONG_S = 2.0
 _FEW_BYTES = GIB
 _KEPT = 3
 """Checkpoints that lie there at a time: two that are kept, and the one being written."""
@@ -107,12 +108,12 @@ def _slow(facts: DiskFacts) -> list[Finding]:
     num_bytes = facts.checkpoint_bytes or _EXAMPLE_BYTES
     whose = "of this task" if facts.checkpoint_bytes else "of 100 million parameters with Adam"
     seconds = num_bytes / speed
-    if facts.checkpoint_bytes and seconds < 1:
+    if seconds < _LONG_S:
         return []
     return [
         Finding(
             Kind.DISK_SLOW,
-            Severity.SLOW,
+            Severity.SLOW if facts.checkpoint_bytes else Severity.NOTE,  # without a task: of a size made up
             f"{facts.folder} takes {size(speed)}/s, measured with {size(facts.written_bytes)}.",
             f"A checkpoint {whose} ({size(num_bytes)}) holds up all ranks for {seconds:.0f} s.",
             "Write to a disk of this machine, or less often.",

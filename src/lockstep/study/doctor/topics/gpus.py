@@ -76,7 +76,7 @@ def seen(facts: GpuFacts) -> str:
         return plural(facts.num_usable, "GPU")
     names = [gpu.name for gpu in facts.gpus]
     kinds = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
-    return f"{listed(kinds)}, {size(min(gpu.memory_bytes for gpu in facts.gpus))} each or more"
+    return f"{listed(kinds)}, at least {size(min(gpu.memory_bytes for gpu in facts.gpus))} of memory each"
 
 
 def _unusable(facts: GpuFacts) -> Finding:

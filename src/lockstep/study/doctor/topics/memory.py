@@ -78,9 +78,8 @@ def _shared(facts: MemoryFacts) -> list[Finding]:
     if need > facts.shm_free_bytes:
         what = [f"{facts.ranks} x {plural(facts.workers, 'loader worker')}"] if facts.workers else []
         what += ["NCCL"] if facts.on_gpus and facts.ranks > 1 else []
-        found = (
-            f"/dev/shm has {size(facts.shm_free_bytes)} free of {size(total)}; {' and '.join(what)} need {size(need)}."
-        )
+        free = f"/dev/shm has {size(facts.shm_free_bytes)} free of {size(total)}"
+        found = f"{free}; {size(need)} is needed for {' and '.join(what)}."
         severity = Severity.HANG
     elif total <= _DOCKER_DEFAULT:
         found = f"/dev/shm has {size(total)}, the default of a container."
