@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -46,7 +47,7 @@ def measure(path: str, num_steps: int) -> tuple[int, list[tuple[float, float, fl
 
         for step in range(num_steps + WARMUP):
             world.barrier()
-            row = (seconds(loop.step), seconds(verdict), seconds(lambda step=step: loop.drift.run(step + 1)))
+            row = (seconds(loop.step), seconds(verdict), seconds(partial(loop.drift.run, step + 1)))
             rows += [row] if step >= WARMUP else []
         state = [value for entries in loop.optimizer.state.values() for value in entries.values()]
         size = sum(each.nbytes for each in [*loop.model.parameters(), *state] if isinstance(each, torch.Tensor))
