@@ -214,6 +214,7 @@ def test_divided_gradients_do_what_whole_ones_do(numbers, monkeypatch):
             shards = list(zip(inputs.chunk(count), targets.chunk(count), strict=True))
             engine.backward(loss, shards, [1 / count] * count)
         assert all(parameter.grad is None for parameter in sharded.parameters())
+        assert all(each.untyped_storage().nbytes() == each.nbytes for each in theirs.slices.tensors())
         norms = [nn.utils.clip_grad_norm_(bare.parameters(), 0.5), theirs.clip_grad_norm_(0.5)]
         assert float(norms[1]) == pytest.approx(float(norms[0]), rel=1e-12)
         mine.step()

@@ -161,6 +161,9 @@ def test_a_gpu_named_twice_has_a_stream_for_each_replica(gpu):
     with pytest.raises(KeyError), streams.contexts(2):
         raise KeyError
     assert FakeStream.log[-1] == ("current", "own")  # also where a replica failed
+    with ReplicaStreams([gpu, torch.device("cuda", 1)]).contexts(2) as contexts:
+        assert [context.stream.name for context in contexts] == ["current", "current"]
+        assert [context.home for context in contexts] == [None, contexts[0].stream]
 
 
 def test_lanes_are_made_once_and_joined(gpu, monkeypatch):

@@ -28,10 +28,12 @@ class ReplicaContext:
     autocasts: tuple[_Autocast, ...]
     autocast_cache: bool
     stream: torch.cuda.Stream | None
+    home: torch.cuda.Stream | None = None
+    """The caller's stream on the first replica's device, if that is another one, for copies from and to there."""
 
     @classmethod
-    def capture(cls, device: torch.device) -> "ReplicaContext":
-        """Read the calling thread's state, for a replica on ``device``."""
+    def capture(cls, device: torch.device, first: torch.device) -> "ReplicaContext":
+        """Read the calling thread's state, for a replica on ``device``; that of the first replica is ``first``."""
         device_types = ("cpu", "cuda") if device.type == "cuda" else ("cpu",)
         return cls(
             device=device,
@@ -44,11 +46,12 @@ class ReplicaContext:
             ),
             autocast_cache=torch.is_autocast_cache_enabled(),
             stream=torch.cuda.current_stream(device) if device.type == "cuda" else None,
+            home=torch.cuda.current_stream(first) if device.type == "cuda" and device != first else None,
         )
 
     def on_stream(self, stream: torch.cuda.Stream | None) -> "ReplicaContext":
         """Return the same context with another stream; None leaves the device and the stream as they are."""
-        return replace(self, stream=stream)
+        return replace(self, stream=stream, home=None if stream is None else self.home)
 
     def for_training(self) -> "ReplicaContext":
         """Return the same context with gradients enabled."""
@@ -60,7 +63,7 @@ class ReplicaContext:
         if self.stream is None:
             yield
         else:
-            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            with torch.cuda.stream(self.home), torch.cuda.device(self.device), torch.cuda.stream(self.stream):
                 yield
 
     @contextlib.contextmanager

@@ -72,7 +72,7 @@ class GradientSlices:
             places = [place_of[id(parameter)] for parameter in buffer.parameters]
             self._check(buffer, places, rows)
             flats = [_packed(buffer, [row[place] for place in places], device) for row, device in self._with(rows)]
-            taken.append(transport.reduce_scatter(flats, buffer.bounds))
+            taken.append([_alone(each) for each in transport.reduce_scatter(flats, buffer.bounds)])
             for span, place in zip(buffer.spans, places, strict=True):
                 if any(row[place] is not None for row in rows):
                     self._present.add(span.parameter)
@@ -102,6 +102,11 @@ class GradientSlices:
                     f"Parameter {span.parameter} of the optimizer received a sparse gradient, which cannot be divided."
                     "\nBuild nn.Embedding with sparse=False, or give it an optimizer of its own."
                 )
+
+
+def _alone(piece: Tensor) -> Tensor:
+    """Return ``piece`` in memory of its own size, so that it does not keep a whole row alive."""
+    return piece if piece.untyped_storage().nbytes() == piece.nbytes else piece.clone()
 
 
 def _packed(buffer: FlatBuffer, gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:

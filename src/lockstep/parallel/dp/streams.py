@@ -25,7 +25,7 @@ class ReplicaStreams:
     @contextmanager
     def contexts(self, num_replicas: int) -> Iterator[list[ReplicaContext]]:
         """Give what the first replicas' threads are to enter; at the end the caller's streams wait for theirs."""
-        contexts = [ReplicaContext.capture(device) for device in self._devices[:num_replicas]]
+        contexts = [ReplicaContext.capture(device, self._devices[0]) for device in self._devices[:num_replicas]]
         forked: list[tuple[torch.cuda.Stream, torch.cuda.Stream]] = []
         for index, context in enumerate(contexts):
             if context.stream is not None and context.device in self._devices[:index]:
