@@ -164,7 +164,10 @@ class Normed(torch.nn.Module):
         return self.rest(self.norm(inputs))
 
 
-@pytest.mark.parametrize("how", [{"strategy": "single"}, {"strategy": "dp", "devices": 2}, {"reproducible": 4}])
+HOWS = [{}, {"strategy": "dp", "devices": 2}, {"strategy": "dp-zero1", "devices": 2}, {"reproducible": 4}]
+
+
+@pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("rule", ["skip", "rewind"])
 def test_buffers_and_virtual_shards_go_back_too(rule, how):
     """Without the bad step, the run on good data is the same, so its first steps and what follows must be."""
@@ -218,7 +221,7 @@ def test_a_verdict_that_is_looked_at_later_goes_by_the_losses(ranks):
     def stop(world, clip):
         settings = Settings(accumulate=2, global_batch_size=8, clip=clip)
         loop = Loop(make_task(dataset=with_nan), settings, world, strategy="ddp", devices=[torch.device("cpu")])
-        loop._updater._looks_later = True
+        loop._updater.looks_later = True
         for _ in range(STEP + 1):
             assert loop.step().updated
         with pytest.raises(NonFiniteGradient) as error:

@@ -73,6 +73,7 @@ class Place:
         division: Which of them are this process's.
         rank: This process, among those that train together.
         gather: Returns every rank's value, see `Loop`. Collective.
+        looks_later: Whether the verdict comes when the step is long over, so that its inputs need not be kept.
         replay: Computes a micro-batch on this rank, leaves its gradient in ``param.grad`` and returns the losses; None
             where that cannot be had. Collective.
     """
@@ -81,6 +82,7 @@ class Place:
     division: Division
     rank: int
     gather: Callable[[Any], list[Any]]
+    looks_later: bool
     replay: Replay | None
 
 
@@ -125,7 +127,7 @@ class FiniteGuard:
 
     def add(self, micro: MicroBatch, losses: Losses) -> None:
         """Take note of a micro-batch of this process that was computed."""
-        self._micros.append(micro)
+        self._micros.append(micro._replace(batches=[]) if self._place.looks_later else micro)
         self._losses.append(losses)
 
     def conclude(self, outcome: Outcome, step: int, num_updates: int) -> int:

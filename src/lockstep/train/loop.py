@@ -112,7 +112,7 @@ class Loop:
         self._micros = MicroBatches(self._strategy, self._updater, self._seeds, self.bad_samples, division, self.device)
         replay = self._micros.replay if self._strategy.can_replay else None
         rank = 0 if self.group is None else self.group.rank()
-        place = Place(self.plan.order, division, rank, self._gather, replay)
+        place = Place(self.plan.order, division, rank, self._gather, self._updater.looks_later, replay)
         self.finite = FiniteGuard(settings.on_nan, self._model, self.optimizer, gradients, place)
         self.drift = DriftCheck(
             settings.check_replicas, self.plan.num_steps, self._model, self.optimizer, self._strategy

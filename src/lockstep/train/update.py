@@ -42,7 +42,7 @@ class Updater:
         looks_later: Whether to update the parameters without knowing whether the gradient is finite; not in fp16.
 
     Attributes:
-        scaler, in_backward: As given.
+        scaler, in_backward, looks_later: As given; in fp16 it never looks later.
         num_updates: That the parameters have seen; the schedule goes by it.
     """
 
@@ -62,7 +62,7 @@ class Updater:
         self._gradients, self.in_backward = gradients, in_backward
         self._base_rates = base_rates(optimizer)
         self._clip = clip
-        self._looks_later = looks_later and scaler is None
+        self.looks_later = looks_later and scaler is None
         self.scaler = scaler
         self.num_updates = 0
         gradients.expect_norm()
@@ -90,10 +90,10 @@ class Updater:
         norm = self._gradients.norm()
         if self.in_backward:
             self.num_updates += 1
-            return Outcome(norm, True, None if self._looks_later else self._gradients.is_finite(norm))
+            return Outcome(norm, True, None if self.looks_later else self._gradients.is_finite(norm))
         factor = self._unscale(divisor)
         norm = norm if factor is None else norm * factor.to(norm)
-        verdict = None if self._looks_later else self._gradients.is_finite(norm)
+        verdict = None if self.looks_later else self._gradients.is_finite(norm)
         if verdict is False:
             return Outcome(norm, False, self._blames_scale())
         if self.scaler is not None:
