@@ -259,7 +259,7 @@ def test_a_task_that_fails_and_one_that_is_not_there(tmp_path):
     file = write_task(tmp_path, f"{TASK}raise ValueError('no data')\n")
     with pytest.raises(TaskFails) as failed:
         task_facts(file, PLAN)
-    assert str(failed.value).startswith(f"{file}, line 14: ValueError: no data\n")
+    assert str(failed.value).startswith(f"{file}, line 13: ValueError: no data\n")
     file = write_task(tmp_path, TASK)
     with pytest.raises(ConfigurationError) as caught:
         task_facts(f"{file}:other", PLAN)

@@ -98,9 +98,7 @@ def shown(made, **console):
 def test_text_tells_everything_and_can_be_pasted():
     text = shown(report(NOTE, HANG, SLOW))
     lines = text.splitlines()
-    assert (
-        lines[0] == "lockstep doctor: train.py as 2 ranks on CPU cores, seen from node1"[:60].rstrip() or "seen" in text
-    )
+    assert lines[0] == "lockstep doctor: train.py as 2 ranks on CPU cores, seen from node1"
     assert f"           {HANG.paste}" in lines  # in one line, however long
     assert "    found  It [is] on." in lines
     assert "  disk-slow  train.py:3" in lines

@@ -38,7 +38,7 @@ SWITCHES = (
     Switch("NCCL_SHM_DISABLE", ("1",), Severity.SLOW, "GPUs without peer access talk over the network stack."),
     Switch("NCCL_DEBUG", ("TRACE",), Severity.SLOW, "NCCL writes a line for nearly every call."),
     Switch("NCCL_ALGO", (), Severity.NOTE, "NCCL's own choice, which follows size and topology, is off."),
-    Switch("NCCL_PROTO", (), Severity.NOTE, "NCCL's own choice is off; some protocols lose data on some machines."),
+    Switch("NCCL_PROTO", (), Severity.NOTE, "NCCL's own choice is off; some protocols corrupt data on some machines."),
     Switch(
         "PYTORCH_NO_CUDA_MEMORY_CACHING", ("1",), Severity.SLOW, "Every tensor is allocated by the driver, which waits."
     ),
