@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import psutil
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+_DEFAULT_PORT = 29400  # torch elastic's
 _CONNECT_S = 5.0
 _ANSWER_S = 2.0
 
@@ -22,9 +26,20 @@ class Bulletin:
     """
 
     def __init__(self, endpoint: str, run_id: str) -> None:
-        self._endpoint, self._prefix = endpoint, f"lockstep/bulletin/{run_id}"
+        host, _, port = endpoint.rpartition(":")
+        self._place = host.strip("[]") or "localhost", int(port) if port.isdigit() else _DEFAULT_PORT
+        self._prefix = f"lockstep/bulletin/{run_id}"
         self._store: Store | None = None
         self._places: dict[str, int] = {}
+
+    def is_host(self) -> bool:
+        """Tell whether the store is in this process, and ends with it."""
+        with suppress(psutil.Error):
+            return any(
+                each.status == psutil.CONN_LISTEN and each.laddr.port == self._place[1]
+                for each in psutil.Process().net_connections(kind="tcp")
+            )
+        return False
 
     def post(self, topic: str, note: Any) -> None:
         """Replace this machine's note on ``topic`` by ``note``, which JSON can hold. Blocks some seconds at most."""
@@ -52,12 +67,13 @@ class Bulletin:
     def _with_store(self, act: Callable[[Store], None]) -> None:
         """Let ``act`` use the store; if that cannot be reached, it is tried anew the next time."""
         try:
+            # torch's client would write pages into the log if nobody listened.
+            socket.create_connection(self._place, timeout=_ANSWER_S).close()
             if self._store is None:
-                host, _, port = self._endpoint.rpartition(":")
                 limit = timedelta(seconds=_CONNECT_S)
-                opened = TCPStore(host.strip("[]"), int(port), None, False, timeout=limit, wait_for_workers=False)
+                opened = TCPStore(*self._place, None, False, timeout=limit, wait_for_workers=False)
                 opened.set_timeout(timedelta(seconds=_ANSWER_S))
                 self._store = PrefixStore(self._prefix, opened)
             act(self._store)
-        except (RuntimeError, ValueError):  # c10d's errors are RuntimeErrors
+        except (OSError, RuntimeError):  # c10d's errors are RuntimeErrors
             self._store = None

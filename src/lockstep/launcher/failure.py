@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lockstep.launcher.meanings import meaning_of
@@ -93,10 +94,11 @@ def _blame(end: RankEnd, first_gone_ns: int | None) -> int:
     if end.exit_code == -signal.SIGTERM and not end.message:
         # The launcher stops the others only after one has ended, so the first to go was stopped from outside.
         return 0 if end.ended_at_ns is not None and end.ended_at_ns == first_gone_ns else 2
-    return 1 if _is_echo(end) else 0
+    return 1 if is_echo(end) else 0
 
 
-def _is_echo(end: RankEnd) -> bool:
+def is_echo(end: RankEnd) -> bool:
+    """Tell whether a rank's error says no more than that another rank is gone or silent."""
     return any(mark in f"{end.error_type}: {end.message}" for mark in _ECHOES)
 
 
@@ -115,15 +117,21 @@ def describe(ends: list[RankEnd], local_ranks: range) -> str:
     """
     first = first_of(ends)
     by_rank = {end.rank: end for end in ends}
-    others = [f"rank {rank}: {_line(by_rank.get(rank))}" for rank in local_ranks if rank != first.rank]
-    elsewhere = _elsewhere([rank for rank in local_ranks if rank not in by_rank]) if _is_echo(first) else ""
+    others = lines(ends, [rank for rank in local_ranks if rank != first.rank])
+    elsewhere = _elsewhere([rank for rank in local_ranks if rank not in by_rank]) if is_echo(first) else ""
     top = [headline(first), first.place, first.facts, _WENT_ON if first.exit_code == 0 else ""]
     trace, meaning = (first.trace or first.crash).rstrip(), "" if elsewhere else meaning_of(first.message)
-    parts = ["\n".join(filter(None, top)), trace, meaning, "\n".join(others), elsewhere]
+    parts = ["\n".join(filter(None, top)), trace, meaning, others, elsewhere]
     return "\n\n".join(part for part in parts if part)
 
 
 _WENT_ON = "The program caught that and went on to its end, while other ranks waited for this one."
+
+
+def lines(ends: list[RankEnd], ranks: Iterable[int]) -> str:
+    """Return a line for each of ``ranks``."""
+    by_rank = {end.rank: end for end in ends}
+    return "\n".join(f"rank {rank}: {_line(by_rank.get(rank))}" for rank in ranks)
 
 
 def _elsewhere(finished: list[int]) -> str:

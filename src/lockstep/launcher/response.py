@@ -48,12 +48,16 @@ class Response:
 
     Attributes:
         hangs: The report for which the job was ended, if it was.
+        bulletin: Where the launchers of several machines tell each other what they see.
     """
 
     def __init__(self, watch: Watch, config: LaunchConfig, guard: Guard) -> None:
         self.hangs: list[str] = []
         self._watch, self._config, self._guard = watch, config, guard
         self._num_starts = 0
+        # Other backends meet in something else than a store of torch's.
+        has_store = config.max_nodes > 1 and config.rdzv_backend in ("static", "c10d")
+        self.bulletin = Bulletin(config.rdzv_endpoint, config.run_id) if has_store else None
 
     def started(self, ranks: range) -> None:
         """Count how often the ranks of this machine have been started."""
@@ -67,7 +71,7 @@ class Response:
             watch.patience_s,
             is_strict=watch.action == "end",
             num_nodes=config.max_nodes,
-            bulletin=Bulletin(config.rdzv_endpoint, config.run_id) if config.max_nodes > 1 else None,
+            bulletin=self.bulletin,
             resources=resources,
             on_report=self._answer,
             on_slow=_say,

@@ -1,0 +1,68 @@
+"""Launchers of several machines name the same cause: here two of them on one."""
+
+import re
+import shutil
+import socket
+import subprocess
+
+import pytest
+
+from tests.distributed.commands import start
+
+SCRIPT = """\
+import sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+one = torch.ones(1)
+dist.all_reduce(one)
+if dist.get_rank() == int(sys.argv[2]):
+    if sys.argv[1] == "fail": raise ValueError("boom")
+    time.sleep(60)
+dist.barrier()
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+
+    def start_both(*args):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        options = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port), "--devices", "1"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        nodes = [
+            start("run", *options, "--watchdog", "2", "--node-rank", str(node), str(path), *args, **pipes)
+            for node in range(2)
+        ]
+        try:
+            told = [node.communicate(timeout=60)[1] for node in nodes]
+        finally:
+            for node in nodes:
+                node.kill()
+        return [node.returncode for node in nodes], [text[text.rindex("lockstep: ") :] for text in told]
+
+    return start_both
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_machines_name_the_rank_that_failed_first(run, rank):
+    codes, told = run("fail", str(rank))
+    head = rf"lockstep: Rank {rank} failed: ValueError: boom\nAt \S+train.py:6, on {socket.gethostname()}\.\n"
+    assert codes == [1, 1]
+    assert re.match(rf"{head}\nTraceback ", told[rank])
+    assert re.match(rf"{head}The report of that machine has more\.\n\nrank {1 - rank}: RuntimeError: ", told[1 - rank])
+
+
+@pytest.mark.timeout(100)
+def test_all_machines_say_who_waits_for_whom(run):
+    codes, told = run("hang", "1")
+    assert codes == [83, 83]
+    assert told[0] == told[1]
+    text, _, folder = told[0].rstrip(".\n").partition("The Python stacks of the ranks are in ")
+    shutil.rmtree(folder)
+    assert re.sub(r"\d+ s\b", "N s", text) == (
+        "lockstep: The job hangs: ranks have waited for each other for more than N s.\n"
+        "rank 1 is in <module> (train.py:7) for N s; rank 0 waits in barrier (train.py:8) for N s\n"
+    )
