@@ -21,7 +21,7 @@ from lockstep.study.doctor.show import show
 from lockstep.study.doctor.together import Part, examine_together, merge
 from lockstep.study.doctor.topics.versions import VersionFacts
 from tests.contract.tree import REPO
-from tests.unit.doctor_planted import FAULTS
+from tests.unit.doctor_planted import FAULTS, LOOKS
 from tests.unit.doctor_scripts import CHANGES
 
 HANG = Finding(Kind.ACS_ON, Severity.HANG, "It [is] on.", "It hangs.", "Turn it off.", "setpci " + 30 * "long " + "end")
@@ -52,6 +52,20 @@ def test_every_finding_is_planted_in_a_test():
     elsewhere = {Kind.TASK_FAILS, Kind.LAST_BATCH_TINY, Kind.DATA_PARALLEL, Kind.RANKS_DO_NOT_MEET}
     planted = {fault.kind for fault in FAULTS} | {change.kind for change in CHANGES} | elsewhere
     assert set(Kind) - planted == set()
+
+
+def test_commands_to_paste_exist():
+    frozen = set((REPO / "tests/contract/cli_flags.txt").read_text().splitlines())
+    pasted = [finding.paste for fault in FAULTS for finding in LOOKS[fault.topic](fault.facts)]
+    flags = [flag for paste in pasted for line in paste.splitlines() for flag in trained_with(line)]
+    assert len(flags) > 8
+    assert [flag for flag in flags if f"lockstep train {flag}" not in frozen] == []
+
+
+def trained_with(line):
+    """The flags of ``lockstep train`` in a line."""
+    command = re.search(r"lockstep train ([^#]*)", line)
+    return [word for word in command[1].split() if word.startswith("--")] if command else []
 
 
 def test_worst_comes_first():

@@ -107,7 +107,8 @@ def _quota(facts: CoreFacts) -> list[Finding]:
     return [
         Finding(
             Kind.CPU_QUOTA,
-            Severity.SLOW,
+            # Launchers tell several ranks how many threads to use; one process goes by what it sees.
+            Severity.SLOW if facts.ranks == 1 and facts.started_threads > quota else Severity.NOTE,
             f"The container may use {quota:g} cores' worth of time, but programs see {plural(facts.affinity, 'core')}.",
             "What starts a thread for each core that it sees is stopped by the kernel for a part of every tenth of a "
             "second; one rank that is stopped makes all others wait.",

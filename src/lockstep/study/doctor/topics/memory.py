@@ -82,7 +82,7 @@ def _shared(facts: MemoryFacts) -> list[Finding]:
         found = f"{free}; {size(need)} is needed for {' and '.join(what)}."
         severity = Severity.HANG
     elif total <= _DOCKER_DEFAULT:
-        found = f"/dev/shm has {size(total)}, the default of a container."
+        found = f"/dev/shm has {size(total)}, as containers have by default." if total else "There is no /dev/shm."
         severity = Severity.HANG if is_needed else Severity.NOTE
     else:
         return []

@@ -152,9 +152,11 @@ def _named_but_missing(facts: NetworkFacts) -> list[Finding]:
     return [
         Finding(
             Kind.INTERFACE_MISSING,
-            Severity.HANG if facts.on_gpus == (name[0] == "N") or facts.machines > 1 else Severity.NOTE,
+            Severity.HANG if facts.machines > 1 or (facts.on_gpus and name[0] == "N") else Severity.NOTE,
             f"{name}={value}, but no interface of that name is up here; there are {there}.",
-            "The ranks cannot connect: the run fails at the start, or waits until its time is up.",
+            "The ranks cannot connect: the run fails at the start, or waits until its time is up."
+            if facts.machines > 1 or (facts.on_gpus and name[0] == "N")
+            else "What does not need it is not harmed, such as shm, which lockstep uses for CPU ranks of one machine.",
             "Name one that is there, or unset it.",
             f"unset {name}" if facts.machines == 1 else _paste(facts),
         )
