@@ -42,6 +42,7 @@ def test_each_field_declares_its_kind():
         "resume": ("bool", True),
         "export": ("path", True),
         "eval_every": ("int", True),
+        "run_dir": ("path", True),
         "log_file": ("path", True),
         "quiet": ("bool", False),
     }

@@ -1,0 +1,65 @@
+"""``lockstep report``: one page about a recorded run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from lockstep.cli.output_file import check_writable, say_written
+from lockstep.errors import ConfigurationError
+
+EXAMPLES = """\b
+Examples:
+  lockstep train examples/digits.py --devices 2 --run-dir runs/digits
+  lockstep report runs/digits
+      runs/digits/report.html: how fast, where the time goes, what to change first
+  lockstep report runs/before runs/after --out both.html
+      two runs side by side
+  lockstep report runs/digits --trace digits.json
+      the timeline for ui.perfetto.dev or chrome://tracing
+"""
+
+
+@click.command(context_settings={"max_content_width": 110}, epilog=EXAMPLES)
+@click.argument("folders", metavar="RUN [RUN2]", nargs=-1, required=True)
+@click.option("--out", "out_file", metavar="FILE", help="Where the page goes; report.html in the folder of the run.")
+@click.option("--trace", "trace_file", metavar="FILE", help="Write the timeline as a Chrome trace, too; of one run.")
+def report(folders: tuple[str, ...], out_file: str | None, trace_file: str | None) -> None:
+    """Say of a run that was recorded with --run-dir: how fast it was, where the time went, and what to change first.
+
+    Prints three sentences, and writes a page that opens offline in any browser. With two runs, they are compared.
+    """
+    from lockstep.study.compare.table import console
+    from lockstep.study.report.verdict import against, sentences
+    from lockstep.study.report.view import look_at
+
+    if len(folders) > 2:
+        raise ConfigurationError(f"{len(folders)} runs are given.\nName one, or two to compare.")
+    if trace_file is not None and len(folders) > 1:
+        raise ConfigurationError("A trace is of one run, but two are given.\nName one.")
+    views = [look_at(Path(folder), label) for folder, label in zip(folders, _labels(len(folders)), strict=True)]
+    page_file = out_file or str(Path(folders[0]) / "report.html")
+    for file in (page_file, trace_file):
+        check_writable(file)
+    terminal = console()
+    if len(views) > 1:
+        terminal.print(against(*views), markup=False, highlight=False)
+    for view in views:
+        for sentence in sentences(view):
+            terminal.print(view.named(sentence), markup=False, highlight=False)
+        for gap in view.run.gaps:
+            terminal.print(view.named(f"missing: {gap}"), markup=False, highlight=False)
+    if trace_file is not None:
+        from lockstep.study.report.trace import to_trace
+
+        Path(trace_file).write_text(to_trace(views[0].run), encoding="utf-8")
+        say_written(terminal, "trace", trace_file)
+    from lockstep.study.report.page import render
+
+    Path(page_file).write_text(render(views), encoding="utf-8")
+    say_written(terminal, "page", page_file)
+
+
+def _labels(count: int) -> list[str]:
+    return [""] if count == 1 else ["A", "B"]
