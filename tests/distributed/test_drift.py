@@ -180,12 +180,16 @@ def bad_rank_loss(model, inputs, is_bad):
 def test_a_script_learns_whose_gradient_is_not_finite(ranks):
     def run(world):
         torch.manual_seed(0)
-        model = lockstep.DistributedDataParallel(network())
+        module = network()
+        module.own = nn.Parameter(torch.zeros(()))  # of each rank's own, and so no business of the others
+        module._ddp_params_and_buffers_to_ignore = ["own"]
+        model = lockstep.DistributedDataParallel(module)
         inputs = torch.ones(2, 6, dtype=torch.float64)
         texts, verdicts = [], []
         for step in range(5):
             model.zero_grad()
             bad_rank_loss(model, inputs, world.rank == step % 2 and step in (1, 2)).backward()
+            module.own.grad = torch.tensor(float("nan")) if world.is_rank_zero else None
             verdicts.append(model.gradients_are_finite())
             try:
                 model.check_gradients()

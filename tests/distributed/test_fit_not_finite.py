@@ -204,6 +204,8 @@ def test_too_many_of_them_end_the_run(ranks):
             "first that of parameter 0.weight.",
             "The loss was nan.",
         ]
+        everything = ORDER.batch(5).tolist()
+        assert lines[4] == (f"On rank 1 too: first parameter 0.weight, samples {', '.join(map(str, everything[4:6]))}.")
         assert lines[-1] == "Lower the learning rate, clip the gradient (--clip), or mend the data or the loss."
 
 

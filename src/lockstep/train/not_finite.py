@@ -87,12 +87,16 @@ class NotFinite(NamedTuple):
         on = f" of rank {clue.rank}" if self.num_ranks > 1 else ""
         which = f"micro-batch {clue.micro + 1} of {self.num_micro}" if self.num_micro > 1 else "batch"
         noun = "Samples" if self.epoch is not None else "Positions in the global batch"
-        origin = "The loss was finite: it arose in backward." if clue.loss is None else f"The loss was {clue.loss}."
+        origin = "The loss was finite" if clue.loss is None else f"The loss was {clue.loss}"
+        origin += ": it arose in backward." if clue.loss is None and clue.module is None else "."
         if clue.module is not None:
             origin += f" The first module whose output is not finite is {clue.module}."
         lines = [origin, f"{noun} of that {which}{on}: {listed(clue.samples)}."]
         if clue.faulty:
             lines.append(f"Not finite before the model saw them: {listed(clue.faulty)}.")
+        for other in self.clues[1:]:
+            what = f"{noun.lower()} {listed(other.samples)}"
+            lines.append(f"On rank {other.rank} too: first parameter {other.parameter or self.parameter}, {what}.")
         return lines
 
     @property

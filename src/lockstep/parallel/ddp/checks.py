@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from lockstep.comm.collectives import all_gather
 from lockstep.errors import ConfigurationError, NonFiniteGradient
 from lockstep.parallel.ddp.bucket import Bucket
 from lockstep.parallel.ddp.hookable import Hookable
-from lockstep.parallel.flat_math import are_finite, flat_norm
+from lockstep.parallel.flat_math import are_finite, combine_norms, flat_norm, list_norms
 from lockstep.parallel.replica import Buffers, replica_of
 from lockstep.parallel.replica_check import find_difference
 
@@ -37,7 +38,8 @@ class Checks(Hookable):
         """Return whether no gradient is NaN or infinite: the same verdict on every rank, after the same backward.
 
         Not collective: NaN and infinity survive the sum over the ranks, all of which hold the same bits of it. So all
-        can skip the same step without asking each other. Blocks until backward is done.
+        can skip the same step without asking each other. Parameters that are not synchronised are left out. Blocks
+        until backward is done.
 
         Raises:
             ConfigurationError: This rank has only a slice of the gradients.
@@ -47,7 +49,8 @@ class Checks(Hookable):
                 "gradients_are_finite() needs all gradients, but with shard_gradients=True each rank has a slice of "
                 "them.\nCall clip_grad_norm_() of the optimizer with max_norm=math.inf, which returns the norm of all."
             )
-        return are_finite(self.flat_gradients.tensors(), self.flat_gradients.norm())
+        reduced = self.flat_gradients.reduced()
+        return are_finite(reduced, combine_norms(list_norms(reduced)))
 
     def check_gradients(self) -> None:
         """Raise an error that names rank and parameter if a gradient is NaN or infinite.
@@ -67,16 +70,13 @@ class Checks(Hookable):
             self._reducer.departures.on_leaving.append(self._looks.look)
         if self.gradients_are_finite():
             return
-        named = (
-            name
-            for name, parameter in self.module.named_parameters()
-            if parameter.grad is not None and not are_finite([parameter.grad], torch.tensor(math.nan))
-        )
+        bad = {id(each) for each in self._reducer.row.parameters if each.grad is not None and not _is_finite(each.grad)}
+        first = next(name for name, parameter in self.module.named_parameters() if id(parameter) in bad)
         flag = torch.tensor([int(looks is not None and looks.saw_bad(self._reducer.row.buckets))], device=self.device)
         ranks = [rank for rank, bad in enumerate(all_gather(flag, group=self.process_group)) if int(bad)]
         where = f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
         raise NonFiniteGradient(
-            f"The gradient is not finite{where}: first that of parameter {next(named)}.\n"
+            f"The gradient is not finite{where}: first that of parameter {first}.\n"
             "Look at the loss and the samples of this step there. To go on without the step, ask "
             "gradients_are_finite() and call optimizer.step() only if they are.",
             ranks=tuple(ranks),
@@ -109,7 +109,7 @@ class LocalLooks:
     """Whether this rank's own gradients were finite when their buckets left."""
 
     def __init__(self) -> None:
-        self._largest: dict[Bucket, Tensor] = {}
+        self._largest: WeakKeyDictionary[Bucket, Tensor] = WeakKeyDictionary()  # buckets are made anew now and then
 
     @torch.no_grad()
     def look(self, bucket: Bucket) -> None:
@@ -119,5 +119,8 @@ class LocalLooks:
 
     def saw_bad(self, buckets: Iterable[Bucket]) -> bool:
         """Return whether one of ``buckets`` was not finite when it left last. Blocks."""
-        self._largest = {bucket: self._largest[bucket] for bucket in buckets if bucket in self._largest}
-        return not all(math.isfinite(float(largest)) for largest in self._largest.values())
+        return any(not math.isfinite(float(self._largest[bucket])) for bucket in buckets if bucket in self._largest)
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    return are_finite([gradient], torch.tensor(math.nan))

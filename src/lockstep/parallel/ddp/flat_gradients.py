@@ -76,6 +76,12 @@ class FlatGradients:
         pieces = self.pieces()
         return [bucket.gradients for bucket in pieces.buckets] + pieces.others
 
+    def reduced(self) -> list[Tensor]:
+        """Return tensors that together hold all gradients that are the same on every rank: those of the buckets."""
+        pieces = self.pieces()
+        num_outside = sum(parameter.grad is not None for parameter in self._outside)  # which come first
+        return [bucket.gradients for bucket in pieces.buckets] + pieces.others[num_outside:]
+
     def multiply_(self, factor: Tensor) -> None:
         """Multiply all gradients in place by a 0-dimensional tensor; not at all by one that is known to be 1."""
         multiply_(self.tensors(), factor)
