@@ -88,7 +88,7 @@ def test_modules_and_other_programs_can_be_started(script, tmp_path):
     done = lockstep("run", "--devices", "1", "-m", "app", "--adopted", cwd=tmp_path)
     assert (done.code, done.out) == (0, "__main__ app ['--adopted']\n")
     done = lockstep("run", "--devices", "2", "--no-python", "sh", "-c", "echo $RANK of $WORLD_SIZE $0", "x")
-    assert (done.code, sorted(done.out.splitlines())) == (0, ["0 of 2 x", "1 of 2 x"])
+    assert (done.code, sorted(done.out.splitlines())) == (0, ["0 of 2 x", "[rank 1] 1 of 2 x"])
 
 
 def test_the_first_failing_rank_comes_first(script):

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from torch.distributed.run import get_args_parser
 
+from lockstep.launcher.log_options import add_log_options
+
 USAGE = "lockstep run [OPTIONS] SCRIPT [--devices N] [--adopt] [SCRIPT ARGUMENTS]"
 
 DESCRIPTION = """\
@@ -25,6 +27,8 @@ examples:
       lockstep run train.py --devices 4 --adopt
   two machines with eight GPUs each; the same line on both, but for --node-rank 0 and 1
       lockstep run --nnodes 2 --node-rank 0 --master-addr host0 --master-port 29500 --devices 8 train.py
+  what every rank says in a file of its own and in one for programs; the terminal shows errors only
+      lockstep run --log-dir logs --log-json logs/all.jsonl --quiet train.py
   machines that may come and go, with restarts
       lockstep run --nnodes 1:4 --rdzv-backend c10d --rdzv-endpoint host0:29500 --max-restarts 3 train.py
 
@@ -37,6 +41,7 @@ _SCRIPT = {
 
 _EXPLAINED = (
     *("help", "nproc_per_node", "adopt", "watchdog", "watchdog_action", "module", "no_python"),
+    *("min_devices", "logs", "log_level", "quiet", "log_json", "log_size"),
     *("max_restarts", "log_dir", "redirects", "tee"),
     *("nnodes", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id"),
 )
@@ -93,6 +98,14 @@ def build_parser() -> argparse.ArgumentParser:
         help="what follows the report: the job ends with exit code 83, or goes on (default: end); without --watchdog, "
         "ranks that wait for one that computes are only reported",
     )
+    ours.add_argument(
+        "--min-devices",
+        type=int,
+        metavar="N",
+        help="with --max-restarts on one machine: after a rank was killed, go on with one fewer, but no fewer than N "
+        "(default: as many as before)",
+    )
+    add_log_options(ours)
     # Ours first: they are what most people need.
     parser._action_groups.insert(0, parser._action_groups.pop())
     parser.epilog = f"{_tidy(parser)}\n\n{EXAMPLES}"

@@ -39,7 +39,9 @@ def main(argv: list[str]) -> None:
     enlist(orders["run_dir"])
     os.environ[RUN_DIR] = orders["run_dir"]
     if orders["captures"]:
-        capture_output(orders["run_dir"])
+        lead_output(orders["run_dir"], f"{{}}-{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    if orders["streams"]:
+        lead_output(orders["run_dir"], f"pipe-{{}}-{os.environ['LOCAL_RANK']}", os.O_WRONLY | os.O_NOCTTY)
     mode, target, args = orders["mode"], argv[2], argv[3:]
     if mode == "command":
         os.execvp(target, [target, *args])
@@ -75,11 +77,16 @@ def enlist(run_dir: str) -> None:
         guardian.send(str(os.getpid()).encode())
 
 
-def capture_output(run_dir: str) -> None:
-    """Lead what this process and its children write into files, for the launcher to show."""
+def lead_output(run_dir: str, name: str, flags: int) -> None:
+    """Lead what this process and its children write into files or pipes in the run's folder, for the launcher to show.
+
+    Args:
+        run_dir: The folder.
+        name: Of the file, with {} for the stream.
+        flags: How it is opened.
+    """
     for descriptor, stream in ((1, "stdout"), (2, "stderr")):
-        path = os.path.join(run_dir, f"{stream}-{os.environ['RANK']}")
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        file = os.open(os.path.join(run_dir, name.format(stream)), flags, 0o600)
         os.dup2(file, descriptor)
         os.close(file)
 

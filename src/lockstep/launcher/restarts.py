@@ -12,6 +12,7 @@ from typing import final
 from lockstep.comm.link import probe_connections
 from lockstep.launcher.agent import Failures, Restart
 from lockstep.launcher.failure import RankEnd, brief, first_of
+from lockstep.launcher.streams import Streams
 
 
 @final
@@ -22,16 +23,23 @@ class RestartReport:
         run_dir: The run's folder, with the ranks' beacons.
         ends_of: Makes our own records of elastic's.
         on_start: Called with the numbers of this machine's ranks whenever they have been started.
+        streams: Reads what the ranks write, if anybody does.
     """
 
     def __init__(
-        self, run_dir: Path, ends_of: Callable[[Failures], list[RankEnd]], on_start: Callable[[range], None]
+        self,
+        run_dir: Path,
+        ends_of: Callable[[Failures], list[RankEnd]],
+        on_start: Callable[[range], None],
+        streams: Streams | None,
     ) -> None:
-        self._run_dir, self._ends_of, self._on_start = run_dir, ends_of, on_start
+        self._run_dir, self._ends_of, self._on_start, self._streams = run_dir, ends_of, on_start, streams
 
     def started(self, ranks: range) -> None:
         """Pass on which ranks of this machine have been started."""
         probe_connections()  # to the launchers of other machines
+        if self._streams is not None:
+            self._streams.started(ranks)
         self._on_start(ranks)
 
     def first_of(self, failures: Failures) -> RankEnd:
@@ -40,6 +48,8 @@ class RestartReport:
 
     def restarts(self, restart: Restart) -> None:
         """Say why, and clear away what the old ranks said of themselves."""
+        if self._streams is not None:
+            self._streams.settle()
         first = restart.first
         step = None if first is None else last_step(self._run_dir, first.rank)
         for path in self._run_dir.glob("beacon-*"):

@@ -8,6 +8,8 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.launcher.arguments import parse
 from lockstep.launcher.devices import choose_num_ranks, num_cores, threads_for
 from lockstep.launcher.guard import Guard
+from lockstep.launcher.log_options import make_streams
 from lockstep.launcher.rendezvous import await_host, choose_meeting_place, prepare_for_others
 from lockstep.launcher.response import watch_of
 from lockstep.launcher.supervise import Program, supervise
@@ -44,14 +47,17 @@ def run(argv: Sequence[str]) -> None:
     program = _program(args)
     choose_meeting_place(args)
     with environment_restored(), Guard() as guard:
+        streams = make_streams(args, guard.run_dir, num_ranks)
         _say_what_was_chosen(args, num_ranks, was_chosen)
-        if args.log_dir is None and args.redirects == args.tee == "0":
-            # The error files need a place; logs that the user asked for must outlive us.
+        if args.redirects == args.tee == "0":
+            # elastic's error files need a place; logs that the user asked torchrun for must outlive us.
             args.log_dir = str(guard.run_dir / "elastic")
         config, python = _config(args)
         await_host(args)
         watch = watch_of(args.watchdog, args.watchdog_action)
-        supervise(config, program, guard, python=sys.executable if args.no_python else python, watch=watch)
+        python = sys.executable if args.no_python else python
+        with streams or nullcontext():
+            supervise(config, replace(program, streams=streams), guard, python=python, watch=watch)
 
 
 def _num_ranks(args: argparse.Namespace) -> int:
@@ -73,7 +79,7 @@ def _program(args: argparse.Namespace) -> Program:
     args.run_path = False
     target = args.training_script
     {"command": _check_command, "module": _check_module, "script": _check_script}[mode](target)
-    return Program(mode, target, args.training_script_args, args.adopt)
+    return Program(mode, target, args.training_script_args, args.adopt, min_ranks=args.min_devices)
 
 
 def _check_script(path: str) -> None:

@@ -23,6 +23,7 @@ from lockstep.launcher.guard import Guard
 from lockstep.launcher.orderly import OrderlyStop
 from lockstep.launcher.response import DEFAULT_WATCH, Response, Watch
 from lockstep.launcher.restarts import RestartReport
+from lockstep.launcher.streams import Streams
 from lockstep.launcher.surroundings import elastic_quiet, second_signal_kills, signals_restored
 from lockstep.monitor.resources import Resources
 
@@ -36,6 +37,7 @@ class Program:
         target: The path, the name, or for a call the folder with the function.
         captures: Whether its output goes into files in the run's folder.
         min_ranks: After a rank was killed, a restart goes on with one fewer, but no fewer than this.
+        streams: Reads the pipes that its output goes into, if it does not write to the terminal itself.
     """
 
     mode: str
@@ -44,6 +46,7 @@ class Program:
     adopt: bool = False
     captures: bool = False
     min_ranks: int | None = None
+    streams: Streams | None = None
 
 
 def supervise(
@@ -73,6 +76,7 @@ def supervise(
         "adopt": program.adopt,
         "captures": program.captures,
         "watched": watch.patience_s > 0,
+        "streams": program.streams is not None,
     }
     args = ["-u", bootstrap.__file__, json.dumps(orders), program.target, *program.args]
     resources, response = Resources(), Response(watch, config, guard)
@@ -82,7 +86,9 @@ def supervise(
         stack.enter_context(elastic_quiet())
         stop = OrderlyStop(guard.run_dir, config.nproc_per_node)
         config = stack.enter_context(stop.handling(config))
-        report = RestartReport(guard.run_dir, lambda failures: ends_of(failures, guard, resources), response.started)
+        report = RestartReport(
+            guard.run_dir, lambda failures: ends_of(failures, guard, resources), response.started, program.streams
+        )
         stack.enter_context(telling(report, min_ranks=program.min_ranks))
         try:
             with response.watchdog(resources):

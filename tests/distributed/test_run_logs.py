@@ -1,0 +1,99 @@
+"""`lockstep run`: one merged stream on the terminal, files beside it."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import termios
+
+import pytest
+
+from lockstep.errors import ConfigurationError
+from lockstep.launcher.run import run
+from tests.distributed.commands import lockstep
+
+SCRIPT = """\
+import os, sys, time
+rank = int(os.environ["RANK"])
+print("all", flush=True)
+print("mine is", rank)
+print("careful", file=sys.stderr)
+if rank == 1:
+    time.sleep(0.7)
+    sys.stdout.write("without an end")
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return str(tmp_path / "train.py")
+
+
+def test_lines_are_merged_and_kept(script, tmp_path):
+    done = lockstep("run", "--devices", "3", "--log-dir", "logs", "--log-json", "all.jsonl", script, cwd=tmp_path)
+    lines = done.out.splitlines()
+    assert lines[:2] == ["all", "mine is 0"]
+    assert sorted(lines[2:]) == ["[rank 1] mine is 1", "[rank 1] without an end", "[rank 2] mine is 2"]
+    assert [line for line in done.err.splitlines() if not line.startswith("lockstep:")] == ["careful"]
+    kept = (tmp_path / "logs" / "rank-1.log").read_text().splitlines()
+    assert sorted(kept) == ["all", "careful", "mine is 1", "without an end"]
+    entries = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    assert len(entries) == 10
+    assert {entry["stream"] for entry in entries if entry["text"] == "careful"} == {"stderr"}
+
+
+def test_quiet_shows_none_of_it(script, tmp_path):
+    done = lockstep("run", "--devices", "2", "--quiet", "--log-dir", str(tmp_path / "logs"), script)
+    assert (done.code, done.out) == (0, "")
+    assert "careful" not in done.err
+    assert (tmp_path / "logs" / "rank-0.log").read_text().splitlines()[0] == "all"
+
+
+def test_the_first_rank_has_a_terminal_where_we_have_one(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    print('terminal', sys.stdout.isatty(), os.get_terminal_size().columns)\n"
+        "    sys.stdout.write('prompt> '); sys.stdout.flush(); time.sleep(0.8); print('answered')\n"
+    )
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (33, 77))
+    command = [sys.executable, "-m", "lockstep", "run", "--devices", "2", str(tmp_path / "train.py")]
+    with subprocess.Popen(command, stdout=theirs, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL) as process:
+        os.close(theirs)
+        told = b""
+        try:
+            while data := os.read(ours, 4096):
+                told += data
+        except OSError:  # its end
+            pass
+        process.wait(60)
+    os.close(ours)
+    assert told.decode().replace("\r", "") == "terminal True 77\nprompt> answered\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            ["--logs", "raw", "--quiet", "--log-dir", "x"],
+            "--log-level error and --log-dir cannot be had with --logs raw.\nLeave one of them out.",
+        ),
+        (
+            ["-t", "3", "--log-json", "x"],
+            "--log-json cannot be had with --redirects and --tee.\nLeave one of them out.",
+        ),
+        (["--log-size", "0"], "--log-size 0 is no size.\nPass MiB, such as 100."),
+        (
+            ["--log-json", "/nowhere/x"],
+            "/nowhere/x cannot be written: No such file or directory.\n"
+            "Name another place with --log-dir or --log-json.",
+        ),
+    ],
+)
+def test_what_does_not_go_together(script, args, message):
+    with pytest.raises(ConfigurationError) as caught:
+        run(["--devices", "2", *args, script])
+    assert str(caught.value) == message
