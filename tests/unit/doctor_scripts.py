@@ -236,6 +236,23 @@ CHANGES = [
         "torch.load has no map_location.",
     ),
     Change(
+        "            (model(x) - y).square().mean().backward()\n",
+        "            (model(x) - y).square().mean().backward()\n            if (i + 1) % accumulate == 0:\n"
+        "                optimizer.step()\n",
+        Kind.ACCUMULATION_WITH_SYNC,
+        SLOW,
+        "if (i + 1) % accumulate == 0:",
+        "Gradients are accumulated (`if (i + 1) % accumulate == 0`), and each backward averages them over all ranks.",
+    ),
+    Change(
+        "def main(dataset):\n",
+        "digits = MNIST('data', download=True)\n\n\ndef main(dataset):\n",
+        Kind.DOWNLOADS_ON_ALL_RANKS,
+        WRONG,
+        "digits = MNIST",
+        "MNIST(download=True) is called on every rank at the same time.",
+    ),
+    Change(
         "DDP(model, ",
         "DDP(model, find_unused_parameters=True, ",
         Kind.UNUSED_PARAMETERS_SEARCH,

@@ -82,6 +82,9 @@ def test_notes_of_one_kind_are_said_once():
         "if 'RANK' in os.environ:\n    dist.barrier()",
         "if rank >= 0:\n    dist.barrier()",
         "if rank == 0:\n    gather(x)",
+        "if rank == 0:\n    MNIST('a', download=True)\ndist.barrier()",
+        "with world.rank_zero_first():\n    MNIST('a', download=True)",
+        "if rank > 0:\n    dist.barrier()\nMNIST('a', download=True)\nif rank == 0:\n    dist.barrier()",
     ],
 )
 def test_what_is_right_is_not_found(text):
@@ -144,6 +147,19 @@ def test_a_model_without_buffers_may_be_called_on_one_rank():
     (finding,) = look(read(text))
     assert (finding.kind, finding.severity) == (Kind.MODEL_ON_ONE_RANK, Severity.NOTE)
     assert kinds(text.replace("(net)", "(net, broadcast_buffers=False)")) == []
+
+
+def test_exchanges_that_are_left_out_are_not_found():
+    text = f"{HEAD}model = torch.nn.parallel.DistributedDataParallel(net)\nif i % accumulate == 0:\n    opt.step()\n"
+    assert kinds(text) == [Kind.ACCUMULATION_WITH_SYNC]
+    assert kinds(f"{text}with model.no_sync():\n    loss.backward()\n") == []
+    assert kinds(text.replace("accumulate", "log_every")) == []
+
+
+def test_a_sampler_within_a_loader_is_named_by_it():
+    text = f"{HEAD}self.loader = DataLoader(data, sampler=DistributedSampler(data))\n"
+    (finding,) = look(read(text))
+    assert finding.paste == "self.loader.sampler.set_epoch(epoch)  # first line of the loop over epochs"
 
 
 def test_few_samples_make_batchnorm_wrong():

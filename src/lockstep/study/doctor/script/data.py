@@ -104,6 +104,8 @@ def _set_epoch(facts: ScriptFacts, call: ast.Call) -> list[Finding]:
     if facts.is_ours(call) or constant(shuffles) is False or _is_for_evaluation(facts, call) or has_star(call):
         return []
     name = next(iter(facts.script.targets(call)), "sampler")
+    if any(isinstance(parent, ast.Call) for _, parent in facts.script.ancestors(call)):
+        name = f"{name}.sampler"  # made within the call of the loader that has the name
     return [
         Finding(
             Kind.SET_EPOCH_MISSING,

@@ -6,7 +6,7 @@ import ast
 
 from lockstep.study.doctor.finding import Finding, Severity
 from lockstep.study.doctor.kinds import Kind
-from lockstep.study.doctor.script.source import argument, constant, has_star
+from lockstep.study.doctor.script.source import argument, constant, has_star, words
 from lockstep.study.doctor.script.traits import ScriptFacts
 
 _SAVERS = ("torch.save", "safetensors.torch.save_file", "safetensors.torch.save_model")
@@ -20,6 +20,8 @@ def look(facts: ScriptFacts) -> list[Finding]:
             found += _save(facts, call)
         elif name == "torch.load":
             found += _load(facts, call)
+        elif constant(argument(call, "download")) is True and facts.is_distributed:
+            found += _download(facts, call)
     return found
 
 
@@ -41,6 +43,36 @@ def _save(facts: ScriptFacts, call: ast.Call) -> list[Finding]:
             facts.script.where(call),
         )
     ]
+
+
+def _download(facts: ScriptFacts, call: ast.Call) -> list[Finding]:
+    # Such as `with world.rank_zero_first():` or `with accelerator.main_process_first():`.
+    in_turn = any(
+        "first" in word
+        for _, parent in facts.script.ancestors(call)
+        if isinstance(parent, ast.With)
+        for item in parent.items
+        for word in words(item.context_expr)
+    )
+    if in_turn or facts.ranks.is_guarded(call) or _follows_a_barrier(facts, call):
+        return []
+    return [
+        Finding(
+            Kind.DOWNLOADS_ON_ALL_RANKS,
+            Severity.WRONG,
+            f"{ast.unparse(call.func)}(download=True) is called on every rank at the same time.",
+            "All ranks of a machine download to the same files: one reads what another is still writing.",
+            "Let one rank of each machine go first; the others find the files there.",
+            f"with world.rank_zero_first(local=True):  # of world = lockstep.init()\n    {ast.unparse(call)}",
+            facts.script.where(call),
+        )
+    ]
+
+
+def _follows_a_barrier(facts: ScriptFacts, call: ast.Call) -> bool:
+    """Say whether the ranks are made to take turns before ``call``, in the same function."""
+    barriers = [other for other in facts.script.calls_of("barrier") if other.lineno < call.lineno]
+    return any(facts.script.scope(other) is facts.script.scope(call) for other in barriers)
 
 
 def _is_reached(facts: ScriptFacts, function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:

@@ -8,7 +8,7 @@ import re
 from lockstep.study.doctor.finding import Finding, Severity
 from lockstep.study.doctor.kinds import Kind
 from lockstep.study.doctor.quantities import plural
-from lockstep.study.doctor.script.source import argument, constant
+from lockstep.study.doctor.script.source import argument, constant, words
 from lockstep.study.doctor.script.traits import ScriptFacts
 
 _BATCHNORM = re.compile(r"^(Lazy)?BatchNorm[123]d$")
@@ -26,12 +26,15 @@ _MODELS = (
 _MORE_MODELS = ("googlenet", "inception", "deeplab", "fcn_", "lraspp", "r3d", "mc3", "r2plus1d")
 """How the functions of torchvision begin whose models have BatchNorm."""
 
+_ACCUMULATION = re.compile(r"accum|(^|_)acc_steps|update_freq|micro_?(step|batch)", re.IGNORECASE)
+"""In the name of a number of micro-batches."""
+
 _FEW = 16
 
 
 def look(facts: ScriptFacts) -> list[Finding]:
     """Return what is wrong with the model, or with how it is wrapped."""
-    return [*_batchnorm(facts), *_unused(facts), *_data_parallel(facts)]
+    return [*_batchnorm(facts), *_unused(facts), *_accumulation(facts), *_data_parallel(facts)]
 
 
 def _batchnorm(facts: ScriptFacts) -> list[Finding]:
@@ -82,6 +85,39 @@ def _unused(facts: ScriptFacts) -> list[Finding]:
         for call in facts.wrappings
         if not facts.is_ours(call) and constant(argument(call, "find_unused_parameters")) is True
     ]
+
+
+def _accumulation(facts: ScriptFacts) -> list[Finding]:
+    """Find an optimizer that steps after several backwards, each of which averages the gradients of all ranks."""
+    has_no_sync = any(
+        isinstance(node, ast.Attribute) and node.attr in ("no_sync", "require_backward_grad_sync")
+        for node in facts.script.nodes
+    )
+    if not facts.wrappings or has_no_sync:
+        return []
+    for call in facts.script.calls_of("step"):
+        for child, parent in facts.script.ancestors(call):
+            if isinstance(parent, ast.If) and child is not parent.test and _counts_micro_batches(parent.test):
+                return [_accumulates(facts, parent)]
+    return []
+
+
+def _accumulates(facts: ScriptFacts, condition: ast.If) -> Finding:
+    text = ast.unparse(condition.test)
+    return Finding(
+        Kind.ACCUMULATION_WITH_SYNC,
+        Severity.SLOW,
+        f"Gradients are accumulated (`if {text}`), and each backward averages them over all ranks.",
+        "All but the last of these exchanges are of no use: as many times the communication as micro-batches.",
+        "Leave the exchange out until the last micro-batch before a step.",
+        "with model.no_sync():  # around forward and backward of all micro-batches but the last\n    loss.backward()",
+        facts.script.where(condition),
+    )
+
+
+def _counts_micro_batches(test: ast.expr) -> bool:
+    has_modulo = any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) for node in ast.walk(test))
+    return has_modulo and any(_ACCUMULATION.search(word) for word in words(test))
 
 
 def _data_parallel(facts: ScriptFacts) -> list[Finding]:
