@@ -46,11 +46,14 @@ def choose_meeting_place(args: argparse.Namespace) -> None:
 
 
 def prepare_for_others(args: argparse.Namespace) -> list[str]:
-    """Set what several machines need, in ``args`` and the environment; returns what to tell the user."""
+    """Set which interfaces the ranks use, in ``args`` and the environment; returns what to tell the user."""
+    host, port = _place(args)
     if max_nodes(args) == 1:
+        # Otherwise Gloo would listen where the host's name leads to, which may be open to others.
+        if (loopback := gloo_interface(host, one_machine=True)) is not None:
+            os.environ.setdefault(GLOO_INTERFACE, loopback)
         return []
     notes = []
-    host, port = _place(args)
     # By default the ranks of the others are told this host's name.
     args.local_addr = args.local_addr or reachable_address(host)
     interface = gloo_interface(host, one_machine=False)
