@@ -4,9 +4,11 @@ import os
 
 import pytest
 
+import lockstep.train.loop
 from lockstep.monitor.life import Life, Sample, family, sample
 from lockstep.monitor.report import numbered, report
-from lockstep.monitor.seen import RankSeen, operation, waits_outside
+from lockstep.monitor.seen import RankSeen, operation, place, waits_outside
+from lockstep.monitor.stacks import busy_workers
 from lockstep.monitor.verdict import Verdict, judge
 from lockstep.progress import name_of_bucket
 
@@ -153,3 +155,23 @@ def test_a_sample_of_this_process():
 def test_what_lies_outside_of_the_job():
     assert waits_outside([("/lib/socket.py", 1, "readinto"), ("/x/a.py", 2, "get")]) == "an answer from the network"
     assert waits_outside([("/x/a.py", 2, "get")]) == ""
+
+
+def test_loader_processes_that_work_are_named(tmp_path):
+    worker = '  File "/p/torch/utils/data/_utils/worker.py", line 374 in _worker_loop\n'
+    at_rest = '  File "/lib/multiprocessing/connection.py", line 930 in wait\n'
+    (tmp_path / "rank-1-process-70.txt").write_text(f'Thread:\n  File "/x/data.py", line 5 in __getitem__\n{worker}')
+    (tmp_path / "rank-1-process-71.txt").write_text(f"Thread:\n{at_rest}{worker}")
+    (tmp_path / "rank-1-process-72.txt").write_text('Thread:\n  File "/x/server.py", line 5 in serve\n')
+    (tmp_path / "rank-0-process-73.txt").write_text(f'Thread:\n  File "/x/data.py", line 5 in __getitem__\n{worker}')
+    assert busy_workers(str(tmp_path), [1]) == ["the loader process 70 of rank 1 is in __getitem__ (data.py:5)"]
+
+
+def test_places_in_the_package_are_named_by_its_folders():
+    loop = lockstep.train.loop.__file__
+    frames = [
+        ("/lib/python/selectors.py", 4, "select"),
+        (loop, 9, "step"),
+        ("/x/site-packages/click/core.py", 3, "main"),
+    ]
+    assert place(RankSeen(0, frames, 5)) == "is in step (lockstep/train/loop.py:9)"

@@ -14,6 +14,7 @@ def report(
     folder: str,
     verdict: Verdict,
     *,
+    workers: Sequence[str] = (),
     num_nodes: int = 1,
     num_seen: int = 1,
 ) -> str:
@@ -24,6 +25,7 @@ def report(
         patience_s: What was set as patience.
         folder: Where the stacks are.
         verdict: What was found.
+        workers: Where loader processes are.
         num_nodes: Machines in the job.
         num_seen: Machines whose ranks are among ``ranks``.
     """
@@ -33,6 +35,7 @@ def report(
     lines = [_head(ranks, patience_s, verdict)]
     told = [_told(where, step, members, patience_s) for (where, step), members in groups.items()]
     lines += ["; ".join(told)] if len(told) <= 2 else told
+    lines += workers
     lines += _meaning(ranks, num_nodes=num_nodes, num_seen=num_seen)
     lines += [f"rank {seen.rank} may be only slow: {seen.life}." for seen in _slow(ranks)]
     if num_seen < num_nodes:

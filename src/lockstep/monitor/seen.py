@@ -17,6 +17,8 @@ _STDLIB = os.path.dirname(os.__file__)
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _LIBRARIES = ("site-packages", "dist-packages", "<frozen", f"{os.sep}lockstep{os.sep}launcher{os.sep}")
 _COLLECTIVE_FILES = ("torch/distributed/distributed_c10d.py", "lockstep/comm/collectives.py", "comm/host_sync.py")
+_KNOWN = (f"{_PACKAGE}train{os.sep}", f"{_PACKAGE}data{os.sep}", f"{_PACKAGE}parallel{os.sep}")
+"""What of the package users may have heard of: named where none of their own lines is under way."""
 _NOT_CALLED = ("_", "wrapper", "call")
 _WAITS = (".wait(", ".synchronize(")
 _GPU_WAITS = (*_WAITS, ".item(", ".cpu(", ".tolist(", ".numpy(", "float(", "print(", ".backward(")
@@ -115,13 +117,21 @@ def waits_outside(frames: Frames) -> str:
     return ""
 
 
+def where_of(file: str, line: int) -> str:
+    """Return a short form of file and line."""
+    if not file:
+        return "an unknown place"
+    name = os.path.join("lockstep", os.path.relpath(file, _PACKAGE)) if file.startswith(_PACKAGE) else None
+    return f"{name or os.path.basename(file)}:{line}"
+
+
 def user_frame(frames: Frames) -> tuple[str, int, str]:
     """Return the innermost frame that is neither of Python nor of an installed package."""
     ours: tuple[str, int, str] | None = None
     for entry in frames:
         file, line, function = str(entry[0]), int(entry[1]), str(entry[2])
         if file.startswith(_PACKAGE):
-            if ours is None and f"{os.sep}launcher{os.sep}" not in file:
+            if ours is None and file.startswith(_KNOWN):
                 ours = file, line, function
         elif not (file.startswith((_STDLIB, sys.prefix)) or any(part in file for part in _LIBRARIES)):
             return file, line, function
@@ -135,7 +145,7 @@ def place(seen: RankSeen) -> str:
     if seen.has_left:
         return "has finished already"
     file, line, function = user_frame(seen.frames)
-    where = f"{os.path.basename(file)}:{line}" if file else "an unknown place"
+    where = where_of(file, line)
     if seen.is_stopped:
         return f"was stopped by a signal (SIGSTOP), last seen at {where}"
     if seen.silent_s > SILENT_S:

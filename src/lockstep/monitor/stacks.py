@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from lockstep.monitor.beacon import STACKS_SIGNAL_OFFSET
 from lockstep.monitor.life import family
+from lockstep.monitor.seen import user_frame, where_of
 
+_FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
+_AT_REST = ("selectors.py", "connection.py", "queues.py", "threading.py")
 _RANK_S = 1.0
 _WORKER_S = 0.3
 _PAUSE_S = 0.02
@@ -46,6 +50,27 @@ def keep_stacks(run_dir: Path, pids: Mapping[int, int]) -> str:
                 if text := _from(run_dir / f"stacks-{rank}", start):
                     (folder / f"rank-{rank}-process-{child}.txt").write_text(text)
     return str(folder)
+
+
+def busy_workers(folder: str, ranks: Iterable[int]) -> list[str]:
+    """Return a sentence for each DataLoader worker of ``ranks`` that is not just waiting for work.
+
+    Args:
+        folder: Where `keep_stacks` has left the stacks.
+        ranks: Whose workers are looked at.
+    """
+    told = []
+    for rank in ranks:
+        for path in sorted(Path(folder).glob(f"rank-{rank}-process-*.txt")):
+            frames = [(file, int(line), function) for file, line, function in _FRAME.findall(path.read_text())]
+            is_worker = any(function == "_worker_loop" for _, _, function in frames)
+            if is_worker and frames[0][0].endswith(_AT_REST):
+                continue
+            file, line, function = user_frame(frames)
+            if is_worker:
+                pid = path.stem.rpartition("-")[2]
+                told.append(f"the loader process {pid} of rank {rank} is in {function} ({where_of(file, line)})")
+    return told
 
 
 def _ask(pid: int) -> bool:

@@ -21,7 +21,7 @@ from lockstep.monitor.pace import PaceKeeper
 from lockstep.monitor.report import report
 from lockstep.monitor.resources import Resources
 from lockstep.monitor.seen import RankSeen, operation, waits_outside
-from lockstep.monitor.stacks import keep_stacks
+from lockstep.monitor.stacks import busy_workers, keep_stacks
 from lockstep.monitor.verdict import Verdict, judge
 
 _PERIOD_S = 0.5
@@ -108,7 +108,9 @@ class Watchdog:
             shutil.rmtree(folder, ignore_errors=True)
             return False
         awaited = {each.rank for each in seen if operation(each) is None} or {each.rank for each in seen}
-        text = report(seen, self._patience_s, folder, verdict, num_nodes=self._num_nodes, num_seen=num_seen)
+        nodes = {"num_nodes": self._num_nodes, "num_seen": num_seen}
+        workers = busy_workers(folder, sorted(awaited & set(pids)))
+        text = report(seen, self._patience_s, folder, verdict, workers=workers, **nodes)
         return self._on_report(text, verdict, {rank: pid for rank, pid in pids.items() if rank in awaited})
 
     def _look(self) -> tuple[list[RankSeen], dict[int, int]]:
