@@ -269,3 +269,15 @@ def test_a_task_that_fails_and_one_that_is_not_there(tmp_path):
 def test_bytes_of_a_sample():
     sample = {"x": torch.ones(3, dtype=torch.float64), "y": [b"four", (1, torch.ones(2, dtype=torch.uint8))]}
     assert num_bytes(sample) == 24 + 4 + 8 + 2
+
+
+def test_gpus_are_described_by_torch_where_the_driver_is_silent(tmp_path, monkeypatch):
+    planted_program(tmp_path, monkeypatch, "echo 'Failed to initialize NVML' && exit 18")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    described = type("Properties", (), {"name": "GPU X", "total_memory": 2**34})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: described)
+    facts, missed = gpus.gpu_facts(PLAN)
+    assert [(gpu.index, gpu.name, gpu.memory_bytes) for gpu in facts.gpus] == [(0, "GPU X", 2**34), (1, "GPU X", 2**34)]
+    assert missed[0].because == "nvidia-smi failed: Failed to initialize NVML"
+    _, missed = gpus.link_facts(facts)
+    assert [one.what for one in missed][:2] == ["links between GPUs", "peer access between GPUs"]

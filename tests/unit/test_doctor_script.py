@@ -79,6 +79,9 @@ def test_notes_of_one_kind_are_said_once():
         "if rank is not None:\n    dist.barrier()",
         "if rank not in (-1, 0):\n    dist.barrier()\nf()\nif rank == 0:\n    dist.barrier()",
         "if rank:\n    dist.barrier()\nf()\nif not rank:\n    dist.barrier()",
+        "if args.lora_rank > 0:\n    dist.barrier()",
+        "if args.order == 'rank':\n    dist.barrier()",
+        "if rank >= world_size:\n    raise ValueError(rank)\ndist.barrier()",
         "if 'RANK' in os.environ:\n    dist.barrier()",
         "if rank >= 0:\n    dist.barrier()",
         "if rank == 0:\n    gather(x)",
@@ -95,6 +98,8 @@ def test_what_is_right_is_not_found(text):
     "loader",
     [
         "DataLoader(val_set)",
+        "DataLoader(MNIST('data', train=False), shuffle=True)",
+        "DataLoader(data['validation'])",
         "DataLoader(data, **kwargs)",
         "DataLoader(data, batch_sampler=batches)",
         "DataLoader(data.shard(world_size, rank), shuffle=True)",

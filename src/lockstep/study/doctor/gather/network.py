@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -77,11 +78,7 @@ def port_facts(plan: Plan) -> tuple[PortFacts | None, list[NotChecked]]:
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
-        problem = (
-            "is already in use"
-            if isinstance(error, OSError) and error.errno == 98
-            else f"cannot be used: {error.strerror}"
-        )
+        problem = "is already in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
     with socket.create_server(("", 0)) as free:
         free_port = free.getsockname()[1]
     holder = _holder(port) if problem else ""

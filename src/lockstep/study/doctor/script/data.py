@@ -36,6 +36,8 @@ def _is_for_evaluation(facts: ScriptFacts, call: ast.Call) -> bool:
     names = [*facts.script.targets(call), *(words(call.args[0]) if call.args else ())]
     given = argument(call, "dataset")
     names += words(given) if given is not None else ()
+    if any(_is_not_train(source) for source in _sources(facts, call)):
+        return True
     scope = facts.script.scope(call)
     names += [scope.name] if isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)) else []
     return any(_EVALUATION.search(part) for name in names for part in name.split("."))
@@ -80,14 +82,24 @@ def _is_none(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
 
+def _sources(facts: ScriptFacts, call: ast.Call) -> list[ast.expr]:
+    """Return the data set of a loader, and what was assigned to its name."""
+    dataset = argument(call, "dataset", 0)
+    if isinstance(dataset, (ast.Name, ast.Attribute)):
+        return [dataset, *facts.script.values(facts.script.name(dataset))]
+    return [] if dataset is None else [dataset]
+
+
+def _is_not_train(node: ast.expr) -> bool:
+    """Say whether a data set is made with ``train=False``."""
+    return isinstance(node, ast.Call) and constant(argument(node, "train")) is False
+
+
 def _is_divided(facts: ScriptFacts, call: ast.Call) -> bool:
     """Say whether the data set is a rank's part already, or a stream, or unknown."""
-    dataset = argument(call, "dataset", 0)
-    if dataset is None:
+    sources = _sources(facts, call)
+    if not sources:
         return True
-    sources = [dataset]
-    if isinstance(dataset, (ast.Name, ast.Attribute)):
-        sources += facts.script.values(facts.script.name(dataset))
     if any(facts.ranks.mentions(source) or "split_dataset_by_node" in words(source) for source in sources):
         return True
     made = {name for source in sources for name in words(source)}

@@ -7,14 +7,20 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep.study.doctor.script.source import Script, constant, words
+from lockstep.study.doctor.script.source import Script, constant, names
 
-_RANK = re.compile(r"(^|_)rank(0|_|$)|main_process|master_process|world_master|process_zero|global_zero", re.IGNORECASE)
+_RANK = re.compile(r"(^|_)rank(_?0|_zero(_only|_first)?|_id)?$", re.IGNORECASE)
+_OTHER = re.compile(r"(lora|low|full|matrix|max|min|svd|adapter|tensor|page|item|doc)_rank$", re.IGNORECASE)
+"""Names of ranks that are no process's."""
+
+_MAIN = re.compile(r"main_process|master_process|world_master|process_zero|global_zero", re.IGNORECASE)
 _FLAG = re.compile(r"^(is|am)_(main|master|chief|primary|root|leader)$", re.IGNORECASE)
 _INDEX = {"gpu_id", "gpu", "process_index", "device_id", "local_process_index"}
 """Names that stand for a rank where they are compared with a number."""
 
-_LEAVING = (ast.Return, ast.Continue, ast.Break, ast.Raise)
+_LEAVING = (ast.Return, ast.Continue, ast.Break)
+"""Not raising: that is how arguments are checked, and it ends the run."""
+
 _LEAVING_CALLS = ("exit", "_exit", "quit")
 
 
@@ -50,12 +56,11 @@ class Ranks:
                     continue
                 is_condition = isinstance(node.value, (ast.Compare, ast.BoolOp, ast.UnaryOp))
                 if is_condition and self.depends(node.value):
-                    names = [script.name(target).rpartition(".")[2] for target in node.targets]
-                    self._flags |= {name for name in names if name}
+                    self._flags |= {script.name(target).rpartition(".")[2] for target in node.targets}
 
     def mentions(self, node: ast.AST) -> bool:
         """Say whether an expression names a rank."""
-        return any(_RANK.search(word) or word == "get_rank" for word in words(node))
+        return any(_is_rank(name) for name in names(node))
 
     def depends(self, test: ast.expr) -> bool:
         """Say whether ranks may differ in what ``test`` is; not so for asking whether there are ranks at all."""
@@ -65,10 +70,10 @@ class Ranks:
             return self.depends(test.operand)
         if isinstance(test, ast.Compare):
             return self._differs(test)
-        named = words(test)
+        named = names(test)
         if named & {"environ", "getenv"}:
             return False  # whether the variable is set: whether this is a distributed run
-        return bool(named & self._flags) or any(_RANK.search(word) or _FLAG.search(word) for word in named)
+        return bool(named & self._flags) or any(_is_rank(name) or _FLAG.search(name) for name in named)
 
     def _differs(self, test: ast.Compare) -> bool:
         parts = [test.left, *test.comparators]
@@ -82,9 +87,9 @@ class Ranks:
             return False  # rank != -1, rank is not None, "RANK" in os.environ: whether this is a distributed run
         if isinstance(test.ops[0], ast.GtE) and constant(test.comparators[0]) == 0:
             return False  # likewise
-        named = set().union(*(words(part) for part in parts))
+        named = set().union(*(names(part) for part in parts))
         is_index = bool(named & _INDEX) and any(isinstance(value, int) for value in values)
-        return is_index or bool(named & self._flags) or any(_RANK.search(word) for word in named)
+        return is_index or bool(named & self._flags) or any(_is_rank(name) for name in named)
 
     def lets_zero_pass(self, guard: Guard) -> bool:
         """Say whether rank zero is among those that pass; of what cannot be told, it is."""
@@ -144,12 +149,16 @@ class Ranks:
     def _is_function_guarded(self, scope: ast.AST, depth: int) -> bool:
         if depth == 0 or not isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
             return False
-        if any(_RANK.search(word) for decorator in scope.decorator_list for word in words(decorator)):
+        if any(_is_rank(name) for decorator in scope.decorator_list for name in names(decorator)):
             return True  # such as @rank_zero_only
-        if _RANK.search(scope.name) or "on_master" in scope.name:
+        if _is_rank(scope.name) or "on_master" in scope.name:
             return True
         callers = self._script.callers(scope)
         return bool(callers) and all(self.is_guarded(call, depth - 1) for call in callers)
+
+
+def _is_rank(name: str) -> bool:
+    return bool(_MAIN.search(name) or (_RANK.search(name) and not _OTHER.search(name)))
 
 
 def _leaves(block: Sequence[ast.stmt]) -> bool:

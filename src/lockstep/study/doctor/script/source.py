@@ -175,15 +175,24 @@ def constant(node: ast.expr | None) -> object:
 
 def words(node: ast.AST) -> set[str]:
     """Return the names, attributes and texts in an expression."""
-    found: set[str] = set()
+    return names(node) | set(_texts(node))
+
+
+def names(node: ast.AST) -> set[str]:
+    """Return the names and attributes in an expression, and texts in capitals, such as those of variables."""
+    found = {text for text in _texts(node) if text.isupper()}
     for part in ast.walk(node):
         if isinstance(part, ast.Name):
             found.add(part.id)
         elif isinstance(part, ast.Attribute):
             found.add(part.attr)
-        elif isinstance(part, ast.Constant) and isinstance(part.value, str):
-            found.add(part.value)
     return found
+
+
+def _texts(node: ast.AST) -> Iterator[str]:
+    for part in ast.walk(node):
+        if isinstance(part, ast.Constant) and isinstance(part.value, str):
+            yield part.value
 
 
 def _imports(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
