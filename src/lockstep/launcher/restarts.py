@@ -52,8 +52,9 @@ class RestartReport:
             self._streams.settle()
         first = restart.first
         step = None if first is None else last_step(self._run_dir, first.rank)
-        for path in self._run_dir.glob("beacon-*"):
-            path.unlink(missing_ok=True)  # of ranks that may not come again
+        for kind in ("beacon", "failure", "crash"):
+            for path in self._run_dir.glob(f"{kind}-*"):
+                path.unlink(missing_ok=True)  # of ranks that may not come again
         print("\n".join(_lines(restart, step)), file=sys.stderr, flush=True)
 
 
