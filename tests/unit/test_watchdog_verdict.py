@@ -1,6 +1,7 @@
 """When the watchdog fires, and what it says, as functions of what is seen of the ranks."""
 
 import os
+import selectors
 
 import pytest
 

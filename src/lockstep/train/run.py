@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lockstep.comm.collectives import all_gather_object
+from lockstep import progress
 from lockstep.comm.world import World
 from lockstep.data.same_stream import require_same_length
 from lockstep.train.checkpoint import Checkpoints
@@ -111,6 +112,7 @@ class Run:
         if self._evaluator is None:
             return
         self._settle()
+        progress.now.phase = "evaluation"
         found = Evaluation(self._step, self._evaluator.run())
         self._evaluations.append(found)
         if self._best is None or found.metrics["loss"] < _loss_of(self._best):
@@ -139,6 +141,7 @@ class Run:
         if self._checkpoints is None or self._saved == (self._step, loss):
             return
         self._settle()
+        progress.now.phase = "checkpoint"
         best = None if self._best is None else asdict(self._best)
         state = self._loop.state_dict() | {"best": best, "owes_evaluation": owes_evaluation}
         self._checkpoint = self._checkpoints.save(state, step=self._step, loss=loss)
