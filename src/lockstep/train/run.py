@@ -7,8 +7,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from lockstep.comm.collectives import all_gather_object
 from lockstep import progress
+from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import World
 from lockstep.data.same_stream import require_same_length
 from lockstep.train.checkpoint import Checkpoints
