@@ -56,7 +56,7 @@ def test_a_flipped_bit_is_found_at_the_next_check(ranks, strategy):
 
 
 def test_the_majority_is_right(ranks):
-    """A state of the optimizer that is changed on rank zero only, before the first check, and a learning rate."""
+    """A state of the optimizer that is changed on rank zero only, before the second check."""
 
     def change(world):
         loop = make_loop(world, "ddp", every=4)
@@ -66,21 +66,21 @@ def test_the_majority_is_right(ranks):
             flip_sign(state["exp_avg"], 3)
             state["exp_avg_sq"].view(torch.int64)[1] ^= 1 << 40
         with pytest.raises(ReplicasDiffer) as error:
-            loop.drift.run(1)
+            loop.drift.run(2)
         if world.rank == 0:
             flip_sign(state["exp_avg"], 3)
         with pytest.raises(ReplicasDiffer) as other:
-            loop.drift.run(1)
+            loop.drift.run(2)
         loop.close()
         return str(error.value).splitlines(), str(other.value).splitlines()
 
     for lines, other in ranks(3)(change):
         assert lines[0] == (
-            "The ranks do not hold the same bits any more (after step 1): exp_avg of parameter 5.bias differs on "
+            "The ranks do not hold the same bits any more (after step 2): exp_avg of parameter 5.bias differs on "
             "rank 0 from that on ranks 1 and 2."
         )
         assert lines[1].startswith("1 of its 4 elements differs, by one bit: the first at [3] is ")
-        assert lines[2] == "2 of 27 tensors differ. There was no check before."
+        assert lines[2] == "2 of 27 tensors differ. After step 1 all were alike."
         assert other[1].startswith("1 of its 4 elements differs, by one bit: the first at [1] is ")
 
 
@@ -220,8 +220,10 @@ def test_fit_never_checks_if_told_so(ranks):
         lockstep.fit(make_task(dataset=data, loss=loss), steps=4, check_replicas=0, quiet=True)
         with pytest.raises(ReplicasDiffer) as error:
             lockstep.fit(make_task(dataset=data, loss=loss), steps=3, quiet=True)
-        return str(error.value).splitlines()[0]
+        lines = str(error.value).splitlines()
+        assert lines[2] == "1 of 16 tensors differs. There was no check before."
+        return lines[0]
 
-    text = "The ranks do not hold the same bits any more (after step 3): parameter 0.weight differs between rank 0 and "
+    text = "The ranks do not hold the same bits any more (after step 1): parameter 0.weight differs between rank 0 and "
     text += "rank 1."
     assert ranks(2)(run) == [text] * 2

@@ -33,8 +33,8 @@ class DriftCheck:
     _alike_after: int | None = None
 
     def after_step(self, num_steps: int) -> None:
-        """Compare if it is time to, after so many steps; see `run`."""
-        if self.every and (num_steps % self.every == 0 or num_steps == self.last):
+        """Compare if it is time to, after so many steps; see `run`. It is after the first, too, for the record."""
+        if self.every and (num_steps % self.every == 0 or num_steps == self.last or self._alike_after is None):
             self.run(num_steps)
 
     def before_keeping(self, num_steps: int) -> None:

@@ -9,7 +9,7 @@ is needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -64,15 +64,13 @@ class Checks(Hookable):
             NonFiniteGradient: On every rank.
             ConfigurationError: This rank has only a slice of the gradients.
         """
-        looks = self._looks
-        if looks is None:
-            self._looks = LocalLooks()
-            self._reducer.departures.on_leaving.append(self._looks.look)
+        looked = self._looks is not None
+        part_is_bad = self.watch_part()
         if self.gradients_are_finite():
             return
         bad = {id(each) for each in self._reducer.row.parameters if each.grad is not None and not _is_finite(each.grad)}
         first = next(name for name, parameter in self.module.named_parameters() if id(parameter) in bad)
-        flag = torch.tensor([int(looks is not None and looks.saw_bad(self._reducer.row.buckets))], device=self.device)
+        flag = torch.tensor([int(looked and part_is_bad())], device=self.device)
         ranks = [rank for rank, bad in enumerate(all_gather(flag, group=self.process_group)) if int(bad)]
         where = f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
         raise NonFiniteGradient(
@@ -81,6 +79,18 @@ class Checks(Hookable):
             "gradients_are_finite() and call optimizer.step() only if they are.",
             ranks=tuple(ranks),
         )
+
+    def watch_part(self) -> Callable[[], bool]:
+        """For `fit`: look at each bucket when it leaves, from now on.
+
+        Returns:
+            What tells whether this rank's part of the last backward was not finite. Blocks.
+        """
+        looks = self._looks
+        if looks is None:
+            looks = self._looks = LocalLooks()
+            self._reducer.departures.on_leaving.append(looks.look)
+        return lambda: looks.saw_bad(self._reducer.row.buckets)
 
     def check_replicas(self, optimizer: Optimizer | None = None) -> None:
         """Raise an error that names the first tensor of which the ranks hold different bits.
