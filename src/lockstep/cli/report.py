@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from lockstep.cli.output_file import check_writable, say_written
+from lockstep.cli.output_file import check_writable
 from lockstep.errors import ConfigurationError
 
 EXAMPLES = """\b
@@ -30,7 +30,7 @@ def report(folders: tuple[str, ...], out_file: str | None, trace_file: str | Non
 
     Prints three sentences, and writes a page that opens offline in any browser. With two runs, they are compared.
     """
-    from lockstep.study.compare.table import console
+    from lockstep.study.report.page import render
     from lockstep.study.report.verdict import against, sentences
     from lockstep.study.report.view import look_at
 
@@ -42,23 +42,21 @@ def report(folders: tuple[str, ...], out_file: str | None, trace_file: str | Non
     page_file = out_file or str(Path(folders[0]) / "report.html")
     for file in (page_file, trace_file):
         check_writable(file)
-    terminal = console()
-    if len(views) > 1:
-        terminal.print(against(*views), markup=False, highlight=False)
-    for view in views:
-        for sentence in sentences(view):
-            terminal.print(view.named(sentence), markup=False, highlight=False)
-        for gap in view.run.gaps:
-            terminal.print(view.named(f"missing: {gap}"), markup=False, highlight=False)
     if trace_file is not None:
         from lockstep.study.report.trace import to_trace
 
         Path(trace_file).write_text(to_trace(views[0].run), encoding="utf-8")
-        say_written(terminal, "trace", trace_file)
-    from lockstep.study.report.page import render
-
     Path(page_file).write_text(render(views), encoding="utf-8")
-    say_written(terminal, "page", page_file)
+    if len(views) > 1:
+        click.echo(against(*views))
+    for view in views:
+        for sentence in sentences(view):
+            click.echo(view.named(sentence))
+        for gap in view.run.gaps:
+            click.echo(view.named(f"Missing: {gap}"))
+    if trace_file is not None:
+        click.echo(f"trace written to {trace_file}")
+    click.echo(f"page written to {page_file}")
 
 
 def _labels(count: int) -> list[str]:

@@ -25,6 +25,10 @@ _LARGE_BYTES = 4 * _MIB
 _BUSY = 3.0
 """Trips that take so many times as long as the fastest are held up by something else."""
 
+_MANY = 4
+_CROWDED = 1.25
+"""Threads that want to run, for each core of the machine, from which on they take it from each other."""
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -37,9 +41,10 @@ class Facts:
         straggler: A rank that keeps the others waiting in every step.
         workers: Loader processes a rank; None if not known.
         num_buckets: In which gradients travel; 0 if not known.
-        bucket_latency_s: Of a bucket's trip, however small: the median of the smallest.
+        bucket_latency_s: Of a bucket's trip, however small: at most the fastest one's.
         trip_s: Of a bucket's trip: the median.
         best_trip_s: The same of each bucket's fastest trip.
+        load_per_core: How many threads wanted to run for each core of the machine; None if not known.
         gradient_bytes: All together.
         wire: Whether gradients are rounded for their way already.
         strategy: Who computes.
@@ -56,6 +61,7 @@ class Facts:
     bucket_latency_s: float = 0.0
     trip_s: float = 0.0
     best_trip_s: float = 0.0
+    load_per_core: float | None = None
     gradient_bytes: int = 0
     wire: bool = False
     strategy: str = "ddp"
@@ -76,20 +82,22 @@ class Advice:
         cause: What was measured.
         change: What to do.
         gain: The throughput then over that of now, as predicted.
+        keeps_run: Whether it stays the same training run; a larger batch is another one.
     """
 
     cause: str
     change: str
     gain: float
+    keeps_run: bool = True
 
     @property
     def text(self) -> str:
         """All in one sentence."""
-        return f"{self.cause}: {self.change} would give about {self.gain:.2g} times the throughput."
+        return f"{self.cause}: {self.change} would give about {self.gain:.2f} times the throughput."
 
 
 def advise(facts: Facts) -> list[Advice]:
-    """Return what is worth changing, the largest gain first."""
+    """Return what is worth changing: the largest gain first, and what makes it another training run last."""
     if facts.step_s <= 0:
         return []
     found = [
@@ -102,7 +110,8 @@ def advise(facts: Facts) -> list[Advice]:
         *_optimizer(facts),
         *_pauses(facts),
     ]
-    return sorted((each for each in found if each.gain >= WORTH), key=lambda each: -each.gain)
+    worth = [each for each in found if each.gain >= WORTH]
+    return sorted(worth, key=lambda each: (not each.keeps_run, -each.gain))
 
 
 def _loading(facts: Facts) -> list[Advice]:
@@ -154,21 +163,24 @@ def _bytes(facts: Facts) -> list[Advice]:
     found = []
     if facts.gradient_bytes >= _LARGE_BYTES and not facts.wire and facts.strategy == "ddp":
         found.append(Advice(cause, "rounding gradients on their way (--wire bf16)", _gain(facts, wire_s / 2)))
-    is_too_small = any(each.gain >= WORTH for each in _too_small(facts))  # which advises a larger batch, too
-    if facts.num_ranks > 1 and wire_s > 0 and not is_too_small:
+    if facts.num_ranks > 1 and wire_s > 0 and not _is_too_small(facts):  # which advises a larger batch, too
         times = 4
         per_batch_s = facts.step_s - (1 - 1 / times) * wire_s
         change = (
             f"exchanging gradients once for {times * facts.accumulate} micro-batches (--accumulate "
             f"{times * facts.accumulate} with a global batch {times} times as large)"
         )
-        found.append(Advice(cause, change, facts.step_s / per_batch_s))
+        found.append(Advice(cause, change, facts.step_s / per_batch_s, keeps_run=False))
     return found
 
 
 def _busy(facts: Facts) -> list[Advice]:
     """What a bucket takes longer than its fastest trip, something else takes from the link or from the processors."""
-    if not facts.trip_s or facts.trip_s < _BUSY * facts.best_trip_s or facts.critical.wire_s < 0.05 * facts.step_s:
+    if not facts.trip_s or facts.trip_s < _BUSY * facts.best_trip_s or facts.num_buckets > _MANY:
+        return []  # of many buckets, one waits for the other
+    if _is_too_small(facts):  # then a quiet link makes no sense of so many devices
+        return []
+    if facts.device == "cpu" and (facts.load_per_core or 0.0) < _CROWDED:
         return []
     cause = f"A bucket takes {_ms(facts.trip_s)} on its way where {_ms(facts.best_trip_s)} were enough at best"
     on_cpu = "cores that nothing else uses (look at the load of the machine, and at --threads)"
@@ -188,6 +200,10 @@ def _too_small(facts: Facts) -> list[Advice]:
     cause = f"The model is too small to divide: computing is {share:.0%} of the step on {facts.num_ranks} devices"
     change = "one device (--devices 1), or a larger global batch,"
     return [Advice(cause, change, facts.step_s / alone_s)]
+
+
+def _is_too_small(facts: Facts) -> bool:
+    return any(each.gain >= WORTH for each in _too_small(facts))
 
 
 def _optimizer(facts: Facts) -> list[Advice]:

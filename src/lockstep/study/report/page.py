@@ -22,6 +22,8 @@ OWN_STYLE = """
 .verdict.two > li { font-size: 1rem; font-weight: 400; }
 .verdict ul { padding: 0; list-style: none; }
 .verdict li ul li:first-child { font-size: 1.1rem; }
+.side-by-side { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 0 2rem; }
+h3 { font-size: 1rem; margin: 1rem 0 .25rem; }
 .timeline { margin-top: 1rem; }
 .timeline .scroll { overflow-x: auto; }
 .timeline svg { max-width: none; min-width: 44rem; }
@@ -35,6 +37,8 @@ tr.differs th, tr.differs td { font-weight: 600; }
 .skip:focus { left: 1rem; top: .5rem; background: var(--card); padding: .25rem .5rem; }
 @media print { details > * { display: block; } }
 """
+
+_MOST_ADVICE = 6
 
 
 def render(views: Sequence[View]) -> str:
@@ -119,13 +123,18 @@ def _gaps(view: View) -> str:
 
 
 def _advice(views: Sequence[View]) -> str:
-    texts = [view.named(advice.text) for view in views for advice in view.advice]
-    if not texts:
+    lists = [
+        f"<div>{f'<h3>{view.label}</h3>' if view.label else ''}"
+        f'<ol class="advice">{_items([advice.text for advice in view.advice[:_MOST_ADVICE]])}</ol></div>'
+        for view in views
+        if view.advice
+    ]
+    if not lists:
         return ""
+    how = "The largest gain first, what makes it another training run last. Each on its own, predicted from what was "
     return (
-        "<h2>What to change</h2>"
-        '<p class="soft">The largest gain first, each on its own; predicted from what was measured here.</p>'
-        f'<ol class="advice">{_items(texts)}</ol>'
+        f'<h2>What to change</h2><p class="soft">{how}measured here.</p>'
+        f'<div class="side-by-side">{"".join(lists)}</div>'
     )
 
 

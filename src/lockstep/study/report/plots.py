@@ -42,7 +42,7 @@ EVENT_MARKS = {
     "resume": ("P", SKY),
     "skipped": ("v", PURPLE),
     "straggler": ("D", ORANGE),
-    "spike": (".", ORANGE),
+    "spike": ("o", ORANGE),
     "stop": ("*", VERMILION),
     "error": ("x", VERMILION),
 }

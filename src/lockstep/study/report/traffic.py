@@ -42,10 +42,6 @@ class Traffic:
     best_s: Mapping[int, float]
     bus_bytes_per_s: float
 
-    def typical_s(self, size_bytes: int) -> float:
-        """Return the median time of the trips of buckets of a size."""
-        return median(trip.wire_s for trip in self.trips if trip.size_bytes == size_bytes)
-
     @property
     def total_bytes(self) -> int:
         """Of all buckets of a step."""

@@ -63,7 +63,6 @@ def look_at(folder: Path, label: str = "") -> View:
 
 def _facts(view: View, figures: Figures, traffic: Traffic | None) -> Facts:
     settings = setting_values(view.run.last)
-    smallest = min(traffic.trips, key=lambda trip: trip.size_bytes) if traffic is not None else None
     workers = view.run.last.get("workers", settings.get("workers"))
     bytes_known = view.run.last.get("gradient_bytes")
     accumulate = settings.get("accumulate")
@@ -74,9 +73,10 @@ def _facts(view: View, figures: Figures, traffic: Traffic | None) -> Facts:
         straggler=figures.straggler,
         workers=workers if isinstance(workers, int) else None,
         num_buckets=0 if traffic is None else traffic.num_buckets,
-        bucket_latency_s=0.0 if traffic is None or smallest is None else traffic.typical_s(smallest.size_bytes),
+        bucket_latency_s=0.0 if traffic is None else min(traffic.best_s.values()),
         trip_s=0.0 if traffic is None else traffic.median_s,
         best_trip_s=0.0 if traffic is None else median(traffic.best_s.values()),
+        load_per_core=_load_per_core(view),
         gradient_bytes=bytes_known if isinstance(bytes_known, int) else (traffic.total_bytes if traffic else 0),
         wire=settings.get("wire") is not None,
         strategy=str(settings.get("strategy", "ddp")),
@@ -89,3 +89,13 @@ def setting_values(session: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a session by name; nothing if it does not tell them."""
     settings = session.get("settings")
     return settings if isinstance(settings, dict) else {}
+
+
+def _load_per_core(view: View) -> float | None:
+    """Return how many threads wanted to run for each core, by what the first rank saw; None if it is not known."""
+    provenance = view.run.last.get("provenance")
+    machine = provenance.get("machine") if isinstance(provenance, dict) else None
+    cores = str(machine.get("cores", "")) if isinstance(machine, dict) else ""
+    lines = view.run.ranks[min(view.run.ranks)].machine
+    loads = [line.figures["load"] for line in lines if "load" in line.figures]
+    return sum(loads) / len(loads) / int(cores) if loads and cores.isdecimal() and int(cores) else None
