@@ -126,7 +126,7 @@ def _launch(
     try:
         launch_with(
             _train_here,
-            (task_file, settings),
+            (task_file, settings, _checkpoints(settings)),
             devices=num_ranks,
             max_restarts=max_restarts,
             min_ranks=min_ranks,
@@ -140,12 +140,30 @@ def _launch(
         raise
 
 
-def _train_here(task_file: str, settings: FitSettings) -> int:
-    """Train in this process; return its exit code."""
+def _checkpoints(settings: FitSettings) -> frozenset[tuple[str, int]]:
+    """Return the names and inodes of what is in the folder for checkpoints."""
+    try:
+        return frozenset(
+            (entry.name, entry.inode()) for entry in os.scandir(settings.checkpoint or "") if entry.is_dir()
+        )
+    except OSError:
+        return frozenset()
+
+
+def _train_here(task_file: str, settings: FitSettings, before: frozenset[tuple[str, int]] = frozenset()) -> int:
+    """Train in this process; return its exit code.
+
+    Args:
+        task_file: Where the task is.
+        settings: How to train it.
+        before: The checkpoints that were there before the first start.
+    """
     from lockstep.train.fit import fit_with
     from lockstep.train.load import load_task
 
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
-        # The user's wish for a fresh start was for the first one; and ranks may be fewer by now.
-        settings = replace(settings, resume=settings.resume or None, devices=None)
+        settings = replace(settings, devices=None)  # there may be fewer by now
+        if settings.resume is False and not before & _checkpoints(settings):
+            # A fresh start was asked for, and has been: the old ones go when there is a new one.
+            settings = replace(settings, resume=None)
     return fit_with(load_task(task_file), settings).exit_code
