@@ -44,7 +44,9 @@ DEBUGGED = RankSeen(1, [("/lib/python3.11/pdb.py", 9, "interaction"), ("/x/train
         ([waits(0, 4), works(1, 4, life="it reads or writes")], SUSPECT, SUSPECT),  # a download
         ([waits(0, 16), works(1, 16, life="it reads or writes")], HANGS, HANGS),
         ([waits(0, 4), waits(1, 4)], FINE, FINE),  # a slow transfer
-        ([waits(0, 16), waits(1, 16)], HANGS, SUSPECT),
+        ([waits(0, 16), waits(1, 16, life="it wakes up again and again")], HANGS, HANGS),
+        ([waits(0, 16), waits(1, 16, life="it reads or writes")], HANGS, SUSPECT),
+        ([waits(0, 16), waits(1, 16, is_busy=True)], HANGS, SUSPECT),
         ([waits(0, 4), waits(1, 4, line=5)], FINE, FINE),  # one call, written twice
         ([waits(0, 4), waits(1, 4, name="barrier")], HANGS, HANGS),
         ([waits(0, 4, bucket="bucket 1 (a.*)"), waits(1, 4, bucket="bucket 2 (b.*)")], FINE, FINE),  # on its way

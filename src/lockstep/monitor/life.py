@@ -13,6 +13,9 @@ from pathlib import Path
 BUSY = 0.2
 """The share of a core above which a rank is taken to compute."""
 
+WAKES_UP = "it wakes up again and again"
+"""Somebody who looks now and then whether a file has come does so; and so does who waits in our shared memory."""
+
 _STIRS = 0.02
 """The share of a core that idle threads of torch and its backends stay well below."""
 _MIN_BYTES = 32 * 1024
@@ -86,7 +89,7 @@ class Life:
         if sum(sample.is_in_disk for sample in self._samples) > _IN_DISK * len(self._samples):
             return "it waits for a disk or a network file system"
         if last.num_wakeups - first.num_wakeups > 3 + _WAKEUPS_PER_S * (last.at_s - first.at_s):
-            return "it wakes up again and again"
+            return WAKES_UP
         return "it uses the processor a little" if self._share() > _STIRS else ""
 
 

@@ -105,7 +105,9 @@ def in_backward(seen: RankSeen) -> bool:
 
 
 def is_debugged(seen: RankSeen) -> bool:
-    """Tell whether a person is looking at the rank in a debugger."""
+    """Tell whether the rank waits for a person: in a debugger, or in ``input()``."""
+    if seen.frames and "input(" in linecache.getline(str(seen.frames[0][0]), int(seen.frames[0][1])):
+        return True
     return any(os.path.basename(str(file)) in _DEBUGGERS for file, _, _ in seen.frames)
 
 

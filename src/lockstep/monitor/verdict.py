@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 
+from lockstep.monitor.life import WAKES_UP
 from lockstep.monitor.seen import RankSeen, is_debugged, operation, place
 
 GRACE = 5.0
@@ -44,7 +45,9 @@ def judge(ranks: Sequence[RankSeen], patience_s: float, *, is_strict: bool, sees
     if not others:
         if len({_what(seen) for seen in waiting}) > 1 and sees_all:
             return Verdict.HANGS
-        return at_last  # A transfer may simply be slow where all are in the same call.
+        # A transfer may simply be slow where all are in the same call, but then something of it is seen.
+        is_dead = is_long and sees_all and not any(each.is_busy or each.life not in ("", WAKES_UP) for each in waiting)
+        return Verdict.HANGS if is_dead else at_last
     return max(at_last, min(_of_other(seen, patience_s) for seen in others))
 
 
