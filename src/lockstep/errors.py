@@ -131,5 +131,9 @@ class LoaderDied(LockstepError):
     """A process that loads samples is gone; names the rank and the process, what it probably died of and what helps."""
 
 
+class OutOfMemory(LockstepError):
+    """A rank ran out of memory, and its micro-batches cannot be smaller; has each rank's memory."""
+
+
 class CheckpointError(LockstepError):
     """A checkpoint cannot be read or written; names the file."""

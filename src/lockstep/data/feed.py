@@ -109,6 +109,11 @@ class Feed:
         if isinstance(self._order, StreamOrder) and step and state is None:
             self._tuner = None  # each change would read all that came before
 
+    def divide(self, division: Division, step: int) -> None:
+        """Divide global batches otherwise, from ``step`` on, whose micro-batches come next. Not for streams."""
+        self._division = division
+        self._go_on_at(step, None)
+
     def _go_on_at(self, step: int, state: dict[str, Any] | None) -> None:
         self._position, self._note = StreamPosition(step, state), None
         self.close()

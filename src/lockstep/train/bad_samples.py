@@ -68,6 +68,10 @@ class BadSamples:
         self.settle()
         self._num_read = self._num_skipped = 0
 
+    def begin_again(self) -> None:
+        """Forget what was read in the step that is done again."""
+        self._num_read, self._mine = 0, []
+
     def add(self, micro: MicroBatch) -> None:
         """Add what this rank read of a micro-batch of the step, and what it could not read.
 

@@ -9,14 +9,21 @@ import torch
 from torch import Tensor
 
 from lockstep.data.division import Division
+from lockstep.data.feed import Feed
 from lockstep.data.loader import MicroBatch
+from lockstep.data.same_stream import require_same_stream
 from lockstep.train.bad_samples import BadSamples
+from lockstep.train.memory import MemoryGuard, advise
 from lockstep.train.objective import Part
 from lockstep.train.seeds import Seeds
 from lockstep.train.stopwatch import Stopwatch
 from lockstep.train.strategy import Pass, Strategy
 from lockstep.train.tally import Tally
 from lockstep.train.update import Updater
+from lockstep.train.wishes import Wishes
+
+AfterEach = Callable[[MicroBatch, list[Tensor]], None]
+"""Called with a micro-batch of this process and its losses."""
 
 
 class MicroBatches:
@@ -29,6 +36,7 @@ class MicroBatches:
         bad_samples: Knows who has no samples.
         division: What of a global batch falls to whom.
         device: The first of this process.
+        memory: What takes note if it runs out, or None.
     """
 
     def __init__(
@@ -39,9 +47,57 @@ class MicroBatches:
         bad_samples: BadSamples,
         division: Division,
         device: torch.device,
+        memory: MemoryGuard | None = None,
     ) -> None:
+        self._memory = memory
         self._strategy, self._updater, self._seeds = strategy, updater, seeds
         self._bad_samples, self._division, self._device = bad_samples, division, device
+
+    def divide(self, division: Division) -> None:
+        """Run other micro-batches from now on, and forget those of this step."""
+        self._division = division
+        self._bad_samples.begin_again()
+
+    def run_all(
+        self,
+        feed: Feed,
+        watch: Stopwatch,
+        wishes: Wishes,
+        after_each: Callable[[MicroBatch, list[Tensor]], None],
+        *,
+        sync: bool,
+    ) -> tuple[Tally, int]:
+        """Run the micro-batches of a step; return its losses and the size of its global batch, read or not.
+
+        Args:
+            feed: Gives them.
+            watch: Takes the times.
+            wishes: What this rank wants.
+            after_each: Told of each.
+            sync: Whether gradients are summed over the ranks, and streams compared, in this step.
+        """
+        group = self._strategy.group if sync else None
+        tally = Tally(self._device, None if self._strategy.sums_losses else group)
+        if self._memory is not None:
+            self._memory.begin_step()
+        num_samples = 0
+        for index in range(self._division.accumulate):
+            micro = feed.next()
+            self._bad_samples.add(micro)
+            num_samples = micro.num_global
+            if micro.note is not None:
+                require_same_stream(micro.note, micro.step, group=group, device=self._device)
+            watch.lap("data_wait_s")
+            is_last = index == self._division.accumulate - 1
+            if is_last:
+                tally.add_bad(self._bad_samples.num_pending)
+                tally.add_wishes(stop=wishes.to_stop, failed=wishes.to_fail)
+            losses = self.run(micro, index, tally, watch, sync=sync and is_last)
+            after_each(micro, losses)
+            feed.prefetch()
+            watch.lap("data_wait_s")
+        tally.wait()
+        return tally, num_samples
 
     def run(self, micro: MicroBatch, index: int, tally: Tally, watch: Stopwatch, *, sync: bool) -> list[Tensor]:
         """Run forward and backward; return the losses of this process's shares.
@@ -62,11 +118,35 @@ class MicroBatches:
             tally.add(parts)
             if self._updater.in_backward:
                 tally.require_means()
-            if index == self._division.accumulate - 1:
+            if index == self._division.accumulate - 1 and self._memory is None:
                 tally.start_sum()
 
-        self._strategy.run(micro, self._prepare(micro, index, watch, after_forward, sync=sync))
+        if self._memory is None:
+            try:
+                self._strategy.run(micro, self._prepare(micro, index, watch, after_forward, sync=sync))
+            except Exception as error:
+                advise(error, self._division.accumulate, self._device)
+                raise
+        else:
+            self._run_guarded(micro, self._prepare(micro, index, watch, after_forward, sync=sync), self._memory)
+            if index == self._division.accumulate - 1:
+                if self._memory.error is not None:
+                    tally.add_out_of_memory()
+                tally.start_sum()
         return losses
+
+    def _run_guarded(self, micro: MicroBatch, how: Pass, memory: MemoryGuard) -> None:
+        """Run a micro-batch unless this rank has run out of memory in its step; see [Note: out of memory]."""
+        failed = memory.error is not None
+        if not failed:
+            try:
+                self._strategy.run(micro, how)
+            except Exception as error:
+                if not memory.note(error):
+                    raise
+                failed = True
+        if failed:  # by now nothing refers to what was computed
+            memory.take_part(sync=how.sync)
 
     def replay(self, micro: MicroBatch, index: int) -> list[Tensor]:
         """Compute a micro-batch again, to the same bits, on this rank alone; see `lockstep.train.finite.Place`."""

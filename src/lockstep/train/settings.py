@@ -39,6 +39,10 @@ class Settings:
         int | None, Flag("Samples in an optimizer step over all devices, instead of the task's own.", "SAMPLES", 1)
     ] = None
     accumulate: Annotated[int, Flag("Micro-batches that a device's part of a global batch is cut into.", "N", 1)] = 1
+    micro_batch: Annotated[
+        Literal["auto"] | None,
+        Flag("Cut into more micro-batches when a rank runs out of memory, and do the step again; the same training."),
+    ] = None
     precision: Annotated[Precision, Flag("Autocast to bf16, or to fp16 with gradient scaling.")] = "fp32"
     clip: Annotated[float | None, Flag("Largest global norm of the gradient; a longer one is cut.", "NORM")] = None
     schedule: Annotated[
@@ -114,6 +118,7 @@ def check_combinations(settings: Settings) -> None:
     needs_the_end = {
         "clip": (settings.clip is not None, "the norm of the whole gradient is known"),
         "precision=fp16": (settings.precision == "fp16", "the whole gradient is known to be finite"),
+        "micro_batch=auto": (settings.micro_batch is not None, "all ranks are known to have had the memory"),
         "bad_samples=skip": (settings.bad_samples == "skip", "it is known how many samples there were"),
         "on_nan=skip": (settings.on_nan == "skip", "the whole gradient is known to be finite"),
         "reproducible": (settings.reproducible is not None, "all virtual shards are summed"),
@@ -124,6 +129,11 @@ def check_combinations(settings: Settings) -> None:
                 f"With {name} no parameter can be stepped before {when}, so overlap_optimizer cannot be had with it.\n"
                 "Leave one of the two out."
             )
+    if settings.reproducible is not None and settings.micro_batch is not None:
+        raise ConfigurationError(
+            "With reproducible each virtual shard is a micro-batch, which micro_batch=auto cannot make smaller.\n"
+            "Cut the batch into more of them, or leave one of the two out."
+        )
     for name in ("wire", "bucket_cap_mb"):
         if settings.reproducible is not None and getattr(settings, name) is not None:
             raise ConfigurationError(

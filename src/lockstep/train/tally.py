@@ -23,7 +23,7 @@ class Tally:
 
     def __init__(self, device: torch.device, group: Group | None) -> None:
         self._group = group
-        self._sums = torch.zeros(5, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        self._sums = torch.zeros(6, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         self._future: Future[Any] | None = None
         self._saw_means = self._saw_losses = False
 
@@ -63,6 +63,15 @@ class Tally:
         if failed:
             self._sums[4] += 1
 
+    def add_out_of_memory(self) -> None:
+        """Add that this process ran out of memory."""
+        self._sums[5] += 1
+
+    @property
+    def num_out_of_memory(self) -> int:
+        """How many processes ran out of memory. Blocks until the sum over the ranks is there."""
+        return int(self._sums[5].item())
+
     def start_sum(self) -> None:
         """Start to sum over the ranks, once all parts are in.
 
@@ -83,7 +92,7 @@ class Tally:
     @property
     def notes(self) -> Tensor:
         """How many samples could not be read, how many processes want to stop, and on how many something failed."""
-        return self._sums[2:]
+        return self._sums[2:5]
 
     def divisor(self, num_samples: int, *, may_miss: bool = False) -> Tensor | None:
         """Return what a gradient scaled by ``1 / num_samples`` has yet to be divided by, or None if that is one.
