@@ -10,9 +10,9 @@ from lockstep.parallel.ddp.options import bucket_caps_bytes
     ("cap_mb", "caps_mb", "can_overlap", "expected"),
     [
         (None, None, True, (1 * MIB, 25 * MIB)),
-        (None, None, False, (128 * MIB,)),
+        (None, None, False, (25 * MIB,)),
         ("auto", None, False, (1 * MIB, 25 * MIB)),
-        (25, None, False, (25 * MIB,)),
+        (2, None, False, (2 * MIB,)),
         (None, [1, 2.5], False, (1 * MIB, 5 * MIB // 2)),
     ],
 )

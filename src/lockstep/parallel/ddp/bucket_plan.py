@@ -10,9 +10,6 @@ import torch
 MIB = 2**20
 DEFAULT_CAP_BYTES = 25 * MIB
 FIRST_CAP_BYTES = 1 * MIB  # small, so that communication starts early
-BESIDE_NOTHING_CAP_BYTES = 128 * MIB
-"""Where the cores that compute are those that reduce, so that nothing is gained by starting early: one for most models,
-but not so much that gradients and their bucket would fill the memory."""
 
 
 @dataclass(frozen=True)

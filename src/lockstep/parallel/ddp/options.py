@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.batchnorm.layer import SyncBatchNorm, TorchSyncBatchNorm
-from lockstep.parallel.ddp.bucket_plan import BESIDE_NOTHING_CAP_BYTES, DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB
+from lockstep.parallel.ddp.bucket_plan import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB
 
 
 def ignored_names(module: nn.Module) -> set[str]:
@@ -143,7 +143,7 @@ def bucket_caps_bytes(
     elif can_overlap or bucket_cap_mb == "auto":
         return FIRST_CAP_BYTES, DEFAULT_CAP_BYTES
     else:
-        return (BESIDE_NOTHING_CAP_BYTES,)
+        return (DEFAULT_CAP_BYTES,)  # an early start gains nothing, and a bucket costs two changes of threads
     if any(cap <= 0 for cap in caps):
         raise ValueError(f"A bucket's size must be positive, but got {caps} (MiB).")
     return tuple(int(cap * MIB) for cap in caps)
