@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -16,6 +17,7 @@ from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.update import Updater
 
 _OURS = ("ddp",)
+WITH_SMALLER_MICRO_BATCHES = ("single", "ddp")
 
 
 def check_engine(name: StrategyName, settings: Settings) -> None:
@@ -28,11 +30,13 @@ def check_engine(name: StrategyName, settings: Settings) -> None:
         "wire": settings.wire is not None,
         "bucket_cap_mb": settings.bucket_cap_mb is not None,
         "overlap_optimizer": settings.overlap_optimizer,
+        "micro_batch": settings.micro_batch is not None,
     }
     for setting, is_given in given.items():
-        if is_given and name not in _OURS:
+        able = WITH_SMALLER_MICRO_BATCHES if setting == "micro_batch" else _OURS
+        if is_given and name not in able:
             raise ConfigurationError(
-                f"{setting} is for strategy {' or '.join(_OURS)}, but the strategy is {name}.\nLeave {setting} out."
+                f"{setting} is for strategy {' or '.join(able)}, but the strategy is {name}.\nLeave {setting} out."
             )
 
 
@@ -48,6 +52,18 @@ def gradients_of(module: nn.Module) -> Gradients:
     from lockstep.parallel.distributed import DistributedDataParallel
 
     return BucketGradients(module) if isinstance(module, DistributedDataParallel) else ParameterGradients(module)
+
+
+def watch_part(module: nn.Module) -> Callable[[], bool]:
+    """Return what tells whether this rank's part of the last gradient was not finite, if the wrapper is ours."""
+    from lockstep.parallel.distributed import DistributedDataParallel
+
+    return module.watch_part() if isinstance(module, DistributedDataParallel) else nobody_knows
+
+
+def nobody_knows() -> bool:
+    """Return that nothing is known of a rank's part of the gradient."""
+    return False
 
 
 def make_updater(
@@ -76,3 +92,26 @@ def make_updater(
 def remarks_of(gradients: Gradients | None) -> list[str]:
     """Return what the engine has found out since it was asked last."""
     return gradients.model.take_remarks() if isinstance(gradients, BucketGradients) else []
+
+
+def leave_alone(model: nn.Module) -> None:
+    """Keep synchronised layers from waiting for ranks that do not train the model; there may be a group of them."""
+    from lockstep.parallel.batchnorm.layer import SyncBatchNorm
+
+    for layer in model.modules():
+        if isinstance(layer, SyncBatchNorm):
+            layer.alone = True
+
+
+def torch_data_parallel(model: nn.Module, devices: Sequence[torch.device]) -> nn.Module:
+    """Return torch's DataParallel around ``model``.
+
+    Raises:
+        ConfigurationError: A device is no GPU.
+    """
+    if any(device.type != "cuda" for device in devices):
+        raise ConfigurationError(
+            "Strategy torch-dp needs CUDA devices: torch.nn.DataParallel does nothing on CPUs.\n"
+            "Use strategy dp, which runs on CPUs too."
+        )
+    return nn.DataParallel(model, device_ids=[device.index for device in devices])

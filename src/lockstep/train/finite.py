@@ -15,7 +15,7 @@ goes by the losses.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,7 @@ MOST_OF_LAST, LAST = 10, 100
 
 KEEP_EVERY = 100
 """Steps between copies of the state that ``rewind`` goes back to."""
+
 
 Replay = Callable[[MicroBatch, int], Losses]
 
@@ -76,6 +77,7 @@ class Place:
         looks_later: Whether the verdict comes when the step is long over, so that its inputs need not be kept.
         replay: Computes a micro-batch on this rank, leaves its gradient in ``param.grad`` and returns the losses; None
             where that cannot be had. Collective.
+        part_is_bad: Tells whether this rank's part of the last gradient was not finite; not where it is not known.
     """
 
     order: GlobalOrder | StreamOrder
@@ -84,6 +86,7 @@ class Place:
     gather: Callable[[Any], list[Any]]
     looks_later: bool
     replay: Replay | None
+    part_is_bad: Callable[[], bool]
 
 
 class FiniteGuard:
@@ -124,6 +127,11 @@ class FiniteGuard:
             self._buffers.keep()
         if self._last_good is not None and (self._last_good.is_empty or step % KEEP_EVERY == 0):
             self._last_good.keep(step, num_updates)
+
+    def begin_again(self, division: Division) -> None:
+        """Forget the micro-batches of the step, which is done again in others."""
+        self._micros, self._losses = [], []
+        self._place = replace(self._place, division=division)
 
     def add(self, micro: MicroBatch, losses: Losses) -> None:
         """Take note of a micro-batch of this process that was computed."""
@@ -200,27 +208,29 @@ class FiniteGuard:
         """Return what all ranks together know of a bad step. Collective: every rank. Blocks."""
         place, order = self._place, self._place.order
         summed = first_not_finite(self._model)
+        is_suspect = place.part_is_bad()
         clues: list[Clue] = []
-        again = False
+        has_gradients = False
         for index, (micro, values) in enumerate(zip(micros, losses, strict=True)):
             seen = Traced(values, None, None, False)
             if replay is not None:
                 self._optimizer.zero_grad(set_to_none=True)
                 seen = trace(self._model, partial(replay, micro, index))
-                again = again or seen.has_gradients
+                has_gradients = has_gradients or seen.has_gradients
             shares = samples_of(order, place.division, micro, index)
             clue = make_clue(place.rank, index, shares, micro, seen)
             clues += [] if clue is None else [clue]
         names = [name for name, _ in self._model.named_parameters()]
-        mine = [clues[0] if clues else None, None if summed is None else names.index(summed), again]
+        mine = [clues[0] if clues else None, None if summed is None else names.index(summed), has_gradients, is_suspect]
         ranks = place.gather(mine)
-        firsts = [first for _, first, _ in ranks if first is not None]
+        firsts = [first for _, first, *_ in ranks if first is not None]
         return NotFinite(
             step=step,
             epoch=order.epoch(step) if isinstance(order, GlobalOrder) else None,
-            clues=tuple(Clue(*clue) for clue, _, _ in ranks if clue is not None),
+            clues=tuple(Clue(*clue) for clue, *_ in ranks if clue is not None),
             parameter=names[min(firsts)] if firsts else None,
             num_ranks=len(ranks),
             num_micro=place.division.accumulate,
-            again=any(each for _, _, each in ranks),
+            again=any(each for _, _, each, _ in ranks),
+            suspects=tuple(rank for rank, (*_, each) in enumerate(ranks) if each),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from lockstep import progress
 from lockstep.comm.collectives import Group, all_gather_object
 from lockstep.comm.world import World
 from lockstep.data.auto_workers import search_for
+from lockstep.data.division import Division
 from lockstep.data.feed import Feed
 from lockstep.data.loader import LoadOptions
-from lockstep.data.same_stream import require_same_stream
 from lockstep.parallel.tree.shape import Tree
 from lockstep.train.arithmetic import Arithmetic, describe_machine, differences, first_unlike, watch_for_other_kernels
 from lockstep.train.bad_samples import BadSamples
@@ -25,6 +26,7 @@ from lockstep.train.drift import DriftCheck
 from lockstep.train.engine import make_updater, remarks_of
 from lockstep.train.finite import FiniteGuard, Place
 from lockstep.train.gradients import ParameterGradients
+from lockstep.train.memory import divided_as, guard_memory
 from lockstep.train.micro_batches import MicroBatches
 from lockstep.train.objective import Objective
 from lockstep.train.plan import make_plan
@@ -75,9 +77,8 @@ class Loop:
         self.caveats: list[str] = []
         self.remarks: list[str] = []
         self.wishes = Wishes()
-        self.num_steps_done = 0
+        self.num_steps_done = self._first_step = 0
         self._sync = True
-        self._first_step = 0
         with self.arithmetic.applied():
             self._build(task, world, strategy)
 
@@ -109,10 +110,13 @@ class Loop:
         gradients = self._strategy.gradients or ParameterGradients(self._model)
         self._updater = make_updater(self._model, self.optimizer, self.plan.learning_rate, settings, gradients)
         self.bad_samples = BadSamples(skip=how.skip_bad, device=self.device, group=self.group, num_samples=num_samples)
-        self._micros = MicroBatches(self._strategy, self._updater, self._seeds, self.bad_samples, division, self.device)
+        self._memory = guard_memory(settings, self._strategy, self._model, self.samples, self.device, self._gather)
+        self._micros = MicroBatches(
+            self._strategy, self._updater, self._seeds, self.bad_samples, division, self.device, self._memory
+        )
         replay = self._micros.replay if self._strategy.can_replay else None
-        rank = 0 if self.group is None else self.group.rank()
-        place = Place(self.plan.order, division, rank, self._gather, self._updater.looks_later, replay)
+        rank, later = 0 if self.group is None else self.group.rank(), self._updater.looks_later
+        place = Place(self.plan.order, division, rank, self._gather, later, replay, self._strategy.part_is_bad)
         self.finite = FiniteGuard(settings.on_nan, self._model, self.optimizer, gradients, place)
         self.drift = DriftCheck(
             settings.check_replicas, self.plan.num_steps, self._model, self.optimizer, self._strategy
@@ -179,27 +183,8 @@ class Loop:
         self.finite.begin_step(self.num_steps_done, self._updater.num_updates)
         self._feed.begin_step()
         watch = Stopwatch(self.device)
-        tally = Tally(self.device, self.group if self._sync and not self._strategy.sums_losses else None)
-        self.optimizer.zero_grad(set_to_none=True)
         self._updater.begin()
-        num_samples = 0
-        for index in range(self.settings.accumulate):
-            micro = self._feed.next()
-            self.bad_samples.add(micro)
-            num_samples = micro.num_global
-            if micro.note is not None:
-                group = self.group if self._sync else None
-                require_same_stream(micro.note, micro.step, group=group, device=self.device)
-            watch.lap("data_wait_s")
-            is_last = index == self.settings.accumulate - 1
-            if is_last:
-                tally.add_bad(self.bad_samples.num_pending)
-                tally.add_wishes(stop=self.wishes.to_stop, failed=self.wishes.to_fail)
-            losses = self._micros.run(micro, index, tally, watch, sync=self._sync and is_last)
-            self.finite.add(micro, losses)
-            self._feed.prefetch()
-            watch.lap("data_wait_s")
-        tally.wait()
+        tally, num_samples = self._compute(watch)
         if self._sync:
             self.bad_samples.send(tally.notes, is_sum=not self._strategy.sums_losses)
         watch.lap("communication_s")
@@ -217,6 +202,22 @@ class Loop:
             self.drift.after_step(self.num_steps_done)
         self.remarks += self._feed.end_step() + remarks_of(self._strategy.gradients)
         return record
+
+    def _compute(self, watch: Stopwatch) -> tuple[Tally, int]:
+        """Run the micro-batches of the step, and again in smaller ones if a rank has not the memory for them."""
+        while True:
+            self.optimizer.zero_grad(set_to_none=True)
+            tally, num_samples = self._micros.run_all(self._feed, watch, self.wishes, self.finite.add, sync=self._sync)
+            if self._memory is None or not tally.num_out_of_memory:
+                return tally, num_samples
+            self._divide(self._memory.shrink(self.plan, self.num_steps_done, self.remarks))
+
+    def _divide(self, division: Division) -> None:
+        """Cut this step's global batch, and those that follow, into other micro-batches."""
+        self.plan = replace(self.plan, division=division)
+        self._micros.divide(division)
+        self.finite.begin_again(division)
+        self._feed.divide(division, self.num_steps_done)
 
     def heard(self) -> tuple[bool, bool]:
         """Return whether a rank wanted to stop in the last step, and whether something failed beside the steps of one.
@@ -265,6 +266,7 @@ class Loop:
             "machine": describe_machine(self.device),
             "num_steps_done": self.num_steps_done,
             "num_updates": self._updater.num_updates,
+            "accumulate": self.plan.division.accumulate,
             **take_whole(self._model, self.optimizer),
             "scaler": scaler.state_dict() if scaler else None,
             "stream": self._feed.state(),
@@ -281,6 +283,8 @@ class Loop:
         if self._updater.scaler is not None and state["scaler"] is not None:
             self._updater.scaler.load_state_dict(state["scaler"])
         self.num_steps_done, self._updater.num_updates = state["num_steps_done"], state["num_updates"]
+        if self._memory is not None:
+            self._divide(divided_as(self.plan, state["accumulate"]))
         self._feed.seek(self.num_steps_done, state.get("stream"))
         self._first_step = self.num_steps_done
         if self.settings.reproducible is not None:

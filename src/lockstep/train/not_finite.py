@@ -25,6 +25,7 @@ class NotFinite(NamedTuple):
         parameter: The first one of the model whose gradient, summed over the ranks, is not finite, if that is known.
         num_ranks: How many train together.
         num_micro: Micro-batches of a rank.
+        suspects: The ranks whose part of the gradient was not finite, where that was looked at in the step itself.
         again: Whether the step was computed again, with gradients to look at.
         back_to: The number of steps after which the state was that the run went back to; None: it did not.
     """
@@ -36,12 +37,13 @@ class NotFinite(NamedTuple):
     num_ranks: int
     num_micro: int
     again: bool
+    suspects: tuple[int, ...] = ()
     back_to: int | None = None
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks on which it arose."""
-        return tuple(clue.rank for clue in self.clues)
+        return tuple(clue.rank for clue in self.clues) or self.suspects
 
     @property
     def first(self) -> str | None:
@@ -59,7 +61,7 @@ class NotFinite(NamedTuple):
     def headline(self) -> str:
         """Rank, parameter and step, in one line."""
         epoch = "" if self.epoch is None else f"epoch {self.epoch + 1}, "
-        where = f" on {ranks_in_words(self.ranks)}" if self.clues and self.num_ranks > 1 else ""
+        where = f" on {ranks_in_words(self.ranks)}" if self.ranks and self.num_ranks > 1 else ""
         first = f": first that of parameter {self.first}" if self.first else ""
         return f"The gradient is not finite{where} ({epoch}step {self.step + 1}){first}."
 
@@ -77,12 +79,7 @@ class NotFinite(NamedTuple):
     def details(self) -> list[str]:
         """What came before the gradient, and from which samples."""
         if not self.clues:
-            if self.again:
-                return [
-                    "Computed again, it was finite on every rank. The sum over the ranks overflowed (wire=fp16?), a "
-                    "kernel is not deterministic, or a device or its memory is faulty."
-                ]
-            return ["Every loss was finite, so it arose in backward; on which rank cannot be told."]
+            return [self._without_clues]
         clue = self.clues[0]
         on = f" of rank {clue.rank}" if self.num_ranks > 1 else ""
         which = f"micro-batch {clue.micro + 1} of {self.num_micro}" if self.num_micro > 1 else "batch"
@@ -98,6 +95,17 @@ class NotFinite(NamedTuple):
             what = f"{noun.lower()} {listed(other.samples)}"
             lines.append(f"On rank {other.rank} too: first parameter {other.parameter or self.parameter}, {what}.")
         return lines
+
+    @property
+    def _without_clues(self) -> str:
+        if not self.again:
+            unknown = "" if self.suspects else "; on which rank cannot be told"
+            return f"Every loss was finite, so it arose in backward{unknown}."
+        faulty = "a device or its memory is faulty"
+        if self.suspects:
+            return f"Computed again, it was finite on every rank. A kernel is not deterministic, or {faulty}."
+        overflow = "The sum over the ranks overflowed (wire=fp16?), a kernel is not deterministic, or"
+        return f"Computed again, it was finite on every rank. {overflow} {faulty}."
 
     @property
     def error(self) -> NonFiniteGradient:

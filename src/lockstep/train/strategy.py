@@ -24,7 +24,15 @@ from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.bucket_stamps import BucketStamps
 from lockstep.parallel.replica import Buffers
 from lockstep.train.devices import PER_PROCESS
-from lockstep.train.engine import check_engine, gradients_of, our_wrapper
+from lockstep.train.engine import (
+    check_engine,
+    gradients_of,
+    leave_alone,
+    nobody_knows,
+    our_wrapper,
+    torch_data_parallel,
+    watch_part,
+)
 from lockstep.train.gradients import Gradients
 from lockstep.train.objective import LossModule, Objective, Part
 from lockstep.train.settings import Settings, StrategyName
@@ -79,6 +87,10 @@ class Strategy(ABC):
         Collective if there is a group: every rank, before the first micro-batch.
         """
         return optimizer
+
+    def part_is_bad(self) -> bool:
+        """Return whether it is known that this rank's part of the last gradient was not finite. Blocks."""
+        return False
 
     def whole(self, model: nn.Module) -> nn.Module:
         """Return the bare ``model`` with all parameters as the last step left them; a copy if ranks have parts of it.
@@ -174,6 +186,8 @@ class Distributed(Strategy):
         self._module = wrap(LossModule(model, objective), process_group=world.group)
         self.gradients = gradients_of(self._module)
         self.buffers = "healed"
+        # where it costs next to nothing, and a step is not always computed again
+        self.part_was_bad = watch_part(self._module) if world.device.type == "cuda" else nobody_knows
         self._has_sync_layers = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
 
     def stamp_buckets(self, stamps: BucketStamps) -> bool:
@@ -184,6 +198,10 @@ class Distributed(Strategy):
             self._module.stamp_buckets(stamps)
             return True
         return False
+
+    def part_is_bad(self) -> bool:
+        """Return whether it is known that this rank's part of the last gradient was not finite. Blocks."""
+        return self.part_was_bad()
 
     def run(self, micro: MicroBatch, how: Pass) -> None:
         """Run forward and backward of ``micro``, adding to ``param.grad``.
@@ -255,7 +273,7 @@ def make_strategy(
     check_engine(name, settings)
     has_sync_layers = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
     if has_sync_layers and name not in PER_PROCESS:
-        _leave_alone(model)
+        leave_alone(model)
     if has_sync_layers and name == "torch-ddp" and devices[0].type == "cpu":
         raise ConfigurationError(
             "torch's DistributedDataParallel refuses SyncBatchNorm layers on the CPU, lockstep's too.\n"
@@ -266,7 +284,7 @@ def make_strategy(
     if name in ("dp", "dp-zero1"):
         return Replicated(model, objective, devices, shards_optimizer=name == "dp-zero1")
     if name == "torch-dp":
-        return Single(_torch_data_parallel(model, devices), objective)
+        return Single(torch_data_parallel(model, devices), objective)
     if name == "ddp":
         return Distributed(model, objective, world, our_wrapper(settings))
     if name == "ddp-zero1":
@@ -278,21 +296,3 @@ def make_strategy(
 
         return FullyShard(model, objective, world, devices[0])
     return Distributed(model, objective, world, nn.parallel.DistributedDataParallel)
-
-
-def _leave_alone(model: nn.Module) -> None:
-    """Keep synchronised layers from waiting for ranks that do not train the model; there may be a group of them."""
-    from lockstep.parallel.batchnorm.layer import SyncBatchNorm
-
-    for layer in model.modules():
-        if isinstance(layer, SyncBatchNorm):
-            layer.alone = True
-
-
-def _torch_data_parallel(model: nn.Module, devices: Sequence[torch.device]) -> nn.Module:
-    if any(device.type != "cuda" for device in devices):
-        raise ConfigurationError(
-            "Strategy torch-dp needs CUDA devices: torch.nn.DataParallel does nothing on CPUs.\n"
-            "Use strategy dp, which runs on CPUs too."
-        )
-    return nn.DataParallel(model, device_ids=[device.index for device in devices])

@@ -87,6 +87,10 @@ class Zero1(Strategy):
         return self._engine.stamp_buckets(stamps)
 
     @override
+    def part_is_bad(self) -> bool:
+        return self._engine.part_is_bad()
+
+    @override
     def whole(self, model: nn.Module) -> nn.Module:
         """Block until its parameters are there."""
         if self._optimizer is not None:
