@@ -140,9 +140,9 @@ def make_clue(rank: int, index: int, shares: Sequence[Sequence[int]], micro: Mic
     words = [words_for(loss) for loss in seen.losses]
     if seen.parameter is None and not any(words):
         return None
-    wrong = range(len(shares))
+    wrong = list(range(len(shares)))
     if len(words) == len(shares) and any(words):
-        wrong = range(len(shares))[words.index(next(filter(None, words))) :][:1]
+        wrong = [share for share, word in enumerate(words) if word is not None]
     samples = [sample for share in wrong for sample in shares[share]]
     faulty = [
         sample
