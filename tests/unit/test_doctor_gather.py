@@ -6,12 +6,14 @@ import stat
 import struct
 import time
 
+import psutil
 import pytest
 import torch
 
 from lockstep.env import RankEnv
 from lockstep.errors import ConfigurationError
 from lockstep.study.doctor.gather import disk, gpus, nvidia
+from lockstep.study.doctor.gather import task as gather_task
 from lockstep.study.doctor.gather.cores import core_facts, cpu_quota, read_groups
 from lockstep.study.doctor.gather.disk import disk_facts
 from lockstep.study.doctor.gather.in_time import in_time
@@ -20,7 +22,7 @@ from lockstep.study.doctor.gather.network import find_infiniband, find_interface
 from lockstep.study.doctor.gather.nvidia import read_gpus, read_matrix, visible
 from lockstep.study.doctor.gather.pci import has_nvidia_gpu, is_redirecting, redirecting_bridges
 from lockstep.study.doctor.gather.plan import make_plan
-from lockstep.study.doctor.gather.task import TaskFails, num_bytes, task_facts
+from lockstep.study.doctor.gather.task import ABSENT, FACTS, MISSED, TaskFails, look_at, num_bytes, task_facts
 from lockstep.study.doctor.gather.versions import version_facts
 from lockstep.study.doctor.plan import Plan
 from tests.unit.doctor_planted import CHIPSET_REFUSES, NVLINK_IN_PAIRS, SOUND_GPUS
@@ -236,34 +238,67 @@ def write_task(folder, text):
     return str(file)
 
 
-def test_a_task_is_looked_at_without_training(tmp_path, capsys):
-    facts, missed = task_facts(write_task(tmp_path, TASK), PLAN)
-    assert missed == []
-    assert (facts.global_batch_size, facts.world_size, facts.share, facts.num_samples) == (6, 2, 3, 10)
-    assert facts.batchnorms == ("1",)
+def told_of(text, folder):
+    """What the process that looks at a task would tell; in this process."""
+    told = []
+    look_at(told.append, write_task(folder, text))
+    return told
+
+
+def test_a_task_is_looked_at_without_training(tmp_path):
+    basics, model, data = told_of(TASK, tmp_path)
+    assert basics == (FACTS, {"name": "task", "global_batch_size": 6, "drop_last": False})
     weights = 4 * (12 + 3 + 3 + 3)
-    assert (facts.trained_bytes, facts.weight_bytes) == (weights, weights + 4 * 6 + 8)
-    assert (facts.sample_bytes, facts.batch_bytes) == (20, 60)
-    assert capsys.readouterr().out == ""
+    assert model == (FACTS, {"batchnorms": ("1",), "weight_bytes": weights + 4 * 6 + 8, "trained_bytes": weights})
+    assert data[1].pop("sample_s") > 0
+    assert data == (FACTS, {"num_samples": 10, "sample_bytes": 20})
 
 
-def test_what_a_task_does_not_give_is_not_checked(tmp_path):
+def test_a_model_that_looks_at_its_weights_is_built_all_the_same(tmp_path):
+    text = TASK.replace("    model=lambda: ", "    model=lambda: float(torch.ones(1).sum()) and ")
+    assert told_of(text, tmp_path)[1][1]["batchnorms"] == ("1",)
+
+
+def test_what_a_task_does_not_give_is_told(tmp_path):
     model = "lambda: torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))"
-    text = TASK.replace(model, "lambda: 1 / 0")
-    facts, (missed,) = task_facts(write_task(tmp_path, text), PLAN)
-    assert (missed.what, missed.because) == ("the model of the task", "ZeroDivisionError: division by zero")
-    assert (facts.batchnorms, facts.weight_bytes, facts.num_samples) == (None, None, 10)
+    assert told_of(TASK.replace(model, "lambda: 1 / 0"), tmp_path)[1] == (MISSED, "ZeroDivisionError: division by zero")
+    ((kind, text),) = told_of("import lockstep\n", tmp_path)
+    assert kind == ABSENT
+    assert text.splitlines()[0].endswith("has no 'task'.")
 
 
-def test_a_task_that_fails_and_one_that_is_not_there(tmp_path):
+def test_a_task_runs_in_a_process_of_its_own(tmp_path, capfd):
+    file = write_task(tmp_path, TASK)
+    facts, missed = task_facts(file, PLAN)
+    assert missed == []
+    assert (facts.world_size, facts.share, facts.batchnorms, facts.batch_bytes) == (2, 3, ("1",), 60)
+    assert capfd.readouterr().out == ""
+    with pytest.raises(ConfigurationError) as caught:
+        task_facts(f"{file}:other", PLAN)
+    assert str(caught.value) == f"{file} has no 'other'.\nName what it has: {file}:task"
     file = write_task(tmp_path, f"{TASK}raise ValueError('no data')\n")
     with pytest.raises(TaskFails) as failed:
         task_facts(file, PLAN)
     assert str(failed.value).startswith(f"{file}, line 13: ValueError: no data\n")
-    file = write_task(tmp_path, TASK)
-    with pytest.raises(ConfigurationError) as caught:
-        task_facts(f"{file}:other", PLAN)
-    assert str(caught.value) == f"{file} has no 'other'.\nName what it has: {file}:task"
+
+
+def test_a_task_that_takes_long_or_dies_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(gather_task, "STEPS", tuple((what, 0.5) for what, _ in gather_task.STEPS))
+    file = write_task(tmp_path, "import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(60)\n")
+    monkeypatch.chdir(tmp_path)
+    facts, missed = task_facts(file, PLAN)
+    assert facts is None
+    assert [(one.what, one.because) for one in missed] == [
+        ("the task", "it took too long"),
+        ("the model of the task", "the task comes before it"),
+        ("the data set of the task", "the task comes before it"),
+    ]
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+    monkeypatch.setattr(gather_task, "STEPS", tuple((what, 5.0) for what, _ in gather_task.STEPS))
+    dies = TASK.replace("dataset=lambda: ", "dataset=lambda: __import__('os')._exit(3) or ")
+    facts, (missed,) = task_facts(write_task(tmp_path, dies), PLAN)
+    assert (missed.what, missed.because) == ("the data set of the task", "its process ended with exit code 3")
+    assert facts.batchnorms == ("1",)
 
 
 def test_bytes_of_a_sample():

@@ -33,6 +33,10 @@ Exit codes: 0 nothing worse than notes; 1 the run will hang, fail, be wrong or b
 such script. Each finding is explained in docs/doctor.md under its name."""
 
 
+ALL_S, LEAST_S = 8.0, 2.0
+"""When a task has to be through, from the start of this process, which imports torch; and what it gets in any case."""
+
+
 class _Command(click.Command):
     """Ends with `USAGE` where arguments make no sense."""
 
@@ -105,7 +109,11 @@ def doctor(
             master_port=master_port,
             checkpoint=None if checkpoint is None else Path(checkpoint),
         )
-        report = examine(plan, os.environ) if env.world_size == 1 else examine_together(plan, env, os.environ)
+        report = (
+            examine(plan, os.environ, task_s=_time_left_s())
+            if env.world_size == 1
+            else examine_together(plan, env, os.environ)
+        )
     except ConfigurationError as error:
         click.echo(f"lockstep: {error}", err=True)
         return USAGE
@@ -116,3 +124,11 @@ def doctor(
     else:
         show(report, console())
     return report.exit_code
+
+
+def _time_left_s() -> float:
+    import time
+
+    import psutil
+
+    return float(max(LEAST_S, ALL_S - (time.time() - psutil.Process().create_time())))

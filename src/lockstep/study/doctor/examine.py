@@ -15,7 +15,7 @@ from lockstep.study.doctor.gather.disk import disk_facts
 from lockstep.study.doctor.gather.gpus import gpu_facts, link_facts
 from lockstep.study.doctor.gather.memory import limit_facts, memory_facts
 from lockstep.study.doctor.gather.network import host_facts, network_facts, port_facts
-from lockstep.study.doctor.gather.task import TaskFails, task_facts
+from lockstep.study.doctor.gather.task import ALL_S, TaskFails, task_facts
 from lockstep.study.doctor.gather.versions import version_facts
 from lockstep.study.doctor.plan import Plan
 from lockstep.study.doctor.report import Report, worst_first
@@ -54,18 +54,18 @@ class _Notes:
         self.missed += missed or []
 
 
-def examine(plan: Plan, environ: Mapping[str, str]) -> Report:
+def examine(plan: Plan, environ: Mapping[str, str], task_s: float = ALL_S) -> Report:
     """Return what on this machine, and in the script or task of ``plan``, will slow or hang the run.
 
     Blocks under ten seconds: what does not answer by then is not checked. Writes some MiB to the checkpoint folder and
-    removes them; imports a task's file, but never runs a script.
+    removes them; imports a task's file, in a process of its own that has ``task_s``, but never runs a script.
 
     Raises:
         ConfigurationError: There is no such script or task, or it cannot be read.
     """
     began = time.perf_counter()
     notes = _Notes()
-    plan, task = _target(plan, notes)
+    plan, task = _target(plan, notes, task_s)
     _devices(plan, notes)
     _network(plan, environ, task, notes)
     _machine(plan, environ, task, notes)
@@ -79,7 +79,7 @@ def examine(plan: Plan, environ: Mapping[str, str]) -> Report:
     )
 
 
-def _target(plan: Plan, notes: _Notes) -> tuple[Plan, TaskFacts | None]:
+def _target(plan: Plan, notes: _Notes, task_s: float) -> tuple[Plan, TaskFacts | None]:
     """Look at the script, and at the task if it has one; the script may say how many loader workers there will be."""
     target = plan.target
     if target is None:
@@ -92,7 +92,7 @@ def _target(plan: Plan, notes: _Notes) -> tuple[Plan, TaskFacts | None]:
     if not (facts.uses_task or names_task(target)):
         return plan, None
     try:
-        task, missed = task_facts(target, plan)
+        task, missed = task_facts(target, plan, task_s)
     except TaskFails as error:
         notes.findings.append(tasks.fails(target, str(error)))
         return plan, None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import time
 from typing import Any
 
@@ -13,7 +11,7 @@ from torch.utils.data import IterableDataset
 
 from lockstep.errors import ConfigurationError
 from lockstep.study.doctor.finding import NotChecked
-from lockstep.study.doctor.gather.in_time import in_time
+from lockstep.study.doctor.gather.aside import Aside, Silent, Tell
 from lockstep.study.doctor.plan import Plan
 from lockstep.study.doctor.target import names_task
 from lockstep.study.doctor.topics.task import TaskFacts
@@ -25,66 +23,68 @@ class TaskFails(Exception):
     """The file of a task, or the function that makes it, fails; the message says where and how."""
 
 
-IMPORT_S, MODEL_S, ALL_S = 5.0, 2.0, 6.0
-"""How long a task's own functions may take, alone and together: with the rest it must stay under ten seconds."""
+ALL_S = 6.0
+"""How long a task's own functions may take together: with the rest it must stay under ten seconds."""
+
+STEPS = (("the task", 5.0), ("the model of the task", 2.0), ("the data set of the task", ALL_S))
+"""What the process that looks at a task tells, in this order, and how long it may take for each."""
+
+FACTS, MISSED, ABSENT, FAILS = "facts", "missed", "absent", "fails"
 
 _SYNCHRONISED = "SyncBatchNorm"
 
 
-def task_facts(spec: str, plan: Plan) -> tuple[TaskFacts | None, list[NotChecked]]:
-    """Return what the task that ``spec`` names tells, and what it does not. Blocks some seconds at most.
+def task_facts(spec: str, plan: Plan, seconds: float = ALL_S) -> tuple[TaskFacts | None, list[NotChecked]]:
+    """Return what the task that ``spec`` names tells, and what it does not. Blocks at most ``seconds``.
+
+    The task's own code runs in a process of its own, which has ended when this returns.
 
     Raises:
         TaskFails: Its file fails, or the function that makes it.
         ConfigurationError: The file has no task of the name that was given.
     """
-    # What a task prints is not part of the report.
-    deadline = time.monotonic() + ALL_S
-    with contextlib.redirect_stdout(sys.stderr):
-        loaded = in_time(IMPORT_S, lambda: load_task(spec))
-        if isinstance(loaded.error, ConfigurationError):
-            if loaded.error.__cause__ is not None:
-                raise TaskFails(str(loaded.error))
-            if names_task(spec):
-                raise loaded.error
-        if loaded.value is None:
-            return None, [
-                NotChecked(f"the task of {spec}", _why(loaded.error, f"it was not imported within {IMPORT_S:g} s"))
-            ]
-        task, missed = loaded.value, []
-        model = in_time(min(MODEL_S, deadline - time.monotonic()), lambda: _model(task))
-        if model.value is None:
-            late = f"it was not built within {MODEL_S:g} s"
-            missed.append(NotChecked("the model of the task", _why(model.error, late)))
-        data = in_time(deadline - time.monotonic(), lambda: _data(task))
-        if data.value is None:
-            late = f"it was not there within the {ALL_S:g} s for the task"
-            missed.append(NotChecked("the data set of the task", _why(data.error, late)))
-    num_samples, sample_bytes, sample_s = data.value or (None, None, None)
-    batchnorms, weight_bytes, trained_bytes = model.value or (None, None, 0)
-    facts = TaskFacts(
-        name=task.name,
-        global_batch_size=task.global_batch_size,
-        world_size=plan.world_size,
-        num_samples=num_samples,
-        drop_last=task.drop_last,
-        batchnorms=batchnorms,
-        weight_bytes=weight_bytes,
-        trained_bytes=trained_bytes,
-        sample_bytes=sample_bytes,
-        sample_s=sample_s,
-    )
-    return facts, missed
+    deadline = time.monotonic() + seconds
+    fields: dict[str, Any] = {}
+    missed: list[NotChecked] = []
+    with Aside(look_at, spec) as aside:
+        for number, (what, limit_s) in enumerate(STEPS):
+            try:
+                kind, told = aside.receive(min(limit_s, deadline - time.monotonic()))
+            except Silent as error:
+                missed.append(NotChecked(what, str(error)))
+                missed += [NotChecked(later, f"{what} comes before it") for later, _ in STEPS[number + 1 :]]
+                break
+            if kind == FACTS:
+                fields |= told
+            elif kind == FAILS:
+                raise TaskFails(told)
+            elif kind == ABSENT and names_task(spec):
+                raise ConfigurationError(told)
+            else:
+                missed.append(NotChecked(what, told.splitlines()[0].rstrip(".")))
+            if kind == ABSENT:
+                break
+    return TaskFacts(world_size=plan.world_size, **fields) if fields else None, missed
 
 
-def _why(error: BaseException | None, late: str) -> str:
-    if error is None:
-        return late
-    first = (str(error) or "no message").splitlines()[0]
-    return first if isinstance(error, ConfigurationError) else f"{type(error).__name__}: {first}"
+def look_at(tell: Tell, spec: str) -> None:
+    """Tell the facts of `STEPS`, or why there are none. Runs the user's code."""
+    try:
+        task = load_task(spec)
+    except ConfigurationError as error:
+        tell((ABSENT if error.__cause__ is None else FAILS, str(error)))
+        return
+    basics = {"name": task.name, "global_batch_size": task.global_batch_size, "drop_last": task.drop_last}
+    tell((FACTS, basics))
+    for facts_of in (_model, _data):
+        try:
+            tell((FACTS, facts_of(task)))
+        except Exception as error:
+            first = (str(error) or "no message").splitlines()[0]
+            tell((MISSED, first if isinstance(error, ConfigurationError) else f"{type(error).__name__}: {first}"))
 
 
-def _model(task: Task) -> tuple[tuple[str, ...], int, int]:
+def _model(task: Task) -> dict[str, Any]:
     """Return the names of BatchNorm layers that are not synchronised, and bytes of all weights and of the trained."""
     try:
         with torch.device("meta"):
@@ -98,21 +98,25 @@ def _model(task: Task) -> tuple[tuple[str, ...], int, int]:
     )
     weights = [*model.parameters(), *model.buffers()]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return names, sum(tensor.nbytes for tensor in weights), sum(tensor.nbytes for tensor in trained)
+    return {
+        "batchnorms": names,
+        "weight_bytes": sum(tensor.nbytes for tensor in weights),
+        "trained_bytes": sum(tensor.nbytes for tensor in trained),
+    }
 
 
-def _data(task: Task) -> tuple[int | None, int | None, float | None]:
-    """Return the number of samples, the bytes of the first, and how long it takes to load."""
+def _data(task: Task) -> dict[str, Any]:
+    """Return the number of samples, the bytes of the first, and how long it takes to load; nothing of a stream."""
     dataset: Any = task.dataset()
     if isinstance(dataset, IterableDataset):
-        return None, None, None
+        return {}
     count = len(dataset)
     if count == 0:
-        return 0, None, None
+        return {"num_samples": 0}
     dataset[0]  # the first time opens files
     began = time.perf_counter()
     sample = dataset[0]
-    return count, num_bytes(sample), time.perf_counter() - began
+    return {"num_samples": count, "sample_bytes": num_bytes(sample), "sample_s": time.perf_counter() - began}
 
 
 def num_bytes(value: Any) -> int:
