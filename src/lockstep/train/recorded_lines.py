@@ -13,33 +13,34 @@ if TYPE_CHECKING:
 def step_line(pending: Pending, began_s: float, steps_per_epoch: int | None) -> dict[str, Any]:
     """Return the line of kind ``step``; see ``STEP`` in lockstep.monitor.record.names."""
     record, times, waited = pending.record, pending.record.times, pending.record.waited
-    loss, *norm = pending.values.tolist()
+    loss, *norm = map(float, pending.values)
     in_backward_s = _waited_s(pending)
     elsewhere_s = waited.data_wait_s + waited.forward_s + waited.backward_s + waited.optimizer_s
     exposed_s = None if in_backward_s is None else in_backward_s + times.communication_s + elsewhere_s
     interval_s = pending.interval_s
+    total_s = round(times.total_s, 7)
     return {
         "kind": "step",
         "step": record.step,
         "num_steps": 1,
-        "epoch": record.step / steps_per_epoch if steps_per_epoch else None,
-        "time": began_s,
-        "interval_s": interval_s,
-        "total_s": times.total_s,
-        "slowest_s": times.total_s,
+        "epoch": round(record.step / steps_per_epoch, 6) if steps_per_epoch else None,
+        "time": round(began_s, 6),
+        "interval_s": _short(interval_s),
+        "total_s": total_s,
+        "slowest_s": total_s,
         "slowest_step": record.step,
-        "data_wait_s": times.data_wait_s - waited.data_wait_s,
+        "data_wait_s": round(times.data_wait_s - waited.data_wait_s, 7),
         "copy_s": None,
-        "forward_s": times.forward_s - waited.forward_s,
-        "backward_s": max(0.0, times.backward_s - waited.backward_s - (in_backward_s or 0.0)),
-        "exposed_s": exposed_s,
-        "hidden_s": _hidden_s(pending) if pending.closely else None,
-        "optimizer_s": times.optimizer_s - waited.optimizer_s,
+        "forward_s": round(times.forward_s - waited.forward_s, 7),
+        "backward_s": round(max(0.0, times.backward_s - waited.backward_s - (in_backward_s or 0.0)), 7),
+        "exposed_s": _short(exposed_s),
+        "hidden_s": _short(_hidden_s(pending)) if pending.closely else None,
+        "optimizer_s": round(times.optimizer_s - waited.optimizer_s, 7),
         "loss": loss,
         "learning_rate": pending.learning_rate,
         "grad_norm": norm[0] if norm else None,
         "samples": record.num_samples,
-        "samples_per_s": record.num_samples / (interval_s or times.total_s),
+        "samples_per_s": round(record.num_samples / (interval_s or total_s), 3),
     }
 
 
@@ -48,7 +49,7 @@ def timeline_line(pending: Pending, began_s: float) -> dict[str, Any]:
     start = pending.record.watch.start
 
     def since(mark: Mark) -> float:
-        return seconds_between(start, mark)
+        return round(seconds_between(start, mark), 7)
 
     stamps = pending.stamps
     whole = [] if stamps is None else [each for each in stamps.buckets if each.sent is not None]
@@ -61,12 +62,20 @@ def timeline_line(pending: Pending, began_s: float) -> dict[str, Any]:
     return {
         "kind": "timeline",
         "step": pending.record.step,
-        "time": began_s,
-        "spans": [[name[:-2], begin, end] for name, begin, end in pending.record.watch.spans() if end > begin],
+        "time": round(began_s, 6),
+        "spans": [
+            [name[:-2], round(begin, 7), round(end, 7)]
+            for name, begin, end in pending.record.watch.spans()
+            if end > begin
+        ],
         "buckets": buckets,
         "waited_from": None if waited is None else since(waited[0]),
         "waited_until": None if waited is None else since(waited[1]),
     }
+
+
+def _short(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 7)
 
 
 def _waited_s(pending: Pending) -> float | None:

@@ -32,8 +32,7 @@ from lockstep.train.recorded_lines import step_line, timeline_line
 from lockstep.train.step_record import StepRecord
 from lockstep.train.stopwatch import Mark, seconds_between
 
-TIMELINE_PERIOD, TIMELINE_FIRST, TIMELINE_STEPS = 64, 4, 4
-"""Of so many steps, from the given one on, so many have a timeline; the same on every rank."""
+TIMELINE_FIRST, TIMELINE_STEPS = 4, 4
 
 _SPIKE, _SPIKE_S, _SPIKE_AFTER, _MOST_SPIKES = 3.0, 0.005, 20, 200
 """A step is a spike if it takes so many times the median of those before, and so much longer; not among the first."""
@@ -42,7 +41,13 @@ _PAUSES = ("evaluation", "checkpoint")
 """Events for which training stands still."""
 
 
-@dataclass
+def has_timeline(step: int) -> bool:
+    """Return whether a step has a timeline, the same on every rank: four of 64, from step 4096 on ever fewer."""
+    period = max(64, 1 << (step.bit_length() - 6)) if step >= 4096 else 64
+    return (step - TIMELINE_FIRST) % period < TIMELINE_STEPS
+
+
+@dataclass(slots=True)
 class Pending:
     """A step whose figures the device may still owe."""
 
@@ -50,7 +55,7 @@ class Pending:
     wall_s: float
     began_at: float
     interval_s: float | None
-    values: Tensor
+    values: list[Tensor]
     arrived: torch.cuda.Event | None
     learning_rate: float | None
     stamps: StepStamps | None
@@ -85,8 +90,7 @@ class Recorder:
     def begin(self) -> None:
         """A step is about to begin."""
         self._paused_at = None
-        place = (self._loop.num_steps_done - TIMELINE_FIRST) % TIMELINE_PERIOD
-        self._is_closely = place < TIMELINE_STEPS
+        self._is_closely = has_timeline(self._loop.num_steps_done)
         if self._stamps is not None:
             self._stamps.closely = self._is_closely
         self._wall_s, self._began_at = time.time(), time.perf_counter()
@@ -94,11 +98,12 @@ class Recorder:
 
     def step(self, record: StepRecord) -> None:
         """Take a step that has just ended on the host. Does not block."""
-        wanted = [record.loss] if record.grad_norm is None else [record.loss, record.grad_norm]
-        values, arrived = torch.stack([value.detach().double() for value in wanted]), None
-        if values.device.type == "cuda":
-            there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            values, arrived = there.copy_(values, non_blocking=True), torch.cuda.Event()
+        values: list[Tensor] = [record.loss] if record.grad_norm is None else [record.loss, record.grad_norm]
+        arrived = None
+        if record.loss.is_cuda:
+            there = torch.empty(len(values), dtype=torch.float64, pin_memory=True)
+            there.copy_(torch.stack([value.detach().double() for value in values]), non_blocking=True)
+            values, arrived = list(there), torch.cuda.Event()
             arrived.record(torch.cuda.current_stream(self._loop.device))
         rate = self._loop.optimizer.param_groups[0]["lr"]
         self._open = Pending(

@@ -60,7 +60,7 @@ TIMELINE = {
     "waited_from": "when this rank's own work of backward was done, and it waited for buckets; null if not known",
     "waited_until": "when it had them",
 }
-"""Of a line of kind ``timeline``, written for a few steps in a hundred."""
+"""Of a line of kind ``timeline``, written for some steps; see `has_timeline` in lockstep.train.recording."""
 
 EVENT = {
     "event": "which of EVENTS",

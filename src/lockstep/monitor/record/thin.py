@@ -1,7 +1,7 @@
 """Keeps the file of a long run small: each line of steps stands for more and more of them.
 
-The first ``SINGLY`` lines hold a step each, the next so many two, then four, and so on: a run of a day at a hundred
-steps a second takes 200 MB singly, and 12 MB so. What was slow in between stays: the longest step is named.
+The first ``SINGLY`` lines hold a step each, the next so many two, then four, and so on: a million steps take 60,000
+lines. What was slow in between stays: the longest step is named.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ _JOIN_S = 10.0
 _MOST_WAITING = 100_000
 """Lines that may wait for a disk that does not take them; then the oldest are dropped."""
 
+_COMPACT = (",", ":")
+
 
 class LineWriter:
     """A file of JSON lines.
@@ -91,19 +93,20 @@ class LineWriter:
 
 
 def to_line(line: dict[str, Any]) -> str:
-    """Return ``line`` as one line of JSON, floats cut to what matters; NaN and infinities become strings."""
-    return json.dumps(_plain(line), separators=(",", ":"), allow_nan=False) + "\n"
+    """Return ``line`` as one line of JSON; NaN and infinities, which JSON does not have, become strings."""
+    try:
+        return json.dumps(line, separators=_COMPACT, allow_nan=False) + "\n"
+    except ValueError:
+        return json.dumps(_named(line), separators=_COMPACT) + "\n"
 
 
-def _plain(value: Any) -> Any:
+def _named(value: Any) -> Any:
     if isinstance(value, float):
-        if not math.isfinite(value):
-            return str(value)
-        return round(value, 6) if abs(value) >= 1 else float(f"{value:.6g}")
+        return value if math.isfinite(value) else str(value)
     if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
+        return {key: _named(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
+        return [_named(entry) for entry in value]
     return value
 
 
