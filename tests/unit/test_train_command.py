@@ -114,6 +114,7 @@ def test_every_setting_is_a_flag_and_arrives(mine, monkeypatch):
         "seed": 3,
         "global_batch_size": 8,
         "accumulate": 2,
+        "micro_batch": "auto",
         "precision": "bf16",
         "clip": 0.5,
         "schedule": "cosine",
@@ -123,29 +124,34 @@ def test_every_setting_is_a_flag_and_arrives(mine, monkeypatch):
         "shares": "2,1.5",
         "workers": 1,
         "bad_samples": "skip",
+        "on_nan": "skip",
+        "check_replicas": 50,
         "strategy": "dp",
         "devices": 2,
         "checkpoint": "runs",
         "checkpoint_every": 5,
+        "keep": 3,
         "export": "x.safetensors",
         "eval_every": 4,
+        "run_dir": "record",
         "log_file": "log",
     }
+    switches = {"quiet": True, "keep_best": True, "checkpoint_blocking": True}
     args = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    assert main(["train", "mine.py", *args, "--quiet", "--no-resume"]) == 0
+    assert main(["train", "mine.py", *args, "--quiet", "--keep-best", "--checkpoint-blocking", "--no-resume"]) == 0
     others = ["--epochs", "2", "--resume", "--checkpoint", "runs", "--reproducible", "4", "--threads", "2"]
     others += ["--workers", "auto"]
     assert main(["train", "mine.py", *others]) == 0
     assert main(["train", "mine.py", "--wire", "bf16", "--bucket-cap-mb", "2.5", "--overlap-optimizer"]) == 0
     assert main(["train", "mine.py", "--bucket-cap-mb", "auto"]) == 0
     assert seen == [
-        FitSettings(**{**flags, "shares": (2, 1.5)}, quiet=True, resume=False),
+        FitSettings(**{**flags, "shares": (2, 1.5)}, **switches, resume=False),
         FitSettings(epochs=2, resume=True, checkpoint="runs", reproducible=4, threads=2, workers="auto"),
         FitSettings(wire="bf16", bucket_cap_mb=2.5, overlap_optimizer=True),
         FitSettings(bucket_cap_mb="auto"),
     ]
-    rest = {"epochs", "quiet", "resume", "reproducible", "threads", "wire", "bucket_cap_mb", "overlap_optimizer"}
-    assert {setting.name for setting in settings_of(FitSettings)} == {*flags, *rest}
+    rest = {"epochs", "resume", "reproducible", "threads", "wire", "bucket_cap_mb", "overlap_optimizer"}
+    assert {setting.name for setting in settings_of(FitSettings)} == {*flags, *switches, *rest}
 
 
 def test_words_that_are_no_numbers_are_named(mine, capfd):
