@@ -179,7 +179,7 @@ def run_recorded(program: Callable[[], None]) -> None:
         program()
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
-            fail(leaving)
+            record(leaving)
             _failed_with.append(leaving.code & 0xFF if isinstance(leaving.code, int) else 1)
         raise
     except BaseException as error:
