@@ -1,0 +1,118 @@
+"""Advice from planted figures: the right cause, and the gain that leaving it out would bring."""
+
+from dataclasses import replace
+
+import pytest
+
+from lockstep.monitor.stragglers import Straggler
+from lockstep.study.report.advice import Facts, advise
+from lockstep.study.report.figures import Parts
+
+SOUND = Parts(
+    data_wait_s=0.0, forward_s=0.030, backward_s=0.060, wire_s=0.002, peers_s=0.0, optimizer_s=0.002, other_s=0.0
+)
+FACTS = Facts(num_ranks=4, device="cuda", critical=SOUND, workers=2, gradient_bytes=2**20)
+
+
+def facts(**changes):
+    parts = {name: changes.pop(name) for name in list(changes) if name in SOUND.by_name()}
+    return replace(FACTS, critical=replace(SOUND, **parts), **changes)
+
+
+def test_a_sound_run_is_left_alone():
+    assert advise(FACTS) == []
+
+
+def test_waiting_for_data_asks_for_so_many_workers_as_hide_it():
+    # 94 ms of other work a step can hide 188 ms of loading in 2 workers.
+    (advice,) = advise(facts(data_wait_s=0.188, workers=0))
+    assert advice.text == (
+        "Data wait is 67% of the step: 2 loader workers a rank instead of 0 (--workers 2) would give about 3.00 times "
+        "the throughput."
+    )
+    assert advice.gain == pytest.approx(0.282 / 0.094)
+
+
+def test_workers_that_do_not_keep_up_are_busy_all_the_time():
+    # 2 workers take 2 x 188 ms for a step's samples; 4 need as long as the rest of the step.
+    (advice,) = advise(facts(data_wait_s=0.094))
+    assert advice.change == "4 loader workers a rank instead of 2 (--workers 4)"
+    assert advice.gain == pytest.approx(2.0)
+
+
+def test_a_slow_rank_is_named_with_its_phase():
+    slow = Straggler(3, "forward", lost_s=0.047, took_s=0.077, usual_s=0.030, step_s=0.094)
+    (advice,) = advise(facts(straggler=slow))
+    assert advice.cause == "Rank 3 is slow in forward (77 ms where 30 ms is usual), and the others wait for it"
+    assert advice.gain == pytest.approx(2.0)
+
+
+def test_a_rank_that_loads_slowly_alone_needs_no_workers_on_all():
+    slow = Straggler(1, "loader", lost_s=0.090, took_s=0.094, usual_s=0.004, step_s=0.188)
+    texts = [advice.cause for advice in advise(facts(data_wait_s=0.094, workers=0, straggler=slow))]
+    assert texts == ["Rank 1 is slow in loading its data (94 ms where 4.0 ms is usual), and the others wait for it"]
+
+
+def test_many_small_buckets_pay_their_latency_each():
+    found = advise(facts(num_buckets=41, bucket_latency_s=0.0005, wire_s=0.022))
+    assert found[0].text == (
+        "Gradients travel in 41 buckets of 25 KiB, and 19% of the step waits for them: one of at most 25 MiB (leave "
+        "--bucket-cap-mb out, or try auto) would give about 1.21 times the throughput."
+    )
+    assert found[0].gain == pytest.approx(0.114 / (0.114 - 40 * 0.0005))
+
+
+def test_what_buckets_save_is_no_more_than_was_waited_for():
+    found = advise(facts(num_buckets=41, bucket_latency_s=0.005, wire_s=0.022))
+    assert found[0].gain == pytest.approx(0.114 / 0.092)
+
+
+def test_many_bytes_travel_faster_as_bf16_and_less_often_with_accumulation():
+    found = advise(facts(wire_s=0.092, gradient_bytes=100 * 2**20))
+    assert [advice.change for advice in found] == [
+        "rounding gradients on their way (--wire bf16)",
+        "exchanging gradients once for 4 micro-batches (--accumulate 4 with a global batch 4 times as large)",
+    ]
+    assert found[0].gain == pytest.approx(0.184 / 0.138)
+    assert found[1].gain == pytest.approx(0.184 / 0.115)
+    assert [advice.keeps_run for advice in found] == [True, False]
+    rounded = advise(facts(wire_s=0.092, gradient_bytes=100 * 2**20, wire=True))
+    assert [advice.keeps_run for advice in rounded] == [False]
+
+
+def test_a_model_too_small_to_divide_is_better_off_alone():
+    found = advise(facts(forward_s=0.001, backward_s=0.002, wire_s=0.020, num_ranks=4))
+    assert found[0].text == (
+        "The model is too small to divide: computing is 12% of the step on 4 devices: one device (--devices 1), or a "
+        "larger global batch, would give about 1.79 times the throughput."
+    )
+    assert found[0].gain == pytest.approx(0.025 / (4 * 0.003 + 0.002))
+    assert all("--accumulate" not in advice.change for advice in found)
+
+
+def test_an_optimizer_that_all_ranks_repeat_can_be_divided():
+    (advice,) = advise(facts(optimizer_s=0.040))
+    assert advice.change == "dividing it among the ranks (--strategy ddp-zero1)"
+    assert advice.gain == pytest.approx(0.132 / (0.132 - 0.040 * 3 / 4))
+    assert advise(facts(optimizer_s=0.040, strategy="ddp-zero1")) == []
+
+
+def test_a_crowded_machine_is_told_from_a_slow_link():
+    crowded = {"wire_s": 0.040, "device": "cpu", "num_buckets": 1, "trip_s": 0.030, "best_trip_s": 0.003}
+    causes = [advice.cause for advice in advise(facts(**crowded, load_per_core=3.0))]
+    assert causes[0] == "A bucket takes 30 ms on its way where 3.0 ms were enough at best"
+    assert not any("on its way where" in advice.cause for advice in advise(facts(**crowded, load_per_core=0.9)))
+
+
+def test_pauses_that_take_much_of_the_run_can_be_fewer():
+    (advice,) = advise(facts(paused_share={"evaluation": 0.2, "checkpoint": 0.01}))
+    assert advice.cause == "Training stands still for evaluations during 20% of the run"
+    assert advice.gain == pytest.approx(1 / 0.9)
+
+
+def test_the_largest_gain_comes_first_and_another_training_run_last():
+    gains = [(advice.keeps_run, advice.gain) for advice in advise(facts(wire_s=0.1, data_wait_s=0.05, workers=0))]
+    kept = [gain for keeps, gain in gains if keeps]
+    assert kept == sorted(kept, reverse=True)
+    assert [keeps for keeps, _ in gains] == sorted((keeps for keeps, _ in gains), reverse=True)
+    assert not gains[-1][0]
