@@ -154,6 +154,21 @@ def test_machines_are_named_and_versions_compared():
     ]
 
 
+def test_what_the_meeting_disproves_is_a_note():
+    faults = {fault.kind: fault for fault in FAULTS if fault.severity is Severity.HANG}
+    kinds = (Kind.MASTER_ADDRESS, Kind.INTERFACE_LOOPBACK, Kind.INTERFACE_VIRTUAL, Kind.LOCKED_MEMORY)
+    found = [LOOKS[faults[kind].topic](faults[kind].facts)[0] for kind in kinds]
+    made = report(*found)
+    merged = merge([Part(versions(0), made), Part(versions(1, "node2"), replace(made, host="node2"))])
+    notes = [finding for finding in merged.findings if finding.severity is Severity.NOTE]
+    assert [finding.kind for finding in notes] == list(kinds[:3])
+    assert notes[0].found.endswith(" The ranks met all the same.")
+    assert (merged.findings[0].kind, merged.findings[0].where) == (kinds[3], "node1, node2")
+    on_gpus = replace(made, plan=replace(PLAN, on_gpus=True))
+    severities = {finding.kind: finding.severity for finding in merge([Part(versions(0), on_gpus)]).findings}
+    assert severities[Kind.INTERFACE_VIRTUAL] is Severity.HANG  # NCCL has not met
+
+
 def test_parts_travel_as_plain_values():
     part = Part(versions(1), report(HANG))
     assert Part.from_record(json.loads(json.dumps(part.to_record()))) == part
@@ -168,12 +183,13 @@ def test_ranks_that_do_not_meet_are_told(monkeypatch):
     env = RankEnv.from_environ(ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
     monkeypatch.setattr(together, "init", fail)
     monkeypatch.setattr(together, "examine", lambda *_: report(NOTE))
-    made = examine_together(PLAN, env, {})
+    made, code = examine_together(PLAN, env, {})
+    assert code == 1
     assert [finding.kind for finding in made.findings] == [Kind.RANKS_DO_NOT_MEET, Kind.UNSAFE_LOAD]
     assert made.findings[0].found == "Rank 1 did not come."
     assert made.findings[0].fix == "Check that it was started."
     assert made.not_checked[-1] == NotChecked("versions across ranks", "the ranks did not meet")
-    assert examine_together(PLAN, replace(env, rank=1, local_rank=1), {}) is None
+    assert examine_together(PLAN, replace(env, rank=1, local_rank=1), {}) == (None, 1)
 
 
 @pytest.fixture

@@ -93,6 +93,7 @@ def doctor(
     from lockstep.study.doctor.examine import examine
     from lockstep.study.doctor.gather.plan import make_plan
     from lockstep.study.doctor.record import to_json
+    from lockstep.study.doctor.report import Report
     from lockstep.study.doctor.show import show
     from lockstep.study.doctor.together import examine_together
 
@@ -109,21 +110,22 @@ def doctor(
             master_port=master_port,
             checkpoint=None if checkpoint is None else Path(checkpoint),
         )
-        report = (
-            examine(plan, os.environ, task_s=_time_left_s())
-            if env.world_size == 1
-            else examine_together(plan, env, os.environ)
-        )
+        report: Report | None
+        if env.world_size == 1:
+            report = examine(plan, os.environ, task_s=_time_left_s())
+            code = report.exit_code
+        else:
+            report, code = examine_together(plan, env, os.environ)
     except ConfigurationError as error:
         click.echo(f"lockstep: {error}", err=True)
         return USAGE
     if report is None:  # rank zero tells
-        return 0
+        return code
     if as_json:
         click.echo(to_json(report))
     else:
         show(report, console())
-    return report.exit_code
+    return code
 
 
 def _time_left_s() -> float:

@@ -39,7 +39,7 @@ class Plan:
 
     def describe(self) -> str:
         """Say what is planned, such as ``2 ranks on CPU cores``."""
-        where = "GPUs" if self.on_gpus else "CPU cores"
+        where = ("GPU" if self.on_gpus else "CPU core") + "s" * (self.devices != 1)
         if self.machines > 1:
             return f"{self.world_size} ranks on {self.machines} machines with {self.devices} {where} each"
         return f"{self.devices} rank{'s' * (self.devices != 1)} on {where}"

@@ -9,7 +9,7 @@ from typing import Any
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import init
 from lockstep.env import RankEnv
-from lockstep.errors import LockstepError
+from lockstep.errors import EXIT_CODE, LockstepError
 from lockstep.study.doctor.examine import examine
 from lockstep.study.doctor.finding import Finding, NotChecked, Severity
 from lockstep.study.doctor.gather.versions import version_facts
@@ -22,6 +22,10 @@ from lockstep.study.doctor.topics.versions import VersionFacts
 
 MEETING_S = 20.0
 """How long ranks wait for each other; a launcher starts them within seconds."""
+
+
+_OF_MEETING = (Kind.MASTER_ADDRESS, Kind.HOSTNAME_LOOPBACK, Kind.HOSTNAME_UNRESOLVED)
+_OF_GLOO = (Kind.INTERFACE_LOOPBACK, Kind.INTERFACE_VIRTUAL, Kind.INTERFACE_MISSING)
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,11 @@ class Part:
         return Part(VersionFacts(**record["versions"]), None if report is None else from_record(report))
 
 
-def examine_together(plan: Plan, env: RankEnv, environ: Mapping[str, str]) -> Report | None:
-    """Return what was found on all machines; ``None`` on the ranks that have nothing to say.
+def examine_together(plan: Plan, env: RankEnv, environ: Mapping[str, str]) -> tuple[Report | None, int]:
+    """Return what this rank has to show, if anything, and the exit code, which is the same on all ranks.
 
-    Collective: every rank. Blocks until all have come, at most `MEETING_S`. If they do not, the first rank of each
-    machine returns what it found there, and that.
+    Collective: every rank. Blocks until all have come, at most `MEETING_S`. Rank zero shows what was found on all
+    machines. If the ranks do not meet, the first one of each machine shows that, and what it found there.
 
     Raises:
         ConfigurationError: There is no such script or task, or it cannot be read.
@@ -60,8 +64,9 @@ def examine_together(plan: Plan, env: RankEnv, environ: Mapping[str, str]) -> Re
         with init(backend="gloo", device="cpu", timeout_s=MEETING_S) as world:
             records = all_gather_object(part.to_record(), group=world.group)
     except LockstepError as error:
-        return None if report is None else _alone(report, error)
-    return merge([Part.from_record(record) for record in records]) if env.rank == 0 else None
+        return None if report is None else _alone(report, error), EXIT_CODE
+    merged = merge([Part.from_record(record) for record in records])
+    return merged if env.rank == 0 else None, merged.exit_code
 
 
 def merge(parts: Sequence[Part]) -> Report:
@@ -74,7 +79,7 @@ def merge(parts: Sequence[Part]) -> Report:
     hosts = _unique([report.host for report in reports])
     for host, report in zip(hosts, reports, strict=True):
         name = host if len(reports) > 1 else ""
-        findings += [replace(finding, where=finding.where or name) for finding in report.findings]
+        findings += [replace(_as_met(finding, report.plan), where=finding.where or name) for finding in report.findings]
     for host, report in zip(hosts[1:], reports[1:], strict=True):
         seen += [(f"{topic}, {host}", line) for topic, line in report.seen]
         known = {one.what for one in missed}
@@ -86,10 +91,26 @@ def merge(parts: Sequence[Part]) -> Report:
         first,
         host=", ".join(hosts),
         seen=tuple(seen),
-        findings=worst_first(findings),
+        findings=worst_first(_once(findings)),
         not_checked=tuple(missed),
         seconds=max(report.seconds for report in reports),
     )
+
+
+def _as_met(finding: Finding, plan: Plan) -> Finding:
+    """Return a finding about how ranks reach each other as a note: they have just done so, over Gloo."""
+    is_disproved = finding.kind in _OF_MEETING or (finding.kind in _OF_GLOO and not plan.on_gpus)
+    if not is_disproved or finding.severity is not Severity.HANG:
+        return finding
+    return replace(finding, severity=Severity.NOTE, found=f"{finding.found} The ranks met all the same.")
+
+
+def _once(findings: list[Finding]) -> list[Finding]:
+    """Return the findings; those that are the same on several machines once, with all their names."""
+    places: dict[Finding, list[str]] = {}
+    for finding in findings:
+        places.setdefault(replace(finding, where=""), []).append(finding.where)
+    return [replace(finding, where=", ".join(where)) for finding, where in places.items()]
 
 
 def _unique(hosts: list[str]) -> list[str]:
