@@ -98,7 +98,9 @@ def read_run(folder: Path) -> Recorded:
         number = path.stem.removeprefix("rank-")
         if number.isdecimal():
             ranks[int(number)] = _rank(path, int(number), known, gaps)
-    ranks = {number: rank for number, rank in ranks.items() if rank.steps or rank.events or rank.machine}
+    ranks = {
+        number: rank for number, rank in ranks.items() if rank.steps or rank.timelines or rank.events or rank.machine
+    }
     sessions = sessions or [{}]
     expected = range(len(_list(sessions[-1].get("ranks"))) or max(ranks, default=0) + 1)
     if missing := [number for number in expected if number not in ranks]:

@@ -1,0 +1,129 @@
+"""Figures from planted records: where the time goes, whom all wait for, what is on the critical path."""
+
+import pytest
+
+from lockstep.study.report.figures import find_figures
+from lockstep.study.report.read import read_run
+from lockstep.study.report.timeline import find_window
+from lockstep.study.report.traffic import find_traffic
+from lockstep.study.report.verdict import against, sentences
+from lockstep.study.report.view import look_at
+from tests.unit.report_planted import START, event_line, session, step_line, steps, timeline_line, write_run
+
+
+def figures(tmp_path, *ranks, **changes):
+    return find_figures(read_run(write_run(tmp_path / "run", ranks, [session(len(ranks), **changes)])))
+
+
+def test_the_rank_that_waits_least_waits_for_the_wire_and_the_others_for_it(tmp_path):
+    slow = steps(forward_s=0.013, exposed_s=0.001)
+    quick = steps(forward_s=0.003, exposed_s=0.011)
+    found = figures(tmp_path, quick, slow)
+    assert (found.by_rank[0].wire_s, found.by_rank[0].peers_s) == pytest.approx((0.001, 0.010))
+    assert (found.by_rank[1].wire_s, found.by_rank[1].peers_s) == pytest.approx((0.001, 0.0))
+    assert found.critical == found.by_rank[1]
+    assert found.last_share == {0: 0.0, 1: 1.0}
+    assert (found.straggler.rank, found.straggler.phase) == (1, "forward")
+    assert found.straggler.lost_s == pytest.approx(0.010)
+    assert found.step_s == pytest.approx(0.021)
+    assert found.samples_per_s == pytest.approx(64 / 0.021)
+
+
+def test_ranks_that_take_turns_at_being_last_are_no_stragglers(tmp_path):
+    turns = [(0.003, 0.011), (0.013, 0.001)]
+    one = [step_line(n, forward_s=turns[n % 2][0], exposed_s=turns[n % 2][1]) for n in range(30)]
+    other = [step_line(n, forward_s=turns[1 - n % 2][0], exposed_s=turns[1 - n % 2][1]) for n in range(30)]
+    found = figures(tmp_path, one, other)
+    assert found.straggler is None
+    assert found.critical.forward_s == pytest.approx(0.013)  # each step waits for one of them
+    assert found.by_rank[0].peers_s == pytest.approx(0.005, rel=0.1)
+
+
+def test_first_steps_and_spikes_are_left_out_of_the_means(tmp_path):
+    lines = [step_line(n, forward_s=1.0 if n < 5 or n == 20 else 0.003) for n in range(40)]
+    found = figures(tmp_path, lines)
+    assert found.num_steps == 34
+    assert found.critical.forward_s == pytest.approx(0.003)
+
+
+def test_time_between_steps_is_other(tmp_path):
+    found = figures(tmp_path, steps(interval_s=0.015))
+    assert found.critical.other_s == pytest.approx(0.004)
+    assert found.critical.total_s == pytest.approx(found.step_s)
+
+
+def test_an_engine_that_does_not_tell_what_it_waits_for_has_no_such_parts(tmp_path):
+    found = figures(tmp_path, steps(exposed_s=None), steps(exposed_s=None, forward_s=0.004))
+    assert (found.knows_waits, found.straggler) == (False, None)
+    assert [parts.wire_s + parts.peers_s for parts in found.by_rank.values()] == [0.0, 0.0]
+    assert found.critical.forward_s == pytest.approx(0.004)
+
+
+def test_only_steps_that_all_ranks_have_count(tmp_path):
+    assert figures(tmp_path, steps(30), steps(12)).num_steps == 7
+    assert figures(tmp_path / "none", []) is None if (tmp_path / "none").mkdir() is None else True
+
+
+def test_pauses_are_summed_by_event(tmp_path):
+    events = [event_line("checkpoint", "", 5, 0.1), event_line("checkpoint", "", 9, 0.2), event_line("spike", "", 9)]
+    assert figures(tmp_path, [*steps(), *events]).paused_s == pytest.approx({"checkpoint": 0.3})
+
+
+def window_of(tmp_path):
+    """Return two steps of two ranks; rank 1 is the last in the first, rank 0 in the second."""
+    zero = [timeline_line(4, START + 1.0, own_s=0.006, wait_s=0.004), timeline_line(5, START + 1.010)]
+    one = [timeline_line(4, START + 1.0), timeline_line(5, START + 1.010, own_s=0.006, wait_s=0.004)]
+    return find_window(read_run(write_run(tmp_path / "run", [[*steps(9), *zero], [*steps(9), *one]])))
+
+
+def test_the_critical_path_goes_from_last_rank_to_last_rank(tmp_path):
+    window = window_of(tmp_path)
+    assert window.steps == (4, 5)
+    assert window.end_s == pytest.approx(0.020)
+    path = [(bar.rank, bar.phase, round(bar.begin_s, 6), round(bar.end_s, 6)) for bar in window.critical]
+    assert path == [
+        (1, "forward", 0.0, 0.003),
+        (1, "backward", 0.003, 0.009),
+        (1, "waiting", 0.009, 0.010),
+        (0, "forward", 0.010, 0.013),
+        (0, "backward", 0.013, 0.019),
+        (0, "waiting", 0.019, 0.020),
+    ]
+
+
+def test_a_window_needs_timelines_of_all_ranks(tmp_path):
+    assert find_window(read_run(write_run(tmp_path / "run", [[timeline_line(4, START)], steps(3)]))) is None
+
+
+def test_a_buckets_trip_is_that_of_the_rank_that_sent_it_last(tmp_path):
+    early = timeline_line(4, START, buckets=[(0, 2**20, 0.001, 0.002, 0.012), (1, 2**19, 0.003, 0.003, 0.013)])
+    late = timeline_line(4, START, buckets=[(0, 2**20, 0.010, 0.010, 0.012), (1, 2**19, 0.012, 0.012, 0.013)])
+    traffic = find_traffic(read_run(write_run(tmp_path / "run", [[early], [late]])))
+    assert [(trip.number, round(trip.wire_s, 6)) for trip in traffic.trips] == [(0, 0.002), (1, 0.001)]
+    assert traffic.sizes_bytes == (2**20, 2**19)
+    assert traffic.bus_bytes_per_s == pytest.approx(2 * 1 / 2 * 2**20 / 0.002)
+
+
+def test_three_sentences(tmp_path):
+    slow = write_run(tmp_path / "slow", [steps(exposed_s=0.011), steps(forward_s=0.013)])
+    assert sentences(look_at(slow)) == (
+        "digits trains 3,048 samples/s on 2 CPU processes, 21 ms a step.",
+        "Of a step, 90% is computing (well used): 62% forward, 24% backward, 5% waiting for data, 5% exchanging "
+        "gradients; rank 1 keeps the others waiting 10 ms in each step, with forward.",
+        "Change first: Rank 1 is slow in forward (13 ms where 3.0 ms is usual), and the others wait for it: making "
+        "rank 1 as fast as the others (look at its machine, its data and what else runs there) would give about 1.91 "
+        "times the throughput.",
+    )
+    sound = look_at(write_run(tmp_path / "sound", [steps(), steps()]), "B")
+    assert against(look_at(slow, "A"), sound) == "B is 1.91 times as fast as A; most of it is forward, 10 ms a step."
+
+
+def test_nothing_to_change_is_said(tmp_path):
+    lines = steps(data_wait_s=0.0, backward_s=0.1, optimizer_s=0.0)
+    folder = write_run(tmp_path / "run", [lines, lines])
+    assert sentences(look_at(folder))[2] == "Nothing that was measured promises more than 3%: leave it as it is."
+
+
+def test_a_record_without_steps_says_so(tmp_path):
+    folder = write_run(tmp_path / "run", [[event_line("error", "RuntimeError: too early", 0)]])
+    assert sentences(look_at(folder))[0] == "digits has recorded no step that all ranks have done."

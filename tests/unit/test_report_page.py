@@ -1,0 +1,177 @@
+"""The page: it needs nothing from elsewhere, is whole without pictures, and no text of a record becomes markup."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from click.testing import CliRunner
+
+from lockstep.cli.report import report
+from lockstep.study.report.page import render
+from lockstep.study.report.view import look_at
+from tests.unit.report_planted import MACHINE, START, event_line, session, steps, timeline_line, write_run
+
+HOSTILE = '<script>alert("1")</script>$\\frac{<img src=x onerror=alert(2)>'
+VOID = ("meta", "br", "hr", "img", "link", "input")
+
+
+class Outline(HTMLParser):
+    """Checks that every element is closed, and keeps what a reader meets."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.elements, self.words = [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def planted(folder, **changes):
+    buckets = [(0, 2**20, 0.004, 0.005, 0.009)]
+    lanes = [timeline_line(number, START + 0.011 * number, buckets=buckets) for number in (4, 5, 6)]
+    events = [event_line("checkpoint", "saved", 10, 0.2), event_line("spike", "took 50 ms", 12)]
+    lines = [*steps(), *lanes, *events, MACHINE]
+    return write_run(folder, [lines, lines], [session(2, **changes)])
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    return render([look_at(planted(tmp_path_factory.mktemp("page") / "run"))])
+
+
+def test_the_page_needs_nothing_from_elsewhere(page):
+    outline = Outline(page)
+    names = ("src", "href", "xlink:href", "srcset", "data", "action")
+    used = [value for _, found in outline.elements for name, value in found.items() if name in names]
+    assert [value for value in used if not value.startswith("#")] == []
+    assert re.findall(r"@import|<script|https?://(?!www\.w3\.org)", page) == []
+
+
+def test_the_page_suits_phones_dark_rooms_keyboards_and_those_who_do_not_see_it(page):
+    outline = Outline(page)
+    viewport = {"name": "viewport", "content": "width=device-width, initial-scale=1"}
+    assert ("meta", viewport) in outline.elements
+    assert page.count("@media (prefers-color-scheme: dark)") == 1
+    drawings = [found for _, found in outline.elements if found.get("role") == "img"]
+    assert len(drawings) == 6  # parts, throughput, loss, memory, communication, timeline
+    assert all(len(found["aria-label"]) > 40 for found in drawings)
+    assert sum(tag == "svg" for tag, _ in outline.elements) == 6
+    folds = sum(tag == "summary" for tag, _ in outline.elements)
+    assert folds == sum(tag == "table" for tag, _ in outline.elements) == 9
+    scrolls = [found for tag, found in outline.elements if "scroll" in (found.get("class") or "")]
+    assert all(found["tabindex"] == "0" and found["aria-label"] for found in scrolls)
+    ids = [found["id"] for _, found in outline.elements if "id" in found]
+    assert len(ids) == len(set(ids))
+
+
+def test_the_page_tells_verdict_advice_events_and_how_to_repeat_it(page):
+    words = " ".join(Outline(page).words)
+    for text in (
+        "digits trains 5,818 samples/s on 2 CPU processes, 11 ms a step.",
+        "Training stands still for checkpoints during",
+        "took 50 ms",
+        "lockstep train digits.py --devices 2",
+        "cd /home/me",
+        "All ranks read the same clock.",
+    ):
+        assert words.count(text) >= 1, text
+
+
+def test_no_text_of_a_record_becomes_markup(tmp_path):
+    settings = {"strategy": HOSTILE, HOSTILE: HOSTILE}
+    provenance = {"when": HOSTILE, "versions": {HOSTILE: HOSTILE}, "machine": {"cpu": HOSTILE}, "commits": {}}
+    folder = planted(
+        tmp_path / "run",
+        task=HOSTILE,
+        command=HOSTILE,
+        working_directory=HOSTILE,
+        settings=settings,
+        provenance=provenance,
+        backend=HOSTILE,
+        global_batch_size=HOSTILE,
+        workers=HOSTILE,
+    )
+    for rank in (0, 1):
+        path = folder / f"rank-{rank}.jsonl"
+        text = path.read_text().replace('"host": "here"', f'"host": {json.dumps(HOSTILE)}')
+        path.write_text(text.replace('"device": "cpu"', f'"device": {json.dumps(HOSTILE)}') + "<b>no JSON</b>\n")
+        with path.open("a") as file:
+            file.write(json.dumps(event_line("error", HOSTILE, 20)) + "\n")
+    outline = Outline(render([look_at(folder)]))
+    tags = {tag for tag, _ in outline.elements}
+    assert tags.isdisjoint({"script", "img", "b", "iframe"})
+    assert not any(name.startswith("on") for _, found in outline.elements for name in found)
+    assert sum(HOSTILE in words for words in outline.words) > 5
+
+
+def test_two_runs_are_side_by_side(tmp_path):
+    first = look_at(planted(tmp_path / "first"), "A")
+    second = look_at(planted(tmp_path / "second", settings={"strategy": "ddp", "workers": 4}), "B")
+    page = render([first, second])
+    words = " ".join(Outline(page).words)
+    assert "A and B are as fast as each other, within 3%." in words
+    assert page.count('<tr class="differs"><th scope="row">workers</th>') == 1
+    assert page.count('role="img"') == 7  # a timeline each
+
+
+@pytest.mark.parametrize(
+    "ranks", [[steps(3)], [steps(exposed_s=None, loss="nan"), steps()], [[event_line("error", "x", 0)]]]
+)
+def test_records_with_little_in_them_make_a_page_too(tmp_path, ranks):
+    folder = write_run(tmp_path / "run", ranks)
+    (folder / "run.json").unlink()
+    assert "What is missing in this record" in " ".join(Outline(render([look_at(folder)])).words)
+
+
+def test_many_ranks_and_long_runs_stay_a_page(tmp_path):
+    lines = steps(1500)
+    folder = write_run(tmp_path / "run", [[*lines, MACHINE]] * 20)
+    page = render([look_at(folder)])
+    assert len(page) < 600_000
+    assert page.count(">rank 19<") >= 1
+
+
+def command(*arguments):
+    result = CliRunner().invoke(report, [str(argument) for argument in arguments])
+    return result.output if result.exception is None else f"{type(result.exception).__name__}: {result.exception}"
+
+
+def test_the_command_says_the_verdict_and_writes_page_and_trace(tmp_path):
+    folder, trace = planted(tmp_path / "run"), tmp_path / "trace.json"
+    out = command(folder, "--trace", trace).splitlines()
+    assert out[0] == "digits trains 5,818 samples/s on 2 CPU processes, 11 ms a step."
+    assert out[-2:] == [f"trace written to {trace}", f"page written to {folder}/report.html"]
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
+    entries = json.loads(trace.read_text())["traceEvents"]
+    spans = [entry for entry in entries if entry["ph"] == "X"]
+    first = min((entry for entry in spans if entry["pid"] == 1), key=lambda entry: entry["ts"])
+    assert (first["name"], first["tid"]) == ("forward", 0)
+    assert (first["ts"], first["dur"]) == pytest.approx((4 * 0.011e6, 0.003e6), abs=1)
+    assert first["args"] == {"step": 5}
+    assert {entry["name"] for entry in spans} == {"forward", "backward", "waiting", "bucket 0"}
+    assert sum(entry["ph"] == "i" for entry in entries) == 4
+
+
+def test_the_command_compares_two_at_most(tmp_path):
+    folder = planted(tmp_path / "run")
+    assert command(folder, folder, folder) == "ConfigurationError: 3 runs are given.\nName one, or two to compare."
+    assert command(folder, folder, "--trace", tmp_path / "x") == (
+        "ConfigurationError: A trace is of one run, but two are given.\nName one."
+    )
+    out = command(folder, folder, "--out", tmp_path / "both.html").splitlines()
+    assert out[0] == "A and B are as fast as each other, within 3%."
+    assert out[1].startswith("A: digits trains")
