@@ -25,9 +25,9 @@ from lockstep.data.seeding import mix, seed_cpu
 from lockstep.errors import ConfigurationError
 from lockstep.study.verify.bench import Bench, Place
 from lockstep.study.verify.trace import read_rates
-from lockstep.train.loop import DATA, INIT
 from lockstep.train.objective import LossModule, Objective, Part
 from lockstep.train.schedule import LearningRate, base_rates, set_rates
+from lockstep.train.seeds import DATA, INIT
 from lockstep.train.task import build_dataset, build_model, build_optimizer
 
 _SAMPLE, _FORWARD = 41, 42
