@@ -127,7 +127,7 @@ def test_a_script_of_ones_own_is_told_and_the_launcher_passes_the_code_on(start,
     out, err = process.communicate(timeout=30)
     step = int(max(tmp_path.glob("runs/step-*")).name[5:])
     assert process.returncode == 75, err
-    assert out == "stopped by SIGUSR1\n" * 2
+    assert out == "stopped by SIGUSR1\n"  # once, as both say it
     assert err == (
         f"lockstep: Stopped by SIGUSR1 after step {step} of 40, saved in runs/step-{step:010d}.\n"
         "The same command goes on from there.\n"
@@ -224,6 +224,22 @@ def test_handlers_of_ones_own_are_left_alone_and_children_have_those_of_before(t
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
         assert signals.asked() is None
+
+
+class Interrupted(torch.utils.data.Dataset):
+    """Sends Ctrl-C to the loader process, as a terminal does."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        os.kill(os.getpid(), signal.SIGINT)
+        return samples()[index]
+
+
+def test_loader_processes_leave_ctrl_c_to_the_one_that_trains():
+    result = lockstep.fit(make_task(dataset=Interrupted), strategy="single", steps=2, workers=1, quiet=True)
+    assert result.num_steps == 2
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp-zero1"])

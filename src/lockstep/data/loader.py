@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -51,7 +52,7 @@ class LoadOptions:
             prefetch_factor=self.ahead if self.workers else None,
             collate_fn=_as_it_is,
             pin_memory=self.pin_memory,
-            worker_init_fn=None if self.threads is None else partial(_use_threads, self.threads),
+            worker_init_fn=partial(_begin, self.threads),
             generator=torch.Generator(),  # or else it would draw from the default generator
         )
 
@@ -61,8 +62,12 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _use_threads(count: int, _worker: int) -> None:
-    torch.set_num_threads(count)
+def _begin(num_threads: int | None, _worker: int) -> None:
+    """Make a loader process ready."""
+    # A terminal sends Ctrl-C to all processes of a command; what follows is for the one that trains to decide.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
 
 
 class Request(NamedTuple):
