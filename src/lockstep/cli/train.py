@@ -130,6 +130,7 @@ def _launch(
             devices=num_ranks,
             max_restarts=max_restarts,
             min_ranks=min_ranks,
+            merges=True,
             watch=watch_of(watchdog, action),
         )
     except RankFailed as error:

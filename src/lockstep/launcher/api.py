@@ -9,6 +9,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -20,8 +21,10 @@ from lockstep.launcher import call
 from lockstep.launcher.devices import choose_num_ranks, threads_for
 from lockstep.launcher.guard import Guard
 from lockstep.launcher.local_rendezvous import BACKEND
+from lockstep.launcher.log_files import LogFiles
 from lockstep.launcher.output import forwarded, is_shared_with_children
 from lockstep.launcher.response import DEFAULT_WATCH, Watch
+from lockstep.launcher.streams import Streams
 from lockstep.launcher.supervise import Program, supervise
 from lockstep.launcher.surroundings import environment_restored
 
@@ -66,6 +69,7 @@ def launch_with(
     timeout_s: float | None = None,
     max_restarts: int = 0,
     min_ranks: int | None = None,
+    merges: bool = False,
     watch: Watch = DEFAULT_WATCH,
 ) -> list[Any]:
     """Do as `launch`, with what only commands offer.
@@ -77,6 +81,7 @@ def launch_with(
         timeout_s: Likewise.
         max_restarts: How often all ranks are started again, after one has failed.
         min_ranks: After a rank was killed, go on with one fewer, but no fewer than this; as many as before if ``None``.
+        merges: Whether what several ranks print is merged into one stream, as by ``lockstep run``.
         watch: What is done about ranks that wait for each other.
 
     Raises:
@@ -93,6 +98,9 @@ def launch_with(
         program = Program("call", str(guard.run_dir), captures=captures, min_ranks=min_ranks)
         try:
             with ExitStack() as stack:
+                if merges and not captures and num_ranks > 1:
+                    streams = stack.enter_context(Streams(guard.run_dir, num_ranks, "info", LogFiles(None, None, 0)))
+                    program = replace(program, streams=streams)
                 is_over = stack.enter_context(_time_limit(guard, timeout_s))
                 if captures:
                     stack.enter_context(forwarded(guard.run_dir, num_ranks))
