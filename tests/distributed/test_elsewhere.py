@@ -59,10 +59,10 @@ def test_all_machines_name_the_rank_that_failed_first(run, rank):
 def test_all_machines_say_who_waits_for_whom(run):
     codes, told = run("hang", "1")
     assert codes == [83, 83]
-    assert told[0] == told[1]
-    text, _, folder = told[0].rstrip(".\n").partition("The Python stacks of the ranks are in ")
-    shutil.rmtree(folder)
-    assert re.sub(r"\d+ s\b", "N s", text) == (
-        "lockstep: The job hangs: ranks have waited for each other for more than N s.\n"
-        "rank 1 is in <module> (train.py:7) for N s; rank 0 waits in barrier (train.py:8) for N s\n"
-    )
+    for each in told:
+        text, _, folder = each.rstrip(".\n").partition("The Python stacks of the ranks are in ")
+        shutil.rmtree(folder, ignore_errors=True)  # if one was quicker, both name its folder
+        assert re.sub(r"\d+ s\b", "N s", text) == (
+            "lockstep: The job hangs: ranks have waited for each other for more than N s.\n"
+            "rank 1 is in <module> (train.py:7) for N s; rank 0 waits in barrier (train.py:8) for N s\n"
+        )

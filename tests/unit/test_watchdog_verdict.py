@@ -132,6 +132,7 @@ IDLE = {"cpu_s": 1.0, "num_bytes": 100, "num_wakeups": 7, "pids": frozenset({1, 
         ({"num_bytes": 60_000}, False, "it reads or writes"),
         ({"num_wakeups": 40}, False, "it wakes up again and again"),
         ({"pids": frozenset({1, 3})}, False, "it starts programs or sees them end"),
+        ({"is_ready": True}, True, ""),  # others have the processor
         ({"is_in_disk": True}, False, "it waits for a disk or a network file system"),
     ],
 )
@@ -139,7 +140,8 @@ def test_signs_of_life(later, is_busy, signs):
     life = Life(10.0)
     life.add(Sample(-99.0, **IDLE | {"cpu_s": 0.0}))  # before the window
     for at_s in range(1, 10):
-        life.add(Sample(float(at_s), **IDLE | {"is_in_disk": later.get("is_in_disk", False)}))
+        states = {name: later.get(name, False) for name in ("is_in_disk", "is_ready")}
+        life.add(Sample(float(at_s), **IDLE | states))
     life.add(Sample(10.0, **IDLE | later))
     assert (life.is_busy, life.signs()) == (is_busy, signs)
 

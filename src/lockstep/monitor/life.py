@@ -21,8 +21,8 @@ _STIRS = 0.02
 _MIN_BYTES = 32 * 1024
 _WAKEUPS_PER_S = 0.5
 """DataLoader's own waiting wakes up every five seconds."""
-_IN_DISK = 0.5
-"""The share of samples in which the kernel held a thread for a disk or a network file system."""
+_MOST = 0.5
+"""The part of the samples in which a thread is in one state, for that to be what it is in."""
 
 HAS_PROC = os.path.isdir("/proc/self")
 
@@ -38,6 +38,7 @@ class Sample:
         num_wakeups: How often main threads went to sleep and were woken.
         pids: The processes.
         is_in_disk: Whether a main thread is held by the kernel for a disk or a network file system.
+        is_ready: Whether a main thread computes or would, if the machine gave it the processor.
     """
 
     at_s: float
@@ -46,6 +47,7 @@ class Sample:
     num_wakeups: int
     pids: frozenset[int]
     is_in_disk: bool = False
+    is_ready: bool = False
 
 
 class Life:
@@ -67,8 +69,14 @@ class Life:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it computes."""
-        return self._share() > BUSY
+        """Whether it computes, or would on a machine that has less to do."""
+        return self._share() > BUSY or self._part_of("is_ready") > _MOST
+
+    def _part_of(self, name: str) -> float:
+        """Return in which part of the samples something was so; 0 where there are not two of them."""
+        if len(self._samples) < 2:
+            return 0.0
+        return sum(1 for each in self._samples if getattr(each, name)) / len(self._samples)
 
     def _share(self) -> float:
         """Return the share of a core that it used since the first sample."""
@@ -86,7 +94,7 @@ class Life:
             return "it starts programs or sees them end"
         if last.num_bytes - first.num_bytes > _MIN_BYTES:
             return "it reads or writes"
-        if sum(sample.is_in_disk for sample in self._samples) > _IN_DISK * len(self._samples):
+        if self._part_of("is_in_disk") > _MOST:
             return "it waits for a disk or a network file system"
         if last.num_wakeups - first.num_wakeups > 3 + _WAKEUPS_PER_S * (last.at_s - first.at_s):
             return WAKES_UP
@@ -112,14 +120,15 @@ def sample(pid: int, *, own_bytes: int) -> Sample:
     """
     at_s = time.monotonic()
     pids = frozenset(family(pid))
-    cpu_s, num_bytes, num_wakeups, is_in_disk = 0.0, -own_bytes, 0, False
+    cpu_s, num_bytes, num_wakeups, is_in_disk, is_ready = 0.0, -own_bytes, 0, False, False
     for each in pids:
         state, used_s = state_of(each)
         cpu_s += used_s
         is_in_disk |= state == "D"
+        is_ready |= state == "R"
         num_bytes += _bytes(each)
         num_wakeups += _wakeups(each)
-    return Sample(at_s, cpu_s, num_bytes, num_wakeups, pids, is_in_disk)
+    return Sample(at_s, cpu_s, num_bytes, num_wakeups, pids, is_in_disk, is_ready)
 
 
 def family(pid: int) -> Iterator[int]:
