@@ -128,7 +128,7 @@ def main() -> int:
                 flush=True,
             )
         time.sleep(1)
-        files = sorted([*map(str, temporary.iterdir()), *(in_shared_memory() - before)])
+        files = sorted([*map(str, temporary.glob("lockstep-*")), *(in_shared_memory() - before)])
     processes = left_behind(mark)
     print(f"{args.rounds} rounds, {num_bad} with other weights than the undisturbed run")
     print(f"processes left: {len(processes)} {processes or ''}\nfiles left: {len(files)} {files or ''}")

@@ -29,7 +29,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("how", ["torch", "gloo", "shm"])
+@pytest.mark.parametrize("how", ["torch", "shm"])
 def test_only_the_loopback_interface(tmp_path, how):
     (tmp_path / "train.py").write_text(SCRIPT)
     done = lockstep("run", "--devices", "2", str(tmp_path / "train.py"), how)

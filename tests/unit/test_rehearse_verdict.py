@@ -6,7 +6,7 @@ from lockstep.study.rehearse.notes import Note
 from lockstep.study.rehearse.observe import Line
 from lockstep.study.rehearse.organise import is_task
 from lockstep.study.rehearse.rules import parse
-from lockstep.study.rehearse.verdict import judge, ranks_in
+from lockstep.study.rehearse.verdict import judge, judge_all, ranks_in
 
 STRUCK = Note(1, 5, 1_000_000_000)
 
@@ -43,7 +43,7 @@ def outcome(text, lines, code, note=STRUCK):
         ),
         (  # what was said before does not count, nor what the rehearsal itself says
             "straggler:rank=1,ms=50",
-            [*told("rank 1 is slow", at_s=0.5), *told("rehearse: rank 1 is slow")],
+            [*told("rank 1 is slow", at_s=0.5), *told("rehearse: rank 1 is slow", "[rank 1] rehearse: rank 1 is slow")],
             0,
             ("not noticed", False, None, ""),
         ),
@@ -69,6 +69,16 @@ def outcome(text, lines, code, note=STRUCK):
 )
 def test_outcomes(text, lines, code, expected):
     assert outcome(text, lines, code) == expected
+
+
+def test_a_slow_link_is_not_blamed_for_what_another_fault_did():
+    rules = [parse("slowlink:mbit=1"), parse("kill:rank=1,step=5"), parse("straggler:rank=0,ms=5")]
+    found = judge_all(rules, [STRUCK] * 3, told("lockstep: Rank 1 was killed by SIGKILL"), 1)
+    assert [(each.outcome, each.is_good) for each in found] == [
+        ("survived, until the job ended with code 1", True),
+        ("ended with code 1", True),
+        ("ended with code 1, without naming rank 0", False),
+    ]
 
 
 def test_a_fault_that_never_struck_is_no_success():

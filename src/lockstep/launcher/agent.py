@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,10 +92,10 @@ class _Agent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         spec, failures = worker_group.spec, self._last.failures
-        pids = [] if self._pcontext is None else list(self._pcontext.pids().values())
-        self._shutdown(timeout=_STOPPING_S)
-        for pid in pids:
-            guardian.kill_session(pid)  # the loader processes of a killed rank, which would go on for some seconds
+        if self._pcontext is not None:
+            self._pcontext.close(signal.SIGTERM, _STOPPING_S)
+            for pid in self._pcontext.pids().values():
+                guardian.kill_session(pid)  # the loader processes of a killed rank, which would go on for some seconds
         first = self.listener.first_of(failures) if failures else None
         was_killed = first is not None and first.exit_code < 0
         is_fewer = self.min_ranks is not None and was_killed and spec.local_world_size > self.min_ranks

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from lockstep.errors import ConfigurationError
 from lockstep.study.rehearse import notes
-from lockstep.study.rehearse.observe import Line, observe
+from lockstep.study.rehearse.observe import observe
 from lockstep.study.rehearse.rules import Rule
-from lockstep.study.rehearse.verdict import Finding, judge
+from lockstep.study.rehearse.verdict import Finding, judge_all
 
 ORDERS = "LOCKSTEP_REHEARSAL"
 """The variable of the environment with what the ranks are to do to themselves; their bootstrap looks for it."""
@@ -59,8 +59,7 @@ def rehearse(command: Sequence[str], rules: Sequence[Rule], *, shows: bool = Tru
         struck = [notes.read(folder, number) for number in range(len(rules))]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    findings = tuple(judge(rule, note, lines, code) for rule, note in zip(rules, struck, strict=True))
-    return Rehearsal(findings, code, seconds)
+    return Rehearsal(judge_all(rules, struck, lines, code), code, seconds)
 
 
 def is_task(file: str) -> bool:
@@ -91,6 +90,3 @@ def _names_bound(node: ast.stmt) -> list[str]:
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     return [target.id for target in targets if isinstance(target, ast.Name)]
-
-
-__all__ = ["Line", "Rehearsal", "is_task", "rehearse"]

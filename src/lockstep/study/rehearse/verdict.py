@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep.study.rehearse.notes import Note
 from lockstep.study.rehearse.observe import Line
@@ -28,7 +28,7 @@ _HEADLINES = 4
 
 _RANKS = re.compile(r"\branks? ((?:\d+(?:-\d+)?(?:, | and )?)+)|\brank(\d+)\b", re.IGNORECASE)
 _RESTART = re.compile(r"restart \d+ of \d+|ranks are started again")
-OWN_MARK = "rehearse: "
+_OWN = re.compile(r"(\[ranks? [\d, -]+\] )?rehearse: ")
 """How lines begin that the rehearsal itself says: they are no report."""
 
 
@@ -52,6 +52,24 @@ class Finding:
     is_good: bool
 
 
+def judge_all(
+    rules: Sequence[Rule], struck: Sequence[Note | None], lines: Sequence[Line], exit_code: int
+) -> tuple[Finding, ...]:
+    """Say what became of each fault; see `judge`. One that a job does survive is not blamed for another's end."""
+    found = [judge(rule, note, lines, exit_code) for rule, note in zip(rules, struck, strict=True)]
+    is_explained = any(finding.noticed_s is not None for finding in found)
+    until = f"survived, until the job ended with code {exit_code}"
+    return tuple(
+        replace(finding, outcome=until, is_good=True)
+        if is_explained
+        and finding.note is not None
+        and not finding.is_good
+        and finding.rule.kind in ("slowlink", "drop")
+        else finding
+        for finding in found
+    )
+
+
 def judge(rule: Rule, note: Note | None, lines: Sequence[Line], exit_code: int) -> Finding:
     """Say what became of a fault.
 
@@ -64,7 +82,7 @@ def judge(rule: Rule, note: Note | None, lines: Sequence[Line], exit_code: int) 
     if note is None:
         outcome = _never(rule) if exit_code == 0 else f"did not strike: the job had ended with code {exit_code}"
         return Finding(rule, None, None, "", outcome, is_good=False)
-    after = [line for line in lines if line.time_ns >= note.time_ns and not line.text.startswith(OWN_MARK)]
+    after = [line for line in lines if line.time_ns >= note.time_ns and not _OWN.match(line.text)]
     report = find_report(rule, after)
     noticed_s = None if report is None else (report.time_ns - note.time_ns) / 1e9
     said = "" if report is None else _tidy(report.text)
