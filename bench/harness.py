@@ -5,7 +5,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def order_of_round(names: Sequence[str], index: int) -> list[str]:
     return rotated[::-1] if index % 2 else rotated
 
 
-def run_rounds(turns: dict[str, Callable[[], float]], num_rounds: int, title: str, *, shown: bool = True) -> Rounds:
+def run_rounds(turns: Mapping[str, Callable[[], float]], num_rounds: int, title: str, *, shown: bool = True) -> Rounds:
     """Give every contender one turn a round, and return what the turns returned."""
     seconds: Rounds = {name: [] for name in turns}
     for index in progress(range(num_rounds), f"{title}, rounds", shown=shown):

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore
 from lockstep import progress
 from lockstep.comm.collectives import backend_name
 from lockstep.comm.forks import make_forks_safe
+from lockstep.comm.freed_memory import keep_freed_memory
 from lockstep.comm.hardware import choose_device
 from lockstep.comm.host_sync import HostSync
 from lockstep.comm.startup import Session, start
@@ -46,6 +47,8 @@ class World:
 
     def __init__(self, env: RankEnv, device: torch.device, group: dist.ProcessGroup, session: Session | None) -> None:
         make_forks_safe()
+        if device.type == "cpu":
+            keep_freed_memory()
         progress.now.failure = None  # of a world before this one
         self.rank = env.rank
         self.local_rank = env.local_rank

@@ -13,6 +13,7 @@ from torch.autograd.profiler import record_function
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from lockstep.comm.collectives import Group, default_group, mesh_group, reduces_on_its_own
+from lockstep.comm.freed_memory import keep_freed_memory
 from lockstep.comm.join import Joinable
 from lockstep.parallel.ddp.attributes import forward_attribute
 from lockstep.parallel.ddp.ballot import Ballot
@@ -172,6 +173,8 @@ class DistributedDataParallel(Checks):
 
     def _connect(self) -> None:
         """Make what talks to the process group but not yet to other ranks."""
+        if self.device.type == "cpu":
+            keep_freed_memory()
         check_batch_norms(self.module, self.device_type)
         self._follow = Follow(self.module, group=self.process_group, device=self.device)
         self._model_sync = ModelSync(self.module, self.parameters_to_ignore, self.process_group, self.device)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import LockstepError
-from lockstep.parallel.dp.freed_memory import keep_freed_memory
+from lockstep.comm.freed_memory import keep_freed_memory
 
 _LIVENESS_CHECK_S = 1.0
 """How often a caller that waits for a result looks whether the thread that owes it still lives."""
