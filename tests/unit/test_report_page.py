@@ -138,7 +138,7 @@ def test_records_with_little_in_them_make_a_page_too(tmp_path, ranks):
 
 
 def test_many_ranks_and_long_runs_stay_a_page(tmp_path):
-    lines = steps(1500)
+    lines = steps(400)
     folder = write_run(tmp_path / "run", [[*lines, MACHINE]] * 20)
     page = render([look_at(folder)])
     assert len(page) < 600_000

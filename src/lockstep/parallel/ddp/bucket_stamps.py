@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from lockstep import progress
+
 Mark = float | torch.cuda.Event
 
 
@@ -58,6 +60,7 @@ class BucketStamps:
         self._device = device
         self._now = StepStamps()
         self._wait_began: Mark | None = None
+        self._waited_before_s = 0.0
         self.closely = False
         self.last: StepStamps | None = None
 
@@ -89,12 +92,13 @@ class BucketStamps:
     def begin_wait(self) -> None:
         """Take notice that this rank's own work is done, unless it was before."""
         if self._wait_began is None:
-            self._wait_began = self._mark()
+            self._wait_began, self._waited_before_s = self._mark(), progress.now.waited_s
 
     def end_wait(self, exposed_s: float) -> None:
         """Take notice that all buckets are reduced, for which the host waited so long: the step is over."""
         if self._wait_began is not None:
             self._now.waited = self._wait_began, self._mark()
+            progress.now.waited_s = self._waited_before_s  # what was waited since is said here
         self._now.exposed_s = None if self._device.type == "cuda" else exposed_s
         self.last, self._now, self._wait_began = self._now, StepStamps(), None
 

@@ -56,7 +56,7 @@ class Figures:
         num_steps: That the means are over.
         step_s: From the beginning of a step to that of the next: the median.
         slow_step_s: Of twenty steps, one takes longer than this.
-        samples_per_s: At the median.
+        samples_per_s: Over all steps but the first and spikes.
         total_s: From the beginning of the first step to the end of the last.
         paused_s: What training stood still for checkpoints and evaluations, by event.
         by_rank: Means over the steps, spikes left out.
@@ -89,14 +89,13 @@ def find_figures(run: Recorded) -> Figures | None:
     calm = [step for step in steady if step.lasted_s <= _SPIKE * usual_s] or steady
     by_rank = {rank: _mean([step.parts(rank) for step in calm]) for rank in calm[0].ranks}
     lasted = sorted(step.lasted_s for step in steady)
-    samples = fmean(step.samples for step in calm)
-    step_s = median(lasted)
+    trained_s = sum(step.lasted_s for step in calm)
     num_ranks = len(by_rank)
     return Figures(
         num_steps=len(calm),
-        step_s=step_s,
+        step_s=median(lasted),
         slow_step_s=lasted[min(len(lasted) - 1, math.floor(0.95 * len(lasted)))],
-        samples_per_s=samples / step_s if step_s else 0.0,
+        samples_per_s=sum(step.samples for step in calm) / trained_s if trained_s else 0.0,
         total_s=_span(run),
         paused_s=_paused(run.events),
         by_rank=by_rank,

@@ -1,0 +1,174 @@
+"""What `fit` records on every rank: steps as they were, whom all waited for, events; and what the report makes of it."""
+
+import json
+import time
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+import lockstep
+from lockstep.comm.clocks import measure_offsets
+from lockstep.errors import ConfigurationError
+from lockstep.study.report.read import read_run
+from lockstep.study.report.traffic import find_traffic
+from lockstep.study.report.verdict import sentences
+from lockstep.study.report.view import look_at
+from tests.training import make_task, mean_loss, samples
+
+NUM_STEPS = 24
+
+
+class SlowSamples(Dataset):
+    """The samples of other tests, each of which takes its time."""
+
+    def __init__(self, seconds):
+        self._samples, self._seconds = samples(), seconds
+
+    def __len__(self):
+        return len(self._samples)
+
+    def __getitem__(self, number):
+        time.sleep(self._seconds)
+        return self._samples[number]
+
+
+def fit(world, folder, strategy="ddp", task=None, **settings):
+    task = task or make_task()
+    return lockstep.fit(task, strategy=strategy, quiet=True, run_dir=folder, **{"steps": NUM_STEPS, **settings})
+
+
+def slow_on_rank_one(world, seconds=0.02):
+    def loss(model, batch):
+        if world.rank == 1:
+            time.sleep(seconds)
+        return mean_loss(model, batch)
+
+    return loss
+
+
+def test_every_rank_records_its_steps_and_what_it_waited_for(ranks, tmp_path):
+    def train(world):
+        task = make_task(loss=slow_on_rank_one(world), eval_dataset=samples)
+        result = fit(world, tmp_path, task=task, checkpoint=tmp_path / "kept", checkpoint_every=10, clip=1.0)
+        return result.losses
+
+    losses, _ = ranks(2)(train)
+    view = look_at(tmp_path)
+    assert view.run.gaps == []
+    for rank, record in view.run.ranks.items():
+        assert [step.step for step in record.steps] == list(range(NUM_STEPS))
+        assert [step.loss for step in record.steps] == losses
+        assert all(step.grad_norm > 0 for step in record.steps)
+        assert {step.learning_rate for step in record.steps} == {0.1}
+        assert [timeline.step for timeline in record.timelines] == [4, 5, 6, 7]
+        for step in record.steps:
+            parts_s = step.own_s + step.exposed_s
+            assert parts_s == pytest.approx(step.total_s, rel=0.02, abs=0.0005)
+        assert record.machine[-1].figures["rss_bytes"] > 2**24
+        kinds = [event.event for event in record.events if event.event in ("checkpoint", "evaluation", "end")]
+        assert kinds[0] == "evaluation" and kinds[-1] == "end" and kinds.count("checkpoint") >= 2
+        assert view.figures.by_rank[rank].forward_s > 0.02 * rank
+    # Rank 1 is slow, so rank 0 waits for it and rank 1 for the wire alone.
+    assert view.figures.straggler.rank == 1
+    assert view.figures.by_rank[0].peers_s > 0.01 > view.figures.by_rank[1].peers_s
+    assert view.advice[0].cause.startswith("Rank 1 is slow in forward (")
+    traffic = find_traffic(view.run)
+    assert traffic.num_buckets == 1
+    assert all(0 < trip.wire_s < 0.02 for trip in traffic.trips)
+    begins = [[step.time for step in record.steps] for record in view.run.ranks.values()]
+    assert all(abs(one - other) < 0.2 for one, other in zip(*begins, strict=True))
+    (session,) = view.run.sessions
+    assert (session["task"], session["global_batch_size"], session["num_steps"]) == ("task", 24, NUM_STEPS)
+    assert session["settings"]["clip"] == 1.0 and session["settings"]["run_dir"] == str(tmp_path)
+    assert session["clocks"]["end"]["errors_s"] == [0.0, 0.0]
+
+
+def test_a_resumed_run_goes_on_in_its_files_and_a_fresh_one_begins_them_anew(ranks, tmp_path):
+    def train(world, steps):
+        fit(world, tmp_path / "run", checkpoint=tmp_path / "kept", steps=steps)
+
+    ranks(2)(train, 6)
+    (tmp_path / "run" / "rank-7.jsonl").write_text("{}\n")
+    ranks(2)(train, 9)
+    run = read_run(tmp_path / "run")
+    assert [[step.step for step in record.steps] for record in run.ranks.values()] == [list(range(9))] * 2
+    assert [session["first_step"] for session in run.sessions] == [0, 6]
+    assert [event.text for event in run.events if event.event == "resume"] == ["went on after step 6"]
+
+    def again(world):
+        fit(world, tmp_path / "run", steps=3)
+
+    ranks(2)(again)
+    run = read_run(tmp_path / "run")
+    assert (len(run.sessions), [len(record.steps) for record in run.ranks.values()]) == (1, [3, 3])
+    assert not (tmp_path / "run" / "rank-7.jsonl").exists()
+
+
+@pytest.mark.parametrize("strategy", ["torch-ddp", "ddp-zero1", "dp", "single"])
+def test_other_strategies_are_recorded_as_far_as_they_tell(ranks, tmp_path, strategy):
+    def train(world):
+        fit(world, tmp_path, strategy, steps=10)
+
+    num_ranks = 2 if "ddp" in strategy else 1
+    ranks(num_ranks)(train)
+    view = look_at(tmp_path)
+    assert view.run.gaps == []
+    assert view.figures.knows_waits == (strategy != "torch-ddp")
+    assert (view.traffic is not None) == (strategy == "ddp-zero1")
+    assert view.window is not None
+
+
+def test_a_slow_loader_is_told_from_the_record_alone(ranks, tmp_path):
+    def train(world):
+        fit(world, tmp_path, task=make_task(dataset=partial(SlowSamples, 0.001)))
+
+    ranks(2)(train)
+    view = look_at(tmp_path)
+    assert view.figures.critical.data_wait_s > 0.008  # 12 ms, or 1 ms in the small batch at the end of an epoch
+    assert "% waiting for data" in sentences(view)[1]
+    assert view.advice[0].cause.startswith("Data wait is ")
+    assert view.advice[0].gain > 1.5
+
+
+def test_an_error_is_the_last_event_of_its_rank(ranks, tmp_path):
+    def train(world):
+        def loss(model, batch):
+            if world.rank == 1:
+                raise RuntimeError("on purpose")
+            return mean_loss(model, batch)
+
+        fit(world, tmp_path, task=make_task(loss=loss), steps=3)
+
+    outcomes = ranks(2).each(train, timeout=30.0)
+    assert "on purpose" in str(outcomes[1].error)
+    run = read_run(tmp_path)
+    assert run.ranks[1].events[-1].text == "RuntimeError: on purpose"
+
+
+def test_a_folder_that_a_rank_cannot_write_to_is_an_error_on_all(ranks, tmp_path):
+    (tmp_path / "file").write_text("")
+
+    def train(world):
+        with pytest.raises(ConfigurationError) as error:
+            fit(world, tmp_path / "file" / "run" if world.rank else tmp_path / "run", steps=3)
+        return str(error.value)
+
+    text = f"Rank 1: Cannot record the run in {tmp_path}/file/run: Not a directory.\nName another folder"
+    assert ranks(2)(train) == [f"{text} (--run-dir DIR)."] * 2
+
+
+def test_clocks_of_other_machines_are_measured_within_the_error(ranks):
+    def measure(world):
+        ahead_s = 3.25 * world.rank
+        found = measure_offsets(
+            world.group, torch.device("cpu"), clock=lambda: time.time() + ahead_s, machine=f"machine {world.rank}"
+        )
+        return [(offset.offset_s, offset.error_s) for offset in found]
+
+    for found in ranks(3)(measure):
+        assert found[0] == (0.0, 0.0)
+        for rank, (offset_s, error_s) in enumerate(found):
+            assert abs(offset_s - 3.25 * rank) <= error_s < 0.1 or rank == 0
+    assert json.loads(json.dumps(found)) == [list(pair) for pair in found]

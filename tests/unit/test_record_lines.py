@@ -1,0 +1,144 @@
+"""What is recorded: names that stay, files that survive, lines that thin out, and clocks with their errors."""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lockstep.comm.clocks import bound
+from lockstep.errors import ConfigurationError
+from lockstep.monitor.record import machine, names
+from lockstep.monitor.record.machine import MachineSampler
+from lockstep.monitor.record.thin import Thinner
+from lockstep.monitor.record.writer import LineWriter, to_line
+from lockstep.train.recording import has_timeline
+from tests.unit.report_planted import step_line
+
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+FROZEN = {
+    "start": "run rank host pid device time first_step",
+    "step": "step num_steps epoch time interval_s total_s slowest_s slowest_step data_wait_s copy_s forward_s "
+    "backward_s exposed_s hidden_s optimizer_s loss learning_rate grad_norm samples samples_per_s",
+    "timeline": "step time spans buckets waited_from waited_until",
+    "machine": "time memory_bytes memory_peak_bytes rss_bytes rss_peak_bytes workers_rss_bytes num_workers cpu_percent "
+    "workers_cpu_percent load gpu_percent gpu_power_w gpu_temperature_c",
+    "event": "event step time seconds text",
+}
+
+
+def test_the_names_of_metrics_stay():
+    assert {kind: " ".join(found) for kind, found in names.KINDS.items()} == FROZEN
+    assert " ".join(names.EVENTS) == (
+        "resume restart evaluation checkpoint skipped straggler spike remark stop error end"
+    )
+    assert (names.VERSION, names.RUN_FILE, names.RANK_FILES) == (1, "run.json", "rank-*.jsonl")
+
+
+def test_the_docs_list_the_same_names_with_the_same_meanings():
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", DOCS.read_text(), flags=re.MULTILINE)
+    for kind in (*names.KINDS.values(), names.EVENTS):
+        assert [row for row in kind.items() if row not in rows] == []
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_lines_are_written_by_another_thread_and_all_of_them_at_the_end(tmp_path):
+    writer = LineWriter(tmp_path / "a", fresh=True, sample=lambda: {"kind": "machine"})
+    for number in range(500):
+        writer.add({"kind": "step", "step": number})
+    writer.close()
+    lines = read(tmp_path / "a")
+    assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(500))
+    assert lines[-1] == {"kind": "machine"}
+
+
+def test_a_resumed_file_goes_on_behind_a_line_that_was_cut(tmp_path):
+    (tmp_path / "a").write_text('{"step":1}\n{"st')
+    writer = LineWriter(tmp_path / "a", fresh=False)
+    writer.add({"step": 2})
+    writer.add({"step": 3})
+    writer.close()
+    assert (tmp_path / "a").read_text() == '{"step":1}\n{"st\n{"step":2}\n{"step":3}\n'
+    LineWriter(tmp_path / "a", fresh=True).close()
+    assert (tmp_path / "a").read_text() == ""
+
+
+def test_a_folder_that_is_none_is_an_error(tmp_path):
+    with pytest.raises(ConfigurationError) as error:
+        LineWriter(tmp_path / "none" / "a", fresh=True)
+    assert str(error.value) == (
+        f"Cannot record the run in {tmp_path}/none/a: No such file or directory.\nName another folder (--run-dir DIR)."
+    )
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_a_full_disk_ends_the_record_and_not_the_training():
+    writer = LineWriter(Path("/dev/full"), fresh=False, sample=None)
+    writer.add({"step": 1})
+    writer.close()
+    assert writer.error == "/dev/full: No space left on device"
+
+
+def test_numbers_that_are_none_are_words():
+    line = {"loss": float("nan"), "spans": [["forward", 0.0, float("inf")]], "step": 1}
+    assert to_line(line) == '{"loss":"nan","spans":[["forward",0.0,"inf"]],"step":1}\n'
+
+
+def test_ever_more_steps_share_a_line():
+    thinner = Thinner(singly=4)
+    lines = [line for number in range(30) if (line := thinner.add(step_line(number, forward_s=number / 100)))]
+    assert [line["num_steps"] for line in lines] == [1, 1, 1, 1, 2, 2, 2, 2, 4, 4, 4, 4]
+    last = lines[-1]
+    assert (last["step"], last["slowest_step"]) == (24, 27)
+    assert last["forward_s"] == pytest.approx(0.255)
+    assert last["loss"] == pytest.approx(2.0 / 28)
+    assert last["slowest_s"] == pytest.approx(0.27 + 0.008)
+    rest = thinner.rest()
+    assert (rest["num_steps"], rest["step"]) == (2, 28)
+    assert thinner.rest() is None
+
+
+def test_timelines_are_of_the_same_steps_everywhere_and_ever_fewer():
+    assert [step for step in range(80) if has_timeline(step)] == [4, 5, 6, 7, 68, 69, 70, 71]
+    assert sum(map(has_timeline, range(2**20))) == 1280
+
+
+def test_clocks_are_bounded_from_both_sides():
+    # The other clock is 5 s ahead. In the first round rank zero came late, in the second the other rank.
+    zero = [(10.0, 10.2), (20.0, 21.1)]
+    other = [(14.0, 15.1), (26.0, 26.2)]
+    found = bound(zero, other)
+    assert (found.offset_s, found.error_s) == pytest.approx((5.0, 0.1))
+
+
+def test_the_sampler_tells_of_this_process(monkeypatch):
+    line = MachineSampler([torch.device("cpu")])()
+    assert list(line) == ["kind", *names.MACHINE]
+    assert line["rss_peak_bytes"] > 2**24 < line["rss_bytes"]
+    assert (line["memory_bytes"], line["gpu_percent"]) == (None, None)
+
+
+def test_nvml_is_asked_for_the_gpu_of_this_rank(monkeypatch):
+    asked = []
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: asked.append(uuid) or "handle",
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=87),
+        nvmlDeviceGetPowerUsage=lambda handle: 312_500,
+        nvmlDeviceGetTemperature=lambda handle, kind: 1 / 0,
+        NVML_TEMPERATURE_GPU=0,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))
+    assert machine._Nvml(torch.device("cuda", 3)).read() == (87.0, 312.5, None)
+    assert asked == ["GPU-12-34"]
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert machine._Nvml(torch.device("cuda", 3)).read() == (None, None, None)

@@ -1,0 +1,76 @@
+"""The page in a real browser, if there is one: it fits a phone and a desktop, in light and in dark."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from lockstep.study.report.page import render
+from lockstep.study.report.view import look_at
+from tests.unit.test_report_page import planted
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
+
+PROBE = """
+<script>
+addEventListener("load", () => {
+  const wide = [...document.querySelectorAll("main *")].filter(e => !e.closest(".scroll") && !e.closest("details") &&
+    e.getBoundingClientRect().right > innerWidth + 1);
+  const style = getComputedStyle(document.body);
+  document.querySelectorAll("details").forEach(e => e.open = true);
+  document.title = JSON.stringify({
+    width: innerWidth, page: document.documentElement.scrollWidth, wide: wide.map(e => e.tagName),
+    ground: style.backgroundColor, text: style.color, svgs: [...document.querySelectorAll("svg")].map(
+      e => [Math.round(e.getBoundingClientRect().width), Math.round(e.getBoundingClientRect().height)]),
+    stops: [...document.querySelectorAll("a, summary, [tabindex='0']")].filter(e => e.tabIndex === 0).length,
+  });
+});
+</script>
+"""
+
+
+def look(path, tmp_path, *, width, dark):
+    """Open the page in a frame of that width (windows have a least one), and return what a script in it sees."""
+    frame = tmp_path / f"frame-{width}.html"
+    frame.write_text(
+        f'<body style="margin:0"><iframe src="{path.name}" style="border:0;width:{width}px;height:3000px"></iframe>'
+        '<script>addEventListener("load", () => document.body.append(frames[0].document.title))</script>'
+    )
+    done = subprocess.run(
+        [
+            *(BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
+            "--hide-scrollbars",
+            f"--user-data-dir={tmp_path}/profile",
+            *("--allow-file-access-from-files", "--virtual-time-budget=3000", "--window-size=1400,1000"),
+            f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+            *("--dump-dom", frame.as_uri()),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    found = re.search(r"\{.*\}", done.stdout)
+    assert found is not None, done.stderr[-2000:]
+    return json.loads(found[0])
+
+
+def brightness(colour):
+    return sum(int(part) for part in re.findall(r"\d+", colour)[:3])
+
+
+@pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])
+def test_nothing_is_wider_than_the_screen_and_colours_follow_it(tmp_path, width, dark):
+    path = tmp_path / "page.html"
+    path.write_text(render([look_at(planted(tmp_path / "run"))]) + PROBE)
+    seen = look(path, tmp_path, width=width, dark=dark)
+    assert (seen["width"], seen["page"], seen["wide"]) == (width, width, [])
+    assert (brightness(seen["ground"]) < brightness(seen["text"])) == dark
+    *drawings, timeline = seen["svgs"]
+    assert all(150 < wide < width for wide, high in drawings)
+    assert all(high > 60 for wide, high in seen["svgs"])
+    assert timeline[0] >= 700  # which scrolls in its frame
+    assert seen["stops"] >= 20  # the link to the figures, what unfolds, what scrolls
