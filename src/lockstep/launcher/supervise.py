@@ -8,7 +8,7 @@ import signal
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -17,8 +17,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from lockstep.errors import JobHangs, LockstepError, RankFailed, Stopped
 from lockstep.launcher import bootstrap
 from lockstep.launcher.agent import telling
+from lockstep.launcher.elsewhere import cause_elsewhere, ending_of, exchange, retold
 from lockstep.launcher.ends import ends_of
-from lockstep.launcher.failure import describe, first_of
+from lockstep.launcher.failure import describe, first_of, lines
 from lockstep.launcher.guard import Guard
 from lockstep.launcher.orderly import OrderlyStop
 from lockstep.launcher.response import DEFAULT_WATCH, Response, Watch
@@ -94,10 +95,9 @@ def supervise(
             with response.watchdog(resources):
                 elastic_launch(config, python)(*args)
         except ChildFailedError as error:
-            if response.hangs:
-                raise JobHangs(response.hangs[0]) from None
             exit_codes = {failure.exitcode for failure in error.failures.values()}
-            raise stop.outcome(exit_codes) or _failure(error, config, guard, resources) from None
+            stopped = None if response.hangs else stop.outcome(exit_codes)
+            raise stopped or _failure(error, config, guard, resources, response) from None
         except SignalException as error:
             raise _stopped(error.sigval) from None
         except KeyboardInterrupt:  # before the agent had its own handlers in place
@@ -113,12 +113,21 @@ def _stopped(number: signal.Signals) -> Stopped:
     return Stopped(f"Stopped by {name}; no rank is left.", signal=number)
 
 
-def _failure(error: ChildFailedError, config: LaunchConfig, guard: Guard, resources: Resources) -> RankFailed:
+def _failure(
+    error: ChildFailedError, config: LaunchConfig, guard: Guard, resources: Resources, response: Response
+) -> LockstepError:
+    """Return what to raise after ranks have failed. With several machines, waits some seconds for what they say."""
     ends = ends_of(error.failures, guard, resources)
     some_rank, some_failure = next(iter(error.failures.items()))
     lowest = some_rank - some_failure.local_rank
     first = first_of(ends)
-    return RankFailed(describe(ends, range(lowest, lowest + config.nproc_per_node)), rank=first.rank)
+    mine = replace(ending_of(first), hang="\n".join(response.hangs))
+    cause = cause_elsewhere(mine, exchange(response.bulletin, mine, num_nodes=config.max_nodes))
+    if hang := (cause or mine).hang:
+        return JobHangs(hang)
+    ranks = range(lowest, lowest + config.nproc_per_node)
+    report = describe(ends, ranks) if cause is None else retold(cause, lines(ends, ranks))
+    return RankFailed(report, rank=(cause or first).rank)
 
 
 def _not_met(error: Exception, config: LaunchConfig) -> LockstepError:
