@@ -49,8 +49,8 @@ def main(argv: list[str]) -> None:
     _run_dir.append(orders["run_dir"])
     with contextlib.suppress(OSError):
         os.unlink(failure_file())  # of this rank before a restart
-    if orders["watched"]:
-        light_beacon(orders["run_dir"])
+    if orders["patience_s"] > 0:
+        light_beacon(orders["run_dir"], orders["patience_s"])
     if REHEARSAL in os.environ:
         rehearse(os.environ[REHEARSAL])
     sys.argv = [target, *args]
@@ -91,12 +91,12 @@ def lead_output(run_dir: str, name: str, flags: int) -> None:
         os.close(file)
 
 
-def light_beacon(run_dir: str) -> None:
+def light_beacon(run_dir: str, patience_s: float) -> None:
     """Have the launcher's watchdog see what this rank is doing."""
     from lockstep import progress
     from lockstep.monitor.beacon import Beacon
 
-    beacon = Beacon(run_dir, int(os.environ["RANK"]))
+    beacon = Beacon(run_dir, int(os.environ["RANK"]), patience_s=patience_s)
 
     def tell(error: BaseException) -> None:
         record(error)

@@ -76,7 +76,7 @@ def supervise(
         "mode": program.mode,
         "adopt": program.adopt,
         "captures": program.captures,
-        "watched": watch.patience_s > 0,
+        "patience_s": watch.patience_s,
         "streams": program.streams is not None,
     }
     args = ["-u", bootstrap.__file__, json.dumps(orders), program.target, *program.args]

@@ -25,17 +25,24 @@ STACKS_SIGNAL_OFFSET = 11
 
 _PERIOD_S = 0.5
 _NUM_FRAMES = 120
-_RECORDED_AFTER_S = 1.5
-"""A rank that has been at one place for so long asks torch once which collective was the last."""
+_RECORDED_AFTER = 0.5
+"""After this part of the patience at one place, a rank asks torch once which collective was the last."""
 
 
 class Beacon:
-    """Writes what the main thread does into ``run_dir/beacon-RANK``."""
+    """Writes what the main thread does into ``run_dir/beacon-RANK``.
 
-    def __init__(self, run_dir: str, rank: int) -> None:
+    Args:
+        run_dir: The run's folder.
+        rank: Of this process.
+        patience_s: After how long the launcher asks what the rank waits for.
+    """
+
+    def __init__(self, run_dir: str, rank: int, *, patience_s: float) -> None:
         self._file = os.open(os.path.join(run_dir, f"beacon-{rank}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         self._stacks = open(os.path.join(run_dir, f"stacks-{rank}"), "w")  # noqa: SIM115 - open as long as the process
         self._num_bytes = 0
+        self._recorded_after_ns = _RECORDED_AFTER * patience_s * 1e9
         self._last: tuple[Any, ...] = ()
         self._moved_at_ns = time.monotonic_ns()
         self._counts_steps = False
@@ -58,7 +65,7 @@ class Beacon:
         now_ns = time.monotonic_ns()
         if place != self._last:
             self._last, self._moved_at_ns, self._collective = place, now_ns, None
-        elif self._collective is None and now_ns - self._moved_at_ns > _RECORDED_AFTER_S * 1e9:
+        elif self._collective is None and now_ns - self._moved_at_ns > self._recorded_after_ns:
             self._collective = _last_collective()
         bucket = now.bucket
         data = {

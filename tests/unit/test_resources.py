@@ -1,0 +1,95 @@
+"""Figures of memory and shared memory, and who was told what elsewhere."""
+
+import os
+
+import pytest
+
+from lockstep.launcher.elsewhere import Ending, cause_elsewhere, retold
+from lockstep.monitor import resources
+from lockstep.monitor.resources import Resources
+
+GIB = 2**30
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A made-up /proc and control group; returns a function that sets what they say."""
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (groups / "job").mkdir(parents=True)
+    (proc / "self/cgroup").write_text("0::/job\n")
+    monkeypatch.setattr(resources, "PROC", proc)
+    monkeypatch.setattr(resources, "CGROUPS", groups)
+
+    def say(*, kills, free_gib, limit, used_gib=0, pages=0):
+        (proc / "vmstat").write_text(f"pgfault 9\noom_kill {kills}\n")
+        (groups / "job/memory.events").write_text(f"oom 0\noom_kill {kills}\n")
+        (proc / "meminfo").write_text(f"MemTotal: {16 * 2**20} kB\nMemAvailable: {free_gib * 2**20} kB\n")
+        (groups / "job/memory.max").write_text(f"{limit}\n")
+        (groups / "job/memory.current").write_text(f"{used_gib * GIB}\n")
+        (proc / str(os.getpid())).mkdir(exist_ok=True)
+        (proc / str(os.getpid()) / "statm").write_text(f"0 {pages + 10} 10 0 0 0 0\n")
+
+    return say
+
+
+def test_figures_of_memory(machine):
+    pages = GIB // os.sysconf("SC_PAGE_SIZE")
+    machine(kills=3, free_gib=9, limit="max", pages=2 * pages)
+    found = Resources()
+    assert found.of_memory(1) == ""
+    found.look({1: os.getpid()})
+    machine(kills=3, free_gib=4, limit="max", pages=pages)
+    found.look({1: os.getpid()})
+    assert found.of_memory(1) == (
+        "Memory, as last seen: rank 1 1.0 GiB (at most 2.0 GiB), all ranks of this machine 1.0 GiB; "
+        "at the worst, 4.0 GiB of 16.0 GiB were free."
+    )
+    assert found.was_short_of_memory() is False
+    machine(kills=4, free_gib=4, limit="max")
+    assert found.was_short_of_memory() is True
+
+
+def test_the_limit_of_a_container_counts(machine):
+    machine(kills=0, free_gib=9, limit=4 * GIB, used_gib=3, pages=1)
+    found = Resources()
+    found.look({0: os.getpid()})
+    assert found.of_memory(0).endswith("at the worst, 1.0 GiB of 4.0 GiB were free.")
+
+
+def test_shared_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(resources, "SHM", str(tmp_path))
+    found = Resources()
+    assert found.of_shm() == ""
+    found.look({})
+    found.shm_least_free_bytes, found.shm_total_bytes = 2**20, 64 * 2**20
+    found.look({})
+    assert found.shm_least_free_bytes == 2**20
+    assert found.of_shm().startswith("Of /dev/shm, 1 MiB of ")
+
+
+ECHO = Ending(0, is_echo=True, says="Rank 0 failed: Connection closed by peer")
+CAUSE = Ending(5, is_echo=False, says="Rank 5 failed: ValueError: boom\nAt a.py:3, on host1.")
+HANG = Ending(7, is_echo=True, says="Rank 7 ...", hang="The job hangs: ...")
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "cause"),
+    [
+        (ECHO, [], None),
+        (ECHO, [Ending(3, is_echo=True, says="")], None),
+        (ECHO, [Ending(3, is_echo=True, says=""), CAUSE], CAUSE),
+        (ECHO, [CAUSE, HANG], HANG),
+        (CAUSE, [Ending(6, is_echo=False, says="")], None),
+        (HANG, [CAUSE], None),
+    ],
+)
+def test_the_cause_may_lie_on_another_machine(mine, others, cause):
+    assert cause_elsewhere(mine, others) == cause
+
+
+def test_how_it_is_retold():
+    assert retold(CAUSE, "rank 0: Connection closed by peer") == (
+        "Rank 5 failed: ValueError: boom\nAt a.py:3, on host1.\nThe report of that machine has more.\n\n"
+        "rank 0: Connection closed by peer"
+    )
