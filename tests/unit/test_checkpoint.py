@@ -12,6 +12,7 @@ from lockstep.train.atomic import whole_file
 from lockstep.train.checkpoint import Checkpoints, read_state
 from lockstep.train.checkpoints import disk, kept
 from lockstep.train.checkpoints.kept import Found, find
+from lockstep.train.checkpoints.lock import FolderLock
 from lockstep.train.checkpoints.writer import Writer
 from tests.killing import kill_everywhere
 
@@ -126,6 +127,10 @@ def test_a_fresh_run_removes_the_old_ones_once_it_has_one_of_its_own(tmp_path, w
     assert load(world, tmp_path) == (1, []), "the newest is that of the last save, not that of most steps"
     save(world, tmp_path, 2, fresh=True)
     assert names(tmp_path) == ["step-0000000002"]
+    old = (tmp_path / "step-0000000002").stat().st_ino
+    save(world, tmp_path, 2, fresh=True)
+    assert names(tmp_path) == ["step-0000000002"]
+    assert (tmp_path / "step-0000000002").stat().st_ino != old, "nothing of the old run is taken for the new one's"
 
 
 def test_what_is_damaged_is_passed_over_and_named(tmp_path, world):
@@ -310,6 +315,13 @@ def test_a_folder_has_one_run_at_a_time(tmp_path, world):
         assert str(error.value) == (
             f"Another process is writing the checkpoint {tmp_path}.\nGive each run a folder of its own."
         )
+    assert load(world, tmp_path) == (None, [])
+
+
+def test_ranks_that_are_started_again_wait_for_the_folder(tmp_path, world, monkeypatch):
+    lock = FolderLock(tmp_path)
+    threading.Timer(0.3, lock.release).start()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert load(world, tmp_path) == (None, [])
 
 

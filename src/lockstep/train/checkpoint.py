@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -28,6 +30,9 @@ LAST_WRITE_TIMEOUT_S = 60.0
 
 CTRL_C_TIMEOUT_S = 2.0
 """How long it may take if somebody waits for it."""
+
+RESTART_TIMEOUT_S = 120.0
+"""How long ranks that were started again wait for the folder: network drives hold a dead machine's lock for a while."""
 
 _PARTS = ("model", "optimizer")
 
@@ -75,7 +80,7 @@ class Checkpoints:
         if self.world.is_rank_zero:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                self._lock = FolderLock(self.folder)
+                self._lock = _lock(self.folder)
                 found = kept.find(self.folder)
                 self._number = max((int(each.number) for each in found if each.problem is None), default=0)
                 self._stale = [each.path for each in found] if self.fresh else []
@@ -167,14 +172,16 @@ class Checkpoints:
         number = self._number
 
         def write() -> None:
+            files = {TENSORS: content(), STATE: [rest]}
             kept.remove_leftovers(self.folder)
-            kept.write_kept(self.folder, step, {TENSORS: content(), STATE: [rest]}, number=number, loss=loss)
+            kept.write_kept(self.folder, step, files, number=number, loss=loss, anew=path in self._stale)
             self._remove_others(path)
 
         self._writing = path
-        self._writer.start(write)
         if self.blocking:
-            self._is_idle(WRITE_TIMEOUT_S)
+            self._writer.run(write)
+        else:
+            self._writer.start(write)
         return path
 
     @property
@@ -234,6 +241,8 @@ class Checkpoints:
         for path in self._stale:
             if path != newest:
                 kept.remove_kept(path)
+        if newest in self._stale:
+            kept.remove_leftovers(self.folder)
         self._stale = []
         self._damaged = [path for path in self._damaged if path != newest]
         found = kept.find(self.folder)
@@ -248,6 +257,19 @@ class Checkpoints:
         for rank, text in enumerate(problems):
             if text is not None:
                 raise CheckpointError(text if rank == 0 else f"Rank {rank}: {text}")
+
+
+def _lock(folder: Path) -> FolderLock:
+    """Return the lock; ranks that were started again wait for it, as a server may know late that a machine is gone."""
+    patience_s = RESTART_TIMEOUT_S if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) else 0.0
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return FolderLock(folder)
+        except CheckpointError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(0.2)
 
 
 def read_state(path: Path) -> State:

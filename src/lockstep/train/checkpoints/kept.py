@@ -82,19 +82,31 @@ def to_remove(found: Sequence[Found], *, keep: int, keep_best: bool, damaged: It
     return [each for each in found if each not in stay and (each in whole or each.step <= newest)]
 
 
-def write_kept(folder: Path, step: int, files: Mapping[str, Pieces], *, number: int, loss: float | None) -> None:
+def write_kept(
+    folder: Path, step: int, files: Mapping[str, Pieces], *, number: int, loss: float | None, anew: bool = False
+) -> None:
     """Write the checkpoint after ``step`` steps into a run's ``folder``. Blocks until it is on disk.
+
+    Args:
+        folder: Of the run.
+        step: Of the run.
+        files: The content of each.
+        number: Of the save.
+        loss: What an evaluation after that step found.
+        anew: Whether one of that step is of another run: then it is not changed, but moved out of the way.
 
     Raises:
         OSError: It cannot be written; the others, and one of that name, are as they were.
     """
     path = folder / name_of(step)
     about = {"step": step, "number": number, "loss": loss if loss is None or math.isfinite(loss) else None}
-    if path.exists():
+    if path.exists() and not anew:
         write_folder(path, files, about)
         return
     partial = folder / f"{path.name}.partial"
     write_folder(partial, files, about)
+    if path.exists():
+        disk.rename(path, folder / f"{path.name}.removed")  # a leftover, cleared away with the others
     disk.rename(partial, path)
     disk.flush_folder(folder)
 

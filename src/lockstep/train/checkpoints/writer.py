@@ -29,6 +29,11 @@ class Writer:
         self._thread = threading.Thread(target=self._run, args=[job], name="lockstep-checkpoint", daemon=True)
         self._thread.start()
 
+    def run(self, job: Callable[[], None]) -> None:
+        """Run a job in this thread; what it raises is kept all the same."""
+        self._is_running = True
+        self._run(job)
+
     def wait(self, timeout_s: float) -> bool:
         """Block until no job is running, at most so long; return whether none is."""
         if self._thread is not None:
