@@ -77,8 +77,8 @@ class Faults:
             if model is not None:
                 self._note(number, rule, acts.flip_bit(model))
             return
-        if rule.place == "backward" and model is not None:  # in the midst of it
-            name, parameter = acts.middle_parameter(model)
+        name, parameter = ("", None) if model is None else acts.middle_parameter(model)
+        if rule.place == "backward" and parameter is not None and acts.has_hooks(parameter):  # in the midst of it
 
             def act(gradient: Tensor) -> Tensor | None:
                 if self._is_spent(number, rule):

@@ -52,6 +52,11 @@ def middle_parameter(model: nn.Module) -> tuple[str, Tensor]:
     return ".".join(part for part in name.split(".") if part != "module"), parameter
 
 
+def has_hooks(parameter: Tensor) -> bool:
+    """Say whether hooks on a parameter run in backward: not on what fully_shard left of it."""
+    return not hasattr(parameter, "to_local")
+
+
 def in_backward(parameter: Tensor, act: Callable[[Tensor], Tensor | None]) -> None:
     """Act once, when this backward computes the gradient of ``parameter``, which the act may replace."""
     handles: list[Any] = []
