@@ -1,4 +1,4 @@
-"""What `fit` records on every rank: steps as they were, whom all waited for, events; and what the report makes of it."""
+"""What `fit` records on every rank: steps as they were, whom all waited for, events; and what the report says of it."""
 
 import json
 import time

@@ -63,7 +63,7 @@ def session(num_ranks=2, **changes):
         "began_at": START,
         "task": "digits",
         "command": "lockstep train digits.py --devices 2",
-        "working_directory": "/home/me",
+        "working_directory": "/somewhere",
         "settings": {"strategy": "ddp", "wire": None, "workers": 0, "accumulate": 1},
         "global_batch_size": 64,
         "gradient_bytes": 2**20,

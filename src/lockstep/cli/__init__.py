@@ -21,7 +21,7 @@ COMMANDS = {
     "compare": ("lockstep.cli.compare:compare", "Race one device, both engines and torch's own on a task."),
     "verify": ("lockstep.cli.verify:verify", "Is it the same run on N devices as on one? If not, why?"),
     "doctor": ("lockstep.cli.doctor:doctor", "What here will hang, falsify or slow training, each with its fix."),
-    "report": ("lockstep.cli.report:report", "One page about a recorded run: where the time went, what to change."),
+    "report": ("lockstep.cli.report:report", "A page on a recorded run: where time went, what to change."),
     "rehearse": ("lockstep.cli.rehearse:rehearse", "Break a job on purpose, on the CPU, and see what is noticed."),
 }
 """Where each command lives, and its line in ``lockstep --help``: so that the help imports none of them."""
