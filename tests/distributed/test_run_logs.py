@@ -46,8 +46,7 @@ def test_lines_are_merged_and_kept(script, tmp_path):
 
 def test_quiet_shows_none_of_it(script, tmp_path):
     done = lockstep("run", "--devices", "2", "--quiet", "--log-dir", str(tmp_path / "logs"), script)
-    assert (done.code, done.out) == (0, "")
-    assert "careful" not in done.err
+    assert (done.code, done.out, done.err) == (0, "", "")
     assert (tmp_path / "logs" / "rank-0.log").read_text().splitlines()[0] == "all"
 
 
@@ -84,6 +83,11 @@ def test_the_first_rank_has_a_terminal_where_we_have_one(tmp_path):
         (
             ["-t", "3", "--log-json", "x"],
             "--log-json cannot be had with --redirects and --tee.\nLeave one of them out.",
+        ),
+        (
+            ["--min-devices", "1", "--nnodes", "2"],
+            "--min-devices 1 cannot be had: it is at least 1, and for a job on one machine only.\n"
+            "For machines that may be lost, pass a range such as --nnodes 1:4.",
         ),
         (["--log-size", "0"], "--log-size 0 is no size.\nPass MiB, such as 100."),
         (

@@ -127,6 +127,12 @@ def _tidy(parser: argparse.ArgumentParser) -> str:
         elif action.option_strings and action.dest not in _EXPLAINED:
             others.append(action.option_strings[-1])
             action.help = argparse.SUPPRESS
+        elif action.dest == "log_dir":
+            action.metavar = "DIR"
+            action.help = (
+                "folder for a file rank-N.log of all that each rank says, bounded by --log-size; with --redirects or "
+                "--tee for torchrun's own files"
+            )
         elif action.nargs is None and action.metavar is None:
             action.metavar = "X"
     return textwrap.fill(

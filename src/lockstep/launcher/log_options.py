@@ -42,13 +42,18 @@ def add_log_options(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def level_of(args: argparse.Namespace) -> str:
+    """Return what the terminal is to show."""
+    return "error" if args.quiet else str(args.log_level)
+
+
 def make_streams(args: argparse.Namespace, run_dir: Path, num_ranks: int) -> Streams | None:
     """Return what reads the ranks' output; ``None`` where they write to the terminal themselves.
 
     Raises:
         ConfigurationError: The options do not go together, or files cannot be written.
     """
-    level = "error" if args.quiet else args.log_level
+    level = level_of(args)
     is_torchruns = args.redirects != "0" or args.tee != "0"
     asked = {"--log-json": args.log_json is not None, f"--log-level {level}": level != "info"}
     asked["--log-dir"] = args.log_dir is not None and not is_torchruns

@@ -20,8 +20,8 @@ from lockstep.errors import ConfigurationError
 from lockstep.launcher.arguments import parse
 from lockstep.launcher.devices import choose_num_ranks, num_cores, threads_for
 from lockstep.launcher.guard import Guard
-from lockstep.launcher.log_options import make_streams
-from lockstep.launcher.rendezvous import await_host, choose_meeting_place, prepare_for_others
+from lockstep.launcher.log_options import level_of, make_streams
+from lockstep.launcher.rendezvous import await_host, choose_meeting_place, max_nodes, prepare_for_others
 from lockstep.launcher.response import watch_of
 from lockstep.launcher.supervise import Program, supervise
 from lockstep.launcher.surroundings import environment_restored
@@ -77,6 +77,11 @@ def _program(args: argparse.Namespace) -> Program:
         raise ConfigurationError("--no-python and --module exclude each other.\nLeave one of them out.")
     # Our bootstrap does what --run-path is for: the script runs in the interpreter that was started.
     args.run_path = False
+    if args.min_devices is not None and (args.min_devices < 1 or max_nodes(args) > 1):
+        raise ConfigurationError(
+            f"--min-devices {args.min_devices} cannot be had: it is at least 1, and for a job on one machine only.\n"
+            "For machines that may be lost, pass a range such as --nnodes 1:4."
+        )
     target = args.training_script
     {"command": _check_command, "module": _check_module, "script": _check_script}[mode](target)
     return Program(mode, target, args.training_script_args, args.adopt, min_ranks=args.min_devices)
@@ -125,7 +130,7 @@ def _say_what_was_chosen(args: argparse.Namespace, num_ranks: int, was_chosen: b
     if any(arg.partition("=")[0] == "--devices" for arg in args.training_script_args) and not was_chosen:
         notes.append("--devices behind other arguments goes to the script; put it before or directly behind the script")
     notes += prepare_for_others(args)
-    for note in notes:
+    for note in notes if level_of(args) != "error" else ():
         print(f"lockstep: {note}", file=sys.stderr, flush=True)
 
 
