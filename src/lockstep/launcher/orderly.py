@@ -37,6 +37,7 @@ class OrderlyStop:
         self._folder, self._num_ranks = folder, num_ranks
         self._num_signals = 0
         self._asked_for: signal.Signals | None = None
+        self._timer: threading.Timer | None = None
 
     @contextlib.contextmanager
     def handling(self, config: LaunchConfig) -> Iterator[LaunchConfig]:
@@ -48,6 +49,9 @@ class OrderlyStop:
         try:
             yield dataclasses.replace(config, signals_to_handle=_LEFT_TO_ELASTIC)
         finally:
+            if self._timer is not None:
+                self._timer.cancel()  # or it would signal this process, which may live on
+                self._timer.join(1.0)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -66,9 +70,9 @@ class OrderlyStop:
         if self._asked_for is None and requests.num_announced(self._folder) == self._num_ranks:
             self._asked_for = sigval
             requests.ask(self._folder, sigval)
-            timer = threading.Timer(float(os.environ.get(LIMIT, DEFAULT_LIMIT_S)), self._give_up, [sigval])
-            timer.daemon = True
-            timer.start()
+            self._timer = threading.Timer(float(os.environ.get(LIMIT, DEFAULT_LIMIT_S)), self._give_up, [sigval])
+            self._timer.daemon = True
+            self._timer.start()
         elif self._asked_for is None or self._num_signals > 1:
             raise SignalException(f"Process {os.getpid()} got signal: {sigval}", sigval=sigval)
 

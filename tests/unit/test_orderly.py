@@ -1,0 +1,95 @@
+"""The launcher asks ranks to stop in order only if all can, gives up at the second signal, and knows how they ended."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.launcher.api import LaunchConfig
+
+from lockstep.errors import Stopped, exit_code_after
+from lockstep.launcher import bootstrap, requests
+from lockstep.launcher.orderly import OrderlyStop
+
+CONFIG = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2)
+
+
+def outcome(stop, *exit_codes):
+    stopped = stop.outcome(set(exit_codes))
+    return None if stopped is None else (str(stopped), stopped.exit_code, stopped.saved)
+
+
+def test_it_asks_once_all_ranks_can_and_gives_up_at_the_second_signal(tmp_path):
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
+    stop = OrderlyStop(tmp_path, 2)
+    with stop.handling(CONFIG) as config:
+        assert config.signals_to_handle == "SIGHUP,SIGQUIT"
+        requests.announce(tmp_path, 0)
+        with pytest.raises(SignalException) as ended:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+        assert ended.value.sigval is signal.SIGTERM, "rank 1 cannot"
+    stop = OrderlyStop(tmp_path, 2)
+    with stop.handling(CONFIG):
+        requests.announce(tmp_path, 1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)  # follows SIGUSR1 when the time is up, and asks for nothing else
+        assert requests.asked(tmp_path) == "SIGUSR1"
+        with pytest.raises(SignalException) as ended:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        assert ended.value.sigval is signal.SIGINT
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
+    assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+
+
+def test_it_gives_up_when_the_time_is_up(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_STOP_TIMEOUT_S", "0.1")
+    requests.announce(tmp_path, 0)
+    with OrderlyStop(tmp_path, 1).handling(CONFIG), pytest.raises(SignalException) as ended:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+    assert ended.value.sigval is signal.SIGTERM
+
+
+def test_handlers_that_the_user_chose_are_left_to_torch_elastic(tmp_path):
+    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, signals_to_handle="SIGTERM")
+    before = signal.getsignal(signal.SIGTERM)
+    with OrderlyStop(tmp_path, 2).handling(config) as same:
+        assert same is config
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_how_the_ranks_ended(tmp_path):
+    stop = OrderlyStop(tmp_path, 2)
+    assert outcome(stop, 0) is None
+    assert outcome(stop, 75) is None, "a script's own 75, for all that is known"
+    requests.report(tmp_path, 0, "Stopped by SIGTERM after step 4.")
+    assert outcome(stop, 0) is None, "nobody was asked here, and they have run to their end"
+    assert outcome(stop, 75) == ("Stopped by SIGTERM after step 4.", 75, True), "another machine was asked"
+    assert outcome(stop, 75, 1) is None, "one failed"
+    for rank in range(2):
+        requests.announce(tmp_path, rank)
+    with stop.handling(CONFIG):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert requests.asked(tmp_path) == "SIGINT"
+    assert outcome(stop, 0) == ("Stopped by SIGTERM after step 4.", 130, True)
+    assert outcome(stop, -9) is None
+
+
+def test_exit_codes():
+    assert exit_code_after(signal.SIGTERM, saved=True) == exit_code_after(signal.SIGUSR1, saved=True) == 75
+    assert exit_code_after(signal.SIGINT, saved=True) == 130
+    assert Stopped("", signal=signal.SIGTERM).exit_code == 143
+
+
+def test_both_sides_name_the_folder_alike(tmp_path, monkeypatch):
+    assert bootstrap.RUN_DIR == requests.RUN_DIR
+    monkeypatch.delenv(requests.RUN_DIR, raising=False)
+    assert requests.run_dir() is None
+    monkeypatch.setenv(requests.RUN_DIR, str(tmp_path))
+    assert requests.run_dir() == tmp_path
+    monkeypatch.setenv(requests.RUN_DIR, str(tmp_path / "gone"))
+    assert requests.run_dir() is None
