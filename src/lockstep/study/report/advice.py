@@ -38,6 +38,7 @@ class Facts:
         num_ranks: Devices with a process each.
         device: ``cpu`` or ``cuda``.
         critical: Where the time of a step goes along the critical path.
+        computing_s: Of all ranks together in a step: forward and backward; None: what the critical path has, each.
         straggler: A rank that keeps the others waiting in every step.
         workers: Loader processes a rank; None if not known.
         num_buckets: In which gradients travel; 0 if not known.
@@ -55,6 +56,7 @@ class Facts:
     num_ranks: int
     device: str
     critical: Parts
+    computing_s: float | None = None
     straggler: Straggler | None = None
     workers: int | None = None
     num_buckets: int = 0
@@ -194,8 +196,8 @@ def _too_small(facts: Facts) -> list[Advice]:
     critical = facts.critical
     if facts.num_ranks < 2:
         return []
-    alone_s = facts.num_ranks * (critical.forward_s + critical.backward_s) + critical.optimizer_s
-    alone_s += facts.num_ranks * critical.data_wait_s + critical.other_s
+    computing_s = facts.computing_s or facts.num_ranks * (critical.forward_s + critical.backward_s)
+    alone_s = computing_s + facts.num_ranks * critical.data_wait_s + critical.optimizer_s + critical.other_s
     share = (critical.forward_s + critical.backward_s) / facts.step_s
     cause = f"The model is too small to divide: computing is {share:.0%} of the step on {facts.num_ranks} devices"
     change = "one device (--devices 1), or a larger global batch,"

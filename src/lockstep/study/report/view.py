@@ -70,6 +70,7 @@ def _facts(view: View, figures: Figures, traffic: Traffic | None) -> Facts:
         num_ranks=len(figures.by_rank),
         device=view.device,
         critical=figures.critical,
+        computing_s=sum(parts.forward_s + parts.backward_s for parts in figures.by_rank.values()),
         straggler=figures.straggler,
         workers=workers if isinstance(workers, int) else None,
         num_buckets=0 if traffic is None else traffic.num_buckets,
