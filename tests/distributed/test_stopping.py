@@ -134,16 +134,22 @@ def test_a_script_of_ones_own_is_told_and_the_launcher_passes_the_code_on(start,
     )
 
 
-def test_a_run_that_does_not_come_to_the_end_of_its_step_is_ended(start, tmp_path):
+def test_a_second_ctrl_c_does_not_wait_for_a_step_that_does_not_end(start, tmp_path):
     stuck = tmp_path / "stuck"
-    process = start("run", "--devices", 2, "script.py", STUCK=str(stuck), LOCKSTEP_STOP_TIMEOUT_S="1")
+    process = start("run", "--devices", 2, "script.py", STUCK=str(stuck))
     ranks = descendants(process)
     stuck.touch()
     time.sleep(0.5)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=30)
-    assert (process.returncode, out) == (143, "")
-    assert err == "lockstep: Stopped by SIGTERM; no rank is left.\n"
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (130, "")
+    assert err == (
+        "lockstep: stopping after this step; Ctrl-C again stops at once\n"
+        "lockstep: Stopped by Ctrl-C; no rank is left.\n"
+    )
     assert_gone(ranks)
 
 

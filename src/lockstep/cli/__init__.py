@@ -58,7 +58,10 @@ def group() -> None:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0, 83 for a hang, 1 for any other error, 130 for Ctrl-C."""
+    """Run the command line and return the exit code.
+
+    0, 75 for a run that was stopped and has saved, 83 for a hang, 1 for any other error, 130 for Ctrl-C.
+    """
     try:
         code = group.main(args=args, prog_name="lockstep", standalone_mode=False)
         return code if isinstance(code, int) else 0

@@ -69,6 +69,8 @@ class OrderlyStop:
         self._num_signals += sigval != signal.SIGUSR1  # which comes ahead of SIGTERM
         if self._asked_for is None and requests.num_announced(self._folder) == self._num_ranks:
             self._asked_for = sigval
+            if sigval is signal.SIGINT:
+                os.write(2, requests.FIRST_CTRL_C)
             requests.ask(self._folder, sigval)
             self._timer = threading.Timer(float(os.environ.get(LIMIT, DEFAULT_LIMIT_S)), self._give_up, [sigval])
             self._timer.daemon = True

@@ -17,6 +17,8 @@ RUN_DIR = "LOCKSTEP_RUN_DIR"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """What a run may be stopped with in order: SIGUSR1 is what schedulers are told to send ahead of time."""
 
+FIRST_CTRL_C = b"lockstep: stopping after this step; Ctrl-C again stops at once\n"
+
 _REQUEST = "stop"
 
 

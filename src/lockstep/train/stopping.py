@@ -27,7 +27,6 @@ from lockstep.launcher import requests
 _REQUEST_WITHIN_S = 0.5
 """So long after a signal the launcher's request may come."""
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
-_FIRST_CTRL_C = b"lockstep: stopping after this step; Ctrl-C again stops at once\n"
 
 
 class StopSignals:
@@ -97,7 +96,7 @@ class StopSignals:
         if number == signal.SIGINT:
             if self._received is signal.SIGINT:
                 raise KeyboardInterrupt
-            os.write(2, _FIRST_CTRL_C)
+            os.write(2, requests.FIRST_CTRL_C)
         self._received = signal.Signals(number)
 
     def _listen(self, run_dir: Path) -> None:
