@@ -49,6 +49,8 @@ DEBUGGED = RankSeen(1, [("/lib/python3.11/pdb.py", 9, "interaction"), ("/x/train
         ([waits(0, 16), waits(1, 16, is_busy=True)], HANGS, SUSPECT),
         ([waits(0, 4), waits(1, 4, line=5)], FINE, FINE),  # one call, written twice
         ([waits(0, 4), waits(1, 4, name="barrier")], HANGS, HANGS),
+        ([waits(0, 4, name="send", life="it reads or writes"), waits(1, 4, name="recv")], FINE, FINE),
+        ([waits(0, 4, name="send"), waits(1, 4, name="recv")], HANGS, HANGS),
         ([waits(0, 4, bucket="bucket 1 (a.*)"), waits(1, 4, bucket="bucket 2 (b.*)")], FINE, FINE),  # on its way
         ([waits(0, 4), waits(1, 4, bucket="bucket 2 (b.*)")], HANGS, HANGS),
         ([works(0, 4), works(1, 4)], SUSPECT, FINE),  # nobody waits for anybody

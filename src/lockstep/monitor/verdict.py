@@ -12,6 +12,10 @@ GRACE = 5.0
 """A rank that may be only slow can keep the others waiting this many times longer than one that does nothing."""
 
 
+_ONE_TO_ONE = {"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list", "batch_isend_irecv"}
+"""Calls of different names that belong together."""
+
+
 class Verdict(IntEnum):
     """What is to be done about the ranks."""
 
@@ -43,11 +47,12 @@ def judge(ranks: Sequence[RankSeen], patience_s: float, *, is_strict: bool, sees
     is_long = waits_s >= GRACE * patience_s
     at_last = (Verdict.HANGS if is_strict else Verdict.SUSPECT) if is_long else Verdict.FINE
     if not others:
-        if len({_what(seen) for seen in waiting}) > 1 and sees_all:
-            return Verdict.HANGS
+        calls = {_what(seen) for seen in waiting}
         # A transfer may simply be slow where all are in the same call, but then something of it is seen.
-        is_dead = is_long and sees_all and not any(each.is_busy or each.life not in ("", WAKES_UP) for each in waiting)
-        return Verdict.HANGS if is_dead else at_last
+        is_moving = any(seen.is_busy or seen.life not in ("", WAKES_UP) for seen in waiting)
+        if len(calls) > 1 and sees_all and not (calls <= _ONE_TO_ONE and is_moving):
+            return Verdict.HANGS
+        return Verdict.HANGS if is_long and sees_all and not is_moving else at_last
     return max(at_last, min(_of_other(seen, patience_s) for seen in others))
 
 
