@@ -76,15 +76,29 @@ def to_device(batch: MicroBatch, devices: Mapping[int, torch.device]) -> MicroBa
     return batch._replace(batches=moved)
 
 
+Copy = tuple[torch.cuda.Event, torch.cuda.Event]
+"""The beginning and the end of a copy, as the device gets to them."""
+
+
 class Prefetcher:
     """Copies the next micro-batch to CUDA on a stream of its own while the current one is computed.
 
     Not thread-safe. Holds one batch more than is in use on each device. Objects whose tensors cannot be seen go to the
     device only when their batch is asked for: the allocator could not be told that they are in use.
+
+    Args:
+        batches: In host memory.
+        devices: By the number of a share.
+        copies: Gets the beginning and the end of each copy to the first device, if somebody wants to know.
     """
 
-    def __init__(self, batches: Iterator[MicroBatch], devices: Mapping[int, torch.device]) -> None:
-        self._batches = batches
+    def __init__(
+        self,
+        batches: Iterator[MicroBatch],
+        devices: Mapping[int, torch.device],
+        copies: list[Copy] | None = None,
+    ) -> None:
+        self._batches, self._copies = batches, copies
         self._devices = devices
         self._streams = {device: torch.cuda.Stream(device) for device in devices.values()}
         self._ahead: MicroBatch | None = None
@@ -109,12 +123,23 @@ class Prefetcher:
 
     def _copy(self) -> MicroBatch:
         batch = next(self._batches)
-        shares = []
+        shares: list[Any] = []
         for number, share in zip(batch.numbers, batch.batches, strict=True):
             device = self._devices[number]
             with torch.cuda.stream(self._streams[device]):
+                began = self._mark(is_first=not shares)
                 shares.append(map_tensors(share, partial(_to, device=device)))
+                ended = self._mark(is_first=len(shares) == 1)
+            if self._copies is not None and began is not None and ended is not None:
+                self._copies.append((began, ended))
         return batch._replace(batches=shares)
+
+    def _mark(self, *, is_first: bool) -> torch.cuda.Event | None:
+        if self._copies is None or not is_first:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 def _record(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lockstep.data.auto_workers import Agree, WorkerSearch, WorkerTuner
-from lockstep.data.device import Prefetcher, to_device
+from lockstep.data.device import Copy, Prefetcher, to_device
 from lockstep.data.division import Division
 from lockstep.data.loader import LoadOptions, MicroBatch, StreamNote, TrainRequests, load
 from lockstep.data.order import GlobalOrder
@@ -31,6 +31,9 @@ class Feed:
         devices: Where each share of this process goes.
         search: Decides how many loader processes there are, if ``how`` does not.
         agree: See `WorkerTuner`.
+
+    Attributes:
+        copies: Gets the beginning and the end of each copy to a CUDA device, if a list is put there before the first.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Feed:
     ) -> None:
         self._samples, self._order, self._division, self._how = samples, order, division, how
         self._devices = dict(zip(division.shares, devices, strict=False))  # torch's DataParallel has one share only
+        self.copies: list[Copy] | None = None
         self._position = StreamPosition()
         self._note: StreamNote | None = None
         self._batches: Iterator[MicroBatch] | None = None
@@ -83,7 +87,7 @@ class Feed:
         began_at = time.perf_counter()
         if self._batches is None:
             batches = self._open()
-            self._batches = Prefetcher(batches, self._devices) if self._on_cuda else batches
+            self._batches = Prefetcher(batches, self._devices, self.copies) if self._on_cuda else batches
         batch = next(self._batches)
         self._note, self._step = batch.note, batch.step
         if not self._on_cuda:

@@ -94,7 +94,7 @@ class Loop:
         how = self.load_options(task, 0 if settings.workers == "auto" else settings.workers)
         places = self.devices if shards is None else shards.spread(self.devices)
         search = search_for(settings.workers, world.local_world_size if strategy in PER_PROCESS else 1)
-        self._feed = Feed(self.samples, self.plan.order, division, how, places, search=search, agree=self._gather)
+        self.feed = Feed(self.samples, self.plan.order, division, how, places, search=search, agree=self._gather)
         self._seeds.all(INIT)
         self._model = build_model(task).to("cpu" if strategy == "fsdp" else self.device).train()
         objective = Objective(task, settings.precision)
@@ -145,7 +145,7 @@ class Loop:
     @property
     def workers(self) -> int:
         """The number of loader processes."""
-        return self._feed.workers
+        return self.feed.workers
 
     @property
     def tree(self) -> Tree | None:
@@ -181,7 +181,7 @@ class Loop:
         progress.now.step = self.num_steps_done
         self.bad_samples.begin_step()
         self.finite.begin_step(self.num_steps_done, self._updater.num_updates)
-        self._feed.begin_step()
+        self.feed.begin_step()
         watch = Stopwatch(self.device)
         self._updater.begin()
         tally, num_samples = self._compute(watch)
@@ -200,14 +200,14 @@ class Loop:
         self.num_steps_done += 1
         if self._sync:
             self.drift.after_step(self.num_steps_done)
-        self.remarks += self._feed.end_step() + remarks_of(self._strategy.gradients)
+        self.remarks += self.feed.end_step() + remarks_of(self._strategy.gradients)
         return record
 
     def _compute(self, watch: Stopwatch) -> tuple[Tally, int]:
         """Run the micro-batches of the step, and again in smaller ones if a rank has not the memory for them."""
         while True:
             self.optimizer.zero_grad(set_to_none=True)
-            tally, num_samples = self._micros.run_all(self._feed, watch, self.wishes, self.finite.add, sync=self._sync)
+            tally, num_samples = self._micros.run_all(self.feed, watch, self.wishes, self.finite.add, sync=self._sync)
             if self._memory is None or not tally.num_out_of_memory:
                 return tally, num_samples
             self._divide(self._memory.shrink(self.plan, self.num_steps_done, self.remarks))
@@ -217,7 +217,7 @@ class Loop:
         self.plan = replace(self.plan, division=division)
         self._micros.divide(division)
         self.finite.begin_again(division)
-        self._feed.divide(division, self.num_steps_done)
+        self.feed.divide(division, self.num_steps_done)
 
     def heard(self) -> tuple[bool, bool]:
         """Return whether a rank wanted to stop in the last step, and whether something failed beside the steps of one.
@@ -269,7 +269,7 @@ class Loop:
             "accumulate": self.plan.division.accumulate,
             **take_whole(self._model, self.optimizer),
             "scaler": scaler.state_dict() if scaler else None,
-            "stream": self._feed.state(),
+            "stream": self.feed.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -285,7 +285,7 @@ class Loop:
         self.num_steps_done, self._updater.num_updates = state["num_steps_done"], state["num_updates"]
         if self._memory is not None:
             self._divide(divided_as(self.plan, state["accumulate"]))
-        self._feed.seek(self.num_steps_done, state.get("stream"))
+        self.feed.seek(self.num_steps_done, state.get("stream"))
         self._first_step = self.num_steps_done
         if self.settings.reproducible is not None:
             now = differences(state["machine"], describe_machine(self.device))
@@ -293,7 +293,7 @@ class Loop:
 
     def close(self) -> None:
         """Stop the loader's processes."""
-        self._feed.close()
+        self.feed.close()
 
     def _gather(self, value: Any) -> list[Any]:
         """Return the ``value`` of each rank, which JSON can hold. Collective if there is a group: every rank."""

@@ -30,7 +30,7 @@ def step_line(pending: Pending, began_s: float, steps_per_epoch: int | None) -> 
         "slowest_s": total_s,
         "slowest_step": record.step,
         "data_wait_s": round(times.data_wait_s - waited.data_wait_s, 7),
-        "copy_s": None,
+        "copy_s": _short(sum(seconds_between(*copy) for copy in pending.copies)) if pending.copies else None,
         "forward_s": round(times.forward_s - waited.forward_s, 7),
         "backward_s": round(max(0.0, times.backward_s - waited.backward_s - (in_backward_s or 0.0)), 7),
         "exposed_s": _short(exposed_s),

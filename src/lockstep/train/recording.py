@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.data.device import Copy
 from lockstep.monitor.record.thin import Thinner
 from lockstep.monitor.record.writer import LineWriter
 from lockstep.parallel.ddp.bucket_stamps import BucketStamps, StepStamps
@@ -61,6 +62,13 @@ class Pending:
     stamps: StepStamps | None
     closely: bool
     exposed_s: float | None
+    copies: list[Copy]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the device has come to the end of all that is to be read."""
+        events = [self.arrived] if self.arrived is not None else []
+        return self.record.watch.is_over and all(event.query() for event in (*events, *(end for _, end in self.copies)))
 
 
 class Recorder:
@@ -75,6 +83,8 @@ class Recorder:
         self._loop, self._writer = loop, writer
         stamps = BucketStamps(loop.device)
         self._stamps = stamps if loop.strategy.stamp_buckets(stamps) else None
+        self._copies: list[Copy] = []
+        loop.feed.copies = self._copies
         self._thinner = Thinner()
         self._open: Pending | None = None  # the last step, until it is known how long it lasted
         self._pending: deque[Pending] = deque()
@@ -117,7 +127,9 @@ class Recorder:
             None if self._stamps is None else self._stamps.take(),
             self._is_closely,
             self._own_exposed_s(),
+            self._copies[:],
         )
+        self._copies.clear()
 
     def pause(self) -> None:
         """Training stands still from now on, for the event that comes next."""
@@ -167,7 +179,7 @@ class Recorder:
     def _write_known(self) -> None:
         while self._pending:
             pending = self._pending[0]
-            if not pending.record.watch.is_over or (pending.arrived is not None and not pending.arrived.query()):
+            if not pending.is_known:
                 return
             self._pending.popleft()
             self._write(pending)
