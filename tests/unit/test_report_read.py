@@ -77,6 +77,12 @@ def test_missing_files_are_told(tmp_path):
     assert list(run.ranks) == [0, 2]
 
 
+def test_a_rank_that_was_lost_on_the_way_does_not_hide_the_steps_after_that(tmp_path):
+    folder = write_run(tmp_path / "run", [steps(9), steps(9), steps(4)], [session(3), session(2)])
+    run = read_run(folder)
+    assert (list(run.ranks), run.gaps) == ([0, 1], ["Rank 2 took part in earlier sessions only, and is left out."])
+
+
 def test_lines_of_another_run_in_the_folder_are_left_out(tmp_path):
     folder = write_run(tmp_path / "run", [steps(3), steps(5)], [session(2, run="other")])
     text = (folder / "rank-0.jsonl").read_text().replace('"run": "r"', '"run": "other"')

@@ -144,17 +144,19 @@ class Recorder:
         line = {"kind": "event", "event": event, "step": self._loop.num_steps_done}
         self._writer.add({**line, "time": time.time() - (seconds or 0.0), "seconds": seconds, "text": text})
         if seconds is not None:
+            self._write_known()
             self._last = None  # the device has come to rest: the host's clock tells when the next step begins
         self._has_ended |= event in ("end", "stop")
 
     def close(self) -> None:
         """Write what is left. Blocks until the device is done, and some seconds at most for the disk."""
         error = sys.exc_info()[1]
-        if error is not None and not self._has_ended:
+        has_failed = error is not None and not self._has_ended  # not one that fit was called in the handler of
+        if has_failed:
             first = (str(error).splitlines() or [""])[0]
             self.event("error", f"{type(error).__name__}: {first}")
         self._release(None)
-        if error is None and self._pending and self._loop.device.type == "cuda":
+        if not has_failed and self._pending and self._loop.device.type == "cuda":
             torch.cuda.synchronize(self._loop.device)
         self._write_known()
         if (rest := self._thinner.rest()) is not None:
