@@ -103,9 +103,9 @@ def read_run(folder: Path) -> Recorded:
     }
     sessions = sessions or [{}]
     expected = range(len(_list(sessions[-1].get("ranks"))) or max(ranks, default=0) + 1)
-    for number in [number for number in ranks if number not in expected]:
-        gaps.append(f"Rank {number} took part in earlier sessions only, and is left out.")
-        del ranks[number]
+    for former in [number for number in ranks if number not in expected]:
+        gaps.append(f"Rank {former} took part in earlier sessions only, and is left out.")
+        del ranks[former]
     if missing := [number for number in expected if number not in ranks]:
         names = ", ".join(map(str, missing))
         gaps.append(f"Nothing is there of rank {names}: its file is missing or holds nothing of this run.")
