@@ -13,10 +13,9 @@ class Progress:
     """The marks of one process.
 
     Attributes:
-        step: The step that runs, counted from 0; ``None`` in a loop of the user's own.
+        mark: Where ``step`` and ``num_steps`` are written as well, for the launcher to find after a kill.
         phase: What of the step runs: ``loader``, ``forward``, ``backward``, ``optimizer``, ``evaluation`` ...
         bucket: The bucket whose reduction this rank waits for: its number and its parameters' names.
-        num_steps: Optimizer steps that this process has done, as far as they were counted.
         num_calls: Calls of communication that went through groups which do not count them themselves.
         waited_s: Seconds that this rank has spent in collectives that block it, since it began.
         failure: The exception that ended this rank's part in the job, although its process may go on.
@@ -28,21 +27,23 @@ class Progress:
     """
 
     __slots__ = (
+        "_num_steps",
+        "_step",
         "bucket",
         "failure",
+        "mark",
         "num_calls",
-        "num_steps",
         "on_failure",
         "pace",
         "phase",
-        "step",
         "waited_s",
         "waits",
         "wants_pace",
     )
 
     def __init__(self) -> None:
-        self.step: int | None = None
+        self.mark: memoryview | None = None
+        self.step = None
         self.phase = ""
         self.bucket: tuple[int, Sequence[str]] | None = None
         self.num_steps = 0
@@ -53,6 +54,28 @@ class Progress:
         self.wants_pace = False
         self.pace: dict[str, Any] | None = None
         self.waits: list[tuple[Any, Any]] | None = None
+
+    @property
+    def step(self) -> int | None:
+        """The step that runs, counted from 0; ``None`` in a loop of the user's own."""
+        return self._step
+
+    @step.setter
+    def step(self, value: int | None) -> None:
+        self._step = value
+        if self.mark is not None:
+            self.mark[0] = 0 if value is None else value + 1
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps that this process has done, as far as they were counted."""
+        return self._num_steps
+
+    @num_steps.setter
+    def num_steps(self, value: int) -> None:
+        self._num_steps = value
+        if self.mark is not None:
+            self.mark[1] = value
 
     def fail(self, error: BaseException) -> None:
         """Take note of an exception after which this rank takes part in nothing any more."""

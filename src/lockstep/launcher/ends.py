@@ -17,6 +17,7 @@ from lockstep.launcher.failure import RankEnd, tidy_crash
 from lockstep.launcher.guard import Guard
 from lockstep.monitor.resources import Resources
 from lockstep.monitor.seen import user_frame
+from lockstep.monitor.step_mark import read_mark
 
 
 def ends_of(failures: Mapping[int, ProcessFailure], guard: Guard, resources: Resources) -> list[RankEnd]:
@@ -42,7 +43,7 @@ def _end(rank: int, failure: ProcessFailure, ended: Mapping[int, int], run_dir: 
         facts, was_short = resources.of_memory(rank), resources.was_short_of_memory()
     elif number == signal.SIGBUS:
         facts = resources.of_shm()
-    beacon = _read(run_dir / f"beacon-{rank}")
+    beacon = _with_step(_read(run_dir / f"beacon-{rank}"), *read_mark(run_dir, rank))
     file, line, _ = user_frame(beacon.get("frames", []))
     crash = run_dir / f"crash-{rank}"
     return RankEnd(
@@ -74,6 +75,12 @@ def _raised(
         trace="" if record.get("type") == "SystemExit" else record.get("py_callstack", ""),
         place=_place(record, where, seen=False),
     )
+
+
+def _with_step(beacon: dict[str, Any], step: int | None, num_steps: int) -> dict[str, Any]:
+    """Return what a beacon said with the step that the rank was in at its end; the beacon's is half a second old."""
+    phase = beacon.get("phase") if step == beacon.get("step") else ""
+    return {**beacon, "step": step, "num_steps": num_steps, "phase": phase}
 
 
 def _place(marks: Mapping[str, Any], where: str, *, seen: bool) -> str:

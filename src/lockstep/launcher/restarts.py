@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,7 @@ from lockstep.comm.link import probe_connections
 from lockstep.launcher.agent import Failures, Restart
 from lockstep.launcher.failure import RankEnd, brief, first_of
 from lockstep.launcher.streams import Streams
+from lockstep.monitor.step_mark import read_mark
 
 
 @final
@@ -52,7 +51,7 @@ class RestartReport:
             self._streams.settle()
         first = restart.first
         step = None if first is None else last_step(self._run_dir, first.rank)
-        for kind in ("beacon", "failure", "crash"):
+        for kind in ("beacon", "step", "failure", "crash"):
             for path in self._run_dir.glob(f"{kind}-*"):
                 path.unlink(missing_ok=True)  # of ranks that may not come again
         print("\n".join(_lines(restart, step)), file=sys.stderr, flush=True)
@@ -62,22 +61,19 @@ def _lines(restart: Restart, step: int | None) -> list[str]:
     first = restart.first
     if first is None:
         return ["lockstep: machines came or left; the ranks start again"]
-    seen = "" if step is None else f", last seen in step {step}"
+    where = "" if step is None else f" in step {step}"
     what = f"{restart.num_ranks} rank{'s' * (restart.num_ranks != 1)}" if restart.is_fewer else ""
     trace = (first.trace or first.crash).rstrip()
     return [
         *filter(None, [trace]),
-        f"lockstep: rank {first.rank} {brief(first)}{seen}; restart {restart.number} of {restart.limit}"
+        f"lockstep: rank {first.rank} {brief(first)}{where}; restart {restart.number} of {restart.limit}"
         f"{f' with {what}' if what else ''}",
     ]
 
 
 def last_step(run_dir: Path, rank: int) -> int | None:
-    """Return the step, counted from 1, in which a rank last said that it was; it says so twice a second."""
-    with contextlib.suppress(OSError, ValueError):
-        said = json.loads((run_dir / f"beacon-{rank}").read_bytes())
-        if said.get("step") is not None:
-            return int(said["step"]) + 1
-        if said.get("num_steps"):
-            return int(said["num_steps"]) + 1
-    return None
+    """Return the step, counted from 1, that a rank was in; ``None`` if it had not begun with any, or nobody counted."""
+    step, num_updates = read_mark(run_dir, rank)
+    if step is not None:
+        return step + 1
+    return num_updates + 1 if num_updates else None

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 from lockstep import progress
+from lockstep.monitor.step_mark import make_mark
 
 STACKS_SIGNAL_OFFSET = 11
 """Above SIGRTMIN: the signal at which a rank writes its stacks; programs use SIGUSR1 and SIGUSR2 themselves."""
@@ -41,6 +42,7 @@ class Beacon:
     def __init__(self, run_dir: str, rank: int, *, patience_s: float) -> None:
         self._file = os.open(os.path.join(run_dir, f"beacon-{rank}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         self._stacks = open(os.path.join(run_dir, f"stacks-{rank}"), "w")  # noqa: SIM115 - open as long as the process
+        progress.now.mark = make_mark(run_dir, rank)
         self._num_bytes = 0
         self._recorded_after_ns = _RECORDED_AFTER * patience_s * 1e9
         self._last: tuple[Any, ...] = ()
