@@ -90,6 +90,12 @@ def test_a_model_too_small_to_divide_is_better_off_alone():
     assert all("--accumulate" not in advice.change for advice in found)
 
 
+def test_a_large_model_behind_a_slow_link_is_not_called_small():
+    rounded, alone = advise(facts(wire_s=0.500, gradient_bytes=100 * 2**20))
+    assert rounded.change == "rounding gradients on their way (--wire bf16)"
+    assert alone.cause == "Exchanging gradients takes longer than it saves: computing is 15% of the step on 4 devices"
+
+
 def test_an_optimizer_that_all_ranks_repeat_can_be_divided():
     (advice,) = advise(facts(optimizer_s=0.040))
     assert advice.change == "dividing it among the ranks (--strategy ddp-zero1)"

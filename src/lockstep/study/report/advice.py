@@ -194,12 +194,14 @@ def _busy(facts: Facts) -> list[Advice]:
 def _too_small(facts: Facts) -> list[Advice]:
     """One device computes all shares one after the other, and exchanges nothing."""
     critical = facts.critical
-    if facts.num_ranks < 2:
+    if facts.num_ranks < 2 or facts.straggler is not None:  # then that is why the others wait
         return []
     computing_s = facts.computing_s or facts.num_ranks * (critical.forward_s + critical.backward_s)
     alone_s = computing_s + facts.num_ranks * critical.data_wait_s + critical.optimizer_s + critical.other_s
     share = (critical.forward_s + critical.backward_s) / facts.step_s
-    cause = f"The model is too small to divide: computing is {share:.0%} of the step on {facts.num_ranks} devices"
+    is_large = facts.gradient_bytes >= _LARGE_BYTES
+    why = "Exchanging gradients takes longer than it saves" if is_large else "The model is too small to divide"
+    cause = f"{why}: computing is {share:.0%} of the step on {facts.num_ranks} devices"
     change = "one device (--devices 1), or a larger global batch,"
     return [Advice(cause, change, facts.step_s / alone_s)]
 

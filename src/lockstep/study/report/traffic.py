@@ -25,7 +25,7 @@ class Traffic:
     """The trips of all buckets.
 
     Args:
-        trips: In the order of the steps.
+        trips: In the order of the steps; of buckets as they were last, not of those that were built anew since.
         num_buckets: Of a step, as they were last.
         sizes_bytes: Theirs, in the order in which they leave.
         median_s: Of a trip.
@@ -68,6 +68,8 @@ def find_traffic(run: Recorded) -> Traffic | None:
     if not trips:
         return None
     last = [trip for trip in trips if trip.step == trips[-1].step]
+    as_last = {(trip.number, trip.size_bytes) for trip in last}
+    trips = [trip for trip in trips if (trip.number, trip.size_bytes) in as_last]
     sizes = tuple(trip.size_bytes for trip in last)
     largest = max(sizes)
     typical_s = median(trip.wire_s for trip in trips if trip.size_bytes == largest)
