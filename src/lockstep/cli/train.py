@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from lockstep.cli.settings_options import SettingsCommand, settings_options
-from lockstep.errors import CollectiveError, LockstepError, RankFailed
+from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, RankFailed
 from lockstep.train.settings import FitSettings, Settings
 
 EXAMPLES = """\b
@@ -24,6 +24,8 @@ Examples:
       stop it with Ctrl-C, and go on with the same command
   lockstep train examples/gpt.py --devices 4 --checkpoint runs/gpt --checkpoint-every 50 --max-restarts 3
       when a rank dies, all start again by themselves, from the newest checkpoint
+  lockstep train examples/gpt.py --devices 4 --memory-checkpoint-every 1 --max-restarts 3
+      the same from memory: no more than a step is lost
   lockstep train examples/gpt.py --global-batch-size 128 --lr-scaling sqrt --warmup 100 --accumulate 4
       a larger batch than the task's, in smaller pieces
 
@@ -47,7 +49,7 @@ On several machines, or where ranks are started already, start the same command 
     default=0,
     show_default=True,
     metavar="N",
-    help="How often all ranks are started again after one has failed; they go on from the newest checkpoint.",
+    help="How often all ranks are started again after one has failed; they go on from the newest state kept.",
 )
 @click.option(
     "--min-devices",
@@ -81,6 +83,10 @@ def train(
     os.environ.setdefault("LOCKSTEP_COMMAND", shlex.join(["lockstep", *sys.argv[1:]]))  # for the record of the run
     settings = FitSettings(**values)
     if _starts_ranks(settings, may_restart=max_restarts > 0):
+        if settings.memory_checkpoint_every is not None and max_restarts == 0:
+            raise ConfigurationError(
+                "memory_checkpoint_every is for ranks that are started again.\nAdd --max-restarts N, or leave it out."
+            )
         _launch(
             task_file,
             settings,

@@ -79,7 +79,7 @@ class Guard:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_FAREWELL_S)
         # In case that the guardian itself was killed.
-        shutil.rmtree(self.run_dir, ignore_errors=True)
+        guardian.remove_folders(str(self.run_dir))
 
     def __enter__(self) -> Guard:
         return self

@@ -20,6 +20,9 @@ KILL = b"k"
 RELEASE = b"r"
 """Order: the job is over and its ranks have left; whatever they started on purpose may stay."""
 
+MEMORY = "/dev/shm"
+"""A file system in memory, where there is one."""
+
 _SWEEPS = 5
 
 
@@ -52,6 +55,17 @@ class Guardian:
             # A different start time: the number belongs to another process by now.
             if start_time(pid) in (started_at, None):
                 kill_session(pid)
+
+
+def memory_of(run_dir: str) -> str:
+    """Return the folder in memory in which the ranks of a run may keep what is to outlive them, not the launcher."""
+    return os.path.join(MEMORY, f"{os.path.basename(run_dir)}.memory")
+
+
+def remove_folders(run_dir: str) -> None:
+    """Remove the folders of a run."""
+    for folder in (memory_of(run_dir), run_dir):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def kill_session(leader: int) -> None:
@@ -151,7 +165,7 @@ def main(argv: list[str]) -> None:
             with contextlib.suppress(BlockingIOError):
                 while True:  # Ranks that signed in while the launcher ended.
                     guardian.enlist(int(door.recv(64)))
-        shutil.rmtree(guardian.run_dir, ignore_errors=True)
+        remove_folders(guardian.run_dir)
 
 
 if __name__ == "__main__":

@@ -43,11 +43,11 @@ class Resources:
             pids: The process of each rank.
         """
         for rank, pid in pids.items():
-            held = sum(_resident_bytes(each) for each in family(pid))
+            held = sum(_resident_bytes(each) for each in family(pid, of_all_threads=False))
             if held:
                 self.rank_bytes[rank] = held
                 self.peak_bytes[rank] = max(held, self.peak_bytes.get(rank, 0))
-        free, self.total_bytes = _free_and_total_bytes()
+        free, self.total_bytes = free_and_total_bytes()
         if self.total_bytes:
             self.least_free_bytes = free if self.least_free_bytes is None else min(free, self.least_free_bytes)
         with contextlib.suppress(OSError):
@@ -93,7 +93,7 @@ def num_kills() -> int | None:
     return sum(known) if known else None
 
 
-def _free_and_total_bytes() -> tuple[int, int]:
+def free_and_total_bytes() -> tuple[int, int]:
     """Return the free memory of the container if that is limited, or else of the machine, and the whole."""
     total, free = _entry(PROC / "meminfo", "MemTotal:"), _entry(PROC / "meminfo", "MemAvailable:")
     if total is None or free is None:

@@ -131,7 +131,7 @@ class Checkpoints:
                 problem = str(error)
         self._raise_first(problem)
         assert parts is not None
-        return _as_state(parts)
+        return state_in(parts)
 
     def path(self, step: int) -> Path:
         """Return where the checkpoint after ``step`` steps is."""
@@ -157,10 +157,8 @@ class Checkpoints:
         path = self.path(step)
         if not self.world.is_rank_zero or not self._is_idle(WRITE_TIMEOUT_S) or self.failed:
             return path
-        parts: dict[str, Any] = {name: state[name] for name in _PARTS if name in state}
-        parts["state"] = {name: value for name, value in state.items() if name not in parts}
         try:
-            tensors, rest = pack_parts(parts)
+            tensors, rest = pack_parts(parts_of(state))
             content = partial(pieces_of, tensors) if self.blocking else self._memory.take(tensors)
         except UnfitValueError as error:
             self._problem = unfit(str(path), error)
@@ -279,8 +277,15 @@ def read_state(path: Path) -> State:
         CheckpointError: There is none, or it is damaged.
     """
     parts, _ = read_parts(path)
-    return _as_state(parts)
+    return state_in(parts)
 
 
-def _as_state(parts: Mapping[str, Any]) -> State:
+def parts_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``state`` as the parts that are written."""
+    parts: dict[str, Any] = {name: state[name] for name in _PARTS if name in state}
+    return parts | {"state": {name: value for name, value in state.items() if name not in parts}}
+
+
+def state_in(parts: Mapping[str, Any]) -> State:
+    """Return what `parts_of` took apart."""
     return {**parts["state"], **{name: parts[name] for name in _PARTS if name in parts}}

@@ -9,6 +9,7 @@ from lockstep.comm.world import World, init
 from lockstep.data.loader_death import naming_dead_loaders
 from lockstep.train.checkpoint import Checkpoints
 from lockstep.train.keywords import takes_settings
+from lockstep.train.memory_copies import MemoryCopies, make_copies
 from lockstep.train.result import FitResult
 from lockstep.train.run import Run
 from lockstep.train.settings import FitSettings
@@ -23,7 +24,8 @@ def fit_with(task: Task, settings: FitSettings) -> FitResult:
         naming_dead_loaders(world.rank),
         StopSignals(enabled=settings.checkpoint is not None, rank=world.rank) as signals,
         _checkpoints(settings, world) as checkpoints,
-        contextlib.closing(Run(task, settings, world, signals, checkpoints)) as run,
+        _copies(settings, world) as copies,
+        contextlib.closing(Run(task, settings, world, signals, checkpoints, copies)) as run,
     ):
         run.catch_up()
         while run.has_steps_left:
@@ -34,6 +36,8 @@ def fit_with(task: Task, settings: FitSettings) -> FitResult:
                 run.evaluate()
             if run.is_due(settings.checkpoint_every) or run.has_new_best:
                 run.save()
+            if run.is_due(settings.memory_checkpoint_every):
+                run.keep_in_memory()
         return run.finish()
 
 
@@ -49,6 +53,11 @@ def _checkpoints(settings: FitSettings, world: World) -> contextlib.AbstractCont
         keep_best=settings.keep_best,
         blocking=settings.checkpoint_blocking,
     )
+
+
+def _copies(settings: FitSettings, world: World) -> contextlib.AbstractContextManager[MemoryCopies | None]:
+    """Return the copies in memory that ``settings`` ask for, if they do. Collective: every rank."""
+    return contextlib.nullcontext() if settings.memory_checkpoint_every is None else make_copies(world)
 
 
 @takes_settings(FitSettings)

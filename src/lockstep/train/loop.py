@@ -253,13 +253,8 @@ class Loop:
         finally:
             self._sync = True
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that a resumed run needs, maybe on rank 0 only. Collective: every rank of the group.
-
-        Raises:
-            ReplicasDiffer: The ranks do not hold the same, so which of it should be kept?
-        """
-        self.drift.before_keeping(self.num_steps_done)
+    def state_dict(self, *, everywhere: bool = False) -> dict[str, Any]:
+        """Return all that a resumed run needs, on rank 0 or ``everywhere``. Collective: every rank of the group."""
         scaler = self._updater.scaler
         return {
             "run": identity_of(self.plan.order, self.settings, self.arithmetic),
@@ -267,7 +262,7 @@ class Loop:
             "num_steps_done": self.num_steps_done,
             "num_updates": self._updater.num_updates,
             "accumulate": self.plan.division.accumulate,
-            **take_whole(self._model, self.optimizer),
+            **take_whole(self._model, self.optimizer, everywhere=everywhere),
             "scaler": scaler.state_dict() if scaler else None,
             "stream": self.feed.state(),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,12 @@ class Evaluation:
 
     step: int
     metrics: dict[str, float]
+
+    @property
+    def loss(self) -> float:
+        """Its loss, infinite if that is NaN: then any other is better."""
+        loss = self.metrics["loss"]
+        return math.inf if math.isnan(loss) else loss
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from lockstep import progress
 from lockstep.comm.collectives import all_gather_object
@@ -18,6 +18,8 @@ from lockstep.train.export import check_export, export_weights
 from lockstep.train.history import History
 from lockstep.train.log import Log
 from lockstep.train.loop import Loop
+from lockstep.train.memory_copies import MemoryCopies
+from lockstep.train.newest_state import Resumed, newest_state
 from lockstep.train.progress import format_metrics, make_display
 from lockstep.train.result import Evaluation, FitResult
 from lockstep.train.run_dir import make_record
@@ -36,10 +38,16 @@ class Run:
     """
 
     def __init__(
-        self, task: Task, settings: FitSettings, world: World, signals: StopSignals, checkpoints: Checkpoints | None
+        self,
+        task: Task,
+        settings: FitSettings,
+        world: World,
+        signals: StopSignals,
+        checkpoints: Checkpoints | None,
+        copies: MemoryCopies | None = None,
     ) -> None:
         self._task, self._settings, self._world = task, settings, world
-        self._signals, self._checkpoints = signals, checkpoints
+        self._signals, self._checkpoints, self._copies = signals, checkpoints, copies
         if settings.export is not None:
             check_export(Path(settings.export))
         self._loop = Loop(task, settings, world, strategy=settings.strategy, devices=devices_of(settings, world))
@@ -60,7 +68,7 @@ class Run:
         if checkpoints is not None:
             self._loop.wishes.stop_asked = lambda: signals.asked() is not None
             self._loop.wishes.failure_seen = lambda: checkpoints.failed
-            self._resume(checkpoints)
+        resumed = self._resume()
         self._first_step = self._loop.num_steps_done
         self._num_steps = max(self._loop.plan.num_steps, self._first_step)
         self._history = History()
@@ -75,10 +83,8 @@ class Run:
         num_devices = len(self._loop.devices) if self._loop.group is None else world.world_size
         for line in describe_plan(task, settings, self._loop.plan, self._loop.device, num_devices=num_devices):
             self._display.say(line)
-        for why in [] if checkpoints is None else checkpoints.passed_over:
-            self._display.say(f"passed over the checkpoint {why}")
-        if self._first_step:
-            self._display.say(f"resumed after step {self._first_step} of {self._num_steps}")
+        for line in resumed.describe(self._num_steps):
+            self._display.say(line)
         self._telling.tell()
 
     @property
@@ -115,7 +121,7 @@ class Run:
         progress.now.phase = "evaluation"
         found = Evaluation(self._step, self._evaluator.run())
         self._evaluations.append(found)
-        if self._best is None or found.metrics["loss"] < _loss_of(self._best):
+        if self._best is None or found.metrics["loss"] < self._best.loss:
             self._best = found
             self.has_new_best = self._settings.keep_best
         epoch = "" if self._loop.epoch is None else f"epoch {self._loop.epoch:.1f}  "
@@ -142,11 +148,25 @@ class Run:
             return
         self._settle()
         progress.now.phase = "checkpoint"
-        best = None if self._best is None else asdict(self._best)
-        state = self._loop.state_dict() | {"best": best, "owes_evaluation": owes_evaluation}
+        self._loop.drift.before_keeping(self._step)
+        state = self._loop.state_dict() | self._own_state(owes_evaluation)
         self._checkpoint = self._checkpoints.save(state, step=self._step, loss=loss)
         self._saved = (self._step, loss)
         self._record.event("checkpoint", f"checkpoint after step {self._step}")
+
+    def keep_in_memory(self) -> None:
+        """Copy the state into the memory of each host. Collective: every rank; see `MemoryCopies.save`.
+
+        Counts as training; replicas are not compared for it.
+        """
+        if self._copies is not None:
+            self._loop.settle()
+            progress.now.phase = "checkpoint"
+            state = self._loop.state_dict(everywhere=self._copies.several_hosts)
+            self._copies.save(state | self._own_state(owes_evaluation=False), step=self._step)
+
+    def _own_state(self, owes_evaluation: bool) -> dict[str, Any]:
+        return {"best": None if self._best is None else asdict(self._best), "owes_evaluation": owes_evaluation}
 
     def is_to_stop(self) -> bool:
         """Return whether the run is to stop after this step; the same on every rank.
@@ -202,14 +222,12 @@ class Run:
         if self._first_step < self._num_steps:
             self._settle()
         losses = self._history.losses
-        rate = self._history.samples_per_s
         if self._log is not None:
             self._log.losses(losses)
         seconds = time.perf_counter() - self._started_at
         if losses:
-            self._display.say(
-                f"{len(losses)} steps in {seconds:.1f} s, {rate:,.0f} samples/s, last loss {losses[-1]:.4f}"
-            )
+            rate = f"{self._history.samples_per_s:,.0f} samples/s"
+            self._display.say(f"{len(losses)} steps in {seconds:.1f} s, {rate}, last loss {losses[-1]:.4f}")
         skipped, not_finite = self._loop.bad_samples.skipped, self._loop.finite.found
         if skipped:
             self._display.say(describe_skipped(skipped))
@@ -269,18 +287,14 @@ class Run:
     def _step(self) -> int:
         return self._loop.num_steps_done
 
-    def _resume(self, checkpoints: Checkpoints) -> None:
-        state = checkpoints.load(required=self._settings.resume is True)
+    def _resume(self) -> Resumed:
+        state, found = newest_state(self._checkpoints, self._copies, required=self._settings.resume is True)
         if state is None:
-            return
+            return found
         self._loop.load_state_dict(state)
-        self._checkpoint = checkpoints.path(self._step)
-        self._saved = (self._step, None)
+        if found.path is not None:
+            self._checkpoint, self._saved = found.path, (self._step, None)
         self._owes_evaluation = state["owes_evaluation"] and self._evaluator is not None
         if state["best"] is not None:
             self._best = Evaluation(**state["best"])
-
-
-def _loss_of(evaluation: Evaluation) -> float:
-    loss = evaluation.metrics["loss"]
-    return math.inf if math.isnan(loss) else loss
+        return found

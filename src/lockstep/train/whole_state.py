@@ -13,15 +13,17 @@ from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.train.checkpoints.names import names_as_in, plain_names
 
 
-def take_whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the state of model and optimizer, by name; on ranks other than 0 that of the optimizer may be None.
+def take_whole(model: nn.Module, optimizer: Optimizer, *, everywhere: bool = False) -> dict[str, Any]:
+    """Return the state of model and optimizer, by name.
+
+    On ranks other than 0 that of the optimizer may be None, unless it is asked for ``everywhere``.
 
     Collective where something is divided among ranks: every rank. Blocks then.
     """
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.wait()
-        optimizer.consolidate_state_dict(to=0)
-        state = optimizer.state_dict() if optimizer.rank == 0 else None
+        optimizer.consolidate_state_dict(to=None if everywhere else 0)
+        state = optimizer.state_dict() if everywhere or optimizer.rank == 0 else None
         return {"model": plain_names(model.state_dict()), "optimizer": state}
     state = optimizer.state_dict()
     state["state"] = {

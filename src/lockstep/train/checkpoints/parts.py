@@ -39,14 +39,23 @@ def read_parts(folder: Path) -> tuple[dict[str, Any], Manifest]:
         CheckpointError: There is none, or it is damaged; names the file.
     """
     files, manifest = read_folder(folder)
+    return unpack_parts(files, folder), manifest
+
+
+def unpack_parts(files: Mapping[str, bytes], folder: Path) -> dict[str, Any]:
+    """Return the parts in the content of the files of the checkpoint ``folder``, on the CPU. Runs no code from it.
+
+    Raises:
+        CheckpointError: They are not of the form that Lockstep writes.
+    """
     try:
         tensors = safetensors.torch.load(files[TENSORS])
-        parts = {name: unpack(part, tensors) for name, part in json.loads(files[STATE]).items()}
+        parts: dict[str, Any] = {name: unpack(part, tensors) for name, part in json.loads(files[STATE]).items()}
         if type(parts["state"]) is not dict:
             raise ValueError("it holds no state")
     except (SafetensorError, ValueError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(broken(folder / "content", f"cannot be read: {error}")) from error
-    return parts, manifest
+    return parts
 
 
 def unfit(what: str, error: UnfitValueError) -> str:

@@ -85,13 +85,9 @@ class HostCopy:
             # Let go of the old one first; there may be no room for both.
             self._views, self._flat = [], torch.empty(0, dtype=torch.uint8)
             self._flat = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=bool(devices))
-            self._views = [
-                self._flat[start : start + tensors[name].nbytes].view(tensors[name].dtype).view(tensors[name].shape)
-                for name, start in zip(layout.order, layout.starts, strict=True)
-            ]
+            self._views = views_of(self._flat, layout, tensors)
             self._layout = layout
-        with torch.no_grad():
-            _copy(self._views, [tensors[name] for name in layout.order])
+        copy_tensors(self._views, [tensors[name] for name in layout.order])
         arrivals = []
         for device in devices:
             arrivals.append(torch.cuda.Event())
@@ -108,7 +104,17 @@ class HostCopy:
         return content
 
 
-def _copy(views: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+def views_of(flat: Tensor, layout: Layout, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return where ``tensors`` lie in ``flat``, the bytes behind a file's header, in the order in the file."""
+    return [
+        flat[start : start + tensors[name].nbytes].view(tensors[name].dtype).view(tensors[name].shape)
+        for name, start in zip(layout.order, layout.starts, strict=True)
+    ]
+
+
+@torch.no_grad()
+def copy_tensors(views: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy ``sources`` into ``views`` on the host; with CUDA does not wait for it, if these are page-locked."""
     pairs: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
     for view, source in zip(views, sources, strict=True):
         into, outof = pairs.setdefault(source.device, ([], []))
