@@ -106,10 +106,10 @@ def test_report_names_who_waits_for_whom():
 
 
 def test_report_of_what_may_be_only_slow():
-    ranks = [waits(0, 4), works(1, 4, life="it reads or writes", handles="OSError: gone (train.py:5)")]
+    ranks = [waits(0, 4), works(1, 4, life="it reads or writes", handles="OSError: gone (train.py:5)", num_steps=7)]
     assert report(ranks, 3, "/tmp/x", SUSPECT, num_nodes=2) == (
         "The job may hang: ranks have waited for each other for 4 s.\n"
-        "rank 1 is in load (train.py:7), handling OSError: gone (train.py:5) for 4 s; "
+        "rank 1 is in load (train.py:7), handling OSError: gone (train.py:5) for 4 s [after 7 optimizer steps]; "
         "rank 0 waits in all_reduce (train.py:3) for 4 s\n"
         "rank 1 may be only slow: it reads or writes.\n"
         "Only 1 of 2 machines could be seen; the others' launchers tell of their ranks.\n"

@@ -90,8 +90,10 @@ def _told(where: str, step: str, members: Sequence[RankSeen], patience_s: float)
 
 
 def _step(seen: RankSeen) -> str:
-    if seen.step is None or seen.has_left:
+    if seen.has_left:
         return ""
+    if seen.step is None:
+        return f" [after {seen.num_steps} optimizer step{'s' * (seen.num_steps != 1)}]" if seen.num_steps else ""
     return f" [step {seen.step + 1}{f', {seen.phase}' if seen.phase else ''}]"
 
 

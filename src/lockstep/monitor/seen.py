@@ -45,6 +45,7 @@ class RankSeen:
         has_left: Whether it has ended.
         step: The step of ``fit``, counted from 0.
         phase: What of that step runs.
+        num_steps: Optimizer steps that it has done.
         has_trained: Whether it has done an optimizer step or a collective.
         bucket: The bucket that it waits for, with the names of its parameters.
         collective: The last collective by torch's own record.
@@ -63,6 +64,7 @@ class RankSeen:
     has_left: bool = False
     step: int | None = None
     phase: str = ""
+    num_steps: int = 0
     has_trained: bool = False
     bucket: str = ""
     collective: str = ""

@@ -153,6 +153,7 @@ class Watchdog:
             is_stopped=is_stopped,
             step=said["step"],
             phase=said["phase"],
+            num_steps=said["num_steps"],
             has_trained=said["num_calls"] > 0 or said["num_steps"] > 0,
             bucket=said["bucket"],
             collective=said["collective"],
