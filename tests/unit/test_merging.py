@@ -83,6 +83,17 @@ def test_a_file_stays_below_its_bound_and_keeps_whole_lines(tmp_path):
     assert len(old) + len(new) <= 100
 
 
+def test_a_file_that_cannot_be_written_any_more_ends_no_job(tmp_path):
+    (tmp_path / "logs").mkdir()
+    file = RotatingFile(tmp_path / "logs" / "a.log", max_bytes=20)
+    file.write(b"first line\n")
+    (tmp_path / "logs" / "a.log").unlink()
+    for _ in range(3):
+        file.write(b"another\n")
+    file.close()
+    assert not (tmp_path / "logs" / "a.log").exists()
+
+
 def test_files_hold_every_line(tmp_path):
     files = LogFiles(tmp_path, tmp_path / "all.jsonl", 10**6)
     files.line(1, "stderr", "größer")

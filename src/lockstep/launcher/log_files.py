@@ -35,12 +35,12 @@ class RotatingFile:
 
     def write(self, line: bytes) -> None:
         """Append a line, which is never cut in two."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # ValueError: it could not be opened again
             if self._num_bytes and self._num_bytes + len(line) > self._max_bytes // 2:
+                self._num_bytes = 0
                 self._file.close()
                 os.replace(self._path, self.older)
                 self._file = self._path.open("wb", buffering=0)
-                self._num_bytes = 0
             self._file.write(line)
             self._num_bytes += len(line)
 

@@ -55,12 +55,14 @@ def make_streams(args: argparse.Namespace, run_dir: Path, num_ranks: int) -> Str
     """
     level = level_of(args)
     is_torchruns = args.redirects != "0" or args.tee != "0"
+    # Then every rank takes itself to be local rank 0, and they could not be told apart.
+    is_virtual = bool(getattr(args, "virtual_local_rank", False))
     asked = {"--log-json": args.log_json is not None, f"--log-level {level}": level != "info"}
     asked["--log-dir"] = args.log_dir is not None and not is_torchruns
-    if is_torchruns or args.logs == "raw":
+    if is_torchruns or is_virtual or args.logs == "raw":
         if any(asked.values()):
             names = " and ".join(name for name, is_asked in asked.items() if is_asked)
-            what = "--logs raw" if args.logs == "raw" else "--redirects and --tee"
+            what = "--redirects and --tee" if is_torchruns else "--virtual-local-rank" if is_virtual else "--logs raw"
             raise ConfigurationError(f"{names} cannot be had with {what}.\nLeave one of them out.")
         return None
     if num_ranks == 1 and not any(asked.values()):

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -23,6 +23,7 @@ from lockstep.launcher.guard import Guard
 from lockstep.launcher.log_options import level_of, make_streams
 from lockstep.launcher.rendezvous import await_host, choose_meeting_place, max_nodes, prepare_for_others
 from lockstep.launcher.response import watch_of
+from lockstep.launcher.streams import Streams
 from lockstep.launcher.supervise import Program, supervise
 from lockstep.launcher.surroundings import environment_restored
 
@@ -46,8 +47,7 @@ def run(argv: Sequence[str]) -> None:
     args.nproc_per_node = str(num_ranks)
     program = _program(args)
     choose_meeting_place(args)
-    with environment_restored(), Guard() as guard:
-        streams = make_streams(args, guard.run_dir, num_ranks)
+    with environment_restored(), Guard() as guard, _streams(args, guard, num_ranks) as streams:
         _say_what_was_chosen(args, num_ranks, was_chosen)
         if args.redirects == args.tee == "0":
             # elastic's error files need a place; logs that the user asked torchrun for must outlive us.
@@ -56,8 +56,11 @@ def run(argv: Sequence[str]) -> None:
         await_host(args)
         watch = watch_of(args.watchdog, args.watchdog_action)
         python = sys.executable if args.no_python else python
-        with streams or nullcontext():
-            supervise(config, replace(program, streams=streams), guard, python=python, watch=watch)
+        supervise(config, replace(program, streams=streams), guard, python=python, watch=watch)
+
+
+def _streams(args: argparse.Namespace, guard: Guard, num_ranks: int) -> AbstractContextManager[Streams | None]:
+    return make_streams(args, guard.run_dir, num_ranks) or nullcontext()
 
 
 def _num_ranks(args: argparse.Namespace) -> int:

@@ -198,8 +198,12 @@ class Streams:
 
     def _put(self, stream: str, text: str) -> None:
         if stream in self._shown:
+            target = getattr(sys, stream)
             with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-                getattr(sys, stream).write(text)
+                try:
+                    target.write(text)
+                except UnicodeEncodeError:
+                    target.write(text.encode(target.encoding, "backslashreplace").decode(target.encoding))
 
     def _flush(self) -> None:
         for stream in self._shown:
