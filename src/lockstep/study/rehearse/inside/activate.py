@@ -41,7 +41,7 @@ class Faults:
     def __init__(self, folder: Path, rank: int, rules: dict[int, Rule]) -> None:
         self._folder, self._rank, self._rules = folder, rank, rules
         self._clock = Clock(self._come_to)
-        self._last_step: dict[int, int] = {}
+        self._last_visit: dict[int, int] = {}
 
     def arm(self) -> None:
         """Put everything in place, for good."""
@@ -59,19 +59,19 @@ class Faults:
                 self._strike(number, rule)
 
     def _is_due(self, number: int, rule: Rule) -> bool:
-        step = self._clock.step
-        if step < rule.step or (self._last_step.get(number) == step and rule.kind != "nan"):
+        has_struck = self._last_visit.get(number) == self._clock.visit
+        if self._clock.step < rule.step or (has_struck and rule.kind != "nan"):
             return False
         return not self._is_spent(number, rule)
 
     def _is_spent(self, number: int, rule: Rule) -> bool:
         """Say whether the fault was; a straggler is slow in every step, also after a restart."""
-        if rule.kind == "nan" and self._last_step.get(number) == self._clock.step:
-            return False  # whoever computes this step again finds the same
+        if rule.kind == "nan" and self._last_visit.get(number) == self._clock.visit:
+            return False  # who computes the step again to find out why finds the same
         return rule.kind != "straggler" and notes.is_spent(self._folder, number)
 
     def _strike(self, number: int, rule: Rule) -> None:
-        self._last_step[number] = self._clock.step
+        self._last_visit[number] = self._clock.visit
         model = self._clock.model
         if rule.kind == "bitflip":
             if model is not None:

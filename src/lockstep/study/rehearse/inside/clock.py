@@ -35,6 +35,7 @@ class Clock:
         self._listener = listener
         self._fit_step: int | None = None
         self._is_inside = False
+        self._num_visits = 0
         self._num_updates: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._model: weakref.ref[nn.Module] | None = None
         self._model_step = 0
@@ -45,6 +46,11 @@ class Clock:
         if self._fit_step is not None:
             return self._fit_step
         return max(self._num_updates.values(), default=0) + 1
+
+    @property
+    def visit(self) -> int:
+        """A number that is another one whenever a step begins, also the same one again after ``fit`` went back."""
+        return self._num_visits if self._fit_step is not None else self.step
 
     @property
     def model(self) -> nn.Module | None:
@@ -95,6 +101,7 @@ class Clock:
         @functools.wraps(step)
         def followed(loop: Loop) -> Any:
             self._fit_step, self._is_inside = loop.num_steps_done + 1, True
+            self._num_visits += 1
             try:
                 record = step(loop)
                 self._tell("updated")
