@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -175,3 +176,13 @@ def test_the_command_compares_two_at_most(tmp_path):
     out = command(folder, folder, "--out", tmp_path / "both.html").splitlines()
     assert out[0] == "A and B are as fast as each other, within 3%."
     assert out[1].startswith("A: digits trains")
+
+
+def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
+    folder = planted(tmp_path / "run")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert command(folder) == (
+        "ConfigurationError: The page needs matplotlib, which is not installed.\n"
+        'Install it with: pip install "lockstep-torch[plots]".'
+    )
+    assert not (folder / "report.html").exists()

@@ -31,8 +31,11 @@ class Plot:
     svg: str
 
 
-def import_matplotlib() -> ModuleType:
+def import_matplotlib(otherwise: str = ", or leave --html out") -> ModuleType:
     """Return matplotlib.
+
+    Args:
+        otherwise: What else can be done where it is not installed, in words.
 
     Raises:
         ConfigurationError: It is not installed.
@@ -42,7 +45,7 @@ def import_matplotlib() -> ModuleType:
     except ImportError as error:
         raise ConfigurationError(
             "The page needs matplotlib, which is not installed.\n"
-            'Install it with: pip install "lockstep-torch[plots]", or leave --html out.'
+            f'Install it with: pip install "lockstep-torch[plots]"{otherwise}.'
         ) from error
     return matplotlib
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from lockstep.study.drawing import drawing_style
+from lockstep.study.drawing import drawing_style, import_matplotlib
 from lockstep.study.html import STYLE, figure
 from lockstep.study.report import tables
 from lockstep.study.report.plots import draw
@@ -47,6 +47,7 @@ def render(views: Sequence[View]) -> str:
     Raises:
         ConfigurationError: matplotlib is not installed.
     """
+    import_matplotlib(otherwise="")
     with drawing_style():
         plots = draw(views)
         timelines = [plot for plot in map(draw_timeline, views) if plot is not None]
