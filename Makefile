@@ -8,7 +8,7 @@ PYTHON ?=
 export DEVICES PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench clean
+.PHONY: help setup demo test check docs format bench clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,11 +28,14 @@ demo: setup  ## Train on real data, verify the run, then compare one device, bot
 test: setup  ## Run all tests, two files at a time: most of them wait for processes to start
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-check: setup  ## Run the gates: lint, format, types, and the contracts (layers, sizes, names, flags)
+check: setup  ## Run the gates: lint, format, types, and the contracts (layers, sizes, names, flags, documentation)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/contract
+
+docs: setup  ## Build the documentation into site/; it opens from disk
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 format: setup  ## Put the code into the house format
 	$(BIN)/ruff check --fix .
@@ -43,4 +46,4 @@ bench: setup  ## Measure against torch and its peers (half an hour), or ONLY=nam
 	$(BIN)/python tools/bench.py $(if $(QUICK),--quick) $(ONLY)
 
 clean:  ## Remove .venv and what the tools left
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,141 @@
+"""The Python of README and docs runs as it stands and prints what they say; links and commands lead somewhere."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.contract.blocks import PAGES, blocks, blocks_of
+from tests.contract.tree import PACKAGE, REPO
+from tools.messages import ERROR_NAMES, MARKER, Message, as_table, messages
+
+BLOCKS = blocks()
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+RUNNER = REPO / "tests" / "contract" / "run_blocks.py"
+
+
+def run(blocks, num_ranks, folder):
+    """Return what each block printed, all of them run by the same processes."""
+    todo, printed = folder / "blocks.json", folder / "printed.json"
+    todo.write_text(json.dumps([(block.place, block.code) for block in blocks]))
+    start = ["-m", "lockstep", "run", "--devices", str(num_ranks)] if num_ranks > 1 else ["-W", "error"]
+    done = subprocess.run(
+        [sys.executable, *start, str(RUNNER), str(todo), str(printed)],
+        cwd=folder,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout
+    return json.loads(printed.read_text())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_blocks_run(num_ranks, tmp_path):
+    mine = [block for block in BLOCKS if num_ranks in block.num_ranks]
+    assert len(mine) >= 3
+    printed = run(mine, num_ranks, tmp_path)
+    expected = {block.place: block.prints for block in mine if block.prints is not None}
+    assert expected
+    assert {place: printed[place] for place in expected} == expected
+
+
+def test_a_block_that_fails_is_named(tmp_path):
+    (block,) = blocks_of("text\n\n```python\nx = 1\nassert x == 2\n```\n", "docs/page.md")
+    with pytest.raises(AssertionError, match=r'File "docs/page\.md", line 5'):
+        run([block], 1, tmp_path)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=[block.place for block in BLOCKS])
+def test_block_compiles(block):
+    compile(block.code, block.place, "exec")
+
+
+def test_marks():
+    text = (
+        "```python\na\n```\n<!-- fragment -->\n```python\nb\n```\n"
+        "<!-- 1 and 2 ranks -->\n```diff\n x\n-old\n+new\n```\n<!-- prints -->\n```\nout\n```\n```bash\nls\n```\n"
+    )
+    assert [(block.place, block.code.strip(), block.num_ranks, block.prints) for block in blocks_of(text, "p.md")] == [
+        ("p.md:2", "a", (1,), None),
+        ("p.md:6", "b", (), None),
+        ("p.md:10", "x\nold", (), None),
+        ("p.md:10", "x\n\nnew", (1, 2), "out\n"),
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(REPO)) for page in PAGES])
+def test_links_lead_somewhere(page):
+    prose = FENCED.sub("", page.read_text())
+    targets = [target for target in re.findall(r"\]\(([^)#\s]+)", prose) if "://" not in target]
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_commands_exist():
+    """Every ``lockstep command --flag`` in a block is one that the command has."""
+    known = (REPO / "tests" / "contract" / "cli_flags.txt").read_text()
+    used = set()
+    for page in PAGES:
+        shell = [text for language, text in FENCED.findall(page.read_text()) if language in ("", "bash")]
+        for block in shell:
+            for command, rest in re.findall(r"^lockstep (\w+)\b(.*)$", block.replace("\\\n", " "), re.MULTILINE):
+                # What follows belongs to a program, or is a remark.
+                ours = re.split(r"#|  |\.py " if command == "rehearse" else r"#|  ", rest)[0]
+                used |= {(page.name, command, flag) for flag in re.findall(r"(?<= )--[a-z][\w-]*", ours)}
+    used = {flag for flag in used if flag[1] != "run"}  # which takes torchrun's as well
+    assert len(used) > 30
+    wrong = [
+        (page, command, flag)
+        for page, command, flag in sorted(used)
+        if not re.search(rf"^lockstep {command} (?:\S*/)?{flag}(?![\w-])", known, re.MULTILINE)
+    ]
+    assert wrong == []
+
+
+def test_every_error_is_described():
+    described = re.findall(r"^## (\w+)$", (REPO / "docs" / "errors.md").read_text(), re.MULTILINE)
+    assert described == sorted(ERROR_NAMES)
+
+
+def test_messages_are_read_from_the_source(tmp_path):
+    (tmp_path / "a.py").write_text(
+        'raise ConfigurationError(f"No such {thing.name}.\\n" "Give | another.")\n'
+        "raise DataError(message)\n"
+        'raise ValueError("not ours")\n'
+    )
+    assert messages(tmp_path) == [
+        Message("ConfigurationError", "No such {thing.name}.\nGive | another.", "a.py"),
+    ]
+    assert as_table(tmp_path) == (
+        "\n## ConfigurationError\n\n| cause | what to do | raised in |\n|---|---|---|\n"
+        "| No such {thing.name}. | Give &#124; another. | a.py |"
+    )
+    assert len(messages(PACKAGE)) > 250
+    assert MARKER in (REPO / "docs" / "messages.md").read_text()
+
+
+def test_the_site_builds_and_needs_no_network(tmp_path):
+    pytest.importorskip("material")
+    pytest.importorskip("mkdocstrings")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=REPO,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    pages = {path.relative_to(tmp_path / "site").as_posix(): path.read_text() for path in tmp_path.rglob("*.html")}
+    assert len(pages) > len(PAGES) - 2
+    loads = re.compile(r'<(?:script|link|img|iframe)[^>]*(?:src|href)="(\w+:[^"]+)')
+    assert {url for page in pages.values() for url in loads.findall(page)} == set()
+    assert "files/src/lockstep/parallel/ddp/pipeline.py.txt" in pages["speed.html"]
+    assert "<code>global_batch_size</code>" in pages["reference/training.html"]  # the settings
+    assert "Both reproducible={self.reproducible}" in pages["messages.html"]
