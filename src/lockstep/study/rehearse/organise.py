@@ -5,13 +5,12 @@ from __future__ import annotations
 import ast
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lockstep.errors import ConfigurationError
+from lockstep.launcher.guard import Guard
 from lockstep.study.rehearse import notes
 from lockstep.study.rehearse.observe import observe
 from lockstep.study.rehearse.rules import Rule
@@ -51,14 +50,11 @@ def rehearse(command: Sequence[str], rules: Sequence[Rule], *, shows: bool = Tru
         rules: The faults.
         shows: Whether what the job says is passed on.
     """
-    folder = Path(tempfile.mkdtemp(prefix="lockstep-rehearsal-"))
-    try:
-        orders = json.dumps({"folder": str(folder), "rules": [asdict(rule) for rule in rules]})
+    with Guard() as guard:  # clears its folder away, however this process ends
+        orders = json.dumps({"folder": str(guard.run_dir), "rules": [asdict(rule) for rule in rules]})
         environ = {**os.environ, ORDERS: orders, **dict.fromkeys(_HIDES_GPUS, "")}
         code, lines, seconds = observe(command, environ, shows=shows)
-        struck = [notes.read(folder, number) for number in range(len(rules))]
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        struck = [notes.read(guard.run_dir, number) for number in range(len(rules))]
     return Rehearsal(judge_all(rules, struck, lines, code), code, seconds)
 
 
