@@ -1,7 +1,7 @@
 """Every error message of the package, read from its source: the cause is its first line, the cure what follows."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,35 +43,43 @@ def messages(package: Path) -> list[Message]:
     return sorted(found, key=lambda message: (message.error, message.text, message.file))
 
 
-def _in_tree(tree: ast.AST) -> Iterator[tuple[str, str]]:
+def _in_tree(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    constants = {}
+    for statement in tree.body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if text := _template(value, {}):
+                constants[name] = text
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute) and node.args:
             name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
-            text = _template(node.args[0])
+            text = _template(node.args[0], constants)
             # Without a word of its own, the message is made elsewhere and only passed on here.
             if name in ERROR_NAMES and text is not None and any(word.isalpha() for word in text.split()):
                 yield name, text
 
 
-def _template(node: ast.expr) -> str | None:
+def _template(node: ast.expr, constants: Mapping[str, str]) -> str | None:
     """Return the text of a string or f-string, with the source of what is filled in; None if it is neither."""
     match node:
         case ast.Constant(value=str(text)):
             return text
         case ast.JoinedStr(values=parts):
-            return "".join(_template(part) or "" for part in parts)
+            return "".join(_template(part, constants) or "" for part in parts)
+        case ast.FormattedValue(value=ast.Name(id=name)) | ast.Name(id=name) if name in constants:
+            return constants[name]
         case ast.FormattedValue(value=value):
             return "{" + ast.unparse(value).replace("\n", " ") + "}"
         case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return (_template(left) or "{...}") + (_template(right) or "{...}")
+            return (_template(left, constants) or "{...}") + (_template(right, constants) or "{...}")
     return None
 
 
 def as_table(package: Path) -> str:
     """Return all messages as Markdown, a table for each error."""
+    found = messages(package)
     lines = []
     for error in sorted(ERROR_NAMES):
-        rows = [message for message in messages(package) if message.error == error]
+        rows = [message for message in found if message.error == error]
         if rows:
             lines += ["", f"## {error}", "", "| cause | what to do | raised in |", "|---|---|---|"]
             lines += [f"| {_cell(row.cause)} | {_cell(row.cure)} | {_cell(row.file)} |" for row in rows]

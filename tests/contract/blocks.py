@@ -3,11 +3,12 @@
 A comment on the line before a block, which no reader sees, says what the block is:
 
     <!-- fragment -->        not a program: it is compiled only
-    <!-- 2 ranks -->         runs in 2 ranks instead of one process
+    <!-- 2 ranks -->         runs in 2 ranks, and not in one process
     <!-- 1 and 2 ranks -->   runs both ways
+    <!-- 1 rank -->          runs in one process, as Python without a mark does
     <!-- prints -->          the output of the block before it, to the letter, of every way in which that runs
 
-Python without a mark runs in one process. Of a ``diff``, both sides are compiled; with a mark, the new one runs.
+Of a ``diff``, both sides are compiled; with a mark, the new one runs.
 """
 
 import re
@@ -20,7 +21,7 @@ PAGES = (REPO / "README.md", *sorted((REPO / "docs").rglob("*.md")))
 _BLOCK = re.compile(
     r"^(?:<!-- (?P<mark>[^\n]*) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
 )
-_RANKS = {None: (1,), "fragment": (), "2 ranks": (2,), "1 and 2 ranks": (1, 2)}
+_RANKS = {None: (1,), "fragment": (), "1 rank": (1,), "2 ranks": (2,), "1 and 2 ranks": (1, 2)}
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,8 @@ def test_every_error_is_described():
 
 def test_messages_are_read_from_the_source(tmp_path):
     (tmp_path / "a.py").write_text(
-        'raise ConfigurationError(f"No such {thing.name}.\\n" "Give | another.")\n'
+        'ADVICE = "Give | another."\n'
+        'raise ConfigurationError(f"No such {thing.name}.\\n" f"{ADVICE}")\n'
         "raise DataError(message)\n"
         'raise ValueError("not ours")\n'
     )

@@ -54,7 +54,7 @@ class DistributedDataParallel(Checks):
     Gradients are averaged in buckets while backward still runs. Each backward through an output of this module is one
     synchronised step; parameters without a gradient, also on some ranks only, need no flag. A parameter that no
     rank used keeps its gradient as it was. The mean is over ranks, as in torch, or over samples where the script calls
-    :meth:`weight`.
+    `weight`.
 
     Collective: the constructor, ``forward`` (if the module has buffers) and every synchronised backward. All block
     until the other ranks take part, at most as long as the process group's time-out.

@@ -99,7 +99,7 @@ class PerBucket(Accumulation):
         stay until they are zeroed. Nothing may look at or change gradients in between: no clipping, no loss scaling.
         ``optimizer.step()`` raises as long as this holds; learning-rate schedulers step after backward as ever.
 
-        With weights (:meth:`weight`) and with communication hooks all buckets are stepped when backward ends.
+        With weights (`weight`) and with communication hooks all buckets are stepped when backward ends.
 
         Args:
             optimizer: Of this model's parameters.
