@@ -45,6 +45,8 @@ if sys.argv[1] == "same":
     dist.all_gather(weights, model.module.weight.detach())
     if dist.get_rank() == 0:
         print("the same" if torch.equal(*weights) else "different")
+dist.barrier()
+dist.destroy_process_group()
 """
 REPRODUCIBLE = ["--steps", "30", "--reproducible", "4"]
 KEPT = [*REPRODUCIBLE, "--checkpoint", "CK", "--checkpoint-every", "5", "--export", "w.safetensors"]
@@ -156,6 +158,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(done):
 @pytest.mark.timeout(300)
 def test_a_fault_that_never_strikes_is_a_failure(done):
     late, _ = done["late"]
+    assert "the job ended with code 0 after " in late.out, late
     assert rows(late.out) == [
         ["oom:rank=0,step=99", "-", "", "did not strike: rank 0 never came to forward in step 99"]
     ]
