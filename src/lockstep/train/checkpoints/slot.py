@@ -21,7 +21,7 @@ from torch import Tensor
 from lockstep.errors import CheckpointError
 from lockstep.parallel.checksum import checksum
 from lockstep.train.checkpoints.parts import STATE, TENSORS, pack_parts, unpack_parts
-from lockstep.train.checkpoints.tensors import copy_tensors, lay_out, views_of
+from lockstep.train.checkpoints.tensors import Layout, copy_tensors, lay_out, views_of
 
 _MARK_BYTES = 4096
 _ROOM = 1 << 14
@@ -61,6 +61,8 @@ class Slot:
     def __init__(self, path: Path, make_room: Callable[[int], None]) -> None:
         self.path, self._make_room = path, make_room
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._layout: Layout | None = None
+        self._views: list[Tensor] = []
         self._is_registered = False
 
     def take(self, parts: Mapping[str, Any], step: int) -> Callable[[], None]:
@@ -83,7 +85,9 @@ class Slot:
         memory[:_MARK_BYTES].zero_()
         _put(memory, _MARK_BYTES, layout.header)
         _put(memory, end, rest)
-        copy_tensors(views_of(memory[start:end], layout, tensors), [tensors[name] for name in layout.order])
+        if layout != self._layout:
+            self._layout, self._views = layout, views_of(memory[start:end], layout, tensors)
+        copy_tensors(self._views, [tensors[name] for name in layout.order])
         arrivals = []
         for device in devices:
             arrivals.append(torch.cuda.Event())
@@ -103,6 +107,7 @@ class Slot:
         if self._is_registered:
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
             self._is_registered = False
+        self._layout, self._views = None, []
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def _make(self, num_bytes: int, *, pinned: bool) -> None:
