@@ -1,4 +1,4 @@
-"""A rank that is slow in each step is named, with the phase: by `fit`, and by the launcher for a script of one's own."""
+"""A rank that is slow in each step is named, with the phase: by `fit`, and by the launcher for one's own script."""
 
 import json
 import re

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from lockstep.errors import LockstepError
 from lockstep.comm.freed_memory import keep_freed_memory
+from lockstep.errors import LockstepError
 
 _LIVENESS_CHECK_S = 1.0
 """How often a caller that waits for a result looks whether the thread that owes it still lives."""

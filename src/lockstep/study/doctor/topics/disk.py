@@ -115,7 +115,7 @@ def _slow(facts: DiskFacts) -> list[Finding]:
             Kind.DISK_SLOW,
             Severity.SLOW if facts.checkpoint_bytes else Severity.NOTE,  # without a task: of a size made up
             f"{facts.folder} takes {size(speed)}/s, measured with {size(facts.written_bytes)}.",
-            f"A checkpoint {whose} ({size(num_bytes)}) is written for {seconds:.0f} s; the next one, and the end, wait for it.",
+            f"A checkpoint {whose} ({size(num_bytes)}) takes {seconds:.0f} s to write; the next one waits for it.",
             "Write to a disk of this machine, or less often.",
             "lockstep train TASK.py --checkpoint /PATH/ON/LOCAL/DISK --checkpoint-every 1000",
         )
