@@ -34,6 +34,8 @@ _CHUNK_BYTES = 1 << 26
 _WAIT_S = 600.0
 """How long a device may take to copy its state to the host."""
 
+_WAIT_AFTER_ERROR_S = 2.0
+
 _numbers = itertools.count()
 
 
@@ -164,17 +166,18 @@ class MemoryCopies:
             (self._writer.start if self.world.device.type == "cuda" else self._writer.run)(finish)
             self._next = 1 - self._next
 
-    def close(self) -> None:
+    def close(self, *, wait_s: float = _WAIT_S) -> None:
         """Wait for what is being copied, and let go of the memory; the copies stay until the launcher ends."""
-        if self._writer.wait(_WAIT_S):
+        if self._writer.wait(wait_s):
             for slot in self._slots:
                 slot.close()
 
     def __enter__(self) -> MemoryCopies:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """After an error little is waited for: the device may be what hangs."""
+        self.close(wait_s=_WAIT_S if error is None else _WAIT_AFTER_ERROR_S)
 
     def _read_newest(self) -> _Held | None:
         marks = [(mark, number) for number, slot in enumerate(self._slots) if (mark := read_mark(slot.path))]
