@@ -58,8 +58,6 @@ def test_costs_are_worked_out():
     assert slow.cost == "Averaging 1000 MB of this task's gradients takes 8 s of each step at least."
     (disk,) = found("disk", written_bytes=10 * 2**20, seconds=1.0)
     assert disk.cost == "A checkpoint of this task (1 GiB) takes 102 s to write; the next one waits for it."
-        disk.cost == "A checkpoint of this task (1 GiB) is written for 102 s; the next one, and the end, wait for it."
-    )
     (narrow,) = found("gpus", gpus=tuple(replace(gpu, link_width=4) for gpu in SOUND["gpus"].gpus[:1]))
     assert narrow.cost == "Copies from the host, and between GPUs without NVLink, have 1/4 of the bandwidth."
 
