@@ -111,6 +111,7 @@ def test_sigterm_stops_all_ranks_after_a_step_and_the_run_goes_on_from_there(sta
     logged = [line["loss"] for line in map(json.loads, (tmp_path / "log").read_text().splitlines()) if "loss" in line]
     assert len(logged) == step
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
     from mine import task
 
     whole = lockstep.fit(task, strategy="single", steps=40, quiet=True).losses

@@ -14,7 +14,7 @@ class PlannedLoop:
     device = torch.device("cpu")
 
     def __init__(self, with_sync_s, without_sync_s, *, exposed_s=None, accumulate=1):
-        self.exposed_s, self.settings = exposed_s, SimpleNamespace(accumulate=accumulate)
+        self.strategy, self.settings = SimpleNamespace(exposed_s=exposed_s), SimpleNamespace(accumulate=accumulate)
         self._planned_s = {True: list(with_sync_s), False: list(without_sync_s)}
         self._sync, self.calls = True, []
 
