@@ -1,10 +1,13 @@
 """Whatever ends the launcher, no rank, no child of a rank and no file is left."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -58,14 +61,14 @@ def job(tmp_path):
 
     def start(kind):
         (tmp_path / "train.py").write_text(SCRIPT)
-        scratch = tmp_path / "scratch"
-        scratch.mkdir()
+        # Not below tmp_path, which may be too long for the sockets that loader processes hand tensors over with.
+        scratch = Path(tempfile.mkdtemp(prefix="scratch-"))
         process = commands.start(
             "run", "--devices", "2", str(tmp_path / "train.py"), str(tmp_path), kind,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env={**os.environ, "TMPDIR": str(scratch)}, start_new_session=True,
         )  # fmt: skip
-        started.append(process)
+        started.append((process, scratch))
         files = [tmp_path / f"ready-{rank}" for rank in range(2)]
         wait_for(lambda: all(file.exists() for file in files), 90)
         pids = {int(pid) for file in files for pid in file.read_text().split()}
@@ -75,9 +78,10 @@ def job(tmp_path):
         return process, pids, scratch
 
     yield start
-    for process in started:
+    for process, scratch in started:
         process.kill()
         process.communicate()
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def assert_nothing_left(pids, scratch):
