@@ -7,6 +7,7 @@ import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -156,14 +157,11 @@ def newest_of_all(world, folder):
     go_on(6, in_memory=False, **disk)  # 5 on disk; memory is left behind
     second = go_on(7, **disk)
     shutil.rmtree(Path(folder) / f"host{world.rank}")
-    has_room = memory_copies.free_and_total_bytes
-    if world.rank == 1:
-        memory_copies.free_and_total_bytes = lambda: (100, 0)
-        memory_copies.socket.gethostname = lambda: "host1"
-    try:
+    with contextlib.ExitStack() as patches:
+        if world.rank == 1:
+            patches.enter_context(patch.object(memory_copies, "free_and_total_bytes", lambda: (100, 0)))
+            patches.enter_context(patch.object(memory_copies.socket, "gethostname", lambda: "host1"))
         third = go_on(9)  # nothing in memory, and no folder given
-    finally:
-        memory_copies.free_and_total_bytes = has_room
     go_on(10)
     return steps, [first, second], third, sorted(path.name for path in (Path(folder) / f"host{world.rank}").iterdir())
 
