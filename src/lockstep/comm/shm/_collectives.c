@@ -161,7 +161,7 @@ static int reduce_small(Group *g, char *data, size_t count, size_t width, const 
 /* `parts` are the ranks' shares of the allocation `alloc`, and `data` lies at `offset` in this rank's; or alloc < 0. */
 int lockstep_all_reduce(Group *g, char *data, size_t count, int dtype, int op, int root, int64_t alloc, size_t offset,
                         char *const *parts, int64_t timeout_ms) {
-    int64_t deadline_ms = now_ms() + timeout_ms;
+    int64_t deadline_ms = deadline_after(timeout_ms);
     size_t width = lockstep_element_bytes(dtype);
     Call call = {ALL_REDUCE, dtype, op, root, count, root < 0 ? alloc : -1, offset};
     TRY(begin(g, &call, deadline_ms));
@@ -204,7 +204,7 @@ static void publish_parts(Group *g, char *const *inputs, const uint64_t *counts,
    after the other at `offset` in the ranks' shares of that allocation, `parts`, and the output is this rank's input. */
 int lockstep_reduce_scatter(Group *g, char *const *inputs, const uint64_t *counts, char *output, int dtype, int op,
                             int64_t alloc, size_t offset, char *const *parts, int64_t timeout_ms) {
-    int64_t deadline_ms = now_ms() + timeout_ms;
+    int64_t deadline_ms = deadline_after(timeout_ms);
     size_t width = lockstep_element_bytes(dtype), longest = 0, total = 0;
     for (int rank = 0; rank < g->size; rank++) {
         longest = counts[rank] > longest ? counts[rank] : longest;
@@ -274,7 +274,7 @@ static int compare_sizes(Group *g, const uint64_t *receive_bytes, size_t *longes
 int lockstep_exchange(Group *g, int kind, int root, int same, const char *const *sends, const uint64_t *send_bytes,
                       char *const *receives, const uint64_t *receive_bytes, int64_t alloc, size_t offset,
                       char *const *parts, int64_t timeout_ms) {
-    int64_t deadline_ms = now_ms() + timeout_ms;
+    int64_t deadline_ms = deadline_after(timeout_ms);
     size_t room = same ? g->head->chunk_bytes : g->head->chunk_bytes / (size_t)g->size / 64 * 64, longest = 0;
     Call call = {kind, 0, 0, root, 0, alloc, offset};
     TRY(begin(g, &call, deadline_ms));

@@ -48,11 +48,14 @@ void lockstep_format(void *segment, size_t chunk_bytes, size_t ring_bytes) {
     head->ring_bytes = ring_bytes;
 }
 
-int64_t now_ms(void) {
+static int64_t now_ms(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
 }
+
+/* One more, as now_ms() cuts off a part of a millisecond: no wait ends before its time. */
+int64_t deadline_after(int64_t timeout_ms) { return now_ms() + timeout_ms + 1; }
 
 static struct flock byte_of(int rank) {
     return (struct flock){.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = rank, .l_len = 1};

@@ -4,7 +4,7 @@
 
 #include "_shm.h"
 
-int64_t now_ms(void);
+int64_t deadline_after(int64_t timeout_ms);
 char *outbox(const Group *g, int rank, uint32_t step);
 char *results(const Group *g, int rank, uint32_t step);
 void announce(Word *word, uint32_t value);
