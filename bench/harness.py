@@ -15,8 +15,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lockstep.monitor.provenance import gather
 from lockstep.study.compare.spread import Spread, paired_ratio
+from lockstep.telemetry.provenance import gather
 
 Rounds = dict[str, list[float]]
 """Seconds by contender, one a round."""

@@ -20,8 +20,8 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from bench.harness import SECTION_TIMEOUT_S, Rounds, parser, record, run_rounds, show, slowest, summarize
-from lockstep.monitor.record.machine import MachineSampler
-from lockstep.monitor.record.writer import LineWriter
+from lockstep.telemetry.record.machine import MachineSampler
+from lockstep.telemetry.record.writer import LineWriter
 from lockstep.train.loop import Loop
 from lockstep.train.recording import Recorder
 from lockstep.train.settings import Settings

@@ -27,7 +27,7 @@ from rich.console import Console
 from bench.report import page, table
 from bench.report.goals import judge
 from bench.report.run import RESULTS, Run, newest
-from lockstep.monitor.provenance import Provenance, gather
+from lockstep.telemetry.provenance import Provenance, gather
 
 REPO = Path(__file__).parents[1]
 QUICK_RESULTS = REPO / "runs" / "bench"

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from lockstep import SyncBatchNorm, World, init, launch
 from lockstep.comm.collectives import all_gather, all_reduce
-from lockstep.monitor.provenance import gather
 from lockstep.study.compare.spread import Spread, paired_ratio
+from lockstep.telemetry.provenance import gather
 
 NUM_RANKS = 2
 PLAIN, OURS, FORMULAS, EXCHANGE = "plain", "ours", "formulas", "exchange"

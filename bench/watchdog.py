@@ -17,7 +17,7 @@ from torch import nn
 
 import lockstep
 from lockstep import progress
-from lockstep.monitor.beacon import Beacon
+from lockstep.telemetry.beacon import Beacon
 
 ROUNDS, STEPS, WRITES, CALLS = 60, 10, 500, 20_000
 

@@ -21,7 +21,7 @@ class Progress:
         failure: The exception that ended this rank's part in the job, although its process may go on.
         on_failure: What to call with that exception, at once: the launcher is to learn of it before peers notice.
         wants_pace: Whether somebody reads ``pace``.
-        pace: What the last steps took by phase, for the launcher to compare the ranks; see monitor/stragglers.py.
+        pace: What the last steps took by phase, for the launcher to compare the ranks; see telemetry/stragglers.py.
         waits: Where the engine is to add when its own work of a step was done and when the step was over, for a loop
             that measures its phases itself; ``None`` if there is none.
     """

@@ -9,7 +9,7 @@ LAYERS = [
     {"hostlist"},
     {"env"},
     {"comm"},
-    {"monitor"},
+    {"telemetry"},
     {"parallel", "data", "launcher"},
     {"train"},
     {"study", "adoption"},

@@ -5,11 +5,11 @@ from html.parser import HTMLParser
 import pytest
 
 from lockstep.errors import ConfigurationError
-from lockstep.monitor.provenance import Provenance
 from lockstep.study import drawing
 from lockstep.study.compare import page, plots
 from lockstep.study.compare.figures import LeftOut
 from lockstep.study.compare.verdict import judge
+from lockstep.telemetry.provenance import Provenance
 from tests.unit.compare_planted import MIB, comparison, contender
 
 PROVENANCE = Provenance(

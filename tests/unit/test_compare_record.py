@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from lockstep.monitor.provenance import Provenance, commit_of, gather
 from lockstep.study.compare.record import to_json
 from lockstep.study.compare.verdict import judge
+from lockstep.telemetry.provenance import Provenance, commit_of, gather
 from tests.unit.compare_planted import MIB, comparison, contender
 
 PROVENANCE = Provenance("2026-01-01T00:00:00+00:00", {"torch": "2.13.0"}, {"cpu": "any"}, {"lockstep": "abc"})

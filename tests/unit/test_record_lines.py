@@ -12,10 +12,10 @@ import torch
 
 from lockstep.comm.clocks import bound
 from lockstep.errors import ConfigurationError
-from lockstep.monitor.record import machine, names
-from lockstep.monitor.record.machine import MachineSampler
-from lockstep.monitor.record.thin import Thinner
-from lockstep.monitor.record.writer import LineWriter, to_line
+from lockstep.telemetry.record import machine, names
+from lockstep.telemetry.record.machine import MachineSampler
+from lockstep.telemetry.record.thin import Thinner
+from lockstep.telemetry.record.writer import LineWriter, to_line
 from lockstep.train.recording import has_timeline
 from tests.unit.report_planted import step_line
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.monitor.stragglers import Straggler
 from lockstep.study.report.advice import Facts, advise
 from lockstep.study.report.figures import Parts
+from lockstep.telemetry.stragglers import Straggler
 
 SOUND = Parts(
     data_wait_s=0.0, forward_s=0.030, backward_s=0.060, wire_s=0.002, peers_s=0.0, optimizer_s=0.002, other_s=0.0

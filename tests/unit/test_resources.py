@@ -5,8 +5,8 @@ import os
 import pytest
 
 from lockstep.launcher.elsewhere import Ending, cause_elsewhere, retold
-from lockstep.monitor import resources
-from lockstep.monitor.resources import Resources
+from lockstep.telemetry import resources
+from lockstep.telemetry.resources import Resources
 
 GIB = 2**30
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from lockstep.monitor.pace import PaceKeeper, ends_window, is_looked_at, note_of
-from lockstep.monitor.stragglers import Division, StepTimes, describe, divide, find_stragglers, pace_of
+from lockstep.telemetry.pace import PaceKeeper, ends_window, is_looked_at, note_of
+from lockstep.telemetry.stragglers import Division, StepTimes, describe, divide, find_stragglers, pace_of
 
 PHASES = ("loader", "forward", "backward", "optimizer")
 NOISE = (0.0, 0.001, 0.0, 0.002, 0.001)

@@ -6,12 +6,12 @@ import selectors
 import pytest
 
 import lockstep.train.loop
-from lockstep.monitor.life import Life, Sample, family, sample
-from lockstep.monitor.report import numbered, report
-from lockstep.monitor.seen import RankSeen, operation, place, waits_outside
-from lockstep.monitor.stacks import busy_workers
-from lockstep.monitor.verdict import Verdict, judge
 from lockstep.progress import name_of_bucket
+from lockstep.telemetry.life import Life, Sample, family, sample
+from lockstep.telemetry.report import numbered, report
+from lockstep.telemetry.seen import RankSeen, operation, place, waits_outside
+from lockstep.telemetry.stacks import busy_workers
+from lockstep.telemetry.verdict import Verdict, judge
 
 C10D = "/x/site-packages/torch/distributed/distributed_c10d.py"
 FINE, SUSPECT, HANGS = Verdict.FINE, Verdict.SUSPECT, Verdict.HANGS

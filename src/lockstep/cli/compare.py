@@ -63,11 +63,11 @@ def compare(
     """
     import torch
 
-    from lockstep.monitor import provenance
     from lockstep.study.compare import compare as run_comparison
     from lockstep.study.compare import page, plots, record, table
     from lockstep.study.compare.organise import STRATEGIES
     from lockstep.study.compare.verdict import judge
+    from lockstep.telemetry import provenance
     from lockstep.train.settings import Settings
 
     for file in (json_file, html_file):

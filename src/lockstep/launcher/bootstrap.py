@@ -94,7 +94,7 @@ def lead_output(run_dir: str, name: str, flags: int) -> None:
 def light_beacon(run_dir: str, patience_s: float) -> None:
     """Have the launcher's watchdog see what this rank is doing."""
     from lockstep import progress
-    from lockstep.monitor.beacon import Beacon
+    from lockstep.telemetry.beacon import Beacon
 
     beacon = Beacon(run_dir, int(os.environ["RANK"]), patience_s=patience_s)
 

@@ -15,9 +15,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from lockstep.launcher.failure import RankEnd, tidy_crash
 from lockstep.launcher.guard import Guard
-from lockstep.monitor.resources import Resources
-from lockstep.monitor.seen import user_frame
-from lockstep.monitor.step_mark import read_mark
+from lockstep.telemetry.resources import Resources
+from lockstep.telemetry.seen import user_frame
+from lockstep.telemetry.step_mark import read_mark
 
 
 def ends_of(failures: Mapping[int, ProcessFailure], guard: Guard, resources: Resources) -> list[RankEnd]:

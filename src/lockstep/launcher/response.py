@@ -14,9 +14,9 @@ from torch.distributed.launcher.api import LaunchConfig
 from lockstep.comm.bulletin import Bulletin
 from lockstep.launcher.ends import leave_failure
 from lockstep.launcher.guard import Guard
-from lockstep.monitor.resources import Resources
-from lockstep.monitor.verdict import Verdict
-from lockstep.monitor.watchdog import Watchdog
+from lockstep.telemetry.resources import Resources
+from lockstep.telemetry.verdict import Verdict
+from lockstep.telemetry.watchdog import Watchdog
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from lockstep.comm.link import probe_connections
 from lockstep.launcher.agent import Failures, Restart
 from lockstep.launcher.failure import RankEnd, brief, first_of
 from lockstep.launcher.streams import Streams
-from lockstep.monitor.step_mark import read_mark
+from lockstep.telemetry.step_mark import read_mark
 
 
 @final

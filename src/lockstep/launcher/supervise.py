@@ -26,7 +26,7 @@ from lockstep.launcher.response import DEFAULT_WATCH, Response, Watch
 from lockstep.launcher.restarts import RestartReport
 from lockstep.launcher.streams import Streams
 from lockstep.launcher.surroundings import elastic_quiet, second_signal_kills, signals_restored
-from lockstep.monitor.resources import Resources
+from lockstep.telemetry.resources import Resources
 
 
 @dataclass(frozen=True)

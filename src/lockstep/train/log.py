@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lockstep.data.bad_sample import BadSample
 from lockstep.errors import ConfigurationError
-from lockstep.monitor.stragglers import Straggler
+from lockstep.telemetry.stragglers import Straggler
 from lockstep.train.not_finite import NotFinite
 
 _WRITE_S = 5.0

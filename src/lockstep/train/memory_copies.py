@@ -21,7 +21,7 @@ from lockstep.comm.world import World
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.launcher.guardian import MEMORY, memory_of
 from lockstep.launcher.requests import run_dir
-from lockstep.monitor.resources import free_and_total_bytes
+from lockstep.telemetry.resources import free_and_total_bytes
 from lockstep.train.checkpoint import State, parts_of, state_in
 from lockstep.train.checkpoints.parts import unfit, unwritable
 from lockstep.train.checkpoints.slot import Mark, Slot, parts_in, read_copy, read_mark

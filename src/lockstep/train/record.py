@@ -12,7 +12,7 @@ from lockstep.train.step_record import StepRecord
 Event = Literal[
     "resume", "restart", "evaluation", "checkpoint", "skipped", "straggler", "spike", "remark", "stop", "error", "end"
 ]
-"""See ``EVENTS`` in lockstep.monitor.record.names."""
+"""See ``EVENTS`` in lockstep.telemetry.record.names."""
 
 
 class Record(ABC):

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def step_line(pending: Pending, began_s: float, steps_per_epoch: int | None) -> dict[str, Any]:
-    """Return the line of kind ``step``; see ``STEP`` in lockstep.monitor.record.names."""
+    """Return the line of kind ``step``; see ``STEP`` in lockstep.telemetry.record.names."""
     record, times, waited = pending.record, pending.record.times, pending.record.waited
     loss, *norm = map(float, pending.values)
     in_backward_s = _waited_s(pending)
@@ -45,7 +45,7 @@ def step_line(pending: Pending, began_s: float, steps_per_epoch: int | None) -> 
 
 
 def timeline_line(pending: Pending, began_s: float) -> dict[str, Any]:
-    """Return the line of kind ``timeline``; see ``TIMELINE`` in lockstep.monitor.record.names."""
+    """Return the line of kind ``timeline``; see ``TIMELINE`` in lockstep.telemetry.record.names."""
     start = pending.record.watch.start
 
     def since(mark: Mark) -> float:

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from lockstep.data.device import Copy
-from lockstep.monitor.record.thin import Thinner
-from lockstep.monitor.record.writer import LineWriter
 from lockstep.parallel.ddp.bucket_stamps import BucketStamps, StepStamps
+from lockstep.telemetry.record.thin import Thinner
+from lockstep.telemetry.record.writer import LineWriter
 from lockstep.train.loop import Loop
 from lockstep.train.record import Event
 from lockstep.train.recorded_lines import step_line, timeline_line

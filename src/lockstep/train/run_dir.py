@@ -20,10 +20,10 @@ from lockstep.comm.clocks import Offset, machine_name, measure_offsets
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError
-from lockstep.monitor.provenance import gather
-from lockstep.monitor.record.machine import MachineSampler
-from lockstep.monitor.record.names import RANK_FILES, RUN_FILE, VERSION
-from lockstep.monitor.record.writer import LineWriter
+from lockstep.telemetry.provenance import gather
+from lockstep.telemetry.record.machine import MachineSampler
+from lockstep.telemetry.record.names import RANK_FILES, RUN_FILE, VERSION
+from lockstep.telemetry.record.writer import LineWriter
 from lockstep.train.atomic import whole_file
 from lockstep.train.loop import Loop
 from lockstep.train.record import Event, NoRecord, Record

@@ -9,8 +9,8 @@ import torch
 
 from lockstep import progress
 from lockstep.comm.collectives import Group, all_gather_object
-from lockstep.monitor.pace import Teller, ends_window, is_looked_at
-from lockstep.monitor.stragglers import Pace, StepTimes, Straggler, pace_of
+from lockstep.telemetry.pace import Teller, ends_window, is_looked_at
+from lockstep.telemetry.stragglers import Pace, StepTimes, Straggler, pace_of
 from lockstep.train.log import Log
 from lockstep.train.step_record import StepRecord
 from lockstep.train.stopwatch import seconds_between

@@ -1,4 +1,4 @@
-"""What each step of this rank takes by phase, so that ranks can be compared; see monitor/stragglers.py.
+"""What each step of this rank takes by phase, so that ranks can be compared; see telemetry/stragglers.py.
 
 A rank's own work of a step ends when backward is over and all its buckets are ready, which is stamped before the last
 of them leaves. ``fit`` measures its own phases, and only asks when that was; in other programs the loader has what lies
@@ -16,9 +16,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lockstep import progress
-from lockstep.monitor.pace import ends_window, is_looked_at, note_of
-from lockstep.monitor.stragglers import StepTimes, pace_of
 from lockstep.parallel.ddp.capture import is_capturing
+from lockstep.telemetry.pace import ends_window, is_looked_at, note_of
+from lockstep.telemetry.stragglers import StepTimes, pace_of
 
 Mark = float | torch.cuda.Event
 

@@ -2,12 +2,12 @@
 
 from html import escape
 
-from lockstep.monitor.provenance import Provenance
 from lockstep.study.compare import table
 from lockstep.study.compare.figures import Comparison
 from lockstep.study.compare.plots import draw
 from lockstep.study.compare.verdict import Verdict
 from lockstep.study.html import STYLE, figure
+from lockstep.telemetry.provenance import Provenance
 
 
 def render(comparison: Comparison, verdict: Verdict, provenance: Provenance) -> str:

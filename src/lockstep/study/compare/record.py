@@ -5,9 +5,9 @@ from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
-from lockstep.monitor.provenance import Provenance
 from lockstep.study.compare.figures import Comparison, Contender
 from lockstep.study.compare.verdict import Verdict
+from lockstep.telemetry.provenance import Provenance
 
 VERSION = 1
 """Grows when a name or a meaning changes; new names leave it as it is."""

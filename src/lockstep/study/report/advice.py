@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lockstep.monitor.stragglers import Straggler
 from lockstep.study.report.figures import Parts
+from lockstep.telemetry.stragglers import Straggler
 
 WORTH = 1.03
 """A gain below this is not worth a sentence."""

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from lockstep.monitor.stragglers import StepTimes, Straggler, find_stragglers, pace_of
 from lockstep.study.report.lines import Event, Step
 from lockstep.study.report.read import Recorded
+from lockstep.telemetry.stragglers import StepTimes, Straggler, find_stragglers, pace_of
 
 NUM_FIRST = 5
 """The first steps allocate, compile and find out in which order gradients come; they are left out of the means."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.monitor.record.names import EVENTS
+from lockstep.telemetry.record.names import EVENTS
 
 Line = Mapping[str, Any]
 
@@ -18,7 +18,7 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Step:
-    """A line of kind ``step``; see lockstep.monitor.record.names."""
+    """A line of kind ``step``; see lockstep.telemetry.record.names."""
 
     step: int
     num_steps: int

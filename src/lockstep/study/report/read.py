@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep.errors import ConfigurationError
-from lockstep.monitor.record.names import RANK_FILES, RUN_FILE, VERSION
 from lockstep.study.report.clocks import Clock, clock_of
 from lockstep.study.report.lines import (
     Event,
@@ -21,6 +20,7 @@ from lockstep.study.report.lines import (
     step_of,
     timeline_of,
 )
+from lockstep.telemetry.record.names import RANK_FILES, RUN_FILE, VERSION
 
 Entry = TypeVar("Entry", Step, Timeline, Machine, Event)
 

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from lockstep import progress
-from lockstep.monitor.step_mark import make_mark
+from lockstep.telemetry.step_mark import make_mark
 
 STACKS_SIGNAL_OFFSET = 11
 """Above SIGRTMIN: the signal at which a rank writes its stacks; programs use SIGUSR1 and SIGUSR2 themselves."""

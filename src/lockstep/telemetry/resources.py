@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.monitor.life import family
+from lockstep.telemetry.life import family
 
 SHM = "/dev/shm"
 PROC = Path("/proc")

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import torch
 
-from lockstep.monitor.life import family
+from lockstep.telemetry.life import family
 
 
 class MachineSampler:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 
-from lockstep.monitor.life import WAKES_UP
-from lockstep.monitor.seen import RankSeen, is_debugged, operation, place
+from lockstep.telemetry.life import WAKES_UP
+from lockstep.telemetry.seen import RankSeen, is_debugged, operation, place
 
 GRACE = 5.0
 """A rank that may be only slow can keep the others waiting this many times longer than one that does nothing."""

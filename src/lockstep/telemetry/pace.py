@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from lockstep.monitor.stragglers import Pace, Straggler, describe, find_stragglers
+from lockstep.telemetry.stragglers import Pace, Straggler, describe, find_stragglers
 
 WINDOW = 10
 """How many steps are taken together."""

@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from lockstep.monitor.beacon import STACKS_SIGNAL_OFFSET
-from lockstep.monitor.life import family
-from lockstep.monitor.seen import user_frame, where_of
+from lockstep.telemetry.beacon import STACKS_SIGNAL_OFFSET
+from lockstep.telemetry.life import family
+from lockstep.telemetry.seen import user_frame, where_of
 
 _FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 _AT_REST = ("selectors.py", "connection.py", "queues.py", "threading.py")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from lockstep.monitor.seen import RankSeen, operation, place
-from lockstep.monitor.verdict import GRACE, Verdict
+from lockstep.telemetry.seen import RankSeen, operation, place
+from lockstep.telemetry.verdict import GRACE, Verdict
 
 
 def report(

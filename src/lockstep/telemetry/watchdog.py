@@ -16,13 +16,13 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.comm.bulletin import Bulletin
-from lockstep.monitor.life import HAS_PROC, Life, sample, state_of
-from lockstep.monitor.pace import PaceKeeper
-from lockstep.monitor.report import report
-from lockstep.monitor.resources import Resources
-from lockstep.monitor.seen import RankSeen, operation, waits_outside
-from lockstep.monitor.stacks import busy_workers, keep_stacks
-from lockstep.monitor.verdict import Verdict, judge
+from lockstep.telemetry.life import HAS_PROC, Life, sample, state_of
+from lockstep.telemetry.pace import PaceKeeper
+from lockstep.telemetry.report import report
+from lockstep.telemetry.resources import Resources
+from lockstep.telemetry.seen import RankSeen, operation, waits_outside
+from lockstep.telemetry.stacks import busy_workers, keep_stacks
+from lockstep.telemetry.verdict import Verdict, judge
 
 _PERIOD_S = 0.5
 _FAILED_S = 0.4
@@ -40,7 +40,7 @@ class Watchdog:
     Args:
         run_dir: Where the beacons are.
         patience_s: How long ranks may wait for each other.
-        is_strict: See `lockstep.monitor.verdict.judge`.
+        is_strict: See `lockstep.telemetry.verdict.judge`.
         num_nodes: Machines in the job.
         bulletin: Where the launchers of several machines tell each other what they see.
         resources: Takes note of memory while the ranks run.
