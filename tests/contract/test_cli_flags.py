@@ -1,6 +1,8 @@
 """The commands and their flags: scripts depend on them, so they change only on purpose."""
 
 import difflib
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -50,7 +52,11 @@ def current_flags() -> list[str]:
 
 
 def test_flags_are_frozen():
-    changes = difference(FROZEN.read_text().splitlines(), current_flags())
+    # Asked in a process of its own: click keeps the help flag of a command as the first caller had it, and other tests
+    # call commands without the group above them.
+    command = [sys.executable, "-m", "tests.contract.test_cli_flags"]
+    asked = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, cwd=FROZEN.parents[2])
+    changes = difference(FROZEN.read_text().splitlines(), asked.stdout.splitlines())
     if changes:
         pytest.fail("\n".join([HOW_TO_UPDATE, *changes]), pytrace=False)
 
