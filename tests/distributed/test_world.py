@@ -78,7 +78,7 @@ def test_barrier_names_who_is_missing(ranks):
             "Those ranks ended, are stuck, or do not call barrier() as often as the others; "
             "if they are only slow, pass a longer timeout_s."
         )
-        assert 0.4 <= waited_s < 2
+        assert 0.4 <= waited_s < 10
 
 
 def test_all_worlds_of_a_group_count_their_barriers_together(ranks):

@@ -70,10 +70,11 @@ def test_a_hint_stands_in_the_message():
 def test_a_late_rank_hears_of_the_failure_at_once():
     roll = Roll()
     roll.call([arrival(0), arrival(2)])
+    roll.timeout_s = 60
     start = time.monotonic()
     (outcome,) = roll.call([arrival(1)], host=None)
     assert str(outcome).startswith("2 of 3 ranks came within 0.3 s; missing: rank 1.")
-    assert time.monotonic() - start < 0.2
+    assert time.monotonic() - start < 10
 
 
 def test_two_processes_with_one_rank():
