@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from lockstep import progress
+from lockstep.train.phase_ranges import PhaseRanges
 
 _NEXT = {
     "data_wait_s": "forward",
@@ -45,10 +46,15 @@ Mark = float | torch.cuda.Event
 
 
 class Stopwatch:
-    """Sorts the time since the last lap into phases; on CUDA it is the device's time and read only at the end."""
+    """Sorts the time since the last lap into phases; on CUDA it is the device's time and read only at the end.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    Args:
+        device: Whose time it is.
+        named: Told of the phases as well, while somebody looks.
+    """
+
+    def __init__(self, device: torch.device, named: PhaseRanges | None = None) -> None:
+        self._device, self._named = device, named
         self._laps: list[tuple[str, Mark]] = [("", self.mark())]
         self._waited_s = [progress.now.waited_s]
         progress.now.phase = "loader"
@@ -67,6 +73,13 @@ class Stopwatch:
         self._laps.append((phase, self.mark() if at is None else at))
         self._waited_s.append(progress.now.waited_s)
         progress.now.phase = _NEXT[phase]
+        if self._named is not None and at is None:
+            self._named.lap(phase)
+
+    def begins(self, name: str) -> None:
+        """Name what begins now for a profiler, where laps do not tell it."""
+        if self._named is not None:
+            self._named.begin(name)
 
     def read(self) -> PhaseTimes:
         """Return the seconds by phase. Blocks on CUDA until the device has come to the last lap."""
@@ -84,6 +97,16 @@ class Stopwatch:
         for before_s, after_s, (phase, _) in zip(self._waited_s, self._waited_s[1:], self._laps[1:], strict=False):
             seconds[phase] += after_s - before_s
         return PhaseTimes(**seconds)
+
+    @property
+    def laps(self) -> list[tuple[str, Mark]]:
+        """Each phase with the moment at which it ended, after the one at which the watch was made."""
+        return self._laps
+
+    @property
+    def waited_s(self) -> list[float]:
+        """By lap, how long this process had waited in collectives by then, those of the engine left out."""
+        return self._waited_s
 
     @property
     def is_over(self) -> bool:

@@ -28,6 +28,7 @@ from lockstep.parallel.ddp.capture import refuse_absent
 from lockstep.parallel.ddp.step_times import Moment, StepTimes
 from lockstep.parallel.ddp.transport import MeanTransport, Transport
 from lockstep.parallel.ddp.weights import Weights, find_carrier
+from lockstep.telemetry import ranges
 
 Departure = tuple[Bucket, "Future[Any]"]
 
@@ -124,6 +125,12 @@ class Departures:
             self._tell_early()
 
     def _start(self, bucket: Bucket, position: int, *, alone: bool = False) -> Future[Any]:
+        if ranges.now is None:
+            return self._start_stamped(bucket, position, alone=alone)
+        with ranges.now.open(f"exchange/bucket {position}"):
+            return self._start_stamped(bucket, position, alone=alone)
+
+    def _start_stamped(self, bucket: Bucket, position: int, *, alone: bool) -> Future[Any]:
         if self.stamps is None:
             return self._send(bucket, position, alone=alone)
         self.stamps.sending()
@@ -238,6 +245,7 @@ class Departures:
     def _naming(self, bucket: Bucket, position: int) -> Iterator[None]:
         """Name the bucket to the watchdog, and in the error of a reduction that fails inside."""
         progress.now.bucket = position, bucket.names
+        waits = None if ranges.now is None else ranges.now.open(f"exchange/bucket {position} wait")
         try:
             yield
         except ConfigurationError:  # not the reduction's, but of who called for it
@@ -250,3 +258,5 @@ class Departures:
             ) from error
         finally:
             progress.now.bucket = None
+            if waits is not None:
+                waits.close()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.dp.capture import Key, Outcome, ReplicaCapture, make_key
 from lockstep.parallel.dp.context import ReplicaContext
+from lockstep.telemetry import ranges
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 """Called with a replica and its shard; returns the loss, a tensor of one element."""
@@ -64,10 +65,10 @@ class Job:
     def step(self, module: nn.Module) -> ReplicaResult:
         """Run; autograd differentiates a CPU graph in the thread that calls it."""
         start = time.perf_counter()
-        with self.context.for_training().entered():
+        with ranges.around("forward"), self.context.for_training().entered():
             value = _checked(self.loss(module, self.shard))
         middle = time.perf_counter()
-        with self.context.on_device():  # outside of autocast, as backward should be
+        with ranges.around("backward"), self.context.on_device():  # outside of autocast, as backward should be
             _scaled(value, self.scale).backward()
         return ReplicaResult(value.detach(), middle - start, time.perf_counter() - middle)
 
@@ -117,10 +118,11 @@ def differentiate(
 ) -> tuple[Tensor, StepTimings]:
     """Do what ``ReplicaEngine.backward`` does with the module itself, in the calling thread."""
     start = time.perf_counter()
-    with torch.enable_grad():
+    with ranges.around("forward"), torch.enable_grad():
         value = _checked(loss(module, shard))
     middle = time.perf_counter()
-    _scaled(value, scale).backward()
+    with ranges.around("backward"):
+        _scaled(value, scale).backward()
     return value.detach(), StepTimings(0.0, middle - start, time.perf_counter() - middle, 0.0)
 
 

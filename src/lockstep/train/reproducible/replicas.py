@@ -66,6 +66,7 @@ class OneReplica(LocalReplicas):
         """Run forward and backward of the only shard."""
         results = {}
         for replica, shard in shards.items():
+            how.watch.begins("forward")
             how.seed(shard.leaf, self._device)
             part = self._objective(self._model, shard.batch, shard.num_samples)
             how.watch.lap("forward_s")
@@ -129,6 +130,7 @@ class ManyReplicas(LocalReplicas):
         for replica, shard in shards.items():
             how.seed(shard.leaf, self._devices[replica])
         items = [(index, shards[index]) if index in shards else None for index in range(max(shards) + 1)]
+        how.watch.begins("replicas")
         found = self._engine.gradients(loss, items, [1.0] * len(items))  # the same roundings as in one replica
         how.watch.lap("backward_s")
         return {replica: (parts[replica], gradients) for replica, gradients in found.items()}

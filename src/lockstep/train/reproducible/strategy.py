@@ -16,6 +16,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.parallel.tree.exchange import Exchange, LocalExchange, Placement, RankExchange
 from lockstep.parallel.tree.ladder import Ladder
 from lockstep.parallel.tree.layout import Layout, Row
+from lockstep.train.own_work import tell_waits_apart
 from lockstep.train.reproducible.buffers import ShardBuffers
 from lockstep.train.reproducible.replicas import LocalReplicas, Shard, check_gradients
 from lockstep.train.reproducible.tables import Table, own_entries, share_table
@@ -77,17 +78,20 @@ class Reproducible(Strategy):
         self._ladders[0].give_back(self._given_away)
         self._given_away = []
         table = self._compute(shards, how)
+        how.watch.begins("communication")
         if not how.sync:
             for ladder in self._ladders:
                 ladder.give_back(list(ladder.take().values()))
             how.after_forward([table.loss(self._placement)])
             return
+        tell_waits_apart(how.watch)
         if self.group is not None:
             table = share_table(table, self._placement, self.group, self._device)
         how.after_forward([table.loss(self._placement)])
         self._buffers.finish(table.changed, table.sizes, self._over_ranks, self._exchange, self.group)
         self._deliver(table.used)
         how.watch.lap("communication_s")
+        how.watch.begins("data_wait")
 
     def _compute(self, shards: dict[int, Shard], how: Pass) -> Table:
         """Run the shards, round after round: one on each replica at a time."""
