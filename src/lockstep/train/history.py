@@ -22,7 +22,9 @@ class History:
 
     losses: list[float] = field(default_factory=list)
     num_samples: int = 0
+    num_counted: float = 0.0
     _unread: list[Tensor] = field(default_factory=list)
+    _unread_counts: list[Tensor] = field(default_factory=list)
     _num_timed: int = 0
     _elapsed_s: float = 0.0
     _first: tuple[int, float] | None = None
@@ -36,6 +38,8 @@ class History:
         """Add a step that ends now. Blocks every 256 steps until the device has come to it."""
         self.num_samples += record.num_samples
         self._unread.append(record.loss)
+        if record.count is not None:
+            self._unread_counts.append(record.count)
         if len(self._unread) >= _MAX_UNREAD:
             self.read()
         self._count(record.num_samples)
@@ -45,6 +49,9 @@ class History:
         if self._unread:
             self.losses += torch.stack(self._unread).tolist()
             self._unread = []
+        if self._unread_counts:
+            self.num_counted += float(torch.stack(self._unread_counts).sum())
+            self._unread_counts = []
         return self.losses
 
     def stop(self) -> None:
@@ -68,3 +75,19 @@ class History:
         if num_samples == 0 and self._first is not None:
             num_samples, elapsed_s = self._first
         return num_samples / elapsed_s if elapsed_s else 0.0
+
+    @property
+    def counted(self) -> tuple[float, float] | None:
+        """What the losses were means over if not samples, such as tokens: how many, and how many a second.
+
+        None if they were means over samples. Blocks until the device has come to the last step.
+        """
+        self.read()
+        if not self.num_counted:
+            return None
+        return self.num_counted, self.samples_per_s * self.num_counted / self.num_samples
+
+    def in_words(self, counts: str) -> str:
+        """Return the throughput in words; ``counts`` is what the losses count if not samples."""
+        text = f"{self.samples_per_s:,.0f} samples/s"
+        return text if self.counted is None else f"{text}, {self.counted[1]:,.0f} {counts}/s"

@@ -39,6 +39,8 @@ class FitResult:
         first_skipped: The first few of them: which, in which step, and why.
         not_finite: The steps of this call that were skipped or gone back from, as their gradient was NaN or infinite.
         samples_per_s: Over all devices; without the first step, evaluations and checkpoints.
+        num_counted: What the losses of this call were means over if not samples, such as tokens; None if samples.
+        tokens_per_s: Likewise, a second, whatever it is that the task counts.
         seconds: Of the whole call after the model was made, evaluations and all.
         checkpoint: The newest one.
         stopped: The signal that stopped the run before its end, such as ``SIGTERM``, or None. The same call goes on
@@ -61,6 +63,8 @@ class FitResult:
     stopped: str | None = None
     exit_code: int = 0
     not_finite: tuple[NotFinite, ...] = ()
+    num_counted: float | None = None
+    tokens_per_s: float | None = None
 
     @property
     def metrics(self) -> dict[str, float]:

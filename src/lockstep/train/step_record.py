@@ -19,6 +19,7 @@ class StepRecord:
         loss: Mean over the global batch, a 0-dimensional tensor.
         grad_norm: Global norm of the gradient before clipping, if it was needed.
         updated: Whether the optimizer was stepped; not after an overflow in fp16, nor without synchronisation.
+        count: What the loss is a mean over if that is not samples, such as tokens; a 0-dimensional tensor.
     """
 
     step: int
@@ -27,6 +28,7 @@ class StepRecord:
     grad_norm: Tensor | None
     updated: bool
     _watch: Stopwatch = field(repr=False)
+    count: Tensor | None = None
 
     @property
     def times(self) -> PhaseTimes:

@@ -19,13 +19,15 @@ class Tally:
     Args:
         device: Where the sums are.
         group: The ranks that take part, or None if it is only this process.
+        counts: Whether the losses of a step before were no means over samples; true from the first such one on.
     """
 
-    def __init__(self, device: torch.device, group: Group | None) -> None:
+    def __init__(self, device: torch.device, group: Group | None, *, counts: bool = False) -> None:
         self._group = group
         self._sums = torch.zeros(6, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         self._future: Future[Any] | None = None
         self._saw_means = self._saw_losses = False
+        self.counts = counts
 
     def add(self, parts: list[Part]) -> None:
         """Add the losses of this process's shares of a micro-batch."""
@@ -38,6 +40,7 @@ class Tally:
             self._sums[0] += part.value.detach().to(device, self._sums.dtype) * part.weight
             self._saw_means |= part.is_mean
             self._saw_losses |= not part.is_mean
+            self.counts |= not part.is_mean
 
     def require_means(self) -> None:
         """Refuse losses that leave the gradient to be divided after backward.
@@ -88,6 +91,11 @@ class Tally:
     def loss(self) -> Tensor:
         """Return the loss of the step, a 0-dimensional tensor; zero if nothing counted."""
         return self._sums[0] / self._count()
+
+    @property
+    def count(self) -> Tensor | None:
+        """What the loss of the step is a mean over if that is not samples, 0-dimensional; None if it is."""
+        return self._sums[1] if self.counts else None
 
     @property
     def notes(self) -> Tensor:

@@ -53,6 +53,7 @@ class Task:
             the children of its outermost lists and sequences if None.
         epochs: Passes over the data set that a run takes unless it is told otherwise.
         name: What the task is called in reports.
+        counts: What the counts of a `Loss` are, in reports.
 
     Raises:
         ConfigurationError: A number is not positive, or something that must be a function is none.
@@ -72,6 +73,7 @@ class Task:
     shard: Callable[[nn.Module], Iterable[nn.Module]] | None = None
     epochs: int = 1
     name: str = "task"
+    counts: str = "tokens"
 
     def __post_init__(self) -> None:
         for field in ("global_batch_size", "epochs"):
