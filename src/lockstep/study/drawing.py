@@ -24,11 +24,12 @@ INCHES_WIDE = 4.8
 
 @dataclass(frozen=True)
 class Plot:
-    """A drawing, its heading, and what it shows in words for those who do not see it."""
+    """A drawing, its heading, what it shows in words for those who do not see it, and what all should read."""
 
     heading: str
     alt: str
     svg: str
+    note: str = ""
 
 
 def import_matplotlib(otherwise: str = ", or leave --html out") -> ModuleType:
@@ -97,11 +98,11 @@ def label_rows(axes: Any, labels: list[str]) -> None:
     axes.invert_yaxis()
 
 
-def finish_plot(heading: str, alt: str, figure: Any) -> Plot:
-    """Return a figure as SVG; headings on a page differ."""
+def finish_plot(heading: str, alt: str, figure: Any, note: str = "") -> Plot:
+    """Return a figure as SVG; headings on a page differ, and a ``note`` is for all to read."""
     # Names within the drawings derive from this: several share the page, and may not share names.
     with import_matplotlib().rc_context({"svg.hashsalt": heading}):
-        return Plot(heading, alt, _svg(figure))
+        return Plot(heading, alt, _svg(figure), note)
 
 
 def _svg(figure: Any) -> str:
@@ -112,6 +113,7 @@ def _svg(figure: Any) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    svg = re.sub(r"font-family: [^;]*; ?", "", svg)  # the page has one for all, and they would be half of it
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg)  # within HTML they are known
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg)

@@ -22,6 +22,7 @@ p.soft, li.soft, footer { color: var(--soft); }
 figure { margin: 0; padding: .75rem 1rem; border: 1px solid var(--line); border-radius: .5rem; }
 figure { background: var(--card); }
 figcaption { font-weight: 600; margin-bottom: .5rem; }
+.note { margin: 0 0 .5rem; font-size: .9rem; color: var(--soft); }
 svg { display: block; width: 100%; height: auto; max-width: 34rem; }
 svg text { font-family: system-ui, sans-serif !important; }
 .scroll { overflow-x: auto; }
@@ -35,8 +36,9 @@ footer { margin-top: 2rem; border-top: 1px solid var(--line); padding-top: 1rem;
 
 
 def figure(plot: Plot) -> str:
-    """Return a drawing with its heading, and its words for those who do not see it."""
+    """Return a drawing with its heading and its note, and its words for those who do not see it."""
+    note = f'<p class="note">{escape(plot.note)}</p>' if plot.note else ""
     return (
-        f"<figure><figcaption>{escape(plot.heading)}</figcaption>"
+        f"<figure><figcaption>{escape(plot.heading)}</figcaption>{note}"
         f'<div role="img" aria-label="{escape(plot.alt)}">{plot.svg}</div></figure>'
     )

@@ -57,6 +57,7 @@ class Figures:
         step_s: From the beginning of a step to that of the next: the median.
         slow_step_s: Of twenty steps, one takes longer than this.
         samples_per_s: Over all steps but the first and spikes.
+        tokens_per_s: Likewise of what the loss counts, if that is not samples.
         total_s: From the beginning of the first step to the end of the last.
         paused_s: What training stood still for checkpoints and evaluations, by event.
         by_rank: Means over the steps, spikes left out.
@@ -77,6 +78,7 @@ class Figures:
     last_share: Mapping[int, float]
     knows_waits: bool
     straggler: Straggler | None
+    tokens_per_s: float | None = None
 
 
 def find_figures(run: Recorded) -> Figures | None:
@@ -96,6 +98,7 @@ def find_figures(run: Recorded) -> Figures | None:
         step_s=median(lasted),
         slow_step_s=lasted[min(len(lasted) - 1, math.floor(0.95 * len(lasted)))],
         samples_per_s=sum(step.samples for step in calm) / trained_s if trained_s else 0.0,
+        tokens_per_s=_rate([step.counts for step in calm], trained_s),
         total_s=_span(run),
         paused_s=_paused(run.events),
         by_rank=by_rank,
@@ -136,6 +139,11 @@ class Together:
         return next(iter(self.ranks.values())).samples
 
     @property
+    def counts(self) -> float | None:
+        """What the loss counts in the global batch, if that is not samples."""
+        return next((step.counts for step in self.ranks.values() if step.counts is not None), None)
+
+    @property
     def lasted_s(self) -> float:
         """Seconds on the slowest rank."""
         return max(step.lasted_s for step in self.ranks.values())
@@ -164,6 +172,11 @@ def steps_together(run: Recorded) -> list[Together]:
         return []
     common = set.intersection(*(set(steps) for steps in by_rank.values()))
     return [Together(number, {rank: by_rank[rank][number] for rank in by_rank}) for number in sorted(common)]
+
+
+def _rate(counts: Sequence[float | None], seconds: float) -> float | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) / seconds if known and len(known) == len(counts) and seconds else None
 
 
 def _mean(parts: Sequence[Parts]) -> Parts:

@@ -37,6 +37,7 @@ class Step:
     learning_rate: float | None
     grad_norm: float | None
     samples: float
+    counts: float | None = None
 
     @property
     def own_s(self) -> float:
@@ -119,11 +120,16 @@ def finite(line: Line, name: str, *, at_least: float = -math.inf) -> float:
 
 
 def seconds(line: Line, name: str) -> float | None:
-    """Return a duration, or None if it is not known."""
+    """Return a duration or a number of things, or None if it is not known."""
     value = number(line, name)
     if value is not None and not 0 <= value < math.inf:
         raise Unfit(f"{name} is out of range")
     return value
+
+
+def _part(line: Line, name: str) -> float:
+    """Return what a step spent on something; 0 where that could not be seen, so that it is among other things."""
+    return 0.0 if name in line and line[name] is None else finite(line, name)
 
 
 def step_of(line: Line) -> Step:
@@ -138,9 +144,9 @@ def step_of(line: Line) -> Step:
         total_s=total_s,
         slowest_s=seconds(line, "slowest_s") or total_s,
         slowest_step=int(number(line, "slowest_step") or step),
-        data_wait_s=finite(line, "data_wait_s"),
-        forward_s=finite(line, "forward_s"),
-        backward_s=finite(line, "backward_s"),
+        data_wait_s=_part(line, "data_wait_s"),
+        forward_s=_part(line, "forward_s"),
+        backward_s=_part(line, "backward_s"),
         exposed_s=seconds(line, "exposed_s"),
         hidden_s=seconds(line, "hidden_s"),
         optimizer_s=finite(line, "optimizer_s"),
@@ -148,6 +154,7 @@ def step_of(line: Line) -> Step:
         learning_rate=number(line, "learning_rate"),
         grad_norm=number(line, "grad_norm"),
         samples=finite(line, "samples", at_least=0),
+        counts=seconds(line, "counts"),
     )
 
 

@@ -8,6 +8,7 @@ from html import escape
 from lockstep.study.drawing import drawing_style, import_matplotlib
 from lockstep.study.html import STYLE, figure
 from lockstep.study.report import tables
+from lockstep.study.report.beside import Beside
 from lockstep.study.report.plots import draw
 from lockstep.study.report.tables import Table
 from lockstep.study.report.timeline_plot import draw_timeline
@@ -41,15 +42,15 @@ tr.differs th, tr.differs td { font-weight: 600; }
 _MOST_ADVICE = 6
 
 
-def render(views: Sequence[View]) -> str:
-    """Return the page.
+def render(views: Sequence[View], beside: Beside | None = None) -> str:
+    """Return the page; with one run, another may be ``beside`` it.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
     """
     import_matplotlib(otherwise="")
     with drawing_style():
-        plots = draw(views)
+        plots = draw(views, beside)
         timelines = [plot for plot in map(draw_timeline, views) if plot is not None]
     drawings = "\n".join(figure(plot) for plot in plots)
     lanes = "\n".join(_timeline(figure(plot)) for plot in timelines)
@@ -67,7 +68,7 @@ def render(views: Sequence[View]) -> str:
 <main>
 <h1>{escape(about)}</h1>
 {"".join(f'<p class="soft">{escape(_subtitle(view))}</p>' for view in views)}
-{_verdict(views)}
+{_verdict(views, beside)}
 {"".join(_gaps(view) for view in views)}
 {_advice(views)}
 <h2 id="figures">Figures</h2>
@@ -104,9 +105,9 @@ def _subtitle(view: View) -> str:
     return view.named(", ".join(part for part in parts if part))
 
 
-def _verdict(views: Sequence[View]) -> str:
+def _verdict(views: Sequence[View], beside: Beside | None) -> str:
     if len(views) == 1:
-        return f'<ul class="verdict">{_items(sentences(views[0]))}</ul>'
+        return f'<ul class="verdict">{_items(sentences(views[0], beside))}</ul>'
     columns = "".join(f"<li><strong>{view.label}</strong><ul>{_items(sentences(view))}</ul></li>" for view in views)
     whole = f'<ul class="verdict"><li>{escape(against(views[0], views[1]))}</li></ul>'
     return f'{whole}<ul class="verdict two">{columns}</ul>'

@@ -6,11 +6,14 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
-from lockstep.study.report.plots import MIB, PART_COLOURS, memory_of
+from lockstep.study.report.machine_plots import LOADS, memory_of
+from lockstep.study.report.plots import PART_COLOURS
+from lockstep.study.report.plotting import MIB
 from lockstep.study.report.timeline_plot import COLOURS
+from lockstep.study.report.traffic_plots import bus_bytes_per_s
 from lockstep.study.report.view import View, setting_values
 
 _MOST_EVENTS = 200
@@ -67,29 +70,60 @@ def _parts(view: View) -> list[Table]:
 
 
 def _spread(view: View) -> list[Table]:
-    """Return minimum, median and maximum over the ranks, and whose they are."""
-    if view.figures is None or len(view.figures.by_rank) < 2:
+    """Return minimum, median and maximum over the ranks of each figure, and whose the extremes are."""
+    if len(view.run.ranks) < 2:
         return []
     rows = []
-    for name, (text, _) in PART_COLOURS.items():
-        values = sorted((getattr(parts, name), rank) for rank, parts in view.figures.by_rank.items())
-        (low, low_rank), (middle, _), (high, high_rank) = values[0], values[len(values) // 2], values[-1]
-        rows.append(
-            [text, f"{low * 1e3:.2f} (rank {low_rank})", f"{middle * 1e3:.2f}", f"{high * 1e3:.2f} (rank {high_rank})"]
+    for what, values, digits in _figures_by_rank(view):
+        ordered = sorted((value, rank) for rank, value in values.items())
+        if not ordered:
+            continue
+        (low, low_rank), (high, high_rank), middle = ordered[0], ordered[-1], median(values.values())
+        cells = (
+            f"{low:,.{digits}f} (rank {low_rank})",
+            f"{middle:,.{digits}f}",
+            f"{high:,.{digits}f} (rank {high_rank})",
         )
-    return [Table(view.named("Milliseconds per step, over the ranks"), ["", "least", "median", "most"], rows)]
+        rows.append([what, *cells])
+    return [Table(view.named("Each figure over the ranks"), ["", "least", "median", "most"], rows)] if rows else []
+
+
+def _figures_by_rank(view: View) -> list[tuple[str, dict[int, float], int]]:
+    """Return what is known of each rank: in words with its unit, by rank, and how many digits matter."""
+    found: list[tuple[str, dict[int, float], int]] = []
+    if view.figures is not None:
+        by_rank, last_share = view.figures.by_rank, view.figures.last_share
+        for name, (text, _) in PART_COLOURS.items():
+            found.append((f"{text}, ms", {rank: getattr(parts, name) * 1e3 for rank, parts in by_rank.items()}, 2))
+        found.append(("comes last, % of steps", {rank: share * 100 for rank, share in last_share.items()}, 0))
+    memory = {rank: memory_of(view, rank) for rank in view.run.ranks}
+    for place, text in enumerate(("memory at its peak, MiB", "memory at the end, MiB")):
+        found.append(
+            (text, {rank: size / MIB for rank, each in memory.items() if (size := each[place]) is not None}, 0)
+        )
+    for name, (text, unit) in LOADS.items():
+        found.append((f"{text}, {unit}", _means(view, name), 0))
+    return found
+
+
+def _means(view: View, name: str) -> dict[int, float]:
+    """Return the mean of a figure of ``machine`` lines by rank, without what was before the first step."""
+    found = {}
+    for rank, record in sorted(view.run.ranks.items()):
+        lines = record.machine[1:] or record.machine
+        if values := [line.figures[name] for line in lines if name in line.figures]:
+            found[rank] = fmean(values)
+    return found
 
 
 def _machine(view: View) -> list[Table]:
-    columns = ["rank", "peak MiB", "MiB at the end", "CPU %", "loaders' CPU %", "GPU %", "W", "degrees C"]
+    known = {name: means for name in LOADS if (means := _means(view, name))}
+    columns = ["rank", "peak MiB", "MiB at the end", *(", ".join(LOADS[name]) for name in known)]
     rows = []
-    for rank, record in sorted(view.run.ranks.items()):
-        peak, now = memory_of(view, rank)
-        lines = record.machine[1:] or record.machine
-        names = ("cpu_percent", "workers_cpu_percent", "gpu_percent", "gpu_power_w", "gpu_temperature_c")
-        known = [[line.figures[name] for line in lines if name in line.figures] for name in names]
-        means = [f"{fmean(values):.0f}" if values else "-" for values in known]
-        rows.append([str(rank), *("-" if size is None else f"{size / MIB:,.0f}" for size in (peak, now)), *means])
+    for rank in sorted(view.run.ranks):
+        sizes = ["-" if size is None else f"{size / MIB:,.0f}" for size in memory_of(view, rank)]
+        loads = [f"{means[rank]:.0f}" if rank in means else "-" for means in known.values()]
+        rows.append([str(rank), *sizes, *loads])
     return [Table(view.named("Memory and load, by rank"), columns, rows)] if rows else []
 
 
@@ -100,17 +134,9 @@ def _buckets(view: View) -> list[Table]:
     rows = []
     for number, size in enumerate(traffic.sizes_bytes):
         times = sorted(trip.wire_s for trip in traffic.trips if trip.number == number)
-        middle, best = times[len(times) // 2], times[0]
-        num_ranks = len(view.run.ranks)
-        bus = 2 * (num_ranks - 1) / num_ranks * size / middle / 1e9 if middle else 0.0
-        columns = [
-            f"{size / MIB:.3g}",
-            f"{best * 1e3:.3g}",
-            f"{middle * 1e3:.3g}",
-            f"{times[-1] * 1e3:.3g}",
-            f"{bus:.3g}",
-        ]
-        rows.append([str(number), *columns])
+        seconds = [f"{time_s * 1e3:.3g}" for time_s in (times[0], times[len(times) // 2], times[-1])]
+        bus = bus_bytes_per_s(traffic, number, len(view.run.ranks)) / 1e9
+        rows.append([str(number), f"{size / MIB:.3g}", *seconds, f"{bus:.3g}"])
     heading = view.named("Buckets of gradients on their way")
     return [Table(heading, ["bucket", "MiB", "best ms", "median ms", "slowest ms", "bus GB/s"], rows)]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.study.drawing import BLUE, GREEN, PURPLE, SKY, TEXT, VERMILION, Plot, finish_plot, make_axes
-from lockstep.study.report.plots import shown_ranks
+from lockstep.study.report.plotting import shown_ranks
 from lockstep.study.report.timeline import Bar, Window
 from lockstep.study.report.view import View
 
@@ -17,6 +17,11 @@ COLOURS = {
     "waiting": ("waits for gradients", VERMILION),
     "optimizer": ("optimizer", GREEN),
 }
+
+NOTE = (
+    "What each rank did when. Hatched is waiting; the thin lines below a bar are buckets of gradients, from ready over "
+    "sent to reduced. The line above the bars is the critical path: the work that all others waited for."
+)
 
 _INCHES_WIDE = 9.6
 _MOST_RANKS = 8
@@ -43,7 +48,7 @@ def draw_timeline(view: View) -> Plot | None:
     axes.grid(axis="x", linewidth=0.6)
     place = {"loc": "lower left", "bbox_to_anchor": (-0.01, 1.0), "columnspacing": 1.0, "handlelength": 1.2}
     axes.legend(ncols=7, frameon=False, fontsize=9, **place)
-    return finish_plot(view.named(f"Timeline of {_steps(window)}"), describe(window), figure)
+    return finish_plot(view.named(f"Timeline of {_steps(window)}"), describe(window), figure, NOTE)
 
 
 def describe(window: Window) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lockstep.study.report.beside import Beside
 from lockstep.study.report.figures import PARTS, Figures
 from lockstep.study.report.view import View
 
@@ -19,8 +20,8 @@ GOOD_BUSY = 0.9
 """Devices that compute for this share of a step are kept well."""
 
 
-def sentences(view: View) -> tuple[str, str, str]:
-    """Return the three sentences."""
+def sentences(view: View, beside: Beside | None = None) -> tuple[str, str, str]:
+    """Return the three sentences; with a run ``beside`` it, the first says how much more devices gave."""
     figures = view.figures
     if figures is None:
         return (
@@ -28,17 +29,24 @@ def sentences(view: View) -> tuple[str, str, str]:
             "So nothing is known of where the time goes.",
             "Record a run of some more steps, and look again.",
         )
-    return _how_fast(view, figures), _where(figures), _what_first(view)
+    return _how_fast(view, figures, beside), _where(figures), _what_first(view)
 
 
-def _how_fast(view: View, figures: Figures) -> str:
+def _how_fast(view: View, figures: Figures, beside: Beside | None) -> str:
     where = f"{view.num_devices} {'GPU' if view.device == 'cuda' else 'CPU process'}"
     plural = "" if view.num_devices == 1 else ("s" if view.device == "cuda" else "es")
     slow = f"; one step in twenty takes more than {ms(figures.slow_step_s)}"
+    scaling = f"; {beside.scaling}" if beside is not None and beside.scaling else ""
     return (
-        f"{view.task} trains {rate(figures.samples_per_s)} samples/s on {where}{plural}, "
-        f"{ms(figures.step_s)} a step{slow if figures.slow_step_s > 1.1 * figures.step_s else ''}."
+        f"{view.task} trains {rates(view, figures)} on {where}{plural}, "
+        f"{ms(figures.step_s)} a step{scaling}{slow if figures.slow_step_s > 1.1 * figures.step_s else ''}."
     )
+
+
+def rates(view: View, figures: Figures) -> str:
+    """Return how many samples a second, and of what the loss counts, if that is something else."""
+    text = f"{rate(figures.samples_per_s)} samples/s"
+    return text if figures.tokens_per_s is None else f"{text} ({rate(figures.tokens_per_s)} {view.counts}/s)"
 
 
 def _where(figures: Figures) -> str:
