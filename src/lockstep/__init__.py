@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lockstep.comm.world import init as init
     from lockstep.data.sampler import DistributedSampler as DistributedSampler
     from lockstep.launcher.api import launch as launch
+    from lockstep.observe.monitor import monitor as monitor
     from lockstep.parallel.batchnorm.layer import SyncBatchNorm as SyncBatchNorm
     from lockstep.parallel.data_parallel import DataParallel as DataParallel
     from lockstep.parallel.distributed import DistributedDataParallel as DistributedDataParallel
@@ -44,6 +45,7 @@ __all__ = [
     "init",
     "launch",
     "load",
+    "monitor",
     "save",
 ]
 
@@ -62,6 +64,7 @@ _HOMES = {
     "init": "lockstep.comm.world",
     "launch": "lockstep.launcher.api",
     "load": "lockstep.train.checkpoints.script",
+    "monitor": "lockstep.observe.monitor",
     "save": "lockstep.train.checkpoints.script",
 }
 

@@ -5,21 +5,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LAYERS = [
-    {"errors", "progress"},
+    {"cgroups", "errors", "progress"},
     {"hostlist"},
     {"env"},
     {"comm"},
     {"telemetry"},
     {"parallel", "data", "launcher"},
     {"train"},
-    {"study", "adoption"},
+    {"study", "adoption", "observe"},
     {"cli", "bootstrap"},
     {"__main__"},
 ]
 """Lowest first. A part imports from layers below its own; parts of one layer do not import each other."""
 
-ENTRY_POINTS = {"launcher/bootstrap.py": "bootstrap"}
-"""Files that are a part of their own: a rank's interpreter starts in this one, as the command line does in cli."""
+ENTRY_POINTS = {"launcher/bootstrap.py": "bootstrap", "launcher/equipment.py": "bootstrap"}
+"""Files that are a part of their own: a rank's interpreter starts in these, as the command line does in cli."""
 
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 

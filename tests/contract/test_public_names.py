@@ -24,6 +24,7 @@ PUBLIC_NAMES = {
     "init",
     "launch",
     "load",
+    "monitor",
     "save",
 }
 

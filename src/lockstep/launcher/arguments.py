@@ -1,4 +1,4 @@
-"""The command line of ``lockstep run``: torchrun's own parser, with four flags of ours."""
+"""The command line of ``lockstep run``: torchrun's own parser, with some flags of ours."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ examples:
       lockstep run train.py --devices 4 --lr 0.1
   a script written for torch's DistributedDataParallel, on Lockstep's engine
       lockstep run train.py --devices 4 --adopt
+  where the time of its steps goes; then: lockstep report runs/first
+      lockstep run --monitor runs/first --devices 4 train.py
   two machines with eight GPUs each; the same line on both, but for --node-rank 0 and 1
       lockstep run --nnodes 2 --node-rank 0 --master-addr host0 --master-port 29500 --devices 8 train.py
   what every rank says in a file of its own and in one for programs; the terminal shows errors only
@@ -40,7 +42,7 @@ _SCRIPT = {
 }
 
 _EXPLAINED = (
-    *("help", "nproc_per_node", "adopt", "watchdog", "watchdog_action", "module", "no_python"),
+    *("help", "nproc_per_node", "adopt", "monitor", "watchdog", "watchdog_action", "module", "no_python"),
     *("min_devices", "logs", "log_level", "quiet", "log_json", "log_size"),
     *("max_restarts", "log_dir", "redirects", "tee"),
     *("nnodes", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id"),
@@ -82,6 +84,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--adopt",
         action="store_true",
         help="put Lockstep's engines and sampler where torch's names are, before the script runs",
+    )
+    ours.add_argument(
+        "--monitor",
+        metavar="DIR",
+        help="record the training loop of a script that knows nothing of it, as far as that can be seen from outside, "
+        "for `lockstep report DIR`; before the script only",
     )
     ours.add_argument(
         "--watchdog",

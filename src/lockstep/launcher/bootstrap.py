@@ -28,9 +28,6 @@ _PR_SET_PDEATHSIG = 1
 RUN_DIR = "LOCKSTEP_RUN_DIR"
 """The variable that tells a rank where it and the launcher leave files for each other, as `requests` does."""
 
-REHEARSAL = "LOCKSTEP_REHEARSAL"
-"""The variable with which `lockstep rehearse` tells the ranks what is to go wrong in them."""
-
 
 def main(argv: list[str]) -> None:
     """Follow the orders in ``argv[1]``: a JSON object, written by `lockstep.launcher.supervise`."""
@@ -49,15 +46,10 @@ def main(argv: list[str]) -> None:
     _run_dir.append(orders["run_dir"])
     with contextlib.suppress(OSError):
         os.unlink(failure_file())  # of this rank before a restart
-    if orders["patience_s"] > 0:
-        light_beacon(orders["run_dir"], orders["patience_s"])
-    if REHEARSAL in os.environ:
-        rehearse(os.environ[REHEARSAL])
     sys.argv = [target, *args]
-    if orders["adopt"]:
-        from lockstep.adoption import adopt
+    from lockstep.launcher.equipment import equip
 
-        adopt()
+    equip(orders, record)
     runners: dict[str, Callable[[str], None]] = {"script": run_script, "module": run_module, "call": run_call}
     run_recorded(lambda: runners[mode](target))
 
@@ -89,28 +81,6 @@ def lead_output(run_dir: str, name: str, flags: int) -> None:
         file = os.open(os.path.join(run_dir, name.format(stream)), flags, 0o600)
         os.dup2(file, descriptor)
         os.close(file)
-
-
-def light_beacon(run_dir: str, patience_s: float) -> None:
-    """Have the launcher's watchdog see what this rank is doing."""
-    from lockstep import progress
-    from lockstep.telemetry.beacon import Beacon
-
-    beacon = Beacon(run_dir, int(os.environ["RANK"]), patience_s=patience_s)
-
-    def tell(error: BaseException) -> None:
-        record(error)
-        beacon.write()
-
-    progress.now.on_failure = tell
-    beacon.start()
-
-
-def rehearse(orders: str) -> None:
-    """Arm this rank with the faults that `lockstep rehearse` was asked for."""
-    from lockstep.study.rehearse.inside.activate import activate
-
-    activate(orders)
 
 
 def log_crashes(run_dir: str) -> None:

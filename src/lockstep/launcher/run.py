@@ -21,6 +21,7 @@ from lockstep.launcher.arguments import parse
 from lockstep.launcher.devices import choose_num_ranks, num_cores, threads_for
 from lockstep.launcher.guard import Guard
 from lockstep.launcher.log_options import level_of, make_streams
+from lockstep.launcher.recorded import recorded
 from lockstep.launcher.rendezvous import await_host, choose_meeting_place, max_nodes, prepare_for_others
 from lockstep.launcher.response import watch_of
 from lockstep.launcher.streams import Streams
@@ -47,7 +48,12 @@ def run(argv: Sequence[str]) -> None:
     args.nproc_per_node = str(num_ranks)
     program = _program(args)
     choose_meeting_place(args)
-    with environment_restored(), Guard() as guard, _streams(args, guard, num_ranks) as streams:
+    with (
+        environment_restored(),
+        recorded(args),
+        Guard() as guard,
+        _streams(args, guard, num_ranks) as streams,
+    ):
         _say_what_was_chosen(args, num_ranks, was_chosen)
         if args.redirects == args.tee == "0":
             # elastic's error files need a place; logs that the user asked torchrun for must outlive us.

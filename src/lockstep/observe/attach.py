@@ -1,0 +1,183 @@
+"""``lockstep run --monitor``: finds the training loop of a script that knows nothing of it.
+
+[Note: finding the model]
+Until the first optimizer has stepped, a hook sees every module of the process begin its forward. The outermost ones
+that train are the models; they get hooks of their own, and the one that sees everything is taken away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lockstep import progress
+from lockstep.comm.clocks import Offset, measure_offsets
+from lockstep.comm.collectives import backend_name
+from lockstep.observe.forwards import in_backward
+from lockstep.observe.hook import Hook
+from lockstep.observe.session import Place
+from lockstep.observe.watch import Watch
+from lockstep.telemetry.provenance import Provenance, gather
+
+RUN_DIR = "LOCKSTEP_RUN_DIR"
+"""Where the launcher and a rank leave files for each other."""
+
+_NUM_STEPS = 3
+"""After so many steps of optimizers all models have been seen."""
+_MOST_LOOKS = 20_000
+
+_attached: list[Attached] = []
+
+
+def attach(folder: str) -> None:
+    """Have this process recorded into ``folder`` as soon as it trains; called before the script is."""
+    _attached.append(Attached(Path(folder)))
+
+
+def give_way() -> None:
+    """Leave the recording to the script, which calls `monitor` itself."""
+    for each in _attached:
+        each.stop()
+
+
+def folder() -> Path | None:
+    """Return the folder that was given to ``lockstep run --monitor``."""
+    return _attached[-1].folder if _attached else None
+
+
+class Attached:
+    """Waits for the training loop of this process, and records it.
+
+    Args:
+        folder: For the record.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._rank, self._num_ranks = int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
+        self._provenance: Provenance | None = gather(Path(sys.argv[0])) if self._rank == 0 else None
+        self._models: list[nn.Module] = []
+        self._clocks: tuple[Offset, ...] = ()
+        self._watch: Watch | None = None
+        self._num_looks = self._num_steps = 0
+        self._is_looking = True
+        self._handles: list[Any] = [
+            register_module_forward_pre_hook(Hook(self._on_forward, self._fail)),
+            register_optimizer_step_post_hook(Hook(self._on_step, self._fail)),
+        ]
+        # torch says so of any hook that sees all modules; what it warns of, this one is made for.
+        warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
+        if int(os.environ.get("LOCAL_WORLD_SIZE") or 1) < self._num_ranks:
+            self._compare_clocks_at_wrapping()
+
+    def stop(self) -> None:
+        """Look for no training loop any more; one that was found is not recorded any further."""
+        self._look_no_more()
+        if self._watch is not None:
+            self._watch.close()
+
+    def _look_no_more(self) -> None:
+        self._is_looking = False
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _on_forward(self, module: nn.Module, _: Any) -> None:
+        """Take notice of a forward of any module; see [Note: finding the model]."""
+        if not self._is_looking or not torch.is_grad_enabled() or not module.training:
+            return
+        self._num_looks += 1
+        if self._num_looks > _MOST_LOOKS:
+            self._look_no_more()
+            return
+        if threading.current_thread() is not threading.main_thread() or in_backward() or module in self._models:
+            return
+        if self._watch is not None and self._watch.in_forward:
+            return
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return
+        if progress.now.step is not None:
+            self._look_no_more()
+            self._say("nothing is recorded, as the script trains with fit(), which has run_dir for that")
+            return
+        if self._watch is None:
+            self._models.append(module)
+            self._watch = Watch(
+                self._models,
+                None,
+                None,
+                run_dir=self.folder,
+                place=self._place(),
+                provenance=self._provenance,
+                failure=_failure,
+            )
+        else:
+            self._watch.add_model(module)
+        self._watch.forward_begins(module)
+
+    def _on_step(self, *_: Any) -> None:
+        """Take notice that any optimizer has stepped: after a few steps all models have been seen."""
+        self._num_steps += self._watch is not None
+        if self._num_steps >= _NUM_STEPS:
+            self._is_looking = False
+            self._handles[0].remove()  # the other one is being called
+
+    def _place(self) -> Place:
+        # Nothing is said to other ranks: nobody knows where they are in the script.
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
+        name = f"{os.environ.get('TORCHELASTIC_RUN_ID') or 'run'}-{restart}"
+        return Place(self._rank, self._num_ranks, name=name, clocks=self._clocks)
+
+    def _compare_clocks_at_wrapping(self) -> None:
+        """Have the clocks of several machines compared when the model is wrapped, which all ranks do together."""
+        from lockstep.parallel.distributed import DistributedDataParallel
+
+        for kind in (TorchDistributedDataParallel, DistributedDataParallel):
+            _after_init(kind, Hook(self._compare_clocks, self._fail))
+
+    def _compare_clocks(self, wrapper: Any) -> None:
+        group = wrapper.process_group
+        if self._is_looking and not self._clocks and group.size() == self._num_ranks:
+            on_gpu = backend_name(group) == "nccl"
+            device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+            self._clocks = tuple(measure_offsets(group, device))
+
+    def _fail(self, error: Exception) -> None:
+        self._is_looking = False
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        self._say(f"nothing is recorded: {first}")
+
+    def _say(self, text: str) -> None:
+        if self._rank == 0:
+            sys.stderr.write(f"lockstep: {text}\n")
+
+
+def _after_init(kind: Any, then: Hook) -> None:
+    original = kind.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        then(self)
+
+    kind.__init__ = init
+
+
+def _failure() -> str | None:
+    """Return what ended this rank, as the launcher's bootstrap has written it down; None if nothing did."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads((Path(os.environ[RUN_DIR]) / f"failure-{os.environ['RANK']}").read_text())
+        return str(found["message"]["message"]).splitlines()[0]
+    return None

@@ -1,0 +1,110 @@
+"""Hooks on models and on what they return: when forward and backward begin and end.
+
+[Note: the end of backward]
+When the first gradient comes to what a model has returned, its backward begins, and a callback is put at its end.
+Autograd calls those in the order in which they were put there. torch's DistributedDataParallel puts the one in which it
+waits for its buckets there when the last of them is on its way, so later: ours sees this rank's own work done. Then it
+puts a second one behind all others, which sees the gradients reduced. On CUDA both are called with the streams of
+backward waited for, so that events tell the same of the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from lockstep.observe.hook import Hook
+from lockstep.observe.samples import num_samples
+from lockstep.observe.steps import Steps
+from lockstep.parallel.ddp.bucket_stamps import StepStamps
+from lockstep.parallel.ddp.capture import is_capturing
+from lockstep.parallel.ddp.outputs import find_tensors
+
+_MOST_OUTPUTS = 64
+
+Fail = Callable[[Exception], None]
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs a backward, which may run forwards again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Forwards:
+    """Tells of the forwards and backwards of models.
+
+    Args:
+        steps: Is told.
+        device: Where the models are.
+        take_stamps: Returns what an engine of ours has stamped of the backward that has just ended.
+        fail: Gets errors of the hooks.
+    """
+
+    def __init__(
+        self, steps: Steps, device: torch.device, take_stamps: Callable[[], list[StepStamps]], fail: Fail
+    ) -> None:
+        self._steps, self._device, self._take_stamps = steps, device, take_stamps
+        self._fail = fail
+        self._on_gradient = Hook(self._backward_begins, fail)
+        self._task = -1
+        self._num_inputs = 0
+        self._handles: list[Any] = []
+
+    def watch(self, model: nn.Module) -> None:
+        """Watch a model from now on."""
+        before, behind = Hook(self.begins, self._fail), Hook(self._ends, self._fail)
+        self._handles += [
+            model.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+            model.register_forward_hook(behind, with_kwargs=True),
+        ]
+
+    def stop(self) -> None:
+        """Watch no model any more."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Take notice that a forward begins."""
+        if not self._sees():
+            return
+        if self._steps.trains(has_grad=torch.is_grad_enabled(), is_training=model.training):
+            self._steps.forward_begins()
+        else:
+            self._steps.idle_forward(is_over=False, is_training=model.training)
+
+    def _ends(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not self._sees():
+            return
+        if torch.is_grad_enabled():
+            self._num_inputs = max(self._num_inputs, num_samples(args) or num_samples(kwargs))
+            for tensor in islice((each for each in find_tensors(output) if each.grad_fn is not None), _MOST_OUTPUTS):
+                tensor.register_hook(self._on_gradient)
+        if self._steps.trains(has_grad=torch.is_grad_enabled(), is_training=model.training):
+            self._steps.forward_ends()
+        else:
+            self._steps.idle_forward(is_over=True, is_training=model.training)
+
+    def _sees(self) -> bool:
+        return self._steps.is_mine and not in_backward() and not is_capturing(self._device)
+
+    def _backward_begins(self, _: Tensor) -> None:
+        """Take notice of a gradient; see [Note: the end of backward]."""
+        task = torch._C._current_graph_task_id()
+        if task in (-1, self._task) or self._steps.is_over or is_capturing(self._device):
+            return
+        self._task = task
+        self._steps.backward_begins(self._num_inputs)
+        self._num_inputs = 0
+        Variable._execution_engine.queue_callback(Hook(self._own_work_done, self._fail))
+
+    def _own_work_done(self) -> None:
+        self._steps.own_work_done()
+        Variable._execution_engine.queue_callback(Hook(self._backward_ends, self._fail))
+
+    def _backward_ends(self) -> None:
+        self._steps.backward_ends(self._take_stamps())

@@ -1,0 +1,34 @@
+"""How many samples a batch holds, as far as it shows: the length of its first dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.parallel.ddp.outputs import find_tensors
+
+
+def num_samples(batch: Any, batch_size: int | None = None) -> int:
+    """Return the length of the first dimension of the first tensor in ``batch``; 0 if there is none.
+
+    Args:
+        batch: As a loader gives it, or the arguments of a forward.
+        batch_size: What the loader was asked for: a list of so many items is one of samples.
+    """
+    if isinstance(batch, (list, tuple)) and batch:
+        first = batch[0]
+        if isinstance(first, (list, tuple)) or (len(batch) == batch_size and not _is_batch(first, batch_size)):
+            return len(first) if isinstance(first, (list, tuple)) else len(batch)
+    elif isinstance(batch, Mapping) and batch:
+        first = next(iter(batch.values()))
+        if isinstance(first, (list, tuple)) and not any(isinstance(item, Tensor) for item in batch.values()):
+            return len(first)
+    tensor = next((found for found in find_tensors(batch) if found.dim()), None)
+    return 0 if tensor is None else tensor.shape[0]
+
+
+def _is_batch(value: Any, batch_size: int) -> bool:
+    """Return whether a value is a whole batch itself."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == batch_size

@@ -1,0 +1,289 @@
+"""Puts together the steps of a loop from what hooks see of it: batches, forwards, backwards, optimizer steps.
+
+[Note: what a step is]
+A step ends when the *lead* optimizer has stepped: the first that steps, or another when that one does not any more.
+Optimizers that step right behind it belong to the same step. It begins with the first batch, or else the first training
+forward, since the step before. Between the two lies what the script does besides: that belongs to no step.
+
+[Note: training or not]
+A forward trains if gradients are recorded and the model is in training mode. A model that is trained in evaluation mode
+is found out by its first backward. Forwards that do not train, between two steps, are an evaluation: the batches that
+went into them belong to no step, and training stands still until the next one. Within a step they are part of it, and
+so is a single one on a batch that is then trained on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from lockstep import progress
+from lockstep.observe.step import Phase, Span, Step
+from lockstep.parallel.ddp.bucket_stamps import StepStamps
+from lockstep.train.stopwatch import Mark
+
+_MOST_BATCHES = 256
+"""Waits for batches that are kept until a forward shows what they were for."""
+
+_SILENT = 8
+"""After so many steps of others without one of its own, an optimizer is not the lead any more."""
+
+
+class Listener(Protocol):
+    """Takes the steps."""
+
+    def opened(self, step: Step) -> None:
+        """Take notice that a step has begun."""
+
+    def forward_ended(self) -> None:
+        """Take notice that a training forward is over."""
+
+    def done(self, step: Step) -> None:
+        """Take a step; nothing is added to it any more, but the device may still owe its figures."""
+
+    def evaluated(self, num_steps: int, wall_s: float, seconds: float) -> None:
+        """Take notice of an evaluation: when it began, and how long training stood still for it."""
+
+
+class _Now(Enum):
+    OUTSIDE = "what the script does besides"
+    FORWARD = "forward"
+    LOSS = "between a forward and its backward"
+    BACKWARD = "backward"
+    OPTIMIZER = "an optimizer's step"
+
+
+@dataclass(slots=True)
+class Moment:
+    """A mark, and when the host came to it."""
+
+    mark: Mark
+    at: float
+    waited_s: float
+
+
+class Steps:
+    """Takes what hooks see, in the thread that trains or while that waits for its backward.
+
+    Args:
+        mark: Returns the present moment of the device.
+        listener: Gets the steps.
+        first_step: Number of the first.
+    """
+
+    def __init__(self, mark: Callable[[], Mark], listener: Listener, first_step: int = 0) -> None:
+        self._mark, self._listener = mark, listener
+        self.num_done = first_step
+        self.sees_batches = self.is_over = False
+        self._thread = threading.get_ident()
+        self._now = _Now.OUTSIDE
+        self._since: Moment | None = None
+        self._own_done: Mark | None = None
+        self._open: Step | None = None
+        self._done: Step | None = None
+        self._batches: list[tuple[Moment, Moment]] = []
+        self._unclaimed = 0
+        self._trains_in_eval = False
+        self._evaluation: tuple[float, float] | None = None
+        self._borrowed: tuple[list[tuple[Moment, Moment]], int] | None = None
+        self._lead: int | None = None
+        self._num_silent = self._depth = 0
+
+    # --- what is asked ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this is the thread that trains, and it is watched."""
+        return threading.get_ident() == self._thread and not self.is_over
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a training forward runs."""
+        return self._now is _Now.FORWARD
+
+    @property
+    def current(self) -> Step | None:
+        """The step to which belongs what the script says now: the open one, or else the last."""
+        return self._open if self._open is not None else self._done
+
+    def trains(self, *, has_grad: bool, is_training: bool) -> bool:
+        """Return whether a forward trains; see [Note: training or not]."""
+        return has_grad and (is_training or self._trains_in_eval)
+
+    def moment(self) -> Moment:
+        """Return the present moment."""
+        return Moment(self._mark(), time.perf_counter(), progress.now.waited_s)
+
+    # --- batches ----------------------------------------------------------------------------------------------------
+
+    def batch(self, asked: Moment, num_samples: int | None) -> None:
+        """Take notice that a batch was asked for, and has come by now; no samples if a loader was only started."""
+        came = self.moment()
+        self._depth = 0
+        self.sees_batches = True
+        self._unclaimed += num_samples or 0
+        if self._open is None:
+            self._batches = [*self._batches[-_MOST_BATCHES:], (asked, came)]
+            return
+        if self._now is _Now.LOSS:
+            self._add("forward", asked)
+        self._since = asked
+        self._add("data_wait", came)
+        self._since = came
+
+    # --- forward and backward ---------------------------------------------------------------------------------------
+
+    def forward_begins(self) -> None:
+        """Take notice of a training forward."""
+        now = self.moment()
+        step = self._open or self._begin(now)
+        step.samples += self._unclaimed
+        self._unclaimed = 0
+        if self._now is _Now.FORWARD:
+            self._add("forward", now)
+        elif self._now is _Now.OPTIMIZER:  # in its closure
+            self._add("optimizer", now)
+        self._now, self._since = _Now.FORWARD, now
+
+    def forward_ends(self) -> None:
+        """Take notice that a training forward is over; the loss comes."""
+        if self._open is None or self._now not in (_Now.FORWARD, _Now.LOSS):
+            return
+        now = self.moment()
+        self._add("forward", now)
+        self._open.has_forward = True
+        self._now, self._since = _Now.LOSS, now
+        self._listener.forward_ended()
+
+    def idle_forward(self, *, is_over: bool, is_training: bool) -> None:
+        """Take notice that a forward begins, or is over, that does not train, in training mode or not."""
+        if self._open is not None:
+            self._unclaimed = self._unclaimed if is_training else 0
+            return
+        now = time.perf_counter()
+        if self._evaluation is None:
+            began_at = self._batches[0][0].at if self._batches else now
+            self._release(began_at)
+            self._evaluation = (began_at, now)
+            self._borrowed = self._batches, self._unclaimed
+        elif not is_over:
+            self._borrowed = None
+        if is_over:
+            self._evaluation = (self._evaluation[0], now)
+        self._batches, self._unclaimed = [], 0
+
+    def backward_begins(self, num_samples: int) -> None:
+        """Take notice of a backward, of a forward that got so many samples."""
+        now = self.moment()
+        if self._open is None:
+            self._trains_in_eval, self._evaluation = True, None
+        step = self._open or self._begin(now)
+        step.has_backward = True
+        step.num_inputs += num_samples
+        if self._now in (_Now.FORWARD, _Now.LOSS):
+            self._add("forward", now)
+        self._now, self._since, self._own_done = _Now.BACKWARD, now, None
+
+    def own_work_done(self) -> None:
+        """Take notice that this rank's own work of backward is done."""
+        self._own_done = self._mark()
+
+    def backward_ends(self, stamps: Sequence[StepStamps]) -> None:
+        """Take notice that backward is over, and the gradients are reduced."""
+        if self._open is None or self._now is not _Now.BACKWARD:
+            return
+        now = self.moment()
+        if self._own_done is not None:
+            self._open.waits.append((self._own_done, now.mark))
+        self._open.stamps += stamps
+        self._add("backward", now)
+        self._now, self._since = (_Now.OPTIMIZER if self._depth else _Now.OUTSIDE), now
+
+    # --- optimizers -------------------------------------------------------------------------------------------------
+
+    def optimizer_begins(self, key: int) -> None:
+        """Take notice that an optimizer is about to step; it may be one within another."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        now = self.moment()
+        if self._open is None and (self._done is None or key == self._lead or self._batches):
+            self._begin(now)
+        self._now, self._since = _Now.OPTIMIZER, now
+
+    def optimizer_ends(self, key: int, learning_rate: float | None, *, is_skipped: bool = False) -> None:
+        """Take notice that an optimizer has stepped, or was kept from it as its gradient was not finite."""
+        self._depth = max(0, self._depth - 1)
+        if self._depth or self.current is None:
+            return
+        now = self.moment()
+        if self._now is _Now.OPTIMIZER:
+            self._add("optimizer", now)
+        self._now = _Now.OUTSIDE
+        is_lead = self._leads(key)
+        if self._open is None:  # one right behind the lead
+            self.current.end = now.mark
+        elif is_lead:
+            step, self._open = self._open, None
+            step.samples = step.samples or self._unclaimed or step.num_inputs
+            self._unclaimed = 0 if not step.has_forward else self._unclaimed
+            step.end, step.learning_rate, step.is_skipped = now.mark, learning_rate, is_skipped
+            step.sees_batches = self.sees_batches
+            self._done = step
+            self.num_done += 1
+
+    def optimizer_failed(self) -> None:
+        """Take notice that an optimizer has raised instead."""
+        self._depth, self._now = 0, _Now.OUTSIDE
+
+    def _leads(self, key: int) -> bool:
+        self._num_silent = 0 if key == self._lead else self._num_silent + 1
+        if self._lead is None or self._num_silent > _SILENT:
+            self._lead, self._num_silent = key, 0
+        return key == self._lead
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Let go of the last step; one that was not finished is forgotten."""
+        self._release(None)
+        self._tell_evaluation(None)
+        self._open = None
+
+    def _begin(self, now: Moment) -> Step:
+        if self._borrowed is not None and self._borrowed[0] and not self._batches:  # one look at it, no evaluation
+            (self._batches, self._unclaimed), self._evaluation = self._borrowed, None
+        self._borrowed = None
+        first = self._batches[0][0] if self._batches else now
+        self._release(first.at)
+        self._tell_evaluation(first.at)
+        wall_s = time.time() - (time.perf_counter() - first.at)
+        spans = [
+            Span("data_wait", asked.mark, came.mark, came.waited_s - asked.waited_s) for asked, came in self._batches
+        ]
+        step = Step(self.num_done, first.mark, first.at, wall_s, first.mark, spans)
+        self._batches = []
+        self._open, self._now = step, _Now.OUTSIDE
+        self._listener.opened(step)
+        return step
+
+    def _add(self, phase: Phase, end: Moment) -> None:
+        begin = self._since
+        if begin is not None and (step := self.current) is not None:
+            step.spans.append(Span(phase, begin.mark, end.mark, end.waited_s - begin.waited_s))
+
+    def _release(self, until: float | None) -> None:
+        step, self._done = self._done, None
+        if step is not None:
+            step.interval_s = None if until is None else until - step.began_at
+            self._listener.done(step)
+
+    def _tell_evaluation(self, until: float | None) -> None:
+        if self._evaluation is not None:
+            (began_at, ended_at), self._evaluation = self._evaluation, None
+            wall_s = time.time() - (time.perf_counter() - began_at)
+            self._listener.evaluated(self.num_done, wall_s, (ended_at if until is None else until) - began_at)

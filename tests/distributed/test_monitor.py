@@ -1,0 +1,223 @@
+"""`lockstep.monitor` on several ranks, and ``lockstep run --monitor`` on a script that knows nothing of it."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import lockstep
+from lockstep.errors import ConfigurationError
+from lockstep.study.report.traffic import find_traffic
+from lockstep.study.report.verdict import sentences
+from lockstep.study.report.view import look_at
+from tests.distributed.commands import lockstep as command
+
+SLOW_S = 0.02
+
+
+def train(world, wrap, folder, *, accumulate=1, slow_rank=None):
+    """Train for some steps; return the weights, as lists."""
+    torch.manual_seed(world.rank)
+    model = wrap(nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 3)).double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(1 + world.rank)
+    inputs = torch.randn(48, 6, generator=generator, dtype=torch.float64)
+    loader = DataLoader(TensorDataset(inputs, inputs[:, :3].sin()), 4, shuffle=True, generator=generator)
+    watch = None if folder is None else lockstep.monitor(model, optimizer, loader, run_dir=folder)
+    for number, (batch, targets) in enumerate(loader):
+        is_last = number % accumulate == accumulate - 1
+        if world.rank == slow_rank:
+            time.sleep(SLOW_S)  # not in forward or backward: before them, as a slow transform would be
+        if is_last:
+            nn.functional.mse_loss(model(batch), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            with model.no_sync():
+                nn.functional.mse_loss(model(batch), targets).backward()
+    if watch is not None:
+        watch.finish()
+    return [parameter.tolist() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("engine", ["torch-ddp", "ddp"])
+def test_both_engines_tell_what_they_wait_for_and_compute_the_same_bits(ranks, tmp_path, engine):
+    def both(world):
+        wrap = TorchDistributedDataParallel if engine == "torch-ddp" else lockstep.DistributedDataParallel
+        plain = train(world, wrap, None, slow_rank=1)
+        watched = train(world, wrap, tmp_path / "run", slow_rank=1)
+        train(world, wrap, tmp_path / "accumulated", accumulate=3)
+        return plain, watched
+
+    for plain, watched in ranks(2)(both):
+        assert plain == watched
+    view = look_at(tmp_path / "run")
+    assert view.run.gaps == []
+    for record in view.run.ranks.values():
+        assert [(step.step, step.samples) for step in record.steps] == [(number, 8) for number in range(12)]
+        for step in record.steps:
+            assert step.own_s + step.exposed_s <= step.total_s + 1e-6
+    # Rank 1 is late, so rank 0 waits for it, and rank 1 for the wire alone.
+    assert view.figures.knows_waits
+    assert view.figures.by_rank[0].peers_s > SLOW_S / 2 > view.figures.by_rank[1].peers_s
+    assert (find_traffic(view.run) is not None) == (engine == "ddp")
+    session = view.run.last
+    assert (session["settings"]["strategy"], session["backend"]) == (engine, "gloo")
+    assert (session["global_batch_size"], session["num_steps"]) == (8, 12)
+    assert session["clocks"]["end"]["errors_s"] == [0.0, 0.0]
+    assert len(session["ranks"]) == 2
+    view = look_at(tmp_path / "accumulated")
+    for record in view.run.ranks.values():
+        assert [step.samples for step in record.steps] == [24] * 4
+        (timeline,) = record.timelines[:1] or [None]
+        assert timeline is None or [phase for phase, _, _ in timeline.spans].count("backward") == 3
+
+
+def test_a_folder_that_a_rank_cannot_write_to_is_an_error_on_all(ranks, tmp_path):
+    (tmp_path / "file").write_text("")
+
+    def fails(world):
+        model = nn.Linear(2, 1)
+        with pytest.raises(ConfigurationError) as error:
+            lockstep.monitor(model, run_dir=tmp_path / "file" / "run" if world.rank else tmp_path / "run")
+        assert not model._forward_hooks
+        return str(error.value)
+
+    text = f"Rank 1: Cannot record the run in {tmp_path}/file/run: Not a directory.\nName another folder"
+    assert ranks(2)(fails) == [f"{text} (--run-dir DIR)."] * 2
+
+
+SCRIPT = '''
+"""A loop as tutorials have it, in the manner of a language model: dicts of tensors, a model that returns its loss."""
+import os
+import sys
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+class Texts(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, number):
+        ids = torch.arange(number, number + 9) % 17
+        return {"input_ids": ids[:-1], "labels": ids[1:]}
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(17, 32), nn.Linear(32, 17)
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.embed(input_ids))
+        return Output(nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
+
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DDP(Model())
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 8, 0.5)
+sampler = DistributedSampler(Texts(), seed=0)
+loader, held_out = DataLoader(Texts(), 4, sampler=sampler), DataLoader(Texts(), 16)
+# MONITOR
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    model.train()
+    for batch in loader:
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        total = sum(model.module(**batch).loss for batch in held_out) + sum(model(**batch).loss for batch in held_out)
+if dist.get_rank() == 0:
+    torch.save(model.module.state_dict(), sys.argv[1])
+dist.destroy_process_group()
+if len(sys.argv) > 2:
+    sys.exit(int(sys.argv[2]))
+'''
+
+
+def check_record(folder, last_event, last_text):
+    view = look_at(folder)
+    assert view.run.gaps == []
+    for record in view.run.ranks.values():
+        assert [step.step for step in record.steps] == list(range(16))
+        assert [step.samples for step in record.steps] == [8] * 16
+        assert all(min(step.forward_s, step.backward_s, step.optimizer_s, step.exposed_s) > 0 for step in record.steps)
+        assert all(step.data_wait_s > 0 for step in record.steps[1:])
+        assert [step.learning_rate for step in record.steps] == [0.01] * 8 + [0.005] * 8
+        events = [(event.event, event.step) for event in record.events if event.event != "spike"]
+        assert events == [("evaluation", 8), ("evaluation", 16), (last_event, 16)]
+        assert record.events[-1].text == last_text
+    assert view.run.last["settings"]["strategy"] == "torch-ddp"
+    assert view.run.last["task"] == "train.py"
+    assert (view.run.last["backend"], view.run.last["global_batch_size"]) == ("gloo", 8)
+    assert view.figures.knows_waits
+    assert sentences(view)[0].startswith("train.py trains ")
+
+
+def test_a_script_that_knows_nothing_of_it_is_recorded_under_run_and_computes_the_same_bits(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    plain = ["run", "--devices", "2", "train.py", "plain.pt"]
+    watched = ["run", "--monitor", "runs/first", "--devices", "2", "train.py", "watched.pt", "3"]
+    done = command(*plain, cwd=tmp_path), command(*watched, cwd=tmp_path)
+    assert (done[0].code, done[1].code) == (0, 1)
+    assert "recorded" not in done[0].err
+    assert "lockstep: recorded in runs/first; look at it with: lockstep report runs/first" in done[1].err.splitlines()
+    one, other = torch.load(tmp_path / "plain.pt"), torch.load(tmp_path / "watched.pt")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    check_record(tmp_path / "runs" / "first", "error", "SystemExit: 3")
+    report = command("report", "runs/first", cwd=tmp_path)
+    assert (report.code, report.out.splitlines()[-1]) == (0, "page written to runs/first/report.html")
+
+
+def test_a_script_with_the_line_in_it_is_recorded_under_torchrun(tmp_path):
+    line = 'import lockstep; watch = lockstep.monitor(model, optimizer, loader, run_dir="mine")'
+    (tmp_path / "train.py").write_text(SCRIPT.replace("# MONITOR", line))
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+        "train.py",
+        "x.pt",
+    ]
+    subprocess.run(torchrun, check=True, capture_output=True, timeout=100, cwd=tmp_path)
+    check_record(tmp_path / "mine", "end", "16 steps done")
+    lines = [json.loads(each) for each in (tmp_path / "mine" / "rank-1.jsonl").read_text().splitlines()]
+    assert lines[0]["kind"] == "start" and lines[0]["rank"] == 1
+    assert any(each["kind"] == "machine" and each["rss_bytes"] > 2**24 for each in lines)
+
+
+def test_wrong_uses_of_the_flag_are_named_before_anything_starts(tmp_path):
+    (tmp_path / "train.py").write_text("")
+    done = command("run", "--monitor", "train.py", "train.py", cwd=tmp_path)
+    assert done.code == 1
+    assert "--monitor train.py: that is a file.\nGive the folder for the record, and then the script" in done.err
+    done = command("run", "--devices", "1", "--monitor", "runs", "train.py", cwd=tmp_path)
+    assert done.code == 0
+    assert "lockstep: nothing was recorded in runs: no rank ran forward and backward of a torch model" in done.err
