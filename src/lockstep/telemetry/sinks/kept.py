@@ -1,0 +1,74 @@
+"""What sinks remember from one session of a run to the next: the id under which a service knows it, and how far it is.
+
+A run that goes on from a checkpoint does some steps again. Services want steps that only grow, so what has been told is
+remembered, too; the steps done again have the same figures anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lockstep.telemetry.sinks.facts import RunFacts
+
+FILE = "sinks.json"
+
+
+class Kept:
+    """What one sink remembers.
+
+    Args:
+        target: The sink, as `Target` spells it.
+        facts: Of the run; without a folder, nothing is remembered.
+
+    Attributes:
+        run_id: Under which the service knows the run; None before it does.
+        last_step: The last step that was told; -1 before the first.
+    """
+
+    def __init__(self, target: str, facts: RunFacts) -> None:
+        self._target = target
+        self._path = None if facts.memory is None else facts.memory / FILE
+        self.run_id: str | None = None
+        self.last_step = -1
+        if self._path is not None and not facts.is_fresh:
+            with suppress(KeyError, TypeError, ValueError):
+                mine = _read(self._path)[target]
+                self.run_id, self.last_step = str(mine["run_id"]), int(mine["last_step"])
+
+    def begin(self, run_id: str) -> None:
+        """Remember that the service now knows the run as ``run_id``; of another run than before, no step is known."""
+        if run_id != self.run_id:
+            self.run_id, self.last_step = run_id, -1
+        self._write()
+
+    def is_new(self, step: int) -> bool:
+        """Return whether the figures after ``step`` steps were not told yet."""
+        return step > self.last_step
+
+    def told(self, step: int) -> None:
+        """Remember that the figures after ``step`` steps were told."""
+        self.last_step = step
+        self._write()
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        # Not flushed to the disk: it is written every other second, and worth little.
+        with suppress(OSError):
+            content = _read(self._path) | {self._target: {"run_id": self.run_id, "last_step": self.last_step}}
+            temporary = self._path.with_name(f"{FILE}.{os.getpid()}.partial")
+            temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
+            os.replace(temporary, self._path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return what all sinks of a run remember; nothing if the file is not there, or is none of ours."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

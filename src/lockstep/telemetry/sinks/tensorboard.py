@@ -1,0 +1,77 @@
+"""Figures as an event file of TensorBoard, by torch's own writer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import final
+
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
+from typing_extensions import override
+
+from lockstep.telemetry.live.snapshot import Snapshot
+from lockstep.telemetry.sinks.facts import MetricsSink, RunFacts
+from lockstep.telemetry.sinks.figures import Tally, evaluations, scalars
+
+
+@final
+class TensorBoard(MetricsSink):
+    """Adds an event file to a folder, which TensorBoard takes for one run.
+
+    A run that goes on in the folder has TensorBoard hide what was written of the steps that it does again; one that
+    begins there, all that was before.
+
+    Args:
+        folder: Made if it is not there.
+        facts: Of the run.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+
+    def __init__(self, folder: Path, facts: RunFacts) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._last_step = -1
+        self._tally = Tally()
+        self._writer = SummaryWriter(str(folder), purge_step=facts.first_step)
+        if facts.first_step == 0:
+            self._tell(facts)
+        self._writer.flush()  # so that a folder that cannot be written shows now
+
+    @property
+    @override
+    def where(self) -> str:
+        return f"metrics go to TensorBoard: tensorboard --logdir {self._folder}"
+
+    @override
+    def update(self, snapshot: Snapshot) -> None:
+        self._tally.add(snapshot.events)
+        for found in evaluations(snapshot):
+            for name, value in found.metrics.items():
+                self._writer.add_scalar(name, value, found.step, found.time)
+        for event in snapshot.events:
+            self._writer.add_text(f"events/{event.event}", event.text, event.step, event.time)
+        if snapshot.step > self._last_step:
+            self._last_step = snapshot.step
+            for name, value in scalars(snapshot, self._tally).items():
+                self._writer.add_scalar(name, value, snapshot.step, snapshot.time)
+        self._writer.flush()
+
+    @override
+    def close(self) -> None:
+        self._writer.close()
+
+    def _tell(self, facts: RunFacts) -> None:
+        """Write what the run is, as text and for the HParams page.
+
+        `SummaryWriter.add_hparams` would make a run of its own for it, in another folder.
+        """
+        rows = "\n".join(f"| {name} | {_cell(value)} |" for name, value in facts.config.items())
+        self._writer.add_text("run", f"| {facts.name} | |\n|---|---|\n{rows}", 0)
+        for summary in hparams(dict(facts.config), {"train/loss": 0.0, "train/samples_per_s": 0.0, "eval/loss": 0.0}):
+            self._writer._get_file_writer().add_summary(summary)
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", "&#124;").replace("\n", " ")

@@ -1,0 +1,277 @@
+"""Each sink as whoever reads it sees it: the file, the page, the event file, the calls of a service's client."""
+
+import importlib
+import json
+import socket
+import sys
+import urllib.request
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from lockstep.telemetry.sinks.json_lines import JsonLines
+from lockstep.telemetry.sinks.kept import Kept
+from tests.unit.sinks_planted import CONFIG, event, facts, snapshot
+
+EVALUATED = event("evaluation", 4, seconds=0.5, metrics={"loss": 0.25})
+
+
+def feed(sink, *snapshots):
+    for each in snapshots:
+        sink.update(each)
+    sink.close()
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_json_lines_hold_the_run_metrics_evaluations_and_events(tmp_path):
+    path = tmp_path / "new" / "out.jsonl"
+    sink = JsonLines(path, facts())
+    assert sink.where == f"metrics go to {path}"
+    feed(sink, snapshot(4), snapshot(5, EVALUATED, loss=float("nan")), snapshot(5, event("end", 5)))
+    run, *lines = read(path)
+    assert (run["kind"], run["name"], run["first_step"], run["config"]) == ("run", "digits", 0, CONFIG)
+    assert [(line["kind"], line["step"]) for line in lines] == [
+        ("metrics", 4),
+        ("evaluation", 4),
+        ("event", 4),
+        ("metrics", 5),
+        ("event", 5),
+    ]
+    assert lines[1]["metrics"] == {"eval/loss": 0.25}
+    told = {"kind": "event", "event": "evaluation", "step": 4, "time": 1e9 + 4, "rank": 0, "seconds": 0.5}
+    assert lines[2] == {**told, "text": "evaluation!"}
+    assert lines[0]["metrics"]["train/loss"] == 0.8 and lines[3]["metrics"]["train/loss"] == "nan"
+    assert lines[3]["metrics"]["events/evaluation"] == 1
+
+
+def test_json_lines_of_a_run_that_goes_on_only_grow(tmp_path):
+    path = tmp_path / "out.jsonl"
+    feed(JsonLines(path, facts()), snapshot(4), snapshot(8))
+    with path.open("a") as file:
+        file.write('{"kind":"met')  # a process that was killed
+    feed(JsonLines(path, facts(first_step=5, is_fresh=False)), snapshot(6), snapshot(8), snapshot(9))
+    lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
+    steps = [line["step"] for line in map(json.loads, lines) if line["kind"] == "metrics"]
+    assert steps == [4, 8, 9]
+    feed(JsonLines(path, facts()), snapshot(1))
+    assert [line["kind"] for line in read(path)] == ["run", "metrics"]
+
+
+def test_tensorboard_reads_what_was_written_and_steps_done_again_but_once(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from lockstep.telemetry.sinks.tensorboard import TensorBoard
+
+    sink = TensorBoard(tmp_path / "run", facts())
+    assert sink.where == f"metrics go to TensorBoard: tensorboard --logdir {tmp_path}/run"
+    feed(sink, snapshot(4, EVALUATED), snapshot(4), snapshot(8, event("checkpoint", 8)))
+    feed(TensorBoard(tmp_path / "run", facts(first_step=5, is_fresh=False)), snapshot(6), snapshot(9))
+    found = EventAccumulator(str(tmp_path / "run"))
+    found.Reload()
+    losses = [(each.step, each.wall_time, pytest.approx(each.value)) for each in found.Scalars("train/loss")]
+    assert losses == [(step, 1e9 + step, 4 / (step + 1)) for step in (4, 6, 9)]
+    assert [(each.step, each.value) for each in found.Scalars("eval/loss")] == [(4, 0.25)]
+    assert found.Scalars("rank/own_s_max_rank")[-1].value == 1
+    tags = found.Tags()
+    assert "run/text_summary" in tags["tensors"] and "events/evaluation/text_summary" in tags["tensors"]
+    text = found.Tensors("run/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert text.startswith("| digits | |\n|---|---|\n| strategy | ddp |\n| seed | 3 |")
+    assert {"_hparams_/experiment", "_hparams_/session_start_info"} <= set(found.PluginTagToContent("hparams"))
+    # A run that begins anew in the same folder hides what was before.
+    feed(TensorBoard(tmp_path / "run", facts()), snapshot(3))
+    found = EventAccumulator(str(tmp_path / "run"))
+    found.Reload()
+    assert [each.step for each in found.Scalars("train/loss")] == [3]
+
+
+def page_of(sink):
+    url = sink.where.removeprefix("metrics for Prometheus at ")
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return url, answer.read().decode()
+
+
+def samples_in(page):
+    return dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+
+
+def test_prometheus_reads_the_last_snapshot_until_the_port_is_given_back():
+    pytest.importorskip("prometheus_client")
+    from lockstep.telemetry.sinks.prometheus import Prometheus
+
+    sink = Prometheus("127.0.0.1", 0, facts())
+    url, page = page_of(sink)
+    port = int(url.split(":")[2].split("/")[0])
+    info = 'global_batch_size="64",strategy="ddp",task="digits",version_torch="2.13.0"'
+    assert samples_in(page) == {f"lockstep_run_info{{{info}}}": "1.0"}
+    sink.update(snapshot(4, EVALUATED))
+    sink.update(snapshot(9, event("checkpoint", 8, seconds=0.5), event("checkpoint", 9, seconds=0.25)))
+    _, page = page_of(sink)
+    found = samples_in(page)
+    assert float(found.pop('lockstep_rank_own_work_seconds{rank="1"}')) == pytest.approx(0.09)
+    assert {
+        "lockstep_train_loss": "0.4",
+        "lockstep_train_steps_total": "9.0",
+        "lockstep_time_slowest_rank": "1.0",
+        'lockstep_rank_info{device="cpu",host="here",rank="1"}': "1.0",
+        'lockstep_rank_cpu_cores{rank="0"}': "1.5",
+        'lockstep_bucket_latency_seconds{bucket="0"}': "0.002",
+        'lockstep_eval{metric="loss"}': "0.25",
+        'lockstep_events_total{event="checkpoint"}': "2.0",
+        'lockstep_event_pause_seconds_total{event="checkpoint"}': "0.75",
+        "lockstep_updated_timestamp_seconds": "1.000000009e+09",
+    }.items() <= found.items()
+    assert not [name for name in found if "gpu" in name or "gradient_norm" in name]
+    assert "# TYPE lockstep_train_steps_total counter\n" in page and "# TYPE lockstep_train_loss gauge\n" in page
+    assert "# HELP lockstep_train_loss of the last step, the mean over its global batch\n" in page
+    sink.update(snapshot(10, ranks=()))  # what is not known any more is not shown any more
+    assert "lockstep_rank_" not in page_of(sink)[1].replace("lockstep_rank_info", "")
+    sink.close()
+    with socket.create_server(("127.0.0.1", port)):  # nobody else has it
+        pass
+
+
+class FakeRun:
+    """What is used of a run of W&B."""
+
+    offline = True
+    dir = "offline/files"
+
+    def __init__(self, calls):
+        self._calls = calls
+
+    def log(self, data, step=None):
+        self._calls.append(("log", step, data))
+
+    def finish(self, exit_code=None):
+        self._calls.append(("finish", exit_code))
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """Put a client that only remembers what it is told in the place of W&B's; its signatures are that one's."""
+    calls = []
+
+    def init(
+        *,
+        entity=None,
+        project=None,
+        id=None,
+        resume=None,
+        config=None,
+        allow_val_change=None,
+        reinit=None,
+        settings=None,
+    ):
+        calls.append(("init", entity, project, id, resume, config))
+        return FakeRun(calls)
+
+    fake = ModuleType("wandb")
+    fake.init, fake.Settings = init, lambda **settings: SimpleNamespace(**settings)
+    fake.Table = lambda *, columns, data: [dict(zip(columns, row, strict=True)) for row in data]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.delitem(sys.modules, "lockstep.telemetry.sinks.wandb_run", raising=False)
+    module = importlib.import_module("lockstep.telemetry.sinks.wandb_run")
+    monkeypatch.delitem(sys.modules, "lockstep.telemetry.sinks.wandb_run")
+    return SimpleNamespace(module=module, calls=calls)
+
+
+def test_wandb_gets_one_run_with_steps_that_grow(wandb, tmp_path):
+    sink = wandb.module.WandbRun("me/digits", facts(), Kept("wandb:me/digits", facts(memory=tmp_path)))
+    run_id = wandb.calls[0][3]
+    assert wandb.calls == [("init", "me", "digits", run_id, "allow", CONFIG)]
+    assert len(run_id) == 8
+    assert sink.where == f"metrics go to Weights & Biases: run {run_id}, offline in offline/files"
+    feed(sink, snapshot(5, EVALUATED), snapshot(8, event("error", 8)))
+    assert [call[:2] for call in wandb.calls[1:]] == [("log", 4), ("log", 5), ("log", 8), ("log", 8), ("finish", 1)]
+    assert wandb.calls[1][2] == {"eval/loss": 0.25}
+    assert wandb.calls[3][2]["train/loss"] == pytest.approx(4 / 9)
+    assert [row["text"] for row in wandb.calls[4][2]["events"]] == ["evaluation!", "error!"]
+    wandb.calls.clear()
+
+    going_on = facts(first_step=4, is_fresh=False, memory=tmp_path)
+    sink = wandb.module.WandbRun("me/digits", going_on, Kept("wandb:me/digits", going_on))
+    feed(sink, snapshot(6, EVALUATED), snapshot(9, event("end", 9)))
+    assert wandb.calls[0][3] == run_id
+    # What is done again has its place behind what the service has already.
+    assert [call[:2] for call in wandb.calls[1:]] == [("log", 8), ("log", 9), ("log", 9), ("finish", 0)]
+
+
+class FakeMlflow:
+    """What is used of MLflow's client; keeps what it is told."""
+
+    def __init__(self, tracking_uri=None):
+        self.tracking_uri = tracking_uri or "the default"
+
+    calls: list[tuple]
+
+    def get_experiment_by_name(self, name):
+        self.calls.append(("experiment", name))
+        return None
+
+    def create_experiment(self, name):
+        return f"number of {name}"
+
+    def create_run(self, experiment_id, run_name=None):
+        self.calls.append(("run", experiment_id, run_name))
+        return SimpleNamespace(info=SimpleNamespace(run_id="abc"))
+
+    def log_batch(self, run_id, metrics=(), params=()):
+        assert len(metrics) <= 1000 and len(params) <= 100
+        found = {each.key: each.value for each in (*metrics, *params)}
+        self.calls.append(("batch", run_id, {each.step for each in metrics}, found))
+
+    def update_run(self, run_id, status=None):
+        self.calls.append(("update", run_id, status))
+
+    def log_text(self, run_id, text, artifact_file):
+        self.calls.append(("text", artifact_file, text))
+
+    def set_terminated(self, run_id, status=None):
+        self.calls.append(("end", run_id, status))
+
+
+@pytest.fixture
+def mlflow(monkeypatch):
+    """Put a client that only remembers what it is told in the place of MLflow's."""
+    fake, entities = ModuleType("mlflow"), ModuleType("mlflow.entities")
+    fake.MlflowClient = FakeMlflow
+    FakeMlflow.calls = []
+    entities.Metric = lambda key, value, timestamp, step: SimpleNamespace(key=key, value=value, step=step)
+    entities.Param = lambda key, value: SimpleNamespace(key=key, value=value)
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    monkeypatch.delitem(sys.modules, "lockstep.telemetry.sinks.mlflow_run", raising=False)
+    module = importlib.import_module("lockstep.telemetry.sinks.mlflow_run")
+    monkeypatch.delitem(sys.modules, "lockstep.telemetry.sinks.mlflow_run")
+    return module
+
+
+def test_mlflow_gets_one_run_with_parameters_once_and_steps_that_grow(mlflow, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
+    calls = FakeMlflow.calls
+    sink = mlflow.MlflowRun("http://host", facts(), Kept("mlflow:http://host", facts(memory=tmp_path)))
+    assert sink.where == "metrics go to MLflow: run abc at http://host"
+    assert calls == [
+        ("experiment", "mine"),
+        ("run", "number of mine", "digits"),
+        ("batch", "abc", set(), {name: str(value) for name, value in CONFIG.items()}),
+    ]
+    calls.clear()
+    feed(sink, snapshot(5, EVALUATED), snapshot(8, event("stop", 8)))
+    assert calls[0] == ("batch", "abc", {4}, {"eval/loss": 0.25})
+    assert [call[2] for call in calls[1:3]] == [{5}, {8}]
+    assert calls[3:] == [
+        ("text", "events/from-step-0.txt", "step 4  rank 0  evaluation: evaluation!\nstep 8  rank 0  stop: stop!\n"),
+        ("end", "abc", "KILLED"),
+    ]
+    calls.clear()
+    going_on = facts(first_step=4, is_fresh=False, memory=tmp_path)
+    sink = mlflow.MlflowRun("http://host", going_on, Kept("mlflow:http://host", going_on))
+    feed(sink, snapshot(6), snapshot(9, event("end", 9)))
+    assert calls[0] == ("update", "abc", "RUNNING")
+    assert [call[2] for call in calls if call[0] == "batch"] == [{9}]
+    assert calls[-1] == ("end", "abc", "FINISHED")
