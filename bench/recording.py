@@ -1,8 +1,10 @@
-"""What recording a run costs: a step of fit's loop with every rank's record (--run-dir), over one without.
+"""What it costs to watch a run: a step of fit's loop that is watched, over one that nobody watches.
 
-A round gives every contender one short turn, in an order that rotates, in the same processes. ``again`` is the loop
-without a record once more: how well this machine can tell two things apart that are the same. Wanted: under 1% of a
-step.
+``watched`` is what every run has: each rank's figures, gathered once a second, and a picture of them drawn on rank
+zero. ``recorded`` has the file of each rank as well (--run-dir). A round gives every contender one turn of a second, in
+an order that rotates, in the same processes; what works beside the steps does so in its own turns only, once in each.
+``again`` is the loop without anything once more: how well this machine can tell two things apart that are the same.
+Wanted: ``watched`` under 1% of a step.
 
 Usage: python -m bench.recording [--quick] [--rounds N] [--json FILE]
 """
@@ -10,6 +12,7 @@ Usage: python -m bench.recording [--quick] [--rounds N] [--json FILE]
 import math
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +23,14 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from bench.harness import SECTION_TIMEOUT_S, Rounds, parser, record, run_rounds, show, slowest, summarize
-from lockstep.telemetry.record.machine import MachineSampler
-from lockstep.telemetry.record.writer import LineWriter
+from lockstep.telemetry.live.beats import PERIOD_S, Beats
+from lockstep.telemetry.live.picture import picture
+from lockstep.telemetry.live.snapshot import Snapshot, SnapshotSink
 from lockstep.train.loop import Loop
-from lockstep.train.recording import Recorder
-from lockstep.train.settings import Settings
+from lockstep.train.record import Record
+from lockstep.train.settings import FitSettings
 
-WIDTHS = {"small mlp": 128, "mlp": 768}
+WIDTHS = {"small mlp": 128, "middle mlp": 384, "mlp": 768}
 NUM_RANKS = 2
 WARM_UP_STEPS = 10
 
@@ -53,47 +57,64 @@ def make_task(width: int) -> lockstep.Task:
     )
 
 
-class Contender:
-    """A loop, recorded or not."""
+class Drawing(SnapshotSink):
+    """Draws what a live view shows, and shows it to nobody."""
 
-    def __init__(self, world: lockstep.World, width: int, folder: Path | None) -> None:
-        self._loop = Loop(make_task(width), Settings(threads=1), world, strategy="ddp", devices=[world.device])
-        self._recorder = None
-        if folder is not None:
-            path = folder / f"rank-{world.rank}.jsonl"
-            writer = LineWriter(path, fresh=True, sample=MachineSampler([world.device]))
-            self._recorder = Recorder(self._loop, writer)
+    def update(self, snapshot: Snapshot) -> None:
+        """Draw ``snapshot``."""
+        picture(snapshot, snapshot.events, width=100, height=40)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Contender:
+    """A loop, watched or not, recorded or not."""
+
+    def __init__(self, world: lockstep.World, width: int, *, watched: bool, folder: Path | None = None) -> None:
+        task = make_task(width)
+        settings = FitSettings(threads=1, run_dir=folder)
+        self._loop = Loop(task, settings, world, strategy="ddp", devices=[world.device])
+        self._record = Record(task, settings, world, self._loop, num_steps=10**9) if watched else None
+        if self._record is not None:
+            self._record.deliver(Drawing())
 
     def turn(self, num_steps: int) -> float:
         """Return the seconds of a step on the slowest rank. Collective: every rank."""
+        beats = None if self._record is None else Beats(self._record.beat, PERIOD_S)
         slowest(0.0)
         began = time.perf_counter()
         for _ in range(num_steps):
-            if self._recorder is None:
+            if self._record is None:
                 self._loop.step()
             else:
-                self._recorder.begin()
-                self._recorder.step(self._loop.step())
-        return slowest(time.perf_counter() - began) / num_steps
+                self._record.begin()
+                self._record.step(self._loop.step())
+        seconds = slowest(time.perf_counter() - began) / num_steps
+        if beats is not None:
+            beats.stop()
+        return seconds
 
     def close(self) -> None:
-        """End the thread that writes."""
-        if self._recorder is not None:
-            self._recorder.close()
+        """End what still runs."""
+        if self._record is not None:
+            self._record.close()
+        self._loop.close()
 
 
 def measure(width: int, num_rounds: int, turn_s: float, folder: str) -> Rounds:
     """Return the seconds of a step, a round each, by contender. Collective: every rank."""
     with lockstep.init(backend="gloo") as world:
         contenders = {
-            "off": Contender(world, width, None),
-            "again": Contender(world, width, None),
-            "recorded": Contender(world, width, Path(folder)),
+            "off": Contender(world, width, watched=False),
+            "again": Contender(world, width, watched=False),
+            "watched": Contender(world, width, watched=True),
+            "recorded": Contender(world, width, watched=True, folder=Path(folder)),
         }
         for contender in contenders.values():
             contender.turn(WARM_UP_STEPS)
-        count = max(4, math.ceil(turn_s / contenders["off"].turn(10)))
-        turns = {name: (lambda each=each: each.turn(count)) for name, each in contenders.items()}  # type: ignore[misc]
+        count = max(4, math.ceil(turn_s / contenders["off"].turn(50)))
+        turns = {name: partial(contender.turn, count) for name, contender in contenders.items()}
         seconds = run_rounds(turns, num_rounds, f"width {width}", shown=world.is_rank_zero)
         for contender in contenders.values():
             contender.close()
@@ -101,8 +122,8 @@ def measure(width: int, num_rounds: int, turn_s: float, folder: str) -> Rounds:
 
 
 def main() -> None:
-    options = parser(__doc__, rounds=60).parse_args()
-    num_rounds, turn_s = (5, 0.05) if options.quick else (options.rounds, 0.2)
+    options = parser(__doc__, rounds=40).parse_args()
+    num_rounds, turn_s = (3, 0.4) if options.quick else (options.rounds, PERIOD_S)
 
     def measure_all() -> dict[str, Any]:
         figures = {}

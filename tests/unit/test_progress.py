@@ -1,61 +1,109 @@
 """What rank zero shows, and how fast it says the run goes."""
 
-import io
-import re
+import sys
 
 import pytest
 import torch
-from rich.console import Console
 
+from lockstep.launcher.live_view import LiveView
+from lockstep.telemetry.live import remote
+from lockstep.telemetry.live.snapshot import EventFigures, Snapshot
 from lockstep.train import progress
 from lockstep.train.history import History
-from lockstep.train.progress import Bar, Lines, Silence, format_metrics, make_display
+from lockstep.train.progress import Lines, Live, Remote, Said, Silence, format_metrics, make_display
 from lockstep.train.step_record import StepRecord
 from lockstep.train.stopwatch import Stopwatch
 
+SNAPSHOT = Snapshot(time=0.0, step=15, num_steps=20, loss=0.25, samples_per_s=1234.5, left_s=3.0)
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch):
+    """Neither CI nor a launcher."""
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.delenv("LOCKSTEP_RUN_DIR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+
 
 def test_lines_in_a_pipe(capsys):
-    display = make_display(20, 10, silent=False)
+    display = make_display(silent=False)
     assert isinstance(display, Lines)
-    assert not display.is_due()
+    display.update(SNAPSHOT)
     display.every_s = 0.0
-    assert display.is_due()
-    display.show(15, 0.25, 1234.5)
+    display.update(SNAPSHOT)
     display.say("said [bold]as it is[/]")
     display.close()
-    shown, said = capsys.readouterr().out.splitlines()
-    assert shown == "step 15/20  loss 0.2500  1,234 samples/s  0 s left"
-    assert said == "said [bold]as it is[/]"
-
-
-def test_time_left_counts_only_the_steps_of_this_call(monkeypatch):
-    now = iter([100.0, 104.0])
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(now))
-    assert Lines(num_steps=20, first_step=10).left_s(12) == 16.0
+    assert capsys.readouterr().out.splitlines() == [
+        "step 15/20  loss 0.2500  1,234 samples/s  3 s left",
+        "said [bold]as it is[/]",
+    ]
 
 
 def test_nothing_when_silent(capsys):
-    display = make_display(20, 0, silent=True)
+    display = make_display("live", silent=True)
     assert isinstance(display, Silence)
-    assert not display.is_due()
-    display.show(1, 0.5, 3.0)
+    display.update(SNAPSHOT)
     display.say("nothing")
     display.close()
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_bar_on_a_terminal(monkeypatch):
-    console = Console(file=io.StringIO(), force_terminal=True, width=100)
-    monkeypatch.setattr("rich.progress.get_console", lambda: console)
-    display = Bar(20, 10)
-    display.show(15, 0.25, 1234.5)
-    display.say("said [bold]as it is[/]")
-    display._progress.refresh()
+def test_no_view_but_what_stays(capsys):
+    display = make_display("none", silent=False)
+    assert isinstance(display, Said)
+    display.update(SNAPSHOT)
+    display.say("said")
+    assert capsys.readouterr().out == "said\n"
+
+
+def test_a_view_where_there_is_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    display = make_display(silent=False)
+    assert isinstance(display, Live)
+    display.update(SNAPSHOT)
+    display.say("said")
     display.close()
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
-    assert "15/20" in text
-    assert "loss 0.2500  1,234 samples/s" in text
-    assert "said [bold]as it is[/]\n" in text
+    assert "15/20" in capsys.readouterr().out
+    for name, value in (("CI", "true"), ("TERM", "dumb"), ("TERM", "")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert isinstance(make_display(silent=False), Lines)
+    assert isinstance(make_display("lines", silent=False), Lines)
+
+
+def test_a_rank_sends_its_view_to_the_launcher_that_offers_to_show_it(monkeypatch, tmp_path):
+    shown = []
+
+    class Region:
+        size = (80, 30)
+
+        def show(self, lines):
+            shown.append([line.plain for line in lines])
+
+        def refresh(self):
+            pass
+
+        def close(self):
+            shown.append("closed")
+
+    monkeypatch.setenv("LOCKSTEP_RUN_DIR", str(tmp_path))
+    assert isinstance(make_display(silent=False), Lines)
+    view = LiveView(tmp_path, Region())
+    display = make_display(silent=False)
+    assert isinstance(display, Remote)
+    view.look()
+    kept = EventFigures(event="checkpoint", step=9, time=0.0, seconds=0.5, text="checkpoint after step 9")
+    said = EventFigures(event="evaluation", step=9, time=0.0, seconds=0.5, text="loss 0.5", metrics={"loss": 0.5})
+    display.update(progress.Snapshot(**{**vars(SNAPSHOT), "events": (kept, said)}))
+    view.look()
+    view.look()
+    display.close()
+    display.update(SNAPSHOT)
+    view.look()
+    view.close()
+    assert len(shown) == 3 and shown[1:] == [[], "closed"]
+    assert shown[0][0].startswith("step 15/20 ") and shown[0][-1].endswith("checkpoint: checkpoint after step 9")
+    assert not remote.is_offered(None)
 
 
 def test_metrics_as_words():

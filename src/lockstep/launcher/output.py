@@ -11,6 +11,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from lockstep.launcher.live_view import make_notebook_view
+
 STREAMS = ("stdout", "stderr")
 
 _INTERVAL_S = 0.05
@@ -34,6 +36,7 @@ def forwarded(run_dir: Path, num_ranks: int) -> Iterator[None]:
     """Print the lines of all ranks with their number, as they come, while inside."""
     done = threading.Event()
     with ExitStack() as stack:
+        view = make_notebook_view(run_dir)
         tails = []
         for rank in range(num_ranks):
             for stream in STREAMS:
@@ -45,6 +48,8 @@ def forwarded(run_dir: Path, num_ranks: int) -> Iterator[None]:
             while not done.wait(_INTERVAL_S):
                 for tail in tails:
                     tail.print_lines()
+                if view is not None:
+                    view.look()
 
         thread = threading.Thread(target=follow, name="lockstep-output", daemon=True)
         thread.start()
@@ -53,6 +58,8 @@ def forwarded(run_dir: Path, num_ranks: int) -> Iterator[None]:
         finally:
             done.set()
             thread.join()
+            if view is not None:
+                view.close()
             for tail in tails:
                 tail.print_lines(final=True)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from lockstep.launcher.live_view import LiveView, make_live_view
 from lockstep.launcher.log_files import LogFiles
 from lockstep.launcher.merging import HOLD_S, Merger, Shown
 from lockstep.launcher.output import STREAMS
@@ -52,6 +53,7 @@ class Streams:
     """
 
     def __init__(self, run_dir: Path, num_ranks: int, level: str, files: LogFiles) -> None:
+        self._run_dir = run_dir
         self._files, self._shown = files, LEVELS[level]
         self._first_rank = 0
         self._over = threading.Event()
@@ -68,6 +70,7 @@ class Streams:
         self._num_ranks = num_ranks
         self._warned: set[str] = set()
         self._mergers = self._make_mergers()
+        self._view: LiveView | None = None
         self._thread = threading.Thread(target=self._follow, name="lockstep-streams", daemon=True)
 
     def settle(self) -> None:
@@ -85,6 +88,7 @@ class Streams:
                 self._mergers = self._make_mergers()
 
     def __enter__(self) -> Streams:
+        self._view = make_live_view(self._run_dir) if "stdout" in self._shown else None
         self._thread.start()
         return self
 
@@ -94,6 +98,8 @@ class Streams:
         self._over.set()
         self._thread.join()
         self.settle()
+        if self._view is not None:
+            self._view.close()
         self._selector.close()
         for descriptor in self._descriptors:
             os.close(descriptor)
@@ -128,6 +134,8 @@ class Streams:
                     self._read()
                 self._show_due()
                 self._flush()
+            if self._view is not None:
+                self._view.look()
 
     def _read(self) -> None:
         """Take in all that there is."""

@@ -1,104 +1,111 @@
-"""What rank zero shows of a run: a bar on a terminal, lines in a pipe, nothing when quiet."""
+"""What rank zero shows of a run: a live view on a terminal or in a notebook, lines in a pipe, nothing when quiet."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typing_extensions import override
 
-_REFRESH_S = 0.25
+from lockstep.launcher import requests
+from lockstep.telemetry.live import remote, words
+from lockstep.telemetry.live.notebook import NotebookRegion, is_notebook
+from lockstep.telemetry.live.picture import picture
+from lockstep.telemetry.live.region import Region
+from lockstep.telemetry.live.snapshot import EventFigures, Snapshot, SnapshotSink
+from lockstep.train.settings import ViewName
+
 _LINE_S = 10.0
+_SHOWN_EVENTS = 3
+_PRINTED_EVENTS = ("evaluation", "skipped", "straggler", "remark")
+"""These are printed, too, and stay."""
 
 
-class Display(ABC):
-    """Shows a run; asked before each showing, so that a loss is only read from the device when it is shown.
-
-    Args:
-        num_steps: Steps of the whole run.
-        first_step: Steps done before, in a run that is resumed.
-    """
-
-    every_s: float
-    """Seconds between two showings of the progress."""
-
-    def __init__(self, num_steps: int, first_step: int) -> None:
-        self.num_steps, self.first_step = num_steps, first_step
-        self._started_at = self._shown_at = time.perf_counter()
-
-    def is_due(self) -> bool:
-        """Return whether to call `show`."""
-        return time.perf_counter() - self._shown_at >= self.every_s
-
-    def show(self, step: int, loss: float, samples_per_s: float) -> None:
-        """Show that ``step`` steps are done."""
-        self._shown_at = time.perf_counter()
-        self._show(step, loss, samples_per_s)
-
-    def left_s(self, step: int) -> float:
-        """Return the seconds that are left at the pace so far."""
-        elapsed_s = time.perf_counter() - self._started_at
-        return elapsed_s / max(1, step - self.first_step) * (self.num_steps - step)
-
-    @abstractmethod
-    def _show(self, step: int, loss: float, samples_per_s: float) -> None: ...
+class Display(SnapshotSink):
+    """Shows a run: snapshots now and then, from a thread beside training, and lines that stay."""
 
     @abstractmethod
     def say(self, text: str) -> None:
         """Print a line that stays."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """Leave the terminal as it was."""
 
+class _Printing(Display):
+    """Prints lines that stay to standard output."""
 
-class Bar(Display):
-    """A bar that is drawn anew, on a terminal."""
-
-    every_s = _REFRESH_S
-
-    def __init__(self, num_steps: int, first_step: int) -> None:
-        super().__init__(num_steps, first_step)
-        self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.fields[text]}"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-            transient=True,
-        )
-        self._bar = self._progress.add_task("", total=num_steps, completed=first_step, text="")
-        self._progress.start()
-
-    def _show(self, step: int, loss: float, samples_per_s: float) -> None:
-        self._progress.update(self._bar, completed=step, text=f"loss {loss:.4f}  {samples_per_s:,.0f} samples/s ")
-
+    @override
     def say(self, text: str) -> None:
-        """Print a line above the bar."""
-        self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        sys.stdout.write(f"{text}\n")  # in one piece: other threads print as well
+        sys.stdout.flush()
 
+
+class Live(_Printing):
+    """A view that is drawn anew in place.
+
+    Args:
+        region: Where: on a terminal, or in a notebook.
+    """
+
+    def __init__(self, region: Region | NotebookRegion) -> None:
+        self._region = region
+        self._events: deque[EventFigures] = deque(maxlen=_SHOWN_EVENTS)
+
+    @override
+    def update(self, snapshot: Snapshot) -> None:
+        self._events += shown(snapshot)
+        width, height = self._region.size
+        self._region.show(picture(snapshot, list(self._events), width=width, height=height))
+
+    @override
     def close(self) -> None:
-        """Remove the bar."""
-        self._progress.stop()
+        self._region.close()
 
 
-class Lines(Display):
+class Remote(_Printing):
+    """Sends snapshots to the launcher of this rank, which has the terminal or the notebook.
+
+    Args:
+        folder: Of the launcher's run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._events: deque[EventFigures] = deque(maxlen=_SHOWN_EVENTS)
+        self._is_closed = False
+
+    @override
+    def update(self, snapshot: Snapshot) -> None:
+        self._events += shown(snapshot)
+        if not self._is_closed:
+            remote.send(self._folder, snapshot, self._events)
+
+    @override
+    def close(self) -> None:
+        self._is_closed = True
+        remote.withdraw(self._folder)
+
+
+class Lines(_Printing):
     """A line now and then, in a pipe or a file."""
 
     every_s = _LINE_S
+    """Seconds between two lines."""
 
-    def _show(self, step: int, loss: float, samples_per_s: float) -> None:
-        left = f"{self.left_s(step):,.0f} s left"
-        self.say(f"step {step}/{self.num_steps}  loss {loss:.4f}  {samples_per_s:,.0f} samples/s  {left}")
+    def __init__(self) -> None:
+        self._shown_at = time.perf_counter()
 
-    def say(self, text: str) -> None:
-        """Print a line."""
-        print(text, flush=True)
+    @override
+    def update(self, snapshot: Snapshot) -> None:
+        now_s = time.perf_counter()
+        if now_s - self._shown_at >= self.every_s and snapshot.loss is not None and not snapshot.is_last:
+            self._shown_at = now_s
+            self.say(words.line(snapshot))
 
+    @override
     def close(self) -> None:
         """Do nothing."""
 
@@ -106,25 +113,59 @@ class Lines(Display):
 class Silence(Display):
     """Nothing at all."""
 
-    every_s = float("inf")
-
-    def _show(self, step: int, loss: float, samples_per_s: float) -> None:
+    @override
+    def update(self, snapshot: Snapshot) -> None:
         """Do nothing."""
 
+    @override
     def say(self, text: str) -> None:
         """Do nothing."""
 
+    @override
     def close(self) -> None:
         """Do nothing."""
 
 
-def make_display(num_steps: int, first_step: int, *, silent: bool) -> Display:
-    """Return what suits where the output goes."""
+class Said(_Printing):
+    """Only the lines that stay, and no progress."""
+
+    @override
+    def update(self, snapshot: Snapshot) -> None:
+        """Do nothing."""
+
+    @override
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def make_display(view: ViewName = "auto", *, silent: bool) -> Display:
+    """Return what suits where the output goes, unless ``view`` says what it is to be; nothing if ``silent``."""
     if silent:
-        return Silence(num_steps, first_step)
-    if sys.stdout.isatty() and Console().is_terminal:
-        return Bar(num_steps, first_step)
-    return Lines(num_steps, first_step)
+        return Silence()
+    if view == "none":
+        return Said()
+    if view == "auto" and "CI" in os.environ:
+        return Lines()
+    if view != "lines" and (live := _live()) is not None:
+        return live
+    return Lines()
+
+
+def shown(snapshot: Snapshot) -> list[EventFigures]:
+    """Return the new events that have a place in a view."""
+    return [event for event in snapshot.events if event.event not in _PRINTED_EVENTS]
+
+
+def _live() -> Display | None:
+    """Return a live view, if there is where to show one."""
+    folder = requests.run_dir()
+    if folder is not None and remote.is_offered(folder):
+        return Remote(folder)
+    if is_notebook():
+        return Live(NotebookRegion())
+    if sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
+        return Live(Region(sys.stdout))
+    return None
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lockstep.parallel.ddp.bucket_stamps import StepStamps
+from lockstep.telemetry.record.measured import Measured
 from lockstep.train.stopwatch import Mark, seconds_between
 
 if TYPE_CHECKING:
     from lockstep.train.recording import Pending
 
 
-def step_line(pending: Pending, began_s: float, steps_per_epoch: int | None) -> dict[str, Any]:
+def step_line(pending: Pending, measured: Measured, began_s: float, steps_per_epoch: int | None) -> dict[str, Any]:
     """Return the line of kind ``step``; see ``STEP`` in lockstep.telemetry.record.names."""
-    record, times, waited = pending.record, pending.record.times, pending.record.waited
-    loss, *norm = map(float, pending.values)
-    in_backward_s = _waited_s(pending)
-    elsewhere_s = waited.data_wait_s + waited.forward_s + waited.backward_s + waited.optimizer_s
-    exposed_s = None if in_backward_s is None else in_backward_s + times.communication_s + elsewhere_s
+    record = pending.record
+    values = pending.numbers()
     interval_s = pending.interval_s
-    total_s = round(times.total_s, 7)
+    total_s = round(measured.total_s, 7)
     return {
         "kind": "step",
         "step": record.step,
@@ -29,18 +29,20 @@ def step_line(pending: Pending, began_s: float, steps_per_epoch: int | None) -> 
         "total_s": total_s,
         "slowest_s": total_s,
         "slowest_step": record.step,
-        "data_wait_s": round(times.data_wait_s - waited.data_wait_s, 7),
-        "copy_s": _short(sum(seconds_between(*copy) for copy in pending.copies)) if pending.copies else None,
-        "forward_s": round(times.forward_s - waited.forward_s, 7),
-        "backward_s": round(max(0.0, times.backward_s - waited.backward_s - (in_backward_s or 0.0)), 7),
-        "exposed_s": _short(exposed_s),
-        "hidden_s": _short(_hidden_s(pending)) if pending.closely else None,
-        "optimizer_s": round(times.optimizer_s - waited.optimizer_s, 7),
-        "loss": loss,
+        "data_wait_s": round(measured.data_wait_s, 7),
+        "copy_s": _short(measured.copy_s),
+        "forward_s": round(measured.forward_s, 7),
+        "backward_s": round(measured.backward_s, 7),
+        "exposed_s": _short(measured.exposed_s),
+        "hidden_s": _short(measured.hidden_s),
+        "optimizer_s": round(measured.optimizer_s, 7),
+        "loss": values.loss,
         "learning_rate": pending.learning_rate,
-        "grad_norm": norm[0] if norm else None,
+        "grad_norm": values.grad_norm,
         "samples": record.num_samples,
         "samples_per_s": round(record.num_samples / (interval_s or total_s), 3),
+        "counts": values.counted,
+        "tokens_per_s": None if values.counted is None else round(values.counted / (interval_s or total_s), 3),
     }
 
 
@@ -52,12 +54,7 @@ def timeline_line(pending: Pending, began_s: float) -> dict[str, Any]:
         return round(seconds_between(start, mark), 7)
 
     stamps = pending.stamps
-    whole = [] if stamps is None else [each for each in stamps.buckets if each.sent is not None]
-    buckets = [
-        [each.position, each.size_bytes, since(each.ready), since(each.sent), since(each.done)]
-        for each in whole
-        if each.sent is not None and each.done is not None
-    ]
+    buckets = [] if stamps is None else bucket_rows(stamps, since)
     waited = None if stamps is None else stamps.waited
     return {
         "kind": "timeline",
@@ -74,31 +71,28 @@ def timeline_line(pending: Pending, began_s: float) -> dict[str, Any]:
     }
 
 
-def _short(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 7)
+def bucket_rows(stamps: StepStamps, since: Callable[[Mark], float]) -> list[list[float]]:
+    """Return the buckets of a timeline; ``since`` tells when a moment was, after the beginning of the step."""
+    return [
+        [each.position, each.size_bytes, since(each.ready), since(each.sent), since(each.done)]
+        for each in stamps.buckets
+        if each.sent is not None and each.done is not None
+    ]
 
 
-def _waited_s(pending: Pending) -> float | None:
-    """Return how long backward waited for communication after its own work, if that is known."""
-    stamps = pending.stamps
-    if stamps is None:
-        return pending.exposed_s
-    if stamps.exposed_s is not None:
-        return stamps.exposed_s
-    return None if stamps.waited is None else seconds_between(*stamps.waited)
-
-
-def _hidden_s(pending: Pending) -> float | None:
+def hidden_s(stamps: StepStamps | None, start: Mark) -> float | None:
     """Return the time in which buckets were on their way while this rank still worked on backward."""
-    stamps = pending.stamps
     if stamps is None or stamps.waited is None:
         return None
-    start = pending.record.watch.start
     until = seconds_between(start, stamps.waited[0])
-    hidden_s = reached = 0.0
+    hidden = reached = 0.0
     for each in stamps.buckets:
         if each.sent is not None and each.done is not None:
             sent, done = seconds_between(start, each.sent), min(until, seconds_between(start, each.done))
-            hidden_s += max(0.0, done - max(sent, reached))
+            hidden += max(0.0, done - max(sent, reached))
             reached = max(reached, done)
-    return hidden_s
+    return hidden
+
+
+def _short(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 7)

@@ -1,14 +1,10 @@
-"""Records a run as it goes, every rank for itself; see docs/metrics.md.
+"""Takes the steps of this rank as they are done, for whoever wants to know of them; see docs/metrics.md.
 
 [Note: no waiting]
-What a step leaves behind is kept until the device has come to its end, which is looked for when the next step ends, and
-never waited for. On CUDA its loss is copied to pinned memory on the step's own stream. Lines are encoded and written by
-another thread.
-
-[Note: when a step began]
-On CPUs the host's clock says so. On CUDA a step begins when the device gets to it, which may be long after the host
-has asked for it. Device times are differences of events, so each step's beginning is that of the step before plus
-the difference; never earlier than the host asked for it, and never later than the host saw it done.
+What a step leaves behind is put into a queue, and that is all that is done in the thread that trains. Another thread
+comes by now and then (`Recorder.drain`), looks whether the device has come to the step's end, for which nobody waits,
+and works out what it took. It does so in small pieces with pauses: while it runs Python, the thread that trains cannot. On
+CUDA the loss is copied to pinned memory on the step's own stream: of every step if there is a file, else now and then.
 """
 
 from __future__ import annotations
@@ -16,36 +12,40 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lockstep.data.device import Copy
 from lockstep.parallel.ddp.bucket_stamps import BucketStamps, StepStamps
-from lockstep.telemetry.record.thin import Thinner
-from lockstep.telemetry.record.writer import LineWriter
+from lockstep.telemetry.live.figures import Figures
+from lockstep.telemetry.record.names import Event
+from lockstep.telemetry.record.spikes import Spikes
+from lockstep.telemetry.record.steps import has_timeline, spike_line
 from lockstep.train.loop import Loop
-from lockstep.train.record import Event
-from lockstep.train.recorded_lines import step_line, timeline_line
+from lockstep.train.measuring import measure
+from lockstep.train.recorded_file import RecordedFile
 from lockstep.train.step_record import StepRecord
-from lockstep.train.stopwatch import Mark, seconds_between
+from lockstep.train.stopwatch import seconds_between
 
-TIMELINE_FIRST, TIMELINE_STEPS = 4, 4
-
-_SPIKE, _SPIKE_S, _SPIKE_AFTER, _MOST_SPIKES = 3.0, 0.005, 20, 200
-"""A step is a spike if it takes so many times the median of those before, and so much longer; not among the first."""
-
-_PAUSES = ("evaluation", "checkpoint")
+_PAUSES = ("evaluation", "checkpoint", "profile")
 """Events for which training stands still."""
 
+_PIECE, _PIECE_PAUSE_S = 32, 0.001
+_BEHIND = 50_000
+"""So many steps in the queue, and there are no pauses any more."""
+_LOSS_EVERY_S = 0.5
 
-def has_timeline(step: int) -> bool:
-    """Return whether a step has a timeline, the same on every rank: four of 64, from step 4096 on ever fewer."""
-    period = max(64, 1 << (step.bit_length() - 6)) if step >= 4096 else 64
-    return (step - TIMELINE_FIRST) % period < TIMELINE_STEPS
+
+class Numbers(NamedTuple):
+    """What a step computed, as far as it was read from the device."""
+
+    loss: float | None
+    grad_norm: float | None
+    counted: float | None
 
 
 @dataclass(slots=True)
@@ -67,33 +67,41 @@ class Pending:
     @property
     def is_known(self) -> bool:
         """Whether the device has come to the end of all that is to be read."""
-        events = [self.arrived] if self.arrived is not None else []
-        return self.record.watch.is_over and all(event.query() for event in (*events, *(end for _, end in self.copies)))
+        if not self.record.watch.is_over or (self.arrived is not None and not self.arrived.query()):
+            return False
+        return all(end.query() for _, end in self.copies)
+
+    def numbers(self) -> Numbers:
+        """Return what was computed, if it is to be had; see ``is_known``."""
+        if not self.values:
+            return Numbers(None, None, None)
+        loss, *others = map(float, self.values)
+        norm = others.pop(0) if self.record.grad_norm is not None else None
+        return Numbers(loss, norm, others.pop(0) if others else None)
 
 
 class Recorder:
-    """Takes the steps and events of this rank to its file.
+    """Takes the steps and events of this rank. One thread trains, another one calls `drain`.
 
     Args:
         loop: That is driven.
-        writer: Of this rank's file.
+        figures: Gets what each step took.
+        file: Gets the lines, if the run is recorded.
     """
 
-    def __init__(self, loop: Loop, writer: LineWriter) -> None:
-        self._loop, self._writer = loop, writer
+    def __init__(self, loop: Loop, figures: Figures, file: RecordedFile | None = None) -> None:
+        self._loop, self._figures, self._file = loop, figures, file
+        self._spikes = Spikes()
+        self._device = loop.device
         stamps = BucketStamps(loop.device)
         self._stamps = stamps if loop.strategy.stamp_buckets(stamps) else None
         self._copies: list[Copy] = []
         loop.feed.copies = self._copies
-        self._thinner = Thinner()
         self._open: Pending | None = None  # the last step, until it is known how long it lasted
-        self._pending: deque[Pending] = deque()
+        self._queue: deque[Pending | dict[str, Any]] = deque()
         self._began_at = self._wall_s = 0.0
-        self._totals: deque[float] = deque(maxlen=64)
-        self._usual_s = 0.0
-        self._num_steps = self._num_spikes = 0
+        self._loss_at = float("-inf")
         self._is_closely = False
-        self._last: tuple[Mark, float] | None = None
         self._has_ended = False
         self._paused_at: float | None = None
 
@@ -108,13 +116,7 @@ class Recorder:
 
     def step(self, record: StepRecord) -> None:
         """Take a step that has just ended on the host. Does not block."""
-        values: list[Tensor] = [record.loss] if record.grad_norm is None else [record.loss, record.grad_norm]
-        arrived = None
-        if record.loss.is_cuda:
-            there = torch.empty(len(values), dtype=torch.float64, pin_memory=True)
-            there.copy_(torch.stack([value.detach().double() for value in values]), non_blocking=True)
-            values, arrived = list(there), torch.cuda.Event()
-            arrived.record(torch.cuda.current_stream(self._loop.device))
+        values, arrived = self._values_of(record)
         rate = self._loop.optimizer.param_groups[0]["lr"]
         self._open = Pending(
             record,
@@ -136,99 +138,102 @@ class Recorder:
         self._paused_at = time.perf_counter()
         self._release(self._paused_at)
 
-    def event(self, event: Event, text: str) -> None:
+    def event(self, event: Event, text: str, metrics: Mapping[str, float] | None = None) -> None:
         """Take an event, for which training stood still since `pause` if that was called."""
         seconds = None
         if event in _PAUSES and self._paused_at is not None:
             seconds, self._paused_at = time.perf_counter() - self._paused_at, None
-        line = {"kind": "event", "event": event, "step": self._loop.num_steps_done}
-        self._writer.add({**line, "time": time.time() - (seconds or 0.0), "seconds": seconds, "text": text})
-        if seconds is not None:
-            self._write_known()
-            self._last = None  # the device has come to rest: the host's clock tells when the next step begins
+        line: dict[str, Any] = {"kind": "event", "event": event, "step": self._loop.num_steps_done}
+        line |= {"time": time.time() - (seconds or 0.0), "seconds": seconds, "text": text}
+        self._queue.append(line if metrics is None else {**line, "metrics": dict(metrics)})
         self._has_ended |= event in ("end", "stop")
 
-    def close(self) -> None:
-        """Write what is left. Blocks until the device is done, and some seconds at most for the disk."""
+    def finish(self) -> bool:
+        """Take notice that there are no more steps; return whether an error is on its way. Blocks for the device.
+
+        Nobody else may call `drain` any more.
+        """
         error = sys.exc_info()[1]
         has_failed = error is not None and not self._has_ended  # not one that fit was called in the handler of
-        if has_failed:
+        if error is not None and has_failed:
             first = (str(error).splitlines() or [""])[0]
             self.event("error", f"{type(error).__name__}: {first}")
         self._release(None)
-        if not has_failed and self._pending and self._loop.device.type == "cuda":
-            torch.cuda.synchronize(self._loop.device)
-        self._write_known()
-        if (rest := self._thinner.rest()) is not None:
-            self._writer.add(rest)
-        self._writer.close()
+        if not has_failed and self._queue and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.drain(at_once=True)
+        return has_failed
+
+    def drain(self, *, at_once: bool = False) -> None:
+        """Take in the steps that the device is done with, and the events between them; ``at_once`` without pauses."""
+        count = 0
+        while self._queue:
+            item = self._queue[0]
+            if isinstance(item, dict):
+                self._take_event(item)
+            elif item.is_known:
+                self._take(item)
+            else:
+                return
+            self._queue.popleft()
+            count += 1
+            if not at_once and count % _PIECE == 0 and len(self._queue) < _BEHIND:
+                time.sleep(_PIECE_PAUSE_S)
+
+    def _take(self, pending: Pending) -> None:
+        measured, numbers, record = measure(pending), pending.numbers(), pending.record
+        self._figures.step(
+            record.step,
+            measured,
+            interval_s=pending.interval_s,
+            num_samples=record.num_samples,
+            num_tokens=numbers.counted,
+            loss=numbers.loss,
+            learning_rate=pending.learning_rate,
+            grad_norm=numbers.grad_norm,
+        )
+        if pending.closely and pending.stamps is not None:
+            for stamp in pending.stamps.buckets:
+                if stamp.sent is not None and stamp.done is not None:
+                    self._figures.bucket(stamp.position, stamp.size_bytes, seconds_between(stamp.sent, stamp.done))
+        if self._file is not None:
+            self._file.step(pending, measured)
+        if (text := self._spikes.look(measured)) is not None:
+            self._take_event(spike_line(record.step, pending.wall_s, text))
+
+    def _take_event(self, line: dict[str, Any]) -> None:
+        self._figures.event(line)
+        if self._file is not None:
+            self._file.event(line)
+
+    def _values_of(self, record: StepRecord) -> tuple[list[Tensor], torch.cuda.Event | None]:
+        """Return what is to be read of the step, and the event after which it is on the host."""
+        values = [record.loss]
+        if record.grad_norm is not None:
+            values.append(record.grad_norm)
+        if record.count is not None:
+            values.append(record.count)
+        if not record.loss.is_cuda:
+            return values, None
+        if self._file is None and self._began_at - self._loss_at < _LOSS_EVERY_S:
+            return [], None
+        self._loss_at = self._began_at
+        there = torch.empty(len(values), dtype=torch.float64, pin_memory=True)
+        there.copy_(torch.stack([value.detach().double() for value in values]), non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(self._device))
+        return list(there), arrived
 
     def _release(self, until: float | None) -> None:
-        """Take notice that the last step lasted ``until`` now, and write what is known."""
+        """Take notice that the last step lasted ``until`` now."""
         if self._open is not None:
             self._open.interval_s = None if until is None else until - self._open.began_at
-            self._pending.append(self._open)
+            self._queue.append(self._open)
             self._open = None
-            self._write_known()
 
     def _own_exposed_s(self) -> float | None:
         """Return what is known of exposed communication without buckets."""
         exposed_s = self._loop.strategy.exposed_s
-        if exposed_s is not None and self._loop.device.type == "cpu":
+        if exposed_s is not None and self._device.type == "cpu":
             return exposed_s * self._loop.settings.accumulate
         return 0.0 if self._loop.group is None and len(self._loop.devices) == 1 else None
-
-    def _write_known(self) -> None:
-        while self._pending:
-            pending = self._pending[0]
-            if not pending.is_known:
-                return
-            self._pending.popleft()
-            self._write(pending)
-
-    def _write(self, pending: Pending) -> None:
-        began_s = self._begin_of(pending)
-        line = step_line(pending, began_s, self._loop.plan.order.steps_per_epoch)
-        self._look_for_spike(line)
-        if (ready := self._thinner.add(line)) is not None:
-            self._writer.add(ready)
-        if pending.closely:
-            self._writer.add(timeline_line(pending, began_s))
-
-    def _begin_of(self, pending: Pending) -> float:
-        """Return when the step began, in Unix time; see [Note: when a step began]."""
-        start = pending.record.watch.start
-        if isinstance(start, float):
-            return pending.wall_s + (start - pending.began_at)
-        began_s = pending.wall_s
-        if self._last is not None:
-            before, before_s = self._last
-            since_s = seconds_between(before, start)
-            began_s = max(began_s, min(before_s + since_s, time.time() - pending.record.watch.read().total_s))
-        self._last = start, began_s
-        return began_s
-
-    def _look_for_spike(self, line: dict[str, Any]) -> None:
-        total_s = line["total_s"]
-        self._num_steps += 1
-        is_spike = total_s > _SPIKE * self._usual_s and total_s > self._usual_s + _SPIKE_S
-        if self._num_steps > _SPIKE_AFTER and is_spike and self._num_spikes < _MOST_SPIKES:
-            self._num_spikes += 1
-            parts = ("data_wait_s", "forward_s", "backward_s", "exposed_s", "optimizer_s")
-            part = max(parts, key=lambda name: line[name] or 0.0)
-            name = {"exposed_s": "waiting for gradients"}.get(part, part[:-2].replace("_", " "))
-            text = f"took {total_s * 1e3:.1f} ms, usually {self._usual_s * 1e3:.1f} ms; "
-            text += f"{(line[part] or 0) * 1e3:.1f} ms of it {name}"
-            self._writer.add(
-                {
-                    "kind": "event",
-                    "event": "spike",
-                    "step": line["step"] + 1,
-                    "time": line["time"],
-                    "seconds": None,
-                    "text": text,
-                }
-            )
-        self._totals.append(total_s)
-        if self._num_steps % 16 == 0 or self._num_steps == _SPIKE_AFTER:
-            self._usual_s = median(self._totals)

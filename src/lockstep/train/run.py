@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,22 +12,24 @@ from lockstep import progress
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import World
 from lockstep.data.same_stream import require_same_length
+from lockstep.telemetry.record.names import Event
 from lockstep.train.checkpoint import Checkpoints
 from lockstep.train.devices import devices_of
-from lockstep.train.evaluate import Evaluator
+from lockstep.train.evaluations import Evaluations
 from lockstep.train.export import check_export, export_weights
 from lockstep.train.history import History
 from lockstep.train.log import Log
 from lockstep.train.loop import Loop
 from lockstep.train.memory_copies import MemoryCopies
 from lockstep.train.newest_state import Resumed, newest_state
-from lockstep.train.progress import format_metrics, make_display
-from lockstep.train.result import Evaluation, FitResult
-from lockstep.train.run_dir import make_record
+from lockstep.train.progress import make_display
+from lockstep.train.record import Record
+from lockstep.train.result import FitResult
 from lockstep.train.settings import FitSettings
+from lockstep.train.sinks import make_sinks
 from lockstep.train.slow_ranks import SlowRanks
 from lockstep.train.stopping import StopSignals, exit_code_of
-from lockstep.train.task import Task, build_dataset
+from lockstep.train.task import Task
 from lockstep.train.telling import Telling
 from lockstep.train.words import NUM_NAMED, describe_not_finite, describe_plan, describe_skipped, describe_stop
 
@@ -53,49 +56,53 @@ class Run:
         self._loop = Loop(task, settings, world, strategy=settings.strategy, devices=devices_of(settings, world))
         group, device = self._loop.group, self._loop.device
         require_same_length(self._loop.samples, "dataset", group=group, device=device)
-        self._evaluator = None
-        if task.eval_dataset is not None:
-            samples = build_dataset(task, evaluation=True)
-            require_same_length(samples, "eval_dataset", group=group, device=device)
-            self._evaluator = Evaluator(task, self._loop, samples)
-        self._evaluations: list[Evaluation] = []
-        self._best: Evaluation | None = None
-        self.has_new_best = False
-        """Whether the last evaluation found what is worth a checkpoint."""
+        self._evaluations = Evaluations(task, self._loop, keep_best=settings.keep_best)
         self._checkpoint: Path | None = None
         self._saved: tuple[int, float | None] | None = None
-        self._owes_evaluation = False
         if checkpoints is not None:
             self._loop.wishes.stop_asked = lambda: signals.asked() is not None
             self._loop.wishes.failure_seen = lambda: checkpoints.failed
         resumed = self._resume()
         self._first_step = self._loop.num_steps_done
-        self._num_steps = max(self._loop.plan.num_steps, self._first_step)
+        self.num_steps = max(self._loop.plan.num_steps, self._first_step)
+        """Of the whole run."""
         self._history = History()
-        self._record = make_record(task, settings, world, self._loop, num_steps=self._num_steps)
+        self._record = Record(task, settings, world, self._loop, num_steps=self.num_steps)
+        sinks = make_sinks(task, settings, world, self._loop, num_steps=self.num_steps)
         self._started_at = time.perf_counter()
         self._log = None
         if settings.log_file is not None and world.is_rank_zero:
             self._log = Log(Path(settings.log_file), self._first_step)
-        self._display = make_display(self._num_steps, self._first_step, silent=settings.quiet or not world.is_rank_zero)
+        self._display = make_display(settings.view, silent=settings.quiet or not world.is_rank_zero)
         self._telling = Telling(self._loop, self._display, self._log, self._record)
         self._slow_ranks = SlowRanks(group, device, self._telling.slow, self._log)
         num_devices = len(self._loop.devices) if self._loop.group is None else world.world_size
-        for line in describe_plan(task, settings, self._loop.plan, self._loop.device, num_devices=num_devices):
-            self._display.say(line)
-        for line in resumed.describe(self._num_steps):
+        plan = describe_plan(task, settings, self._loop.plan, self._loop.device, num_devices=num_devices)
+        for line in (*plan, *resumed.describe(self.num_steps), *sinks.remarks):
             self._display.say(line)
         self._telling.tell()
+        self._record.deliver(None if settings.quiet else self._display, [sink for _, sink in sinks.sinks])
+        self._record.start()
+
+    @property
+    def num_steps_done(self) -> int:
+        """Of the whole run, up to now."""
+        return self._loop.num_steps_done
 
     @property
     def has_steps_left(self) -> bool:
         """Whether there is more to train."""
-        return self._loop.num_steps_done < self._num_steps
+        return self.num_steps_done < self.num_steps
+
+    @property
+    def has_new_best(self) -> bool:
+        """Whether the last evaluation found what is worth a checkpoint."""
+        return self._evaluations.has_new_best
 
     def is_due(self, every: int | None) -> bool:
         """Return whether something is to be done now that is done every so many steps, each epoch if None, and last."""
-        every = every or self._loop.plan.order.steps_per_epoch or self._num_steps
-        return not self.has_steps_left or self._step % every == 0
+        every = every or self._loop.plan.order.steps_per_epoch or self.num_steps
+        return not self.has_steps_left or self.num_steps_done % every == 0
 
     def step(self) -> None:
         """Train on the next global batch."""
@@ -105,54 +112,40 @@ class Run:
         record = self._loop.step()
         self._record.step(record)
         self._telling.tell()
-        if self._display.is_due():
-            loss = float(record.loss)
-            self._display.show(self._step, loss, self._history.samples_per_s)
         if self._log is not None and self._log.is_due():
             self._log.losses(self._history.read())
         self._history.add(record)
         self._slow_ranks.after_step(record)
 
+    def beside(self, event: Event, act: Callable[[], str]) -> None:
+        """Do something for which training stands still, and tell what it says of it. Collective: every rank."""
+        self._settle()
+        text = act()
+        self._display.say(text)
+        self._record.event(event, text)
+
     def evaluate(self) -> None:
         """Evaluate the model, if the task has what to evaluate it on."""
-        if self._evaluator is None:
-            return
-        self._settle()
-        progress.now.phase = "evaluation"
-        found = Evaluation(self._step, self._evaluator.run())
-        self._evaluations.append(found)
-        if self._best is None or found.metrics["loss"] < self._best.loss:
-            self._best = found
-            self.has_new_best = self._settings.keep_best
-        epoch = "" if self._loop.epoch is None else f"epoch {self._loop.epoch:.1f}  "
-        skipped = self._evaluator.skipped
-        without = f"  without {len(skipped)} that cannot be read" if skipped else ""
-        what = f"evaluation: {format_metrics(found.metrics)}{without}"
-        self._display.say(f"{epoch}step {self._step}/{self._num_steps}  {what}")
-        self._record.event("evaluation", what)
-        if self._log is not None:
-            self._log.losses(self._history.losses)
-            self._log.evaluation(found.step, found.metrics)
-            for bad in skipped:
-                self._log.skipped(bad._replace(step=self._step - 1), evaluation=True)
+        if self._evaluations.are_wanted:
+            self._settle()
+            self._evaluations.make(self.num_steps, self._display, self._record, self._log, self._history.losses)
 
     def save(self, *, owes_evaluation: bool = False) -> None:
         """Start to write a checkpoint, if there is a folder for them and none of the same was written.
 
         Collective: every rank. Blocks rank zero until the one before is on disk and the state is copied.
         """
-        last = self._evaluations[-1] if self._evaluations else None
-        loss = last.metrics["loss"] if last is not None and last.step == self._step else None
-        self.has_new_best = False
-        if self._checkpoints is None or self._saved == (self._step, loss):
+        loss = self._evaluations.loss_after(self.num_steps_done)
+        self._evaluations.has_new_best = False
+        if self._checkpoints is None or self._saved == (self.num_steps_done, loss):
             return
         self._settle()
         progress.now.phase = "checkpoint"
-        self._loop.drift.before_keeping(self._step)
+        self._loop.drift.before_keeping(self.num_steps_done)
         state = self._loop.state_dict() | self._own_state(owes_evaluation)
-        self._checkpoint = self._checkpoints.save(state, step=self._step, loss=loss)
-        self._saved = (self._step, loss)
-        self._record.event("checkpoint", f"checkpoint after step {self._step}")
+        self._checkpoint = self._checkpoints.save(state, step=self.num_steps_done, loss=loss)
+        self._saved = (self.num_steps_done, loss)
+        self._record.event("checkpoint", f"checkpoint after step {self.num_steps_done}")
 
     def keep_in_memory(self) -> None:
         """Copy the state into the memory of each host. Collective: every rank; see `MemoryCopies.save`.
@@ -163,10 +156,11 @@ class Run:
             self._loop.settle()
             progress.now.phase = "checkpoint"
             state = self._loop.state_dict(everywhere=self._copies.several_hosts)
-            self._copies.save(state | self._own_state(owes_evaluation=False), step=self._step)
+            self._copies.save(state | self._own_state(owes_evaluation=False), step=self.num_steps_done)
 
     def _own_state(self, owes_evaluation: bool) -> dict[str, Any]:
-        return {"best": None if self._best is None else asdict(self._best), "owes_evaluation": owes_evaluation}
+        best = self._evaluations.best
+        return {"best": None if best is None else asdict(best), "owes_evaluation": owes_evaluation}
 
     def is_to_stop(self) -> bool:
         """Return whether the run is to stop after this step; the same on every rank.
@@ -189,15 +183,15 @@ class Run:
         Collective: every rank. Blocks until the checkpoint is on disk.
         """
         assert self._checkpoints is not None
-        self.save(owes_evaluation=self._evaluator is not None and self.is_due(self._settings.eval_every))
+        self.save(owes_evaluation=self._evaluations.are_wanted and self.is_due(self._settings.eval_every))
         self._checkpoints.finish()
         names = all_gather_object(self._signals.asked(), group=self._world.group, device=self._world.device)
         name: str = next(name for name in names if name is not None)
-        text = describe_stop(name, self._step, self._num_steps, self._checkpoint)
+        text = describe_stop(name, self.num_steps_done, self.num_steps, self._checkpoint)
+        self._tell_end("stop", text)
         if not self._signals.has_launcher:  # which says it itself
             self._display.say(text)
         self._signals.report(text)
-        self._record.finish("stop", text)
         losses = self._history.read()
         if self._log is not None:
             self._log.losses(losses)
@@ -205,7 +199,7 @@ class Run:
 
     def catch_up(self) -> None:
         """Evaluate what a run that was stopped did not come to. Collective: every rank."""
-        if self._owes_evaluation:
+        if self._evaluations.is_owed:
             self.evaluate()
             if self.has_new_best:
                 self.save()
@@ -215,18 +209,18 @@ class Run:
 
         Collective: every rank. Files are written once it returns.
         """
-        if not self._evaluations:
+        if not self._evaluations.made:
             self.evaluate()
             if self.has_new_best:
                 self.save()
-        if self._first_step < self._num_steps:
+        if self._first_step < self.num_steps:
             self._settle()
         losses = self._history.losses
         if self._log is not None:
             self._log.losses(losses)
         seconds = time.perf_counter() - self._started_at
         if losses:
-            rate = f"{self._history.samples_per_s:,.0f} samples/s"
+            rate = self._history.in_words(self._task.counts)
             self._display.say(f"{len(losses)} steps in {seconds:.1f} s, {rate}, last loss {losses[-1]:.4f}")
         skipped, not_finite = self._loop.bad_samples.skipped, self._loop.finite.found
         if skipped:
@@ -240,7 +234,7 @@ class Run:
             self._display.say(f"weights written to {self._settings.export}")
         if self._checkpoints is not None:
             self._checkpoints.finish()
-        self._record.finish("end", f"{self._step} steps done")
+        self._tell_end("end", f"{self.num_steps_done} steps done")
         self._world.barrier()  # now every rank finds the files
         if self._world.is_rank_zero and self._task.after is not None:
             self._display.close()
@@ -248,14 +242,21 @@ class Run:
             self._task.after(model.eval())
         return self._result(losses)
 
+    def _tell_end(self, event: Event, text: str) -> None:
+        """Tell that there are no more steps, and where their time went. Collective: every rank."""
+        where = self._record.finish(event, text)
+        if where is not None and self._first_step < self.num_steps_done:
+            self._display.say(where)
+
     def _result(self, losses: list[float], *, stopped: str | None = None) -> FitResult:
-        skipped = self._loop.bad_samples.skipped
+        skipped, counted = self._loop.bad_samples.skipped, self._history.counted
+        num_counted, tokens_per_s = (None, None) if counted is None else counted
         return FitResult(
             first_step=self._first_step,
-            num_steps=self._step,
+            num_steps=self.num_steps_done,
             losses=losses,
-            evaluations=self._evaluations,
-            best=self._best,
+            evaluations=self._evaluations.made,
+            best=self._evaluations.best,
             num_samples=self._history.num_samples - len(skipped),
             samples_per_s=self._history.samples_per_s,
             seconds=time.perf_counter() - self._started_at,
@@ -265,12 +266,16 @@ class Run:
             not_finite=tuple(self._loop.finite.found),
             stopped=stopped,
             exit_code=exit_code_of(stopped, has_launcher=self._signals.has_launcher),
+            num_counted=num_counted,
+            tokens_per_s=tokens_per_s,
         )
 
     def close(self) -> None:
         """Leave the terminal as it was, and end the loader's processes."""
-        self._display.close()
-        self._record.close()
+        try:
+            self._record.close()
+        finally:
+            self._display.close()
         self._slow_ranks.close()
         if self._log is not None:
             self._log.close()
@@ -283,18 +288,12 @@ class Run:
         self._loop.settle()
         self._telling.tell()
 
-    @property
-    def _step(self) -> int:
-        return self._loop.num_steps_done
-
     def _resume(self) -> Resumed:
         state, found = newest_state(self._checkpoints, self._copies, required=self._settings.resume is True)
         if state is None:
             return found
         self._loop.load_state_dict(state)
         if found.path is not None:
-            self._checkpoint, self._saved = found.path, (self._step, None)
-        self._owes_evaluation = state["owes_evaluation"] and self._evaluator is not None
-        if state["best"] is not None:
-            self._best = Evaluation(**state["best"])
+            self._checkpoint, self._saved = found.path, (self.num_steps_done, None)
+        self._evaluations.restore(state["best"], is_owed=state["owes_evaluation"])
         return found

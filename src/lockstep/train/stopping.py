@@ -21,8 +21,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lockstep.errors import exit_code_after
+from lockstep.errors import RESUME_EXIT_CODE, exit_code_after
 from lockstep.launcher import requests
+from lockstep.telemetry.live.region import say_at_once
 
 _REQUEST_WITHIN_S = 0.5
 """So long after a signal the launcher's request may come."""
@@ -96,7 +97,7 @@ class StopSignals:
         if number == signal.SIGINT:
             if self._received is signal.SIGINT:
                 raise KeyboardInterrupt
-            os.write(2, requests.FIRST_CTRL_C)
+            say_at_once(requests.FIRST_CTRL_C)
         self._received = signal.Signals(number)
 
     def _listen(self, run_dir: Path) -> None:
@@ -123,12 +124,14 @@ class StopSignals:
 
 
 def exit_code_of(stopped: str | None, *, has_launcher: bool) -> int:
-    """Return what a process should end with whose run a signal has ``stopped``, or has not.
+    """Return what a process should end with whose run has been ``stopped``, for that reason, or has not.
 
     Under a launcher of ours that is asked for it, it ends well: the launcher would take all else for a failure.
     """
     if stopped is None or (has_launcher and _was_asked()):
         return 0
+    if stopped == requests.ANOTHER_MACHINE:  # waits to join; a launcher of ours starts this process again
+        return RESUME_EXIT_CODE
     return exit_code_after(signal.Signals[stopped], saved=True)
 
 

@@ -5,6 +5,8 @@ docs/metrics.md explains each in a table that is compared with this one.
 
 from __future__ import annotations
 
+from typing import Literal
+
 VERSION = 1
 """Grows when a name or a meaning changes, not when one is added."""
 
@@ -32,6 +34,8 @@ STEP = {
     "grad_norm": "norm of the whole gradient before clipping; null if nothing needed it",
     "samples": "of the global batch",
     "samples_per_s": "of the global batch, over `interval_s`",
+    "counts": "what the loss of the global batch is a mean over if not samples, such as tokens; null if samples",
+    "tokens_per_s": "these, over `interval_s`, whatever it is that the task counts; null if samples",
 }
 """Of a line of kind ``step``."""
 
@@ -60,7 +64,7 @@ TIMELINE = {
     "waited_from": "when this rank's own work of backward was done, and it waited for buckets; null if not known",
     "waited_until": "when it had them",
 }
-"""Of a line of kind ``timeline``, written for some steps; see `has_timeline` in lockstep.train.recording."""
+"""Of a line of kind ``timeline``, written for some steps; see `has_timeline` in lockstep.telemetry.record.steps."""
 
 EVENT = {
     "event": "which of EVENTS",
@@ -79,6 +83,7 @@ EVENTS = {
     "skipped": "a step was skipped or undone, or a sample left out",
     "straggler": "a rank kept the others waiting in every step",
     "spike": "a step took three times as long as usual, or more",
+    "profile": "steps were handed over to torch.profiler, and are slower; the time is what writing the trace took",
     "remark": "what the engine or the loader found out",
     "stop": "a signal stopped the run in order",
     "error": "the run ended with an error on this rank",
@@ -97,3 +102,19 @@ START = {
 """Of a line of kind ``start``, with which each session of a rank begins."""
 
 KINDS = {"start": START, "step": STEP, "timeline": TIMELINE, "machine": MACHINE, "event": EVENT}
+
+Event = Literal[
+    "resume",
+    "restart",
+    "evaluation",
+    "checkpoint",
+    "skipped",
+    "straggler",
+    "spike",
+    "profile",
+    "remark",
+    "stop",
+    "error",
+    "end",
+]
+"""One of ``EVENTS``."""

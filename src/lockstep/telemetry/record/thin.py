@@ -13,7 +13,7 @@ SINGLY = 8192
 _LAST = ("loss", "learning_rate", "grad_norm", "samples")
 _MEANS = (
     *("interval_s", "total_s", "data_wait_s", "copy_s", "forward_s", "backward_s", "exposed_s", "hidden_s"),
-    *("optimizer_s", "samples_per_s"),
+    *("optimizer_s", "samples_per_s", "counts", "tokens_per_s"),
 )
 
 
@@ -59,6 +59,6 @@ def merge(lines: list[dict[str, Any]]) -> dict[str, Any]:
     for name in _LAST:
         merged[name] = lines[-1][name]
     for name in _MEANS:
-        known = [line[name] for line in lines if line[name] is not None]
+        known = [line[name] for line in lines if line.get(name) is not None]
         merged[name] = sum(known) / len(known) if known else None
     return merged

@@ -1,0 +1,85 @@
+"""A board on which each rank leaves one note, for rank zero to read: beside the collectives, and nobody waits.
+
+The notes lie in the store in which the ranks have met, each under one key that is written over again and again. The
+store is reached over a connection of the board's own, as the engine's is locked while it waits for somebody. Nothing
+new listens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from lockstep.comm.world import World
+
+ANSWER_S = 3.0
+"""How long the store may take to answer; then a note is left out."""
+
+_MOST_FAILURES = 3
+"""After so many in a row the board is given up: whoever hosts the store has ended."""
+
+
+class Board:
+    """Notes by rank. Made on every rank of a world, in the same order; used by one thread of each.
+
+    Args:
+        world: In which they are.
+        num_ranks: How many take part: all, or only this one.
+    """
+
+    def __init__(self, world: World, num_ranks: int) -> None:
+        self._rank = world.rank
+        self._others = [rank for rank in range(num_ranks) if rank != world.rank] if num_ranks > 1 else []
+        self._prefix = "lockstep/board"
+        if self._others:  # the n-th board of each rank is the same one
+            number = PrefixStore(self._prefix, dist.distributed_c10d._get_default_store()).add(f"of/{world.rank}", 1)
+            self._prefix = f"{self._prefix}/{number}"
+        self._store: Store | None = None
+        self._known: list[int] = []
+        self._num_failures = 0
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the store does not answer any more."""
+        return self._num_failures >= _MOST_FAILURES
+
+    def post(self, note: Any) -> None:
+        """Replace this rank's note, which JSON can hold. Blocks some seconds at most."""
+        if not self._others or self.is_given_up:
+            return
+        try:
+            self._open().set(str(self._rank), json.dumps(note))
+            self._num_failures = 0
+        except (RuntimeError, OSError):  # c10d's errors are RuntimeErrors
+            self._store, self._num_failures = None, self._num_failures + 1
+
+    def read(self) -> dict[int, Any]:
+        """Return the notes of the other ranks, as far as they have left one. Blocks some seconds at most."""
+        if not self._others or self.is_given_up:
+            return {}
+        try:
+            store = self._open()
+            missing = set(self._others).difference(self._known)
+            self._known += [rank for rank in sorted(missing) if store.check([str(rank)])]
+            notes = store.multi_get(_keys(self._known)) if self._known else []
+            self._num_failures = 0
+            return {rank: json.loads(note) for rank, note in zip(self._known, notes, strict=True)}
+        except (RuntimeError, OSError, ValueError):
+            self._store, self._num_failures = None, self._num_failures + 1
+            return {}
+
+    def _open(self) -> Store:
+        if self._store is None:
+            clone: Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            clone.set_timeout(timedelta(seconds=ANSWER_S))
+            self._store = PrefixStore(self._prefix, clone)
+        return self._store
+
+
+def _keys(ranks: Iterable[int]) -> list[str]:
+    return [str(rank) for rank in ranks]

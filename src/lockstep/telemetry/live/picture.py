@@ -1,0 +1,190 @@
+"""A snapshot as lines for a terminal: pure functions of it and of the room there is.
+
+Colours are those of Okabe and Ito, which people tell apart however they see colours; each part has a letter as well, so
+that the bar can be read without any.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+from rich.text import Text
+
+from lockstep.telemetry.live.snapshot import EventFigures, RankFigures, Snapshot
+from lockstep.telemetry.live.words import duration, milliseconds, name_of, shares, size
+
+LETTERS = {
+    "data_wait_s": ("D", "#E69F00"),
+    "forward_s": ("F", "#56B4E9"),
+    "backward_s": ("B", "#0072B2"),
+    "wire_s": ("X", "#009E73"),
+    "peers_s": ("W", "#D55E00"),
+    "optimizer_s": ("O", "#CC79A7"),
+}
+"""Letter and colour of each part of a step."""
+
+MOST_RANKS = 16
+"""With more ranks, only the extremes have a line."""
+
+_MOST_EVENTS = 3
+_NARROW, _WIDE = 60, 100
+_STALE_S = 10.0
+
+
+def picture(snapshot: Snapshot, events: Sequence[EventFigures], *, width: int, height: int) -> list[Text]:
+    """Return the lines of a view.
+
+    Args:
+        snapshot: What is shown.
+        events: The last ones of the run, oldest first.
+        width: Of the terminal, in columns; no line is longer.
+        height: Of the terminal; the lines are fewer.
+    """
+    width = min(width, _WIDE) - 1  # what ends in the last column would wrap on some terminals
+    lines = [_progress(snapshot, width), _figures(snapshot)]
+    if shares(snapshot.ranks):
+        lines += [_step_bar(snapshot, width), *_legend(snapshot, width)]
+    tail = [_event(event) for event in events[-_MOST_EVENTS:]]
+    room = height - 2 - len(lines) - len(tail)
+    if room > 0 and snapshot.ranks:
+        lines += _ranks(snapshot, width, room)
+    lines = [*lines, *tail][: max(1, height - 2)]
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+    return lines
+
+
+def _progress(snapshot: Snapshot, width: int) -> Text:
+    step, num_steps = snapshot.step, max(1, snapshot.num_steps)
+    done = min(1.0, step / num_steps)
+    left = "" if snapshot.left_s is None else f"  {duration(snapshot.left_s)} left"
+    before, after = f"step {step:,}/{snapshot.num_steps:,} ", f" {done:4.0%}{left}"
+    room = max(4, width - len(before) - len(after))
+    filled = round(done * room)
+    text = Text(before, style="bold")
+    text.append("━" * filled, style="#0072B2")
+    text.append("─" * (room - filled), style="dim")
+    text.append(after)
+    return text
+
+
+def _figures(snapshot: Snapshot) -> Text:
+    words = []
+    if snapshot.loss is not None:
+        words.append(f"loss {snapshot.loss:.4f}")
+    if snapshot.samples_per_s is not None:
+        words.append(f"{snapshot.samples_per_s:,.0f} samples/s")
+    if snapshot.tokens_per_s is not None:
+        words.append(f"{snapshot.tokens_per_s:,.0f} tokens/s")
+    if snapshot.learning_rate is not None:
+        words.append(f"lr {snapshot.learning_rate:.3g}")
+    if snapshot.grad_norm is not None:
+        words.append(f"grad norm {snapshot.grad_norm:.3g}")
+    if snapshot.epoch is not None:
+        words.append(f"epoch {snapshot.epoch:.1f}")
+    for count, name in ((snapshot.num_skipped_steps, "skipped"), (snapshot.num_restarts, "restarted")):
+        if count:
+            words.append(f"{name} {count}")
+    return Text("  ".join(words) or "the first steps take longest")
+
+
+def bar(ranks: Iterable[RankFigures], width: int) -> Text:
+    """Return where the time of a step goes, as a bar of letters, each on its colour."""
+    text = Text()
+    reached = 0.0
+    column = 0
+    for part, share in shares(ranks).items():
+        reached += share
+        until = min(width, round(reached * width))
+        letter, colour = LETTERS[part]
+        text.append(letter * (until - column), style=f"black on {colour}")
+        column = max(column, until)
+    return text
+
+
+def _step_bar(snapshot: Snapshot, width: int) -> Text:
+    before = f"{milliseconds(snapshot.mean('step_s') or 0.0):>8} a step "
+    text = Text(before)
+    text.append_text(bar(snapshot.ranks, max(8, width - len(before))))
+    return text
+
+
+def _legend(snapshot: Snapshot, width: int) -> list[Text]:
+    """Return what the letters mean, on as many lines as that takes."""
+    lines = [Text("  ")]
+    for part, share in shares(snapshot.ranks).items():
+        if share < 0.005 and part != "data_wait_s":
+            continue
+        letter, colour = LETTERS[part]
+        words = f" {name_of(part, snapshot.ranks)} {share:.0%}  "
+        if len(lines[-1]) > 2 and len(lines[-1]) + 1 + len(words) > width:
+            lines.append(Text("  "))
+        lines[-1].append(letter, style=f"black on {colour}")
+        lines[-1].append(words)
+    return lines
+
+
+def chosen(ranks: Sequence[RankFigures], room: int) -> list[RankFigures]:
+    """Return the ranks that get a line: all if there is room, else rank by rank those with the most and least work."""
+    if len(ranks) <= min(room, MOST_RANKS):
+        return list(ranks)
+    by_work = sorted(ranks, key=lambda each: (-(each.own_s or 0.0), each.rank))
+    count = max(1, min(room - 1, 6))
+    slow = by_work[: count - count // 2]
+    fast = by_work[len(by_work) - count // 2 :]
+    return sorted({each.rank: each for each in (*slow, *fast)}.values(), key=lambda each: each.rank)
+
+
+def _ranks(snapshot: Snapshot, width: int, room: int) -> list[Text]:
+    shown = chosen(snapshot.ranks, room)
+    lines = [_rank(each, snapshot, width) for each in shown]
+    if missing := len(snapshot.ranks) - len(shown):
+        lines.append(Text(f"  and {missing} ranks whose own work takes no longer and no shorter", style="dim"))
+    return lines[:room]
+
+
+def _rank(each: RankFigures, snapshot: Snapshot, width: int) -> Text:
+    slowest = snapshot.slowest
+    is_slowest = len(snapshot.ranks) > 1 and slowest is not None and slowest.rank == each.rank
+    text = Text(f"rank {each.rank:<3} ", style="bold" if is_slowest else "")
+    if width >= _NARROW and each.step_s:
+        text.append_text(bar([each], 20))
+        text.append(" ")
+    text.append(_work(each))
+    text.append(_utilisation(each))
+    text.append(_memory(each))
+    if each.gpu_temperature_c is not None:
+        text.append(f"  {each.gpu_temperature_c:.0f} °C")
+    if each.gpu_power_w is not None:
+        text.append(f"  {each.gpu_power_w:.0f} W")
+    if is_slowest:
+        text.append("  slowest")
+    if each.age_s > _STALE_S:
+        text.append(f"  silent for {duration(each.age_s)}", style="bold")
+    return text
+
+
+def _work(each: RankFigures) -> str:
+    if each.own_s is None:
+        return "no step done yet"
+    waits = "" if each.exposed_s is None else f"  waits {milliseconds(each.exposed_s):>7}"
+    return f"works {milliseconds(each.own_s):>7}{waits}"
+
+
+def _utilisation(each: RankFigures) -> str:
+    if each.gpu_percent is not None:
+        return f"  GPU {each.gpu_percent:3.0f}%"
+    return "" if each.cpu_percent is None else f"  CPU {each.cpu_percent:3.0f}%"
+
+
+def _memory(each: RankFigures) -> str:
+    if each.memory_bytes is not None:
+        peak = "" if each.memory_peak_bytes is None else f" (peak {size(each.memory_peak_bytes)})"
+        return f"  {size(each.memory_bytes)}{peak}"
+    return "" if each.rss_bytes is None else f"  {size(each.rss_bytes)}"
+
+
+def _event(event: EventFigures) -> Text:
+    clock = time.strftime("%H:%M:%S", time.localtime(event.time))
+    return Text(f"{clock} step {event.step:,} {event.event}: {event.text}".replace("\n", " "), style="dim")

@@ -1,0 +1,216 @@
+"""From the steps of each rank to one snapshot of all, and what is said of it."""
+
+import math
+
+import pytest
+
+from lockstep.telemetry.live.aggregator import Aggregator, RunInfo, decode, encode, with_waits
+from lockstep.telemetry.live.delivery import Direct, Threaded
+from lockstep.telemetry.live.figures import Figures
+from lockstep.telemetry.live.snapshot import EventFigures, RankFigures, Snapshot, SnapshotSink, Spread
+from lockstep.telemetry.live.words import duration, line, milliseconds, summary
+from lockstep.telemetry.record.measured import Measured
+
+STEP = Measured(0.012, 0.001, 0.003, 0.005, 0.001, exposed_s=0.002)
+
+
+def figures(rank=0, **changes):
+    return Figures(rank, 2, host="here", device="cpu", **changes)
+
+
+def ranks(*own_s, exposed_s=None):
+    """Ranks of a run in which every step takes as long as the slowest rank's work, and a millisecond on the wire."""
+    step_s = max(own_s) + 0.001
+    return tuple(
+        RankFigures(
+            rank=rank,
+            num_steps=5,
+            step_s=step_s,
+            data_wait_s=0.002,
+            forward_s=(each - 0.004) / 2,
+            backward_s=(each - 0.004) / 2,
+            optimizer_s=0.002,
+            exposed_s=step_s - each,
+        )
+        for rank, each in enumerate(own_s)
+    )
+
+
+class Kept(SnapshotSink):
+    """Keeps what it is given."""
+
+    def __init__(self):
+        self.snapshots, self.num_closed = [], 0
+
+    def update(self, snapshot):
+        self.snapshots.append(snapshot)
+
+    def close(self):
+        self.num_closed += 1
+
+
+class Notes:
+    """A board whose other ranks are made up."""
+
+    def __init__(self, others=None):
+        self.mine, self.others = [], others or {}
+
+    def post(self, note):
+        self.mine.append(note)
+
+    def read(self):
+        return self.others
+
+
+def test_means_over_the_steps_since_the_last_look():
+    found = figures(first_step=7)
+    for number, factor in ((7, 10.0), (8, 1.0), (9, 3.0)):
+        measured = Measured(*(None if value is None else factor * value for value in STEP))
+        loss = {7: None, 8: 0.5, 9: None}[number]
+        found.step(
+            number, measured, interval_s=0.02, num_samples=8, num_tokens=None if loss is None else 100, loss=loss
+        )
+        if number == 7:
+            first, _ = found.read()
+    found.bucket(0, 2**20, 0.004)
+    found.bucket(0, 2**20, 0.002)
+    found.machine({"kind": "machine", "time": 1.0, "rss_bytes": 5, "cpu_percent": 80.0})
+    seen, interval = found.read()
+    assert (first.step, first.num_steps, first.step_s) == (8, 1, pytest.approx(0.12))
+    assert (seen.step, seen.num_steps, seen.rss_bytes, seen.gpu_percent) == (10, 2, 5, None)
+    assert seen.step_s == pytest.approx(0.024) and seen.slowest_s == pytest.approx(0.036)
+    assert seen.exposed_s == pytest.approx(0.004) and seen.own_s == pytest.approx(0.02)
+    assert (interval.num_samples, interval.num_tokens, interval.seconds) == (16, 200, 0.04)
+    assert interval.loss == 0.5
+    (bucket,) = interval.buckets
+    assert (bucket.latency_s, bucket.spike_s) == (pytest.approx(0.003), 0.004)
+    assert bucket.busbw_bytes_per_s == pytest.approx(2**20 / 0.002)
+    assert found.whole_run().step_s == pytest.approx(0.024), "the first step is left out"
+    assert found.read()[0].step_s is None
+
+
+def test_a_rank_that_knows_nothing_of_waiting_says_so():
+    found = figures()
+    found.step(0, STEP._replace(exposed_s=None), interval_s=None, num_samples=1)
+    assert found.read()[0].exposed_s is None
+
+
+def test_figures_travel_as_short_text():
+    (each,) = ranks(0.0123456789)
+    assert decode(encode(each)).forward_s == 0.00417284
+
+
+def test_a_snapshot_of_all_ranks():
+    other = ranks(0.010, 0.014)[1]
+    mine, board, kept = figures(), Notes({1: [3, *encode(other)]}), Kept()
+    aggregator = Aggregator(mine, board, RunInfo(20, steps_per_epoch=4, num_skipped=lambda: 2), world_size=2)
+    aggregator.deliveries.append(Direct(kept))
+    mine.event({"kind": "event", "event": "checkpoint", "step": 0, "time": 5.0, "seconds": 0.1, "text": "kept"})
+    mine.step(0, STEP, interval_s=0.02, num_samples=8, loss=0.25, learning_rate=0.1, grad_norm=1.5)
+    aggregator.beat()
+    aggregator.beat(is_last=True)
+    first, second = kept.snapshots
+    assert (first.step, first.epoch, first.loss, first.learning_rate, first.grad_norm) == (1, 0.25, 0.25, 0.1, 1.5)
+    assert (first.samples_per_s, first.num_skipped_steps, first.is_last) == (400.0, 2, False)
+    assert [event.text for event in first.events] == ["kept"] and second.events == ()
+    # Rank 1 was exposed 1 ms, rank 0 2 ms: of which it waited one for rank 1.
+    assert [each.peers_s for each in first.ranks] == [pytest.approx(0.001), 0.0]
+    assert first.slowest.rank == 1
+    assert first.spread("own_s") == Spread(pytest.approx(0.010), 0, pytest.approx(0.012), pytest.approx(0.014), 1)
+    assert (second.samples_per_s, second.ranks[0].step_s, second.ranks[0].num_steps, second.is_last) == (
+        *(None, first.ranks[0].step_s, 0, True),
+    )
+    aggregator.close()
+    assert kept.num_closed == 1
+
+
+def test_other_ranks_only_post():
+    board, mine = Notes(), figures(rank=1)
+    aggregator = Aggregator(mine, board, RunInfo(20), world_size=2)
+    mine.step(0, STEP, interval_s=0.02, num_samples=8)
+    aggregator.beat()
+    aggregator.beat()
+    (first, *values), (second, *_) = board.mine
+    assert (first, second) == (1, 2)
+    assert decode(values).forward_s == 0.003
+
+
+def test_a_sink_that_raises_is_switched_off_with_one_warning(capsys):
+    class Broken(Kept):
+        def update(self, snapshot):
+            super().update(snapshot)
+            raise OSError("the disk\nis full")
+
+    broken = Broken()
+    delivery = Direct(broken)
+    snapshot = Snapshot(time=0.0, step=1, num_steps=2)
+    delivery.give(snapshot)
+    delivery.give(snapshot)
+    delivery.close()
+    assert (len(broken.snapshots), broken.num_closed) == (1, 1)
+    assert capsys.readouterr().err == "lockstep: Broken gets no more figures of this run: OSError: the disk\n"
+
+
+def test_a_slow_sink_misses_snapshots_and_no_events():
+    import threading
+
+    class Slow(Kept):
+        is_in, may_go = threading.Event(), threading.Event()
+
+        def update(self, snapshot):
+            super().update(snapshot)
+            self.is_in.set()
+            assert self.may_go.wait(10.0)
+
+    slow = Slow()
+    delivery = Threaded(slow)
+    event = [EventFigures(event="remark", step=number, time=0.0, seconds=None, text="") for number in range(4)]
+    snapshots = [Snapshot(time=0.0, step=number, num_steps=9, events=(event[number],)) for number in range(4)]
+    delivery.give(snapshots[0])
+    assert slow.is_in.wait(10.0)
+    for snapshot in snapshots[1:]:
+        delivery.give(snapshot)
+    slow.may_go.set()
+    delivery.close()
+    assert [snapshot.step for snapshot in slow.snapshots] == [0, 3]
+    assert [each.step for each in slow.snapshots[1].events] == [1, 2, 3]
+    assert slow.num_closed == 1
+
+
+def test_where_the_time_went_in_words():
+    whole = Snapshot(time=0.0, step=9, num_steps=9, ranks=with_waits(ranks(0.010, 0.019)), world_size=2)
+    assert summary(whole) == (
+        "a step took 20.0 ms: forward 26%, backward 26%, waiting for ranks 22%, data wait 10%, optimizer 10%, "
+        "exchange 5%; slowest was rank 1 (19.0 ms of work in a step, the median rank 14.5 ms)"
+    )
+    assert summary(Snapshot(time=0.0, step=9, num_steps=9)) is None
+    alone = Snapshot(time=0.0, step=9, num_steps=9, ranks=ranks(0.010))
+    assert summary(alone) == (
+        "a step took 11.0 ms: forward 27%, backward 27%, data wait 18%, optimizer 18%, exchange 9%"
+    )
+
+
+def test_progress_in_one_line():
+    snapshot = Snapshot(
+        time=0.0,
+        step=120,
+        num_steps=1000,
+        loss=0.25,
+        samples_per_s=1234.4,
+        left_s=75.2,
+        ranks=with_waits(ranks(0.010, 0.010, 0.019)),
+        world_size=3,
+    )
+    assert line(snapshot) == (
+        "step 120/1000  loss 0.2500  1,234 samples/s  1:15 min left  "
+        "waiting for ranks 30%, forward 22%, backward 22%  rank 2 is slowest"
+    )
+    assert line(Snapshot(time=0.0, step=1, num_steps=2, loss=math.nan)) == "step 1/2  loss nan"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "short", "long"),
+    [(0.00042, "0.42 ms", "0 s"), (0.0123, "12.3 ms", "0 s"), (0.4, "400 ms", "0 s"), (7325, "7325.0 s", "2:02 h")],
+)
+def test_times(seconds, short, long):
+    assert (milliseconds(seconds), duration(seconds)) == (short, long)
