@@ -33,6 +33,7 @@ def test_each_field_declares_its_kind():
         "overlap_optimizer": ("bool", False),
         "threads": ("int", True),
         "workers": ("int", False),
+        "prefetch": ("int", True),
         "bad_samples": ("choice", False),
         "on_nan": ("choice", False),
         "check_replicas": ("int", False),

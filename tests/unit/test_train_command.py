@@ -123,6 +123,7 @@ def test_every_setting_is_a_flag_and_arrives(mine, monkeypatch):
         "base_batch_size": 2,
         "shares": "2,1.5",
         "workers": 1,
+        "prefetch": 4,
         "bad_samples": "skip",
         "on_nan": "skip",
         "check_replicas": 50,

@@ -6,8 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
+from lockstep.errors import ConfigurationError
 from lockstep.train.declared import Setting, settings_of
+from lockstep.train.settings import FitSettings
+from lockstep.train.settings_file import over, read_settings
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -21,6 +25,32 @@ def settings_options(cls: type) -> Callable[[F], F]:
         return function
 
     return decorate
+
+
+def settings_from(values: Mapping[str, Any], file: str | None) -> FitSettings:
+    """Return the settings of the flags, and of a file where no flag was given.
+
+    Args:
+        values: Of all flags of the command that is being run, given or not, by the settings' names.
+        file: With settings, if one was named.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or names or values are wrong.
+    """
+    if file is None:
+        return FitSettings(**values)
+    context = click.get_current_context()
+    given = {
+        name: value
+        for name, value in values.items()
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT
+    }
+    try:
+        return FitSettings(**over(read_settings(file), given))
+    except ConfigurationError as error:
+        if str(error).startswith(f"{file}"):
+            raise
+        raise ConfigurationError(f"{error}\nWhat no flag says is from {file}.") from None
 
 
 def _numbers(text: str | tuple[float, ...]) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from lockstep.cli.settings_options import SettingsCommand, settings_options
+from lockstep.cli.settings_options import SettingsCommand, settings_from, settings_options
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, RankFailed
 from lockstep.train.settings import FitSettings, Settings
 
@@ -28,6 +28,8 @@ Examples:
       the same from memory: no more than a step is lost
   lockstep train examples/gpt.py --global-batch-size 128 --lr-scaling sqrt --warmup 100 --accumulate 4
       a larger batch than the task's, in smaller pieces
+  lockstep train examples/gpt.py --settings gpt-tuned.toml --workers 0
+      with what lockstep tune found to be fastest here, but without loader processes
 
 \b
 On several machines, or where ranks are started already, start the same command in each of them:
@@ -43,6 +45,12 @@ On several machines, or where ranks are started already, start the same command 
 )
 @click.argument("task_file", metavar="TASK.py")
 @settings_options(FitSettings)
+@click.option(
+    "--settings",
+    "settings_file",
+    metavar="FILE",
+    help="TOML file with settings, as lockstep tune writes it; flags that are given win over it.",
+)
 @click.option(
     "--max-restarts",
     type=click.IntRange(0),
@@ -70,6 +78,7 @@ On several machines, or where ranks are started already, start the same command 
 )
 def train(
     task_file: str,
+    settings_file: str | None,
     max_restarts: int,
     min_devices: int | None,
     watchdog: float | None,
@@ -81,7 +90,7 @@ def train(
     The attribute is a lockstep.Task, or a function that returns one. A task says what to train, the options say how.
     """
     os.environ.setdefault("LOCKSTEP_COMMAND", shlex.join(["lockstep", *sys.argv[1:]]))  # for the record of the run
-    settings = FitSettings(**values)
+    settings = settings_from(values, settings_file)
     if _starts_ranks(settings, may_restart=max_restarts > 0):
         if settings.memory_checkpoint_every is not None and max_restarts == 0:
             raise ConfigurationError(

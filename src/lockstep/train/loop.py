@@ -128,6 +128,7 @@ class Loop:
             task.collate,
             workers,
             pin_memory=self.device.type == "cuda",
+            ahead=self.settings.prefetch or LoadOptions.ahead,
             skip_bad=self.settings.bad_samples == "skip",
             threads=self.arithmetic.threads if self.arithmetic.deterministic else None,
         )

@@ -63,6 +63,9 @@ class Settings:
     workers: Annotated[
         int | Literal["auto"], Flag("Processes per rank that load samples; auto tries how many pay.", "N|auto", 0)
     ] = 0
+    prefetch: Annotated[
+        int | None, Flag("Micro-batches that each loader process loads ahead; 2 if not given.", "N", 1)
+    ] = None
     bad_samples: Annotated[
         BadSamplesRule, Flag("When a sample cannot be read, stop, or go on without it and count it.")
     ] = "stop"

@@ -1,0 +1,122 @@
+"""Settings in a file: what `lockstep train --settings` makes of it, and where it is wrong."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.errors import ConfigurationError
+from lockstep.train import fit
+from lockstep.train.declared import settings_of
+from lockstep.train.settings import FitSettings
+from lockstep.train.settings_file import as_toml, over, read_settings
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def write(text):
+        (tmp_path / "mine.toml").write_text(text)
+        return "mine.toml"
+
+    return write
+
+
+def test_every_kind_of_setting_comes_back_as_it_was_written(file):
+    values = {
+        "workers": "auto",
+        "accumulate": 4,
+        "base_batch_size": 8,
+        "shares": [2, 1.5],
+        "overlap_optimizer": True,
+        "strategy": "ddp-zero1",
+        "bucket_cap_mb": 2.5,
+        "run_dir": 'runs/"a" \\ ü',
+    }
+    text = "# a comment\n" + "\n".join(as_toml(name, value) for name, value in values.items())
+    assert read_settings(file(text)) == values
+    assert FitSettings(**read_settings("mine.toml")).shares == (2, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("workers = 2\nworker = 3\n", "line 2: there is no setting 'worker'.\n    worker = 3\nDid you mean workers?"),
+        (
+            "\n[workers]\nnumber = 1\n",
+            "line 2: workers={'number': 1} is not allowed.\n    [workers]\nGive a whole number of at least 0, or auto.",
+        ),
+        (
+            "[loop]\nworkers = 1\n",
+            "line 1: there is no setting 'loop'.\n    [loop]\n"
+            "Write each setting in a line of its own, without a heading in brackets.",
+        ),
+        ("colour = 9\n", "line 1: there is no setting 'colour'.\n    colour = 9\nlockstep train --help lists them all."),
+        (
+            "\n\n  accumulate = 0  # none\n",
+            "line 3: accumulate=0 is not allowed.\n    accumulate = 0  # none\nGive a whole number of at least 1.",
+        ),
+        (
+            'precision = "fp8"\n',
+            "line 1: precision='fp8' is not allowed.\n    precision = \"fp8\"\nGive one of fp32, bf16, fp16.",
+        ),
+        (
+            "workers = 1\nworkers = 2\n",
+            "line 2: Cannot overwrite a value.\n    workers = 2\n"
+            'Write a setting in each line, as in workers = 2 or strategy = "ddp".',
+        ),
+        (
+            "seed = 1\nstrategy = ddp\n",
+            "line 2: Invalid value.\n    strategy = ddp\n"
+            'Write a setting in each line, as in workers = 2 or strategy = "ddp".',
+        ),
+    ],
+)
+def test_a_wrong_line_is_named(file, text, message):
+    with pytest.raises(ConfigurationError) as error:
+        read_settings(file(text))
+    assert str(error.value) == f"mine.toml, {message}"
+
+
+def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError) as error:
+        read_settings("no.toml")
+    assert str(error.value) == (
+        "no.toml cannot be read: No such file or directory.\nName a file of settings, such as lockstep tune writes."
+    )
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigurationError, match=r"bytes\.toml is no text\."):
+        read_settings("bytes.toml")
+
+
+def test_what_is_given_wins_and_takes_the_place_of_its_rival():
+    assert over({"epochs": 2, "workers": 3}, {"steps": 5}) == {"workers": 3, "steps": 5}
+    assert over({"steps": 2, "workers": 3}, {"workers": 0}) == {"steps": 2, "workers": 0}
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(file, tmp_path, monkeypatch, capfd):
+    seen = []
+    monkeypatch.setattr(fit, "fit_with", lambda task, settings: seen.append(settings) or SimpleNamespace(exit_code=0))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "mine.py").write_text("from tests.training import make_task\ntask = make_task()\n")
+    file('epochs = 3\nworkers = 2\nprefetch = 4\nstrategy = "dp"\ndevices = 2\nbucket_cap_mb = "auto"\n')
+    # A flag wins even where it says what is the default anyway.
+    flags = ["--settings", "mine.toml", "--strategy", "single", "--devices", "1", "--steps", "7", "--workers", "0"]
+    assert main(["train", "mine.py", *flags]) == 0
+    assert seen == [
+        FitSettings(steps=7, workers=0, prefetch=4, strategy="single", devices=1, bucket_cap_mb="auto"),
+    ]
+    assert main(["train", "mine.py", "--settings", "mine.toml", "--reproducible", "2", "--workers", "1"]) == 1
+    assert capfd.readouterr().err == (
+        "lockstep: bucket_cap_mb does nothing with reproducible, which exchanges gradients in its own way.\n"
+        "Leave one of the two out.\nWhat no flag says is from mine.toml.\n"
+    )
+
+
+def test_all_settings_can_be_in_a_file(file):
+    for setting in settings_of(FitSettings):
+        if setting.default is not None:
+            assert read_settings(file(as_toml(setting.name, setting.default))) == {setting.name: setting.default}
