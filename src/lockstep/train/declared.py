@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union
 from lockstep.errors import ConfigurationError
 
 FilePath = str | Path
-Kind = Literal["int", "float", "bool", "path", "choice", "numbers"]
+Kind = Literal["int", "float", "bool", "path", "choice", "numbers", "words"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,8 @@ class Setting:
             return None if isinstance(value, (str, Path)) else "a path"
         if self.kind == "numbers":
             return None if _are_positive(value) else "numbers above 0, such as (2, 1, 1)"
+        if self.kind == "words":
+            return None if _are_words(value) else "a text, or several"
         if isinstance(value, str) and value in self.choices:
             return None
         numbers = (int,) if self.kind == "int" else (int, float)
@@ -86,6 +88,13 @@ def _are_positive(value: object) -> bool:
             for number in value
         )
     )
+
+
+def _are_words(value: object) -> bool:
+    """Return whether ``value`` is a text, or a sequence of texts, of one at least."""
+    if isinstance(value, str):
+        return True
+    return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(word, str) for word in value)
 
 
 @cache
@@ -114,6 +123,7 @@ def _setting(name: str, hint: Any, default: object) -> Setting:
         frozenset({bool}): "bool",
         frozenset({str, Path}): "path",
         frozenset({Sequence[float]}): "numbers",
+        frozenset({str, Sequence[str]}): "words",
     }
     return Setting(name, kinds[frozenset(members)], optional, choices, default, flag)
 
