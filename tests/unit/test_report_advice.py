@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lockstep.study.report.advice import Facts, advise
-from lockstep.study.report.figures import Parts
+from lockstep.study.report.together import Parts
 from lockstep.telemetry.stragglers import Straggler
 
 SOUND = Parts(
@@ -74,7 +74,7 @@ def test_many_bytes_travel_faster_as_bf16_and_less_often_with_accumulation():
         "exchanging gradients once for 4 micro-batches (--accumulate 4 with a global batch 4 times as large)",
     ]
     assert found[0].gain == pytest.approx(0.184 / 0.138)
-    assert found[1].gain == pytest.approx(0.184 / 0.115)
+    assert found[1].gain == pytest.approx(0.184 / (0.184 - 3 / 4 * (0.092 + 0.002)))  # the update is done less often, too
     assert [advice.keeps_run for advice in found] == [True, False]
     rounded = advise(facts(wire_s=0.092, gradient_bytes=100 * 2**20, wire=True))
     assert [advice.keeps_run for advice in rounded] == [False]
@@ -91,7 +91,8 @@ def test_a_model_too_small_to_divide_is_better_off_alone():
 
 
 def test_a_large_model_behind_a_slow_link_is_not_called_small():
-    rounded, alone = advise(facts(wire_s=0.500, gradient_bytes=100 * 2**20))
+    rounded, alone, larger = advise(facts(wire_s=0.500, gradient_bytes=100 * 2**20))
+    assert larger.change == "a global batch 4 times as large (--global-batch-size)"
     assert rounded.change == "rounding gradients on their way (--wire bf16)"
     assert alone.cause == "Exchanging gradients takes longer than it saves: computing is 15% of the step on 4 devices"
 
@@ -122,3 +123,67 @@ def test_the_largest_gain_comes_first_and_another_training_run_last():
     assert kept == sorted(kept, reverse=True)
     assert [keeps for keeps, _ in gains] == sorted((keeps for keeps, _ in gains), reverse=True)
     assert not gains[-1][0]
+
+
+def test_a_loader_that_computes_gains_no_more_than_idle_cores_give():
+    # 4 ranks use 6 of 8 cores all the time: with all 8, a step takes 6/8 of the time at best.
+    busy = {"device": "cpu", "cores": 8, "busy_cores": 6.0}
+    (advice,) = advise(facts(data_wait_s=0.188, workers=0, **busy))
+    assert advice.gain == pytest.approx(8 / 6)
+    # Waiting for a disk keeps no core busy.
+    (advice,) = advise(facts(data_wait_s=0.188, workers=0, **{**busy, "busy_cores": 1.0}))
+    assert advice.gain == pytest.approx(3.0)
+
+
+def test_pageable_samples_are_copied_twice():
+    copies = {"copy_s": 0.02, "data_wait_s": 0.03, "pinned": False}
+    (advice,) = [each for each in advise(facts(**copies)) if "pin_memory" in each.change]
+    assert advice.text == (
+        "Copying samples to the device takes 16% of the step, from pageable memory: page-locked samples "
+        "(DataLoader(..., pin_memory=True)) would give about 1.09 times the throughput."
+    )
+    assert all("pin_memory" not in each.change for each in advise(facts(**{**copies, "pinned": True})))
+
+
+def test_bf16_is_a_bound_by_what_the_device_was_measured_to_do():
+    (advice,) = advise(facts(bf16_speed=4.0))
+    assert advice.text == (
+        "Computing is 96% of the step, and bf16 multiplies 4.0 times as fast here: bf16 (--precision bf16) would give at "
+        "most 3.55 times the throughput."
+    )
+    assert (advice.keeps_run, dict(advice.settings)) == (False, {"precision": "bf16"})
+    assert advise(facts(bf16_speed=0.5)) == advise(facts(bf16_speed=4.0, precision="bf16")) == []
+
+
+def test_half_of_the_devices_where_the_wire_takes_most():
+    # Two of four compute twice as long, and send 1/2 of the gradients twice instead of 3/4.
+    found = advise(facts(wire_s=0.3, gradient_bytes=2**22 - 1))
+    assert all("devices 2" not in each.change for each in found)
+    found = advise(facts(wire_s=0.200, forward_s=0.010, backward_s=0.020, gradient_bytes=2**22 - 1, computing_s=0.9))
+    (advice,) = [each for each in found if "--devices 2" in each.change]
+    assert advice.gain == pytest.approx(0.232 / (0.232 + 0.030 - 0.200 / 3))
+
+
+def test_what_does_not_depend_on_the_batch_is_paid_less_often():
+    small = facts(forward_s=0.001, backward_s=0.002, wire_s=0.020, global_batch_size=64)
+    (advice,) = [each for each in advise(small) if not each.keeps_run]
+    assert advice.change == "a global batch 4 times as large (--global-batch-size 256)"
+    assert advice.gain == pytest.approx(0.025 / (0.025 - 3 / 4 * 0.022))
+    assert dict(advice.settings) == {"global_batch_size": 256}
+
+
+def test_replicas_that_exchange_after_backward_could_beside_it():
+    (advice,) = advise(facts(strategy="dp", num_ranks=1, wire_s=0.020))
+    assert (advice.change, advice.at_most) == ("a process a device, which exchange beside it (--strategy ddp)", True)
+    assert advice.gain == pytest.approx(0.112 / 0.092)
+
+
+def test_advice_that_is_a_setting_says_so():
+    assert advise(facts(data_wait_s=0.188, workers=0))[0].settings == {"workers": 2}
+    assert advise(facts(optimizer_s=0.040))[0].settings == {"strategy": "ddp-zero1"}
+    many = advise(facts(num_buckets=41, bucket_latency_s=0.0005, wire_s=0.022))
+    assert many[0].settings == {"bucket_cap_mb": None}
+    small = advise(facts(forward_s=0.001, backward_s=0.002, wire_s=0.020))
+    assert small[0].settings == {"devices": 1}
+    large = advise(facts(wire_s=0.092, gradient_bytes=100 * 2**20, global_batch_size=64))
+    assert [each.settings for each in large] == [{"wire": "bf16"}, {"accumulate": 4, "global_batch_size": 256}]

@@ -21,15 +21,13 @@ def measure_turn(loop: Loop, name: str, num_steps: int, round_index: int, place:
     Collective for ``ddp`` and ``torch-ddp``: every rank. Blocks until the device is done.
     """
     exchanged_s = []
-    records = []
-    start = time.perf_counter()
-    for _ in range(num_steps):
-        records.append(loop.step())
+
+    def note_exchange() -> None:
         # The engine's is the host's clock, which says nothing of CUDA's work; and it tells of one micro-batch.
         if loop.strategy.exposed_s is not None and loop.device.type == "cpu":
             exchanged_s.append(loop.strategy.exposed_s * loop.settings.accumulate)
-    _finish_work(loop.device)
-    seconds = time.perf_counter() - start
+
+    seconds, records = time_steps(loop, num_steps, after_each=note_exchange)
     with loop.without_sync():
         alone = [loop.step() for _ in range(max(3, num_steps // 3))]
     _finish_work(loop.device)
@@ -46,6 +44,27 @@ def measure_turn(loop: Loop, name: str, num_steps: int, round_index: int, place:
         optimizer_s=_mean(records, lambda record: record.times.optimizer_s),
     )
     return turn, [record.loss for record in records]
+
+
+def time_steps(
+    loop: Loop, num_steps: int, *, after_each: Callable[[], None] = lambda: None
+) -> tuple[float, list[StepRecord]]:
+    """Train ``num_steps`` steps; return their wall time in seconds, and what they tell of themselves.
+
+    Collective for strategies with a process for each device: every rank. Blocks until the device is done.
+
+    Args:
+        loop: What trains.
+        num_steps: How many.
+        after_each: Called after each.
+    """
+    records = []
+    start = time.perf_counter()
+    for _ in range(num_steps):
+        records.append(loop.step())
+        after_each()
+    _finish_work(loop.device)
+    return time.perf_counter() - start, records
 
 
 def merge(by_rank: Sequence[Sequence[Turn]]) -> tuple[Turn, ...]:

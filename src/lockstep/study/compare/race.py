@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -20,6 +21,8 @@ from lockstep.train.load import load_task
 from lockstep.train.loop import Loop
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.task import Task
+
+Name = TypeVar("Name", bound=str)
 
 TURN_S = 0.5
 """How long the fastest contender's turn takes if nobody says how many steps: long against the clock and the start."""
@@ -85,7 +88,7 @@ def devices_for(strategy: str, world: World, num_devices: int) -> list[torch.dev
     return [world.device] * num_devices
 
 
-def order_of_round(strategies: Sequence[StrategyName], round_index: int) -> list[StrategyName]:
+def order_of_round(strategies: Sequence[Name], round_index: int) -> list[Name]:
     """Return who runs when in a round.
 
     A turn leaves warm caches and a warm processor to the next, so nobody may always follow the same one: the order
@@ -96,10 +99,47 @@ def order_of_round(strategies: Sequence[StrategyName], round_index: int) -> list
     return rotated[::-1] if round_index % 2 else rotated
 
 
-def choose_steps(step_s: Sequence[float]) -> int:
-    """Return how many steps a turn has, from the seconds of every contender's step: enough for the fastest one."""
-    wanted = min(math.ceil(TURN_S / min(step_s)), math.floor(LONGEST_TURN_S / max(step_s)))
-    return min(max(wanted, FEWEST_STEPS), MOST_STEPS)
+def choose_steps(
+    step_s: Sequence[float],
+    *,
+    turn_s: float = TURN_S,
+    longest_s: float = LONGEST_TURN_S,
+    fewest: int = FEWEST_STEPS,
+) -> int:
+    """Return how many steps a turn has, from the seconds of every contender's step: enough for the fastest one.
+
+    Args:
+        step_s: By contender.
+        turn_s: How long the fastest one's turn is to take.
+        longest_s: How long the slowest one's may take.
+        fewest: Steps of a turn, however long they take.
+    """
+    wanted = min(math.ceil(turn_s / min(step_s)), math.floor(longest_s / max(step_s)))
+    return min(max(wanted, fewest), MOST_STEPS)
+
+
+def takes_part(strategy: str, world: World) -> bool:
+    """Return whether this rank computes in the turns of ``strategy``."""
+    return strategy in PER_PROCESS or world.is_rank_zero
+
+
+def start_together(strategy: str, num_threads: int, world: World) -> bool:
+    """Wait for all ranks; return whether this one computes. Those that do leave at the same moment.
+
+    Collective: every rank. The others sleep until they are called again.
+
+    Args:
+        strategy: Whose turn it is.
+        num_threads: Of one process in this turn.
+        world: All ranks.
+    """
+    torch.set_num_threads(num_threads)
+    world.barrier(TURN_TIMEOUT_S)  # sleeps, and does so for long while a turn of one process lasts
+    if strategy in PER_PROCESS:
+        flag = torch.zeros(1, device=world.device)
+        all_reduce(flag, group=world.group)
+        flag.item()
+    return takes_part(strategy, world)
 
 
 @contextlib.contextmanager
@@ -152,7 +192,7 @@ class _Track:
         progress.say("building the models")
         task = load(race.task)
         for name in race.strategies:
-            if self._takes_part(name):
+            if takes_part(name, self._world):
                 devices = devices_for(name, self._world, race.num_devices)
                 with naming(name):
                     self._loops[name] = Loop(task, race.settings, self._world, strategy=name, devices=devices)
@@ -182,21 +222,8 @@ class _Track:
         for loop in self._loops.values():
             loop.close()
 
-    def _takes_part(self, name: str) -> bool:
-        return name in PER_PROCESS or self._world.is_rank_zero
-
     def _start(self, name: str) -> bool:
-        """Wait for all ranks; return whether this one computes. Those that do leave at the same moment.
-
-        Collective: every rank.
-        """
-        torch.set_num_threads(self._race.num_threads[name])
-        self._world.barrier(TURN_TIMEOUT_S)  # sleeps, and does so for long while a turn of one process lasts
-        if name in PER_PROCESS:
-            flag = torch.zeros(1, device=self._world.device)
-            all_reduce(flag, group=self._world.group)
-            flag.item()
-        return self._takes_part(name)
+        return start_together(name, self._race.num_threads[name], self._world)
 
     def _warm_up(self, name: str) -> float:
         """Run the steps that are not measured; return the seconds of the fastest. Collective: every rank."""
