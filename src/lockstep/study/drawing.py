@@ -114,6 +114,9 @@ def _svg(figure: Any) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     svg = re.sub(r"font-family: [^;]*; ?", "", svg)  # the page has one for all, and they would be half of it
+    svg = re.sub(
+        r"<[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d{3,}", r"\1", tag[0]), svg
+    )  # a hundredth of a point will do
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg)  # within HTML they are known
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg)

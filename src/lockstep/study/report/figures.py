@@ -1,11 +1,4 @@
-"""What a record says in numbers: pure functions from the ranks' steps to where the time goes.
-
-[Note: the rank that all wait for]
-All ranks leave the reduction of a step together. The one that came last has waited for the wire only: its wait is the
-*wire* time of the step, what another rank waited longer is waiting for *peers*, and the last one's own work is what the
-step took time for. Summed over the steps, each with its own last rank, that is the *critical path*. No clocks are
-compared for it.
-"""
+"""What a record says in numbers: pure functions from the ranks' steps to where the time goes."""
 
 from __future__ import annotations
 
@@ -14,38 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from lockstep.study.report.lines import Event, Step
+from lockstep.study.report.lines import Event
 from lockstep.study.report.read import Recorded
-from lockstep.telemetry.stragglers import StepTimes, Straggler, find_stragglers, pace_of
+from lockstep.study.report.slow_rank import find_slow_rank
+from lockstep.study.report.together import PARTS, Parts, steps_together
+from lockstep.telemetry.stragglers import Straggler
 
 NUM_FIRST = 5
 """The first steps allocate, compile and find out in which order gradients come; they are left out of the means."""
 
 _SPIKE = 3.0
-
-PARTS = ("data_wait_s", "forward_s", "backward_s", "wire_s", "peers_s", "optimizer_s", "other_s")
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Seconds of a step by what they went into; ``wire_s`` and ``peers_s`` are 0 where they are not known."""
-
-    data_wait_s: float
-    forward_s: float
-    backward_s: float
-    wire_s: float
-    peers_s: float
-    optimizer_s: float
-    other_s: float
-
-    @property
-    def total_s(self) -> float:
-        """Seconds of the whole step."""
-        return sum(self.by_name().values())
-
-    def by_name(self) -> dict[str, float]:
-        """Return all by name, in the order of `PARTS`."""
-        return {name: getattr(self, name) for name in PARTS}
 
 
 @dataclass(frozen=True)
@@ -105,73 +76,8 @@ def find_figures(run: Recorded) -> Figures | None:
         critical=_mean([step.parts(step.last_rank) for step in calm]),
         last_share={rank: sum(step.last_rank == rank for step in calm) / len(calm) for rank in by_rank},
         knows_waits=calm[0].knows_waits,
-        straggler=_straggler(calm) if num_ranks > 1 and calm[0].knows_waits and len(calm) > 1 else None,
+        straggler=find_slow_rank(calm) if num_ranks > 1 and calm[0].knows_waits and len(calm) > 1 else None,
     )
-
-
-@dataclass(frozen=True)
-class Together:
-    """A line's step (or steps) on all ranks."""
-
-    number: int
-    ranks: Mapping[int, Step]
-
-    @property
-    def knows_waits(self) -> bool:
-        """Whether every rank measured what it waited for communication."""
-        return all(step.exposed_s is not None for step in self.ranks.values())
-
-    @property
-    def wire_s(self) -> float:
-        """What the last rank waited."""
-        return min(step.exposed_s or 0.0 for step in self.ranks.values()) if self.knows_waits else 0.0
-
-    @property
-    def last_rank(self) -> int:
-        """The rank that all wait for: it waits least, or where that is not known works longest."""
-        if self.knows_waits:
-            return min(self.ranks, key=lambda rank: self.ranks[rank].exposed_s or 0.0)
-        return max(self.ranks, key=lambda rank: self.ranks[rank].own_s)
-
-    @property
-    def samples(self) -> float:
-        """Of the global batch."""
-        return next(iter(self.ranks.values())).samples
-
-    @property
-    def counts(self) -> float | None:
-        """What the loss counts in the global batch, if that is not samples."""
-        return next((step.counts for step in self.ranks.values() if step.counts is not None), None)
-
-    @property
-    def lasted_s(self) -> float:
-        """Seconds on the slowest rank."""
-        return max(step.lasted_s for step in self.ranks.values())
-
-    def parts(self, rank: int) -> Parts:
-        """Return what the step of a rank is made of."""
-        step = self.ranks[rank]
-        exposed_s = (step.exposed_s or 0.0) if self.knows_waits else 0.0
-        wire_s = min(self.wire_s, exposed_s)
-        other_s = max(0.0, max(step.total_s, step.lasted_s) - step.own_s - exposed_s)  # between steps, too
-        return Parts(
-            data_wait_s=step.data_wait_s,
-            forward_s=step.forward_s,
-            backward_s=step.backward_s,
-            wire_s=wire_s,
-            peers_s=exposed_s - wire_s,
-            optimizer_s=step.optimizer_s,
-            other_s=other_s,
-        )
-
-
-def steps_together(run: Recorded) -> list[Together]:
-    """Return the steps that all ranks have recorded, by number."""
-    by_rank = {rank: {step.step: step for step in record.steps} for rank, record in run.ranks.items() if record.steps}
-    if not by_rank:
-        return []
-    common = set.intersection(*(set(steps) for steps in by_rank.values()))
-    return [Together(number, {rank: by_rank[rank][number] for rank in by_rank}) for number in sorted(common)]
 
 
 def _rate(counts: Sequence[float | None], seconds: float) -> float | None:
@@ -195,18 +101,3 @@ def _paused(events: Sequence[Event]) -> dict[str, float]:
         if event.seconds and event.event in ("checkpoint", "evaluation"):
             paused[event.event] = paused.get(event.event, 0.0) + event.seconds
     return paused
-
-
-def _straggler(steps: Sequence[Together]) -> Straggler | None:
-    paces = {rank: pace_of([_times(step.ranks[rank]) for step in steps]) for rank in steps[0].ranks}
-    return next(iter(find_stragglers(paces)), None)
-
-
-def _times(step: Step) -> StepTimes:
-    return StepTimes(
-        loader=step.data_wait_s,
-        forward=step.forward_s,
-        backward=step.backward_s,
-        optimizer=step.optimizer_s,
-        waits=step.exposed_s or 0.0,
-    )

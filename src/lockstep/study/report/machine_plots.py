@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from lockstep.study.drawing import BLUE, SKY, Plot, finish_plot, make_bars
+from lockstep.study.drawing import BLUE, SKY, TEXT, Plot, finish_plot, make_bars
 from lockstep.study.report.plotting import MIB, RANK_STYLES, binned, legend_above, shown_ranks
 from lockstep.study.report.view import View
 
@@ -36,7 +36,7 @@ def draw_memory(views: Sequence[View]) -> Plot | None:
         return None
     figure, axes = make_bars(len(rows), legend_rows=1)
     for row, (_, peak, now) in enumerate(rows):
-        axes.barh(row, peak, color=SKY, height=0.62, label="peak" if row == 0 else None)
+        axes.barh(row, peak, color=SKY, edgecolor=TEXT, linewidth=0.5, height=0.62, label="peak" if row == 0 else None)
         axes.barh(row, now, color=BLUE, height=0.3, label="at the end" if row == 0 else None)
         axes.annotate(f" {peak:,.0f}", (peak, row), va="center", xytext=(3, 0), textcoords="offset points")
     axes.margins(x=0.2)

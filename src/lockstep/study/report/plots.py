@@ -13,6 +13,7 @@ from lockstep.study.drawing import (
     ORANGE,
     PURPLE,
     SKY,
+    TEXT,
     VERMILION,
     Plot,
     finish_plot,
@@ -21,9 +22,10 @@ from lockstep.study.drawing import (
     make_bars,
 )
 from lockstep.study.report.beside import Beside
-from lockstep.study.report.figures import Figures, Parts
+from lockstep.study.report.figures import Figures
 from lockstep.study.report.machine_plots import draw_loads, draw_memory
 from lockstep.study.report.plotting import STYLES, binned, legend_above, shown_ranks, steps_of
+from lockstep.study.report.together import Parts
 from lockstep.study.report.traffic_plots import draw_bandwidth, draw_latency
 from lockstep.study.report.training_plots import draw_grad_norm, draw_learning_rate, draw_loss
 from lockstep.study.report.view import View
@@ -37,6 +39,9 @@ PART_COLOURS = {
     "optimizer_s": ("optimizer", GREEN),
     "other_s": ("other", GREY),
 }
+
+_EDGE = {"edgecolor": TEXT, "linewidth": 0.5}
+"""Around what is filled, as light colours alone are hard to see on a light ground."""
 
 _HATCHES = {"wire_s": "////", "peers_s": "...."}
 
@@ -82,13 +87,13 @@ def _devices(view: View) -> Plot | None:
     left = 0.0
     for name, number in devices.items():
         text, colour = PART_COLOURS[name]
-        style = {"height": 0.6, "label": text, "hatch": _HATCHES.get(name), "edgecolor": "none"}
-        axes.barh(0, number, left=left, color=colour, **style)
+        style = {**_EDGE, "height": 0.6, "hatch": _HATCHES.get(name)}
+        axes.barh(0, number, left=left, color=colour, label=text if number >= 0.005 * count else None, **style)
         left += number
     axes.set_yticks([])
     axes.set_xlim(0, count)
     axes.set_xlabel("devices")
-    legend_above(axes, ncols=4, left=-0.02)
+    legend_above(axes, ncols=3, left=-0.02)
     computing = devices["forward_s"] + devices["backward_s"]
     listed = ", ".join(f"{PART_COLOURS[name][0]} {number:.2f}" for name, number in devices.items())
     lost = {name: number for name, number in devices.items() if name not in ("forward_s", "backward_s")}
@@ -139,7 +144,8 @@ def _throughput(views: Sequence[View]) -> Plot | None:
             label = kind if kind not in named else None
             named.add(kind)
             height = high * (1.08 + 0.07 * place)
-            style = {"linestyle": "none", "markersize": 5, "clip_on": False}
+            style = {"linestyle": "none", "markersize": 6, "clip_on": False}
+            style |= {} if marker in "xX" else {"markeredgecolor": TEXT, "markeredgewidth": 0.6}
             axes.plot(times[:300], [height] * len(times[:300]), marker, color=mark_colour, label=label, **style)
         events = ", ".join(f"{len(times)} x {kind}" for kind, times in marked.items()) or "no events"
         if view.figures is not None:
@@ -171,7 +177,7 @@ def _parts(views: Sequence[View]) -> Plot | None:
         left = 0.0
         for name, seconds in parts.by_name().items():
             text, colour = PART_COLOURS[name]
-            style = {"height": 0.62, "label": text if row == 0 else None, "edgecolor": "none"}
+            style = {**_EDGE, "height": 0.62, "label": text if row == 0 else None}
             axes.barh(row, seconds * 1e3, left=left, color=colour, hatch=_HATCHES.get(name), **style)
             left += seconds * 1e3
         listed = ", ".join(f"{PART_COLOURS[name][0]} {value * 1e3:.2f}" for name, value in parts.by_name().items())

@@ -80,7 +80,7 @@ def _draw_bars(axes: Any, window: Window, rows: dict[int, int]) -> None:
                 label = None if phase in named else text
                 named.add(phase)
                 hatch = "////" if phase == "waiting" else None
-                style = {"hatch": hatch, "edgecolor": "none", "label": label}
+                style = {"hatch": hatch, "edgecolor": TEXT, "linewidth": 0.4, "label": label}
                 axes.broken_barh(spans, (row - 0.38, 0.42), facecolors=colour, **style)
 
 

@@ -68,7 +68,7 @@ def draw_bandwidth(views: Sequence[View]) -> Plot | None:
         for number in range(traffic.num_buckets)
     ]
     places = range(traffic.num_buckets)
-    axes.bar(places, best, width=0.8, color=SKY, label="fastest trip")
+    axes.bar(places, best, width=0.8, color=SKY, edgecolor=TEXT, linewidth=0.5, label="fastest trip")
     axes.bar(places, usual, width=0.5, color=BLUE, label="median trip")
     axes.set_xlabel("bucket, in the order in which they leave")
     axes.set_ylabel("GB/s on the bus")

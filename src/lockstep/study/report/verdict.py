@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from lockstep.study.report.beside import Beside
-from lockstep.study.report.figures import PARTS, Figures
+from lockstep.study.report.figures import Figures
+from lockstep.study.report.together import PARTS
 from lockstep.study.report.view import View
 
 NAMES = {
