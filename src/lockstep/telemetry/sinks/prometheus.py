@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import final
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -58,7 +59,7 @@ class Prometheus(MetricsSink):
 
 @final
 class _Figures(Collector):
-    """Gives the last snapshot in Prometheus' terms; what is not known any more is left out."""
+    """Gives the last snapshot in Prometheus' terms; what is not known any more is left out, but for buckets."""
 
     def __init__(self, facts: RunFacts) -> None:
         labels = {name.replace("/", "_"): str(facts.config[name]) for name in _IN_INFO if name in facts.config}
@@ -68,6 +69,9 @@ class _Figures(Collector):
 
     def update(self, snapshot: Snapshot) -> None:
         self._tally.add(snapshot.events)
+        if not snapshot.buckets and self._snapshot is not None:
+            # They are looked at now and then, and Prometheus looks at us now and then.
+            snapshot = replace(snapshot, buckets=self._snapshot.buckets)
         self._snapshot = snapshot
 
     @override
