@@ -87,6 +87,7 @@ def _option(setting: Setting) -> Callable[[F], F]:
         "path": click.Path(),
         "choice": click.Choice(setting.choices),
         "numbers": _numbers,
+        "words": click.STRING,
     }
     return click.option(
         flag,

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from lockstep.errors import ConfigurationError
+from lockstep.telemetry.sinks.targets import parse_targets
 from lockstep.train.declared import FilePath, Flag, check_all
+from lockstep.train.profile_steps import check_steps
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Schedule = Literal["constant", "linear", "cosine"]
@@ -21,6 +23,7 @@ Scaling = Literal["none", "linear", "sqrt"]
 BadSamplesRule = Literal["stop", "skip"]
 NanRule = Literal["raise", "skip", "rewind"]
 Wire = Literal["bf16", "fp16"]
+ViewName = Literal["auto", "live", "lines", "none"]
 StrategyName = Literal["single", "dp", "dp-zero1", "ddp", "ddp-zero1", "fsdp", "torch-dp", "torch-ddp"]
 
 
@@ -182,9 +185,32 @@ class FitSettings(Settings):
         FilePath | None,
         Flag("Folder in which every rank records its steps, times and events, for lockstep report.", "DIR"),
     ] = None
+    profile: Annotated[
+        bool, Flag("Hand some steps over to torch.profiler: a Chrome trace for each rank, with the phases in it.")
+    ] = False
+    profile_steps: Annotated[
+        Sequence[float] | None,
+        Flag("The first step, how many, and after how many again; 11,3 if not given.", "FIRST,N[,EVERY]"),
+    ] = None
+    profile_dir: Annotated[
+        FilePath | None, Flag("Folder for these traces; profile/ in the folder of the run if not given.", "DIR")
+    ] = None
+    nvtx: Annotated[bool, Flag("Name the phases of every step as NVTX ranges, for NVIDIA's tools.")] = False
+    log_to: Annotated[
+        str | Sequence[str] | None,
+        Flag(
+            "Where figures go as it runs, with commas between them: tensorboard:DIR, prometheus:[HOST:]PORT, "
+            "wandb:[ENTITY/]PROJECT, mlflow:[URI], jsonl:FILE.",
+            "SINK,..",
+        ),
+    ] = None
     log_file: Annotated[
         FilePath | None, Flag("File that gets a line of JSON for each step and evaluation.", "FILE")
     ] = None
+    view: Annotated[
+        ViewName,
+        Flag("How progress is shown: drawn live on a terminal or in a notebook, or as lines now and then; auto decides."),
+    ] = "auto"
     quiet: Annotated[bool, Flag("Print only errors, and what the task itself prints.")] = False
 
     def __post_init__(self) -> None:
@@ -201,3 +227,19 @@ class FitSettings(Settings):
                     )
         if self.export is not None and Path(self.export).suffix != ".safetensors":
             raise ConfigurationError(f"export={self.export} does not end in .safetensors.\nName a file that does.")
+        if self.log_to is not None:
+            object.__setattr__(self, "log_to", tuple(str(target) for target in parse_targets(self.log_to)))
+        self._check_profile()
+
+    def _check_profile(self) -> None:
+        check_steps(self.profile_steps)
+        for name in ("profile_steps", "profile_dir"):
+            if getattr(self, name) is not None and not self.profile:
+                raise ConfigurationError(
+                    f"{name} is given, but nothing is to be profiled.\nAdd profile=True (--profile), or leave it out."
+                )
+        if self.profile and self.profile_dir is None and self.run_dir is None:
+            raise ConfigurationError(
+                "profile needs a folder for its traces.\nName it with profile_dir=DIR (--profile-dir DIR), or record "
+                "the run with run_dir=DIR (--run-dir DIR)."
+            )
