@@ -52,8 +52,8 @@ def import_matplotlib(otherwise: str = ", or leave --html out") -> ModuleType:
 
 
 @contextmanager
-def drawing_style() -> Iterator[None]:
-    """Within, figures look as the pages want them.
+def drawing_style(font_size: float = 10.0) -> Iterator[None]:
+    """Within, figures look as the pages want them, with letters of that size in points.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
@@ -61,7 +61,7 @@ def drawing_style() -> Iterator[None]:
     matplotlib = import_matplotlib()
     style: dict[str, Any] = {
         "svg.fonttype": "none",  # text stays text: the page's font, and found by a search
-        "font.size": 10,
+        "font.size": font_size,
         "text.color": TEXT,
         "axes.labelcolor": TEXT,
         "axes.edgecolor": GRID,

@@ -23,8 +23,10 @@ OWN_STYLE = """
 .verdict.two > li { font-size: 1rem; font-weight: 400; }
 .verdict ul { padding: 0; list-style: none; }
 .verdict li ul li:first-child { font-size: 1.1rem; }
+.verdict > li:nth-child(3), .verdict li ul li:nth-child(3) { border-left: .25rem solid #0072B2; padding-left: .75rem; }
 .side-by-side { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 0 2rem; }
 h3 { font-size: 1rem; margin: 1rem 0 .25rem; }
+@media (max-width: 30rem) { figure { padding: .75rem .5rem; } figcaption, .note { padding: 0 .25rem; } }
 .timeline { margin-top: 1rem; }
 .timeline .scroll { overflow-x: auto; }
 .timeline svg { max-width: none; min-width: 44rem; }
@@ -49,7 +51,7 @@ def render(views: Sequence[View], beside: Beside | None = None) -> str:
         ConfigurationError: matplotlib is not installed.
     """
     import_matplotlib(otherwise="")
-    with drawing_style():
+    with drawing_style(11.0):  # on a phone they are scaled down
         plots = draw(views, beside)
         timelines = [plot for plot in map(draw_timeline, views) if plot is not None]
     drawings = "\n".join(figure(plot) for plot in plots)

@@ -46,17 +46,18 @@ _EDGE = {"edgecolor": TEXT, "linewidth": 0.5}
 _HATCHES = {"wire_s": "////", "peers_s": "...."}
 
 EVENT_MARKS = {
-    "checkpoint": ("s", BLUE),
-    "evaluation": ("^", GREEN),
-    "restart": ("X", VERMILION),
-    "resume": ("P", SKY),
-    "skipped": ("v", PURPLE),
-    "straggler": ("D", ORANGE),
-    "spike": ("o", ORANGE),
-    "profile": ("d", GREY),
-    "stop": ("*", VERMILION),
-    "error": ("x", VERMILION),
+    "checkpoint": ("s", BLUE, "checkpoint"),
+    "evaluation": ("^", GREEN, "evaluation"),
+    "restart": ("X", VERMILION, "restart"),
+    "resume": ("P", SKY, "resumed"),
+    "skipped": ("v", PURPLE, "skipped"),
+    "straggler": ("D", ORANGE, "slow rank"),
+    "spike": ("o", ORANGE, "slow step"),
+    "profile": ("d", GREY, "profiled"),
+    "stop": ("*", VERMILION, "stopped"),
+    "error": ("x", VERMILION, "error"),
 }
+"""By event, its mark, and what it is called."""
 
 
 def draw(views: Sequence[View], beside: Beside | None = None) -> list[Plot]:
@@ -83,7 +84,7 @@ def _devices(view: View) -> Plot | None:
         return None
     count = len(found.by_rank)
     devices = devices_by_part(found)
-    figure, axes = make_axes(1.5)
+    figure, axes = make_axes(1.7)
     left = 0.0
     for name, number in devices.items():
         text, colour = PART_COLOURS[name]
@@ -140,14 +141,14 @@ def _throughput(views: Sequence[View]) -> Plot | None:
             if event.event in EVENT_MARKS:
                 marked.setdefault(event.event, []).append(event.time - zero)
         for place, (kind, times) in enumerate(marked.items()):
-            marker, mark_colour = EVENT_MARKS[kind]
-            label = kind if kind not in named else None
+            marker, mark_colour, name = EVENT_MARKS[kind]
+            label = name if kind not in named else None
             named.add(kind)
             height = high * (1.08 + 0.07 * place)
             style = {"linestyle": "none", "markersize": 6, "clip_on": False}
             style |= {} if marker in "xX" else {"markeredgecolor": TEXT, "markeredgewidth": 0.6}
             axes.plot(times[:300], [height] * len(times[:300]), marker, color=mark_colour, label=label, **style)
-        events = ", ".join(f"{len(times)} x {kind}" for kind, times in marked.items()) or "no events"
+        events = ", ".join(f"{len(times)} x {EVENT_MARKS[kind][2]}" for kind, times in marked.items()) or "no events"
         if view.figures is not None:
             words.append(view.named(f"{view.figures.samples_per_s:,.0f} on average; {events}"))
     axes.set_ylim(bottom=0)

@@ -60,3 +60,11 @@ def plain_number(value: float, _: int) -> str:
     """Return a tick of a logarithmic axis: 1, 2 and 5 times a power of ten, without exponents."""
     leading = value / 10 ** math.floor(math.log10(value)) if value > 0 else 0.0
     return f"{value:g}" if round(leading, 3) in (1, 2, 5) else ""
+
+
+def in_bytes(count: int) -> str:
+    """Return a number of bytes in the unit that suits it."""
+    for unit, size in (("GiB", 2**30), ("MiB", MIB), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} bytes"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from lockstep.study.drawing import BLUE, GREEN, SKY, TEXT, Plot, finish_plot, make_axes
-from lockstep.study.report.plotting import MIB, STYLES, plain_number
+from lockstep.study.report.plotting import STYLES, in_bytes, plain_number
 from lockstep.study.report.traffic import Traffic
 from lockstep.study.report.view import View
 
@@ -47,9 +47,9 @@ def draw_latency(views: Sequence[View]) -> Plot | None:
 
 
 def _note(traffic: Traffic) -> str:
-    size_mib = traffic.total_bytes / MIB
+    size = in_bytes(traffic.total_bytes)
     number = f"{traffic.num_buckets} buckets" if traffic.num_buckets > 1 else "one bucket"
-    text = f"In each step, {size_mib:.3g} MiB of gradients travel in {number}."
+    text = f"In each step, {size} of gradients travel in {number}."
     best_s = median(traffic.best_s.values())
     times = traffic.median_s / best_s if best_s else 0.0
     return f"{text} A trip takes {times:.1f} times what the fastest took." if times >= _BUSY else text
