@@ -51,7 +51,7 @@ TRACED = "The loss was nan. The first module whose output is not finite is 0 (Li
 
 
 def test_every_rank_names_rank_parameter_module_step_and_samples(ranks):
-    """Also where each rank has a part of the gradient; torch's fully_shard keeps what would be computed again."""
+    """Also where each rank has a part of the gradient."""
 
     def stop(world):
         texts = {}
@@ -65,10 +65,9 @@ def test_every_rank_names_rank_parameter_module_step_and_samples(ranks):
 
     expected = (HEAD + TRACED + SAMPLES + ADVICE, STEP, (1,))
     for found in ranks(2, warnings="ignore")(stop):
-        untraced = (expected[0].replace(TRACED, "The loss was nan.\n"), *expected[1:])
         whole = HEAD + TRACED + f"Samples of that batch of rank 1: {', '.join(map(str, BATCH[4:]))}.\n" + ADVICE
         assert found.pop("reproducible") == whole.replace(ADVICE, SAMPLES.splitlines(keepends=True)[1] + ADVICE)
-        assert found == dict.fromkeys(("ddp", "torch-ddp", "ddp-zero1"), expected) | {"fsdp": untraced}
+        assert found == dict.fromkeys(("ddp", "torch-ddp", "ddp-zero1", "fsdp"), expected)
 
 
 def root_loss(model, batch):
@@ -100,6 +99,39 @@ def test_a_gradient_that_goes_wrong_in_backward_is_traced_to_its_micro_batch(ran
         "The loss was finite: it arose in backward.\n"
         f"Samples of that batch: {', '.join(map(str, BATCH))}.\n{ADVICE}"
     )
+
+
+class Breaks(torch.autograd.Function):
+    """Is the identity, but has no finite gradient where it is told."""
+
+    @staticmethod
+    def forward(ctx, value, where):
+        ctx.save_for_backward(where)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (where,) = ctx.saved_tensors
+        return gradient.masked_fill(where, math.nan), None
+
+
+def breaking_loss(model, batch):
+    """Return a finite loss, of which the samples with an input of exactly zero have no finite gradient."""
+    inputs, targets, _ = batch
+    outputs = Breaks.apply(model(inputs), (inputs == 0).any(dim=1, keepdim=True))
+    return (outputs - targets).square().mean()
+
+
+def test_so_it_is_where_each_rank_has_only_a_part_of_the_sum(ranks):
+    text = (
+        "The gradient is not finite on rank 1 (epoch 1, step 3): first that of parameter 0.weight.\n"
+        "The loss was finite: it arose in backward.\n"
+        f"Samples of that micro-batch 2 of 2 of rank 1: {BAD}, {BATCH[7]}.\n{ADVICE}"
+    )
+    run = partial(fit, loss=breaking_loss, dataset=with_zero)
+    for outcome in ranks(2, warnings="ignore").each(run, "fsdp"):
+        assert isinstance(outcome.error, NonFiniteGradient)
+        assert str(outcome.error) == text
 
 
 def oracle(model, steps, dataset=with_nan, clip=None):
@@ -184,9 +216,9 @@ def test_buffers_and_virtual_shards_go_back_too(rule, how):
 def test_what_happened_is_shown(capfd):
     fit(None, "single", on_nan="skip", quiet=False, accumulate=1)
     headline = "The gradient is not finite (epoch 1, step 3): first that of parameter 0.weight."
-    lines = capfd.readouterr().out.splitlines()
-    assert f"step 3  skipped  {headline}" in lines
-    assert lines[-2:] == ["1 step skipped, as the gradient was not finite:", f"  {headline}"]
+    text = capfd.readouterr().out
+    assert f"step 3  skipped  {headline}" in text.splitlines()
+    assert f"\n1 step skipped, as the gradient was not finite:\n  {headline}\n" in text
 
 
 def always_nan(model, batch):
@@ -248,11 +280,12 @@ def test_a_rank_that_was_looked_at_in_the_step_is_named_whatever_comes_later(ran
             loop.step()
         with pytest.raises(NonFiniteGradient) as error:
             loop.settle()
-        return str(error.value).splitlines()[:2], error.value.ranks
+        return str(error.value).splitlines()[:3], error.value.ranks
 
     lines = [
         "The gradient is not finite on rank 1 (epoch 1, step 3): first that of parameter 5.weight.",
-        "Every loss was finite, so it arose in backward.",
+        "The loss was finite: it arose in backward.",
+        f"Samples of that batch of rank 1: {', '.join(map(str, BATCH[4:]))}.",
     ]
     assert ranks(2)(stop) == [(lines, (1,))] * 2
 
@@ -289,6 +322,21 @@ def test_with_an_optimizer_in_backward_there_is_only_a_way_back(ranks):
     result, found = ranks(2)(run, "ddp")[0]
     assert relative_error(found, weights) < 1e-12
     assert [(bad.step, bad.ranks, bad.back_to) for bad in result.not_finite] == [(STEP, (1,), 0)]
+
+
+def test_with_an_optimizer_in_backward_rank_parameter_and_samples_are_named_all_the_same(ranks):
+    """Nothing can be computed again, as the parameters have been updated."""
+    head = "The gradient is not finite on rank 1 (epoch 1, step 3): first that of parameter"
+    arose = "The loss was finite: it arose in backward.\n"
+    all_samples = f"Samples of that step of rank 1: {', '.join(map(str, BATCH[4:]))}.\n"
+    ways = {
+        f"{head} 5.weight.\n{arose}{all_samples}{ADVICE}": {"loss": root_loss, "dataset": with_zero},
+        f"{HEAD}The loss was nan.\n{SAMPLES}{ADVICE}": {},
+    }
+    for text, how in ways.items():
+        for outcome in ranks(2).each(partial(fit, overlap_optimizer=True, **how), "ddp"):
+            assert isinstance(outcome.error, NonFiniteGradient)
+            assert str(outcome.error) == text
 
 
 def test_in_fp16_the_loss_scale_is_lowered_first():

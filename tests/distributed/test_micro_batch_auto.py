@@ -88,6 +88,39 @@ def test_the_same_bits_as_if_it_had_been_started_so(ranks, where, failing):
     assert ranks(2)(run) == [(True, True, False, 4)] * 2
 
 
+@pytest.mark.parametrize("strategy", ["torch-ddp", "ddp-zero1"])
+def test_other_engines_come_to_the_same_bits_too(ranks, strategy):
+    """Within an accumulated step as well: the second time it is the first of two micro-batches that is too large."""
+
+    def run(world):
+        expected = fit(make(world.rank, None, "", 0), strategy=strategy, accumulate=4)
+        found = {}
+        for failing, where, since in ((1, "forward", 0), (0, "backward", 0), (1, "backward", 2)):
+            task = make(world.rank, failing, where, 5, since=since)
+            found[failing, where, since] = fit(task, strategy=strategy, micro_batch="auto")
+        late = found.pop((1, "backward", 2))
+        return [same(each, expected) for each in found.values()], same(late, expected), late[0][-1]
+
+    (firsts, late, loss), (others, also, other_loss) = ranks(2, warnings="ignore")(run)
+    assert firsts == others == [True, True]
+    assert (late, also, loss) == (False, False, other_loss)
+
+
+@pytest.mark.parametrize("strategy", ["dp", "dp-zero1"])
+def test_threads_come_to_the_same_result(strategy):
+    """Replicas of one process draw the same random numbers in any order: so without dropout."""
+
+    def run(failing, where="", **how):
+        task = make_task(**{**vars(make(0, failing, where, 5)), "model": plain})
+        return fit(task, strategy=strategy, devices=2, **how)
+
+    expected = run(None, accumulate=4)
+    for where in ("forward", "backward"):
+        losses, weights = run(0, where, micro_batch="auto")
+        assert losses == expected[0]
+        assert all(torch.equal(value, expected[1][name]) for name, value in weights.items())
+
+
 def test_in_the_middle_of_a_run_and_after_it_is_resumed(ranks, tmp_path, capfd):
     def run(world):
         def part(steps, **how):
@@ -116,7 +149,7 @@ def test_in_one_process_with_loader_processes_it_says_what_it_does(capfd):
 def plain():
     """A network that can be trained with one sample at a time."""
     model = Middle()
-    model.norm = nn.Identity()
+    model.norm, model.dropout = nn.Identity(), nn.Identity()
     return model
 
 
@@ -171,7 +204,7 @@ class Stream(torch.utils.data.IterableDataset):
 @pytest.mark.parametrize(
     ("task", "settings", "text"),
     [
-        ({}, {"strategy": "dp"}, "micro_batch is for strategy single or ddp, but the strategy is dp."),
+        ({}, {"strategy": "fsdp"}, "micro_batch=auto cannot be had with fsdp, whose ranks exchange parameters in each"),
         (
             {},
             {"reproducible": 2},

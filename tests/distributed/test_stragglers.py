@@ -92,3 +92,34 @@ def test_the_launcher_says_it_for_a_script(task, monkeypatch):
     assert [each[3] for each in said][:2] == ["backward", "optimizer"]
     check(said[0], "backward")
     check(said[1], "optimizer")
+
+
+WAYS = [
+    ("torch-ddp", {}, "backward"),
+    ("torch-ddp", {}, "forward"),
+    ("ddp", {"reproducible": 4}, "backward"),
+    ("ddp-zero1", {}, "loader"),
+    ("fsdp", {}, "loader"),
+]
+
+
+@pytest.mark.timeout(120)
+def test_it_does_with_other_engines_too(ranks, tmp_path):
+    """Under fsdp, where work and exchange alternate, as far as the loader and the optimizer go."""
+
+    def train(world):
+        import os
+
+        os.environ["RANK"] = str(world.rank)
+        for number, (strategy, how, phase) in enumerate(WAYS):
+            os.environ["SLOW"] = phase
+            space = {"__name__": "task"}
+            exec(SCRIPT, space)
+            log = tmp_path / str(number)
+            space["lockstep"].fit(space["task"], strategy=strategy, steps=14, quiet=True, log_file=log, **how)
+
+    ranks(4, warnings="ignore")(train)
+    for number, (*_, phase) in enumerate(WAYS):
+        [line] = [json.loads(line) for line in (tmp_path / str(number)).read_text().splitlines() if "slow_rank" in line]
+        assert (line["step"], line["slow_rank"], line["phase"]) == (12, 3, phase)
+        assert line["lost_s"] == pytest.approx(0.06, abs=0.02)

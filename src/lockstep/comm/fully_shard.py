@@ -39,6 +39,14 @@ def is_divided(tensor: object) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class of ``module``, also of one for which ``fully_shard`` has made a class that inherits from it."""
+    from torch.distributed.fsdp import FSDPModule
+
+    kind = type(module)
+    return kind.__mro__[2] if isinstance(module, FSDPModule) else kind
+
+
 def local_part(tensor: Any) -> Tensor:
     """Return this rank's part of a divided tensor, which shares its memory; others as they are."""
     part: Tensor = tensor.to_local() if is_divided(tensor) else tensor

@@ -8,11 +8,37 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lockstep.cgroups import group_folders
 from lockstep.telemetry.life import family
+
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 SHM = "/dev/shm"
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What a process holds on one device, by its allocator.
+
+    Attributes:
+        device: Such as ``cuda:0``.
+        tensor_bytes: In tensors.
+        peak_bytes: The most that was taken from the device.
+        total_bytes: What the device has.
+    """
+
+    device: str
+    tensor_bytes: int
+    peak_bytes: int
+    total_bytes: int
+
+    @property
+    def words(self) -> str:
+        """Say it."""
+        in_tensors, peak, total = (_gib(size) for size in (self.tensor_bytes, self.peak_bytes, self.total_bytes))
+        return f"{in_tensors} in tensors on {self.device}, of whose {total} at most {peak} were taken"
 
 
 @dataclass
@@ -22,6 +48,7 @@ class Resources:
     Attributes:
         rank_bytes: By rank, the memory that it and its processes held when last seen.
         peak_bytes: By rank, the most that was seen.
+        devices: By rank, what it said of its devices.
         least_free_bytes: The least free memory that was seen on the machine, or in the container.
         total_bytes: How much there is.
         shm_total_bytes: The size of /dev/shm.
@@ -30,6 +57,7 @@ class Resources:
 
     rank_bytes: dict[int, int] = field(default_factory=dict)
     peak_bytes: dict[int, int] = field(default_factory=dict)
+    devices: dict[int, list[DeviceMemory]] = field(default_factory=dict)
     least_free_bytes: int | None = None
     total_bytes: int = 0
     shm_total_bytes: int = 0
@@ -71,6 +99,17 @@ class Resources:
             f"at the worst, {_gib(self.least_free_bytes)} of {_gib(self.total_bytes)} were free."
         )
 
+    def of_each(self) -> str:
+        """Return a line with the memory of each rank of this machine; empty if nothing was seen."""
+        if not self.rank_bytes or self.least_free_bytes is None:
+            return ""
+        lines = ["Memory of the ranks of this machine, as last seen:"]
+        for rank, held in sorted(self.rank_bytes.items()):
+            on_host = f"{_gib(held)} on the host (at most {_gib(self.peak_bytes[rank])})"
+            lines.append(f"rank {rank}: {'; '.join([*(each.words for each in self.devices.get(rank, [])), on_host])}")
+        free, total = _gib(self.least_free_bytes), _gib(self.total_bytes)
+        return "\n".join([*lines, f"At the worst, {free} of the host's {total} were free."])
+
     def of_shm(self) -> str:
         """Return a sentence with the figures of shared memory; empty if nothing was seen."""
         if self.shm_least_free_bytes is None:
@@ -79,16 +118,16 @@ class Resources:
         return f"Of /dev/shm, {free} of {total} were free at the worst that was seen."
 
 
+def says_out_of_memory(text: str) -> bool:
+    """Tell whether the text of an error says that there was no memory left, on a device or on the host."""
+    return any(sign in text for sign in _OUT_OF_MEMORY)
+
+
 def num_kills() -> int | None:
     """Return how many processes the kernel has killed for lack of memory, here or in this container."""
-    found = [
-        _entry(path, "oom_kill")
-        for path in (
-            PROC / "vmstat",
-            _cgroup() / "memory.events",
-            CGROUPS / "memory" / "memory.oom_control",
-        )
-    ]
+    groups = _groups()
+    files = (PROC / "vmstat", groups[0] / "memory.events", *(folder / "memory.oom_control" for folder in groups))
+    found = [_entry(path, "oom_kill") for path in files]
     known = [number for number in found if number is not None]
     return sum(known) if known else None
 
@@ -99,23 +138,20 @@ def free_and_total_bytes() -> tuple[int, int]:
     if total is None or free is None:
         return 0, 0
     free, total = 1024 * free, 1024 * total
-    for limit_file, used_file in (
-        (_cgroup() / "memory.max", _cgroup() / "memory.current"),
-        (CGROUPS / "memory/memory.limit_in_bytes", CGROUPS / "memory/memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError):  # ValueError: it says "max"
-            limit = int(limit_file.read_text())
-            if limit < total:
-                free, total = min(free, max(0, limit - int(used_file.read_text()))), limit
+    machine_bytes = total
+    names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+    for folder in _groups():
+        for limit_name, used_name in names:
+            with contextlib.suppress(OSError, ValueError):  # ValueError: it says "max"
+                limit = int((folder / limit_name).read_text())
+                if limit < machine_bytes:
+                    free = min(free, max(0, limit - int((folder / used_name).read_text())))
+                    total = min(total, limit)
     return free, total
 
 
-def _cgroup() -> Path:
-    with contextlib.suppress(OSError):
-        for line in (PROC / "self/cgroup").read_text().splitlines():
-            if line.startswith("0::"):
-                return CGROUPS / line[3:].lstrip("/")
-    return CGROUPS
+def _groups() -> list[Path]:
+    return group_folders("memory", CGROUPS, PROC / "self/cgroup")
 
 
 def _resident_bytes(pid: int) -> int:

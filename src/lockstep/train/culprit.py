@@ -5,6 +5,10 @@ A step that is refused has not changed the parameters, and random numbers depend
 micro-batches can be computed again, each on its own and with a look at every module's output. That costs nothing as
 long as all is well. Every rank computes all of its own, because synchronised layers need the others. Only then do the
 ranks tell each other what they found.
+
+Where the engine can compute a micro-batch only with the sum over the ranks at its end, the gradients of this rank are
+looked at on their way there. Where the parameters have been updated meanwhile, what is left is whether this rank's part
+of the gradient was finite when it left, and the samples that it came from.
 """
 
 from __future__ import annotations
@@ -12,18 +16,19 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.fully_shard import local_part
+from lockstep.comm.fully_shard import local_part, own_class
 from lockstep.data.device import map_tensors
 from lockstep.data.division import Division
 from lockstep.data.loader import MicroBatch
 from lockstep.data.order import GlobalOrder, cut
 from lockstep.data.stream_reader import StreamOrder
+from lockstep.train.passing import Passing, watching_gradients
 
 Losses = list[Tensor]
 """Of one micro-batch: for each share of this process that has samples."""
@@ -34,7 +39,7 @@ class Clue(NamedTuple):
 
     Args:
         rank: Which rank.
-        micro: Which micro-batch, from 0.
+        micro: Which micro-batch, from 0; None: one of them, and ``samples`` are those of all.
         samples: Its samples: indices in the data set; of a stream, positions in the global batch.
         faulty: Those of them whose inputs are not finite.
         loss: In words, if it is not finite.
@@ -43,12 +48,26 @@ class Clue(NamedTuple):
     """
 
     rank: int
-    micro: int
+    micro: int | None
     samples: list[int]
     faulty: list[int]
     loss: str | None
     module: str | None
     parameter: str | None
+
+
+class Again(NamedTuple):
+    """How a bad step is looked at.
+
+    Args:
+        compute: Computes a micro-batch, leaves its gradient in ``param.grad`` and returns the losses. Collective.
+        sums: Whether that gradient is then the sum over the ranks.
+        part_is_bad: Tells whether this rank's part of the last gradient was not finite, where that is known.
+    """
+
+    compute: Callable[[MicroBatch, int], Losses]
+    sums: bool
+    part_is_bad: Callable[[], bool]
 
 
 class Traced(NamedTuple):
@@ -60,18 +79,20 @@ class Traced(NamedTuple):
     has_gradients: bool
 
 
-def trace(model: nn.Module, compute: Callable[[], Losses]) -> Traced:
+def trace(model: nn.Module, compute: Callable[[], Losses], *, summed: bool = False) -> Traced:
     """Compute a micro-batch and look at all that comes of it. Blocks. Collective where ``compute`` is.
 
     Args:
         model: The bare model; its gradients are None.
-        compute: Runs forward and backward, leaves this rank's gradients in ``param.grad``, returns the losses.
+        compute: Runs forward and backward, leaves gradients in ``param.grad``, returns the losses.
+        summed: Whether these are the sums over the ranks, of which this rank may have a part only.
     """
-    with _watching(model) as found:
+    passing: Passing | None
+    with _watching(model) as found, watching_gradients(model) if summed else nullcontext() as passing:
         losses = compute()
-    gradients = [parameter.grad for parameter in model.parameters()]
-    has_gradients = any(gradient is not None for gradient in gradients)
-    return Traced(losses, found[0] if found else None, first_not_finite(model), has_gradients)
+    has_gradients = any(parameter.grad is not None for parameter in model.parameters())
+    first = first_not_finite(model) if passing is None else passing.first
+    return Traced(losses, found[0] if found else None, first, has_gradients)
 
 
 def first_not_finite(model: nn.Module) -> str | None:
@@ -85,7 +106,7 @@ def first_not_finite(model: nn.Module) -> str | None:
 @contextmanager
 def _watching(model: nn.Module) -> Iterator[list[str]]:
     """Within, take note of the modules of ``model`` whose outputs are not finite, in the order of computation."""
-    names = {id(module): f"{name} ({type(module).__name__})" for name, module in model.named_modules() if name}
+    names = {id(module): f"{name} ({own_class(module).__name__})" for name, module in model.named_modules() if name}
     found: list[str] = []
     lock = threading.Lock()  # replicas compute in threads
 
@@ -151,6 +172,27 @@ def make_clue(rank: int, index: int, shares: Sequence[Sequence[int]], micro: Mic
         for sample in _faulty_inputs(micro.batches[share], shares[share])
     ]
     return Clue(rank, index, samples, faulty, next(filter(None, words), None), seen.module, seen.parameter)
+
+
+def clue_of_part(rank: int, shares: Sequence[Sequence[Sequence[int]]], micros: Sequence[MicroBatch]) -> Clue:
+    """Return what is known of a rank whose part of the gradient was not finite, though its losses were. Blocks.
+
+    Args:
+        rank: Which.
+        shares: By micro-batch, the samples of each of its shares that has any.
+        micros: With their inputs, if they are still there.
+    """
+    faulty = [_faulty_in(micro, of_micro) for micro, of_micro in zip(micros, shares, strict=True)]
+    which = next((index for index, found in enumerate(faulty) if found), 0 if len(micros) == 1 else None)
+    looked_at = shares if which is None else [shares[which]]
+    samples = [sample for of_micro in looked_at for share in of_micro for sample in share]
+    return Clue(rank, which, samples, [] if which is None else faulty[which], None, None, None)
+
+
+def _faulty_in(micro: MicroBatch, shares: Sequence[Sequence[int]]) -> list[int]:
+    """Return those samples of a micro-batch whose inputs are not finite, as far as the inputs are still there."""
+    pairs = zip(micro.batches, shares, strict=False)
+    return [sample for batch, samples in pairs for sample in _faulty_inputs(batch, samples)]
 
 
 def _faulty_inputs(batch: Any, samples: Sequence[int]) -> list[int]:

@@ -17,7 +17,6 @@ from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.update import Updater
 
 _OURS = ("ddp",)
-WITH_SMALLER_MICRO_BATCHES = ("single", "ddp")
 
 
 def check_engine(name: StrategyName, settings: Settings) -> None:
@@ -30,14 +29,18 @@ def check_engine(name: StrategyName, settings: Settings) -> None:
         "wire": settings.wire is not None,
         "bucket_cap_mb": settings.bucket_cap_mb is not None,
         "overlap_optimizer": settings.overlap_optimizer,
-        "micro_batch": settings.micro_batch is not None,
     }
     for setting, is_given in given.items():
-        able = WITH_SMALLER_MICRO_BATCHES if setting == "micro_batch" else _OURS
-        if is_given and name not in able:
+        if is_given and name not in _OURS:
             raise ConfigurationError(
-                f"{setting} is for strategy {' or '.join(able)}, but the strategy is {name}.\nLeave {setting} out."
+                f"{setting} is for strategy {' or '.join(_OURS)}, but the strategy is {name}.\nLeave {setting} out."
             )
+    if settings.micro_batch is not None and name == "fsdp":
+        raise ConfigurationError(
+            "micro_batch=auto cannot be had with fsdp, whose ranks exchange parameters in each layer, in forward and in "
+            "backward: one that runs out of memory on the way would keep the others waiting.\n"
+            "Set accumulate by hand, or use strategy ddp-zero1."
+        )
 
 
 def our_wrapper(settings: Settings) -> Callable[..., nn.Module]:
@@ -52,6 +55,13 @@ def gradients_of(module: nn.Module) -> Gradients:
     from lockstep.parallel.distributed import DistributedDataParallel
 
     return BucketGradients(module) if isinstance(module, DistributedDataParallel) else ParameterGradients(module)
+
+
+def is_ours(module: nn.Module) -> bool:
+    """Return whether a wrapper is our `DistributedDataParallel`, and not torch's."""
+    from lockstep.parallel.distributed import DistributedDataParallel
+
+    return isinstance(module, DistributedDataParallel)
 
 
 def watch_part(module: nn.Module) -> Callable[[], bool]:

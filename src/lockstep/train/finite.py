@@ -28,7 +28,17 @@ from lockstep.data.loader import MicroBatch
 from lockstep.data.order import GlobalOrder
 from lockstep.data.stream_reader import StreamOrder
 from lockstep.train.buffers import KeptBuffers
-from lockstep.train.culprit import Clue, Losses, Traced, first_not_finite, make_clue, samples_of, trace
+from lockstep.train.culprit import (
+    Again,
+    Clue,
+    Losses,
+    Traced,
+    clue_of_part,
+    first_not_finite,
+    make_clue,
+    samples_of,
+    trace,
+)
 from lockstep.train.gradients import Gradients
 from lockstep.train.last_good import LastGood
 from lockstep.train.not_finite import NotFinite, too_many
@@ -41,9 +51,6 @@ MOST_OF_LAST, LAST = 10, 100
 
 KEEP_EVERY = 100
 """Steps between copies of the state that ``rewind`` goes back to."""
-
-
-Replay = Callable[[MicroBatch, int], Losses]
 
 
 class Arriving:
@@ -75,9 +82,7 @@ class Place:
         rank: This process, among those that train together.
         gather: Returns every rank's value, see `Loop`. Collective.
         looks_later: Whether the verdict comes when the step is long over, so that its inputs need not be kept.
-        replay: Computes a micro-batch on this rank, leaves its gradient in ``param.grad`` and returns the losses; None
-            where that cannot be had. Collective.
-        part_is_bad: Tells whether this rank's part of the last gradient was not finite; not where it is not known.
+        again: How a bad step is looked at.
     """
 
     order: GlobalOrder | StreamOrder
@@ -85,8 +90,7 @@ class Place:
     rank: int
     gather: Callable[[Any], list[Any]]
     looks_later: bool
-    replay: Replay | None
-    part_is_bad: Callable[[], bool]
+    again: Again
 
 
 class FiniteGuard:
@@ -156,8 +160,7 @@ class FiniteGuard:
             self._late = partial(self._look_later, Arriving(outcome.norm), light, self._losses, step)
         if outcome.verdict is not False:
             return num_updates
-        replay = None if outcome.updated else self._place.replay
-        bad = self._describe(self._micros, self._losses, step, replay=replay)
+        bad = self._describe(self._micros, self._losses, step, replays=not outcome.updated)
         if self._last_good is not None:
             bad = bad._replace(back_to=self._last_good.num_steps)
         self._act(bad)
@@ -183,7 +186,7 @@ class FiniteGuard:
         value = norm.read()
         if value.isfinite() or (value.isinf() and self._gradients.is_finite(value)):
             return
-        self._act(self._describe(micros, losses, step, replay=None))
+        self._act(self._describe(micros, losses, step, replays=False))
 
     def _act(self, bad: NotFinite) -> None:
         self.found.append(bad)
@@ -202,24 +205,31 @@ class FiniteGuard:
         if recent > MOST_OF_LAST:
             raise too_many(self.found, f"{recent} of the last {min(LAST, step + 1)} steps")
 
-    def _describe(
-        self, micros: list[MicroBatch], losses: list[Losses], step: int, *, replay: Replay | None
-    ) -> NotFinite:
-        """Return what all ranks together know of a bad step. Collective: every rank. Blocks."""
+    def _describe(self, micros: list[MicroBatch], losses: list[Losses], step: int, *, replays: bool) -> NotFinite:
+        """Return what all ranks together know of a bad step. Collective: every rank. Blocks.
+
+        Args:
+            micros: Those of this process.
+            losses: Theirs.
+            step: Counted from 0.
+            replays: Whether they can be computed again, as the parameters are still what they were.
+        """
         place, order = self._place, self._place.order
         summed = first_not_finite(self._model)
-        is_suspect = place.part_is_bad()
+        is_suspect = place.again.part_is_bad()
+        shares = [samples_of(order, place.division, micro, index) for index, micro in enumerate(micros)]
         clues: list[Clue] = []
         has_gradients = False
         for index, (micro, values) in enumerate(zip(micros, losses, strict=True)):
             seen = Traced(values, None, None, False)
-            if replay is not None:
+            if replays:
                 self._optimizer.zero_grad(set_to_none=True)
-                seen = trace(self._model, partial(replay, micro, index))
+                seen = trace(self._model, partial(place.again.compute, micro, index), summed=place.again.sums)
                 has_gradients = has_gradients or seen.has_gradients
-            shares = samples_of(order, place.division, micro, index)
-            clue = make_clue(place.rank, index, shares, micro, seen)
+            clue = make_clue(place.rank, index, shares[index], micro, seen)
             clues += [] if clue is None else [clue]
+        if is_suspect and not clues and not replays:
+            clues = [clue_of_part(place.rank, shares, micros)]
         names = [name for name, _ in self._model.named_parameters()]
         mine = [clues[0] if clues else None, None if summed is None else names.index(summed), has_gradients, is_suspect]
         ranks = place.gather(mine)

@@ -17,6 +17,7 @@ from lockstep.comm.world import World
 from lockstep.data.loader import MicroBatch
 from lockstep.errors import ConfigurationError, ModelMismatch
 from lockstep.train.objective import LossModule, Objective, Part
+from lockstep.train.own_work import own_work_unknown
 from lockstep.train.strategy import Pass, Strategy, scaled
 from lockstep.train.task import build_model
 from lockstep.train.whole_state import take_whole_model
@@ -31,7 +32,8 @@ class FullyShard(Strategy):
     """
 
     buffers = "own"
-    can_replay = False  # torch's engine would add these gradients to those of the next step
+    can_end_early = False  # the others exchange parameters with it in each layer
+    replay_sums = True  # what torch's engine has not reduced it would add to the gradients of the next step
 
     def __init__(self, model: nn.Module, objective: Objective, world: World, device: torch.device) -> None:
         self.group = world.group
@@ -68,10 +70,11 @@ class FullyShard(Strategy):
                 "Leave the last batch of an epoch out (drop_last=True in the task), or use strategy ddp-zero1."
             )
         sum_gradients(self._module, over_ranks=how.sync)
-        part: Part = self._module(micro.batches[0], micro.sizes[0])
-        how.watch.lap("forward_s")
-        how.after_forward([part])
-        scaled(part, how.scale * self._num_ranks).backward()  # torch's mean over the ranks becomes the sum again
+        with own_work_unknown(how.watch):
+            part: Part = self._module(micro.batches[0], micro.sizes[0])
+            how.watch.lap("forward_s")
+            how.after_forward([part])
+            scaled(part, how.scale * self._num_ranks).backward()  # torch's mean over the ranks becomes the sum again
         how.watch.lap("backward_s")
 
 

@@ -21,6 +21,7 @@ from lockstep.data.loader import LoadOptions
 from lockstep.parallel.tree.shape import Tree
 from lockstep.train.arithmetic import Arithmetic, describe_machine, differences, first_unlike, watch_for_other_kernels
 from lockstep.train.bad_samples import BadSamples
+from lockstep.train.culprit import Again
 from lockstep.train.devices import PER_PROCESS
 from lockstep.train.drift import DriftCheck
 from lockstep.train.engine import make_updater, remarks_of
@@ -29,6 +30,7 @@ from lockstep.train.gradients import ParameterGradients
 from lockstep.train.memory import divided_as, guard_memory
 from lockstep.train.micro_batches import MicroBatches
 from lockstep.train.objective import Objective
+from lockstep.train.phase_ranges import follow_phases
 from lockstep.train.plan import make_plan
 from lockstep.train.reproducible.build import make_reproducible, virtual_shards
 from lockstep.train.resume import check_identity, identity_of, load_into
@@ -36,7 +38,8 @@ from lockstep.train.seeds import DATA, INIT, UPDATE, Seeds
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.step_record import StepRecord
 from lockstep.train.stopwatch import Stopwatch
-from lockstep.train.strategy import Strategy, divide, make_strategy
+from lockstep.train.strategies import divide, make_strategy
+from lockstep.train.strategy import Strategy
 from lockstep.train.tally import Tally
 from lockstep.train.task import Task, build_dataset, build_model, build_optimizer
 from lockstep.train.whole_state import take_whole
@@ -110,13 +113,13 @@ class Loop:
         gradients = self._strategy.gradients or ParameterGradients(self._model)
         self._updater = make_updater(self._model, self.optimizer, self.plan.learning_rate, settings, gradients)
         self.bad_samples = BadSamples(skip=how.skip_bad, device=self.device, group=self.group, num_samples=num_samples)
-        self._memory = guard_memory(settings, self._strategy, self._model, self.samples, self.device, self._gather)
+        self._memory = guard_memory(settings, self._strategy, self._model, self.samples, self.devices, self._gather)
         self._micros = MicroBatches(
-            self._strategy, self._updater, self._seeds, self.bad_samples, division, self.device, self._memory
+            self._strategy, self._updater, self._seeds, self.bad_samples, division, self.devices, self._memory
         )
-        replay = self._micros.replay if self._strategy.can_replay else None
         rank, later = 0 if self.group is None else self.group.rank(), self._updater.looks_later
-        place = Place(self.plan.order, division, rank, self._gather, later, replay, self._strategy.part_is_bad)
+        again = Again(self._micros.replay, self._strategy.replay_sums, self._strategy.part_is_bad)
+        place = Place(self.plan.order, division, rank, self._gather, later, again)
         self.finite = FiniteGuard(settings.on_nan, self._model, self.optimizer, gradients, place)
         self.drift = DriftCheck(
             settings.check_replicas, self.plan.num_steps, self._model, self.optimizer, self._strategy
@@ -183,7 +186,7 @@ class Loop:
         self.bad_samples.begin_step()
         self.finite.begin_step(self.num_steps_done, self._updater.num_updates)
         self.feed.begin_step()
-        watch = Stopwatch(self.device)
+        watch = Stopwatch(self.device, follow_phases())
         self._updater.begin()
         tally, num_samples = self._compute(watch)
         if self._sync:
@@ -197,7 +200,7 @@ class Loop:
             self._updater.num_updates = self.finite.conclude(outcome, self.num_steps_done, self._updater.num_updates)
         self.finite.end_step()
         watch.lap("optimizer_s")
-        record = StepRecord(self.num_steps_done, num_samples, tally.loss(), norm, updated, watch)
+        record = StepRecord(self.num_steps_done, num_samples, tally.loss(), norm, updated, watch, tally.count)
         self.num_steps_done += 1
         if self._sync:
             self.drift.after_step(self.num_steps_done)

@@ -11,7 +11,7 @@ depend on the position only, so the step, and all that follow, are those of a ru
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,14 +22,11 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lockstep.data.division import Division
 from lockstep.errors import ConfigurationError, OutOfMemory
-from lockstep.parallel.ddp.cut_short import end_step_after_error
+from lockstep.telemetry.resources import says_out_of_memory
 from lockstep.train.buffers import KeptBuffers
-from lockstep.train.gradients import BucketGradients
 from lockstep.train.plan import Plan
 from lockstep.train.settings import Settings
 from lockstep.train.strategy import Strategy
-
-_SIGNS = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 class MemoryGuard:
@@ -39,7 +36,7 @@ class MemoryGuard:
         strategy: Who computes.
         model: The bare model.
         samples: The data set.
-        device: Of this process.
+        devices: Of this process.
         gather: Returns every rank's value, see `Loop`. Collective.
 
     Raises:
@@ -52,7 +49,7 @@ class MemoryGuard:
         strategy: Strategy,
         model: nn.Module,
         samples: Dataset[Any],
-        device: torch.device,
+        devices: Sequence[torch.device],
         gather: Callable[[Any], list[Any]],
     ) -> None:
         if isinstance(samples, IterableDataset):
@@ -65,7 +62,8 @@ class MemoryGuard:
                 "micro_batch=auto cannot be had with SyncBatchNorm, whose layers exchange data in forward: a rank that "
                 "runs out of memory there would keep the others waiting.\nUse BatchNorm, or set accumulate by hand."
             )
-        self._strategy, self._device, self._gather = strategy, device, gather
+        self._strategy, self._devices, self._gather = strategy, devices, gather
+        strategy.expect_errors()
         self._buffers = KeptBuffers(model)
         self.error: str | None = None
 
@@ -86,10 +84,10 @@ class MemoryGuard:
 
         Collective if ``sync`` and there is a group: every rank.
         """
-        if self._device.type == "cuda":
+        if self._devices[0].type == "cuda":
             torch.cuda.empty_cache()
-        if sync and isinstance(self._strategy.gradients, BucketGradients):
-            end_step_after_error(self._strategy.gradients.model)
+        if sync:
+            self._strategy.end_after_error()
 
     def shrink(self, plan: Plan, step: int, remarks: list[str]) -> Division:
         """Return into what smaller micro-batches all ranks cut their shares from now on; add a line that says so.
@@ -106,7 +104,7 @@ class MemoryGuard:
         accumulate, before = next_accumulate(plan), plan.division.accumulate
         who = f"Rank {rank} ran out of memory in step {step + 1}"
         if accumulate is None:
-            memory = self._gather(memory_of(self._device))
+            memory = self._gather(memory_of(self._devices))
             figures = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(memory))
             raise OutOfMemory(
                 f"{who}, though its micro-batches cannot be smaller: {errors[rank]}\n{figures}\n"
@@ -121,18 +119,18 @@ def guard_memory(
     strategy: Strategy,
     model: nn.Module,
     samples: Dataset[Any],
-    device: torch.device,
+    devices: Sequence[torch.device],
     gather: Callable[[Any], list[Any]],
 ) -> MemoryGuard | None:
     """Return a `MemoryGuard` if ``settings`` ask for one."""
-    return None if settings.micro_batch is None else MemoryGuard(strategy, model, samples, device, gather)
+    return None if settings.micro_batch is None else MemoryGuard(strategy, model, samples, devices, gather)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that there was no memory left, on a device or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    return isinstance(error, RuntimeError) and says_out_of_memory(str(error))
 
 
 def next_accumulate(plan: Plan) -> int | None:
@@ -159,25 +157,27 @@ def _sizes(plan: Plan) -> list[int]:
     return [len(plan.division.positions(plan.batch_size, share)) for share in range(plan.division.num_shares)]
 
 
-def memory_of(device: torch.device) -> str:
-    """Return how much memory this process has, on its device and on the host."""
+def memory_of(devices: Sequence[torch.device]) -> str:
+    """Return how much memory this process has, on its devices and on the host."""
     host = psutil.virtual_memory()
     rss = psutil.Process().memory_info().rss
     on_host = f"{_gib(rss)} of the host's {_gib(host.total)}, of which {_gib(host.available)} are free"
-    if device.type != "cuda":
-        return on_host
-    free, total = torch.cuda.mem_get_info(device)
-    mine = torch.cuda.memory_allocated(device)
-    return f"{_gib(mine)} in tensors on {device}, where {_gib(free)} of {_gib(total)} are free; {on_host}"
+    parts = []
+    for device in devices if devices[0].type == "cuda" else ():
+        free, total = torch.cuda.mem_get_info(device)
+        mine = torch.cuda.memory_allocated(device)
+        parts.append(f"{_gib(mine)} in tensors on {device}, where {_gib(free)} of {_gib(total)} are free")
+    return "; ".join([*parts, on_host])
 
 
-def advise(error: BaseException, accumulate: int, device: torch.device) -> None:
+def advise(error: BaseException, accumulate: int, devices: Sequence[torch.device], strategy: Strategy) -> None:
     """Add to an out-of-memory error what this process has, and what helps."""
     if is_out_of_memory(error):
+        auto = 'when it is needed (micro_batch="auto", --micro-batch auto)'
         error.add_note(
-            f"This rank has {memory_of(device)}.\n"
-            f"Cut its part of a global batch into more micro-batches (accumulate={2 * accumulate}), or have that done "
-            'when it is needed (micro_batch="auto", --micro-batch auto): the training stays the same.'
+            f"This rank has {memory_of(devices)}.\n"
+            f"Cut its part of a global batch into more micro-batches (accumulate={2 * accumulate})"
+            f"{f', or have that done {auto}' * strategy.can_end_early}: the training stays the same."
         )
 
 

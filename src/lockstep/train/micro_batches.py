@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -35,7 +35,7 @@ class MicroBatches:
         seeds: Sets the random numbers.
         bad_samples: Knows who has no samples.
         division: What of a global batch falls to whom.
-        device: The first of this process.
+        devices: Of this process.
         memory: What takes note if it runs out, or None.
     """
 
@@ -46,12 +46,13 @@ class MicroBatches:
         seeds: Seeds,
         bad_samples: BadSamples,
         division: Division,
-        device: torch.device,
+        devices: Sequence[torch.device],
         memory: MemoryGuard | None = None,
     ) -> None:
-        self._memory = memory
+        self._memory, self._counts = memory, False
         self._strategy, self._updater, self._seeds = strategy, updater, seeds
-        self._bad_samples, self._division, self._device = bad_samples, division, device
+        self._bad_samples, self._division = bad_samples, division
+        self._devices, self._device = devices, devices[0]
 
     def divide(self, division: Division) -> None:
         """Run other micro-batches from now on, and forget those of this step."""
@@ -77,7 +78,7 @@ class MicroBatches:
             sync: Whether gradients are summed over the ranks, and streams compared, in this step.
         """
         group = self._strategy.group if sync else None
-        tally = Tally(self._device, None if self._strategy.sums_losses else group)
+        tally = Tally(self._device, None if self._strategy.sums_losses else group, counts=self._counts)
         if self._memory is not None:
             self._memory.begin_step()
         num_samples = 0
@@ -96,6 +97,8 @@ class MicroBatches:
             after_each(micro, losses)
             feed.prefetch()
             watch.lap("data_wait_s")
+        self._counts = tally.counts
+        watch.begins("communication")
         tally.wait()
         return tally, num_samples
 
@@ -125,7 +128,7 @@ class MicroBatches:
             try:
                 self._strategy.run(micro, self._prepare(micro, index, watch, after_forward, sync=sync))
             except Exception as error:
-                advise(error, self._division.accumulate, self._device)
+                advise(error, self._division.accumulate, self._devices, self._strategy)
                 raise
         else:
             self._run_guarded(micro, self._prepare(micro, index, watch, after_forward, sync=sync), self._memory)
@@ -149,14 +152,15 @@ class MicroBatches:
             memory.take_part(sync=how.sync)
 
     def replay(self, micro: MicroBatch, index: int) -> list[Tensor]:
-        """Compute a micro-batch again, to the same bits, on this rank alone; see `lockstep.train.finite.Place`."""
+        """Compute a micro-batch again, to the same bits; see `lockstep.train.finite.Place`."""
         losses: list[Tensor] = []
 
         def after_forward(parts: list[Part]) -> None:
             losses.extend(part.value.detach() for part in parts)
 
         watch = Stopwatch(self._device)
-        self._strategy.run(micro, self._prepare(micro, index, watch, after_forward, sync=False))
+        sync = self._strategy.replay_sums
+        self._strategy.run(micro, self._prepare(micro, index, watch, after_forward, sync=sync))
         return losses
 
     def _prepare(

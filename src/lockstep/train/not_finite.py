@@ -82,7 +82,9 @@ class NotFinite(NamedTuple):
             return [self._without_clues]
         clue = self.clues[0]
         on = f" of rank {clue.rank}" if self.num_ranks > 1 else ""
-        which = f"micro-batch {clue.micro + 1} of {self.num_micro}" if self.num_micro > 1 else "batch"
+        which = "batch" if self.num_micro == 1 else "step"
+        if self.num_micro > 1 and clue.micro is not None:
+            which = f"micro-batch {clue.micro + 1} of {self.num_micro}"
         noun = "Samples" if self.epoch is not None else "Positions in the global batch"
         origin = "The loss was finite" if clue.loss is None else f"The loss was {clue.loss}"
         origin += ": it arose in backward." if clue.loss is None and clue.module is None else "."

@@ -87,7 +87,7 @@ class LossModule(nn.Module):
         """Return the loss on ``batch``; without samples, one that has every parameter in its graph but no gradient."""
         if num_samples == 0:
             parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-            return Part(_no_samples(parameters), 1.0, 0.0)
+            return Part(no_samples(parameters), 1.0, 0.0)
         return self._objective(self.model, batch, num_samples)
 
 
@@ -105,7 +105,7 @@ class _NoSamples(torch.autograd.Function):
         return (None,) * num_parameters
 
 
-def _no_samples(parameters: list[nn.Parameter]) -> Tensor:
+def no_samples(parameters: list[nn.Parameter]) -> Tensor:
     """Return zero as the loss of no samples.
 
     A rank whose part of the last global batch is empty must still take part in the collectives of the backward pass.

@@ -73,10 +73,12 @@ class SlowRanks:
 def _times_of(record: StepRecord, waits: list[tuple[object, object]]) -> StepTimes:
     times, waited = record.times, record.waited
     exposed_s = sum(seconds_between(start, end) for start, end in waits)
+    backward_s = times.backward_s - waited.backward_s
+    in_forward_s = max(0.0, exposed_s - backward_s)  # of an engine that exchanges in forward, too
     own = {
         "loader": times.data_wait_s - waited.data_wait_s,
-        "forward": times.forward_s - waited.forward_s,
-        "backward": times.backward_s - waited.backward_s - exposed_s,
+        "forward": max(0.0, times.forward_s - waited.forward_s - in_forward_s),
+        "backward": max(0.0, backward_s - exposed_s),
         "optimizer": times.optimizer_s - waited.optimizer_s,
     }
     return StepTimes(**own, waits=times.total_s - sum(own.values()))

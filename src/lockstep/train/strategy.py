@@ -18,24 +18,15 @@ from torch.optim import Optimizer
 from lockstep.comm.collectives import Group
 from lockstep.comm.world import World
 from lockstep.data.device import to_device
-from lockstep.data.division import Division
 from lockstep.data.loader import MicroBatch
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.bucket_stamps import BucketStamps
 from lockstep.parallel.replica import Buffers
-from lockstep.train.devices import PER_PROCESS
-from lockstep.train.engine import (
-    check_engine,
-    gradients_of,
-    leave_alone,
-    nobody_knows,
-    our_wrapper,
-    torch_data_parallel,
-    watch_part,
-)
+from lockstep.train.engine import gradients_of, is_ours, nobody_knows, watch_part
 from lockstep.train.gradients import Gradients
+from lockstep.train.half_done import HalfDone, half_done
 from lockstep.train.objective import LossModule, Objective, Part
-from lockstep.train.settings import Settings, StrategyName
+from lockstep.train.own_work import own_work_told
 from lockstep.train.stopwatch import Mark, Stopwatch
 
 
@@ -61,7 +52,7 @@ class Pass:
 
 
 class Strategy(ABC):
-    """Runs micro-batches. Abstract; `make_strategy` returns the one asked for."""
+    """Runs micro-batches. Abstract; `strategies.make_strategy` returns the one asked for."""
 
     group: Group | None = None
     """The ranks that take part, or None if it is only this process."""
@@ -78,8 +69,11 @@ class Strategy(ABC):
     buffers: Buffers = "same"
     """How the ranks keep them alike."""
 
-    can_replay = True
-    """Whether a micro-batch that is run without ``sync`` leaves nothing behind but gradients."""
+    can_end_early = True
+    """Whether a rank can leave a step that it has not the memory for, and not keep the others waiting."""
+
+    replay_sums = False
+    """Whether a micro-batch that is computed again is summed over the ranks, for it leaves traces if it is not."""
 
     def take_over(self, optimizer: Optimizer) -> Optimizer:
         """Return what is to step the parameters in the place of ``optimizer``, which has not made a step yet.
@@ -102,6 +96,15 @@ class Strategy(ABC):
     def stamp_buckets(self, stamps: BucketStamps) -> bool:
         """Have the moments of buckets taken from now on; return whether there are any that can be."""
         return False
+
+    def expect_errors(self) -> None:
+        """Take note from now on of what `end_after_error` needs."""
+
+    def end_after_error(self) -> None:
+        """Take part in what the others still exchange in a step that this rank has not the memory for.
+
+        Collective if there is a group: every rank runs a synchronised micro-batch, or this. Blocks until complete.
+        """
 
     @abstractmethod
     def run(self, micro: MicroBatch, how: Pass) -> None:
@@ -169,6 +172,7 @@ class Replicated(Strategy):
                 ends.append(how.watch.mark())
             return part.value * part.weight
 
+        how.watch.begins("replicas")
         self._engine.backward(loss, list(enumerate(micro.batches)), [how.scale] * len(micro.batches))
         timings = self._engine.last_timings
         self.exposed_s = None if timings is None else timings.refresh_s + timings.reduce_s
@@ -178,17 +182,36 @@ class Replicated(Strategy):
 
 
 class Distributed(Strategy):
-    """One process for each device; ``wrap`` is our `DistributedDataParallel` or torch's."""
+    """One process for each device; ``wrap`` is our `DistributedDataParallel` or torch's.
 
-    def __init__(self, model: nn.Module, objective: Objective, world: World, wrap: Callable[..., nn.Module]) -> None:
+    Args:
+        model: The bare model.
+        objective: Its loss.
+        world: The ranks.
+        wrap: Makes the engine.
+        watches_part: Whether to look at this rank's part of the gradient in each step, since a step whose gradient is
+            not finite will not be computed again.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        world: World,
+        wrap: Callable[..., nn.Module],
+        *,
+        watches_part: bool = False,
+    ) -> None:
         self._num_ranks = world.world_size
         self.group = world.group
         self._module = wrap(LossModule(model, objective), process_group=world.group)
         self.gradients = gradients_of(self._module)
         self.buffers = "healed"
-        # where it costs next to nothing, and a step is not always computed again
-        self.part_was_bad = watch_part(self._module) if world.device.type == "cuda" else nobody_knows
+        # on CUDA it costs next to nothing, and a step is not always computed again
+        self.part_was_bad = watch_part(self._module) if watches_part or world.device.type == "cuda" else nobody_knows
         self._has_sync_layers = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
+        self._half_done: HalfDone | None = None
+        self._tells_own_work = not is_ours(self._module)  # ours says itself when it waits
 
     def stamp_buckets(self, stamps: BucketStamps) -> bool:
         """Have them taken, unless the engine is torch's."""
@@ -203,6 +226,15 @@ class Distributed(Strategy):
         """Return whether it is known that this rank's part of the last gradient was not finite. Blocks."""
         return self.part_was_bad()
 
+    def expect_errors(self) -> None:
+        """Take note from now on of what `end_after_error` needs."""
+        self._half_done = half_done(self._module)
+
+    def end_after_error(self) -> None:
+        """Take part in what the others still exchange in a step that failed here. Collective: every rank. Blocks."""
+        assert self._half_done is not None, "expect_errors() comes first"
+        self._half_done.finish()
+
     def run(self, micro: MicroBatch, how: Pass) -> None:
         """Run forward and backward of ``micro``, adding to ``param.grad``.
 
@@ -216,7 +248,9 @@ class Distributed(Strategy):
             how.after_forward([part] if num_samples else [])
             if num_samples or how.sync:
                 # the engine's mean over the ranks becomes the sum again
-                scaled(part, how.scale * self._num_ranks).backward()
+                loss = scaled(part, how.scale * self._num_ranks)
+                with own_work_told(loss, how.watch) if self._tells_own_work and how.sync else contextlib.nullcontext():
+                    loss.backward()
         how.watch.lap("backward_s")
 
     def _following(self, num_samples: int, how: Pass) -> contextlib.AbstractContextManager[None]:
@@ -235,64 +269,3 @@ class Distributed(Strategy):
                 "\nUse strategy ddp, or leave the last batch of an epoch out (drop_last=True in the task)."
             )
         return self._module.some_without_batch(has_batch=num_samples > 0)
-
-
-def divide(name: StrategyName, world: World, devices: Sequence[torch.device], settings: Settings) -> Division:
-    """Return how strategy ``name`` divides a global batch, and what of it falls to this process.
-
-    Raises:
-        ConfigurationError: It divides a batch evenly whatever ``settings.shares`` are.
-    """
-    accumulate, shares = settings.accumulate, settings.shares
-    if name in PER_PROCESS:
-        return Division(world.world_size, range(world.rank, world.rank + 1), accumulate, shares)
-    if name == "torch-dp" and shares is not None:
-        raise ConfigurationError(
-            "Strategy torch-dp cannot follow shares: torch.nn.DataParallel divides a batch evenly.\n"
-            "Use strategy dp, or leave shares out."
-        )
-    num_shares = len(devices) if name in ("dp", "dp-zero1") else 1  # torch's DataParallel divides the batch itself
-    return Division(num_shares, range(num_shares), accumulate, shares)
-
-
-def make_strategy(
-    name: StrategyName,
-    model: nn.Module,
-    objective: Objective,
-    world: World,
-    devices: Sequence[torch.device],
-    settings: Settings,
-) -> Strategy:
-    """Return the strategy ``name`` for the bare ``model``, which is on the first of ``devices``.
-
-    Collective for strategies with a process for each device: every rank.
-
-    Raises:
-        ConfigurationError: It cannot run on these devices.
-    """
-    check_engine(name, settings)
-    has_sync_layers = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
-    if has_sync_layers and name not in PER_PROCESS:
-        leave_alone(model)
-    if has_sync_layers and name == "torch-ddp" and devices[0].type == "cpu":
-        raise ConfigurationError(
-            "torch's DistributedDataParallel refuses SyncBatchNorm layers on the CPU, lockstep's too.\n"
-            "Use strategy ddp, and leave torch-ddp out of a comparison (--strategies dp,ddp)."
-        )
-    if name == "single":
-        return Single(model, objective)
-    if name in ("dp", "dp-zero1"):
-        return Replicated(model, objective, devices, shards_optimizer=name == "dp-zero1")
-    if name == "torch-dp":
-        return Single(torch_data_parallel(model, devices), objective)
-    if name == "ddp":
-        return Distributed(model, objective, world, our_wrapper(settings))
-    if name == "ddp-zero1":
-        from lockstep.train.zero1 import Zero1
-
-        return Zero1(model, objective, world, our_wrapper(settings))
-    if name == "fsdp":
-        from lockstep.train.fsdp import FullyShard
-
-        return FullyShard(model, objective, world, devices[0])
-    return Distributed(model, objective, world, nn.parallel.DistributedDataParallel)

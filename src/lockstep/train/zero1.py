@@ -91,6 +91,14 @@ class Zero1(Strategy):
         return self._engine.part_is_bad()
 
     @override
+    def expect_errors(self) -> None:
+        self._engine.expect_errors()
+
+    @override
+    def end_after_error(self) -> None:
+        self._engine.end_after_error()
+
+    @override
     def whole(self, model: nn.Module) -> nn.Module:
         """Block until its parameters are there."""
         if self._optimizer is not None:
