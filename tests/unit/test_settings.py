@@ -50,6 +50,12 @@ def test_each_field_declares_its_kind():
         "eval_every": ("int", True),
         "run_dir": ("path", True),
         "log_file": ("path", True),
+        "log_to": ("words", True),
+        "profile": ("bool", False),
+        "profile_steps": ("numbers", True),
+        "profile_dir": ("path", True),
+        "nvtx": ("bool", False),
+        "view": ("choice", False),
         "quiet": ("bool", False),
     }
 

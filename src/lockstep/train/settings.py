@@ -209,7 +209,7 @@ class FitSettings(Settings):
     ] = None
     view: Annotated[
         ViewName,
-        Flag("How progress is shown: drawn live on a terminal or in a notebook, or as lines now and then; auto decides."),
+        Flag("How progress is shown: live, on a terminal or in a notebook, or as lines now and then; auto decides."),
     ] = "auto"
     quiet: Annotated[bool, Flag("Print only errors, and what the task itself prints.")] = False
 
