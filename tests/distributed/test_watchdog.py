@@ -32,13 +32,26 @@ if mode == "busy":
 if mode == "download" and rank == 1:
     with open(os.devnull, "wb") as file:
         for _ in range(50): file.write(bytes(4096)); file.flush(); time.sleep(0.1)
-if mode in ("torch", "ours"):
-    kind = torch.nn.parallel if mode == "torch" else lockstep
-    model = kind.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+if mode == "ours":
+    model = lockstep.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
     for step in range(3):
         if rank == 1 and step == 2:
             load()
         model(torch.ones(1, 2)).sum().backward()
+if mode == "torch":
+    class Slow(torch.nn.Linear):
+        def forward(self, x):
+            time.sleep(0.1)  # so that a look at forward meets it
+            return super().forward(x)
+    model = torch.nn.Sequential(*(Slow(64, 64) for _ in range(3)))
+    model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.015)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(9):
+        if rank == 1 and step == 8:
+            load()
+        loss = model(torch.ones(1, 64)).sum()
+        torch.autograd.backward(loss)
+        optimizer.step()
 if mode == "asleep":
     load()
 if mode == "exits" and rank == 1:
@@ -60,8 +73,9 @@ EXPECTED = {
     f"rank 0 waits in barrier ({at('barrier()')}) for N s\n",
     "alone": f"rank 0 waits in recv ({at('recv(')}) for N s; ranks 1, 2 wait in barrier ({at('barrier()')}) for N s\n"
     "The ranks call different collectives: each must be called by all ranks, in the same order.\n",
-    "torch": f"rank 1 is in load ({at('sleep(90)')}) for N s; "
-    f"rank 0 waits in backward (gradient exchange: all_reduce of 12 elements) ({at('backward()')}) for N s\n",
+    "torch": f"rank 1 is in load ({at('sleep(90)')}) for N s [after 8 optimizer steps]; rank 0 waits in backward "
+    f"(gradient exchange: all_reduce of bucket 0 (2.*), 4160 elements) ({at('autograd.backward')}) for N s "
+    "[after 8 optimizer steps]\n",
     "ours": f"rank 1 is in load ({at('sleep(90)')}) for N s; "
     f"rank 0 waits in all_reduce of bucket 0 (1.bias ... 0.weight) ({at('backward()')}) for N s\n",
 }

@@ -19,12 +19,17 @@ from types import FrameType
 from typing import Any
 
 from lockstep import progress
+from lockstep.telemetry.device_memory import device_memory
+from lockstep.telemetry.flight import awaited, calls_so_far
+from lockstep.telemetry.imported import imported
 from lockstep.telemetry.step_mark import make_mark
+from lockstep.telemetry.torch_buckets import TorchBuckets
 
 STACKS_SIGNAL_OFFSET = 11
 """Above SIGRTMIN: the signal at which a rank writes its stacks; programs use SIGUSR1 and SIGUSR2 themselves."""
 
 _PERIOD_S = 0.5
+_MEMORY_PERIOD_S = 2.0
 _NUM_FRAMES = 120
 _RECORDED_AFTER = 0.5
 """After this part of the patience at one place, a rank asks torch once which collective was the last."""
@@ -48,6 +53,8 @@ class Beacon:
         self._last: tuple[Any, ...] = ()
         self._moved_at_ns = time.monotonic_ns()
         self._counts_steps = False
+        self._buckets = TorchBuckets()
+        self._devices: list[tuple[str, int, int, int]] = []
         self._collective: str | None = None
         if hasattr(signal, "SIGRTMIN"):  # Linux
             faulthandler.register(signal.SIGRTMIN + STACKS_SIGNAL_OFFSET, self._stacks, all_threads=True)
@@ -68,7 +75,7 @@ class Beacon:
         if place != self._last:
             self._last, self._moved_at_ns, self._collective = place, now_ns, None
         elif self._collective is None and now_ns - self._moved_at_ns > self._recorded_after_ns:
-            self._collective = _last_collective()
+            self._collective = self._awaited()
         bucket = now.bucket
         data = {
             "pid": os.getpid(),
@@ -85,6 +92,7 @@ class Beacon:
             "failure": now.failure,
             "uses_gpu": _uses_gpu(),
             "pace": now.pace,
+            "devices": self._devices,
             "num_bytes": self._num_bytes,
         }
         with contextlib.suppress(OSError):
@@ -94,56 +102,42 @@ class Beacon:
             self._num_bytes += len(text)
 
     def _run(self) -> None:
-        pid = os.getpid()
+        pid, looked_at = os.getpid(), 0.0
         while os.getpid() == pid:
             time.sleep(_PERIOD_S)
             self._count_steps()
+            self._buckets.look(progress.now.num_steps)
+            if time.monotonic() - looked_at >= _MEMORY_PERIOD_S:
+                self._devices, looked_at = device_memory(), time.monotonic()
             self.write()
 
     def _count_steps(self) -> None:
         """Count optimizer steps from now on, if torch has been imported by now."""
-        optim = _complete("torch.optim.optimizer")
-        if not self._counts_steps and optim is not None and _complete("torch") is not None:
+        optim = imported("torch.optim.optimizer")
+        if not self._counts_steps and optim is not None and imported("torch") is not None:
             self._counts_steps = True
             optim.register_optimizer_step_post_hook(self._stepped)
 
     def _stepped(self, *_: Any) -> None:
         progress.now.num_steps += 1
 
-
-def _complete(name: str) -> Any:
-    module = sys.modules.get(name)
-    spec = getattr(module, "__spec__", None)
-    return None if spec is None or getattr(spec, "_initializing", False) else module
+    def _awaited(self) -> str:
+        """Return the collective that this rank waits in, by torch's own record of them, if it keeps one."""
+        calls = calls_so_far()
+        if (place := awaited(calls)) is None:
+            return ""
+        bucket = self._buckets.name(calls, place)
+        return f"{calls[place].name} of {bucket and f'{bucket}, '}{calls[place].numel} elements"
 
 
 def _num_calls() -> int:
     """Return how often this process has called collectives, as far as its process groups count them."""
-    c10d, total = _complete("torch.distributed.distributed_c10d"), progress.now.num_calls
+    c10d, total = imported("torch.distributed.distributed_c10d"), progress.now.num_calls
     groups = getattr(getattr(c10d, "_world", None), "pg_map", ())
     with contextlib.suppress(RuntimeError):  # another thread makes or destroys one just now
         for group in list(groups):
             with contextlib.suppress(Exception):  # groups written in Python need not count
                 total += group._get_sequence_number_for_group()
-    return total
-
-
-def _last_collective() -> str:
-    """Return torch's own record of the last collective, such as ``all_reduce of 110 elements``, if it keeps one."""
-    c10d = _complete("torch._C._distributed_c10d") or sys.modules.get("torch._C._distributed_c10d")
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        with contextlib.suppress(Exception):  # an interface of torch's own, which changes
-            entries = [entry for entry in json.loads(getattr(c10d, name)())["entries"] if not entry.get("is_p2p")]
-            last = max(entries, key=lambda entry: (entry["time_created_ns"], entry["record_id"]))
-            numel = sum(_numel(size) for size in last["input_sizes"])
-            return f"{last['profiling_name'].rpartition(':')[2]} of {numel} elements"
-    return ""
-
-
-def _numel(size: list[int]) -> int:
-    total = 1
-    for length in size:
-        total *= length
     return total
 
 
@@ -162,7 +156,7 @@ def _handled(ident: int) -> str:
 
 
 def _uses_gpu() -> bool:
-    cuda = _complete("torch.cuda")
+    cuda = imported("torch.cuda")
     return bool(getattr(cuda, "_initialized", False))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from lockstep.telemetry.seen import RankSeen, operation, place
+from lockstep.telemetry.seen import RankSeen, operation, place, user_frame
 from lockstep.telemetry.verdict import GRACE, Verdict
 
 
@@ -102,7 +102,7 @@ def _meaning(ranks: Sequence[RankSeen], *, num_nodes: int, num_seen: int) -> lis
     called = sorted({call.partition(" of bucket")[0].partition(" (")[0] for call in calls if call})
     if any(call is None for call in calls):
         return []
-    if len({place(seen) for seen in ranks}) > 1:
+    if len(called) > 1 or len({user_frame(seen.frames)[:2] for seen in ranks}) > 1:
         what = "different collectives" if len(called) > 1 else f"{called[0]} from different lines"
         return [f"The ranks call {what}: each must be called by all ranks, in the same order."]
     if num_seen < num_nodes:

@@ -83,7 +83,7 @@ def _what(seen: RankSeen) -> str:
     A rank may be a bucket ahead, and ``if rank == 0: broadcast(...)`` with ``else: broadcast(...)`` is one call.
     """
     name = operation(seen) or ""
-    if " of bucket " in name:
+    if name.startswith("all_reduce of bucket "):
         return "all_reduce of bucket"
     # What was found by the user's line only may be anything.
     return place(seen) if name in ("wait", "synchronize") else name.partition(":")[0]

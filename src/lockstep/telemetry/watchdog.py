@@ -19,7 +19,7 @@ from lockstep.comm.bulletin import Bulletin
 from lockstep.telemetry.life import HAS_PROC, Life, sample, state_of
 from lockstep.telemetry.pace import PaceKeeper
 from lockstep.telemetry.report import report
-from lockstep.telemetry.resources import Resources
+from lockstep.telemetry.resources import DeviceMemory, Resources
 from lockstep.telemetry.seen import RankSeen, operation, waits_outside
 from lockstep.telemetry.stacks import busy_workers, keep_stacks
 from lockstep.telemetry.verdict import Verdict, judge
@@ -127,6 +127,7 @@ class Watchdog:
                 found.append(RankSeen(rank, has_left=True))
                 continue
             pids[rank] = pid
+            self._resources.devices[rank] = [DeviceMemory(*each) for each in said["devices"]]
             found.append(self._seen(rank, said, is_stopped=state in ("T", "t")))
             self._pace.take(rank, said["pace"])
         self._pace.judge(len(pids))
