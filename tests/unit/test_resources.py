@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.launcher.elsewhere import Ending, cause_elsewhere, retold
 from lockstep.telemetry import resources
-from lockstep.telemetry.resources import Resources
+from lockstep.telemetry.resources import DeviceMemory, Resources
 
 GIB = 2**30
 
@@ -48,6 +48,21 @@ def test_figures_of_memory(machine):
     assert found.was_short_of_memory() is False
     machine(kills=4, free_gib=4, limit="max")
     assert found.was_short_of_memory() is True
+
+
+def test_each_rank_has_a_line(machine):
+    machine(kills=0, free_gib=9, limit="max", pages=GIB // os.sysconf("SC_PAGE_SIZE"))
+    found = Resources()
+    assert found.of_each() == ""
+    found.devices[2] = [DeviceMemory("cuda:0", 3 * GIB, 5 * GIB, 79 * GIB)]
+    found.look({0: os.getpid(), 2: os.getpid()})
+    assert found.of_each() == (
+        "Memory of the ranks of this machine, as last seen:\n"
+        "rank 0: 1.0 GiB on the host (at most 1.0 GiB)\n"
+        "rank 2: 3.0 GiB in tensors on cuda:0, of whose 79.0 GiB at most 5.0 GiB were taken; "
+        "1.0 GiB on the host (at most 1.0 GiB)\n"
+        "At the worst, 9.0 GiB of the host's 16.0 GiB were free."
+    )
 
 
 def test_the_limit_of_a_container_counts(machine):

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from lockstep.launcher.failure import RankEnd, tidy_crash
 from lockstep.launcher.guard import Guard
-from lockstep.telemetry.resources import Resources
+from lockstep.telemetry.resources import Resources, says_out_of_memory
 from lockstep.telemetry.seen import user_frame
 from lockstep.telemetry.step_mark import read_mark
 
@@ -36,11 +37,13 @@ def _end(rank: int, failure: ProcessFailure, ended: Mapping[int, int], run_dir: 
     record = _record_of(failure.message) or _record_of(_read(run_dir / f"failure-{rank}"))
     ended_at_ns = ended.get(failure.pid)
     if record:
-        return _raised(rank, failure.pid, failure.exitcode, ended_at_ns, record, run_dir)
+        end = _raised(rank, failure.pid, failure.exitcode, ended_at_ns, record, run_dir)
+        return replace(end, facts=resources.of_each()) if _ran_out_of_memory(end) else end
     number = -failure.exitcode if failure.exitcode < 0 else failure.exitcode - 128
     facts, was_short = "", None
     if number == signal.SIGKILL:
-        facts, was_short = resources.of_memory(rank), resources.was_short_of_memory()
+        was_short = resources.was_short_of_memory()
+        facts = resources.of_each() if was_short else resources.of_memory(rank)
     elif number == signal.SIGBUS:
         facts = resources.of_shm()
     beacon = _with_step(_read(run_dir / f"beacon-{rank}"), *read_mark(run_dir, rank))
@@ -75,6 +78,13 @@ def _raised(
         trace="" if record.get("type") == "SystemExit" else record.get("py_callstack", ""),
         place=_place(record, where, seen=False),
     )
+
+
+def _ran_out_of_memory(end: RankEnd) -> bool:
+    """Tell whether an error says so, but for our own, which has the figures of all ranks."""
+    if end.error_type == "OutOfMemory":
+        return False
+    return end.error_type.endswith("MemoryError") or says_out_of_memory(end.message)
 
 
 def _with_step(beacon: dict[str, Any], step: int | None, num_steps: int) -> dict[str, Any]:

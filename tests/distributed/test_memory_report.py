@@ -1,0 +1,29 @@
+"""A rank without memory is reported with what each rank of the machine had, for any script."""
+
+import re
+
+import pytest
+
+from tests.distributed.commands import lockstep
+
+SCRIPT = """\
+import os, time
+time.sleep(1.3)  # the launcher looks twice a second
+if os.environ["RANK"] == "1":
+    raise MemoryError("no room for 8 GiB")
+time.sleep(60)
+"""
+
+
+@pytest.mark.timeout(60)
+def test_each_rank_has_a_line(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = lockstep("run", "--devices", "2", str(tmp_path / "train.py"))
+    assert done.code == 1
+    said = done.err[done.err.index("lockstep: Rank 1 failed") :].splitlines()
+    assert said[0] == "lockstep: Rank 1 failed: MemoryError: no room for 8 GiB"
+    assert re.fullmatch(r"At .*train\.py:4, on \S+\.", said[1])
+    assert said[2] == "Memory of the ranks of this machine, as last seen:"
+    for rank in range(2):
+        assert re.fullmatch(rf"rank {rank}: \d+ MiB on the host \(at most \d+ MiB\)", said[3 + rank])
+    assert re.fullmatch(r"At the worst, \d+\.\d GiB of the host's \d+\.\d GiB were free\.", said[5])
