@@ -481,6 +481,13 @@ FAULTS = [
         processes=200,
         processes_of="this container",
     ),
+    fault(
+        "limits",
+        Kind.TEMP_FOLDER,
+        HANG,
+        f"The folder for temporary files has a name of 80 characters: /{'x' * 79}.",
+        long_temp_folder=f"/{'x' * 79}",
+    ),
     Fault(
         "versions",
         with_versions(torch="2.11.0"),

@@ -114,13 +114,11 @@ def test_short_steps_are_timed_for_longer():
     assert len(tuner.search.trials) == 1
 
 
-def test_the_cores_are_shared(tmp_path, monkeypatch):
+def test_the_cores_are_shared(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(12), raising=False)
-    monkeypatch.setattr(auto_workers, "_CGROUP", tmp_path / "cpu.max")
+    monkeypatch.setattr("lockstep.cgroups.cpu_quota", lambda: None)
     assert [num_cores(processes) for processes in (1, 5, 20)] == [12, 2, 1]
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert num_cores(1) == 12
-    (tmp_path / "cpu.max").write_text("450000 100000\n")
+    monkeypatch.setattr("lockstep.cgroups.cpu_quota", lambda: 4.5)
     assert num_cores(1) == 4
     assert search_for("auto", 2).most == 2
     assert search_for(3, 2) is None

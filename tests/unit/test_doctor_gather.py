@@ -14,7 +14,7 @@ from lockstep.env import RankEnv
 from lockstep.errors import ConfigurationError
 from lockstep.study.doctor.gather import disk, gpus, nvidia
 from lockstep.study.doctor.gather import task as gather_task
-from lockstep.study.doctor.gather.cores import core_facts, cpu_quota, read_groups
+from lockstep.study.doctor.gather.cores import core_facts
 from lockstep.study.doctor.gather.disk import disk_facts
 from lockstep.study.doctor.gather.in_time import in_time
 from lockstep.study.doctor.gather.memory import limit_facts, memory_facts
@@ -124,25 +124,6 @@ def plant(root, files):
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"{text}\n")
-
-
-def test_the_tightest_quota_counts(tmp_path):
-    root, own = tmp_path / "cgroup", tmp_path / "own"
-    plant(root, {"cpu.max": "max 100000", "a/cpu.max": "250000 100000", "a/b/cpu.max": "800000 100000"})
-    own.write_text("0::/a/b\n")
-    assert cpu_quota(root, own) == 2.5
-    own.write_text("0::/not/there\n")
-    assert cpu_quota(root, own) is None
-    assert cpu_quota(tmp_path / "none", tmp_path / "none") is None
-
-
-def test_quotas_of_the_first_version_count(tmp_path):
-    root, own = tmp_path / "cgroup", tmp_path / "own"
-    plant(root, {"cpu/job/cpu.cfs_quota_us": "150000", "cpu/job/cpu.cfs_period_us": "100000"})
-    plant(root, {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000", "pids/pids.max": "max"})
-    own.write_text("4:cpu,cpuacct:/job\n3:pids:/\n")
-    assert cpu_quota(root, own) == 1.5
-    assert read_groups("pids", "pids.max", root, own) == ["max"]
 
 
 def test_infiniband_ports_are_read(tmp_path):

@@ -1,7 +1,6 @@
 """How many ranks, and how many threads each."""
 
 import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -25,7 +24,7 @@ def gpus(monkeypatch):
 @pytest.fixture
 def cores(monkeypatch):
     def pretend(logical, physical):
-        monkeypatch.setattr("lockstep.launcher.devices.CPU_LIMIT", Path("/no/limit"))
+        monkeypatch.setattr("lockstep.cgroups.cpu_quota", lambda: None)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(logical)), raising=False)
         monkeypatch.setattr(psutil, "cpu_count", lambda logical: physical)
 
@@ -91,12 +90,10 @@ def test_cores_are_those_that_this_process_may_use(cores):
     assert num_cores() == 16
 
 
-def test_cores_are_those_that_the_container_may_use(cores, monkeypatch, tmp_path):
+def test_cores_are_those_that_the_container_may_use(cores, monkeypatch):
     cores(16, 16)
-    limit = tmp_path / "cpu.max"
-    monkeypatch.setattr("lockstep.launcher.devices.CPU_LIMIT", limit)
-    for text, expected in (("250000 100000\n", 2), ("50000 100000\n", 1), ("max 100000\n", 16)):
-        limit.write_text(text)
+    for quota, expected in ((2.5, 2), (0.5, 1), (None, 16)):
+        monkeypatch.setattr("lockstep.cgroups.cpu_quota", lambda quota=quota: quota)
         assert num_cores() == expected
 
 

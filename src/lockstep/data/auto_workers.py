@@ -11,11 +11,11 @@ would use is in the figures too, which it would not be if loading were measured 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
+
+from lockstep.cgroups import usable_cores
 
 _HARDLY = 0.03
 """Loading is fast enough if a step waits for data no longer than this part of it."""
@@ -27,8 +27,6 @@ _WINDOW_S = 0.5
 _FIRST_LOOK = 4
 _NUM_UNTIMED = 2
 """Steps in which memory is allocated and loader processes start; then come those whose data was loaded meanwhile."""
-
-_CGROUP = Path("/sys/fs/cgroup/cpu.max")
 
 Agree = Callable[[list[float]], Sequence[Sequence[float]]]
 
@@ -165,10 +163,4 @@ def search_for(workers: int | Literal["auto"], num_processes: int) -> WorkerSear
 
 def num_cores(num_processes: int) -> int:
     """Return this process's share of the cores that it may use, if ``num_processes`` share them; at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = _CGROUP.read_text().split()
-        cores = min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):  # no such file, or "max"
-        pass
-    return max(1, cores // num_processes)
+    return max(1, usable_cores() // num_processes)

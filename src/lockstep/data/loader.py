@@ -17,6 +17,7 @@ from lockstep.data.bad_sample import BadSample
 from lockstep.data.division import Division
 from lockstep.data.order import GlobalOrder
 from lockstep.data.seeding import mix, seed_cpu
+from lockstep.data.socket_folder import make_sockets_possible
 
 _SAMPLE = 2
 """Keeps the bits that samples are augmented with apart from those that other purposes draw from the same seed."""
@@ -44,6 +45,8 @@ class LoadOptions:
 
     def open(self, dataset: Dataset[Any], sampler: Iterable[Any] | None = None) -> DataLoader[Any]:
         """Return what gives the items of ``dataset`` as they are, in loader processes if there are any."""
+        if self.workers:
+            make_sockets_possible()
         return DataLoader(
             dataset,
             sampler=sampler,

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import operator
-import os
-from pathlib import Path
 
 import psutil
 import torch
 
+from lockstep.cgroups import usable_cores
 from lockstep.errors import ConfigurationError
-
-CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
-"""Quota and period of this container, as with ``docker run --cpus``."""
-
 
 RANK_BYTES = 250 * 2**20
 """Memory of a process that has imported torch, before it has a model."""
@@ -61,17 +56,8 @@ def _check_memory(num_ranks: int) -> None:
 
 def num_cores() -> int:
     """Return the number of physical CPU cores that this process may use."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(usable, psutil.cpu_count(logical=False) or usable, _cores_of_container() or usable)
-
-
-def _cores_of_container() -> int | None:
-    """Return how many cores' worth of time the control group allows; ``None`` without a limit."""
-    try:
-        quota, period = CPU_LIMIT.read_text().split()
-        return max(1, int(quota) // int(period))
-    except (OSError, ValueError):  # ValueError: it says "max"
-        return None
+    usable = usable_cores()
+    return min(usable, psutil.cpu_count(logical=False) or usable)
 
 
 def threads_for(num_ranks: int) -> int:

@@ -47,6 +47,7 @@ class Kind(Enum):
     OPEN_FILES = "open-files"
     LOCKED_MEMORY = "locked-memory"
     PROCESSES_LIMIT = "processes-limit"
+    TEMP_FOLDER = "temp-folder"
 
     # Software and storage
     VERSIONS_DIFFER = "versions-differ"

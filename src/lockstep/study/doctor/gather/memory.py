@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import resource
 import shutil
+import tempfile
 from pathlib import Path
 
 import psutil
 
+from lockstep.cgroups import read_groups
+from lockstep.data.socket_folder import is_too_long
 from lockstep.study.doctor.finding import NotChecked
-from lockstep.study.doctor.gather.cores import read_groups
 from lockstep.study.doctor.plan import Plan
 from lockstep.study.doctor.topics.limits import LimitFacts
 from lockstep.study.doctor.topics.memory import MemoryFacts
@@ -74,6 +76,7 @@ def limit_facts(plan: Plan, *, threads: int, has_infiniband: bool) -> tuple[Limi
         workers=plan.workers or 0,
         threads=threads,
         has_infiniband=has_infiniband,
+        long_temp_folder=tempfile.gettempdir() if is_too_long(tempfile.gettempdir()) else None,
     ), []
 
 

@@ -35,6 +35,7 @@ class LimitFacts:
         workers: Loader processes of each rank.
         threads: That each process computes with.
         has_infiniband: Whether there is an active port.
+        long_temp_folder: The folder for temporary files, if its name is too long for loader processes.
     """
 
     open_files: int | None
@@ -48,6 +49,7 @@ class LimitFacts:
     workers: int = 0
     threads: int = 1
     has_infiniband: bool = False
+    long_temp_folder: str | None = None
 
     @property
     def files_needed(self) -> int:
@@ -63,7 +65,7 @@ class LimitFacts:
 
 def look(facts: LimitFacts) -> list[Finding]:
     """Return which limits the run would meet."""
-    return [*_open_files(facts), *_locked(facts), *_processes(facts)]
+    return [*_open_files(facts), *_locked(facts), *_processes(facts), *_temp_folder(facts)]
 
 
 def seen(facts: LimitFacts) -> str:
@@ -135,5 +137,21 @@ def _processes(facts: LimitFacts) -> list[Finding]:
             "A thread or a loader worker cannot be started: 'Resource temporarily unavailable', or a silent end.",
             "Raise the limit, or use fewer loader workers and threads.",
             f"docker run --pids-limit -1 ...  # or: ulimit -u {2 * (facts.running + facts.processes_needed)}",
+        )
+    ]
+
+
+def _temp_folder(facts: LimitFacts) -> list[Finding]:
+    if facts.long_temp_folder is None or not facts.workers:
+        return []
+    return [
+        Finding(
+            Kind.TEMP_FOLDER,
+            Severity.HANG,
+            f"The folder for temporary files has a name of {len(facts.long_temp_folder)} characters: "
+            f"{facts.long_temp_folder}.",
+            "Loader workers hand tensors over by sockets in it, whose names may have 107: the first batch never comes.",
+            "Name a shorter folder. Under lockstep.fit another one is taken for these sockets.",
+            "export TMPDIR=/tmp",
         )
     ]
