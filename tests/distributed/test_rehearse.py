@@ -56,7 +56,10 @@ COMMANDS = {
         *("rehearse", "task.py", "--devices", "3", "--inject", "kill:rank=1,step=12"),
         *("--inject", "kill:rank=0,step=22,in=backward", "--max-restarts", "2", "--min-devices", "2", *KEPT),
     ],
-    "nan": ["rehearse", "task.py", "--devices", "2", "--inject", "nan:rank=1,step=4", "--steps", "9", "--quiet"],
+    "nan": [
+        *("rehearse", "task.py", "--devices", "2", "--inject", "nan:rank=1,step=4", "--steps", "9", "--quiet"),
+        *("--strategy", "fsdp"),
+    ],
     "hang": ["rehearse", "train.py", "--inject", "hang:rank=1,step=3,in=loader", "--watchdog", "2", "--", "x"],
     "network": [
         *("rehearse", "train.py", "--inject", "slowlink:mbit=1", "--inject", "drop:rank=1,seconds=1", "--", "same"),

@@ -42,10 +42,13 @@ class Faults:
         self._folder, self._rank, self._rules = folder, rank, rules
         self._clock = Clock(self._come_to)
         self._last_visit: dict[int, int] = {}
+        self._whole = acts.WholeParameters()
 
     def arm(self) -> None:
         """Put everything in place, for good."""
         self._clock.start()
+        if any(rule.place == "backward" for rule in self._rules.values()):
+            self._whole.follow()
         if any(rule.place == "collective" for rule in self._rules.values()):
             transport.watch(self._before_send)
         for number, rule in self._rules.items():
@@ -77,8 +80,9 @@ class Faults:
             if model is not None:
                 self._note(number, rule, acts.flip_bit(model))
             return
-        name, parameter = ("", None) if model is None else acts.middle_parameter(model)
-        if rule.place == "backward" and parameter is not None and acts.has_hooks(parameter):  # in the midst of it
+        name = "" if model is None else acts.middle_parameter(model)[0]
+        parameter = None if model is None else self._whole.middle(model)
+        if rule.place == "backward" and parameter is not None:  # in the midst of it
 
             def act(gradient: Tensor) -> Tensor | None:
                 if self._is_spent(number, rule):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 OOM_TEXT = "Tried to allocate 20.00 GiB: out of memory (made up by lockstep rehearse)."
 
@@ -47,14 +49,41 @@ def flip_bit(model: nn.Module) -> str:
 
 def middle_parameter(model: nn.Module) -> tuple[str, Tensor]:
     """Return the name of a parameter in the middle of the model, without the wrappers' prefixes, and it."""
-    trained = [(name, found) for name, found in model.named_parameters() if found.requires_grad and found.numel()]
-    name, parameter = trained[len(trained) // 2]
+    name, parameter = _middle(model)
     return ".".join(part for part in name.split(".") if part != "module"), parameter
 
 
-def has_hooks(parameter: Tensor) -> bool:
-    """Say whether hooks on a parameter run in backward: not on what fully_shard left of it."""
-    return not hasattr(parameter, "to_local")
+def _middle(model: nn.Module) -> tuple[str, Tensor]:
+    trained = [(name, found) for name, found in model.named_parameters() if found.requires_grad and found.numel()]
+    return trained[len(trained) // 2]
+
+
+class WholeParameters:
+    """The parameters that models compute with: of what fully_shard has divided they are others than the model's own.
+
+    Only on those do hooks run in backward. They are in the place of the model's own while its modules compute.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, str], weakref.ref[Tensor]] = {}
+
+    def follow(self) -> None:
+        """Take note of them from now on, for good."""
+        register_module_forward_hook(self._on_forward)
+
+    def _on_forward(self, module: nn.Module, _args: Any, _output: Any) -> None:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not _is_divided(parameter):
+                self._found[id(module), name] = weakref.ref(parameter)
+
+    def middle(self, model: nn.Module) -> Tensor | None:
+        """Return the one in the middle of ``model`` that its last forward computed with, if that is known."""
+        name, parameter = _middle(model)
+        if not _is_divided(parameter):
+            return parameter
+        path, _, leaf = name.rpartition(".")
+        found = self._found.get((id(model.get_submodule(path)), leaf))
+        return None if found is None else found()
 
 
 def in_backward(parameter: Tensor, act: Callable[[Tensor], Tensor | None]) -> None:
@@ -75,6 +104,9 @@ def not_a_number(gradient: Tensor) -> Tensor:
     return broken
 
 
-def _local(parameter: Tensor) -> Tensor:
-    to_local = getattr(parameter, "to_local", None)
-    return parameter if to_local is None else to_local()
+def _is_divided(parameter: Tensor) -> bool:
+    return hasattr(parameter, "to_local")  # a DTensor, whose module takes long to import
+
+
+def _local(parameter: Any) -> Tensor:
+    return parameter.to_local() if _is_divided(parameter) else parameter  # type: ignore[no-any-return]
