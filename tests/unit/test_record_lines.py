@@ -14,9 +14,9 @@ from lockstep.comm.clocks import bound
 from lockstep.errors import ConfigurationError
 from lockstep.telemetry.record import machine, names
 from lockstep.telemetry.record.machine import MachineSampler
+from lockstep.telemetry.record.steps import has_timeline
 from lockstep.telemetry.record.thin import Thinner
 from lockstep.telemetry.record.writer import LineWriter, to_line
-from lockstep.train.recording import has_timeline
 from tests.unit.report_planted import step_line
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -24,7 +24,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 FROZEN = {
     "start": "run rank host pid device time first_step",
     "step": "step num_steps epoch time interval_s total_s slowest_s slowest_step data_wait_s copy_s forward_s "
-    "backward_s exposed_s hidden_s optimizer_s loss learning_rate grad_norm samples samples_per_s",
+    "backward_s exposed_s hidden_s optimizer_s loss learning_rate grad_norm samples samples_per_s counts tokens_per_s",
     "timeline": "step time spans buckets waited_from waited_until",
     "machine": "time memory_bytes memory_peak_bytes rss_bytes rss_peak_bytes workers_rss_bytes num_workers cpu_percent "
     "workers_cpu_percent load gpu_percent gpu_power_w gpu_temperature_c",
@@ -35,7 +35,7 @@ FROZEN = {
 def test_the_names_of_metrics_stay():
     assert {kind: " ".join(found) for kind, found in names.KINDS.items()} == FROZEN
     assert " ".join(names.EVENTS) == (
-        "resume restart evaluation checkpoint skipped straggler spike remark stop error end"
+        "resume restart evaluation checkpoint skipped straggler spike profile remark stop error end"
     )
     assert (names.VERSION, names.RUN_FILE, names.RANK_FILES) == (1, "run.json", "rank-*.jsonl")
 

@@ -10,6 +10,7 @@ from lockstep.data.loader_death import naming_dead_loaders
 from lockstep.train.checkpoint import Checkpoints
 from lockstep.train.keywords import takes_settings
 from lockstep.train.memory_copies import MemoryCopies, make_copies
+from lockstep.train.profiling import profiled
 from lockstep.train.result import FitResult
 from lockstep.train.run import Run
 from lockstep.train.settings import FitSettings
@@ -28,17 +29,19 @@ def fit_with(task: Task, settings: FitSettings) -> FitResult:
         contextlib.closing(Run(task, settings, world, signals, checkpoints, copies)) as run,
     ):
         run.catch_up()
-        while run.has_steps_left:
-            run.step()
-            if run.is_to_stop():
-                return run.stop()
-            if run.is_due(settings.eval_every):
-                run.evaluate()
-            if run.is_due(settings.checkpoint_every) or run.has_new_best:
-                run.save()
-            if run.is_due(settings.memory_checkpoint_every):
-                run.keep_in_memory()
-        return run.finish()
+        is_to_stop = False
+        with profiled(settings, world, run) as step:
+            while run.has_steps_left:
+                step()
+                if is_to_stop := run.is_to_stop():
+                    break
+                if run.is_due(settings.eval_every):
+                    run.evaluate()
+                if run.is_due(settings.checkpoint_every) or run.has_new_best:
+                    run.save()
+                if run.is_due(settings.memory_checkpoint_every):
+                    run.keep_in_memory()
+        return run.stop() if is_to_stop else run.finish()
 
 
 def _checkpoints(settings: FitSettings, world: World) -> contextlib.AbstractContextManager[Checkpoints | None]:

@@ -35,6 +35,11 @@ class View:
         return str(self.run.last.get("task") or "a run")
 
     @property
+    def counts(self) -> str:
+        """What the loss counts, in a word; only where that is not samples."""
+        return str(self.run.last.get("counts") or "tokens")
+
+    @property
     def num_devices(self) -> int:
         """How many devices trained, as far as known."""
         devices = [record.device for record in self.run.ranks.values()]

@@ -1,0 +1,186 @@
+"""Some steps under torch.profiler, a Chrome trace for each rank; and the phases' names for NVIDIA's tools.
+
+[Note: one step ahead]
+The profiler is made ready while the step before the first one runs, so that what that costs is not in the trace. On
+CUDA it waits for the device when it stops, and then only. Names are given to phases and buckets as long as somebody
+looks, which is what ``lockstep.telemetry.ranges.now`` says; otherwise none of this is there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from lockstep.comm.collectives import all_gather_object
+from lockstep.comm.world import World
+from lockstep.errors import ConfigurationError
+from lockstep.telemetry import ranges
+from lockstep.train.devices import PER_PROCESS
+from lockstep.train.profile_steps import Stretches, stretches_of
+from lockstep.train.run import Run
+from lockstep.train.settings import FitSettings
+
+FOLDER = "profile"
+"""Where traces go, in the folder of the run."""
+
+
+@contextmanager
+def profiled(settings: FitSettings, world: World, run: Run) -> Iterator[Callable[[], None]]:
+    """Give what does the next step of ``run``, under the profiler or with names if ``settings`` ask for it.
+
+    Collective: every rank, and each step as well.
+
+    Raises:
+        ConfigurationError: On every rank: a rank cannot write its traces; or names are wanted where there is no CUDA.
+    """
+    if not (settings.profile or settings.nvtx):
+        yield run.step
+        return
+    on_cuda = world.device.type == "cuda"
+    if settings.nvtx and not on_cuda:
+        raise ConfigurationError(
+            f"NVTX ranges are for NVIDIA's tools, and this run is on {world.device.type.upper()}s.\n"
+            "Leave nvtx out (--nvtx), or use profile (--profile)."
+        )
+    names = ranges.Ranges(nvtx=on_cuda)
+    profiling = Profiling(settings, world, run, names) if settings.profile else None
+    ranges.now = names if settings.nvtx else None
+    try:
+        yield partial(_named_step, run) if profiling is None else profiling.step
+        if profiling is not None:
+            profiling.finish()
+    finally:
+        if profiling is not None:
+            profiling.abandon()
+        ranges.now = None
+
+
+def _named_step(run: Run) -> None:
+    """Do a step under its number."""
+    with ranges.around(f"step {run.num_steps_done + 1}"):
+        run.step()
+
+
+class Profiling:
+    """Hands steps of a run over to torch.profiler.
+
+    Collective: every rank makes one.
+
+    Args:
+        settings: Which steps, and where traces go.
+        world: This process among the others.
+        run: The run.
+        names: What gives names to phases.
+
+    Raises:
+        ConfigurationError: On every rank: a rank cannot write there.
+    """
+
+    def __init__(self, settings: FitSettings, world: World, run: Run, names: ranges.Ranges) -> None:
+        self._run, self._rank, self._names, self._nvtx = run, world.rank, names, settings.nvtx
+        self._folder = _folder(settings, world)
+        self._stretches: Stretches = stretches_of(settings.profile_steps, run.num_steps - run.num_steps_done)
+        self._activities = [ProfilerActivity.CPU]
+        if world.device.type == "cuda":
+            self._activities.append(ProfilerActivity.CUDA)
+        self._all_threads = settings.strategy not in PER_PROCESS  # replicas have threads of their own
+        self._number = self._num_written = 0
+        self._profiler: profile | None = None
+        self._began = 0
+
+    def step(self) -> None:
+        """Do the next step of the run. Collective: every rank."""
+        self._number += 1
+        if self._profiler is None and self._stretches.is_first(self._number):
+            self._prepare()
+        if self._stretches.is_first(self._number):
+            assert self._profiler is not None
+            self._profiler.start_trace()
+            self._began, ranges.now = self._run.num_steps_done + 1, self._names
+        elif self._profiler is None and self._stretches.is_first(self._number + 1):
+            self._prepare()
+        _named_step(self._run)
+        if self._began and self._stretches.is_last(self._number):
+            self._run.beside("profile", self._write)
+
+    def finish(self) -> None:
+        """Write what the end of the run has cut short, and say if there was nothing. Collective: every rank."""
+        if self._began:
+            self._run.beside("profile", self._write)
+        elif not self._num_written:
+            self._run.beside("remark", self._nothing)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """End the profiler, if it runs: an error has ended the run. What it has seen is written."""
+        if self._began:
+            with suppress(Exception):
+                self._write()
+        elif self._profiler is not None:  # made ready, and not started
+            with suppress(Exception):
+                self._profiler.start_trace()
+                self._profiler.stop_trace()
+        self._profiler = None
+
+    def _prepare(self) -> None:
+        config = None
+        if self._all_threads:
+            config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        self._profiler = profile(activities=self._activities, experimental_config=config)
+        try:
+            self._profiler.prepare_trace()
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"torch.profiler cannot begin: {(str(error).splitlines() or [''])[0]}\n"
+                "Another profiler is probably at work in this process: end that one, or leave profile out."
+            ) from error
+
+    def _write(self) -> str:
+        """Stop the profiler and write its trace; return what to say of it. Blocks on CUDA for the device."""
+        assert self._profiler is not None
+        ranges.now = self._names if self._nvtx else None
+        profiler, self._profiler = self._profiler, None
+        first, last, self._began = self._began, self._run.num_steps_done, 0
+        profiler.stop_trace()
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
+        path = self._folder / f"rank-{self._rank}.steps-{first}-{last}.pt.trace.json"
+        part = path.with_suffix(".part")
+        try:
+            profiler.export_chrome_trace(str(part))
+            os.replace(part, path)
+        except (OSError, RuntimeError) as error:
+            return f"{steps} profiled, but {path} cannot be written: {error}"
+        self._num_written += 1
+        return f"{steps} profiled: {path.parent}/rank-*.steps-{first}-{last}.pt.trace.json, for ui.perfetto.dev"
+
+    def _nothing(self) -> str:
+        first = self._stretches.first
+        return f"no step was profiled: the first was to be step {first} of this start, which had {self._number}"
+
+
+def _folder(settings: FitSettings, world: World) -> Path:
+    """Return the folder for traces, which is there then.
+
+    Collective: every rank.
+
+    Raises:
+        ConfigurationError: On every rank: a rank cannot write there.
+    """
+    folder = Path(settings.profile_dir) if settings.profile_dir is not None else Path(settings.run_dir or "") / FOLDER
+    error = ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            error = f"Cannot write traces to {folder}: Permission denied."
+    except OSError as failure:
+        error = f"Cannot write traces to {folder}: {failure.strerror}."
+    errors = all_gather_object(error, group=world.group, device=world.device)
+    if found := [f"Rank {rank}: {each}" for rank, each in enumerate(errors) if each]:
+        raise ConfigurationError(f"{found[0]}\nName another folder with profile_dir=DIR (--profile-dir DIR).")
+    return folder

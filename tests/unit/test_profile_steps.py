@@ -1,0 +1,81 @@
+"""Which steps are profiled, what is refused, and names for NVIDIA's tools."""
+
+import pytest
+import torch
+
+from lockstep.errors import ConfigurationError
+from lockstep.telemetry import ranges
+from lockstep.train.phase_ranges import PhaseRanges, follow_phases
+from lockstep.train.profile_steps import Stretches, stretches_of
+from lockstep.train.settings import FitSettings
+
+
+def profiled(stretches, num_steps):
+    """Return the steps that are profiled."""
+    found, on = [], False
+    for step in range(1, num_steps + 1):
+        on = on or stretches.is_first(step)
+        found += [step] * on
+        on = on and not stretches.is_last(step)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("numbers", "num_steps", "expected"),
+    [
+        (None, 100, [11, 12, 13]),
+        (None, 12, [10, 11, 12]),
+        (None, 2, [1, 2]),
+        ((3, 2), 9, [3, 4]),
+        ((3, 2, 4), 12, [3, 4, 7, 8, 11, 12]),
+        ((50, 1), 20, []),
+    ],
+)
+def test_steps_that_are_profiled(numbers, num_steps, expected):
+    assert profiled(stretches_of(numbers, num_steps), num_steps) == expected
+    assert Stretches() == Stretches(11, 3, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "first_line"),
+    [
+        ({"profile": True}, "profile needs a folder for its traces."),
+        ({"profile_steps": (3, 2), "run_dir": "x"}, "profile_steps is given, but nothing is to be profiled."),
+        ({"profile": True, "run_dir": "x", "profile_steps": (3,)}, "profile_steps=(3,) is not allowed."),
+        ({"profile": True, "run_dir": "x", "profile_steps": (3, 1.5)}, "profile_steps=(3, 1.5) is not allowed."),
+        (
+            {"profile": True, "run_dir": "x", "profile_steps": (3, 5, 5)},
+            "profile_steps=(3, 5, 5): 5 steps every 5 leave none out.",
+        ),
+    ],
+)
+def test_what_cannot_be_profiled_is_refused(settings, first_line):
+    with pytest.raises(ConfigurationError) as error:
+        FitSettings(**settings)
+    assert str(error.value).splitlines()[0] == first_line
+
+
+def test_phases_are_nvtx_ranges_one_after_the_other(monkeypatch):
+    told = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: told.append(name))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: told.append("."))
+    assert follow_phases() is None
+    assert ranges.around("nobody looks") is ranges.around("at all")
+    monkeypatch.setattr(ranges, "now", ranges.Ranges(nvtx=True))
+    phases = follow_phases()
+    assert isinstance(phases, PhaseRanges)
+    for lap in ("data_wait_s", "forward_s", "backward_s", "data_wait_s"):  # samples to come are asked for
+        phases.lap(lap)
+    for lap in ("data_wait_s", "forward_s"):
+        phases.lap(lap)
+    with ranges.around("exchange/bucket 0"):
+        pass
+    phases.lap("backward_s")
+    phases.lap("data_wait_s")
+    phases.begin("communication")
+    phases.lap("communication_s")
+    phases.lap("optimizer_s")
+    assert " ".join(told) == (
+        "data_wait . forward . backward . data_wait . data_wait . forward . backward exchange/bucket 0 . . "
+        "data_wait . data_wait . communication . optimizer ."
+    )
