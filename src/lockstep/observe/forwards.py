@@ -52,6 +52,7 @@ class Forwards:
         self._fail = fail
         self._on_gradient = Hook(self._backward_begins, fail)
         self._task = -1
+        self._trains = False
         self._num_inputs = 0
         self._handles: list[Any] = []
 
@@ -72,7 +73,8 @@ class Forwards:
         """Take notice that a forward begins."""
         if not self._sees():
             return
-        if self._steps.trains(has_grad=torch.is_grad_enabled(), is_training=model.training):
+        self._trains = self._steps.trains(has_grad=torch.is_grad_enabled(), is_training=model.training)
+        if self._trains:
             self._steps.forward_begins()
         else:
             self._steps.idle_forward(is_over=False, is_training=model.training)
@@ -81,10 +83,11 @@ class Forwards:
         if not self._sees():
             return
         if torch.is_grad_enabled():
-            self._num_inputs = max(self._num_inputs, num_samples(args) or num_samples(kwargs))
+            if self._steps.lacks_samples or not self._trains:
+                self._num_inputs = max(self._num_inputs, num_samples(args) or num_samples(kwargs))
             for tensor in islice((each for each in find_tensors(output) if each.grad_fn is not None), _MOST_OUTPUTS):
                 tensor.register_hook(self._on_gradient)
-        if self._steps.trains(has_grad=torch.is_grad_enabled(), is_training=model.training):
+        if self._trains:
             self._steps.forward_ends()
         else:
             self._steps.idle_forward(is_over=True, is_training=model.training)

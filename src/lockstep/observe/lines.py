@@ -21,7 +21,7 @@ def step_line(step: Step, engine: Engine, began_s: float, *, num_ranks: int) -> 
     """
     total_s = round(seconds_between(step.begin, step.end), 7)
     waited_s = engine.waited_s(step)
-    elsewhere_s = sum(span.waited_s for span in step.spans)
+    elsewhere_s = sum(waited for _, _, _, waited in step.spans)
     backward_s = max(0.0, step.seconds(["backward"]) - (waited_s or 0.0))
     samples = step.samples * num_ranks
     losses = [_number(value) for value in step.losses]
@@ -58,7 +58,7 @@ def timeline_line(step: Step, engine: Engine, began_s: float) -> dict[str, Any]:
     def since(mark: Mark) -> float:
         return round(seconds_between(step.begin, mark), 7)
 
-    spans = [(span.phase, since(span.begin), since(span.end)) for span in step.spans]
+    spans = [(phase, since(begin), since(end)) for phase, begin, end, _ in step.spans]
     waited = engine.last_wait(step)
     return {
         "kind": "timeline",

@@ -13,7 +13,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lockstep.observe.hook import Hook
 from lockstep.observe.samples import num_samples
-from lockstep.observe.steps import Moment, Steps
+from lockstep.observe.steps import Steps
 from lockstep.parallel.ddp.capture import is_capturing
 
 Fail = Callable[[Exception], None]
@@ -40,15 +40,16 @@ class Batches:
         """
         if self._is_within or not self._steps.is_mine or is_capturing(self._device):
             return call()
-        asked: list[Moment] = []
-        Hook(lambda: asked.append(self._steps.moment()), self._fail)()
+        asked = self._steps.moment()
         self._is_within = True
         try:
             batch = call()
         finally:
             self._is_within = False
-        for moment in asked:
-            Hook(lambda moment=moment: self._steps.batch(moment, size(batch)), self._fail)()
+        try:
+            self._steps.batch(asked, size(batch))
+        except Exception as error:
+            self._fail(error)
         return batch
 
     def iterated(self, batches: Any) -> Iterator[Any]:

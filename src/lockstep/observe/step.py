@@ -14,23 +14,8 @@ from lockstep.train.stopwatch import Mark, seconds_between
 Phase = Literal["data_wait", "forward", "backward", "optimizer"]
 
 
-@dataclass(slots=True)
-class Span:
-    """What the step did from one mark to another.
-
-    Attributes:
-        waited_s: What of it the host spent in collectives of ours that block it, those of the engine left out.
-    """
-
-    phase: Phase
-    begin: Mark
-    end: Mark
-    waited_s: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """How long it took, once the device has got to its end."""
-        return seconds_between(self.begin, self.end)
+Span = tuple[Phase, Mark, Mark, float]
+"""What a step did from one mark to another, and what of it the host spent in collectives of ours that block it."""
 
 
 @dataclass(slots=True)
@@ -101,4 +86,4 @@ class Step:
 
     def seconds(self, phases: Sequence[Phase]) -> float:
         """Return how long some phases took together, without waiting in collectives of ours."""
-        return sum(span.seconds - span.waited_s for span in self.spans if span.phase in phases)
+        return sum(seconds_between(begin, end) - waited for phase, begin, end, waited in self.spans if phase in phases)

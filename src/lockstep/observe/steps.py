@@ -17,12 +17,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
 from lockstep import progress
-from lockstep.observe.step import Phase, Span, Step
+from lockstep.observe.step import Phase, Step
 from lockstep.parallel.ddp.bucket_stamps import StepStamps
 from lockstep.train.stopwatch import Mark
 
@@ -57,25 +56,20 @@ class _Now(Enum):
     OPTIMIZER = "an optimizer's step"
 
 
-@dataclass(slots=True)
-class Moment:
-    """A mark, and when the host came to it."""
-
-    mark: Mark
-    at: float
-    waited_s: float
+Moment = tuple[Mark, float, float]
+"""A mark, when the host came to it, and how long it had been in collectives of ours by then; tuples are quick."""
 
 
 class Steps:
     """Takes what hooks see, in the thread that trains or while that waits for its backward.
 
     Args:
-        mark: Returns the present moment of the device.
+        mark: Returns the present moment of the device; ``None``: that is the host's.
         listener: Gets the steps.
         first_step: Number of the first.
     """
 
-    def __init__(self, mark: Callable[[], Mark], listener: Listener, first_step: int = 0) -> None:
+    def __init__(self, mark: Callable[[], Mark] | None, listener: Listener, first_step: int = 0) -> None:
         self._mark, self._listener = mark, listener
         self.num_done = first_step
         self.sees_batches = self.is_over = False
@@ -110,13 +104,19 @@ class Steps:
         """The step to which belongs what the script says now: the open one, or else the last."""
         return self._open if self._open is not None else self._done
 
+    @property
+    def lacks_samples(self) -> bool:
+        """Whether no loader has told how many samples the step has."""
+        return self._open is not None and not self._open.samples
+
     def trains(self, *, has_grad: bool, is_training: bool) -> bool:
         """Return whether a forward trains; see [Note: training or not]."""
         return has_grad and (is_training or self._trains_in_eval)
 
     def moment(self) -> Moment:
         """Return the present moment."""
-        return Moment(self._mark(), time.perf_counter(), progress.now.waited_s)
+        at = time.perf_counter()
+        return (at if self._mark is None else self._mark()), at, progress.now.waited_s
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
@@ -127,7 +127,9 @@ class Steps:
         self.sees_batches = True
         self._unclaimed += num_samples or 0
         if self._open is None:
-            self._batches = [*self._batches[-_MOST_BATCHES:], (asked, came)]
+            self._batches.append((asked, came))
+            if len(self._batches) > _MOST_BATCHES:
+                del self._batches[0]
             return
         if self._now is _Now.LOSS:
             self._add("forward", asked)
@@ -166,7 +168,7 @@ class Steps:
             return
         now = time.perf_counter()
         if self._evaluation is None:
-            began_at = self._batches[0][0].at if self._batches else now
+            began_at = self._batches[0][0][1] if self._batches else now
             self._release(began_at)
             self._evaluation = (began_at, now)
             self._borrowed = self._batches, self._unclaimed
@@ -190,7 +192,7 @@ class Steps:
 
     def own_work_done(self) -> None:
         """Take notice that this rank's own work of backward is done."""
-        self._own_done = self._mark()
+        self._own_done, _, _ = self.moment()
 
     def backward_ends(self, stamps: Sequence[StepStamps]) -> None:
         """Take notice that backward is over, and the gradients are reduced."""
@@ -198,7 +200,7 @@ class Steps:
             return
         now = self.moment()
         if self._own_done is not None:
-            self._open.waits.append((self._own_done, now.mark))
+            self._open.waits.append((self._own_done, now[0]))
         self._open.stamps += stamps
         self._add("backward", now)
         self._now, self._since = (_Now.OPTIMIZER if self._depth else _Now.OUTSIDE), now
@@ -226,12 +228,12 @@ class Steps:
         self._now = _Now.OUTSIDE
         is_lead = self._leads(key)
         if self._open is None:  # one right behind the lead
-            self.current.end = now.mark
+            self.current.end = now[0]
         elif is_lead:
             step, self._open = self._open, None
             step.samples = step.samples or self._unclaimed or step.num_inputs
             self._unclaimed = 0 if not step.has_forward else self._unclaimed
-            step.end, step.learning_rate, step.is_skipped = now.mark, learning_rate, is_skipped
+            step.end, step.learning_rate, step.is_skipped = now[0], learning_rate, is_skipped
             step.sees_batches = self.sees_batches
             self._done = step
             self.num_done += 1
@@ -258,14 +260,12 @@ class Steps:
         if self._borrowed is not None and self._borrowed[0] and not self._batches:  # one look at it, no evaluation
             (self._batches, self._unclaimed), self._evaluation = self._borrowed, None
         self._borrowed = None
-        first = self._batches[0][0] if self._batches else now
-        self._release(first.at)
-        self._tell_evaluation(first.at)
-        wall_s = time.time() - (time.perf_counter() - first.at)
-        spans = [
-            Span("data_wait", asked.mark, came.mark, came.waited_s - asked.waited_s) for asked, came in self._batches
-        ]
-        step = Step(self.num_done, first.mark, first.at, wall_s, first.mark, spans)
+        mark, at, _ = self._batches[0][0] if self._batches else now
+        self._release(at)
+        self._tell_evaluation(at)
+        step = Step(self.num_done, mark, at, time.time() - (time.perf_counter() - at), mark)
+        for asked, came in self._batches:
+            step.spans.append(("data_wait", asked[0], came[0], came[2] - asked[2]))
         self._batches = []
         self._open, self._now = step, _Now.OUTSIDE
         self._listener.opened(step)
@@ -274,7 +274,7 @@ class Steps:
     def _add(self, phase: Phase, end: Moment) -> None:
         begin = self._since
         if begin is not None and (step := self.current) is not None:
-            step.spans.append(Span(phase, begin.mark, end.mark, end.waited_s - begin.waited_s))
+            step.spans.append((phase, begin[0], end[0], end[2] - begin[2]))
 
     def _release(self, until: float | None) -> None:
         step, self._done = self._done, None

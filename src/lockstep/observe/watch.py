@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.comm.clocks import Offset
 from lockstep.comm.collectives import is_initialized
+from lockstep.errors import ConfigurationError
 from lockstep.observe.engine import find_engine
 from lockstep.observe.forwards import Forwards
 from lockstep.observe.loaders import Batches, watch_all_loaders, watch_loader
@@ -73,7 +73,7 @@ class Watch:
         }
         self._session = Session(run_dir, place, device, models, facts, first_step=first_step, provenance=provenance)
         self._recorder = Recorder(self._session.writer, engine, num_ranks=place.num_ranks, first_step=first_step)
-        self._steps = Steps(self._mark, self._recorder, first_step)
+        self._steps = Steps(self._mark if device.type == "cuda" else None, self._recorder, first_step)
         self._forwards = Forwards(self._steps, device, engine.take, self._fail)
         self._batches = Batches(self._steps, device, self._fail)
         for model in models:
@@ -161,7 +161,9 @@ class Watch:
         return self._is_closed
 
     def _mark(self) -> Mark:
-        return mark(self._device)
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     def _fail(self, error: Exception) -> None:
         """End the watching after an error of ours; training goes on."""
@@ -192,21 +194,18 @@ class Watch:
         self._close("end" if text is None else "error", text=text)
 
 
-def mark(device: torch.device) -> Mark:
-    """Return the present moment, on CUDA that at which the current stream gets here."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
 def _value_of(value: Tensor | float) -> Value:
     if not isinstance(value, Tensor):
         return Value(float(value))
+    if value.numel() != 1:
+        raise ConfigurationError(
+            f"What was given to be recorded has {value.numel()} elements.\nGive one number, such as the mean."
+        )
+    if value.device.type == "cpu":
+        return Value(value.item())
     value = value.detach()
     if not value.is_cuda:
-        return Value(value.double().clone().reshape(()))  # the script may change it
+        return Value(value.clone())  # the script may change it
     there = torch.empty((), dtype=torch.float64, pin_memory=True)
     there.copy_(value.double().reshape(()), non_blocking=True)
     arrived = torch.cuda.Event()
