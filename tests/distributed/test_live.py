@@ -136,7 +136,7 @@ def session():
 
 def view_rows(rows):
     """What of the rows belongs to a view."""
-    return [row for row in rows if re.match(r"step \d+/\d+ [━─]|rank \d+ +[A-Z]| +\d.*ms a step ", row)]
+    return [row for row in rows if re.match(r"step [\d,]+/[\d,]+ [━─]|rank \d+ +[A-Z]| +\d.*ms a step ", row)]
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
