@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
+from lockstep.comm.hosting import listen
 from lockstep.comm.interfaces import is_local
 from lockstep.env import RankEnv, is_loopback
 from lockstep.errors import ConfigurationError, WorldSizeMismatch
@@ -58,7 +59,7 @@ def open_meeting(env: RankEnv, timeout_s: float) -> Meeting:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = _connect(env, place, timeout_s, may_host=False).store
         prefix = f"{prefix}/{env.world_size}"
-        # The agent's store outlives its workers: the n-th time that this rank starts belongs to the n-th round.
+        # torchrun's store outlives its workers: the n-th time that this rank starts belongs to the n-th round.
         return Meeting(store, is_host=False, prefix=f"{prefix}/{store.add(f'{prefix}/starts/{env.rank}', 1)}")
     _num_meetings[place] = _num_meetings.get(place, 0) + 1
     prefix = f"{prefix}/{_num_meetings[place]}"
@@ -125,7 +126,7 @@ def _connect(env: RankEnv, place: tuple[str, int], timeout_s: float, *, may_host
 def _host(env: RankEnv, place: tuple[str, int], timeout_s: float) -> Store:
     """Start the server in this process; raises ``OSError`` when it cannot listen."""
     loopback = is_loopback(place[0])
-    listener = _listen(place[0] if loopback else "", place[1])
+    listener = listen(place[0] if loopback else "", place[1])
     store = TCPStore(
         # Behind a forwarded address, the server's own machine may not reach it by that.
         listener.getsockname()[0] if loopback else "localhost",
@@ -140,13 +141,6 @@ def _host(env: RankEnv, place: tuple[str, int], timeout_s: float) -> Store:
     store.set(_MARK, "")
     _hosted[place] = store
     return store
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    if not host and socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0] if host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=1024)
 
 
 def _client(env: RankEnv, place: tuple[str, int], timeout_s: float) -> Store | None:

@@ -10,7 +10,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from lockstep.comm.loopback import ADDRESS, host_on_loopback, part_of
+from lockstep.comm.hosting import LOOPBACK, host_store, part_of
 
 BACKEND = "lockstep-local"
 """The name under which torch elastic knows it."""
@@ -23,8 +23,6 @@ class LocalRendezvous(RendezvousHandler):
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        self._store, self._port = host_on_loopback(_TIMEOUT_S)
-        self._num_rounds = 0
 
     def get_backend(self) -> str:
         """Return the name of this kind of rendezvous."""
@@ -36,10 +34,9 @@ class LocalRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Begin the next round, with keys of its own."""
-        self._num_rounds += 1
-        store = part_of(self._store, f"round/{self._num_rounds}")
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(ADDRESS, self._port))
+        """Begin the next round, in a store of its own: see [Note: a store for each round] in rounds.py."""
+        self._store, port = host_store(LOOPBACK, _TIMEOUT_S)
+        return RendezvousInfo(part_of(self._store, "launcher"), 0, 1, RendezvousStoreInfo(LOOPBACK, port))
 
     def is_closed(self) -> bool:
         """Nobody else can close it."""

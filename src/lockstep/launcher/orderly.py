@@ -16,6 +16,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from lockstep.errors import RESUME_EXIT_CODE, Stopped
 from lockstep.launcher import requests
+from lockstep.telemetry.live.region import say_at_once
 
 LIMIT = "LOCKSTEP_STOP_TIMEOUT_S"
 """The environment variable that says how many seconds ranks may take to stop in order."""
@@ -25,16 +26,22 @@ _ELASTICS_OWN = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 _LEFT_TO_ELASTIC = "SIGHUP,SIGQUIT"
 
 
+def stop_limit_s() -> float:
+    """Return how long ranks may take to stop in order."""
+    return float(os.environ.get(LIMIT, DEFAULT_LIMIT_S))
+
+
 class OrderlyStop:
     """Asks the ranks at the first signal; ends them, as torch elastic does, at the second or when the time is up.
 
     Args:
         folder: Of the run.
-        num_ranks: On this machine.
+        num_ranks: On this machine, to begin with.
     """
 
     def __init__(self, folder: Path, num_ranks: int) -> None:
-        self._folder, self._num_ranks = folder, num_ranks
+        self.num_ranks = num_ranks
+        self._folder = folder
         self._num_signals = 0
         self._asked_for: signal.Signals | None = None
         self._timer: threading.Timer | None = None
@@ -67,16 +74,21 @@ class OrderlyStop:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         sigval = signal.Signals(number)
         self._num_signals += sigval != signal.SIGUSR1  # which comes ahead of SIGTERM
-        if self._asked_for is None and requests.num_announced(self._folder) == self._num_ranks:
+        if self._asked_for is None and self._can_stop():
             self._asked_for = sigval
             if sigval is signal.SIGINT:
-                os.write(2, requests.FIRST_CTRL_C)
-            requests.ask(self._folder, sigval)
-            self._timer = threading.Timer(float(os.environ.get(LIMIT, DEFAULT_LIMIT_S)), self._give_up, [sigval])
+                say_at_once(requests.FIRST_CTRL_C)
+            requests.ask(self._folder, sigval.name)
+            self._timer = threading.Timer(stop_limit_s(), self._give_up, [sigval])
             self._timer.daemon = True
             self._timer.start()
         elif self._asked_for is None or self._num_signals > 1:
             raise SignalException(f"Process {os.getpid()} got signal: {sigval}", sigval=sigval)
+
+    def _can_stop(self) -> bool:
+        """Tell whether all ranks of this machine stop in order if they are asked to, or have done so already."""
+        told = requests.num_announced(self._folder), len(requests.reports(self._folder))
+        return self.num_ranks in told
 
     def _give_up(self, sigval: signal.Signals) -> None:
         self._num_signals += 2

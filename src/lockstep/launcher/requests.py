@@ -19,6 +19,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 FIRST_CTRL_C = b"lockstep: stopping after this step; Ctrl-C again stops at once\n"
 
+ANOTHER_MACHINE = "another machine"
+"""What ranks are asked to stop for, if it is not a signal: they are started again with it."""
+
 _REQUEST = "stop"
 
 
@@ -45,17 +48,22 @@ def num_announced(folder: Path) -> int:
     return len(list(folder.glob("stops-*")))
 
 
-def ask(folder: Path, why: signal.Signals) -> None:
-    """Ask the ranks to stop."""
-    _write(folder / _REQUEST, why.name)
+def ask(folder: Path, why: str) -> None:
+    """Ask the ranks to stop; ``why`` is the name of a signal, or `ANOTHER_MACHINE`."""
+    _write(folder / _REQUEST, why)
 
 
 def asked(folder: Path) -> str | None:
-    """Return the name of the signal for which the launcher wants the ranks to stop, or None."""
+    """Return why the launcher wants the ranks to stop, or None if it does not."""
     try:
         return (folder / _REQUEST).read_text()
     except OSError:
         return None
+
+
+def asked_by_signal(folder: Path) -> bool:
+    """Return whether the launcher wants the ranks to stop for good."""
+    return asked(folder) not in (None, ANOTHER_MACHINE)
 
 
 def report(folder: Path, rank: int, text: str) -> None:
@@ -73,3 +81,10 @@ def _write(path: Path, text: str) -> None:
     temporary = path.with_name(f"new-{path.name}")
     temporary.write_text(text)
     temporary.replace(path)
+
+
+def forget(folder: Path) -> None:
+    """Forget what was asked and told: the ranks have ended, and others come."""
+    for name in (_REQUEST, "stops-*", "stopped-*"):
+        for path in folder.glob(name):
+            path.unlink(missing_ok=True)

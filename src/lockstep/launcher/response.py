@@ -54,14 +54,14 @@ class Response:
     def __init__(self, watch: Watch, config: LaunchConfig, guard: Guard) -> None:
         self.hangs: list[str] = []
         self._watch, self._config, self._guard = watch, config, guard
-        self._num_starts = 0
+        self._num_restarts_left = 0
         # Other backends meet in something else than a store of torch's.
         has_store = config.max_nodes > 1 and config.rdzv_backend in ("static", "c10d")
         self.bulletin = Bulletin(config.rdzv_endpoint, config.run_id) if has_store else None
 
-    def started(self, ranks: range) -> None:
-        """Count how often the ranks of this machine have been started."""
-        self._num_starts += 1
+    def started(self, num_restarts_left: int) -> None:
+        """Take note that ranks have been started, and how often that may be done again after a failure."""
+        self._num_restarts_left = num_restarts_left
 
     def watchdog(self, resources: Resources) -> Watchdog:
         """Return what watches the ranks, to be entered while they run."""
@@ -85,7 +85,7 @@ class Response:
         if verdict is not Verdict.HANGS:
             _say(f"{text}\nThe job goes on for now; it ends if this lasts and nothing moves.")
             return True
-        if self._num_starts <= self._config.max_restarts and awaited:
+        if self._num_restarts_left and awaited:
             _say(f"{text}\nThe ranks are started again.")
             for rank, pid in awaited.items():
                 leave_failure(self._guard.run_dir, rank, "JobHangs: it kept the others waiting; the report is above")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import final
 
 from lockstep.comm.link import probe_connections
+from lockstep.launcher import requests
 from lockstep.launcher.agent import Failures, Restart
 from lockstep.launcher.failure import RankEnd, brief, first_of
 from lockstep.launcher.streams import Streams
@@ -21,7 +22,8 @@ class RestartReport:
     Args:
         run_dir: The run's folder, with the ranks' beacons.
         ends_of: Makes our own records of elastic's.
-        on_start: Called with the numbers of this machine's ranks whenever they have been started.
+        on_start: Called with the numbers of this machine's ranks whenever they have been started, and with how often
+            they may still be after a failure.
         streams: Reads what the ranks write, if anybody does.
     """
 
@@ -29,21 +31,26 @@ class RestartReport:
         self,
         run_dir: Path,
         ends_of: Callable[[Failures], list[RankEnd]],
-        on_start: Callable[[range], None],
+        on_start: Callable[[range, int], None],
         streams: Streams | None,
     ) -> None:
         self._run_dir, self._ends_of, self._on_start, self._streams = run_dir, ends_of, on_start, streams
 
-    def started(self, ranks: range) -> None:
+    def started(self, ranks: range, *, num_restarts_left: int) -> None:
         """Pass on which ranks of this machine have been started."""
         probe_connections()  # to the launchers of other machines
         if self._streams is not None:
             self._streams.started(ranks)
-        self._on_start(ranks)
+        self._on_start(ranks, num_restarts_left)
 
     def first_of(self, failures: Failures) -> RankEnd:
         """Return how the rank ended that failed first."""
         return first_of(self._ends_of(failures))
+
+    def stops_for_others(self) -> None:
+        """Say so."""
+        told = "another machine waits to join; the ranks stop after this step, and start again with it"
+        print(f"lockstep: {told}", file=sys.stderr, flush=True)
 
     def restarts(self, restart: Restart) -> None:
         """Say why, and clear away what the old ranks said of themselves."""
@@ -54,6 +61,7 @@ class RestartReport:
         for kind in ("beacon", "step", "failure", "crash"):
             for path in self._run_dir.glob(f"{kind}-*"):
                 path.unlink(missing_ok=True)  # of ranks that may not come again
+        requests.forget(self._run_dir)
         print("\n".join(_lines(restart, step)), file=sys.stderr, flush=True)
 
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lockstep.errors import JobHangs, LockstepError, RankFailed, Stopped
 from lockstep.launcher import bootstrap
-from lockstep.launcher.agent import telling
+from lockstep.launcher.agent import StoppedMeanwhile, telling
 from lockstep.launcher.elsewhere import cause_elsewhere, ending_of, exchange, retold
 from lockstep.launcher.ends import ends_of
 from lockstep.launcher.failure import describe, first_of, lines
@@ -87,10 +88,16 @@ def supervise(
         stack.enter_context(elastic_quiet())
         stop = OrderlyStop(guard.run_dir, config.nproc_per_node)
         config = stack.enter_context(stop.handling(config))
+
+        def started(ranks: range, num_restarts_left: int) -> None:
+            stop.num_ranks = len(ranks)
+            response.started(num_restarts_left)
+
         report = RestartReport(
-            guard.run_dir, lambda failures: ends_of(failures, guard, resources), response.started, program.streams
+            guard.run_dir, lambda failures: ends_of(failures, guard, resources), started, program.streams
         )
-        stack.enter_context(telling(report, min_ranks=program.min_ranks))
+        may_shrink = config.min_nodes < config.max_nodes
+        stack.enter_context(telling(report, guard.run_dir, min_ranks=program.min_ranks, may_shrink=may_shrink))
         try:
             with response.watchdog(resources):
                 elastic_launch(config, python)(*args)
@@ -98,11 +105,13 @@ def supervise(
             exit_codes = {failure.exitcode for failure in error.failures.values()}
             stopped = None if response.hangs else stop.outcome(exit_codes)
             raise stopped or _failure(error, config, guard, resources, response) from None
+        except StoppedMeanwhile as error:
+            raise stop.outcome({0}) or _stopped(error.sigval) from None
         except SignalException as error:
             raise _stopped(error.sigval) from None
         except KeyboardInterrupt:  # before the agent had its own handlers in place
             raise _stopped(signal.SIGINT) from None
-        except (RuntimeError, OSError, ValueError) as error:
+        except (RuntimeError, OSError, ValueError, RendezvousError) as error:
             raise _not_met(error, config) from error
         if (stopped := stop.outcome({0})) is not None:
             raise stopped
@@ -134,8 +143,16 @@ def _not_met(error: Exception, config: LaunchConfig) -> LockstepError:
     reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
     if config.max_nodes == 1:
         return LockstepError(f"The ranks could not be started: {reason}.")
+    if isinstance(error, RendezvousClosedError):
+        return LockstepError(
+            f"The job at {config.rdzv_endpoint} has ended, and takes up no more machines.\n"
+            "To start another one, start the command on all machines."
+        )
+    if isinstance(error, RendezvousTimeoutError):
+        reason = "fewer came in time than --nnodes asks for"
+    place = "each with its own --node-rank" if config.rdzv_backend == "static" else "with the same --rdzv-id"
     return LockstepError(
         f"The machines of the job did not come together at {config.rdzv_endpoint}: {reason}.\n"
-        f"This is {socket.gethostname()}. Start the same command on all {config.max_nodes} machines, each with its own "
-        "--node-rank, and check that they reach that address and that the port is free on node 0."
+        f"This is {socket.gethostname()}. Start the same command on all {config.max_nodes} machines, {place}, and "
+        "check that they reach that address and that the port is free on the first of them."
     )
