@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -46,8 +48,8 @@ class Sinks:
 def open_sinks(targets: Sequence[Target], facts: Callable[[], RunFacts], world: World) -> Sinks:
     """Open ``targets`` on rank zero.
 
-    Collective: every rank. Blocks until rank zero has done so, which takes seconds, or half a minute with a service
-    that does not answer.
+    Collective: every rank. Blocks until rank zero has done so, which takes seconds, or most of a minute with a
+    service that does not answer.
 
     Args:
         targets: The same on every rank.
@@ -80,8 +82,9 @@ def open_here(targets: Sequence[Target], facts: RunFacts) -> Sinks:
         require_package(target)
     sinks: list[tuple[Target, MetricsSink]] = []
     try:
+        until_s = time.monotonic() + PATIENCE_S
         for target in targets:
-            sinks.append((target, _open(target, facts)))
+            sinks.append((target, _open(target, facts, until_s)))
     except BaseException:
         Sinks(tuple(sinks)).close()
         raise
@@ -102,9 +105,12 @@ def require_package(target: Target) -> None:
         )
 
 
-def _open(target: Target, facts: RunFacts) -> MetricsSink:
+def _open(target: Target, facts: RunFacts, until_s: float) -> MetricsSink:
+    open_it = partial(_OPENERS[target.kind], target, facts)
     try:
-        return _OPENERS[target.kind](target, facts)
+        if target.kind not in _SERVICES:
+            return open_it()
+        return opened_within(max(0.0, until_s - time.monotonic()), open_it, str(target), _OTHERWISE[target.kind])
     except ConfigurationError:
         raise
     except OSError as error:
@@ -142,19 +148,13 @@ def _json_lines(target: Target, facts: RunFacts) -> MetricsSink:
 def _wandb(target: Target, facts: RunFacts) -> MetricsSink:
     from lockstep.telemetry.sinks.wandb_run import WandbRun
 
-    kept = Kept(str(target), facts)
-    return _patiently(target, lambda: WandbRun(target.place, facts, kept))
+    return WandbRun(target.place, facts, Kept(str(target), facts))
 
 
 def _mlflow(target: Target, facts: RunFacts) -> MetricsSink:
     from lockstep.telemetry.sinks.mlflow_run import MlflowRun
 
-    kept = Kept(str(target), facts)
-    return _patiently(target, lambda: MlflowRun(target.place, facts, kept))
-
-
-def _patiently(target: Target, make: Callable[[], MetricsSink]) -> MetricsSink:
-    return opened_within(PATIENCE_S, make, str(target), _OTHERWISE[target.kind])
+    return MlflowRun(target.place, facts, Kept(str(target), facts))
 
 
 _OPENERS: dict[str, Callable[[Target, RunFacts], MetricsSink]] = {
@@ -164,6 +164,9 @@ _OPENERS: dict[str, Callable[[Target, RunFacts], MetricsSink]] = {
     "mlflow": _mlflow,
     "jsonl": _json_lines,
 }
+
+_SERVICES = ("wandb", "mlflow")
+"""Those that somebody else has to answer for."""
 
 _OTHERWISE = {
     "tensorboard": "Name another folder in log_to.",

@@ -9,8 +9,8 @@ from contextlib import suppress
 from lockstep.errors import ConfigurationError
 from lockstep.telemetry.sinks.facts import MetricsSink
 
-PATIENCE_S = 30.0
-"""How long a service may take to begin with a run; less than ranks wait for each other."""
+PATIENCE_S = 40.0
+"""How long all services together may take to begin with a run; less than ranks wait for each other."""
 
 
 def opened_within(seconds: float, make: Callable[[], MetricsSink], target: str, advice: str) -> MetricsSink:
@@ -48,7 +48,7 @@ def opened_within(seconds: float, make: Callable[[], MetricsSink], target: str, 
     with lock:
         if not made and not errors:
             is_late.set()
-            raise ConfigurationError(f"{target} has not answered for {seconds:g} s.\n{advice}")
+            raise ConfigurationError(f"{target} has not answered for {seconds:.3g} s.\n{advice}")
     if errors:
         raise errors[0]
     return made[0]
