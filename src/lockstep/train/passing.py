@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +24,9 @@ class Passing:
         self._names = names
         self._not_finite: set[str] = set()
 
-    def look(self, name: str, gradient: Tensor) -> None:
-        """Take note of the gradient of a parameter, or of a part of it. Blocks."""
-        if not bool(torch.isfinite(gradient).all()):
+    def look(self, name: str, parameter: Tensor) -> None:
+        """Take note of a parameter whose gradient has come. Blocks."""
+        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
             self._not_finite.add(name)
 
     @property
@@ -57,7 +58,7 @@ def watching_gradients(model: nn.Module) -> Iterator[Passing]:
                     continue
                 if id(parameter) not in watched and not is_divided(parameter):
                     watched.add(id(parameter))
-                    handles.append(parameter.register_hook(lambda gradient, name=known: passing.look(name, gradient)))
+                    handles.append(parameter.register_post_accumulate_grad_hook(partial(passing.look, known)))
 
     handles.append(nn.modules.module.register_module_forward_hook(watch))
     try:
