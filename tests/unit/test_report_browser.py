@@ -24,7 +24,10 @@ addEventListener("load", () => {
   document.querySelectorAll("details").forEach(e => e.open = true);
   document.title = JSON.stringify({
     width: innerWidth, page: document.documentElement.scrollWidth, wide: wide.map(e => e.tagName),
-    ground: style.backgroundColor, text: style.color, svgs: [...document.querySelectorAll("svg")].map(
+    ground: style.backgroundColor, text: style.color,
+    soft: [...document.querySelectorAll(".soft, .note, summary, footer, th, td")].map(e => getComputedStyle(e).color),
+    card: getComputedStyle(document.querySelector("figure")).backgroundColor,
+    svgs: [...document.querySelectorAll("svg")].map(
       e => [Math.round(e.getBoundingClientRect().width), Math.round(e.getBoundingClientRect().height)]),
     stops: [...document.querySelectorAll("a, summary, [tabindex='0']")].filter(e => e.tabIndex === 0).length,
   });
@@ -58,8 +61,16 @@ def look(path, tmp_path, *, width, dark):
     return json.loads(found[0])
 
 
-def brightness(colour):
-    return sum(int(part) for part in re.findall(r"\d+", colour)[:3])
+def luminance(colour):
+    """Return the relative luminance of a colour, by the Web Content Accessibility Guidelines."""
+    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one, other):
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
 
 
 @pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])
@@ -68,7 +79,11 @@ def test_nothing_is_wider_than_the_screen_and_colours_follow_it(tmp_path, width,
     path.write_text(render([look_at(planted(tmp_path / "run"))]) + PROBE)
     seen = look(path, tmp_path, width=width, dark=dark)
     assert (seen["width"], seen["page"], seen["wide"]) == (width, width, [])
-    assert (brightness(seen["ground"]) < brightness(seen["text"])) == dark
+    assert (luminance(seen["ground"]) < luminance(seen["text"])) == dark
+    for ground in (seen["ground"], seen["card"]):
+        assert min(contrast(ground, text) for text in {seen["text"], *seen["soft"]}) > 4.5  # level AA
+        lines = ["rgb(0, 114, 178)", "rgb(213, 94, 0)", "rgb(0, 158, 115)"]  # what is not filled, or has no outline
+        assert min(contrast(ground, colour) for colour in lines) > 3
     *drawings, timeline = seen["svgs"]
     assert all(150 < wide < width for wide, high in drawings)
     assert all(high > 60 for wide, high in seen["svgs"])
