@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+import lockstep
 from tests.contract.blocks import PAGES, blocks, blocks_of
 from tests.contract.tree import PACKAGE, REPO
 from tools.messages import ERROR_NAMES, MARKER, Message, as_table, messages
@@ -101,6 +102,12 @@ def test_commands_exist():
 def test_every_error_is_described():
     described = re.findall(r"^## (\w+)$", (REPO / "docs" / "errors.md").read_text(), re.MULTILINE)
     assert described == sorted(ERROR_NAMES)
+
+
+def test_every_public_name_is_in_the_reference():
+    pages = (REPO / "docs" / "reference").glob("*.md")
+    named = {name for page in pages for name in re.findall(r"^::: [\w.]*?(\w+)$", page.read_text(), re.MULTILINE)}
+    assert set(lockstep.__all__) - {"__version__"} <= named
 
 
 def test_messages_are_read_from_the_source(tmp_path):
