@@ -3,8 +3,8 @@
 [Note: no waiting]
 What a step leaves behind is put into a queue, and that is all that is done in the thread that trains. Another thread
 comes by now and then (`Recorder.drain`), looks whether the device has come to the step's end, for which nobody waits,
-and works out what it took. It does so in small pieces with pauses: while it runs Python, the thread that trains cannot. On
-CUDA the loss is copied to pinned memory on the step's own stream: of every step if there is a file, else now and then.
+and works out what it took: a few steps at a time, for while it runs Python, the one that trains cannot. On CUDA the
+loss is copied to pinned memory on the step's own stream: of every step if there is a file, else now and then.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,21 +47,20 @@ class Numbers(NamedTuple):
     counted: float | None
 
 
-@dataclass(slots=True)
-class Pending:
+class Pending(NamedTuple):
     """A step whose figures the device may still owe."""
 
     record: StepRecord
     wall_s: float
     began_at: float
-    interval_s: float | None
-    values: list[Tensor]
+    values: Sequence[Tensor]
     arrived: torch.cuda.Event | None
     learning_rate: float | None
     stamps: StepStamps | None
     closely: bool
     exposed_s: float | None
-    copies: list[Copy]
+    copies: Sequence[Copy]
+    interval_s: float | None = None
 
     @property
     def is_known(self) -> bool:
@@ -98,7 +96,7 @@ class Recorder:
         self._copies: list[Copy] = []
         loop.feed.copies = self._copies
         self._open: Pending | None = None  # the last step, until it is known how long it lasted
-        self._queue: deque[Pending | dict[str, Any]] = deque()
+        self._queue: deque[tuple[Pending, float | None] | dict[str, Any]] = deque()
         self._began_at = self._wall_s = 0.0
         self._loss_at = float("-inf")
         self._is_closely = False
@@ -118,20 +116,15 @@ class Recorder:
         """Take a step that has just ended on the host. Does not block."""
         values, arrived = self._values_of(record)
         rate = self._loop.optimizer.param_groups[0]["lr"]
-        self._open = Pending(
-            record,
-            self._wall_s,
-            self._began_at,
-            None,
-            values,
-            arrived,
-            None if isinstance(rate, Tensor) and rate.is_cuda else float(rate),
-            None if self._stamps is None else self._stamps.take(),
-            self._is_closely,
-            self._own_exposed_s(),
-            self._copies[:],
-        )
+        if isinstance(rate, Tensor):
+            rate = None if rate.is_cuda else float(rate)
+        stamps = None if self._stamps is None else self._stamps.take()
+        exposed_s = self._own_exposed_s() if stamps is None else None
+        copies = self._copies[:]
         self._copies.clear()
+        self._open = Pending(
+            record, self._wall_s, self._began_at, values, arrived, rate, stamps, self._is_closely, exposed_s, copies
+        )
 
     def pause(self) -> None:
         """Training stands still from now on, for the event that comes next."""
@@ -171,8 +164,8 @@ class Recorder:
             item = self._queue[0]
             if isinstance(item, dict):
                 self._take_event(item)
-            elif item.is_known:
-                self._take(item)
+            elif item[0].is_known:
+                self._take(*item)
             else:
                 return
             self._queue.popleft()
@@ -180,12 +173,12 @@ class Recorder:
             if not at_once and count % _PIECE == 0 and len(self._queue) < _BEHIND:
                 time.sleep(_PIECE_PAUSE_S)
 
-    def _take(self, pending: Pending) -> None:
+    def _take(self, pending: Pending, interval_s: float | None) -> None:
         measured, numbers, record = measure(pending), pending.numbers(), pending.record
         self._figures.step(
             record.step,
             measured,
-            interval_s=pending.interval_s,
+            interval_s=interval_s,
             num_samples=record.num_samples,
             num_tokens=numbers.counted,
             loss=numbers.loss,
@@ -197,7 +190,7 @@ class Recorder:
                 if stamp.sent is not None and stamp.done is not None:
                     self._figures.bucket(stamp.position, stamp.size_bytes, seconds_between(stamp.sent, stamp.done))
         if self._file is not None:
-            self._file.step(pending, measured)
+            self._file.step(pending._replace(interval_s=interval_s), measured)
         if (text := self._spikes.look(measured)) is not None:
             self._take_event(spike_line(record.step, pending.wall_s, text))
 
@@ -208,12 +201,8 @@ class Recorder:
 
     def _values_of(self, record: StepRecord) -> tuple[list[Tensor], torch.cuda.Event | None]:
         """Return what is to be read of the step, and the event after which it is on the host."""
-        values = [record.loss]
-        if record.grad_norm is not None:
-            values.append(record.grad_norm)
-        if record.count is not None:
-            values.append(record.count)
-        if not record.loss.is_cuda:
+        values = [value for value in (record.loss, record.grad_norm, record.count) if value is not None]
+        if self._device.type != "cuda":
             return values, None
         if self._file is None and self._began_at - self._loss_at < _LOSS_EVERY_S:
             return [], None
@@ -227,8 +216,8 @@ class Recorder:
     def _release(self, until: float | None) -> None:
         """Take notice that the last step lasted ``until`` now."""
         if self._open is not None:
-            self._open.interval_s = None if until is None else until - self._open.began_at
-            self._queue.append(self._open)
+            interval_s = None if until is None else until - self._open.began_at
+            self._queue.append((self._open, interval_s))
             self._open = None
 
     def _own_exposed_s(self) -> float | None:
