@@ -1,4 +1,4 @@
-"""`lockstep run`: one merged stream on the terminal, files beside it."""
+"""What ranks write: one merged stream on the terminal, files beside it; of `lockstep run`, `train` and `launch`."""
 
 import json
 import os
@@ -9,8 +9,11 @@ import termios
 
 import pytest
 
+from lockstep import launch
+from lockstep.cli import main
 from lockstep.errors import ConfigurationError
 from lockstep.launcher.run import run
+from lockstep.telemetry.sinks.opening import PACKAGES
 from tests.distributed.commands import lockstep
 
 SCRIPT = """\
@@ -101,3 +104,76 @@ def test_what_does_not_go_together(script, args, message):
     with pytest.raises(ConfigurationError) as caught:
         run(["--devices", "2", *args, script])
     assert str(caught.value) == message
+
+
+TASK = """\
+import os, sys
+import torch
+from torch import nn
+import lockstep
+
+def loss(model, batch):
+    print("loss on", os.environ["RANK"])
+    print("careful", file=sys.stderr)
+    return model(batch[0]).square().mean()
+
+task = lockstep.Task(
+    model=lambda: nn.Linear(3, 1),
+    dataset=lambda: torch.utils.data.TensorDataset(torch.ones(8, 3)),
+    loss=loss,
+    optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+    global_batch_size=4,
+)
+"""
+
+
+def test_train_keeps_what_its_ranks_write(tmp_path):
+    (tmp_path / "task.py").write_text(TASK)
+    options = ["--devices", "2", "--steps", "2", "--quiet", "--log-level", "warning", "--log-dir", "logs"]
+    done = lockstep("train", "task.py", *options, "--log-json", "all.jsonl", cwd=tmp_path)
+    assert (done.code, done.out, set(done.err.splitlines())) == (0, "", {"careful"})
+    for rank in range(2):
+        kept = (tmp_path / "logs" / f"rank-{rank}.log").read_text().splitlines()
+        assert sorted(kept) == ["careful", "careful", f"loss on {rank}", f"loss on {rank}"]
+    assert len((tmp_path / "all.jsonl").read_text().splitlines()) == 8
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            ["--devices", "2", "--logs", "raw", "--log-dir", "x"],
+            "--log-dir cannot be had with --logs raw.\nLeave one of them out.",
+        ),
+        (
+            ["--strategy", "single", "--log-json", "x"],
+            "--log-json is for ranks that this command starts, and it starts none.\n"
+            "Give it to the command that does; the output of strategy single in one process can be redirected.",
+        ),
+        (
+            ["--devices", "2", "--log-to", "wandb:digits"],
+            "wandb:digits needs the package wandb_is_not_here, which is not installed on rank zero's machine.\n"
+            "pip install 'lockstep-torch[wandb]'",
+        ),
+    ],
+)
+def test_train_says_what_it_cannot_do_before_it_starts_ranks(tmp_path, monkeypatch, capsys, args, message):
+    monkeypatch.setitem(PACKAGES, "wandb", "wandb_is_not_here")
+    monkeypatch.setattr("lockstep.launcher.api.launch_with", lambda *_, **__: pytest.fail("processes started"))
+    monkeypatch.delenv("LOCKSTEP_COMMAND", raising=False)
+    (tmp_path / "task.py").write_text(TASK)
+    assert main(["train", str(tmp_path / "task.py"), *args]) == 1
+    assert capsys.readouterr().err == f"lockstep: {message}\n"
+
+
+def test_launch_keeps_what_its_ranks_write(tmp_path, capsys):
+    def work():
+        print("on", os.environ["RANK"])
+        return 5
+
+    assert launch(work, devices=2, log_dir=tmp_path, log_level="error") == [5, 5]
+    assert capsys.readouterr() == ("", "")
+    assert [(tmp_path / f"rank-{rank}.log").read_text() for rank in range(2)] == ["on 0\n", "on 1\n"]
+    with pytest.raises(ConfigurationError) as error:
+        launch(work, devices=2, log_level="debug")
+    assert str(error.value) == "There is no log level 'debug'.\nPass one of info, warning, error."

@@ -10,8 +10,10 @@ from typing import Any
 
 import click
 
+from lockstep.cli.log_options import log_options, take_logs
 from lockstep.cli.settings_options import SettingsCommand, settings_from, settings_options
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, RankFailed
+from lockstep.launcher.logs import Logs
 from lockstep.train.settings import FitSettings, Settings
 
 EXAMPLES = """\b
@@ -76,6 +78,7 @@ On several machines, or where ranks are started already, start the same command 
     type=click.Choice(["end", "warn"]),
     help="What follows the report: the job ends with exit code 83, or goes on.",
 )
+@log_options
 def train(
     task_file: str,
     settings_file: str | None,
@@ -90,8 +93,9 @@ def train(
     The attribute is a lockstep.Task, or a function that returns one. A task says what to train, the options say how.
     """
     os.environ.setdefault("LOCKSTEP_COMMAND", shlex.join(["lockstep", *sys.argv[1:]]))  # for the record of the run
+    logs = take_logs(values)
     settings = settings_from(values, settings_file)
-    if _starts_ranks(settings, may_restart=max_restarts > 0):
+    if _starts_ranks(settings, even_one=max_restarts > 0 or bool(logs.names)):
         if settings.memory_checkpoint_every is not None and max_restarts == 0:
             raise ConfigurationError(
                 "memory_checkpoint_every is for ranks that are started again.\nAdd --max-restarts N, or leave it out."
@@ -103,19 +107,26 @@ def train(
             min_ranks=min_devices,
             watchdog=watchdog,
             action=watchdog_action,
+            logs=logs,
         )
         return 0
+    if logs.names:
+        raise ConfigurationError(
+            f"{' and '.join(logs.names)} is for ranks that this command starts, and it starts none.\n"
+            f"Give it to the command that does; the output of strategy {settings.strategy} in one process can be "
+            "redirected."
+        )
     return _train_here(task_file, settings)
 
 
-def _starts_ranks(settings: FitSettings, *, may_restart: bool) -> bool:
-    """Return whether this process starts the ranks: not if it is one, nor for a single one that runs but once."""
+def _starts_ranks(settings: FitSettings, *, even_one: bool) -> bool:
+    """Return whether this process starts the ranks: not if it is one, and a single one only if that is asked for."""
     from lockstep.env import Launcher, RankEnv
     from lockstep.train.devices import PER_PROCESS, num_devices
 
     if RankEnv.from_environ(os.environ).launcher is not Launcher.NONE:
         return False
-    return settings.strategy in PER_PROCESS and (may_restart or num_devices(settings.devices) > 1)
+    return settings.strategy in PER_PROCESS and (even_one or num_devices(settings.devices) > 1)
 
 
 def _launch(
@@ -126,9 +137,12 @@ def _launch(
     min_ranks: int | None,
     watchdog: float | None,
     action: str | None,
+    logs: Logs,
 ) -> None:
     from lockstep.launcher.api import launch_with
     from lockstep.launcher.response import watch_of
+    from lockstep.telemetry.sinks.opening import require_package
+    from lockstep.telemetry.sinks.targets import parse_targets
     from lockstep.train.devices import num_devices
     from lockstep.train.load import load_task
     from lockstep.train.plan import check_batch
@@ -138,6 +152,8 @@ def _launch(
     task = load_task(task_file)
     for count in range(min(min_ranks or num_ranks, num_ranks), num_ranks + 1):
         check_batch(task, settings, count)
+    for target in parse_targets(settings.log_to or ()):
+        require_package(target)
     try:
         launch_with(
             _train_here,
@@ -145,7 +161,7 @@ def _launch(
             devices=num_ranks,
             max_restarts=max_restarts,
             min_ranks=min_ranks,
-            merges=True,
+            logs=logs,
             watch=watch_of(watchdog, action),
         )
     except RankFailed as error:

@@ -21,22 +21,33 @@ from lockstep.launcher import call
 from lockstep.launcher.devices import choose_num_ranks, threads_for
 from lockstep.launcher.guard import Guard
 from lockstep.launcher.local_rendezvous import BACKEND
-from lockstep.launcher.log_files import LogFiles
+from lockstep.launcher.log_files import DEFAULT_MIB
+from lockstep.launcher.logs import Logs
 from lockstep.launcher.output import forwarded, is_shared_with_children
 from lockstep.launcher.response import DEFAULT_WATCH, Watch
 from lockstep.launcher.streams import Streams
 from lockstep.launcher.supervise import Program, supervise
 from lockstep.launcher.surroundings import environment_restored
 
+AS_THEY_COME = Logs(merges=False)
+"""Ranks write to the terminal themselves."""
+
 
 def launch(
-    fn: Callable[..., Any], *args: Any, devices: int | str | None = None, timeout_s: float | None = None
+    fn: Callable[..., Any],
+    *args: Any,
+    devices: int | str | None = None,
+    timeout_s: float | None = None,
+    log_dir: str | os.PathLike[str] | None = None,
+    log_json: str | os.PathLike[str] | None = None,
+    log_size: float = DEFAULT_MIB,
+    log_level: str = "info",
 ) -> list[Any]:
     """Run ``fn(*args)`` on every device of this machine, each in a process of its own, and return the results by rank.
 
     The function calls `lockstep.init` to learn its rank. It and its arguments travel by cloudpickle, so functions of a
     notebook cell, closures and lambdas work, and a script needs no ``if __name__ == "__main__"``. What the ranks print
-    appears as usual.
+    appears as usual; if it is to be kept, merged into one stream as by ``lockstep run``.
 
     Blocks until all ranks have finished, or have stopped in order, as `fit` does at a signal. When one fails, or this
     process ends in any way, the others are ended.
@@ -46,6 +57,10 @@ def launch(
         args: The same for every rank.
         devices: The number of ranks; every GPU if ``None``, or every CPU core where there is none.
         timeout_s: How long the ranks may take; without limit if ``None``.
+        log_dir: Folder for a file ``rank-N.log`` of all that each rank writes.
+        log_json: File for every line of all ranks as JSON: its time, rank, stream and text.
+        log_size: Bound of each of these files in MiB; at half of it a file begins anew, with the half before beside it.
+        log_level: What is shown: ``info`` all, ``warning`` only what ranks write to standard error, ``error`` nothing.
 
     Raises:
         JobHangs: Ranks waited for more than a minute for one that does nothing.
@@ -53,8 +68,9 @@ def launch(
         LaunchTimeout: The ranks were not finished in time.
         ConfigurationError: There are fewer devices, the function cannot be sent, or this is a rank itself.
     """
+    logs = Logs(folder=log_dir, json_file=log_json, size_mib=log_size, level=log_level, merges=False)
     try:
-        return launch_with(fn, args, devices=devices, timeout_s=timeout_s)
+        return launch_with(fn, args, devices=devices, timeout_s=timeout_s, logs=logs)
     except Stopped as error:
         if error.results is None:
             raise
@@ -69,7 +85,7 @@ def launch_with(
     timeout_s: float | None = None,
     max_restarts: int = 0,
     min_ranks: int | None = None,
-    merges: bool = False,
+    logs: Logs = AS_THEY_COME,
     watch: Watch = DEFAULT_WATCH,
 ) -> list[Any]:
     """Do as `launch`, with what only commands offer.
@@ -81,7 +97,7 @@ def launch_with(
         timeout_s: Likewise.
         max_restarts: How often all ranks are started again, after one has failed.
         min_ranks: After a rank was killed, go on with one fewer, but no fewer than this; as many as before if ``None``.
-        merges: Whether what several ranks print is merged into one stream, as by ``lockstep run``.
+        logs: What becomes of what ranks write.
         watch: What is done about ranks that wait for each other.
 
     Raises:
@@ -98,12 +114,12 @@ def launch_with(
         program = Program("call", str(guard.run_dir), captures=captures, min_ranks=min_ranks)
         try:
             with ExitStack() as stack:
-                if merges and not captures and num_ranks > 1:
-                    streams = stack.enter_context(Streams(guard.run_dir, num_ranks, "info", LogFiles(None, None, 0)))
-                    program = replace(program, streams=streams)
+                if not captures and logs.are_read(num_ranks):
+                    streams = Streams(guard.run_dir, num_ranks, logs.level, logs.open_files())
+                    program = replace(program, streams=stack.enter_context(streams))
                 is_over = stack.enter_context(_time_limit(guard, timeout_s))
                 if captures:
-                    stack.enter_context(forwarded(guard.run_dir, num_ranks))
+                    stack.enter_context(forwarded(guard.run_dir, num_ranks, logs))
                 supervise(config, program, guard, python=sys.executable, watch=watch)
         except RankFailed as error:
             if is_over.is_set():

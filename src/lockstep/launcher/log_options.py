@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lockstep.errors import ConfigurationError
-from lockstep.launcher.log_files import DEFAULT_MIB, LogFiles
-from lockstep.launcher.streams import LEVELS, Streams
+from lockstep.launcher.log_files import DEFAULT_MIB
+from lockstep.launcher.logs import LEVELS, Logs
+from lockstep.launcher.streams import Streams
 
 
 def add_log_options(group: argparse._ArgumentGroup) -> None:
@@ -53,30 +53,17 @@ def make_streams(args: argparse.Namespace, run_dir: Path, num_ranks: int) -> Str
     Raises:
         ConfigurationError: The options do not go together, or files cannot be written.
     """
-    level = level_of(args)
     is_torchruns = args.redirects != "0" or args.tee != "0"
     # Then every rank takes itself to be local rank 0, and they could not be told apart.
     is_virtual = bool(getattr(args, "virtual_local_rank", False))
-    asked = {"--log-json": args.log_json is not None, f"--log-level {level}": level != "info"}
-    asked["--log-dir"] = args.log_dir is not None and not is_torchruns
-    if is_torchruns or is_virtual or args.logs == "raw":
-        if any(asked.values()):
-            names = " and ".join(name for name, is_asked in asked.items() if is_asked)
-            what = "--redirects and --tee" if is_torchruns else "--virtual-local-rank" if is_virtual else "--logs raw"
-            raise ConfigurationError(f"{names} cannot be had with {what}.\nLeave one of them out.")
-        return None
-    if num_ranks == 1 and not any(asked.values()):
-        return None
-    if not args.log_size > 0:
-        raise ConfigurationError(f"--log-size {args.log_size:g} is no size.\nPass MiB, such as 100.")
-    folder = None if args.log_dir is None else Path(args.log_dir)
-    try:
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-        json_file = None if args.log_json is None else Path(args.log_json)
-        files = LogFiles(folder, json_file, int(args.log_size * 2**20))
-    except OSError as error:
-        raise ConfigurationError(
-            f"{error.filename} cannot be written: {error.strerror}.\nName another place with --log-dir or --log-json."
-        ) from None
-    return Streams(run_dir, num_ranks, level, files)
+    is_raw = is_torchruns or is_virtual or args.logs == "raw"
+    logs = Logs(
+        folder=None if is_torchruns else args.log_dir,
+        json_file=args.log_json,
+        size_mib=args.log_size,
+        level=level_of(args),
+        merges=not is_raw,
+    )
+    if is_raw:
+        logs.refuse("--redirects and --tee" if is_torchruns else "--virtual-local-rank" if is_virtual else "--logs raw")
+    return Streams(run_dir, num_ranks, logs.level, logs.open_files()) if logs.are_read(num_ranks) else None

@@ -7,11 +7,13 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 from lockstep.launcher.live_view import make_notebook_view
+from lockstep.launcher.log_files import LogFiles
+from lockstep.launcher.logs import LEVELS, Logs
 
 STREAMS = ("stdout", "stderr")
 
@@ -32,17 +34,19 @@ def is_shared_with_children() -> bool:
 
 
 @contextmanager
-def forwarded(run_dir: Path, num_ranks: int) -> Iterator[None]:
-    """Print the lines of all ranks with their number, as they come, while inside."""
+def forwarded(run_dir: Path, num_ranks: int, logs: Logs) -> Iterator[None]:
+    """Print the lines of all ranks with their number, as they come, while inside, and keep them in files."""
     done = threading.Event()
     with ExitStack() as stack:
+        files = stack.enter_context(closing(logs.open_files()))
         view = make_notebook_view(run_dir)
         tails = []
         for rank in range(num_ranks):
             for stream in STREAMS:
                 path = path_of(run_dir, stream, rank)
                 path.touch()
-                tails.append(_Tail(stack.enter_context(path.open("rb")), stream, f"[rank {rank}] "))
+                file = stack.enter_context(path.open("rb"))
+                tails.append(_Tail(file, stream, rank, files, is_shown=stream in LEVELS[logs.level]))
 
         def follow() -> None:
             while not done.wait(_INTERVAL_S):
@@ -67,10 +71,9 @@ def forwarded(run_dir: Path, num_ranks: int) -> Iterator[None]:
 class _Tail:
     """One stream of one rank."""
 
-    def __init__(self, file: BinaryIO, stream: str, prefix: str) -> None:
-        self._file = file
-        self._stream = stream
-        self._prefix = prefix
+    def __init__(self, file: BinaryIO, stream: str, rank: int, files: LogFiles, *, is_shown: bool) -> None:
+        self._file, self._stream, self._rank = file, stream, rank
+        self._files, self._is_shown = files, is_shown
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._rest = ""
 
@@ -81,10 +84,12 @@ class _Tail:
         *lines, self._rest = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
         if final and self._rest:
             lines.append(self._rest)
-        if lines:
+        for line in lines:
+            self._files.line(self._rank, self._stream, line)
+        if lines and self._is_shown:
             # Looked up each time: a notebook replaces it from cell to cell.
             print(
-                "".join(f"{self._prefix}{line}\n" for line in lines),
+                "".join(f"[rank {self._rank}] {line}\n" for line in lines),
                 end="",
                 file=getattr(sys, self._stream),
                 flush=True,

@@ -17,11 +17,9 @@ from types import TracebackType
 
 from lockstep.launcher.live_view import LiveView, make_live_view
 from lockstep.launcher.log_files import LogFiles
+from lockstep.launcher.logs import LEVELS
 from lockstep.launcher.merging import HOLD_S, Merger, Shown
 from lockstep.launcher.output import STREAMS
-
-LEVELS = {"info": ("stdout", "stderr"), "warning": ("stderr",), "error": ()}
-"""Which of the ranks' streams the terminal shows."""
 
 _PARTIAL_S = 0.2
 """What stands at the end of the first rank's output without a line end is shown after so long, such as a prompt."""
