@@ -19,7 +19,9 @@ class Progress:
         num_calls: Calls of communication that went through groups which do not count them themselves.
         waited_s: Seconds that this rank has spent in collectives that block it, since it began.
         failure: The exception that ended this rank's part in the job, although its process may go on.
-        on_failure: What to call with that exception, at once: the launcher is to learn of it before peers notice.
+        held_up: The exception that will end this program, while a ``finally`` holds it up.
+        on_failure: What to call with such an exception, at once: the launcher is to learn of it before peers notice.
+        passing: File and line of objects of ``with`` that let exceptions pass; see telemetry/uncaught.py.
         wants_pace: Whether somebody reads ``pace``.
         pace: What the last steps took by phase, for the launcher to compare the ranks; see telemetry/stragglers.py.
         waits: Where the engine is to add when its own work of a step was done and when the step was over, for a loop
@@ -31,10 +33,12 @@ class Progress:
         "_step",
         "bucket",
         "failure",
+        "held_up",
         "mark",
         "num_calls",
         "on_failure",
         "pace",
+        "passing",
         "phase",
         "waited_s",
         "waits",
@@ -50,7 +54,9 @@ class Progress:
         self.num_calls = 0
         self.waited_s = 0.0
         self.failure: str | None = None
+        self.held_up: str | None = None
         self.on_failure: Callable[[BaseException], None] | None = None
+        self.passing: set[tuple[str, int]] = set()
         self.wants_pace = False
         self.pace: dict[str, Any] | None = None
         self.waits: list[tuple[Any, Any]] | None = None

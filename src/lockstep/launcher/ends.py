@@ -26,9 +26,9 @@ def ends_of(failures: Mapping[int, ProcessFailure], guard: Guard, resources: Res
     ended = guard.ended_at_ns({failure.pid for failure in failures.values()})
     ends = [_end(rank, failure, ended, guard.run_dir, resources) for rank, failure in failures.items()]
     for path in guard.run_dir.glob("failure-*"):
-        rank = int(path.name.partition("-")[2])
-        if path.suffix != ".new" and rank not in failures and (record := _record_of(_read(path))):
-            ends.append(_raised(rank, 0, 0, None, record, guard.run_dir))
+        number = path.name.partition("-")[2]  # of one that is being written, it ends in .new
+        if number.isdigit() and int(number) not in failures and (record := _record_of(_read(path))):
+            ends.append(_raised(int(number), 0, 0, None, record, guard.run_dir))
     return ends
 
 

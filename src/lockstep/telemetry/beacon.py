@@ -22,6 +22,7 @@ from lockstep import progress
 from lockstep.telemetry.device_memory import device_memory
 from lockstep.telemetry.flight import awaited, calls_so_far
 from lockstep.telemetry.imported import imported
+from lockstep.telemetry.lookout import Lookout
 from lockstep.telemetry.step_mark import make_mark
 from lockstep.telemetry.torch_buckets import TorchBuckets
 
@@ -60,10 +61,11 @@ class Beacon:
             faulthandler.register(signal.SIGRTMIN + STACKS_SIGNAL_OFFSET, self._stacks, all_threads=True)
 
     def start(self) -> None:
-        """Start the thread; it ends with the process."""
+        """Start the thread, and one that looks for what should be known sooner; they end with the process."""
         progress.now.wants_pace = True
         self.write()
         threading.Thread(target=self._run, name="lockstep-beacon", daemon=True).start()
+        Lookout().start()
 
     def write(self) -> None:
         """Write what this rank does now."""
@@ -90,6 +92,7 @@ class Beacon:
             "collective": self._collective or "",
             "handles": _handled(ident),
             "failure": now.failure,
+            "held_up": now.held_up,
             "uses_gpu": _uses_gpu(),
             "pace": now.pace,
             "devices": self._devices,

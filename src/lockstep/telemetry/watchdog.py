@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shutil
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.comm.bulletin import Bulletin
+from lockstep.telemetry.failed_ranks import FailedRanks
 from lockstep.telemetry.life import HAS_PROC, Life, sample, state_of
 from lockstep.telemetry.pace import PaceKeeper
 from lockstep.telemetry.report import report
@@ -24,9 +22,6 @@ from lockstep.telemetry.seen import RankSeen, operation, waits_outside
 from lockstep.telemetry.stacks import busy_workers, keep_stacks
 from lockstep.telemetry.verdict import Verdict, judge
 
-_PERIOD_S = 0.5
-_FAILED_S = 0.4
-"""How long others may wait for a rank that has failed and does not end."""
 _SETTLED_S = 1.0
 """A rank that has been at one place for so long is looked at more closely."""
 _NUM_REPORTS = 5
@@ -67,7 +62,7 @@ class Watchdog:
         self._pace = PaceKeeper(on_slow)
         self._over = threading.Event()
         self._lives: dict[int, Life] = {}
-        self._failed_since: dict[int, float] = {}
+        self._failed = FailedRanks(run_dir, num_nodes)
         self._told, self._num_reports, self._num_posts = Verdict.FINE, 0, 0
         self._elsewhere: dict[int, tuple[int, float]] = {}
         self._thread = threading.Thread(target=self._run, name="lockstep-watchdog", daemon=True)
@@ -85,12 +80,12 @@ class Watchdog:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._over.wait(_FAILED_S if self._failed_since else _PERIOD_S):
+        while not self._failed.rest(self._over):
             seen, pids = self._look()
             if not seen:
                 continue
             self._resources.look(pids)
-            self._end_failed(seen, pids)
+            self._failed.end(seen, pids)
             everywhere, num_seen = self._merged(seen)
             verdict = judge(
                 everywhere, self._patience_s, is_strict=self._is_strict, sees_all=num_seen >= self._num_nodes
@@ -160,22 +155,9 @@ class Watchdog:
             collective=said["collective"],
             handles=said["handles"],
             failure=said["failure"] or "",
+            held_up=said["held_up"] or "",
             uses_gpu=said["uses_gpu"],
         )
-
-    def _end_failed(self, seen: list[RankSeen], pids: dict[int, int]) -> None:
-        """Kill a rank that has failed but whose process goes on, if others wait: so they learn of it now."""
-        now_s = time.monotonic()
-        is_awaited = any(operation(each) is not None for each in seen)
-        for each in seen:
-            if not each.failure:
-                self._failed_since.pop(each.rank, None)
-                continue
-            since_s = self._failed_since.setdefault(each.rank, now_s)
-            # With several machines those that wait may be elsewhere.
-            if now_s - since_s >= _FAILED_S and (is_awaited or self._num_nodes > 1):
-                with contextlib.suppress(KeyError, ProcessLookupError, PermissionError):
-                    os.kill(pids[each.rank], signal.SIGKILL)
 
     def _merged(self, seen: list[RankSeen]) -> tuple[list[RankSeen], int]:
         """Return what is seen of the ranks of all machines, and of how many that is."""
