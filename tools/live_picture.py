@@ -5,6 +5,7 @@ Usage: python -m tools.live_picture [FILE]
 
 import io
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -22,8 +23,8 @@ from lockstep.train.progress import Display
 REPO = Path(__file__).parents[1]
 FILE = REPO / "docs" / "pictures" / "live.svg"
 WIDTH, HEIGHT = 100, 30
-SLOW_RANK, SLOW_S = 2, 0.006
-AT_STEP = 250
+SLOW_RANK, SLOW_S = 2, 0.03
+AT_STEP = 150
 
 
 class LastPicture(Display):
@@ -60,7 +61,7 @@ def train() -> list[Text]:
 
     object.__setattr__(task, "loss", loss)
     with patch("lockstep.train.run.make_display", lambda view, silent: display):
-        lockstep.fit(task, strategy="ddp", steps=600, clip=1.0, eval_every=10_000)
+        lockstep.fit(task, strategy="ddp", steps=400, clip=1.0, eval_every=10_000)
     return display.lines
 
 
@@ -70,7 +71,9 @@ def main() -> None:
     console = Console(file=io.StringIO(), record=True, width=WIDTH, force_terminal=True, color_system="truecolor")
     for line in lines:
         console.print(line, no_wrap=True, overflow="ignore", highlight=False)
-    Path(sys.argv[1] if len(sys.argv) > 1 else FILE).write_text(console.export_svg(title="lockstep train --devices 4"))
+    page = console.export_svg(title="lockstep train --devices 4")
+    page = re.sub(r"@font-face \{.*?\}\s*", "", page, flags=re.DOTALL)  # which come from the network
+    Path(sys.argv[1] if len(sys.argv) > 1 else FILE).write_text(page.replace("Fira Code,", ""))
 
 
 if __name__ == "__main__":

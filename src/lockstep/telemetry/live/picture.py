@@ -12,17 +12,17 @@ from collections.abc import Iterable, Sequence
 from rich.text import Text
 
 from lockstep.telemetry.live.snapshot import EventFigures, RankFigures, Snapshot
-from lockstep.telemetry.live.words import duration, milliseconds, name_of, shares, size
+from lockstep.telemetry.live.words import duration, milliseconds, name_of, shares, size, slowest_of
 
 LETTERS = {
-    "data_wait_s": ("D", "#E69F00"),
-    "forward_s": ("F", "#56B4E9"),
-    "backward_s": ("B", "#0072B2"),
-    "wire_s": ("X", "#009E73"),
-    "peers_s": ("W", "#D55E00"),
-    "optimizer_s": ("O", "#CC79A7"),
+    "data_wait_s": ("D", "#000000 on #E69F00"),
+    "forward_s": ("F", "#000000 on #56B4E9"),
+    "backward_s": ("B", "#FFFFFF on #0072B2"),
+    "wire_s": ("X", "#000000 on #009E73"),
+    "peers_s": ("W", "#000000 on #D55E00"),
+    "optimizer_s": ("O", "#000000 on #CC79A7"),
 }
-"""Letter and colour of each part of a step."""
+"""Letter and colours of each part of a step."""
 
 MOST_RANKS = 16
 """With more ranks, only the extremes have a line."""
@@ -97,8 +97,8 @@ def bar(ranks: Iterable[RankFigures], width: int) -> Text:
     for part, share in shares(ranks).items():
         reached += share
         until = min(width, round(reached * width))
-        letter, colour = LETTERS[part]
-        text.append(letter * (until - column), style=f"black on {colour}")
+        letter, colours = LETTERS[part]
+        text.append(letter * (until - column), style=colours)
         column = max(column, until)
     return text
 
@@ -116,11 +116,11 @@ def _legend(snapshot: Snapshot, width: int) -> list[Text]:
     for part, share in shares(snapshot.ranks).items():
         if share < 0.005 and part != "data_wait_s":
             continue
-        letter, colour = LETTERS[part]
+        letter, colours = LETTERS[part]
         words = f" {name_of(part, snapshot.ranks)} {share:.0%}  "
         if len(lines[-1]) > 2 and len(lines[-1]) + 1 + len(words) > width:
             lines.append(Text("  "))
-        lines[-1].append(letter, style=f"black on {colour}")
+        lines[-1].append(letter, style=colours)
         lines[-1].append(words)
     return lines
 
@@ -145,8 +145,8 @@ def _ranks(snapshot: Snapshot, width: int, room: int) -> list[Text]:
 
 
 def _rank(each: RankFigures, snapshot: Snapshot, width: int) -> Text:
-    slowest = snapshot.slowest
-    is_slowest = len(snapshot.ranks) > 1 and slowest is not None and slowest.rank == each.rank
+    slowest = slowest_of(snapshot)
+    is_slowest = slowest is not None and slowest.rank == each.rank
     text = Text(f"rank {each.rank:<3} ", style="bold" if is_slowest else "")
     if width >= _NARROW and each.step_s:
         text.append_text(bar([each], 20))
