@@ -1,8 +1,10 @@
 """``lockstep run --monitor``: finds the training loop of a script that knows nothing of it.
 
 [Note: finding the model]
-Until the first optimizer has stepped, a hook sees every module of the process begin its forward. The outermost ones
-that train are the models; they get hooks of their own, and the one that sees everything is taken away.
+Until optimizers have stepped some times, every call of a module of the process is looked at. The outermost ones that
+train are the models; they get hooks of their own, and nobody looks at calls any more. Global hooks of torch would do
+the same, but compiled models warn of those. What is compiled while calls are looked at may be compiled again later, so
+as soon as a compiled model is found, no further ones are looked for.
 """
 
 from __future__ import annotations
@@ -13,20 +15,19 @@ import json
 import os
 import sys
 import threading
-import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lockstep import progress
 from lockstep.comm.clocks import Offset, measure_offsets
 from lockstep.comm.collectives import backend_name
-from lockstep.observe.forwards import in_backward
+from lockstep.observe.forwards import has_compiled_call, in_backward
 from lockstep.observe.hook import Hook
 from lockstep.observe.session import Place
 from lockstep.observe.watch import Watch
@@ -74,28 +75,24 @@ class Attached:
         self._watch: Watch | None = None
         self._num_looks = self._num_steps = 0
         self._is_looking = True
-        self._handles: list[Any] = [
-            register_module_forward_pre_hook(Hook(self._on_forward, self._fail)),
-            register_optimizer_step_post_hook(Hook(self._on_step, self._fail)),
-        ]
-        # torch says so of any hook that sees all modules; what it warns of, this one is made for.
-        warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
+        self._undo = _before_calls(Hook(self._on_call, self._fail))
+        self._handle = register_optimizer_step_post_hook(Hook(self._on_step, self._fail))
         if int(os.environ.get("LOCAL_WORLD_SIZE") or 1) < self._num_ranks:
             self._compare_clocks_at_wrapping()
 
     def stop(self) -> None:
         """Look for no training loop any more; one that was found is not recorded any further."""
         self._look_no_more()
+        self._handle.remove()
         if self._watch is not None:
             self._watch.close()
 
     def _look_no_more(self) -> None:
         self._is_looking = False
-        while self._handles:
-            self._handles.pop().remove()
+        self._undo()
 
-    def _on_forward(self, module: nn.Module, _: Any) -> None:
-        """Take notice of a forward of any module; see [Note: finding the model]."""
+    def _on_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Take notice of a call of any module; see [Note: finding the model]."""
         if not self._is_looking or not torch.is_grad_enabled() or not module.training:
             return
         self._num_looks += 1
@@ -125,14 +122,15 @@ class Attached:
             )
         else:
             self._watch.add_model(module)
-        self._watch.forward_begins(module)
+        self._watch.forward_begins(module, args, kwargs)
+        if any(_is_compiled(part) for part in module.modules()):
+            self._look_no_more()
 
     def _on_step(self, *_: Any) -> None:
         """Take notice that any optimizer has stepped: after a few steps all models have been seen."""
         self._num_steps += self._watch is not None
         if self._num_steps >= _NUM_STEPS:
-            self._is_looking = False
-            self._handles[0].remove()  # the other one is being called
+            self._look_no_more()
 
     def _place(self) -> Place:
         # Nothing is said to other ranks: nobody knows where they are in the script.
@@ -162,6 +160,29 @@ class Attached:
     def _say(self, text: str) -> None:
         if self._rank == 0:
             sys.stderr.write(f"lockstep: {text}\n")
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return has_compiled_call(module) or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
+
+
+def _before_calls(look: Hook) -> Callable[[], None]:
+    """Have ``look`` called before any module of the process is; return what undoes that."""
+    owner: Any = nn.Module
+    original = owner.__call__
+
+    @functools.wraps(original)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        look(self, args, kwargs)
+        return original(self, *args, **kwargs)
+
+    def undo() -> None:
+        if owner.__call__ is call:
+            owner.__call__ = original
+
+    owner.__call__ = call
+    return undo
 
 
 def _after_init(kind: Any, then: Hook) -> None:

@@ -35,6 +35,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def has_compiled_call(module: nn.Module) -> bool:
+    """Return whether calls of a module go to a compiled function, hooks and all, as ``module.compile()`` has it."""
+    return module._compiled_call_impl is not None
+
+
 class Forwards:
     """Tells of the forwards and backwards of models.
 
@@ -54,20 +59,22 @@ class Forwards:
         self._task = -1
         self._trains = False
         self._num_inputs = 0
-        self._handles: list[Any] = []
+        self._undo: list[Callable[[], None]] = []
 
     def watch(self, model: nn.Module) -> None:
         """Watch a model from now on."""
         before, behind = Hook(self.begins, self._fail), Hook(self._ends, self._fail)
-        self._handles += [
-            model.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-            model.register_forward_hook(behind, with_kwargs=True),
-        ]
+        if has_compiled_call(model):
+            self._undo.append(_around_compiled(model, before, behind))
+            return
+        pre = model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        post = model.register_forward_hook(behind, with_kwargs=True)
+        self._undo += [pre.remove, post.remove]
 
     def stop(self) -> None:
         """Watch no model any more."""
-        while self._handles:
-            self._handles.pop().remove()
+        while self._undo:
+            self._undo.pop()()
 
     def begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Take notice that a forward begins."""
@@ -111,3 +118,21 @@ class Forwards:
 
     def _backward_ends(self) -> None:
         self._steps.backward_ends(self._take_stamps())
+
+
+def _around_compiled(model: nn.Module, before: Hook, behind: Hook) -> Callable[[], None]:
+    """Have hooks called around the compiled function of a model, not in it; return what undoes that."""
+    original: Any = model._compiled_call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before(model, args, kwargs)
+        output = original(*args, **kwargs)
+        behind(model, args, kwargs, output)
+        return output
+
+    def undo() -> None:
+        if model._compiled_call_impl is call:
+            model._compiled_call_impl = original
+
+    model._compiled_call_impl = call
+    return undo

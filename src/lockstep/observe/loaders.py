@@ -68,6 +68,8 @@ def watch_loader(loader: DataLoader[Any], batches: Batches) -> Undo:
 
     Nothing that is put there keeps the loader or its iterators alive: loader processes end when they always did.
     """
+    inner = getattr(loader, "base_dataloader", None)  # Accelerate's iterate one within
+    loader = inner if isinstance(inner, DataLoader) else loader
     kind, known = type(loader), weakref.ref(loader)
 
     def get_iterator() -> Any:

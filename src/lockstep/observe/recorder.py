@@ -9,7 +9,7 @@ runs Python, the thread that trains cannot.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from lockstep.train.stopwatch import seconds_between
 _PIECE, _PIECE_PAUSE_S = 32, 0.001
 _BEHIND = 50_000
 """So many steps in the queue, and there are no pauses any more."""
+_NUM_SIZED = 1000
 
 
 class Recorder:
@@ -39,7 +40,7 @@ class Recorder:
         first_step: Steps done before.
 
     Attributes:
-        last: The last step that was written.
+        sizes: How many of the first steps had how many samples.
     """
 
     def __init__(self, writer: LineWriter, engine: Engine, *, num_ranks: int, first_step: int) -> None:
@@ -48,7 +49,7 @@ class Recorder:
         self._queue: deque[Step | dict[str, Any]] = deque()
         self._num_done = first_step
         self._owing: Step | None = None
-        self.last: Step | None = None
+        self.sizes: Counter[int] = Counter()
         self._beats = Beats(self.drain)
 
     def opened(self, step: Step) -> None:
@@ -124,4 +125,5 @@ class Recorder:
         self._lines.take(step_line(step, self._engine, began_s, num_ranks=self._num_ranks))
         if has_timeline(step.number):
             self._writer.add(timeline_line(step, self._engine, began_s))
-        self.last = step
+        if step.number < _NUM_SIZED:
+            self.sizes[step.samples] += 1

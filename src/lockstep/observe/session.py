@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -17,7 +18,6 @@ from torch import nn
 from lockstep.comm.clocks import Offset, measure_offsets
 from lockstep.comm.collectives import Group, all_gather_object, backend_name, default_group, is_initialized
 from lockstep.errors import ConfigurationError
-from lockstep.observe.step import Step
 from lockstep.telemetry.provenance import Provenance, gather
 from lockstep.telemetry.record.writer import LineWriter
 from lockstep.train.run_file import RunFile, clocks_line, describe_rank, how_called, meet, open_rank_file, start_line
@@ -139,13 +139,19 @@ class Session:
             self._file = RunFile(folder, session, world_size=place.num_ranks, fresh=fresh)
             self._file.write()
 
-    def finish(self, last: Step | None, num_steps: int, offsets: Sequence[Offset] = ()) -> None:
-        """Keep what is known at the end. Blocks for the disk, on rank zero."""
+    def finish(self, sizes: Counter[int], num_steps: int, offsets: Sequence[Offset] = ()) -> None:
+        """Keep what is known at the end. Blocks for the disk, on rank zero.
+
+        Args:
+            sizes: How many steps had how many samples of this rank.
+            num_steps: That were done.
+            offsets: Of the ranks' clocks, if they were compared.
+        """
         if self._file is None:
             return
         self._file.session["num_steps"] = num_steps
-        if last is not None and last.samples:
-            self._file.session["global_batch_size"] = last.samples * self._place.num_ranks
+        if sizes:
+            self._file.session["global_batch_size"] = sizes.most_common(1)[0][0] * self._place.num_ranks
         if offsets:
             self._file.session["clocks"]["end"] = clocks_line(offsets, time.time())
         self._file.write()

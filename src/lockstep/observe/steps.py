@@ -137,6 +137,10 @@ class Steps:
         self._add("data_wait", came)
         self._since = came
 
+    def batch_was(self, num_samples: int) -> None:
+        """Take notice that a batch came before anybody looked."""
+        self._unclaimed += num_samples
+
     # --- forward and backward ---------------------------------------------------------------------------------------
 
     def forward_begins(self) -> None:

@@ -19,10 +19,11 @@ from lockstep.comm.clocks import Offset
 from lockstep.comm.collectives import is_initialized
 from lockstep.errors import ConfigurationError
 from lockstep.observe.engine import find_engine
-from lockstep.observe.forwards import Forwards
+from lockstep.observe.forwards import Forwards, has_compiled_call
 from lockstep.observe.loaders import Batches, watch_all_loaders, watch_loader
 from lockstep.observe.optimizers import Optimizers
 from lockstep.observe.recorder import Recorder
+from lockstep.observe.samples import num_samples
 from lockstep.observe.session import Place, Session
 from lockstep.observe.step import Value
 from lockstep.observe.steps import Steps
@@ -146,9 +147,12 @@ class Watch:
         self._engine.include(find_engine([model], self._device, self._place.num_ranks if is_initialized() else 1))
         self._forwards.watch(model)
 
-    def forward_begins(self, model: nn.Module) -> None:
-        """Take notice of a forward that has begun before its model was watched."""
-        self._forwards.begins(model, (), {})
+    def forward_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Take notice of a forward that has begun before its model was watched, and so maybe before its batch was."""
+        if self._steps.current is None:
+            self._steps.batch_was(num_samples(args) or num_samples(kwargs))
+        if not has_compiled_call(model):  # whose calls are timed already
+            self._forwards.begins(model, args, kwargs)
 
     @property
     def in_forward(self) -> bool:
@@ -185,7 +189,7 @@ class Watch:
         self._steps.is_over = True
         self._recorder.event(event, text or f"{self._steps.num_done} steps done")
         self._recorder.close(waits=event != "error")
-        self._session.finish(self._recorder.last, self._steps.num_done, offsets)
+        self._session.finish(self._recorder.sizes, self._steps.num_done, offsets)
 
     def _at_exit(self) -> None:
         # Set by the interpreter when an exception ended the script.
