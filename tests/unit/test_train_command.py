@@ -137,17 +137,23 @@ def test_every_setting_is_a_flag_and_arrives(mine, monkeypatch):
         "eval_every": 4,
         "run_dir": "record",
         "log_file": "log",
+        "log_to": "jsonl:figures,prometheus:9200",
+        "profile_steps": "3,2",
+        "profile_dir": "traces",
+        "view": "lines",
     }
-    switches = {"quiet": True, "keep_best": True, "checkpoint_blocking": True}
+    names = ("quiet", "keep_best", "checkpoint_blocking", "profile", "nvtx")
+    switches = dict.fromkeys(names, True)
     args = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    assert main(["train", "mine.py", *args, "--quiet", "--keep-best", "--checkpoint-blocking", "--no-resume"]) == 0
+    args += [f"--{name.replace('_', '-')}" for name in names]
+    assert main(["train", "mine.py", *args, "--no-resume"]) == 0
     others = ["--epochs", "2", "--resume", "--checkpoint", "runs", "--reproducible", "4", "--threads", "2"]
     others += ["--workers", "auto"]
     assert main(["train", "mine.py", *others]) == 0
     assert main(["train", "mine.py", "--wire", "bf16", "--bucket-cap-mb", "2.5", "--overlap-optimizer"]) == 0
     assert main(["train", "mine.py", "--bucket-cap-mb", "auto"]) == 0
     assert seen == [
-        FitSettings(**{**flags, "shares": (2, 1.5)}, **switches, resume=False),
+        FitSettings(**{**flags, "shares": (2, 1.5), "profile_steps": (3, 2)}, **switches, resume=False),
         FitSettings(epochs=2, resume=True, checkpoint="runs", reproducible=4, threads=2, workers="auto"),
         FitSettings(wire="bf16", bucket_cap_mb=2.5, overlap_optimizer=True),
         FitSettings(bucket_cap_mb="auto"),
@@ -180,5 +186,5 @@ def test_a_run_in_this_process(mine, capfd):
         "global batch 8 = 2 devices x 4 samples",
         "learning rate x 2: linear scaling from base batch 4 to 8; warm-up over 1 step, then constant",
     ]
-    assert len(lines) == 4
-    assert lines[3].startswith("3 steps in ")
+    assert len(lines) == 5
+    assert lines[3].startswith("3 steps in ") and lines[4].startswith("a step took ")
