@@ -10,7 +10,7 @@ import lockstep
 from lockstep.errors import ConfigurationError
 from lockstep.study.report.read import read_run
 from lockstep.telemetry import ranges
-from tests.training import make_task
+from tests.training import make_task, mean_loss
 
 
 def spans_of(path):
@@ -102,6 +102,28 @@ def test_a_run_that_is_over_too_soon_says_so_and_one_cut_short_writes_what_there
     (text,) = ranks(1)(train, 5, (4, 9))[0]
     assert text.startswith("steps 4 to 5 profiled: ")
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["rank-0.steps-4-5.pt.trace.json"]
+
+
+def test_an_error_within_a_profiled_step_ends_the_profiler_and_what_it_has_seen_is_written(ranks, tmp_path):
+    def train(world, steps):
+        calls = []
+
+        def loss(model, batch):
+            calls.append(batch)
+            if len(calls) == 5 and world.rank == 1:
+                raise RuntimeError("on purpose")
+            return mean_loss(model, batch)
+
+        task, settings = make_task(loss=loss), {"profile": True, "profile_dir": tmp_path, "quiet": True}
+        lockstep.fit(task, steps=steps, profile_steps=(4, 9) if steps > 5 else None, **settings)
+        return ranges.now
+
+    assert str(ranks(2).each(train, 9, timeout=30.0)[1].error) == "on purpose"
+    assert ranks(2)(train, 3) == [None, None]  # and the profiler begins again
+    names = [path.name for path in sorted(tmp_path.iterdir())]
+    assert names == [f"rank-{rank}.steps-{steps}.pt.trace.json" for rank in (0, 1) for steps in ("1-3", "4-5")]
+    (told,) = {span[2] for span in spans_of(tmp_path / names[3]) if span[2].startswith("step")} - {"step 4"}
+    assert told == "step 5"
 
 
 def test_a_folder_that_a_rank_cannot_write_to_is_an_error_on_all(ranks, tmp_path):

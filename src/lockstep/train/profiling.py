@@ -121,7 +121,7 @@ class Profiling:
         """End the profiler, if it runs: an error has ended the run. What it has seen is written."""
         if self._began:
             with suppress(Exception):
-                self._write()
+                self._write(half_done=1)
         elif self._profiler is not None:  # made ready, and not started
             with suppress(Exception):
                 self._profiler.start_trace()
@@ -132,21 +132,27 @@ class Profiling:
         config = None
         if self._all_threads:
             config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-        self._profiler = profile(activities=self._activities, experimental_config=config)
+        # Each stretch has a profiler of its own; one that adds up does not warn that it begins anew.
+        profiler = profile(activities=self._activities, experimental_config=config, acc_events=True)
         try:
-            self._profiler.prepare_trace()
+            profiler.prepare_trace()
         except RuntimeError as error:
             raise ConfigurationError(
                 f"torch.profiler cannot begin: {(str(error).splitlines() or [''])[0]}\n"
                 "Another profiler is probably at work in this process: end that one, or leave profile out."
             ) from error
+        self._profiler = profiler
 
-    def _write(self) -> str:
-        """Stop the profiler and write its trace; return what to say of it. Blocks on CUDA for the device."""
+    def _write(self, half_done: int = 0) -> str:
+        """Stop the profiler and write its trace; return what to say of it. Blocks on CUDA for the device.
+
+        Args:
+            half_done: Steps that an error has cut short, which are in the trace as well.
+        """
         assert self._profiler is not None
         ranges.now = self._names if self._nvtx else None
         profiler, self._profiler = self._profiler, None
-        first, last, self._began = self._began, self._run.num_steps_done, 0
+        first, last, self._began = self._began, self._run.num_steps_done + half_done, 0
         profiler.stop_trace()
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
         path = self._folder / f"rank-{self._rank}.steps-{first}-{last}.pt.trace.json"
