@@ -99,14 +99,12 @@ WAYS = [
     ("torch-ddp", {}, "forward"),
     ("ddp", {"reproducible": 4}, "backward"),
     ("ddp-zero1", {}, "loader"),
-    ("fsdp", {}, "loader"),
+    ("fsdp", {}, "backward"),
 ]
 
 
 @pytest.mark.timeout(120)
 def test_it_does_with_other_engines_too(ranks, tmp_path):
-    """Under fsdp, where work and exchange alternate, as far as the loader and the optimizer go."""
-
     def train(world):
         import os
 

@@ -9,22 +9,27 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.collectives import Group
+from lockstep.comm.timed_collectives import count_waits
 
 
-def fully_shard_units(root: nn.Module, units: Iterable[nn.Module], *, group: Group, device: torch.device) -> None:
+def fully_shard_units(root: nn.Module, units: Iterable[nn.Module], *, group: Group, device: torch.device) -> bool:
     """Divide the parameters of ``root`` among the ranks: those of each unit together, then the rest.
 
     Parameters become ``DTensor``, on ``device``. Those of a unit are whole on every rank only while it computes.
 
     Collective: every rank, with modules of the same shapes. Blocks.
+
+    Returns:
+        Whether what a rank waits for the others in forward and backward is counted, in `lockstep.progress`.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = DeviceMesh.from_group(group, device.type)
-    for unit in units:
+    divided = [*units, root]
+    for unit in divided:
         fully_shard(unit, mesh=mesh)
-    fully_shard(root, mesh=mesh)
+    return device.type == "cpu" and count_waits(divided)
 
 
 def sum_gradients(root: nn.Module, *, over_ranks: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from lockstep.comm.world import World
 from lockstep.data.loader import MicroBatch
 from lockstep.errors import ConfigurationError, ModelMismatch
 from lockstep.train.objective import LossModule, Objective, Part
-from lockstep.train.own_work import own_work_unknown
+from lockstep.train.own_work import own_work_unknown, tell_waits_apart
 from lockstep.train.strategy import Pass, Strategy, scaled
 from lockstep.train.task import build_model
 from lockstep.train.whole_state import take_whole_model
@@ -41,7 +42,7 @@ class FullyShard(Strategy):
         require_same_weights(model, world)
         self._module = LossModule(model, objective)
         units = find_units(model) if self._task.shard is None else list(self._task.shard(model))
-        fully_shard_units(self._module, units, group=world.group, device=device)
+        self._counts_waits = fully_shard_units(self._module, units, group=world.group, device=device)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
         def local_gradients() -> list[Tensor]:
@@ -70,12 +71,14 @@ class FullyShard(Strategy):
                 "Leave the last batch of an epoch out (drop_last=True in the task), or use strategy ddp-zero1."
             )
         sum_gradients(self._module, over_ranks=how.sync)
-        with own_work_unknown(how.watch):
+        with contextlib.nullcontext() if self._counts_waits else own_work_unknown(how.watch):
             part: Part = self._module(micro.batches[0], micro.sizes[0])
             how.watch.lap("forward_s")
             how.after_forward([part])
             scaled(part, how.scale * self._num_ranks).backward()  # torch's mean over the ranks becomes the sum again
         how.watch.lap("backward_s")
+        if self._counts_waits:
+            tell_waits_apart(how.watch)
 
 
 def find_units(model: nn.Module) -> list[nn.Module]:

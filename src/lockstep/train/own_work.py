@@ -42,7 +42,7 @@ def own_work_told(loss: Tensor, watch: Stopwatch) -> Iterator[None]:
 
 
 def tell_waits_apart(watch: Stopwatch) -> None:
-    """Tell `progress` that this rank's own work is done, where what it waits for then has a lap of its own."""
+    """Tell `progress` that this rank's own work is known, as what it waits for has a lap of its own or is counted."""
     if progress.now.waits is not None:
         now = watch.mark()
         progress.now.waits.append((now, now))
