@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lockstep.study.report.view import View, setting_values
 
-_ALIKE = ("seed", "global_batch_size", "precision", "clip", "schedule", "warmup", "lr_scaling", "shares")
+_ALIKE = ("seed", "global_batch_size", "precision", "clip", "schedule", "warmup", "lr_scaling", "shares", "wire")
 """Settings that make it another training run."""
 
 
