@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import final
 
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from typing_extensions import override
@@ -35,6 +37,7 @@ class TensorBoard(MetricsSink):
         self._last_step = -1
         self._tally = Tally()
         self._writer = SummaryWriter(str(folder), purge_step=facts.first_step)
+        self._events = self._writer._get_file_writer()
         if facts.first_step == 0:
             self._tell(facts)
         self._writer.flush()  # so that a folder that cannot be written shows now
@@ -48,19 +51,22 @@ class TensorBoard(MetricsSink):
     def update(self, snapshot: Snapshot) -> None:
         self._tally.add(snapshot.events)
         for found in evaluations(snapshot):
-            for name, value in found.metrics.items():
-                self._writer.add_scalar(name, value, found.step, found.time)
+            self._add(found.metrics, found.step, found.time)
         for event in snapshot.events:
             self._writer.add_text(f"events/{event.event}", event.text, event.step, event.time)
         if snapshot.step > self._last_step:
             self._last_step = snapshot.step
-            for name, value in scalars(snapshot, self._tally).items():
-                self._writer.add_scalar(name, value, snapshot.step, snapshot.time)
+            self._add(scalars(snapshot, self._tally), snapshot.step, snapshot.time)
         self._writer.flush()
 
     @override
     def close(self) -> None:
         self._writer.close()
+
+    def _add(self, values: Mapping[str, float], step: int, time: float) -> None:
+        """Write all as one event, which costs a fifth of one for each."""
+        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        self._events.add_summary(summary, step, time)
 
     def _tell(self, facts: RunFacts) -> None:
         """Write what the run is, as text and for the HParams page.
@@ -70,7 +76,7 @@ class TensorBoard(MetricsSink):
         rows = "\n".join(f"| {name} | {_cell(value)} |" for name, value in facts.config.items())
         self._writer.add_text("run", f"| {facts.name} | |\n|---|---|\n{rows}", 0)
         for summary in hparams(dict(facts.config), {"train/loss": 0.0, "train/samples_per_s": 0.0, "eval/loss": 0.0}):
-            self._writer._get_file_writer().add_summary(summary)
+            self._events.add_summary(summary)
 
 
 def _cell(value: object) -> str:
