@@ -181,7 +181,7 @@ def test_where_the_time_went_in_words():
     whole = Snapshot(time=0.0, step=9, num_steps=9, ranks=with_waits(ranks(0.010, 0.019)), world_size=2)
     assert summary(whole) == (
         "a step took 20.0 ms: forward 26%, backward 26%, waiting for ranks 22%, data wait 10%, optimizer 10%, "
-        "exchange 5%; slowest was rank 1 (19.0 ms of work in a step, the median rank 14.5 ms)"
+        "exchange 5%; slowest was rank 1 (19.0 ms of work in a step), fastest rank 0 (10.0 ms)"
     )
     assert summary(Snapshot(time=0.0, step=9, num_steps=9)) is None
     alone = Snapshot(time=0.0, step=9, num_steps=9, ranks=ranks(0.010))

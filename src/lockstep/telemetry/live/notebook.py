@@ -33,7 +33,9 @@ class NotebookRegion:
         return 100, 40
 
     def show(self, lines: Sequence[Text]) -> None:
-        """Show ``lines`` instead of those before."""
+        """Show ``lines`` instead of those before; if there are none, those stay."""
+        if not lines:
+            return
         display = import_module("IPython.display")
         page = display.HTML(_html(lines))
         if self._handle is None:
@@ -45,10 +47,7 @@ class NotebookRegion:
         """Do nothing: nobody draws over it."""
 
     def close(self) -> None:
-        """Leave the place empty."""
-        if self._handle is not None:
-            self.show([])
-            self._handle = None
+        """Leave there what was shown last."""
 
 
 def _html(lines: Sequence[Text]) -> str:

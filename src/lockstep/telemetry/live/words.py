@@ -85,8 +85,8 @@ def summary(snapshot: Snapshot) -> str | None:
     spread = snapshot.spread("own_s")
     if len(ranks) < 2 or spread is None or snapshot.spread("exposed_s") is None:
         return text
-    slow, median = f"{milliseconds(spread.max)}", f"{milliseconds(spread.median)}"
-    return f"{text}; slowest was rank {spread.max_rank} ({slow} of work in a step, the median rank {median})"
+    slow = f"rank {spread.max_rank} ({milliseconds(spread.max)} of work in a step)"
+    return f"{text}; slowest was {slow}, fastest rank {spread.min_rank} ({milliseconds(spread.min)})"
 
 
 def milliseconds(seconds: float) -> str:
