@@ -68,11 +68,11 @@ class Run:
         """Of the whole run."""
         self._history = History()
         self._record = Record(task, settings, world, self._loop, num_steps=self.num_steps)
-        sinks = make_sinks(task, settings, world, self._loop, num_steps=self.num_steps)
         self._started_at = time.perf_counter()
         self._log = None
         if settings.log_file is not None and world.is_rank_zero:
             self._log = Log(Path(settings.log_file), self._first_step)
+        sinks = make_sinks(task, settings, world, self._loop, num_steps=self.num_steps)
         self._display = make_display(settings.view, silent=settings.quiet or not world.is_rank_zero)
         self._telling = Telling(self._loop, self._display, self._log, self._record)
         self._slow_ranks = SlowRanks(group, device, self._telling.slow, self._log)
