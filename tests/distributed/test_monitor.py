@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.errors import ConfigurationError
+from lockstep.launcher.run import run
 from lockstep.study.report.traffic import find_traffic
 from lockstep.study.report.verdict import sentences
 from lockstep.study.report.view import look_at
@@ -213,11 +214,49 @@ def test_a_script_with_the_line_in_it_is_recorded_under_torchrun(tmp_path):
     assert any(each["kind"] == "machine" and each["rss_bytes"] > 2**24 for each in lines)
 
 
-def test_wrong_uses_of_the_flag_are_named_before_anything_starts(tmp_path):
+def test_wrong_uses_of_the_flag_are_named_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
-    done = command("run", "--monitor", "train.py", "train.py", cwd=tmp_path)
-    assert done.code == 1
-    assert "--monitor train.py: that is a file.\nGive the folder for the record, and then the script" in done.err
-    done = command("run", "--devices", "1", "--monitor", "runs", "train.py", cwd=tmp_path)
+    with pytest.raises(ConfigurationError) as error:
+        run(["--devices", "1", "--monitor", "train.py", "train.py"])
+    assert str(error.value) == (
+        "--monitor train.py: that is a file.\n"
+        "Give the folder for the record, and then the script: lockstep run --monitor runs/first train.py"
+    )
+    with pytest.raises(ConfigurationError) as error:
+        run(["--devices", "1", "--monitor", "train.py/runs", "train.py"])
+    assert str(error.value) == (
+        "Cannot record the run in train.py/runs: Not a directory.\nName another folder (--monitor DIR)."
+    )
+    with pytest.raises(ConfigurationError) as error:
+        run(["--devices", "1", "--no-python", "--monitor", "runs", "true"])
+    assert str(error.value) == ("--monitor records Python scripts, but --no-python starts anything.\nLeave one out.")
+
+
+OTHERS = """
+import sys, torch, lockstep
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+def train(number):
+    for _ in range(number):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+train(5)
+watch = lockstep.monitor(model, optimizer, run_dir=sys.argv[1])  # the script knows best
+train(3)
+raise RuntimeError("on purpose")
+"""
+
+
+def test_a_script_that_records_itself_is_left_to_that_and_one_that_does_not_train_is_told(tmp_path):
+    (tmp_path / "others.py").write_text(OTHERS)
+    (tmp_path / "empty.py").write_text("")
+    done = command("run", "--devices", "1", "--monitor", "runs", "others.py", "mine", cwd=tmp_path)
+    assert done.code == 1 and "RuntimeError: on purpose" in done.err
+    for folder, num_steps, last in (("runs", 5, "end: 5 steps done"), ("mine", 3, "error: RuntimeError: on purpose")):
+        record = look_at(tmp_path / folder).run.ranks[0]
+        assert len(record.steps) == num_steps
+        assert f"{record.events[-1].event}: {record.events[-1].text}" == last
+    done = command("run", "--devices", "1", "--monitor", "none", "empty.py", cwd=tmp_path)
     assert done.code == 0
-    assert "lockstep: nothing was recorded in runs: no rank ran forward and backward of a torch model" in done.err
+    assert "lockstep: nothing was recorded in none: no rank ran forward and backward of a torch model" in done.err

@@ -171,6 +171,9 @@ def test_nothing_is_left_on_the_model_and_copies_are_not_watched(tmp_path):
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
     assert "_get_iterator" not in loader.__dict__
     watch.loss(1.0)  # too late, and no harm
+    with pytest.raises(ConfigurationError) as error:
+        watch.grad_norm(torch.zeros(3))
+    assert str(error.value) == ("What was given to be recorded has 3 elements.\nGive one number, such as the mean.")
 
 
 def test_an_error_of_ours_ends_the_record_and_not_the_training(tmp_path, monkeypatch, capsys):
@@ -178,7 +181,7 @@ def test_an_error_of_ours_ends_the_record_and_not_the_training(tmp_path, monkeyp
     loader = DataLoader(data(), BATCH)
     with lockstep.monitor(model, optimizer, loader, run_dir=tmp_path) as watch:
         train(model, optimizer, loader, epochs=1)
-        monkeypatch.setattr(watch._steps, "forward_ends", lambda: 1 / 0)
+        monkeypatch.setattr(watch._observation.steps, "forward_ends", lambda: 1 / 0)
         train(model, optimizer, loader, epochs=1)
     text = "the recording ended with an error of its own: ZeroDivisionError: division by zero"
     assert capsys.readouterr().err == f"lockstep: {text}\n"

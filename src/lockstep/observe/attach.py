@@ -29,8 +29,8 @@ from lockstep.comm.clocks import Offset, measure_offsets
 from lockstep.comm.collectives import backend_name
 from lockstep.observe.forwards import has_compiled_call, in_backward
 from lockstep.observe.hook import Hook
+from lockstep.observe.observation import Observation
 from lockstep.observe.session import Place
-from lockstep.observe.watch import Watch
 from lockstep.telemetry.provenance import Provenance, gather
 
 RUN_DIR = "LOCKSTEP_RUN_DIR"
@@ -72,7 +72,7 @@ class Attached:
         self._provenance: Provenance | None = gather(Path(sys.argv[0])) if self._rank == 0 else None
         self._models: list[nn.Module] = []
         self._clocks: tuple[Offset, ...] = ()
-        self._watch: Watch | None = None
+        self._found: Observation | None = None
         self._num_looks = self._num_steps = 0
         self._is_looking = True
         self._undo = _before_calls(Hook(self._on_call, self._fail))
@@ -84,8 +84,8 @@ class Attached:
         """Look for no training loop any more; one that was found is not recorded any further."""
         self._look_no_more()
         self._handle.remove()
-        if self._watch is not None:
-            self._watch.close()
+        if self._found is not None:
+            self._found.close()
 
     def _look_no_more(self) -> None:
         self._is_looking = False
@@ -101,7 +101,7 @@ class Attached:
             return
         if threading.current_thread() is not threading.main_thread() or in_backward() or module in self._models:
             return
-        if self._watch is not None and self._watch.in_forward:
+        if self._found is not None and self._found.steps.in_forward:
             return
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return
@@ -109,9 +109,9 @@ class Attached:
             self._look_no_more()
             self._say("nothing is recorded, as the script trains with fit(), which has run_dir for that")
             return
-        if self._watch is None:
+        if self._found is None:
             self._models.append(module)
-            self._watch = Watch(
+            self._found = Observation(
                 self._models,
                 None,
                 None,
@@ -121,14 +121,14 @@ class Attached:
                 failure=_failure,
             )
         else:
-            self._watch.add_model(module)
-        self._watch.forward_begins(module, args, kwargs)
+            self._found.add_model(module)
+        self._found.forward_begins(module, args, kwargs)
         if any(_is_compiled(part) for part in module.modules()):
             self._look_no_more()
 
     def _on_step(self, *_: Any) -> None:
         """Take notice that any optimizer has stepped: after a few steps all models have been seen."""
-        self._num_steps += self._watch is not None
+        self._num_steps += self._found is not None
         if self._num_steps >= _NUM_STEPS:
             self._look_no_more()
 

@@ -25,20 +25,33 @@ class Engine:
 
     Attributes:
         kind: ``single`` if nobody has to, ``unknown`` if it is something else than the engines named so in docs/fit.
-        stamps: What takes the moments of engines of ours.
+        ours: Wrappers of ours.
+        stamps: What takes their moments, by wrapper.
         torch_module: torch's wrapper.
     """
 
     kind: Kind
+    ours: list[Any] = field(default_factory=list)
     stamps: list[BucketStamps] = field(default_factory=list)
     torch_module: Any = None
     _last_iteration: Any = None
 
     def include(self, other: Engine) -> None:
         """Take in what exchanges the gradients of one more model."""
-        self.stamps += other.stamps
+        self.ours += [each for each in other.ours if all(each is not known for known in self.ours)]
         if self.kind in ("single", "unknown"):
             self.kind, self.torch_module = other.kind, other.torch_module
+
+    def stamp(self, device: torch.device) -> None:
+        """Have the buckets of our engines stamped from now on."""
+        for module in self.ours[len(self.stamps) :]:
+            self.stamps.append(BucketStamps(device))
+            module.stamp_buckets(self.stamps[-1])
+
+    def stop(self) -> None:
+        """Have nothing stamped any more."""
+        for module in self.ours:
+            module.stamp_buckets(None)
 
     def look_closely(self, closely: bool) -> None:
         """Have single buckets stamped in the coming step, or not."""
@@ -88,15 +101,12 @@ def _waited_s(stamps: StepStamps) -> float:
     return 0.0 if stamps.waited is None else seconds_between(*stamps.waited)
 
 
-def find_engine(models: Sequence[nn.Module], device: torch.device, num_ranks: int) -> Engine:
-    """Return what exchanges the gradients of ``models``; engines of ours stamp their buckets from now on."""
+def find_engine(models: Sequence[nn.Module], num_ranks: int) -> Engine:
+    """Return what exchanges the gradients of ``models`` among so many ranks."""
     modules = [module for model in models for module in model.modules()]
     ours = [each for each in modules if isinstance(each, _class("lockstep.parallel.ddp.per_bucket", "PerBucket"))]
     if ours:
-        engine = Engine("ddp", [BucketStamps(device) for _ in ours])
-        for module, stamps in zip(ours, engine.stamps, strict=True):
-            module.stamp_buckets(stamps)
-        return engine
+        return Engine("ddp", ours)
     theirs = [each for each in modules if isinstance(each, TorchDistributedDataParallel)]
     if theirs:
         return Engine("torch-ddp", torch_module=theirs[0])

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.errors import ConfigurationError
 from lockstep.observe import attach
+from lockstep.observe.observation import Observation
 from lockstep.observe.optimizers import updates
 from lockstep.observe.session import find_place
 from lockstep.observe.watch import Watch
@@ -68,17 +69,17 @@ def monitor(
         raise ConfigurationError(f"first_step is {first_step!r}.\nGive the number of steps done before, 0 or more.")
     attach.give_way()
     folder = Path(run_dir) if run_dir is not None else attach.folder() or _default_folder()
-    if _open and not _open[-1].is_closed:
+    if _last and not _last[-1].is_closed:
         raise ConfigurationError(
-            f"This process is monitored already, into {_open[-1].run_dir}.\n"
+            f"This process is monitored already, into {_last[-1].run_dir}.\n"
             "Call close() on what monitor() has returned, or give all models and optimizers at once."
         )
-    watch = Watch(models, optimizers, loaders, run_dir=folder, place=find_place(), first_step=first_step)
-    _open[:] = [watch]
-    return watch
+    place = find_place()
+    _last[:] = [Observation(models, optimizers, loaders, run_dir=folder, place=place, first_step=first_step)]
+    return Watch(_last[-1])
 
 
-_open: list[Watch] = []
+_last: list[Observation] = []
 
 
 def _models(model: Any) -> list[nn.Module]:

@@ -88,6 +88,9 @@ class Session:
         first_step: Steps done before; the record goes on behind what is in the folder then.
         provenance: What was found out before; looked for now if ``None``.
 
+    Attributes:
+        num_restarts: How often the launcher has started all ranks again.
+
     Raises:
         ConfigurationError: On every rank: a rank cannot write there.
     """
@@ -104,7 +107,7 @@ class Session:
         provenance: Provenance | None = None,
     ) -> None:
         self._place = place
-        num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+        self.num_restarts = num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
         fresh = not first_step
         if fresh and num_restarts:
             _set_aside(folder, place.rank, num_restarts)

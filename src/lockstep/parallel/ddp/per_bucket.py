@@ -45,8 +45,8 @@ class PerBucket(Accumulation):
             width = width_of(self.wire_dtype, self._reducer.row.buckets)
             self._cap_search = CapSearch(self._reducer, self.process_group, self._bucket_caps_bytes, width=width)
 
-    def stamp_buckets(self, stamps: BucketStamps) -> None:
-        """For `fit`: have the moments of buckets taken from now on."""
+    def stamp_buckets(self, stamps: BucketStamps | None) -> None:
+        """For whoever records steps: have the moments of buckets taken from now on, or not any more."""
         self._reducer.departures.stamps = stamps
 
     @property
