@@ -141,8 +141,9 @@ class Record:
         if self._is_over:
             return
         self._is_over = True
-        if self._beats is None or self._beats.stop():
-            self._recorder.finish()
+        has_ended = self._beats is None or self._beats.stop()
+        self._recorder.finish()
+        if has_ended:
             self._aggregator.beat(is_last=True)
 
     def beat(self) -> None:

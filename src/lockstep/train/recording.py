@@ -10,6 +10,7 @@ loss is copied to pinned memory on the step's own stream: of every step if there
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -97,6 +98,7 @@ class Recorder:
         loop.feed.copies = self._copies
         self._open: Pending | None = None  # the last step, until it is known how long it lasted
         self._queue: deque[tuple[Pending, float | None] | dict[str, Any]] = deque()
+        self._draining = threading.Lock()
         self._began_at = self._wall_s = 0.0
         self._loss_at = float("-inf")
         self._is_closely = False
@@ -141,11 +143,8 @@ class Recorder:
         self._queue.append(line if metrics is None else {**line, "metrics": dict(metrics)})
         self._has_ended |= event in ("end", "stop")
 
-    def finish(self) -> bool:
-        """Take notice that there are no more steps; return whether an error is on its way. Blocks for the device.
-
-        Nobody else may call `drain` any more.
-        """
+    def finish(self) -> None:
+        """Take in what is left, as there are no more steps. Blocks for the device, unless an error is on its way."""
         error = sys.exc_info()[1]
         has_failed = error is not None and not self._has_ended  # not one that fit was called in the handler of
         if error is not None and has_failed:
@@ -155,10 +154,13 @@ class Recorder:
         if not has_failed and self._queue and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self.drain(at_once=True)
-        return has_failed
 
     def drain(self, *, at_once: bool = False) -> None:
         """Take in the steps that the device is done with, and the events between them; ``at_once`` without pauses."""
+        with self._draining:
+            self._drain(at_once=at_once)
+
+    def _drain(self, *, at_once: bool) -> None:
         count = 0
         while self._queue:
             item = self._queue[0]
