@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from lockstep.launcher.elsewhere import Ending, cause_elsewhere, retold
+from lockstep.launcher.elsewhere import Ending, cause_elsewhere, retold, with_memory
+from lockstep.launcher.failure import RankEnd
 from lockstep.telemetry import resources
 from lockstep.telemetry.resources import DeviceMemory, Resources
 
@@ -108,3 +109,18 @@ def test_how_it_is_retold():
         "Rank 5 failed: ValueError: boom\nAt a.py:3, on host1.\nThe report of that machine has more.\n\n"
         "rank 0: Connection closed by peer"
     )
+
+
+def test_the_memory_of_other_machines_is_added_for_a_rank_that_had_none_left():
+    others = [Ending(4, is_echo=True, says="", memory="Memory ...:\nrank 4: 1 MiB\nrank 5: 2 MiB\nAt the worst, ...")]
+    short = RankEnd(1, 7, 1, facts="Memory of the ranks of this machine, as last seen:\nrank 1: 3 MiB")
+    other = RankEnd(0, 8, -15)
+    found = with_memory([other, short], others)
+    assert found[0] == other
+    assert found[1].facts.splitlines()[1:] == [
+        "rank 1: 3 MiB",
+        "Of the other machines:",
+        "rank 4: 1 MiB",
+        "rank 5: 2 MiB",
+    ]
+    assert with_memory([short], []) == [short]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lockstep.comm.bulletin import Bulletin
 from lockstep.launcher.failure import RankEnd, headline, is_echo
+from lockstep.telemetry.resources import OF_EACH
 
 _ENDED, _READ = "ended", "read"
 _LIMIT_S = 3.0
@@ -23,12 +24,14 @@ class Ending:
         is_echo: Whether that only noticed that another was gone.
         says: Why that rank ended, and where it was.
         hang: The watchdog's report, if that ended the job.
+        memory: What its ranks held, as `Resources.of_each` says it.
     """
 
     rank: int
     is_echo: bool
     says: str
     hang: str = ""
+    memory: str = ""
 
 
 def ending_of(first: RankEnd) -> Ending:
@@ -74,3 +77,12 @@ def cause_elsewhere(mine: Ending, others: list[Ending]) -> Ending | None:
 def retold(cause: Ending, lines: str) -> str:
     """Return the report of this machine, with a line for each of its ranks; the cause lies elsewhere."""
     return f"{cause.says}\nThe report of that machine has more.\n\n{lines}"
+
+
+def with_memory(ends: list[RankEnd], others: list[Ending]) -> list[RankEnd]:
+    """Return how ranks ended, for one that had no memory left with what the ranks of other machines held as well."""
+    there = [line for other in others for line in other.memory.splitlines() if line.startswith("rank ")]
+    if not there:
+        return ends
+    more = "\n".join(["Of the other machines:", *there])
+    return [replace(end, facts=f"{end.facts}\n{more}") if end.facts.startswith(OF_EACH) else end for end in ends]

@@ -18,7 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from lockstep.errors import JobHangs, LockstepError, RankFailed, Stopped
 from lockstep.launcher import bootstrap
 from lockstep.launcher.agent import StoppedMeanwhile, telling
-from lockstep.launcher.elsewhere import cause_elsewhere, ending_of, exchange, retold
+from lockstep.launcher.elsewhere import cause_elsewhere, ending_of, exchange, retold, with_memory
 from lockstep.launcher.ends import ends_of
 from lockstep.launcher.failure import describe, first_of, lines
 from lockstep.launcher.guard import Guard
@@ -130,12 +130,13 @@ def _failure(
     some_rank, some_failure = next(iter(error.failures.items()))
     lowest = some_rank - some_failure.local_rank
     first = first_of(ends)
-    mine = replace(ending_of(first), hang="\n".join(response.hangs))
-    cause = cause_elsewhere(mine, exchange(response.bulletin, mine, num_nodes=config.max_nodes))
+    mine = replace(ending_of(first), hang="\n".join(response.hangs), memory=resources.of_each())
+    others = exchange(response.bulletin, mine, num_nodes=config.max_nodes)
+    cause = cause_elsewhere(mine, others)
     if hang := (cause or mine).hang:
         return JobHangs(hang)
     ranks = range(lowest, lowest + config.nproc_per_node)
-    report = describe(ends, ranks) if cause is None else retold(cause, lines(ends, ranks))
+    report = describe(with_memory(ends, others), ranks) if cause is None else retold(cause, lines(ends, ranks))
     return RankFailed(report, rank=(cause or first).rank)
 
 

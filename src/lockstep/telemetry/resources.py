@@ -13,6 +13,9 @@ from lockstep.telemetry.life import family
 
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
+OF_EACH = "Memory of the ranks of this machine, as last seen:"
+"""What comes before a line for each rank."""
+
 SHM = "/dev/shm"
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -103,7 +106,7 @@ class Resources:
         """Return a line with the memory of each rank of this machine; empty if nothing was seen."""
         if not self.rank_bytes or self.least_free_bytes is None:
             return ""
-        lines = ["Memory of the ranks of this machine, as last seen:"]
+        lines = [OF_EACH]
         for rank, held in sorted(self.rank_bytes.items()):
             on_host = f"{_gib(held)} on the host (at most {_gib(self.peak_bytes[rank])})"
             lines.append(f"rank {rank}: {'; '.join([*(each.words for each in self.devices.get(rank, [])), on_host])}")
