@@ -23,7 +23,7 @@ def play(tmp_path, monkeypatch):
     def play(*acts, start=SIZES_SET):
         acts = list(acts)
 
-        def launch_with(fn, args, *, devices, timeout_s):
+        def launch_with(fn, args, *, devices, timeout_s, watch):
             assert args == (runner._ask, str(tmp_path)) and devices == 2 and timeout_s > 0
             acts.pop(0)(runner, tmp_path)
 

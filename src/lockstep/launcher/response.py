@@ -27,10 +27,12 @@ class Watch:
         patience_s: How long they may wait for one that does nothing; not watched if zero.
         action: ``end`` the job, also if a rank that computes keeps the others waiting five times as long; end it only
             if ``certain`` that nothing moves, and warn else; or ``warn`` only.
+        tells_slow: Whether it is said if one rank is persistently slower than the others.
     """
 
     patience_s: float = 60.0
     action: Literal["end", "certain", "warn"] = "certain"
+    tells_slow: bool = True
 
 
 DEFAULT_WATCH = Watch()
@@ -74,7 +76,7 @@ class Response:
             bulletin=self.bulletin,
             resources=resources,
             on_report=self._answer,
-            on_slow=_say,
+            on_slow=_say if watch.tells_slow else _say_nothing,
         )
 
     def _answer(self, text: str, verdict: Verdict, awaited: dict[int, int]) -> bool:
@@ -95,6 +97,10 @@ class Response:
         self.hangs.append(text)
         self._guard.kill_ranks()
         return False
+
+
+def _say_nothing(text: str) -> None:
+    """Take ``text`` and keep it."""
 
 
 def _say(text: str) -> None:

@@ -16,6 +16,9 @@ _TIMES = 4
 _OVERHEAD = 0.25
 """From this part of a step on that does not grow with the batch, a larger one is worth a sentence."""
 
+_HANDOVER_S = 0.0003
+"""What a process waits for a micro-batch of a loader process at least: it comes through a pipe and shared memory."""
+
 _PINNED_SPEED = 2.0
 """Page-locked memory is copied about so many times as fast: nothing is copied twice."""
 
@@ -32,12 +35,24 @@ def loading(facts: Facts) -> list[Advice]:
     # Without workers all loading is waiting; with them, they are busy all the time and still do not keep up.
     loading_s = wait_s if facts.workers == 0 else facts.workers * facts.step_s
     workers = min(_MOST_WORKERS, max(facts.workers + 1, math.ceil(loading_s / max(rest_s, 1e-9))))
-    step_s = max(rest_s, loading_s / workers)
-    if facts.device == "cpu" and facts.cores and facts.busy_cores is not None:
-        step_s = max(step_s, min(facts.step_s, facts.busy_cores * facts.step_s / facts.cores))
+    step_s = max(rest_s, loading_s / workers) + facts.accumulate * _HANDOVER_S
+    step_s = max(step_s, _busy_share(facts) * facts.step_s)
     cause = f"Data wait is {facts.share(wait_s)} of the step"
     change = f"{workers} loader worker{'s' * (workers > 1)} a rank instead of {facts.workers} (--workers {workers})"
     return [Advice(cause, change, facts.step_s / step_s, settings={"workers": workers})]
+
+
+def _busy_share(facts: Facts) -> float:
+    """Return the part of all cores that is busy; nothing where ranks compute elsewhere, or it is not known.
+
+    What other programs use is what the machine's load has more than these processes can make of it. Processes that
+    wait for a disk count as load, too, but these do so as what they are: so many processes.
+    """
+    if facts.device != "cpu" or not facts.cores or facts.busy_cores is None:
+        return 0.0
+    own = max(facts.busy_cores, facts.num_ranks * (1 + (facts.workers or 0)))
+    others = max(0.0, (facts.load_per_core or 0.0) * facts.cores - own)
+    return min(1.0, (facts.busy_cores + others) / facts.cores)
 
 
 def pinning(facts: Facts) -> list[Advice]:
@@ -98,10 +113,15 @@ def fewer_devices(facts: Facts) -> list[Advice]:
 
 
 def optimizer(facts: Facts) -> list[Advice]:
-    """With ZeRO-1 each rank updates its part; the exchange carries the same bytes."""
+    """With ZeRO-1 each rank updates its part; the exchange carries the same bytes.
+
+    Half of them, the parameters, come back after the update, beside nothing: half of what buckets need on their way is
+    waited for instead of half of what was waited for.
+    """
     if facts.num_ranks < 2 or facts.strategy != "ddp":
         return []
-    saved_s = facts.critical.optimizer_s * (1 - 1 / facts.num_ranks)
+    late_s = max(0.0, facts.num_buckets * facts.best_trip_s - facts.critical.wire_s) / 2
+    saved_s = facts.critical.optimizer_s * (1 - 1 / facts.num_ranks) - late_s
     cause = f"The optimizer is {facts.share(facts.critical.optimizer_s)} of the step, the same on every rank"
     change = "dividing it among the ranks (--strategy ddp-zero1)"
     return [Advice(cause, change, facts.gain(saved_s), settings={"strategy": "ddp-zero1"})]

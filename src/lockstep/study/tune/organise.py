@@ -15,6 +15,7 @@ import torch
 
 from lockstep.errors import ConfigurationError, JobHangs, LaunchTimeout, LockstepError, RankFailed
 from lockstep.launcher.api import launch_with
+from lockstep.launcher.response import Watch
 from lockstep.study.compare.race import load
 from lockstep.study.tune.ask import OVERDUE, RECORD, Ask, read_journal, read_mark, write_entry
 from lockstep.study.tune.effects import effect_of
@@ -37,6 +38,9 @@ STRATEGIES = ("single", "dp", "ddp", "ddp-zero1")
 POSSIBLE = (*STRATEGIES, "dp-zero1", "fsdp")
 
 _GAVE_UP = "Gave up after"
+
+_WATCH = Watch(tells_slow=False)
+"""Some changes make a rank slow: that is for us to find."""
 
 _USABLE = 0.8
 """Of the memory that is free before anything starts: the rest is for what else goes on."""
@@ -126,9 +130,8 @@ class _Runner:
                 if left_s <= 0:
                     return False
                 try:
-                    launch_with(
-                        run_ranks, (self._ask, str(self._folder)), devices=self._ask.num_devices, timeout_s=left_s
-                    )
+                    devices, args = self._ask.num_devices, (self._ask, str(self._folder))
+                    launch_with(run_ranks, args, devices=devices, timeout_s=left_s, watch=_WATCH)
                     return False
                 except LaunchTimeout:
                     continue

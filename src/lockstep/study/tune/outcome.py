@@ -10,6 +10,9 @@ from lockstep.study.tune.open_stage import Result
 from lockstep.study.tune.search import ADVICE, TOGETHER, Search
 from lockstep.study.tune.values import Values
 
+_FEWEST = 3
+"""Rounds without which nothing is said of a prediction."""
+
 
 @dataclass(frozen=True)
 class Check:
@@ -89,17 +92,14 @@ class Outcome:
 
 def checks_of(search: Search) -> tuple[Check, ...]:
     """Return the advice beside what was measured."""
-    tried = {result.candidate.name: result for result in search.results if result.stage == ADVICE}
+    tried = [result for result in search.results if result.stage == ADVICE]
     found = []
     for advice in (search.baseline or {}).get("advice", []):
-        names = {
-            result.candidate.name: result for result in tried.values() if result.candidate.changes == advice["changes"]
-        }
-        result = next(iter(names.values()), None)
-        why = "" if result is not None else "no setting to try"
-        if result is not None and result.ratio is None:
+        result = next((each for each in tried if each.candidate.changes == advice["changes"]), None)
+        why = "no setting to try" if result is None else ""
+        measured = None if result is None or result.num_rounds < _FEWEST else result.ratio
+        if result is not None and measured is None:
             why = result.why
-        measured = None if result is None else result.ratio
         found.append(Check(advice["cause"], advice["change"], advice["gain"], advice["at_most"], measured, why))
     return tuple(found)
 
