@@ -100,8 +100,12 @@ def test_curves_are_drawn_where_there_is_something_to_see(tmp_path):
     assert found["Gradient norm"].alt == (
         "Curve of the norm of the gradient over the steps: last 5, largest 6 in step 13."
     )
-    plain = headings(look_at(write_run(tmp_path / "plain", [steps()])))
-    assert {"Learning rate", "Gradient norm"}.isdisjoint(plain)
+    plain = look_at(write_run(tmp_path / "plain", [steps()]), "A")
+    assert {"Learning rate", "Gradient norm"}.isdisjoint(headings(plain))
+    with drawing_style():
+        both = {plot.heading: plot for plot in draw([plain, look_at(tmp_path / "run", "B")])}
+    assert ">B</text>" in both["Gradient norm"].svg  # whose it is, as only one has it
+    assert ">A</text>" in both["Loss"].svg
 
 
 def test_loads_are_drawn_over_time_and_their_extremes_are_named(tmp_path):

@@ -68,6 +68,6 @@ def _curves(
     axes.set_xlabel("step")
     axes.set_ylabel(label)
     axes.grid(axis="y", linewidth=0.6)
-    if len(curves) > 1:
+    if len(curves) > 1 or curves[0][0] not in ("", "this run"):
         axes.legend(frameon=False)
     return finish_plot(heading, alt, figure, note)
