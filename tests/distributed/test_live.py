@@ -159,6 +159,8 @@ def test_the_terminal_is_clean_after_a_run_that_is_stopped(session, tmp_path, nu
         running.read_until(r"rank 1 ")
     seen = [view_rows(rows) for rows in [*running.screen.frames, running.screen.rows]]
     assert max(map(len, seen)) == 2 + num_devices, "and never two views at once"
+    row, column = running.screen.cursor
+    assert column == 0 and row >= len(running.screen.rows), "a prompt would stand below it, if all were killed now"
     os.kill(running.process.pid, signal.SIGINT)
     running.read_until(limit_s=40.0)
     assert running.process.wait(20.0) == 130
@@ -168,13 +170,3 @@ def test_the_terminal_is_clean_after_a_run_that_is_stopped(session, tmp_path, nu
     assert any(row == "lockstep: stopping after this step; Ctrl-C again stops at once" for row in rows)
     assert any(row.startswith("a step took ") for row in rows)
     assert "\x1b[?25l" not in running.text, "the cursor is never hidden"
-
-
-def test_a_killed_run_leaves_the_cursor_below_the_view(session):
-    running = session(sys.executable, "-m", "lockstep", "train", str(DIGITS), "--steps", "1000000")
-    running.read_until(r"ms a step")
-    running.read_until(r"rank 0 ")
-    running.process.kill()
-    running.read_until(limit_s=20.0)
-    row, column = running.screen.cursor
-    assert column == 0 and row >= len(running.screen.rows)
