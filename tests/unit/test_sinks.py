@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import socket
 import sys
 import urllib.request
@@ -134,6 +135,19 @@ def test_prometheus_reads_the_last_snapshot_until_the_port_is_given_back():
     sink.close()
     with socket.create_server(("127.0.0.1", port)):  # nobody else has it
         pass
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_process_does_not_keep_the_port():
+    pytest.importorskip("prometheus_client")
+    from lockstep.telemetry.sinks.prometheus import Prometheus
+
+    sink = Prometheus("127.0.0.1", 0, facts())
+    if not (child := os.fork()):
+        os._exit(int(sink._server.fileno() != -1))
+    assert os.waitpid(child, 0)[1] == 0
+    assert "lockstep_run_info" in page_of(sink)[1]  # the parent has it still
+    sink.close()
 
 
 class FakeRun:

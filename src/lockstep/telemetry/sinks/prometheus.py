@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import final
@@ -19,6 +21,17 @@ from lockstep.telemetry.sinks.figures import Tally, of_bucket
 _JOIN_S = 5.0
 _IN_INFO = ("strategy", "precision", "global_batch_size", "host", "version/lockstep", "version/torch")
 """Of a run's config, what is a label of ``lockstep_run_info``; each label that changes makes new series of all."""
+
+_listening: set[socket.socket] = set()
+
+
+def _leave_to_parent() -> None:
+    """Close the ports in a process that was forked, such as one that loads samples: it would keep them taken."""
+    for listener in _listening:
+        listener.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @final
@@ -39,6 +52,7 @@ class Prometheus(MetricsSink):
         registry = CollectorRegistry()
         registry.register(self._figures)
         self._server, self._thread = start_http_server(port, host, registry)
+        _listening.add(self._server.socket)
         self._host = f"[{host}]" if ":" in host else host
 
     @property
@@ -52,6 +66,7 @@ class Prometheus(MetricsSink):
 
     @override
     def close(self) -> None:
+        _listening.discard(self._server.socket)
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(_JOIN_S)
