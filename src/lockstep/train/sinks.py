@@ -72,7 +72,7 @@ def _config(task: Task, settings: FitSettings, world: World, loop: Loop, num_ste
         "command": how_called()["command"],
         **{f"version/{name}": version for name, version in origin.versions.items()},
         **{f"commit/{name}": commit for name, commit in origin.commits.items()},
-        **{f"machine/{name}": fact for name, fact in origin.machine.items()},
+        **{f"machine/{name}": fact for name, fact in origin.machine.items() if name != "load"},
     }
 
 
