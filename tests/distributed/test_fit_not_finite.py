@@ -270,24 +270,28 @@ def test_a_verdict_that_is_looked_at_later_goes_by_the_losses(ranks):
 def test_a_rank_that_was_looked_at_in_the_step_is_named_whatever_comes_later(ranks):
     """As on CUDA, where that costs nothing: the losses are finite, and nothing is computed again."""
 
-    def stop(world):
+    def stop(world, strategy, loss):
         settings = Settings(global_batch_size=8)
-        task = make_task(dataset=with_zero, loss=root_loss)
-        loop = Loop(task, settings, world, strategy="ddp", devices=[torch.device("cpu")])
+        task = make_task(dataset=with_zero, loss=loss)
+        loop = Loop(task, settings, world, strategy=strategy, devices=[torch.device("cpu")])
         loop._updater.looks_later = True
-        loop._strategy.part_was_bad = loop._strategy._module.watch_part()
+        if strategy == "ddp":
+            loop._strategy.part_was_bad = loop._strategy._module.watch_part()
+        else:
+            loop._strategy.watch_part()
         for _ in range(STEP + 1):
             loop.step()
         with pytest.raises(NonFiniteGradient) as error:
             loop.settle()
         return str(error.value).splitlines()[:3], error.value.ranks
 
-    lines = [
-        "The gradient is not finite on rank 1 (epoch 1, step 3): first that of parameter 5.weight.",
-        "The loss was finite: it arose in backward.",
-        f"Samples of that batch of rank 1: {', '.join(map(str, BATCH[4:]))}.",
-    ]
-    assert ranks(2)(stop) == [(lines, (1,))] * 2
+    for strategy, loss, parameter in (("ddp", root_loss, "5.weight"), ("fsdp", breaking_loss, "0.weight")):
+        lines = [
+            f"The gradient is not finite on rank 1 (epoch 1, step 3): first that of parameter {parameter}.",
+            "The loss was finite: it arose in backward.",
+            f"Samples of that batch of rank 1: {', '.join(map(str, BATCH[4:]))}.",
+        ]
+        assert ranks(2, warnings="ignore")(stop, strategy, loss) == [(lines, (1,))] * 2
 
 
 def test_what_computes_to_something_finite_again_is_said_to(ranks):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import final
@@ -14,9 +15,11 @@ from typing_extensions import override
 
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.fully_shard import fully_shard_units, local_part, sum_gradients
+from lockstep.comm.watched_collectives import look_before_reducing
 from lockstep.comm.world import World
 from lockstep.data.loader import MicroBatch
 from lockstep.errors import ConfigurationError, ModelMismatch
+from lockstep.parallel.flat_math import flat_norm
 from lockstep.train.objective import LossModule, Objective, Part
 from lockstep.train.own_work import own_work_unknown, tell_waits_apart
 from lockstep.train.strategy import Pass, Strategy, scaled
@@ -49,6 +52,21 @@ class FullyShard(Strategy):
             return [local_part(parameter.grad) for parameter in trained if parameter.grad is not None]
 
         self.gradients = SliceGradients(local_gradients, local_part(trained[0]), world.group)
+        self._largest: dict[int, Tensor] = {}
+        if device.type == "cuda":  # where a step is not always computed again, and this costs next to nothing
+            self.watch_part()
+
+    def watch_part(self) -> None:
+        """Look at this rank's part of the gradient before it is summed, from now on."""
+        look_before_reducing(self._module, self._look)
+
+    @torch.no_grad()
+    def _look(self, unit: int, gradients: Tensor) -> None:
+        self._largest[unit] = flat_norm(gradients, math.inf)
+
+    @override
+    def part_is_bad(self) -> bool:
+        return any(not math.isfinite(float(largest)) for largest in self._largest.values())
 
     @override
     def whole(self, model: nn.Module) -> nn.Module:
