@@ -157,9 +157,11 @@ def test_a_sink_remembers_its_run_and_its_last_step(tmp_path):
     assert (first.run_id, first.is_new(0)) == (None, True)
     first.begin("abc")
     first.told(7)
+    first.told_evaluation(5)
     Kept("mlflow:", facts(memory=tmp_path)).begin("def")
     again = Kept("wandb:a", facts(memory=tmp_path, is_fresh=False))
     assert (again.run_id, again.last_step, again.is_new(7), again.is_new(8)) == ("abc", 7, False, True)
+    assert (again.is_new_evaluation(5), again.is_new_evaluation(6)) == (False, True)
     again.begin("abc")
     assert again.last_step == 7
     again.begin("other")

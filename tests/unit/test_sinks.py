@@ -50,13 +50,13 @@ def test_json_lines_hold_the_run_metrics_evaluations_and_events(tmp_path):
 
 def test_json_lines_of_a_run_that_goes_on_only_grow(tmp_path):
     path = tmp_path / "out.jsonl"
-    feed(JsonLines(path, facts()), snapshot(4), snapshot(8))
+    feed(JsonLines(path, facts()), snapshot(4), snapshot(8, EVALUATED))
     with path.open("a") as file:
         file.write('{"kind":"met')  # a process that was killed
-    feed(JsonLines(path, facts(first_step=5, is_fresh=False)), snapshot(6), snapshot(8), snapshot(9))
-    lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
-    steps = [line["step"] for line in map(json.loads, lines) if line["kind"] == "metrics"]
-    assert steps == [4, 8, 9]
+    feed(JsonLines(path, facts(first_step=5, is_fresh=False)), snapshot(6, EVALUATED), snapshot(8), snapshot(9))
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    steps = {kind: [line["step"] for line in lines if line["kind"] == kind] for kind in ("metrics", "evaluation")}
+    assert steps == {"metrics": [4, 8, 9], "evaluation": [4]}
     feed(JsonLines(path, facts()), snapshot(1))
     assert [line["kind"] for line in read(path)] == ["run", "metrics"]
 
@@ -212,8 +212,8 @@ def test_wandb_gets_one_run_with_steps_that_grow(wandb, tmp_path):
     sink = wandb.module.WandbRun("me/digits", going_on, Kept("wandb:me/digits", going_on))
     feed(sink, snapshot(6, EVALUATED), snapshot(9, event("end", 9)))
     assert wandb.calls[0][3] == run_id
-    # What is done again has its place behind what the service has already.
-    assert [call[:2] for call in wandb.calls[1:]] == [("log", 8), ("log", 9), ("log", 9), ("finish", 0)]
+    # What is done again was told already; the table of events comes last.
+    assert [call[:2] for call in wandb.calls[1:]] == [("log", 9), ("log", 9), ("finish", 0)]
 
 
 class FakeMlflow:
@@ -287,7 +287,8 @@ def test_mlflow_gets_one_run_with_parameters_once_and_steps_that_grow(mlflow, tm
     calls.clear()
     going_on = facts(first_step=4, is_fresh=False, memory=tmp_path)
     sink = mlflow.MlflowRun("http://host", going_on, Kept("mlflow:http://host", going_on))
-    feed(sink, snapshot(6), snapshot(9, event("end", 9)))
+    later = event("evaluation", 7, metrics={"loss": 0.125})
+    feed(sink, snapshot(6, EVALUATED), snapshot(8, later), snapshot(9, event("end", 9)))
     assert calls[0] == ("update", "abc", "RUNNING")
-    assert [call[2] for call in calls if call[0] == "batch"] == [{9}]
+    assert [call[2] for call in calls if call[0] == "batch"] == [{7}, {9}]
     assert calls[-1] == ("end", "abc", "FINISHED")

@@ -15,7 +15,8 @@ from lockstep.telemetry.record.writer import to_line
 from lockstep.telemetry.sinks.facts import MetricsSink, RunFacts
 from lockstep.telemetry.sinks.figures import Tally, evaluations, scalars
 
-_TAIL_BYTES = 1 << 16
+_TAIL_BYTES = 1 << 20
+"""So much of a file is looked at for what was written last: some hundred lines, with an evaluation among them."""
 
 
 @final
@@ -35,7 +36,8 @@ class JsonLines(MetricsSink):
     def __init__(self, path: Path, facts: RunFacts) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._last_step = -1 if facts.is_fresh else _last_step(path)
+        self._last_step = -1 if facts.is_fresh else _last_step(path, "metrics")
+        self._last_evaluation = -1 if facts.is_fresh else _last_step(path, "evaluation")
         self._tally = Tally()
         is_cut = not facts.is_fresh and not _ends_a_line(path)
         self._file = path.open("w" if facts.is_fresh else "a", encoding="utf-8", buffering=1)
@@ -53,7 +55,10 @@ class JsonLines(MetricsSink):
     def update(self, snapshot: Snapshot) -> None:
         self._tally.add(snapshot.events)
         for found in evaluations(snapshot):
-            self._line({"kind": "evaluation", "step": found.step, "time": found.time, "metrics": dict(found.metrics)})
+            if found.step > self._last_evaluation:
+                self._last_evaluation = found.step
+                about = {"step": found.step, "time": found.time, "metrics": dict(found.metrics)}
+                self._line({"kind": "evaluation", **about})
         for event in snapshot.events:
             told = {"event": event.event, "step": event.step, "time": event.time, "rank": event.rank}
             self._line({"kind": "event", **told, "seconds": event.seconds, "text": event.text})
@@ -86,12 +91,12 @@ def _ends_a_line(path: Path) -> bool:
     return not tail or tail.endswith(b"\n")
 
 
-def _last_step(path: Path) -> int:
-    """Return the last step of which the file has metrics, -1 if it has none."""
+def _last_step(path: Path, kind: str) -> int:
+    """Return the last step of which the file has a line of ``kind``, -1 if it has none."""
     for line in reversed(_tail(path).splitlines()):
         try:
             content = json.loads(line)
-            if content["kind"] == "metrics":
+            if content["kind"] == kind:
                 return int(content["step"])
         except (ValueError, KeyError, TypeError):
             continue

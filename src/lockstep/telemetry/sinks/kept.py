@@ -27,22 +27,26 @@ class Kept:
     Attributes:
         run_id: Under which the service knows the run; None before it does.
         last_step: The last step that was told; -1 before the first.
+        last_evaluation: The step of the last evaluation that was told, likewise.
     """
 
     def __init__(self, target: str, facts: RunFacts) -> None:
         self._target = target
         self._path = None if facts.memory is None else facts.memory / FILE
         self.run_id: str | None = None
-        self.last_step = -1
+        self.last_step = self.last_evaluation = -1
         if self._path is not None and not facts.is_fresh:
             with suppress(KeyError, TypeError, ValueError):
                 mine = _read(self._path)[target]
-                self.run_id, self.last_step = str(mine["run_id"]), int(mine["last_step"])
+                numbers = int(mine["last_step"]), int(mine["last_evaluation"])
+                self.run_id = str(mine["run_id"])
+                self.last_step, self.last_evaluation = numbers
 
     def begin(self, run_id: str) -> None:
         """Remember that the service now knows the run as ``run_id``; of another run than before, no step is known."""
         if run_id != self.run_id:
-            self.run_id, self.last_step = run_id, -1
+            self.run_id = run_id
+            self.last_step = self.last_evaluation = -1
         self._write()
 
     def is_new(self, step: int) -> bool:
@@ -54,12 +58,22 @@ class Kept:
         self.last_step = step
         self._write()
 
+    def is_new_evaluation(self, step: int) -> bool:
+        """Return whether the evaluation after ``step`` steps was not told yet."""
+        return step > self.last_evaluation
+
+    def told_evaluation(self, step: int) -> None:
+        """Remember that the evaluation after ``step`` steps was told."""
+        self.last_evaluation = step
+        self._write()
+
     def _write(self) -> None:
         if self._path is None:
             return
         # Not flushed to the disk: it is written every other second, and worth little.
         with suppress(OSError):
-            content = _read(self._path) | {self._target: {"run_id": self.run_id, "last_step": self.last_step}}
+            mine = {"run_id": self.run_id, "last_step": self.last_step, "last_evaluation": self.last_evaluation}
+            content = _read(self._path) | {self._target: mine}
             temporary = self._path.with_name(f"{FILE}.{os.getpid()}.partial")
             temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
             os.replace(temporary, self._path)

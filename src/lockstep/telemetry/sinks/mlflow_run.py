@@ -63,7 +63,9 @@ class MlflowRun(MetricsSink):
         ]
         del self._events[_MOST_EVENTS:]
         for found in evaluations(snapshot):
-            self._log(found.metrics, found.step, found.time)
+            if self._kept.is_new_evaluation(found.step):
+                self._log(found.metrics, found.step, found.time)
+                self._kept.told_evaluation(found.step)
         if self._kept.is_new(snapshot.step):
             self._log(scalars(snapshot, self._tally), snapshot.step, snapshot.time)
             self._kept.told(snapshot.step)

@@ -28,7 +28,6 @@ class Sinks:
 
     Attributes:
         sinks: Each with its target.
-        remarks: Lines that say where the figures are to be seen.
     """
 
     sinks: tuple[tuple[Target, MetricsSink], ...] = ()

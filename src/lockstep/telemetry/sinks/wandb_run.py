@@ -59,8 +59,10 @@ class WandbRun(MetricsSink):
             self._events.append([event.step, event.event, event.rank, event.seconds, event.text])
         del self._events[_MOST_EVENTS:]
         for found in evaluations(snapshot):
-            # W&B takes no step that lies behind one that it has.
-            self._run.log(dict(found.metrics), step=max(found.step, self._kept.last_step))
+            if self._kept.is_new_evaluation(found.step):
+                # W&B takes no step that lies behind one that it has.
+                self._run.log(dict(found.metrics), step=max(found.step, self._kept.last_step))
+                self._kept.told_evaluation(found.step)
         if self._kept.is_new(snapshot.step):
             self._run.log(scalars(snapshot, self._tally), step=snapshot.step)
             self._kept.told(snapshot.step)
