@@ -92,6 +92,7 @@ class Recorder:
         self._loop, self._figures, self._file = loop, figures, file
         self._spikes = Spikes()
         self._device = loop.device
+        self._is_alone = len(loop.devices) == 1 and (loop.group is None or loop.group.size() == 1)
         stamps = BucketStamps(loop.device)
         self._stamps = stamps if loop.strategy.stamp_buckets(stamps) else None
         self._copies: list[Copy] = []
@@ -227,4 +228,4 @@ class Recorder:
         exposed_s = self._loop.strategy.exposed_s
         if exposed_s is not None and self._device.type == "cpu":
             return exposed_s * self._loop.settings.accumulate
-        return 0.0 if self._loop.group is None and len(self._loop.devices) == 1 else None
+        return 0.0 if self._is_alone else None
