@@ -76,7 +76,7 @@ class Record:
         self._num_beats = 0
         self._is_over = False
         if num_restarts:
-            self.event("restart", f"started again after a failure, for the {_th(num_restarts)} time")
+            self.event("restart", f"started again, for the {_th(num_restarts)} time")
         if first_step:
             self.event("resume", f"went on after step {first_step}")
 

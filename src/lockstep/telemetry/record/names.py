@@ -77,7 +77,7 @@ EVENT = {
 
 EVENTS = {
     "resume": "the run went on from a checkpoint",
-    "restart": "all ranks were started again after a failure",
+    "restart": "all ranks were started again, after a failure or with other machines",
     "evaluation": "the model was evaluated",
     "checkpoint": "a checkpoint was taken; the time is what training stood still for it",
     "skipped": "a step was skipped or undone, or a sample left out",
