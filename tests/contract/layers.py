@@ -6,7 +6,7 @@ from pathlib import Path
 
 LAYERS = [
     {"cgroups", "errors", "progress"},
-    {"hostlist"},
+    {"hostlist", "socket_folder"},
     {"env"},
     {"comm"},
     {"telemetry"},

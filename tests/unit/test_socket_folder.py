@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from lockstep.data import socket_folder
+from lockstep import socket_folder
 from lockstep.data.loader import LoadOptions
-from lockstep.data.socket_folder import is_too_long, make_sockets_possible
 from lockstep.errors import ConfigurationError
+from lockstep.socket_folder import is_too_long, make_sockets_possible
 
 
 @pytest.fixture

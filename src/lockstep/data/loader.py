@@ -17,7 +17,7 @@ from lockstep.data.bad_sample import BadSample
 from lockstep.data.division import Division
 from lockstep.data.order import GlobalOrder
 from lockstep.data.seeding import mix, seed_cpu
-from lockstep.data.socket_folder import make_sockets_possible
+from lockstep.socket_folder import make_sockets_possible
 
 _SAMPLE = 2
 """Keeps the bits that samples are augmented with apart from those that other purposes draw from the same seed."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from lockstep.cgroups import read_groups
-from lockstep.data.socket_folder import is_too_long
+from lockstep.socket_folder import is_too_long
 from lockstep.study.doctor.finding import NotChecked
 from lockstep.study.doctor.plan import Plan
 from lockstep.study.doctor.topics.limits import LimitFacts

@@ -151,7 +151,7 @@ def _temp_folder(facts: LimitFacts) -> list[Finding]:
             f"The folder for temporary files has a name of {len(facts.long_temp_folder)} characters: "
             f"{facts.long_temp_folder}.",
             "Loader workers hand tensors over by sockets in it, whose names may have 107: the first batch never comes.",
-            "Name a shorter folder. Under lockstep.fit another one is taken for these sockets.",
+            "Name a shorter folder. Ranks of lockstep run and train take another one for these sockets.",
             "export TMPDIR=/tmp",
         )
     ]

@@ -25,10 +25,13 @@ def is_too_long(folder: str) -> bool:
     return not hasattr(multiprocessing.util, "_SUN_PATH_MAX") and _bytes(folder + _FOLDER) > _MOST_BYTES
 
 
-def make_sockets_possible() -> None:
+def make_sockets_possible(rather: str | None = None) -> None:
     """Have this process and its children make their sockets where their names are short enough.
 
     Other temporary files stay where they are. Does nothing if names are short enough.
+
+    Args:
+        rather: A folder that is taken if its own name is short enough.
 
     Raises:
         ConfigurationError: There is no such folder that can be written to, or it is too late for another.
@@ -36,7 +39,7 @@ def make_sockets_possible() -> None:
     folder = tempfile.gettempdir()
     if not is_too_long(folder):
         return
-    short = next((each for each in _SHORT if os.path.isdir(each) and os.access(each, os.W_OK | os.X_OK)), None)
+    short = next(filter(_is_fit, [*([] if rather is None else [rather]), *_SHORT]), None)
     if short is not None:
         tempfile.tempdir = short
         try:
@@ -49,6 +52,10 @@ def make_sockets_possible() -> None:
         f"The folder for temporary files has too long a name for loader processes, which hand tensors over by sockets "
         f"in it: {folder}\nName a shorter one, such as TMPDIR=/tmp, or load in the rank itself (workers=0)."
     )
+
+
+def _is_fit(folder: str) -> bool:
+    return not is_too_long(folder) and os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
 
 
 def _bytes(folder: str) -> int:
