@@ -90,6 +90,18 @@ def test_a_note_of_a_signal_handler_is_not_wiped_out(monkeypatch):
     assert terminal.rows == ["stopping"]
 
 
+def test_lines_of_another_process_below_it_go_above(monkeypatch):
+    terminal = on_a_terminal(monkeypatch)
+    region = Region(terminal)
+    region.show(lines("view", "of two"))
+    terminal.write("^Cstopping\n")
+    region.disturbed("stopping\n")
+    region.show(lines("view"))
+    assert terminal.rows == ["stopping", "view"]
+    region.close()
+    assert terminal.rows == ["stopping"]
+
+
 def test_streams_that_somebody_else_has_replaced_are_left_alone(monkeypatch):
     terminal = on_a_terminal(monkeypatch)
     region = Region(terminal)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from abc import abstractmethod
@@ -48,21 +49,30 @@ class Live(_Printing):
 
     Args:
         region: Where: on a terminal, or in a notebook.
+        folder: Of the run of the launcher of this rank, if there is one, which writes to the same terminal.
     """
 
-    def __init__(self, region: Region | NotebookRegion) -> None:
-        self._region = region
+    def __init__(self, region: Region | NotebookRegion, folder: Path | None = None) -> None:
+        self._region, self._folder = region, folder
         self._events: deque[EventFigures] = deque(maxlen=_SHOWN_EVENTS)
 
     @override
     def update(self, snapshot: Snapshot) -> None:
         self._events += shown(snapshot)
+        self._look_at_launcher()
         width, height = self._region.size
         self._region.show(picture(snapshot, list(self._events), width=width, height=height))
 
     @override
     def close(self) -> None:
+        self._look_at_launcher()
         self._region.close()
+
+    def _look_at_launcher(self) -> None:
+        """Look once whether the launcher has written its answer to Ctrl-C below the view."""
+        if self._folder is not None and requests.asked(self._folder) == signal.SIGINT.name:
+            self._folder = None
+            self._region.disturbed(requests.FIRST_CTRL_C.decode())
 
 
 class Remote(_Printing):
@@ -164,7 +174,7 @@ def _live() -> Display | None:
     if is_notebook():
         return Live(NotebookRegion())
     if sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
-        return Live(Region(sys.stdout))
+        return Live(Region(sys.stdout), folder)
     return None
 
 

@@ -46,6 +46,9 @@ class NotebookRegion:
     def refresh(self) -> None:
         """Do nothing: nobody draws over it."""
 
+    def disturbed(self, text: str) -> None:
+        """Do nothing: what is written elsewhere does not reach it."""
+
     def close(self) -> None:
         """Leave there what was shown last."""
 

@@ -44,6 +44,7 @@ class Region:
         self._lock = threading.RLock()
         self._lines: list[tuple[str, int]] = []  # with their widths in cells
         self._cells: list[int] = []  # of the lines that are on the terminal now
+        self._num_foreign_rows = 0
         self._is_open_line = self._is_closed = False
         self._drawn_at_s = 0.0
         self._notes: deque[str] = deque()
@@ -94,6 +95,13 @@ class Region:
         """Have whole lines printed soon. Takes no lock: for signal handlers."""
         self._notes.append(text)
 
+    def disturbed(self, text: str) -> None:
+        """Take notice that another process has written whole lines below the region; they are printed again above."""
+        with self._lock:
+            if self._cells:
+                self._num_foreign_rows += text.count("\n")
+                self._notes.append(text)
+
     def close(self) -> None:
         """Leave the terminal as if there had been no region, and give the streams back."""
         global _active
@@ -131,8 +139,8 @@ class Region:
         if not self._cells:
             return ""
         columns = self.size[0]
-        rows = sum(max(1, -(-cells // columns)) for cells in self._cells)
-        self._cells = []
+        rows = sum(max(1, -(-cells // columns)) for cells in self._cells) + self._num_foreign_rows
+        self._cells, self._num_foreign_rows = [], 0
         return f"\r\x1b[{rows}A\x1b[J"
 
     def _drawing(self) -> str:
