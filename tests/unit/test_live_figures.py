@@ -197,12 +197,14 @@ def test_progress_in_one_line():
         num_steps=1000,
         loss=0.25,
         samples_per_s=1234.4,
+        tokens_per_s=56789.0,
+        counts="words",
         left_s=75.2,
         ranks=with_waits(ranks(0.010, 0.010, 0.019)),
         world_size=3,
     )
     assert line(snapshot) == (
-        "step 120/1000  loss 0.2500  1,234 samples/s  1:15 min left  "
+        "step 120/1000  loss 0.2500  1,234 samples/s  56,789 words/s  1:15 min left  "
         "waiting for ranks 30%, forward 22%, backward 22%  rank 2 is slowest"
     )
     assert line(Snapshot(time=0.0, step=1, num_steps=2, loss=math.nan)) == "step 1/2  loss nan"

@@ -70,6 +70,7 @@ class Record:
             num_restarts=num_restarts,
             steps_per_epoch=loop.plan.order.steps_per_epoch,
             num_skipped=lambda: len(loop.finite.found),
+            counts=task.counts,
         )
         self._aggregator = Aggregator(self._figures, Board(world, self._num_ranks), info, world_size=self._num_ranks)
         self._beats: Beats | None = None

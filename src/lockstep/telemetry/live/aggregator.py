@@ -26,6 +26,7 @@ class RunInfo:
         num_restarts: How often all ranks were started again.
         steps_per_epoch: None for a stream.
         num_skipped: Asked for the steps that were skipped so far.
+        counts: What the task calls that which its loss counts.
     """
 
     num_steps: int
@@ -33,6 +34,7 @@ class RunInfo:
     num_restarts: int = 0
     steps_per_epoch: int | None = None
     num_skipped: Callable[[], int] = lambda: 0
+    counts: str = "tokens"
 
 
 class Aggregator:
@@ -80,6 +82,7 @@ class Aggregator:
             grad_norm=interval.grad_norm,
             samples_per_s=interval.num_samples / seconds if seconds and interval.num_samples else None,
             tokens_per_s=interval.num_tokens / seconds if seconds and interval.num_tokens else None,
+            counts=self._info.counts,
             num_restarts=self._info.num_restarts,
             num_skipped_steps=self._info.num_skipped(),
             elapsed_s=self._left.elapsed_s,

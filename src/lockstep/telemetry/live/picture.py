@@ -76,7 +76,7 @@ def _figures(snapshot: Snapshot) -> Text:
     if snapshot.samples_per_s is not None:
         words.append(f"{snapshot.samples_per_s:,.0f} samples/s")
     if snapshot.tokens_per_s is not None:
-        words.append(f"{snapshot.tokens_per_s:,.0f} tokens/s")
+        words.append(f"{snapshot.tokens_per_s:,.0f} {snapshot.counts}/s")
     if snapshot.learning_rate is not None:
         words.append(f"lr {snapshot.learning_rate:.3g}")
     if snapshot.grad_norm is not None:

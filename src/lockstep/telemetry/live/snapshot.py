@@ -152,7 +152,8 @@ class Snapshot:
         learning_rate: Of that step, of the first parameter group.
         grad_norm: Of that step, before clipping; None if nothing needed it.
         samples_per_s: Over all ranks, since the last snapshot; None if no step was done.
-        tokens_per_s: Likewise, for tasks that count tokens.
+        tokens_per_s: Likewise, what the task counts; None if that is samples.
+        counts: What the task calls it.
         num_restarts: How often all ranks were started again.
         num_skipped_steps: Steps skipped or gone back from so far, as their gradient was not finite.
         elapsed_s: Since this run began, or went on.
@@ -173,6 +174,7 @@ class Snapshot:
     grad_norm: float | None = None
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
+    counts: str = "tokens"
     num_restarts: int = 0
     num_skipped_steps: int = 0
     elapsed_s: float = 0.0

@@ -62,6 +62,8 @@ def line(snapshot: Snapshot) -> str:
         words.append(f"loss {snapshot.loss:.4f}")
     if snapshot.samples_per_s is not None:
         words.append(f"{snapshot.samples_per_s:,.0f} samples/s")
+    if snapshot.tokens_per_s is not None:
+        words.append(f"{snapshot.tokens_per_s:,.0f} {snapshot.counts}/s")
     if snapshot.left_s is not None:
         words.append(f"{duration(snapshot.left_s)} left")
     if where := largest(snapshot.ranks, 3):
