@@ -220,7 +220,7 @@ def test_wrong_uses_of_the_flag_are_named_before_anything_starts(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     with pytest.raises(ConfigurationError) as error:
-        run(["--devices", "1", "--monitor", "train.py", "train.py"])
+        run(["--devices", "1", "--monitor=train.py", "train.py"])
     assert str(error.value) == (
         "--monitor train.py: that is a file.\n"
         "Give the folder for the record, and then the script: lockstep run --monitor runs/first train.py"

@@ -267,7 +267,7 @@ def test_what_is_computed_unseen_leaves_nulls(loop):
         loop.rest(5.0)
         loop.update()
     lines = loop.lines()
-    assert [parts(line) for line in lines] == [[1.0, None, None, 0.0, 0.25, 6.25]] * 2
+    assert [parts(line) for line in lines] == [[1.0, None, None, None, 0.25, 6.25]] * 2
     assert [line["samples"] for line in lines] == [16, 16]
 
 

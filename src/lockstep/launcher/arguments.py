@@ -87,9 +87,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     ours.add_argument(
         "--monitor",
-        metavar="DIR",
+        metavar="[DIR]",
         help="record the training loop of a script that knows nothing of it, as far as that can be seen from outside, "
-        "for `lockstep report DIR`; before the script only",
+        "for `lockstep report DIR` (default: runs/ and the name of the script); before the script only",
     )
     ours.add_argument(
         "--watchdog",
@@ -155,7 +155,17 @@ def parse(args: Sequence[str]) -> argparse.Namespace:
         UsageError: The arguments make no sense.
     """
     parser = build_parser()
-    found = parser.parse_args(args)
+    given = _without_folder(args)
+    try:
+        found = parser.parse_args(args)
+        took_script = found.monitor is not None and _is_script(found.monitor)
+    except UsageError:
+        if given is args:
+            raise
+        took_script = True
+    if took_script and given is not args:
+        args = given
+        found = parser.parse_args(args)
     behind = found.training_script_args
     # Some versions of argparse drop the "--" with which a user keeps all that follows for the script.
     is_kept = len(args) > len(behind) and args[len(args) - len(behind) - 1] == "--"
@@ -170,3 +180,16 @@ def parse(args: Sequence[str]) -> argparse.Namespace:
         parser.parse_args([*flags, found.training_script], namespace=found)
     found.training_script_args = behind
     return found
+
+
+def _is_script(value: str) -> bool:
+    """Return whether what follows ``--monitor`` is not its folder, but the script or another flag."""
+    return value.startswith("-") or value.endswith(".py") or os.path.isfile(value)
+
+
+def _without_folder(args: Sequence[str]) -> Sequence[str]:
+    """Return ``args`` with a ``--monitor`` that does not take what follows, if that is not its folder."""
+    place = args.index("--monitor") if "--monitor" in args else len(args)
+    if not any(map(_is_script, args[place + 1 : place + 2])):
+        return args
+    return [*args[:place], "--monitor=", *args[place + 1 :]]

@@ -1,4 +1,4 @@
-"""``lockstep run --monitor DIR``: has the ranks recorded into a folder, and says so at the end."""
+"""``lockstep run --monitor [DIR]``: has the ranks recorded into a folder, and says so at the end."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ def recorded(args: argparse.Namespace) -> Iterator[None]:
     if args.monitor is None:
         yield
         return
-    folder = Path(args.monitor).absolute()
+    given = args.monitor or str(Path("runs") / (Path(args.training_script).stem or "script"))
+    folder = Path(given).absolute()
     if args.no_python:
         raise ConfigurationError("--monitor records Python scripts, but --no-python starts anything.\nLeave one out.")
-    _check_folder(folder, args.monitor)
+    _check_folder(folder, given)
     began_s = time.time()
     os.environ[MONITOR] = str(folder)
     try:
@@ -39,7 +40,7 @@ def recorded(args: argparse.Namespace) -> Iterator[None]:
     finally:
         del os.environ[MONITOR]
         if level_of(args) != "error":
-            print(f"lockstep: {_outcome(folder, args.monitor, began_s)}", file=sys.stderr, flush=True)
+            print(f"lockstep: {_outcome(folder, given, began_s)}", file=sys.stderr, flush=True)
 
 
 def _check_folder(folder: Path, given: str) -> None:

@@ -64,12 +64,15 @@ class Engine:
 
     def waited_s(self, step: Step) -> float | None:
         """Return how long backward waited for communication after its own work; None if that cannot be seen."""
+        if self.kind == "single":
+            return 0.0
+        if not step.has_backward:
+            return None
         if self.kind == "ddp":
-            known = [_waited_s(stamps) for stamps in step.stamps]
-            return sum(known)
+            return sum(_waited_s(stamps) for stamps in step.stamps)
         if self.kind == "torch-ddp":
             return sum(seconds_between(*wait) for wait in step.waits)
-        return 0.0 if self.kind == "single" else None
+        return None
 
     def hidden_s(self, step: Step) -> float | None:
         """Return the time in which buckets travelled beside backward, of a step that was looked at closely."""

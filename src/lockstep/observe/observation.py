@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,7 @@ class Observation:
         else:
             self._undo = [watch_loader(loader, self.batches) for loader in loaders]
         atexit.register(self._at_exit)
+        os.register_at_fork(after_in_child=partial(_leave_alone, weakref.ref(self.steps)))
 
     def add_model(self, model: nn.Module) -> None:
         """Watch one more model."""
@@ -165,6 +168,12 @@ class Observation:
         error = getattr(sys, "last_value", None)
         text = _describe(error) if error is not None and error is not self._error_before else self._failure()
         self._close("end" if text is None else "error", text=text)
+
+
+def _leave_alone(steps: weakref.ref[Steps]) -> None:
+    """Watch nothing in a process that was forked: nobody there takes what is seen."""
+    if (found := steps()) is not None:
+        found.is_over = True
 
 
 def _describe(error: BaseException | None) -> str:

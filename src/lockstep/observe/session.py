@@ -130,6 +130,7 @@ class Session:
                 "first_step": first_step,
                 "num_steps": None,
                 "num_restarts": num_restarts,
+                "recorded_by": "monitor",
                 "task": Path(sys.argv[0]).name or "a script",
                 **how_called(),
                 "settings": {key: value for key, value in facts.items() if value is not None},
