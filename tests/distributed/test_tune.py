@@ -4,16 +4,18 @@ import signal
 import subprocess
 import time
 import warnings
+from collections import deque
 from dataclasses import replace
 
 import psutil
 import pytest
 
 import lockstep
+from lockstep.study.tune import baseline
 from lockstep.study.tune.ask import Ask, read_journal
 from lockstep.study.tune.outcome import checks_of
 from lockstep.study.tune.ranks import Ranks
-from lockstep.study.tune.search import Search
+from lockstep.study.tune.search import ADVICE, TOGETHER, Search
 from lockstep.train.load import load_task
 from lockstep.train.settings_file import read_settings
 from tests.distributed.commands import start
@@ -76,11 +78,14 @@ def begin(tmp_path, monkeypatch):
 def test_it_finds_workers_and_pieces_that_fit_and_the_training_stays_the_same(ranks, tmp_path):
     (tmp_path / "slow.py").write_text(TASK)
     start = {"check_replicas": 7}
-    ask = Ask(str(tmp_path / "slow.py"), 2, False, 2, 16, start, ("ddp",), 9.0, time.time(), 2**33)
+    ask = Ask(str(tmp_path / "slow.py"), 2, False, 2, 16, start, ("ddp",), 60.0, time.time(), 2**33)
 
     def tune_and_train(world):
         driver = Ranks(replace(ask, began_at=time.time()), tmp_path, world)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(baseline, "_SECONDS", 1.0)
+            if driver._search is not None:
+                driver._search._queue = deque([ADVICE, TOGETHER])  # the others are like these
             warnings.filterwarnings("ignore", "This DataLoader will create")  # there may be few cores
             driver.run()
         driver.close_all()
@@ -96,21 +101,21 @@ def test_it_finds_workers_and_pieces_that_fit_and_the_training_stays_the_same(ra
         assert with_workers == at_first
         assert rounded == pytest.approx(at_first, rel=1e-12)
 
-    search, entries = Search(ask), read_journal(tmp_path)
+    found, entries = Search(ask), read_journal(tmp_path)
     for entry in entries:
-        search.next()
-        search.record(entry)
-    search.finish()
+        found.next()
+        found.record(entry)
+    found.finish()
     assert [entry["size"] for entry in entries if entry["kind"] == "probe"] == [2, 4, 8]
     assert entries[2]["peak_bytes"] is None
-    assert search.start == {"check_replicas": 7, "accumulate": 2}
-    (baseline,) = [entry for entry in entries if entry["kind"] == "baseline"]
-    assert baseline["wait_share"] > 0.3
-    assert baseline["advice"][0]["changes"].keys() == {"workers"}
+    assert found.start == {"check_replicas": 7, "accumulate": 2}
+    (recorded,) = [entry for entry in entries if entry["kind"] == "baseline"]
+    assert recorded["wait_share"] > 0.3
+    assert recorded["advice"][0]["changes"].keys() == {"workers"}
     first = next(entry for entry in entries if entry["kind"] == "round")
-    assert {"now", search.results[0].candidate.name} <= first["rates"].keys()
+    assert {"now", found.results[0].candidate.name} <= first["rates"].keys()
     assert all(rate > 0 for rate in first["rates"].values())
-    assert checks_of(search)[0].measured.median > 1
+    assert checks_of(found)[0].measured.median > 1
 
 
 def test_ctrl_c_gives_what_was_found_and_leaves_nothing(begin, tmp_path):

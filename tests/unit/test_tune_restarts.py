@@ -113,18 +113,28 @@ def test_a_change_that_takes_too_long_loses(play, tmp_path):
     play(waits, ends)
     lost = [entry["why"] for entry in read_journal(tmp_path) if entry["kind"] == "lost"]
     assert lost == ["Gave up after 75 s"]
+    (tmp_path / "journal.jsonl").unlink()
+
+    def records(runner, folder):
+        (folder / OVERDUE).touch()
+        write_mark(folder, {"stage": "recording", "name": "now", "round": 0, "over": 0, "stages": 1})
+        raise failed(None, "Rank 0 left with exit code 97")
+
+    runner, _ = play(records, ends)
+    assert runner.search(finished=True).baseline["skipped"] == "it took too long to record a run"
     with pytest.raises(LockstepError) as error:
         (tmp_path / "journal.jsonl").unlink()
         (tmp_path / MARK).unlink()
 
         def stuck(runner, folder):
             (folder / OVERDUE).touch()
+            write_mark(folder, {"stage": "warm-up", "name": "now", "round": 0, "over": 0, "stages": 1})
             raise failed(None, "Rank 0 left with exit code 97")
 
         play(stuck)
     assert str(error.value) == (
-        "Gave up after 75 s with the settings to begin with, in baseline.\n"
-        "Give it more time (--minutes M), or a smaller global batch."
+        "There is not enough time: the first steps with the settings to begin with took most of it.\n"
+        "Give it more (--minutes M), or a smaller global batch."
     )
 
 

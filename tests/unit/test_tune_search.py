@@ -10,7 +10,7 @@ from lockstep.study.tune.candidates import Known, stage
 from lockstep.study.tune.climb import Climb
 from lockstep.study.tune.effects import Effect, effect_of
 from lockstep.study.tune.judge import NOW, is_decided, is_gain, why_not
-from lockstep.study.tune.outcome import checks_of
+from lockstep.study.tune.outcome import checks_of, memory_in_words
 from lockstep.study.tune.search import Search
 from lockstep.study.tune.values import in_words, value_of
 
@@ -26,7 +26,7 @@ ASK = Ask(
     began_at=0.0,
     limit_bytes=1000,
 )
-BASELINE = {"kind": "baseline", "advice": [], "split_layers": [], "wait_share": 0.5, "gradient_bytes": 2**25}
+BASELINE = {"kind": "baseline", "advice": [], "wait_share": 0.5, "gradient_bytes": 2**25}
 
 
 def drive(search, speed, *, bytes_of=lambda size: 10 + size, baseline=BASELINE, entries=None, seconds=1.0):
@@ -204,6 +204,36 @@ def test_contenders_that_do_not_fit_beside_each_other_run_alone():
     assert roomy.next()["alone"]
 
 
+def test_what_is_known_of_memory_is_said_as_far_as_it_is_known():
+    def words(*entries, ask=ASK):
+        search = Search(ask)
+        for entry in entries:
+            search.next()
+            search.record(entry)
+        return memory_in_words(search), search.largest
+
+    def probe(size, peak_bytes):
+        return {"kind": "probe", "size": size, "peak_bytes": peak_bytes}
+
+    roomy = replace(ASK, limit_bytes=2**30)
+    assert words(probe(2, 2**20), probe(4, 2**21), probe(32, 2**24), ask=roomy) == (
+        "The largest micro-batch that fits on every device has 32 samples (a device's whole part of the global batch): "
+        "16 MiB, of 1,024 MiB that each may use.",
+        32,
+    )
+    cut, largest = words(probe(2, 2**20), probe(4, 2**21), probe(32, None), probe(16, None), probe(8, None), ask=roomy)
+    assert (cut.partition(":")[0], largest) == (
+        "The largest micro-batch that fits on every device has 4 samples (the part of 32 is cut into 8)",
+        4,
+    )
+    assert words(probe(2, 2**20), {"kind": "enough"}, ask=roomy) == (
+        "Micro-batches of 2 samples fit on every device, and larger ones were not tried: 1 MiB, of 1,024 MiB that each "
+        "may use.",
+        None,
+    )
+    assert words() == ("", None)
+
+
 def advised(changes, gain, cause="because", at_most=False):
     return {"cause": cause, "change": in_words(changes), "gain": gain, "at_most": at_most, "changes": changes}
 
@@ -236,15 +266,18 @@ def test_batch_norm_keeps_batches_divided_as_they_are():
     def speed(values):
         return 200.0 if value_of(values, "accumulate") == 2 else 100.0
 
-    baseline = {**BASELINE, "split_layers": ["batch norm"]}
-    search = Search(ASK)
-    drive(search, speed, baseline=baseline)
+    def normed(ask):
+        search = Search(ask)
+        search.record({"kind": "layers", "split": ["batch norm"]})
+        drive(search, speed)
+        return search
+
+    search = normed(ASK)
     assert search.base == {}
     assert "offered: batch norm would see another division; --allow-division takes it" in {
         result.why for result in search.results
     }
-    search = Search(replace(ASK, allow_division=True))
-    drive(search, speed, baseline=baseline)
+    search = normed(replace(ASK, allow_division=True))
     assert search.base == {"accumulate": 2}
 
 

@@ -20,6 +20,7 @@ class Facts:
     Args:
         num_ranks: Devices with a process each.
         device: ``cpu`` or ``cuda``.
+        num_hosts: Machines that they are on.
         critical: Where the time of a step goes along the critical path.
         computing_s: Of all ranks together in a step: forward and backward; None: what the critical path has, each.
         straggler: A rank that keeps the others waiting in every step.
@@ -54,6 +55,7 @@ class Facts:
     trip_s: float = 0.0
     best_trip_s: float = 0.0
     load_per_core: float | None = None
+    num_hosts: int = 1
     gradient_bytes: int = 0
     wire: bool = False
     strategy: str = "ddp"

@@ -20,6 +20,7 @@ def find_facts(run: Recorded, device: str, figures: Figures, traffic: Traffic | 
     return Facts(
         num_ranks=len(figures.by_rank),
         device=device,
+        num_hosts=len(_hosts(run)),
         critical=figures.critical,
         computing_s=sum(parts.forward_s + parts.backward_s for parts in figures.by_rank.values()),
         straggler=figures.straggler,
@@ -50,11 +51,14 @@ def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
+def _hosts(run: Recorded) -> set[str]:
+    return {record.host for record in run.ranks.values()}
+
+
 def _cores(run: Recorded) -> int | None:
     """Return the cores of the machine; None if it is not known, or there are several machines."""
-    hosts = {record.host for record in run.ranks.values()}
     cores = str(_dict(_dict(run.last.get("provenance")).get("machine")).get("cores", ""))
-    return int(cores) if len(hosts) == 1 and cores.isdecimal() and int(cores) else None
+    return int(cores) if len(_hosts(run)) == 1 and cores.isdecimal() and int(cores) else None
 
 
 def _busy_cores(run: Recorded) -> float | None:

@@ -37,8 +37,10 @@ def buckets(facts: Facts) -> list[Advice]:
 
 
 def bytes_on_the_way(facts: Facts) -> list[Advice]:
-    """Half the bytes take half the time, where it is bytes that take it."""
+    """Half the bytes take half the time, where it is bytes that take it: not in the memory that CPUs share."""
     if facts.gradient_bytes < LARGE_BYTES or facts.wire or facts.strategy != "ddp":
+        return []
+    if facts.device == "cpu" and facts.num_hosts == 1:  # to round them takes as long as to add them
         return []
     cause = f"Exposed communication is {facts.share(facts.critical.wire_s)} of the step"
     change = "rounding gradients on their way (--wire bf16)"
@@ -46,14 +48,16 @@ def bytes_on_the_way(facts: Facts) -> list[Advice]:
 
 
 def accumulation(facts: Facts) -> list[Advice]:
-    """Gradients are exchanged and applied once for several batches."""
+    """Gradients are exchanged and applied once for several batches; on CPUs that frees cores for backward, too."""
     wire_s = facts.critical.wire_s
     if facts.num_ranks < 2 or wire_s <= 0 or is_too_small(facts):  # which advises a larger batch, too
         return []
     rarer = 1 - 1 / _TIMES
     if facts.gain(rarer * wire_s) < WORTH:
         return []
-    saved_s = rarer * (wire_s + facts.critical.optimizer_s)
+    hidden_s = max(0.0, facts.num_buckets * facts.best_trip_s - wire_s) if facts.device == "cpu" else 0.0
+    taken_s = min(hidden_s, facts.critical.backward_s / 2)
+    saved_s = rarer * (wire_s + taken_s + facts.critical.optimizer_s)
     pieces = _TIMES * facts.accumulate
     cause = f"Exposed communication is {facts.share(wire_s)} of the step"
     change = (

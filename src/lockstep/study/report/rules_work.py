@@ -36,23 +36,25 @@ def loading(facts: Facts) -> list[Advice]:
     loading_s = wait_s if facts.workers == 0 else facts.workers * facts.step_s
     workers = min(_MOST_WORKERS, max(facts.workers + 1, math.ceil(loading_s / max(rest_s, 1e-9))))
     step_s = max(rest_s, loading_s / workers) + facts.accumulate * _HANDOVER_S
-    step_s = max(step_s, _busy_share(facts) * facts.step_s)
+    step_s = max(step_s, _own_work_s(facts, workers))
     cause = f"Data wait is {facts.share(wait_s)} of the step"
     change = f"{workers} loader worker{'s' * (workers > 1)} a rank instead of {facts.workers} (--workers {workers})"
     return [Advice(cause, change, facts.step_s / step_s, settings={"workers": workers})]
 
 
-def _busy_share(facts: Facts) -> float:
-    """Return the part of all cores that is busy; nothing where ranks compute elsewhere, or it is not known.
+def _own_work_s(facts: Facts, workers: int) -> float:
+    """Return what the work of a step takes with all cores that so many loader processes a rank can get hold of.
 
-    What other programs use is what the machine's load has more than these processes can make of it. Processes that
-    wait for a disk count as load, too, but these do so as what they are: so many processes.
+    Nothing where ranks compute elsewhere, or it is not known. What other programs run is what the machine's load has
+    more than these processes can make of it; cores are shared evenly among all that want one.
     """
     if facts.device != "cpu" or not facts.cores or facts.busy_cores is None:
         return 0.0
-    own = max(facts.busy_cores, facts.num_ranks * (1 + (facts.workers or 0)))
-    others = max(0.0, (facts.load_per_core or 0.0) * facts.cores - own)
-    return min(1.0, (facts.busy_cores + others) / facts.cores)
+    before = max(facts.busy_cores, facts.num_ranks * (1 + (facts.workers or 0)))
+    others = max(0.0, (facts.load_per_core or 0.0) * facts.cores - before)
+    own = max(facts.busy_cores, facts.num_ranks * (1 + workers))
+    free = facts.cores * min(1.0, own / (own + others))
+    return min(facts.step_s, facts.busy_cores * facts.step_s / free)
 
 
 def pinning(facts: Facts) -> list[Advice]:

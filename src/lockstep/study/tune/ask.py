@@ -66,7 +66,7 @@ class Ask:
     @property
     def longest_s(self) -> float:
         """How long anything may take before it is given up."""
-        return max(15.0, 0.25 * self.seconds)
+        return max(20.0, 0.25 * self.seconds)
 
 
 def read_journal(folder: Path) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 
 import torch
 from torch.utils.data import IterableDataset
@@ -19,7 +20,7 @@ from lockstep.train.loop import Loop
 from lockstep.train.seeds import DATA, Seeds
 from lockstep.train.task import Task, build_dataset
 
-NUM_WARMUP = 5
+NUM_WARMUP = 4
 """Buckets are built anew after the first step, and the optimizer makes its state in it."""
 
 NUM_SEARCHED = 64
@@ -67,7 +68,7 @@ class Entrant:
             self.loop = Loop(task, loop_settings(values), world, strategy=self.strategy, devices=devices)
 
     def warm_up(self, limit_s: float) -> None:
-        """Run the steps that are not measured, and take the time of the fastest of the last ones.
+        """Run the steps that are not measured, and take the time of the last ones.
 
         Args:
             limit_s: A search for buckets goes on no longer than that; rank zero's word counts, as all count its steps.
@@ -77,7 +78,7 @@ class Entrant:
         if value_of(self._values, "bucket_cap_mb") == "auto":
             count = min(NUM_SEARCHED, math.floor(limit_s / max(self._slowest(min(seconds)), 1e-6)))
             seconds += [self._step() for _ in range(count)]
-        self.step_s = min(seconds[-3:])
+        self.step_s = median(seconds[-3:])
         self.rest()
 
     def settle(self) -> None:

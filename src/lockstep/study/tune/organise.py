@@ -160,13 +160,15 @@ class _Runner:
             return self._note({"kind": "too large", "size": size})
         if action["do"] == "race" and name in action["contenders"] and name != NOW:
             return self._note({"kind": "lost", "name": name, "why": why})
+        if action["do"] == "baseline" and why.startswith(_GAVE_UP) and read_mark(self._folder)["stage"] == "recording":
+            return self._note({"kind": "baseline", "advice": [], "skipped": "it took too long to record a run"})
         if search.results:
             self.notes.append(f"Ended early: {why}.")
             return False
         if why.startswith(_GAVE_UP):
             raise LockstepError(
-                f"{_GAVE_UP} {self._ask.longest_s:.0f} s with the settings to begin with, in {action['do']}.\n"
-                "Give it more time (--minutes M), or a smaller global batch."
+                "There is not enough time: the first steps with the settings to begin with took most of it.\n"
+                "Give it more (--minutes M), or a smaller global batch."
             )
         cause = error.__cause__
         raise cause if isinstance(cause, LockstepError) else error

@@ -107,14 +107,16 @@ def checks_of(search: Search) -> tuple[Check, ...]:
 def memory_in_words(search: Search) -> str:
     """Return what is known of the memory of micro-batches; nothing if it was not looked at."""
     climb = search.climb
-    if climb.largest is None:
+    size = climb.largest
+    if size is None:
         return ""
-    peak, limit = climb.peaks[climb.largest] / 2**20, climb.limit_bytes
-    of = "" if limit is None else f", of {limit / 2**20:,.0f} MiB that each may use"
-    part = (
-        "a device's whole part of the global batch"
-        if climb.largest == climb.share
-        else (f"the part of {climb.share} is cut into {climb.share // climb.largest}")
-    )
-    size = f"{climb.largest} sample{'s' * (climb.largest > 1)}"
-    return f"The largest micro-batch that fits on every device has {size} ({part}): {peak:,.0f} MiB{of}."
+    samples = f"{size} sample{'s' * (size > 1)}"
+    needed = f"{climb.peaks[size] / 2**20:,.0f} MiB"
+    if climb.limit_bytes is not None:
+        needed += f", of {climb.limit_bytes / 2**20:,.0f} MiB that each may use"
+    if search.largest is None:
+        return f"Micro-batches of {samples} fit on every device, and larger ones were not tried: {needed}."
+    part = "a device's whole part of the global batch"
+    if size < climb.share:
+        part = f"the part of {climb.share} is cut into {climb.share // size}"
+    return f"The largest micro-batch that fits on every device has {samples} ({part}): {needed}."

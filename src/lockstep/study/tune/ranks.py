@@ -123,12 +123,13 @@ class Ranks:
         """Record a run with the settings to begin with, and look at it. Collective: every rank."""
         base = action["base"]
         self._keep({key_of(base)})
-        with self._watched("warm-up", NOW):
+        patient_s = max(self._ask.longest_s, 0.4 * self._ask.seconds)  # there is nothing else to go on with
+        with self._watched("warm-up", NOW, limit_s=patient_s):
             self._open(base)
         entrant = self._entrants[key_of(base)]
         step_s = float(self._read_out(entrant.step_s))
         entry: dict[str, Any] = {"kind": "baseline", "advice": [], "step_s": step_s}
-        entry["split_layers"] = split_layers(entrant.loop.model) if entrant.loop is not None else ()
+        self._note({"kind": "layers", "split": split_layers(entrant.loop.model) if entrant.loop is not None else ()})
         count = num_recorded(step_s, self._ask)
         if strategy_of(base) in ("dp", "dp-zero1") or (strategy_of(base) == "single" and self._world.world_size > 1):
             return entry | {"skipped": "with this strategy one process trains for all, and no run was recorded"}
@@ -138,7 +139,7 @@ class Ranks:
         num_samples = None if samples is None or isinstance(samples, IterableDataset) else len(samples)
         self._keep(set())  # the recorded run has the memory for itself
         torch.set_num_threads(self._threads(base))
-        with self._watched("recording", NOW):
+        with self._watched("recording", NOW, limit_s=patient_s):
             record_run(self._task, base, self._folder / RECORD, count)
         if not self._world.is_rank_zero:
             return entry
@@ -237,14 +238,14 @@ class Ranks:
         return entry is not None
 
     @contextmanager
-    def _watched(self, stage: str, name: str, number: int = 0) -> Iterator[None]:
+    def _watched(self, stage: str, name: str, number: int = 0, *, limit_s: float | None = None) -> Iterator[None]:
         """Have everybody know what is under way, and end this process if it takes too long."""
         if self._search is None:
             yield
             return
         _, over, count = self._search.under_way()
         write_mark(self._folder, {"stage": stage, "name": name, "round": number, "over": over, "stages": count})
-        timer = threading.Timer(self._ask.longest_s, _give_up, [self._folder])
+        timer = threading.Timer(limit_s or self._ask.longest_s, _give_up, [self._folder])
         timer.daemon = True
         timer.start()
         try:

@@ -38,7 +38,8 @@ class Search:
         skips: Of each stage in which there was nothing to try, why.
         total: How many times as fast all of it is together; None if that was not measured.
         is_out_of_time: Whether there was more to try.
-        largest: Samples of the largest micro-batch that fits; None if it was not looked for.
+        split_layers: Kinds of layer whose result depends on how a batch is divided.
+        largest: Samples of the largest micro-batch that fits; None if it was not looked for to the end.
     """
 
     def __init__(self, ask: Ask) -> None:
@@ -49,6 +50,7 @@ class Search:
         self.skips: list[tuple[str, str]] = []
         self.total: Spread | None = None
         self.baseline: Entry | None = None
+        self.split_layers: tuple[str, ...] = ()
         self.climb = Climb(self._share, None if ask.on_cuda else ask.limit_bytes)
         self._looks_for_memory = "reproducible" not in ask.start and "shares" not in ask.start
         self._queue: deque[str] = deque(ALL_STAGES)
@@ -109,6 +111,8 @@ class Search:
             self._looks_for_memory = False
             if self.climb.too_large is not None:
                 self._cut_to_fit()
+        elif kind == "layers":
+            self.split_layers = tuple(entry["split"])
         elif kind == "baseline":
             self.baseline = entry
         elif kind == "too large":
@@ -135,14 +139,9 @@ class Search:
             self._close()
 
     @property
-    def split_layers(self) -> tuple[str, ...]:
-        """Kinds of layer whose result depends on how a batch is divided."""
-        return tuple((self.baseline or {}).get("split_layers", ()))
-
-    @property
     def largest(self) -> int | None:
-        """Samples of the largest micro-batch that fits; None if it was not looked for."""
-        return self.climb.largest
+        """Samples of the largest micro-batch that fits; None if it was not looked for to the end."""
+        return self.climb.largest if self.climb.next() is None else None
 
     @property
     def untried_size(self) -> int | None:
@@ -171,7 +170,7 @@ class Search:
             strategies=self.ask.strategies,
             wait_share=baseline.get("wait_share"),
             gradient_bytes=baseline.get("gradient_bytes"),
-            largest=self.climb.largest,
+            largest=self.largest,
             bytes_of=self.climb.bytes_of,
             limit_bytes=self.ask.limit_bytes,
         )
