@@ -5,6 +5,7 @@ import math
 import pytest
 
 from lockstep.telemetry.live.aggregator import Aggregator, RunInfo, decode, encode, with_waits
+from lockstep.telemetry.live.beats import Beats
 from lockstep.telemetry.live.delivery import Direct, Threaded
 from lockstep.telemetry.live.figures import Figures
 from lockstep.telemetry.live.snapshot import EventFigures, RankFigures, Snapshot, SnapshotSink, Spread
@@ -133,6 +134,19 @@ def test_other_ranks_only_post():
     (first, *values), (second, *_) = board.mine
     assert (first, second) == (1, 2)
     assert decode(values).forward_s == 0.003
+
+
+def test_a_watch_that_fails_says_so_once_and_ends(capsys):
+    calls = []
+
+    def beat():
+        calls.append(1)
+        raise KeyError("gone")
+
+    beats = Beats(beat, period_s=0.01)
+    beats._thread.join(10.0)
+    assert beats.stop() and len(calls) == 1
+    assert capsys.readouterr().err == "lockstep: this run is not watched any more: KeyError: 'gone'\n"
 
 
 def test_a_sink_that_raises_is_switched_off_with_one_warning(capsys):

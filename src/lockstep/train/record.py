@@ -11,13 +11,14 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import final
 
 from lockstep.comm.board import Board
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import World
 from lockstep.telemetry.live.aggregator import Aggregator, RunInfo, decode, encode, with_waits
-from lockstep.telemetry.live.beats import PERIOD_S, Beats
+from lockstep.telemetry.live.beats import PERIOD_S, Beats, guarded
 from lockstep.telemetry.live.delivery import Direct, Threaded
 from lockstep.telemetry.live.figures import Figures
 from lockstep.telemetry.live.snapshot import RankFigures, Snapshot, SnapshotSink
@@ -143,9 +144,8 @@ class Record:
             return
         self._is_over = True
         has_ended = self._beats is None or self._beats.stop()
-        self._recorder.finish()
-        if has_ended:
-            self._aggregator.beat(is_last=True)
+        if guarded(self._recorder.finish) and has_ended:
+            guarded(partial(self._aggregator.beat, is_last=True))
 
     def beat(self) -> None:
         """Take in what has been done by now, and tell of it. For a thread beside training."""

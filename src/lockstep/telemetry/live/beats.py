@@ -36,13 +36,17 @@ class Beats:
         wait_s = _FIRST_S
         while not self._over.wait(wait_s):
             wait_s = self._period_s
-            try:
-                self._beat()
-            except Exception as error:
-                first = (str(error).splitlines() or [""])[0]
-                print(
-                    f"lockstep: this run is not watched any more: {type(error).__name__}: {first}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            if not guarded(self._beat):
                 return
+
+
+def guarded(act: Callable[[], None]) -> bool:
+    """Do what is not worth the end of a run; say so and return False if it raises."""
+    try:
+        act()
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0]
+        what = f"lockstep: this run is not watched any more: {type(error).__name__}: {first}"
+        print(what, file=sys.stderr, flush=True)
+        return False
+    return True
