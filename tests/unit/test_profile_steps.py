@@ -1,5 +1,7 @@
 """Which steps are profiled, what is refused, and names for NVIDIA's tools."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.telemetry import ranges
 from lockstep.train.phase_ranges import PhaseRanges, follow_phases
 from lockstep.train.profile_steps import Stretches, stretches_of
+from lockstep.train.profiling import profiled as profiled_run
 from lockstep.train.settings import FitSettings
 
 
@@ -53,6 +56,12 @@ def test_what_cannot_be_profiled_is_refused(settings, first_line):
     with pytest.raises(ConfigurationError) as error:
         FitSettings(**settings)
     assert str(error.value).splitlines()[0] == first_line
+
+
+def test_without_a_profiler_a_step_is_the_runs_own():
+    run = SimpleNamespace(step=lambda: None)
+    with profiled_run(FitSettings(), None, run) as step:
+        assert step is run.step
 
 
 def test_phases_are_nvtx_ranges_one_after_the_other(monkeypatch):

@@ -44,6 +44,8 @@ def test_a_run_on_one_device_beside_it_tells_whether_it_is_the_same_and_how_much
         "digits trains 5,818 samples/s on 2 CPU processes, 11 ms a step; 1.82 times as fast as one device, 91% of "
         "linear."
     )
+    slow = look_at(write_run(tmp_path / "slow", [steps(interval_s=0.016)] * 2))
+    assert put_beside(slow, beside.view).scaling == "1.25 times as fast as one device, 62% of linear (80% is good)"
     same = put_beside(double(tmp_path / "same"), single(tmp_path / "other", seed=3))
     assert same.loss_note == (
         "Over 30 steps, the loss and that on one device are the same to the bit; it is another training run: seed 0 "

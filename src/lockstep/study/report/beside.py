@@ -10,6 +10,9 @@ from lockstep.study.report.view import View, setting_values
 _ALIKE = ("seed", "global_batch_size", "precision", "clip", "schedule", "warmup", "lr_scaling", "shares", "wire")
 """Settings that make it another training run."""
 
+GOOD_SHARE = 0.8
+"""Of what twice as many devices could give at best, who gets this much is well served."""
+
 
 @dataclass(frozen=True)
 class Beside:
@@ -36,7 +39,8 @@ class Beside:
             return ""
         text = f"{self.speedup:.2f} times as fast as {self.name}"
         if self.num_times > 1:
-            text += f", {self.speedup / self.num_times:.0%} of linear"
+            share = self.speedup / self.num_times
+            text += f", {share:.0%} of linear{'' if share >= GOOD_SHARE else f' ({GOOD_SHARE:.0%} is good)'}"
         return text
 
 
