@@ -84,6 +84,23 @@ def test_both_engines_tell_what_they_wait_for_and_compute_the_same_bits(ranks, t
         assert timeline is None or [phase for phase, _, _ in timeline.spans].count("backward") == 3
 
 
+def test_an_optimizer_that_steps_within_backward_ends_the_step_with_it(ranks, tmp_path):
+    def overlapping(world):
+        model = lockstep.DistributedDataParallel(
+            nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), bucket_cap_mb=0.02
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.overlap_optimizer(optimizer)
+        with lockstep.monitor(model, optimizer, run_dir=tmp_path) as watch:
+            for _ in range(6):
+                optimizer.zero_grad()
+                model(torch.ones(2, 64)).sum().backward()
+            return watch.num_steps
+
+    assert ranks(2)(overlapping) == [6, 6]
+    assert [(step.samples, step.learning_rate) for step in look_at(tmp_path).run.ranks[1].steps] == [(4, 0.1)] * 6
+
+
 def test_a_folder_that_a_rank_cannot_write_to_is_an_error_on_all(ranks, tmp_path):
     (tmp_path / "file").write_text("")
 

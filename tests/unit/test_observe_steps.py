@@ -239,6 +239,21 @@ def test_an_optimizer_within_another_is_counted_once(loop):
     assert line["optimizer_s"] == 0.5
 
 
+def test_an_optimizer_that_steps_within_backward_ends_the_step_with_it(loop):
+    for _ in range(2):
+        loop.fetch()
+        loop.forward()
+        loop.steps.backward_begins(8)
+        for _ in range(3):  # a bucket each
+            loop.rest(1.0)
+            loop.steps.optimizer_within(0.3)
+        loop.steps.own_work_done()
+        loop.steps.backward_ends([])
+    lines = loop.lines()
+    assert [parts(line) for line in lines] == [[1.0, 2.5, 3.0, 0.0, 0, 6.5]] * 2
+    assert [line["learning_rate"] for line in lines] == [0.3, 0.3]
+
+
 def test_a_batch_that_is_fetched_ahead_counts_where_it_is_used(loop):
     loop.fetch()
     loop.fetch()

@@ -153,7 +153,7 @@ class Attached:
             self._clocks = tuple(measure_offsets(group, device))
 
     def _fail(self, error: Exception) -> None:
-        self._is_looking = False
+        self._look_no_more()
         first = (str(error).splitlines() or [type(error).__name__])[0]
         self._say(f"nothing is recorded: {first}")
 

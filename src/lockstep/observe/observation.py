@@ -77,6 +77,7 @@ class Observation:
         facts = {
             "strategy": None if engine.kind == "unknown" else engine.kind,
             "workers": loaders[0].num_workers if loaders else None,
+            "pin_memory": loaders[0].pin_memory if loaders else None,
             "run_dir": str(run_dir),
         }
         self._session = Session(run_dir, place, device, models, facts, first_step=first_step, provenance=provenance)

@@ -13,6 +13,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lockstep.observe.forwards import in_backward
 from lockstep.observe.hook import Hook
 from lockstep.observe.steps import Steps
 from lockstep.parallel.ddp.capture import is_capturing
@@ -60,11 +61,14 @@ class Optimizers:
         self._undo()
 
     def _begins(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._sees(optimizer):
+        if not in_backward() and self._sees(optimizer):
             self._steps.optimizer_begins(id(optimizer))
 
     def _ends(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._sees(optimizer):
+        if in_backward():  # in whatever thread that runs
+            if not self._steps.is_over and self._is_ours(optimizer):
+                self._steps.optimizer_within(learning_rate_of(optimizer))
+        elif self._sees(optimizer):
             self._num_updates += 1
             self._steps.optimizer_ends(id(optimizer), learning_rate_of(optimizer))
 
@@ -85,8 +89,9 @@ class Optimizers:
         return over
 
     def _sees(self, optimizer: Optimizer) -> bool:
-        if not self._steps.is_mine or is_capturing(self._device):
-            return False
+        return self._steps.is_mine and not is_capturing(self._device) and self._is_ours(optimizer)
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
         known = self._ours.get(optimizer)
         if known is None and self._watches_all and self._models:
             known = self._ours[optimizer] = updates(optimizer, self._models)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -87,3 +87,19 @@ class Step:
     def seconds(self, phases: Sequence[Phase]) -> float:
         """Return how long some phases took together, without waiting in collectives of ours."""
         return sum(seconds_between(begin, end) - waited for phase, begin, end, waited in self.spans if phase in phases)
+
+
+class Listener(Protocol):
+    """Takes the steps."""
+
+    def opened(self, step: Step) -> None:
+        """Take notice that a step has begun."""
+
+    def forward_ended(self) -> None:
+        """Take notice that a training forward is over."""
+
+    def done(self, step: Step) -> None:
+        """Take a step; nothing is added to it any more, but the device may still owe its figures."""
+
+    def evaluated(self, num_steps: int, wall_s: float, seconds: float) -> None:
+        """Take notice of an evaluation: when it began, and how long training stood still for it."""

@@ -18,10 +18,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Protocol
 
 from lockstep import progress
-from lockstep.observe.step import Phase, Step
+from lockstep.observe.step import Listener, Phase, Step
 from lockstep.parallel.ddp.bucket_stamps import StepStamps
 from lockstep.train.stopwatch import Mark
 
@@ -30,22 +29,6 @@ _MOST_BATCHES = 256
 
 _SILENT = 8
 """After so many steps of others without one of its own, an optimizer is not the lead any more."""
-
-
-class Listener(Protocol):
-    """Takes the steps."""
-
-    def opened(self, step: Step) -> None:
-        """Take notice that a step has begun."""
-
-    def forward_ended(self) -> None:
-        """Take notice that a training forward is over."""
-
-    def done(self, step: Step) -> None:
-        """Take a step; nothing is added to it any more, but the device may still owe its figures."""
-
-    def evaluated(self, num_steps: int, wall_s: float, seconds: float) -> None:
-        """Take notice of an evaluation: when it began, and how long training stood still for it."""
 
 
 class _Now(Enum):
@@ -86,6 +69,7 @@ class Steps:
         self._borrowed: tuple[list[tuple[Moment, Moment]], int] | None = None
         self._lead: int | None = None
         self._num_silent = self._depth = 0
+        self._has_stepped_within = False
 
     # --- what is asked ----------------------------------------------------------------------------------------------
 
@@ -208,6 +192,8 @@ class Steps:
         self._open.stamps += stamps
         self._add("backward", now)
         self._now, self._since = (_Now.OPTIMIZER if self._depth else _Now.OUTSIDE), now
+        if self._has_stepped_within:
+            self._finish(now)
 
     # --- optimizers -------------------------------------------------------------------------------------------------
 
@@ -233,14 +219,16 @@ class Steps:
         is_lead = self._leads(key)
         if self._open is None:  # one right behind the lead
             self.current.end = now[0]
-        elif is_lead:
-            step, self._open = self._open, None
-            step.samples = step.samples or self._unclaimed or step.num_inputs
-            self._unclaimed = 0 if not step.has_forward else self._unclaimed
-            step.end, step.learning_rate, step.is_skipped = now[0], learning_rate, is_skipped
-            step.sees_batches = self.sees_batches
-            self._done = step
-            self.num_done += 1
+        else:
+            self._open.learning_rate = learning_rate if is_lead else self._open.learning_rate
+            self._open.is_skipped |= is_skipped
+            if is_lead:
+                self._finish(now)
+
+    def optimizer_within(self, learning_rate: float | None) -> None:
+        """Take notice that an optimizer steps within a backward, whose end then ends the step; maybe many times."""
+        if self._open is not None and self._now is _Now.BACKWARD:
+            self._has_stepped_within, self._open.learning_rate = True, learning_rate
 
     def optimizer_failed(self) -> None:
         """Take notice that an optimizer has raised instead."""
@@ -251,6 +239,16 @@ class Steps:
         if self._lead is None or self._num_silent > _SILENT:
             self._lead, self._num_silent = key, 0
         return key == self._lead
+
+    def _finish(self, now: Moment) -> None:
+        """End the open step."""
+        assert self._open is not None
+        step, self._open, self._has_stepped_within = self._open, None, False
+        step.samples = step.samples or self._unclaimed or step.num_inputs
+        self._unclaimed = 0 if not step.has_forward else self._unclaimed
+        step.end, step.sees_batches = now[0], self.sees_batches
+        self._done = step
+        self.num_done += 1
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
