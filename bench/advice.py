@@ -94,7 +94,8 @@ def main() -> None:
                 continue
             spread = f"{check.measured.median:.2f} ({check.measured.low:.2f} - {check.measured.high:.2f})"
             print(f"    {predicted:>13}  {spread:>20}  {check.error:+5.0%}  {check.change}", flush=True)
-            errors.append(abs(math.log1p(check.error)))
+            if not check.at_most:  # a bound says too little to be judged beside the others
+                errors.append(abs(math.log1p(check.error)))
         if not outcome.checks:
             print("    no advice")
         print(f"    found {outcome.found}", flush=True)

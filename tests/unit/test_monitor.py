@@ -103,6 +103,7 @@ def test_a_loop_is_recorded_and_not_a_bit_of_it_changes(tmp_path):
     assert (session["num_steps"], session["num_parameters"]) == (15, 6 * 16 + 16 + 32 + 16 * 3 + 3)
     assert session["settings"]["strategy"] == "single"
     assert session["settings"]["workers"] == 0
+    assert session["settings"]["pin_memory"] is False
     assert view.figures.knows_waits
 
 

@@ -40,8 +40,7 @@ class Facts:
         global_batch_size: Samples of a step; None if not known.
         precision: In which it computes.
         bf16_speed: How many times as fast as now the device multiplies matrices in bf16; None if that was not measured.
-        copy_s: Of a step, copying samples to the device.
-        pinned: Whether samples are in page-locked memory; None if not known.
+        pinned: Whether a script's loader gives samples in page-locked memory; None if not known, and for `fit`.
     """
 
     num_ranks: int
@@ -66,7 +65,6 @@ class Facts:
     global_batch_size: int | None = None
     precision: str = "fp32"
     bf16_speed: float | None = None
-    copy_s: float = 0.0
     pinned: bool | None = None
 
     @property

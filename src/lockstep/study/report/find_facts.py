@@ -16,7 +16,7 @@ def find_facts(run: Recorded, device: str, figures: Figures, traffic: Traffic | 
     session = run.last
     settings = _dict(session.get("settings"))
     gradient_bytes = _whole(session.get("gradient_bytes"))
-    pinned = session.get("pin_memory")
+    pinned = settings.get("pin_memory")
     return Facts(
         num_ranks=len(figures.by_rank),
         device=device,

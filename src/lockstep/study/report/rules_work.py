@@ -19,9 +19,6 @@ _OVERHEAD = 0.25
 _HANDOVER_S = 0.0003
 """What a process waits for a micro-batch of a loader process at least: it comes through a pipe and shared memory."""
 
-_PINNED_SPEED = 2.0
-"""Page-locked memory is copied about so many times as fast: nothing is copied twice."""
-
 
 def loading(facts: Facts) -> list[Advice]:
     """Samples that a loader process prepares while the device computes are waited for no longer.
@@ -58,12 +55,15 @@ def _own_work_s(facts: Facts, workers: int) -> float:
 
 
 def pinning(facts: Facts) -> list[Advice]:
-    """Copies from memory that is not page-locked are made twice, and nothing is computed meanwhile."""
-    saved_s = min(facts.copy_s, facts.critical.data_wait_s) * (1 - 1 / _PINNED_SPEED)
-    if facts.device != "cuda" or facts.pinned is not False or saved_s <= 0:
+    """Copies from memory that is not page-locked let a script wait, between its phases; `fit` has none of these."""
+    if facts.device != "cuda" or facts.pinned is not False:
         return []
-    cause = f"Copying samples to the device takes {facts.share(facts.copy_s)} of the step, from pageable memory"
-    return [Advice(cause, "page-locked samples (DataLoader(..., pin_memory=True))", facts.gain(saved_s))]
+    between_s = facts.critical.other_s
+    cause = (
+        f"Samples are in pageable memory, and {facts.share(between_s)} of the step lies between phases, as copies do"
+    )
+    change = "page-locked samples (pin_memory=True in the DataLoader, non_blocking=True in .to())"
+    return [Advice(cause, change, facts.gain(between_s), at_most=True)]
 
 
 def slow_rank(facts: Facts) -> list[Advice]:
