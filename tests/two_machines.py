@@ -1,12 +1,15 @@
 """Two machines on one: network namespaces, joined by a cable that can be cut."""
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
 import sys
 
 import pytest
+
+_numbers = itertools.count()
 
 
 def ip(*args):
@@ -40,8 +43,9 @@ def two_machines():
     """Make them, and take them away again; skips where that needs rights that we do not have."""
     if shutil.which("ip") is None or os.geteuid() != 0:
         pytest.skip("needs root and iproute2")
-    names = [f"lockstep{side}{os.getpid()}" for side in "ab"]
-    cables = [f"ls{side}{os.getpid()}" for side in "ab"]
+    mark = f"{os.getpid()}n{next(_numbers)}"
+    names = [f"lockstep{side}{mark}" for side in "ab"]
+    cables = [f"ls{side}{mark}" for side in "ab"]
     try:
         setup = [
             *(("netns", "add", name) for name in names),
