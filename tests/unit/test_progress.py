@@ -1,6 +1,7 @@
 """What rank zero shows, and how fast it says the run goes."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,6 @@ import torch
 from lockstep.launcher.live_view import LiveView
 from lockstep.telemetry.live import remote
 from lockstep.telemetry.live.snapshot import EventFigures, Snapshot
-from lockstep.train import progress
 from lockstep.train.history import History
 from lockstep.train.progress import Lines, Live, Remote, Said, Silence, format_metrics, make_display
 from lockstep.train.step_record import StepRecord
@@ -31,10 +31,12 @@ def test_lines_in_a_pipe(capsys):
     display.update(SNAPSHOT)
     display.every_s = 0.0
     display.update(SNAPSHOT)
+    display.update(replace(SNAPSHOT, samples_per_s=None, left_s=2.0))  # a step that takes long
     display.say("said [bold]as it is[/]")
     display.close()
     assert capsys.readouterr().out.splitlines() == [
         "step 15/20  loss 0.2500  1,234 samples/s  3 s left",
+        "step 15/20  loss 0.2500  1,234 samples/s  2 s left",
         "said [bold]as it is[/]",
     ]
 
@@ -94,7 +96,7 @@ def test_a_rank_sends_its_view_to_the_launcher_that_offers_to_show_it(monkeypatc
     view.look()
     kept = EventFigures(event="checkpoint", step=9, time=0.0, seconds=0.5, text="checkpoint after step 9")
     said = EventFigures(event="evaluation", step=9, time=0.0, seconds=0.5, text="loss 0.5", metrics={"loss": 0.5})
-    display.update(progress.Snapshot(**{**vars(SNAPSHOT), "events": (kept, said)}))
+    display.update(replace(SNAPSHOT, events=(kept, said)))
     view.look()
     view.look()
     display.close()

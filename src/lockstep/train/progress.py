@@ -9,6 +9,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from typing_extensions import override
@@ -44,6 +45,20 @@ class _Printing(Display):
         sys.stdout.flush()
 
 
+class _LastRates:
+    """Remembers how fast the run was, for snapshots since which no step was done."""
+
+    def __init__(self) -> None:
+        self._last: tuple[float | None, float | None] = None, None
+
+    def filled(self, snapshot: Snapshot) -> Snapshot:
+        """Return ``snapshot`` with the last rates there were."""
+        if snapshot.samples_per_s is None:
+            return replace(snapshot, samples_per_s=self._last[0], tokens_per_s=self._last[1])
+        self._last = snapshot.samples_per_s, snapshot.tokens_per_s
+        return snapshot
+
+
 class Live(_Printing):
     """A view that is drawn anew in place.
 
@@ -54,6 +69,7 @@ class Live(_Printing):
 
     def __init__(self, region: Region | NotebookRegion, folder: Path | None = None) -> None:
         self._region, self._folder = region, folder
+        self._rates = _LastRates()
         self._events: deque[EventFigures] = deque(maxlen=_SHOWN_EVENTS)
 
     @override
@@ -61,7 +77,7 @@ class Live(_Printing):
         self._events += shown(snapshot)
         self._look_at_launcher()
         width, height = self._region.size
-        self._region.show(picture(snapshot, list(self._events), width=width, height=height))
+        self._region.show(picture(self._rates.filled(snapshot), list(self._events), width=width, height=height))
 
     @override
     def close(self) -> None:
@@ -83,7 +99,7 @@ class Remote(_Printing):
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._rates = folder, _LastRates()
         self._events: deque[EventFigures] = deque(maxlen=_SHOWN_EVENTS)
         self._is_closed = False
 
@@ -91,7 +107,7 @@ class Remote(_Printing):
     def update(self, snapshot: Snapshot) -> None:
         self._events += shown(snapshot)
         if not self._is_closed:
-            remote.send(self._folder, snapshot, self._events)
+            remote.send(self._folder, self._rates.filled(snapshot), self._events)
 
     @override
     def close(self) -> None:
@@ -107,9 +123,11 @@ class Lines(_Printing):
 
     def __init__(self) -> None:
         self._shown_at = time.perf_counter()
+        self._rates = _LastRates()
 
     @override
     def update(self, snapshot: Snapshot) -> None:
+        snapshot = self._rates.filled(snapshot)
         now_s = time.perf_counter()
         if now_s - self._shown_at >= self.every_s and snapshot.loss is not None and not snapshot.is_last:
             self._shown_at = now_s
