@@ -114,10 +114,11 @@ def test_it_does_with_other_engines_too(ranks, tmp_path):
             space = {"__name__": "task"}
             exec(SCRIPT, space)
             log = tmp_path / str(number)
-            space["lockstep"].fit(space["task"], strategy=strategy, steps=14, quiet=True, log_file=log, **how)
+            space["lockstep"].fit(space["task"], strategy=strategy, steps=24, quiet=True, log_file=log, **how)
 
     ranks(4, warnings="ignore")(train)
     for number, (*_, phase) in enumerate(WAYS):
-        [line] = [json.loads(line) for line in (tmp_path / str(number)).read_text().splitlines() if "slow_rank" in line]
-        assert (line["step"], line["slow_rank"], line["phase"]) == (12, 3, phase)
-        assert line["lost_s"] == pytest.approx(0.06, abs=0.02)
+        lines = [json.loads(line) for line in (tmp_path / str(number)).read_text().splitlines()]
+        told = [line for line in lines if line.get("slow_rank") == 3]
+        assert told and {line["phase"] for line in told} == {phase}, (number, told)
+        assert 0.03 < told[0]["lost_s"] < 0.12
