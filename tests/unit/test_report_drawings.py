@@ -1,5 +1,7 @@
 """What the report draws beside the old figures: a run on one device, curves, loads over time, bandwidth by bucket."""
 
+from dataclasses import replace
+
 import pytest
 from click.testing import CliRunner
 
@@ -38,7 +40,9 @@ def double(folder, loss=0.0):
 def test_a_run_on_one_device_beside_it_tells_whether_it_is_the_same_and_how_much_more_devices_gave(tmp_path):
     view = double(tmp_path / "two", loss=0.25e-6)
     beside = put_beside(view, single(tmp_path / "one"))
-    assert beside.loss_note == "Over 30 steps, the loss and that on one device are apart by 1e-06 at most, in step 8."
+    assert beside.loss_note == (
+        "Over 30 steps, the loss and that on one device begin alike and differ by 1e-06 of it at most, in step 8."
+    )
     assert beside.scaling == "1.82 times as fast as one device, 91% of linear"
     assert sentences(view, beside)[0] == (
         "digits trains 5,818 samples/s on 2 CPU processes, 11 ms a step; 1.82 times as fast as one device, 91% of "
@@ -46,6 +50,12 @@ def test_a_run_on_one_device_beside_it_tells_whether_it_is_the_same_and_how_much
     )
     slow = look_at(write_run(tmp_path / "slow", [steps(interval_s=0.016)] * 2))
     assert put_beside(slow, beside.view).scaling == "1.25 times as fast as one device, 62% of linear (80% is good)"
+    other = double(tmp_path / "wrong", loss=0.1)
+    other.run.ranks[0].steps[0] = replace(other.run.ranks[0].steps[0], loss=1.9)
+    assert put_beside(other, beside.view).loss_note == (
+        "Over 30 steps, the loss and that on one device differ by 5.00% in step 1 already (lockstep verify says why), "
+        "by 28.57% at most, in step 8."
+    )
     same = put_beside(double(tmp_path / "same"), single(tmp_path / "other", seed=3))
     assert same.loss_note == (
         "Over 30 steps, the loss and that on one device are the same to the bit; it is another training run: seed 0 "

@@ -13,6 +13,9 @@ _ALIKE = ("seed", "global_batch_size", "precision", "clip", "schedule", "warmup"
 GOOD_SHARE = 0.8
 """Of what twice as many devices could give at best, who gets this much is well served."""
 
+_ROUNDING = 1e-3
+"""In a first step nothing but roundings can differ; those of bf16 are the largest."""
+
 
 @dataclass(frozen=True)
 class Beside:
@@ -64,10 +67,24 @@ def _compare_losses(view: View, other: View, name: str) -> str:
     differs = [text for text in (_differs(view, other, setting) for setting in _ALIKE) if text]
     if view.task != other.task:
         differs.insert(0, f"task {view.task} here, {other.task} there")
-    largest = _difference(mine[far], others[far])
-    how = "the same to the bit" if largest == 0 else f"apart by {largest:.2g} at most, in step {far + 1}"
-    text = f"Over {len(known)} steps, the loss and that on {name} are {how}"
+    how = _in_words(_difference(mine[far], others[far]), far, _difference(mine[known[0]], others[known[0]]), known[0])
+    text = f"Over {len(known)} steps, the loss and that on {name} {how}"
     return f"{text}; it is another training run: {', '.join(differs)}." if differs else f"{text}."
+
+
+def _in_words(largest: float, far: int, at_first: float, first: int) -> str:
+    """Return how far losses are apart, relative to them: at most, and in the first step."""
+    if largest == 0:
+        return "are the same to the bit"
+    at_most = f"by {_share(largest)} at most, in step {far + 1}"
+    if at_first > _ROUNDING:
+        return f"differ by {_share(at_first)} in step {first + 1} already (lockstep verify says why), {at_most}"
+    begin = f"differ by {_share(at_first)} in step {first + 1}, as roundings do," if at_first else "begin alike"
+    return f"{begin} and {'' if at_first else 'differ '}{at_most}"
+
+
+def _share(difference: float) -> str:
+    return f"{difference:.2%}" if difference >= 1e-4 else f"{difference:.1g} of it"
 
 
 def _losses(view: View) -> dict[int, float]:
