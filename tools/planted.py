@@ -3,7 +3,7 @@
 Writes a folder for each run: ``run-a`` to ``run-d`` with a page in it, and ``answers.txt`` with what was planted. With
 Chromium, also a picture of each page as on a phone and on a desk, light and dark.
 
-Usage: python -m bench.planted FOLDER [--steps N] [--no-pictures]
+Usage: python -m tools.planted FOLDER [--steps N] [--no-pictures]
 """
 
 from __future__ import annotations
