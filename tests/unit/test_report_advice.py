@@ -170,8 +170,8 @@ def test_pageable_samples_are_copied_between_the_phases_of_a_script():
 def test_bf16_is_a_bound_by_what_the_device_was_measured_to_do():
     (advice,) = advise(facts(bf16_speed=4.0))
     assert advice.text == (
-        "Computing is 96% of the step, and bf16 multiplies 4.0 times as fast here: bf16 (--precision bf16) would give "
-        "at most 3.55 times the throughput."
+        "Computing is 96% of the step, and a layer is 4.0 times as fast in bf16 here: bf16 (--precision bf16) would "
+        "give at most 3.55 times the throughput."
     )
     assert (advice.keeps_run, dict(advice.settings)) == (False, {"precision": "bf16"})
     assert advise(facts(bf16_speed=0.5)) == advise(facts(bf16_speed=4.0, precision="bf16")) == []

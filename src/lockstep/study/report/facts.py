@@ -39,7 +39,7 @@ class Facts:
         busy_cores: How many of them the ranks used, all together; None if not known.
         global_batch_size: Samples of a step; None if not known.
         precision: In which it computes.
-        bf16_speed: How many times as fast as now the device multiplies matrices in bf16; None if that was not measured.
+        bf16_speed: How many times as fast as now the device computes a layer in bf16; None if that was not measured.
         pinned: Whether a script's loader gives samples in page-locked memory; None if not known, and for `fit`.
     """
 

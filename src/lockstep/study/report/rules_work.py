@@ -130,13 +130,12 @@ def optimizer(facts: Facts) -> list[Advice]:
 
 
 def lower_precision(facts: Facts) -> list[Advice]:
-    """Forward and backward get no faster than the multiplications of matrices in them; only trying tells how much."""
+    """Forward and backward get no faster than a layer alone, which is mostly a product; only trying tells how much."""
     speed = facts.bf16_speed
     if speed is None or speed <= 1 or facts.precision != "fp32":
         return []
-    cause = (
-        f"Computing is {facts.share(facts.computing)} of the step, and bf16 multiplies {speed:.1f} times as fast here"
-    )
+    computing = facts.share(facts.computing)
+    cause = f"Computing is {computing} of the step, and a layer is {speed:.1f} times as fast in bf16 here"
     saved_s = facts.computing * (1 - 1 / speed)
     settings = {"precision": "bf16"}
     return [Advice(cause, "bf16 (--precision bf16)", facts.gain(saved_s), False, at_most=True, settings=settings)]
