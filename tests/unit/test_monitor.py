@@ -191,38 +191,37 @@ def test_an_error_of_ours_ends_the_record_and_not_the_training(tmp_path, monkeyp
     assert len(run.ranks[0].steps) == 5
 
 
-def test_the_loop_may_end_in_any_way(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import sys\n"
-        "import torch\n"
-        "import lockstep\n"
-        "model = torch.nn.Linear(4, 1)\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.5)\n"
-        "watch = lockstep.monitor(model, optimizer)\n"
-        "for step in range(3):\n"
-        "    model(torch.ones(2, 4)).sum().backward()\n"
-        "    optimizer.step()\n"
-        "if sys.argv[1] == 'raise':\n"
-        "    raise RuntimeError('on purpose')\n"
-        "if sys.argv[1] == 'exit in block':\n"
-        "    with watch:\n"
-        "        sys.exit(3)\n"
-        "sys.exit(0)\n"
-    )
-    ends = {"raise": "RuntimeError: on purpose", "exit in block": "SystemExit: 3", "exit": "3 steps done"}
-    processes = [
-        subprocess.Popen([sys.executable, script, how], cwd=folder, stderr=subprocess.PIPE, text=True)
-        for how in ends
-        if not (folder := tmp_path / how.replace(" ", "-")).mkdir()
-    ]
-    for (how, text), process in zip(ends.items(), processes, strict=True):
-        _, err = process.communicate(timeout=60)
-        assert "lockstep" not in err.replace("/lockstep", "")
-        run = look_at(tmp_path / how.replace(" ", "-") / "runs" / "train").run
-        last = run.events[-1]
-        assert (last.event, last.text) == ("end" if how == "exit" else "error", text)
-        assert [step.samples for step in run.ranks[0].steps] == [2, 2, 2]
+SCRIPT = """
+import torch
+import lockstep
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+lockstep.monitor(model, optimizer)
+for step in range(3):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+raise RuntimeError("on purpose")
+"""
+
+
+def test_a_script_may_end_in_any_way(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert done.stderr.endswith("RuntimeError: on purpose\n")
+    for code, last in ((3, ("error", "SystemExit: 3")), (0, ("end", "2 steps done"))):
+        model, optimizer = make()
+        with pytest.raises(SystemExit), lockstep.monitor(model, optimizer, run_dir=tmp_path / str(code)):
+            for _ in range(2):
+                model(torch.ones(2, 6)).sum().backward()
+                optimizer.step()
+            sys.exit(code)
+        event = look_at(tmp_path / str(code)).run.events[-1]
+        assert (event.event, event.text) == last
+    run = look_at(tmp_path / "runs" / "train").run
+    assert (run.events[-1].event, run.events[-1].text) == ("error", "RuntimeError: on purpose")
+    assert [step.samples for step in run.ranks[0].steps] == [2, 2, 2]
 
 
 def test_a_script_that_goes_on_adds_to_its_record(tmp_path):
