@@ -355,3 +355,12 @@ def test_what_is_tried_depends_on_what_is_known():
     assert changes("buckets", {"strategy": "ddp-zero1"}) == "only ddp on several devices has them"
     assert changes("precision") == [{"precision": "bf16"}, {"wire": "bf16"}]
     assert changes("precision", {"precision": "bf16", "strategy": "single"}) == "it is low already"
+
+
+def test_what_the_other_settings_rule_out_is_not_tried():
+    shards = {"reproducible": 4}
+    assert changes("buckets", shards) == "the other settings rule it out"
+    assert changes("strategy", shards, strategies=("single", "ddp-zero1")) == [{"strategy": "single"}]
+    assert changes("precision", shards) == [{"precision": "bf16"}]
+    assert changes("micro-batch", shards) == "reproducible and shares set the sizes"
+    assert {"overlap_optimizer": True} not in changes("buckets", {"on_nan": "skip"})

@@ -16,7 +16,7 @@ from lockstep.study.report.view import look_at
 from lockstep.study.tune.ask import Ask
 from lockstep.study.tune.bf16 import bf16_speed
 from lockstep.study.tune.candidates import Known, to_strategy
-from lockstep.study.tune.values import Values, differences, value_of
+from lockstep.study.tune.values import Values, differences
 from lockstep.train.fit import fit_with
 from lockstep.train.settings import FitSettings
 from lockstep.train.task import Task
@@ -27,8 +27,6 @@ FEWEST, MOST = 9, 300
 _SECONDS = 5.0
 _PART = 0.15
 """Of all the time, that a recorded run may take."""
-
-_NOT_REPRODUCIBLE = {"accumulate", "bucket_cap_mb", "wire"}
 
 _NOT_THERE = ("devices", "epochs", "steps", "checkpoint", "export", "log_file", "run_dir", "resume", "keep_best")
 """Settings of a run that the recorded one is without."""
@@ -95,5 +93,4 @@ def _as_settings(settings: Mapping[str, Any], base: Values, ask: Ask) -> Values:
         known = Known(ask.num_devices, ask.on_cuda, ask.num_cores, ask.global_batch_size, ask.strategies)
         wanted = {**to_strategy(base, strategy, known), **wanted}
     is_unknown = "global_batch_size" in wanted and wanted["global_batch_size"] is None
-    is_refused = value_of(base, "reproducible") is not None and _NOT_REPRODUCIBLE & wanted.keys()
-    return {} if is_unknown or is_refused else differences(base, {**base, **wanted})
+    return {} if is_unknown else differences(base, {**base, **wanted})

@@ -6,7 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.study.tune.values import Values, changed, in_words, num_shares, strategy_of, threads, value_of
+from lockstep.errors import ConfigurationError
+from lockstep.study.tune.values import (
+    Values,
+    changed,
+    in_words,
+    loop_settings,
+    num_shares,
+    strategy_of,
+    threads,
+    value_of,
+)
+from lockstep.train.engine import check_engine
 
 _MIB = 2**20
 _FIRST_CAP_MIB, _USUAL_CAP_MIB = 1.0, 25.0
@@ -83,7 +94,21 @@ STAGES = ("loading", "prefetch", "strategy", "micro-batch", "threads", "buckets"
 def stage(name: str, base: Values, known: Known) -> Stage:
     """Return what to try on top of ``base``."""
     found = _MAKERS[name](base, known)
-    return Stage(name, skipped=found) if isinstance(found, str) else Stage(name, tuple(map(Candidate, found)))
+    if isinstance(found, str):
+        return Stage(name, skipped=found)
+    possible = tuple(Candidate(changes) for changes in found if can_be_had(base, changes))
+    return Stage(name, possible, "" if possible else "the other settings rule it out")
+
+
+def can_be_had(base: Values, changes: Mapping[str, Any]) -> bool:
+    """Return whether a change goes together with the settings that it is made to."""
+    values = changed(base, changes)
+    try:
+        check_engine(strategy_of(values), loop_settings(values))
+    except ConfigurationError:
+        return False
+    reproducible = value_of(values, "reproducible") is not None
+    return not reproducible or strategy_of(values) in ("single", "dp", "ddp")
 
 
 def _loading(base: Values, known: Known) -> list[Values] | str:

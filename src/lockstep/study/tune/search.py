@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.study.compare.spread import Spread
 from lockstep.study.tune.ask import Ask
-from lockstep.study.tune.candidates import STAGES, Candidate, Known, Stage, stage
+from lockstep.study.tune.candidates import STAGES, Candidate, Known, Stage, can_be_had, stage
 from lockstep.study.tune.climb import Climb
 from lockstep.study.tune.effects import Effect, effect_of
 from lockstep.study.tune.judge import FEWEST_ROUNDS, NOW
@@ -194,7 +194,7 @@ class Search:
             advice = (self.baseline or {}).get("advice", [])
             tried: dict[str, Candidate] = {}
             for each in advice:
-                if each["changes"]:
+                if each["changes"] and can_be_had(self.base, each["changes"]):
                     candidate = Candidate(each["changes"], each["gain"], each["cause"])
                     tried.setdefault(candidate.name, candidate)
             return Stage(name, tuple(tried.values()))
