@@ -161,8 +161,8 @@ class _Agent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         spec, failures = worker_group.spec, self._last.failures
-        if not failures:
-            self._stop_for_others(worker_group)
+        if not failures and self._is_done_after_stop(worker_group):
+            return
         if self._pcontext is not None:
             self._pcontext.close(signal.SIGTERM, _STOPPING_S)
             for pid in self._pcontext.pids().values():
@@ -178,16 +178,17 @@ class _Agent(LocalElasticAgent):
         self.listener.restarts(Restart(first, number, spec.max_restarts, spec.local_world_size, is_fewer))
         super()._restart_workers(worker_group)
 
-    def _stop_for_others(self, worker_group: WorkerGroup) -> None:
-        """Have the ranks save and stop before they are started again with another machine, if all of them can."""
+    def _is_done_after_stop(self, worker_group: WorkerGroup) -> bool:
+        """Have the ranks save and stop for another machine, if all of them can; tell whether they came to their end."""
         if requests.num_announced(self.folder) != worker_group.spec.local_world_size:
-            return
+            return False
         requests.ask(self.folder, requests.ANOTHER_MACHINE)
         self.listener.stops_for_others()
         monitor = super()._monitor_workers
         _await(lambda: monitor(worker_group).state != WorkerState.HEALTHY, stop_limit_s())
         if requests.asked_by_signal(self.folder):
             raise StoppedMeanwhile("a signal came meanwhile", sigval=signal.SIGTERM)
+        return monitor(worker_group).state == WorkerState.SUCCEEDED and not requests.reports(self.folder)
 
     def _exit_barrier(self) -> None:
         if not requests.asked_by_signal(self.folder):  # else this machine leaves, and the others may go on

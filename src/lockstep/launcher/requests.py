@@ -84,7 +84,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Forget what was asked and told: the ranks have ended, and others come."""
-    for name in (_REQUEST, "stops-*", "stopped-*"):
+    """Forget what ranks that have ended were asked and told; what a signal asked for concerns the next ones, too."""
+    for name in ("stops-*", "stopped-*", *([] if asked_by_signal(folder) else [_REQUEST])):
         for path in folder.glob(name):
             path.unlink(missing_ok=True)

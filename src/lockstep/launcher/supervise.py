@@ -12,7 +12,12 @@ from dataclasses import dataclass, replace
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lockstep.errors import JobHangs, LockstepError, RankFailed, Stopped
@@ -151,6 +156,8 @@ def _not_met(error: Exception, config: LaunchConfig) -> LockstepError:
         )
     if isinstance(error, RendezvousTimeoutError):
         reason = "fewer came in time than --nnodes asks for"
+    elif isinstance(error, RendezvousConnectionError):
+        reason = "nothing answers there, or no longer; the job may have ended, or its first machine is lost"
     place = "each with its own --node-rank" if config.rdzv_backend == "static" else "with the same --rdzv-id"
     return LockstepError(
         f"The machines of the job did not come together at {config.rdzv_endpoint}: {reason}.\n"

@@ -1,0 +1,92 @@
+"""Each round of a rendezvous has a store of its own, and one number of restarts for all of its machines."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch.distributed import HashStore, PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from lockstep.launcher import requests
+from lockstep.launcher.local_rendezvous import LocalRendezvous
+from lockstep.launcher.rounds import Rounds, in_rounds
+
+
+class Meeting(RendezvousHandler):
+    """One of two machines, which meet without ado."""
+
+    def __init__(self, store, rank):
+        self.store, self.rank, self.num_rounds, self.calls = store, rank, 0, []
+
+    def next_rendezvous(self):
+        assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+        self.num_rounds += 1
+        store = PrefixStore(str(self.num_rounds), self.store)
+        return RendezvousInfo(store, self.rank, 2, RendezvousStoreInfo("127.0.0.1", 1))
+
+    def get_backend(self):
+        return "c10d"
+
+    def is_closed(self):
+        return False
+
+    def set_closed(self):
+        self.calls.append("closed")
+
+    def num_nodes_waiting(self):
+        return 1
+
+    def get_run_id(self):
+        return "job"
+
+    def shutdown(self):
+        self.calls.append("shut down")
+        return True
+
+
+@pytest.fixture
+def together():
+    with ThreadPoolExecutor(2) as pool:
+        yield lambda act, *sides: list(pool.map(act, *sides))
+
+
+def test_each_round_has_a_store_of_its_own_and_one_number(together):
+    shared = HashStore()
+    sides = [Rounds(Meeting(shared, rank), lambda: False) for rank in range(2)]
+    places = []
+    for known in ((0, 0), (3, 0)):  # the second one is new in the second round
+        # One after the other, as both set a variable of this process.
+        found = [side.next_rendezvous().bootstrap_store_info for side in sides]
+        assert found[0] == found[1]
+        places.append(found[0])
+        assert together(Rounds.agree_on_restarts, sides, known) == [max(known)] * 2
+        store = TCPStore(found[0].master_addr, found[0].master_port)
+        assert not store.check(["address"]), "of the round before"
+        store.set("address", "here")
+    assert places[0].master_port != places[1].master_port
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in os.environ
+
+
+def test_a_machine_that_was_told_to_end_takes_up_no_other_and_does_not_end_the_job(tmp_path):
+    inner = Meeting(HashStore(), 0)
+    side = Rounds(inner, lambda: requests.asked_by_signal(tmp_path))
+    requests.ask(tmp_path, requests.ANOTHER_MACHINE)
+    assert side.num_nodes_waiting() == 1
+    requests.ask(tmp_path, "SIGTERM")
+    assert side.num_nodes_waiting() == 0
+    assert side.shutdown()
+    assert inner.calls == []
+    requests.announce(tmp_path, 0)
+    requests.report(tmp_path, 0, "saved")
+    requests.forget(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["stop"]  # for the ranks to come
+    requests.ask(tmp_path, requests.ANOTHER_MACHINE)
+    requests.forget(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert side.shutdown()
+    assert inner.calls == ["shut down"]
+
+
+def test_only_rendezvous_in_which_machines_come_and_go_are_changed():
+    alone = LocalRendezvous("job")
+    assert in_rounds(alone, lambda: False) is alone
