@@ -51,7 +51,8 @@ class SlowSamples(Dataset[tuple[Tensor, ...]]):
 
     def __getitem__(self, number: int) -> tuple[Tensor, ...]:
         time.sleep(2e-4)
-        return self._samples[number]
+        sample: tuple[Tensor, ...] = self._samples[number]
+        return sample
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -62,7 +63,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def late_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Return the same; rank 1 takes longer for it, as on a machine where something else runs."""
     if os.environ.get("RANK") == "1":
-        time.sleep(0.012)
+        time.sleep(0.02)
     return loss(model, batch)
 
 
@@ -85,7 +86,7 @@ sound = make_task()
 
 RUNS: dict[str, tuple[str, list[str]]] = {
     "run-a": ("a slow loader: each sample takes 0.2 ms, and no process loads ahead", []),
-    "run-b": ("a slow rank: rank 1 sleeps 12 ms in each forward", []),
+    "run-b": ("a slow rank: rank 1 sleeps 20 ms in each forward", []),
     "run-c": ("tiny buckets: --bucket-cap-mb 0.01", ["--bucket-cap-mb", "0.01"]),
     "run-d": ("a model too small to gain: 64 to 32 to 32 to 10 units, 16 samples a rank", []),
     "sound": ("nothing", []),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import median, median_low
 
@@ -9,9 +10,12 @@ from lockstep.study.report.lines import Step
 from lockstep.study.report.together import Together
 from lockstep.telemetry.stragglers import PHASES, StepTimes, Straggler, find_stragglers, pace_of
 
-_MOSTLY_LAST = 0.75
+_MOSTLY_LAST = 2 / 3
+"""In so many steps a slow rank comes last at least; in more of few, where chance does much."""
+
 _MIN_STEPS = 20
-_MIN_SHARE = 0.05
+_MIN_SHARE = 0.15
+"""What it costs then, of a step; less may come from what disturbs them."""
 
 
 def find_slow_rank(steps: Sequence[Together]) -> Straggler | None:
@@ -29,7 +33,8 @@ def _mostly_last(steps: Sequence[Together]) -> Straggler | None:
     ranks = steps[0].ranks
     count = {rank: sum(step.last_rank == rank for step in steps) for rank in ranks}
     slow = max(count, key=lambda rank: count[rank])
-    if len(steps) < _MIN_STEPS or count[slow] < _MOSTLY_LAST * len(steps):
+    by_chance = 0.5 + 1.5 / math.sqrt(len(steps))  # three standard deviations above that of one of two alike
+    if len(steps) < _MIN_STEPS or count[slow] < max(_MOSTLY_LAST, by_chance) * len(steps):
         return None
     times = {rank: [_times(step.ranks[rank]) for step in steps] for rank in ranks}
     others = [rank for rank in ranks if rank != slow]
