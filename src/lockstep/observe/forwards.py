@@ -55,7 +55,9 @@ class Forwards:
     ) -> None:
         self._steps, self._device, self._take_stamps = steps, device, take_stamps
         self._fail = fail
+        self._is_cuda = device.type == "cuda"
         self._on_gradient = Hook(self._backward_begins, fail)
+        self._on_own_done, self._on_end = Hook(self._own_work_done, fail), Hook(self._backward_ends, fail)
         self._task = -1
         self._trains = False
         self._num_inputs = 0
@@ -92,29 +94,31 @@ class Forwards:
         if torch.is_grad_enabled():
             if self._steps.lacks_samples or not self._trains:
                 self._num_inputs = max(self._num_inputs, num_samples(args) or num_samples(kwargs))
-            for tensor in islice((each for each in find_tensors(output) if each.grad_fn is not None), _MOST_OUTPUTS):
-                tensor.register_hook(self._on_gradient)
+            tensors = (output,) if isinstance(output, Tensor) else islice(find_tensors(output), _MOST_OUTPUTS)
+            for tensor in tensors:
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._on_gradient)
         if self._trains:
             self._steps.forward_ends()
         else:
             self._steps.idle_forward(is_over=True, is_training=model.training)
 
     def _sees(self) -> bool:
-        return self._steps.is_mine and not in_backward() and not is_capturing(self._device)
+        return self._steps.is_mine and not in_backward() and not (self._is_cuda and is_capturing(self._device))
 
     def _backward_begins(self, _: Tensor) -> None:
         """Take notice of a gradient; see [Note: the end of backward]."""
         task = torch._C._current_graph_task_id()
-        if task in (-1, self._task) or self._steps.is_over or is_capturing(self._device):
+        if task in (-1, self._task) or self._steps.is_over or (self._is_cuda and is_capturing(self._device)):
             return
         self._task = task
         self._steps.backward_begins(self._num_inputs)
         self._num_inputs = 0
-        Variable._execution_engine.queue_callback(Hook(self._own_work_done, self._fail))
+        Variable._execution_engine.queue_callback(self._on_own_done)
 
     def _own_work_done(self) -> None:
         self._steps.own_work_done()
-        Variable._execution_engine.queue_callback(Hook(self._backward_ends, self._fail))
+        Variable._execution_engine.queue_callback(self._on_end)
 
     def _backward_ends(self) -> None:
         self._steps.backward_ends(self._take_stamps())

@@ -31,6 +31,7 @@ class Batches:
 
     def __init__(self, steps: Steps, device: torch.device, fail: Fail) -> None:
         self._steps, self._device, self._fail = steps, device, fail
+        self._is_cuda = device.type == "cuda"
         self._is_within = False
 
     def timed(self, call: Callable[[], Any], size: Callable[[Any], int | None]) -> Any:
@@ -38,7 +39,7 @@ class Batches:
 
         What ends the iteration, or fails, is not told; nor is what is asked for within such a call.
         """
-        if self._is_within or not self._steps.is_mine or is_capturing(self._device):
+        if self._is_within or not self._steps.is_mine or (self._is_cuda and is_capturing(self._device)):
             return call()
         asked = self._steps.moment()
         self._is_within = True

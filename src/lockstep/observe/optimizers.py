@@ -40,6 +40,7 @@ class Optimizers:
     ) -> None:
         self._steps, self._device, self._models = steps, device, models
         self._ours: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._is_cuda = device.type == "cuda"
         self._num_updates = 0
         before, behind = Hook(self._begins, fail), Hook(self._ends, fail)
         if optimizers is None:
@@ -89,7 +90,9 @@ class Optimizers:
         return over
 
     def _sees(self, optimizer: Optimizer) -> bool:
-        return self._steps.is_mine and not is_capturing(self._device) and self._is_ours(optimizer)
+        if not self._steps.is_mine or (self._is_cuda and is_capturing(self._device)):
+            return False
+        return self._is_ours(optimizer)
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         known = self._ours.get(optimizer)

@@ -19,16 +19,15 @@ def num_samples(batch: Any, batch_size: int | None = None) -> int:
     """
     if isinstance(batch, (list, tuple)) and batch:
         first = batch[0]
-        if isinstance(first, (list, tuple)) or (len(batch) == batch_size and not _is_batch(first, batch_size)):
-            return len(first) if isinstance(first, (list, tuple)) else len(batch)
+        if isinstance(first, Tensor) and first.dim() and batch_size is not None and first.shape[0] == batch_size:
+            return batch_size  # the usual case
+        if isinstance(first, (list, tuple)):
+            return len(first)
+        if len(batch) == batch_size:
+            return batch_size
     elif isinstance(batch, Mapping) and batch:
         first = next(iter(batch.values()))
         if isinstance(first, (list, tuple)) and not any(isinstance(item, Tensor) for item in batch.values()):
             return len(first)
     tensor = next((found for found in find_tensors(batch) if found.dim()), None)
     return 0 if tensor is None else tensor.shape[0]
-
-
-def _is_batch(value: Any, batch_size: int) -> bool:
-    """Return whether a value is a whole batch itself."""
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == batch_size

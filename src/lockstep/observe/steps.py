@@ -14,10 +14,10 @@ so is a single one on a batch that is then trained on.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from enum import Enum
+from threading import get_ident
 
 from lockstep import progress
 from lockstep.observe.step import Listener, Phase, Step
@@ -56,7 +56,7 @@ class Steps:
         self._mark, self._listener = mark, listener
         self.num_done = first_step
         self.sees_batches = self.is_over = False
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         self._now = _Now.OUTSIDE
         self._since: Moment | None = None
         self._own_done: Mark | None = None
@@ -76,7 +76,7 @@ class Steps:
     @property
     def is_mine(self) -> bool:
         """Whether this is the thread that trains, and it is watched."""
-        return threading.get_ident() == self._thread and not self.is_over
+        return get_ident() == self._thread and not self.is_over
 
     @property
     def in_forward(self) -> bool:
@@ -274,8 +274,8 @@ class Steps:
         return step
 
     def _add(self, phase: Phase, end: Moment) -> None:
-        begin = self._since
-        if begin is not None and (step := self.current) is not None:
+        begin, step = self._since, self._open or self._done
+        if begin is not None and step is not None:
             step.spans.append((phase, begin[0], end[0], end[2] - begin[2]))
 
     def _release(self, until: float | None) -> None:
