@@ -47,8 +47,10 @@ class FailedRanks:
 
     def rest(self, over: threading.Event) -> bool:
         """Wait until it is time to look at the ranks, soon if one has failed; return whether it is ``over``."""
-        deadline = time.monotonic() + (_FAILED_S if self._held else _PERIOD_S)
-        while not over.wait(_GLANCE_S):
+        now_s = time.monotonic()
+        dues = [held.since_s + _FAILED_S for held in self._held.values()]
+        deadline = min([now_s + _PERIOD_S, *(due for due in dues if due > now_s)])
+        while not over.wait(min(_GLANCE_S, max(0.0, deadline - time.monotonic()))):
             if time.monotonic() >= deadline or self._has_just_failed():
                 return False
         return True
