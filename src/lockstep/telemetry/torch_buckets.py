@@ -1,10 +1,10 @@
-"""Which parameters are in the buckets of torch's DistributedDataParallel, whose reducer does not tell what it waits for.
+"""Which parameters are in the buckets of torch's DistributedDataParallel, which does not say what it waits for.
 
 [Note: without wrapping anything]
 While its forward runs, torch's class keeps the instance in an attribute of its own; the beacon looks there now and
 then. A few steps later it asks for what the reducer logs: the sizes of the buckets, and the numbers of their parameters
-once they have been built anew. That takes a lock which backward holds while it waits for other ranks; so it is asked for
-early, and in a thread of its own, which may wait for ever without any harm.
+once they have been built anew. That takes a lock which backward holds while it waits for other ranks; so it is asked
+for early, and in a thread of its own, which may wait for ever without any harm.
 
 Afterwards, a collective that a rank waits in is told by its size, and by the sizes of those before it: backward sends
 the buckets in their order, so the k-th is the one behind the first k. If that leaves a choice, no bucket is named.

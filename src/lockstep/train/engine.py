@@ -37,8 +37,8 @@ def check_engine(name: StrategyName, settings: Settings) -> None:
             )
     if settings.micro_batch is not None and name == "fsdp":
         raise ConfigurationError(
-            "micro_batch=auto cannot be had with fsdp, whose ranks exchange parameters in each layer, in forward and in "
-            "backward: one that runs out of memory on the way would keep the others waiting.\n"
+            "micro_batch=auto cannot be had with fsdp, whose ranks exchange parameters in each layer, in forward and "
+            "in backward: one that runs out of memory on the way would keep the others waiting.\n"
             "Set accumulate by hand, or use strategy ddp-zero1."
         )
 

@@ -2,10 +2,10 @@
 
 [Note: leaving a step]
 The others wait in the collectives of backward, and go on to the step's verdict when these are complete. Our engine is
-closed from outside: its buckets leave with what has come, and zeros. torch's can only be led to its end by gradients. So
-a loss of no samples, which has the parameters in its graph and no gradient for them, is differentiated in the place of
-what failed: that of the whole module if forward did not return, and else that of the parameters whose gradients have not
-come, since each may come once only.
+closed from outside: its buckets leave with what has come, and zeros. torch's can only be led to its end by gradients.
+So a loss of no samples, which has the parameters in its graph and no gradient for them, is differentiated in the place
+of what failed: that of the whole module if forward did not return, and else that of the parameters whose gradients have
+not come, since each may come once only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lockstep.train.objective import no_samples
 
 
 class HalfDone(ABC):
-    """Ends a step that an out-of-memory error has cut short on this rank. Abstract; `half_done` returns the right one."""
+    """Ends a step that an out-of-memory error has cut short on this rank. Abstract; see `half_done`."""
 
     @abstractmethod
     def finish(self) -> None:

@@ -62,8 +62,7 @@ class MemoryGuard:
                 "micro_batch=auto cannot be had with SyncBatchNorm, whose layers exchange data in forward: a rank that "
                 "runs out of memory there would keep the others waiting.\nUse BatchNorm, or set accumulate by hand."
             )
-        self._strategy, self._devices, self._gather = strategy, devices, gather
-        strategy.expect_errors()
+        self._half_done, self._devices, self._gather = strategy.half_done(), devices, gather
         self._buffers = KeptBuffers(model)
         self.error: str | None = None
 
@@ -86,8 +85,8 @@ class MemoryGuard:
         """
         if self._devices[0].type == "cuda":
             torch.cuda.empty_cache()
-        if sync:
-            self._strategy.end_after_error()
+        if sync and self._half_done is not None:
+            self._half_done.finish()
 
     def shrink(self, plan: Plan, step: int, remarks: list[str]) -> Division:
         """Return into what smaller micro-batches all ranks cut their shares from now on; add a line that says so.

@@ -97,14 +97,9 @@ class Strategy(ABC):
         """Have the moments of buckets taken from now on; return whether there are any that can be."""
         return False
 
-    def expect_errors(self) -> None:
-        """Take note from now on of what `end_after_error` needs."""
-
-    def end_after_error(self) -> None:
-        """Take part in what the others still exchange in a step that this rank has not the memory for.
-
-        Collective if there is a group: every rank runs a synchronised micro-batch, or this. Blocks until complete.
-        """
+    def half_done(self) -> HalfDone | None:
+        """Return what ends steps that this rank will not have the memory for; None: no other rank waits for it."""
+        return None
 
     @abstractmethod
     def run(self, micro: MicroBatch, how: Pass) -> None:
@@ -210,7 +205,6 @@ class Distributed(Strategy):
         # on CUDA it costs next to nothing, and a step is not always computed again
         self.part_was_bad = watch_part(self._module) if watches_part or world.device.type == "cuda" else nobody_knows
         self._has_sync_layers = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
-        self._half_done: HalfDone | None = None
         self._tells_own_work = not is_ours(self._module)  # ours says itself when it waits
 
     def stamp_buckets(self, stamps: BucketStamps) -> bool:
@@ -226,14 +220,9 @@ class Distributed(Strategy):
         """Return whether it is known that this rank's part of the last gradient was not finite. Blocks."""
         return self.part_was_bad()
 
-    def expect_errors(self) -> None:
-        """Take note from now on of what `end_after_error` needs."""
-        self._half_done = half_done(self._module)
-
-    def end_after_error(self) -> None:
-        """Take part in what the others still exchange in a step that failed here. Collective: every rank. Blocks."""
-        assert self._half_done is not None, "expect_errors() comes first"
-        self._half_done.finish()
+    def half_done(self) -> HalfDone | None:
+        """Return what ends steps that this rank will not have the memory for."""
+        return half_done(self._module)
 
     def run(self, micro: MicroBatch, how: Pass) -> None:
         """Run forward and backward of ``micro``, adding to ``param.grad``.

@@ -21,6 +21,7 @@ from lockstep.parallel.zero.clip import norm_of_slices
 from lockstep.parallel.zero.like import divide
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.train.gradients import Gradients
+from lockstep.train.half_done import HalfDone
 from lockstep.train.objective import Objective
 from lockstep.train.strategy import Distributed, Pass, Strategy
 
@@ -91,12 +92,8 @@ class Zero1(Strategy):
         return self._engine.part_is_bad()
 
     @override
-    def expect_errors(self) -> None:
-        self._engine.expect_errors()
-
-    @override
-    def end_after_error(self) -> None:
-        self._engine.end_after_error()
+    def half_done(self) -> HalfDone | None:
+        return self._engine.half_done()
 
     @override
     def whole(self, model: nn.Module) -> nn.Module:
