@@ -53,7 +53,10 @@ def test_every_kind_of_setting_comes_back_as_it_was_written(file):
             "line 1: there is no setting 'loop'.\n    [loop]\n"
             "Write each setting in a line of its own, without a heading in brackets.",
         ),
-        ("colour = 9\n", "line 1: there is no setting 'colour'.\n    colour = 9\nlockstep train --help lists them all."),
+        (
+            "colour = 9\n",
+            "line 1: there is no setting 'colour'.\n    colour = 9\nlockstep train --help lists them all.",
+        ),
         (
             "\n\n  accumulate = 0  # none\n",
             "line 3: accumulate=0 is not allowed.\n    accumulate = 0  # none\nGive a whole number of at least 1.",

@@ -174,6 +174,15 @@ def test_the_climb_begins_small_and_jumps_if_a_line_says_that_it_can():
     assert climb.largest == 32
 
 
+def test_what_grows_in_the_first_steps_anyway_is_not_taken_for_the_samples():
+    climb, tried, grown = Climb(64, 500), [], {2: 0, 4: 60, 8: 70}
+    while (size := climb.next()) is not None:
+        tried.append(size)
+        climb.record(size, 100 + 5 * size + grown.get(size, 70))
+    assert tried == [2, 4, 8, 16, 32, 64]
+    assert climb.bytes_of(128) == 100 + 5 * 128 + 70
+
+
 def test_the_climb_goes_down_again_where_only_trying_tells():
     climb, tried = Climb(48), []
     while (size := climb.next()) is not None:

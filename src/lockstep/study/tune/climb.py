@@ -10,6 +10,7 @@ the limit: what is held anyway, and something for each sample.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 
 @dataclass
@@ -42,7 +43,7 @@ class Climb:
                 return next((size for size in sizes if size > 1), sizes[0])  # batch norm takes no single sample
             if tried == self.share:
                 return None
-            if len(self.peaks) > 1 and self._may_fit(self.share):
+            if len(self.peaks) > 1 and self._may_jump(self.share):
                 return self.share
             larger = next((size for size in sizes if size >= 2 * tried), None)
             return larger if larger is not None and self._may_fit(larger) else None
@@ -55,12 +56,23 @@ class Climb:
         return max(self.peaks, default=None)
 
     def bytes_of(self, size: int) -> int | None:
-        """Return what a micro-batch of ``size`` samples needs, by a line through what was measured."""
+        """Return what a micro-batch of ``size`` samples needs, by a line through the largest that were measured."""
         if not self.peaks:
             return None
-        (small, small_bytes), (large, large_bytes) = min(self.peaks.items()), max(self.peaks.items())
-        per_sample = max(0.0, (large_bytes - small_bytes) / (large - small)) if large > small else 0.0
+        return self._line(size, self._slopes()[-1])
+
+    def _line(self, size: int, per_sample: float) -> int:
+        large, large_bytes = max(self.peaks.items())
         return int(large_bytes + max(0, size - large) * per_sample)
+
+    def _slopes(self) -> list[float]:
+        """Return the bytes of one more sample, from each size to the next; nothing is known from one size."""
+        pairs = pairwise(sorted(self.peaks.items()))
+        return [max(0.0, (more - some) / (large - small)) for (small, some), (large, more) in pairs] or [0.0]
+
+    def _may_jump(self, size: int) -> bool:
+        """Return whether a size far away fits, by the steepest slope: one alone may be lost in what else grows."""
+        return self.limit_bytes is None or self._line(size, max(self._slopes())) <= self.limit_bytes
 
     def _may_fit(self, size: int) -> bool:
         needed = self.bytes_of(size)
