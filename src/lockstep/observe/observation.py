@@ -130,7 +130,7 @@ class Observation:
 
     def _tell_beginning(self, first_step: int) -> None:
         if num_restarts := self._session.num_restarts:
-            text = f"started again after a failure ({num_restarts} so far), and counts from {first_step}"
+            text = f"started again ({num_restarts} so far), and counts from {first_step}"
             self._recorder.event("restart", text)
         if first_step:
             self._recorder.event("resume", f"went on after step {first_step}")

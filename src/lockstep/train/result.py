@@ -43,8 +43,8 @@ class FitResult:
         tokens_per_s: Likewise, a second, whatever it is that the task counts.
         seconds: Of the whole call after the model was made, evaluations and all.
         checkpoint: The newest one.
-        stopped: The signal that stopped the run before its end, such as ``SIGTERM``, or None. The same call goes on
-            from `checkpoint`.
+        stopped: What stopped the run before its end: a signal, such as ``SIGTERM``, or ``another machine`` that
+            joins; or None. The same call goes on from `checkpoint`.
         exit_code: What a script that ends now should pass to ``sys.exit``: 75 for a stopped run, which tells a
             scheduler to start it again (after Ctrl-C 130; 0 under ``lockstep run``, which then sees to that); else 0.
     """
