@@ -1,5 +1,7 @@
 """`tune` when ranks die: what killed them is left out, and the rest goes on."""
 
+import signal
+import tempfile
 import time
 from dataclasses import replace
 
@@ -10,6 +12,7 @@ from lockstep.errors import ConfigurationError, LaunchTimeout, LockstepError, Ra
 from lockstep.study.tune import organise
 from lockstep.study.tune.ask import MARK, OVERDUE, read_journal, write_entry, write_mark
 from lockstep.study.tune.organise import _Runner
+from tests.training import make_task
 from tests.unit.test_tune_search import ASK, BASELINE, slow_loader
 
 SIZES_SET = {"shares": [1, 1]}
@@ -169,3 +172,18 @@ def test_what_does_not_fit_after_all_begins_again_in_smaller_pieces(play, tmp_pa
     runner, _ = play(runs_out, ends, start={})
     assert [entry["kind"] for entry in read_journal(tmp_path)][:4] == ["probe", "enough", "too large", "baseline"]
     assert runner.search(finished=True).start == {"accumulate": 16}
+
+
+def test_sigterm_leaves_nothing_behind(tmp_path, monkeypatch):
+    def launch_with(*_, **__):
+        assert len(list(tmp_path.iterdir())) == 1
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(organise, "launch_with", launch_with)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        organise.tune(make_task(), quiet=True)
+    assert ended.value.code == 143
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is before

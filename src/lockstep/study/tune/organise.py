@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,11 +93,28 @@ def tune(
     folder = Path(tempfile.mkdtemp(prefix="lockstep-tune-"))
     runner = _Runner(ask, folder)
     try:
-        with TuneProgress(ask, folder, shown=not quiet):
+        with _clearing_up_after_sigterm(), TuneProgress(ask, folder, shown=not quiet):
             interrupted = runner.run()
         return _outcome(runner.search(finished=True), found, runner.notes, interrupted=interrupted)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _clearing_up_after_sigterm() -> Iterator[None]:
+    """Let SIGTERM end this process by an exception, so that nothing stays behind. Only the main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
 
 
 class _Runner:
