@@ -68,7 +68,7 @@ class Worker:
     def dump_stacks(self) -> None:
         """Have the worker write the stack of each of its threads to its log."""
         if self.is_alive:
-            self.process.send_signal(signal.SIGUSR1)
+            self.process.send_signal(signal.SIGQUIT)
 
     def kill(self) -> None:
         """End the process and its children, and wait for its end."""

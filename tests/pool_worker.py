@@ -86,7 +86,7 @@ def tear_down() -> None:
 def main(fd: int, parent_pid: int) -> None:
     """Serve calls until the session closes its end of the pipe."""
     die_with_parent(parent_pid)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.register(signal.SIGQUIT, all_threads=True)  # fit takes over others while it runs
     torch.set_num_threads(1)
     # What has been imported stays, so the collections after each call need not look at it.
     gc.collect()
