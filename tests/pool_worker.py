@@ -3,6 +3,7 @@
 Started as ``python -m tests.pool_worker FD`` by tests/pool.py, and by nobody else.
 """
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -72,7 +73,15 @@ def pickle_error(error: BaseException) -> bytes:
 
 
 def tear_down() -> None:
-    """Leave no group and no socket, so that ranks that still wait for this one learn at once that it is gone."""
+    """Leave no group and no socket, so that ranks that still wait for this one learn at once that it is gone.
+
+    Gloo's destructor waits for threads that may wait for the interpreter's lock. Called from Python it lets go of that;
+    called from the destructor of torch's reducer it does not, so that must not have the last reference.
+    """
+    backends = []
+    for group in dist.distributed_c10d._world.pg_map:
+        with contextlib.suppress(RuntimeError):  # a group without a backend for the CPU
+            backends.append(group._get_backend(torch.device("cpu")))
     if dist.is_initialized():
         dist.destroy_process_group()
     # torch numbers groups, and a group that could not be made leaves the number raised on the ranks that tried: ranks
@@ -81,6 +90,7 @@ def tear_down() -> None:
     # Gloo closes its sockets when nothing refers to the group any more, and only then.
     world._syncs.clear()
     gc.collect()
+    backends.clear()
 
 
 def main(fd: int, parent_pid: int) -> None:
