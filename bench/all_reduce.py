@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 
 from lockstep import init, launch
-from lockstep.comm.shm.allocate import empty_shared
+from lockstep.comm.shm.buffers import empty_shared
 from lockstep.comm.shm.process_group import ShmProcessGroup
-from lockstep.study.compare.spread import Spread, paired_ratio
+from lockstep.study.common import Spread, paired_ratio
 from lockstep.telemetry.provenance import gather
 
 SIZES = [1000, 4000, 16_000, 64_000, 250_000, 1_000_000, 4_000_000, 16_000_000, 100_000_000, 256_000_000]

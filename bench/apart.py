@@ -2,7 +2,7 @@
 
 bench/steps.py lets all contenders take turns in the same two processes, which is the sharper look at the engines; but
 then what one of them does to its process, the others have too: Lockstep lets the C library keep the memory that a step
-frees (src/lockstep/comm/freed_memory.py). Here each contender has two ranks of its own, which sleep while it is not
+frees (src/lockstep/comm/process.py). Here each contender has two ranks of its own, which sleep while it is not
 their turn. The turns are interleaved as there.
 
 For each model: the median time of a step, and over that of no synchronisation and of torch's, with the range that holds
@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 from bench.contenders import MAKE, TIMEOUT, Ranks
 from bench.harness import Rounds, parser, record, run_rounds, show, slowest, summarize, timed
 from bench.models import MODELS
-from lockstep.study.compare.spread import paired_ratio
+from lockstep.study.common import paired_ratio
 
 CONTENDERS = ("none", "torch", "ours", "ours-zero")
 NUM_RANKS = 2

@@ -38,9 +38,8 @@ from pyarrow import parquet
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.data import TarShards, TokenFiles, open_tables
-from lockstep.data.division import Division
 from lockstep.data.loader import LoadOptions, Request, TrainRequests, load
-from lockstep.data.order import GlobalOrder
+from lockstep.data.order import BatchSplit, GlobalOrder
 
 LENGTH, BATCH, NUM_SHARDS = 1024, 32, 4
 ARRAY = (16, 1024)  # of float32: 64 KiB
@@ -109,7 +108,7 @@ def web_pair(sample: tuple[bytes, bytes]) -> tuple[torch.Tensor, int]:
 
 def ours(samples: Any, workers: int, shuffle: bool = True) -> Iterator[Any]:
     """Load as ``fit`` does."""
-    division = Division(1, range(1), 1)
+    division = BatchSplit(1, range(1), 1)
     requests: Any = TrainRequests(GlobalOrder(len(samples), BATCH, 0), division, 0)
     if not shuffle:
         starts = range(0, len(samples) - BATCH, BATCH)

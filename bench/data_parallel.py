@@ -34,7 +34,7 @@ from bench import harness, steps
 from bench.models import MODELS
 from bench.models import loss_of as steps_loss_of
 from lockstep import launch
-from lockstep.parallel.data_parallel import DataParallel
+from lockstep.parallel.dp.wrapper import DataParallel
 
 NUM_DEVICES = 2
 WARM_UP_ROUNDS = 2

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lockstep.study.compare.spread import Spread, paired_ratio
+from lockstep.study.common import Spread, paired_ratio
 from lockstep.telemetry.provenance import gather
 
 Rounds = dict[str, list[float]]

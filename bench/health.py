@@ -18,9 +18,9 @@ import torch
 
 import lockstep
 from lockstep import launch
-from lockstep.train.load import load_task
-from lockstep.train.loop import Loop
 from lockstep.train.settings import Settings
+from lockstep.train.task import load_task
+from lockstep.train.trainer import Trainer
 
 EXAMPLES = ("examples/digits.py", "examples/gpt.py")
 WARMUP, TIMEOUT_S = 5, 500.0
@@ -38,7 +38,7 @@ def measure(path: str, num_steps: int) -> tuple[int, list[tuple[float, float, fl
     with lockstep.init(device="cpu") as world:
         torch.set_num_threads(1)
         settings = Settings(check_replicas=0, steps=num_steps + WARMUP)
-        loop = Loop(load_task(path), settings, world, strategy="ddp", devices=[torch.device("cpu")])
+        loop = Trainer(load_task(path), settings, world, strategy="ddp", devices=[torch.device("cpu")])
         gradients = loop._updater._gradients
         rows = []
 

@@ -27,8 +27,8 @@ from bench.contenders import MAKE, join_ranks, make_trainee, missing
 from bench.harness import SECTION_TIMEOUT_S, order_of_round, parser, progress, record, slowest
 from bench.models import MODELS
 from lockstep import init, launch
-from lockstep.study.compare.peak import peak_bytes, reset_peak
-from lockstep.study.compare.spread import Spread
+from lockstep.study.common import Spread
+from lockstep.study.compare.benchmark import peak_bytes, reset_peak
 
 NUM_RANKS = 2
 NUM_STEPS = 6

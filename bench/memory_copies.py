@@ -14,10 +14,10 @@ from typing import Any
 
 import lockstep
 from bench.harness import SECTION_TIMEOUT_S, Rounds, parser, record, run_rounds, show, slowest, summarize
-from lockstep.train.load import load_task
-from lockstep.train.loop import Loop
 from lockstep.train.memory_copies import MemoryCopies
 from lockstep.train.settings import Settings
+from lockstep.train.task import load_task
+from lockstep.train.trainer import Trainer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NAMES = ("digits", "gpt")
@@ -30,7 +30,7 @@ class Contender:
 
     def __init__(self, world: lockstep.World, name: str, folder: Path | None) -> None:
         task = load_task(str(EXAMPLES / f"{name}.py"))
-        self._loop = Loop(task, Settings(threads=1), world, strategy="ddp", devices=[world.device])
+        self._loop = Trainer(task, Settings(threads=1), world, strategy="ddp", devices=[world.device])
         self._copies = None
         if folder is not None:
             self._copies = MemoryCopies(folder, world, is_writer=world.is_rank_zero, several_hosts=False)

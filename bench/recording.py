@@ -23,12 +23,12 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from bench.harness import SECTION_TIMEOUT_S, Rounds, parser, record, run_rounds, show, slowest, summarize
-from lockstep.telemetry.live.beats import PERIOD_S, Beats
-from lockstep.telemetry.live.picture import picture
-from lockstep.telemetry.live.snapshot import Snapshot, SnapshotSink
-from lockstep.train.loop import Loop
-from lockstep.train.record import Record
+from lockstep.telemetry.live_view import picture
+from lockstep.telemetry.metrics import Snapshot, SnapshotSink
+from lockstep.telemetry.run_record import PERIOD_S, PeriodicThread
+from lockstep.train.recording import RunRecord
 from lockstep.train.settings import FitSettings
+from lockstep.train.trainer import Trainer
 
 WIDTHS = {"small mlp": 128, "middle mlp": 384, "mlp": 768}
 NUM_RANKS = 2
@@ -74,14 +74,14 @@ class Contender:
     def __init__(self, world: lockstep.World, width: int, *, watched: bool, folder: Path | None = None) -> None:
         task = make_task(width)
         settings = FitSettings(threads=1, run_dir=folder)
-        self._loop = Loop(task, settings, world, strategy="ddp", devices=[world.device])
-        self._record = Record(task, settings, world, self._loop, num_steps=10**9) if watched else None
+        self._loop = Trainer(task, settings, world, strategy="ddp", devices=[world.device])
+        self._record = RunRecord(task, settings, world, self._loop, num_steps=10**9) if watched else None
         if self._record is not None:
             self._record.deliver(Drawing())
 
     def turn(self, num_steps: int) -> float:
         """Return the seconds of a step on the slowest rank. Collective: every rank."""
-        beats = None if self._record is None else Beats(self._record.beat, PERIOD_S)
+        beats = None if self._record is None else PeriodicThread(self._record.beat, PERIOD_S)
         slowest(0.0)
         began = time.perf_counter()
         for _ in range(num_steps):

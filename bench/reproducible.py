@@ -24,10 +24,10 @@ from torch.utils.data import TensorDataset
 
 from lockstep import Task, init, launch
 from lockstep.comm.collectives import all_reduce
-from lockstep.study.compare.peak import peak_bytes, reset_peak
-from lockstep.study.compare.spread import Spread, paired_ratio
-from lockstep.train.loop import Loop
+from lockstep.study.common import Spread, paired_ratio
+from lockstep.study.compare.benchmark import peak_bytes, reset_peak
 from lockstep.train.settings import Settings
+from lockstep.train.trainer import Trainer
 
 BATCH_SIZE = 64
 ORDINARY = "ordinary"
@@ -134,7 +134,7 @@ def slowest(seconds: float, world: Any) -> float:
     return float(value)
 
 
-def turn(loop: Loop, num_steps: int, world: Any) -> float:
+def turn(loop: Trainer, num_steps: int, world: Any) -> float:
     """Train ``num_steps`` steps; return the seconds a step of the slowest rank."""
     slowest(0.0, world)
     start = time.perf_counter()
@@ -149,7 +149,7 @@ def race(task: Task, strategy: Any, world: Any, plan: Plan) -> dict[str, list[fl
     if world.group is None:
         hows["all cores"] = Settings()
     device = torch.device("cpu")
-    loops = {name: Loop(task, how, world, strategy=strategy, devices=[device]) for name, how in hows.items()}
+    loops = {name: Trainer(task, how, world, strategy=strategy, devices=[device]) for name, how in hows.items()}
     for loop in loops.values():
         turn(loop, 3, world)
     num_steps = max(2, round(plan.turn_s / turn(loops[ORDINARY], 3, world)))
@@ -177,7 +177,7 @@ def memory(shards: int | None) -> float:
         reset_peak()
         before = psutil.Process().memory_info().rss
         strategy = "single" if world.world_size == 1 else "ddp"
-        loop = Loop(task, settings(shards), world, strategy=strategy, devices=[torch.device("cpu")])
+        loop = Trainer(task, settings(shards), world, strategy=strategy, devices=[torch.device("cpu")])
         for _ in range(4):
             loop.step()
         loop.close()

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from lockstep import SyncBatchNorm, World, init, launch
 from lockstep.comm.collectives import all_gather, all_reduce
-from lockstep.study.compare.spread import Spread, paired_ratio
+from lockstep.study.common import Spread, paired_ratio
 from lockstep.telemetry.provenance import gather
 
 NUM_RANKS = 2

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep import progress
-from lockstep.telemetry.beacon import Beacon
+from lockstep import activity
+from lockstep.telemetry.heartbeat import Heartbeat
 
 ROUNDS, STEPS, WRITES, CALLS = 60, 10, 500, 20_000
 
@@ -30,7 +30,7 @@ def main() -> None:
         batch = torch.randn(64, 256)
 
         def steps(stamped: bool) -> float:
-            progress.now.wants_pace = stamped
+            activity.now.wants_pace = stamped
             world.barrier()
             started_s = time.perf_counter()
             for _ in range(STEPS):
@@ -46,7 +46,7 @@ def main() -> None:
         world.print(
             f"step with stamps {1e3 * stamped_s:.3f} ms, without {1e3 * plain_s:.3f} ms: {stamped_s / plain_s:.4f}"
         )
-        progress.now.wants_pace = True
+        activity.now.wants_pace = True
         clock = model._reducer.times._pace
         started_s = time.perf_counter()
         for _ in range(CALLS):
@@ -64,7 +64,7 @@ def write_s(depth: int) -> float:
     if depth:
         return write_s(depth - 1)
     with tempfile.TemporaryDirectory() as folder:
-        beacon = Beacon(folder, int(os.environ.get("RANK", "0")), patience_s=60)
+        beacon = Heartbeat(folder, int(os.environ.get("RANK", "0")), patience_s=60)
         started_s = time.perf_counter()
         for _ in range(WRITES):
             beacon.write()

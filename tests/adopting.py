@@ -10,7 +10,7 @@ import torch.utils.data
 
 import lockstep
 from lockstep.adoption import adopt
-from lockstep.parallel.data_parallel import data_parallel
+from lockstep.parallel.dp.wrapper import data_parallel
 
 TORCHS = {
     "DataParallel": torch.nn.parallel.DataParallel,

@@ -2,7 +2,7 @@
 
 import shutil
 
-from lockstep.train.checkpoints import disk
+from lockstep.train import checkpoint_storage
 
 OPERATIONS = ("make_folder", "create", "rename", "remove", "remove_folder")
 
@@ -16,7 +16,7 @@ class Killer:
 
     def __init__(self, monkeypatch, limit):
         self.count, self._limit = 0, limit
-        real = {name: getattr(disk, name) for name in (*OPERATIONS, "write")}
+        real = {name: getattr(checkpoint_storage, name) for name in (*OPERATIONS, "write")}
 
         def operation(name):
             def run(*args):
@@ -35,11 +35,11 @@ class Killer:
             real["write"](file, piece)
 
         for name in OPERATIONS:
-            monkeypatch.setattr(disk, name, operation(name))
-        monkeypatch.setattr(disk, "write", write)
+            monkeypatch.setattr(checkpoint_storage, name, operation(name))
+        monkeypatch.setattr(checkpoint_storage, "write", write)
         # As these change nothing that the process can see, they need not be counted, nor cost time.
-        monkeypatch.setattr(disk, "flush", lambda file: None)
-        monkeypatch.setattr(disk, "flush_folder", lambda path: None)
+        monkeypatch.setattr(checkpoint_storage, "flush", lambda file: None)
+        monkeypatch.setattr(checkpoint_storage, "flush_folder", lambda path: None)
 
     def _spend(self, number):
         if self.count + number > self._limit:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 import lockstep
-from lockstep.train.loop import Loop
 from lockstep.train.settings import Settings
+from lockstep.train.trainer import Trainer
 
 CPU = torch.device("cpu")
 BATCH_SIZE = 16
@@ -175,7 +175,7 @@ def train(
     """Train a task of `TASKS` and return all that must have the same bits."""
     task, own = TASKS[name]
     devices = [device] * num_devices
-    loop = Loop(task, Settings(**own, **settings), world, strategy=strategy, devices=devices)
+    loop = Trainer(task, Settings(**own, **settings), world, strategy=strategy, devices=devices)
     norms = []
     for _ in range(num_steps):
         record = loop.step()

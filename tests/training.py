@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.train.loop import Loop
 from lockstep.train.settings import Settings
+from lockstep.train.trainer import Trainer
 
 NUM_SAMPLES = 50
 BATCH_SIZE = 24
@@ -57,7 +57,7 @@ def make_task(**changes: Any) -> lockstep.Task:
 def train(world: Any, task: lockstep.Task, strategy: str, num_steps: int, **settings: Any) -> dict[str, Any]:
     """Train for some steps; return each step's loss, gradient and sample count, and the weights at the end."""
     devices = [torch.device("cpu")] * (len(settings.get("shares", (1, 1))) if strategy == "dp" else 1)
-    loop = Loop(task, Settings(**settings), world, strategy=strategy, devices=devices)
+    loop = Trainer(task, Settings(**settings), world, strategy=strategy, devices=devices)
     losses, grads, counts = [], [], []
     for _ in range(num_steps):
         record = loop.step()
@@ -71,7 +71,7 @@ def train(world: Any, task: lockstep.Task, strategy: str, num_steps: int, **sett
 
 def whole_batch(task: lockstep.Task, num_steps: int, **settings: Any) -> dict[str, Any]:
     """Return what plain torch makes of ``task``: no loop, sampler, scaling or division of ours but the sample order."""
-    loop = Loop(task, Settings(**settings), None, strategy="single", devices=[torch.device("cpu")])
+    loop = Trainer(task, Settings(**settings), None, strategy="single", devices=[torch.device("cpu")])
     data, order = samples(), loop.plan.order
     optimizer = task.optimizer(list(loop.model.parameters()))
     losses, grads, counts = [], [], []

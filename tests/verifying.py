@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from lockstep.study.verify.diagnose import diagnose
-from lockstep.study.verify.experiment import Subject
+from lockstep.study.verify.interventions import Subject
 from lockstep.train.settings import Settings
 
 FAULTS = Path(__file__).parent / "faults"

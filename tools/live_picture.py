@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.text import Text
 
 import lockstep
-from lockstep.telemetry.live.picture import picture
-from lockstep.telemetry.live.snapshot import EventFigures, Snapshot
-from lockstep.train.load import load_task
-from lockstep.train.progress import Display
+from lockstep.telemetry.live_view import picture
+from lockstep.telemetry.metrics import EventFigures, Snapshot
+from lockstep.train.display import Display
+from lockstep.train.task import load_task
 
 REPO = Path(__file__).parents[1]
 FILE = REPO / "docs" / "pictures" / "live.svg"

@@ -1,7 +1,6 @@
 """The settings of `fit` as a table, from the class that the keywords and the flags come from."""
 
-from lockstep.train.declared import settings_of
-from lockstep.train.settings import FitSettings
+from lockstep.train.settings import FitSettings, settings_of
 
 MARKER = "<!-- settings: from the source -->"
 _WORDS = {"choice": None, "bool": "`True`, `False`", "int": "whole number", "float": "number", "numbers": "numbers"}

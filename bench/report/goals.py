@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bench.report.run import Run, mean_ratio, memory_ratio, models, ratio, rounds
-from lockstep.study.compare.spread import Spread
+from lockstep.study.common import Spread
 
 LARGE, SMALL = "100000000", "4000"
 COMPUTING = ("gpt", "cnn", "lstm")

@@ -6,8 +6,8 @@ from html import escape
 from bench.report.goals import judge
 from bench.report.plots import draw
 from bench.report.run import Run, models, rounds
-from lockstep.study.compare.spread import Spread, paired_ratio
-from lockstep.study.html import STYLE
+from lockstep.study.common import Spread, paired_ratio
+from lockstep.study.drawing import STYLE
 
 OWN_STYLE = """
 figure p { margin: .4rem 0 0; font-size: .85rem; color: var(--soft); }

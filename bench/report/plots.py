@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from bench.report.run import Run, models, ratio, rounds
-from lockstep.study.compare.spread import Spread
+from lockstep.study.common import Spread
 
 # Okabe and Ito's palette, told apart with every common form of colour blindness.
 OURS, TORCH, SHM, PEER, BOUND, OTHER = "#0072B2", "#E69F00", "#56B4E9", "#CC79A7", "#999999", "#009E73"

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from lockstep.study.compare.spread import Spread, paired_ratio
+from lockstep.study.common import Spread, paired_ratio
 
 RESULTS = Path(__file__).parents[1] / "results"
 PATTERN = "run-*.json"

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from bench.report.run import Run, mean_ratio, memory_ratio, models, ratio, rounds
-from lockstep.study.compare.spread import Spread
+from lockstep.study.common import Spread
 
 BEGIN, END = "<!-- benchmark: written by `make bench` -->", "<!-- end of benchmark -->"
 README = Path(__file__).parents[2] / "README.md"

@@ -16,13 +16,11 @@ if TYPE_CHECKING:
     from lockstep.data.sampler import DistributedSampler as DistributedSampler
     from lockstep.launcher.api import launch as launch
     from lockstep.observe.monitor import monitor as monitor
-    from lockstep.parallel.batchnorm.layer import SyncBatchNorm as SyncBatchNorm
-    from lockstep.parallel.data_parallel import DataParallel as DataParallel
-    from lockstep.parallel.distributed import DistributedDataParallel as DistributedDataParallel
-    from lockstep.parallel.weighted import backward as backward
+    from lockstep.parallel.ddp.wrapper import DistributedDataParallel, backward
+    from lockstep.parallel.dp.wrapper import DataParallel
+    from lockstep.parallel.sync_batchnorm import SyncBatchNorm
     from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
-    from lockstep.train.checkpoints.script import load as load
-    from lockstep.train.checkpoints.script import save as save
+    from lockstep.train.checkpoint import load, save
     from lockstep.train.fit import fit as fit
     from lockstep.train.task import Loss as Loss
     from lockstep.train.task import Task as Task
@@ -50,22 +48,22 @@ __all__ = [
 ]
 
 _HOMES = {
-    "DataParallel": "lockstep.parallel.data_parallel",
-    "DistributedDataParallel": "lockstep.parallel.distributed",
+    "DataParallel": "lockstep.parallel.dp.wrapper",
+    "DistributedDataParallel": "lockstep.parallel.ddp.wrapper",
     "DistributedSampler": "lockstep.data.sampler",
     "Loss": "lockstep.train.task",
-    "SyncBatchNorm": "lockstep.parallel.batchnorm.layer",
+    "SyncBatchNorm": "lockstep.parallel.sync_batchnorm",
     "Task": "lockstep.train.task",
     "World": "lockstep.comm.world",
     "ZeroRedundancyOptimizer": "lockstep.parallel.zero.optimizer",
     "adopt": "lockstep.adoption",
-    "backward": "lockstep.parallel.weighted",
+    "backward": "lockstep.parallel.ddp.wrapper",
     "fit": "lockstep.train.fit",
     "init": "lockstep.comm.world",
     "launch": "lockstep.launcher.api",
-    "load": "lockstep.train.checkpoints.script",
+    "load": "lockstep.train.checkpoint",
     "monitor": "lockstep.observe.monitor",
-    "save": "lockstep.train.checkpoints.script",
+    "save": "lockstep.train.checkpoint",
 }
 
 # So that torch.distributed, once somebody imports it, knows the backend by its name.

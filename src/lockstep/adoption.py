@@ -9,9 +9,9 @@ import torch.nn.parallel
 import torch.utils.data
 
 from lockstep.data.sampler import DistributedSampler
-from lockstep.parallel.batchnorm.layer import SyncBatchNorm
-from lockstep.parallel.data_parallel import DataParallel, data_parallel
-from lockstep.parallel.distributed import DistributedDataParallel
+from lockstep.parallel.ddp.wrapper import DistributedDataParallel
+from lockstep.parallel.dp.wrapper import DataParallel, data_parallel
+from lockstep.parallel.sync_batchnorm import SyncBatchNorm
 
 _PUBLIC_HOMES = frozenset(
     {

@@ -1,15 +1,79 @@
-"""Which rank this process is, read from the variables that the common launchers set. Standard library only."""
+"""Where this process runs: its rank, the cores it may use, and room for its sockets. Standard library only."""
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
+import multiprocessing.util
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from zlib import crc32
 
 from lockstep.errors import ConfigurationError
-from lockstep.hostlist import first_host, tasks_on_node
+
+# SLURM's compressed notations: ``gpu[003-005,9],login`` for hosts and ``4(x2),1`` for tasks on each node.
+
+_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+def first_host(hosts: str, *, variable: str) -> str:
+    """Return the first host of a SLURM host list.
+
+    Args:
+        hosts: As in SLURM_NODELIST.
+        variable: The environment variable that it came from, for the message.
+
+    Raises:
+        ConfigurationError: The list has no first host.
+    """
+    name = ""
+    rest = hosts
+    while rest and rest[0] != ",":
+        if rest[0] == "[":
+            inside, closed, rest = rest[1:].partition("]")
+            # Of "003-005,9" the first is 003: as text, since the zeros are part of the name.
+            first = re.split(r"[-,]", inside)[0]
+            if not closed or not first.isdigit():
+                raise ConfigurationError(_unreadable(variable, hosts))
+            name += first
+        else:
+            name, rest = name + rest[0], rest[1:]
+    if not name or "]" in name:
+        raise ConfigurationError(_unreadable(variable, hosts))
+    return name
+
+
+def tasks_on_node(layout: str, node: int, *, variable: str) -> int:
+    """Return the number of tasks on the node of index ``node`` from SLURM's count per node.
+
+    Raises:
+        ConfigurationError: The notation cannot be read, or has fewer nodes than that.
+    """
+    seen = 0
+    for part in layout.split(","):
+        match = _TASKS.fullmatch(part.strip())
+        if match is None:
+            raise ConfigurationError(_unreadable(variable, layout))
+        seen += int(match[2] or 1)
+        if node < seen:
+            return int(match[1])
+    raise ConfigurationError(
+        f"{variable}={layout} counts {seen} nodes, but SLURM_NODEID={node}.\n"
+        "Start the ranks with srun, so that these variables belong to the same step."
+    )
+
+
+def _unreadable(variable: str, value: str) -> str:
+    return (
+        f"{variable}={value!r} cannot be read.\nSet MASTER_ADDR to the host of rank 0 yourself, and unset {variable}."
+    )
+
+
+# Which rank this process is, read from the variables that the common launchers set. Standard library only.
 
 DEFAULT_MASTER_PORT = 29500
 """The port that torchrun uses when none is given."""
@@ -275,3 +339,125 @@ def _port(env: Mapping[str, str]) -> int | None:
     if not 1 <= port <= 65535:
         raise ConfigurationError(f"MASTER_PORT={port} is no port number.\nSet it to a free port from 1 to 65535.")
     return port
+
+
+# The control groups of this process, of both versions, and the cores that they leave it. Standard library only.
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
+
+
+def group_folders(controller: str, root: Path | None = None, own: Path | None = None) -> list[Path]:
+    """Return the folders of this process's control groups, from the innermost to the root; some may not be there.
+
+    Args:
+        controller: Whose hierarchy, in the first version of control groups; the second has one for all.
+        root: Where control groups are mounted.
+        own: The list of this process's groups.
+    """
+    root, own = root or CGROUP_ROOT, own or OWN_CGROUPS
+    folders = list(dict.fromkeys(_groups_of(controller, root, own)))
+    return [*folders, *([] if root in folders else [root])]
+
+
+def _groups_of(controller: str, root: Path, own: Path) -> Iterator[Path]:
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, names, path = line.split(":", 2)
+        if names == "" or controller in names.split(","):
+            # Inside a container the path may be that of the host, which is not there: then its root is what counts.
+            inner = (Path(path) / "x").relative_to("/").parents
+            bases = [root] if names == "" else [root / names, root / controller]
+            yield from (base / part for base in bases for part in inner)
+
+
+def read_groups(controller: str, file: str, root: Path | None = None, own: Path | None = None) -> list[str]:
+    """Return the texts of ``file``, such as ``cpu.max``, in those of `group_folders` where it is there."""
+    found = []
+    for folder in group_folders(controller, root, own):
+        try:
+            found.append((folder / file).read_text().strip())
+        except OSError:
+            continue
+    return found
+
+
+def cpu_quota(root: Path | None = None, own: Path | None = None) -> float | None:
+    """Return the cores' worth of time that the tightest of this process's control groups allows, if one does."""
+    quotas = [_cores_of_quota(*text.split()) for text in read_groups("cpu", "cpu.max", root, own)]
+    periods = read_groups("cpu", "cpu.cfs_period_us", root, own)
+    old = zip(read_groups("cpu", "cpu.cfs_quota_us", root, own), periods, strict=False)
+    quotas += [_cores_of_quota(quota, period) for quota, period in old]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def usable_cores() -> int:
+    """Return how many logical cores this process may keep busy: of those it may run on, what the quota allows."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota()
+    return cores if quota is None else min(cores, max(1, int(quota)))
+
+
+def _cores_of_quota(quota: str, period: str) -> float | None:
+    try:
+        return int(quota) / int(period) if int(quota) > 0 else None
+    except ValueError:  # it says "max"
+        return None
+
+
+# A folder with a short name for the sockets over which loader processes hand over tensors.
+#
+# [Note: why]
+# A tensor travels as an open file, for which the loader process listens on a socket in a folder that `multiprocessing`
+# makes below that for temporary files. A socket's path must not be longer than 107 bytes. If it would be, the error is
+# printed by a thread that nobody waits for, and the rank waits for its first batch for ever. Newer versions of Python
+# see to it themselves.
+
+_MOST_BYTES = 107
+_FOLDER, _SOCKET = "/pymp-xxxxxxxx", "/listener-xxxxxxxx"
+_SHORT = ("/tmp", "/var/tmp", "/dev/shm")
+
+
+def is_socket_folder_too_long(folder: str) -> bool:
+    """Return whether sockets of loader processes cannot be made below ``folder`` for temporary files."""
+    return not hasattr(multiprocessing.util, "_SUN_PATH_MAX") and _bytes(folder + _FOLDER) > _MOST_BYTES
+
+
+def ensure_short_socket_folder(rather: str | None = None) -> None:
+    """Have this process and its children make their sockets where their names are short enough.
+
+    Other temporary files stay where they are. Does nothing if names are short enough.
+
+    Args:
+        rather: A folder that is taken if its own name is short enough.
+
+    Raises:
+        ConfigurationError: There is no such folder that can be written to, or it is too late for another.
+    """
+    folder = tempfile.gettempdir()
+    if not is_socket_folder_too_long(folder):
+        return
+    short = next(filter(_is_fit, [*([] if rather is None else [rather]), *_SHORT]), None)
+    if short is not None:
+        tempfile.tempdir = short
+        try:
+            made = multiprocessing.util.get_temp_dir()  # the one that there is, if there is one
+        finally:
+            tempfile.tempdir = folder
+        if _bytes(made) <= _MOST_BYTES:
+            return
+    raise ConfigurationError(
+        f"The folder for temporary files has too long a name for loader processes, which hand tensors over by sockets "
+        f"in it: {folder}\nName a shorter one, such as TMPDIR=/tmp, or load in the rank itself (workers=0)."
+    )
+
+
+def _is_fit(folder: str) -> bool:
+    return not is_socket_folder_too_long(folder) and os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
+
+
+def _bytes(folder: str) -> int:
+    return len(os.fsencode(folder + _SOCKET))

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LAYERS = [
-    {"cgroups", "errors", "progress"},
-    {"hostlist", "socket_folder"},
+    {"errors", "activity", "run_folder"},
     {"env"},
     {"comm"},
     {"telemetry"},
@@ -18,7 +17,7 @@ LAYERS = [
 ]
 """Lowest first. A part imports from layers below its own; parts of one layer do not import each other."""
 
-ENTRY_POINTS = {"launcher/bootstrap.py": "bootstrap", "launcher/equipment.py": "bootstrap"}
+ENTRY_POINTS = {"launcher/bootstrap.py": "bootstrap"}
 """Files that are a part of their own: a rank's interpreter starts in these, as the command line does in cli."""
 
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}

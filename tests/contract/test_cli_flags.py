@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from lockstep.cli import group
-from lockstep.launcher.arguments import build_parser
+from lockstep.launcher.cli import build_parser
 
 FROZEN = Path(__file__).parent / "cli_flags.txt"
 HOW_TO_UPDATE = (

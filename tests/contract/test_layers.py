@@ -28,7 +28,7 @@ def test_entry_points_exist():
 @pytest.mark.parametrize(
     ("part", "source", "expected"),
     [
-        ("train", "from lockstep.parallel.distributed import DistributedDataParallel", []),
+        ("train", "from lockstep.parallel.ddp.wrapper import DistributedDataParallel", []),
         ("comm", "import torch.distributed as dist", []),
         ("launcher", "from torch.distributed.launcher.api import LaunchConfig", []),
         (

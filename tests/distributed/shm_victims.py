@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep
-from lockstep.comm.shm.allocate import empty_shared
+from lockstep.comm.shm.buffers import empty_shared
 
 NUM_RANKS, VICTIM = 3, 1
 TIMEOUT_S = {"stop": 2.0}

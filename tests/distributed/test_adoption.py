@@ -293,6 +293,6 @@ def test_a_script_that_adopts_in_its_first_line(tmp_path):
     script.write_text(FIRST_LINES)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
     assert done.stdout.splitlines() == [
-        "lockstep.parallel.data_parallel lockstep.parallel.distributed lockstep.data.sampler",
+        "lockstep.parallel.dp.wrapper lockstep.parallel.ddp.wrapper lockstep.data.sampler",
         "2.0",
     ], done.stderr

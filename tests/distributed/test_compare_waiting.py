@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from lockstep.study.compare.race import Race, _Track
+from lockstep.study.compare.benchmark import Benchmark, _Track
 from lockstep.train.settings import Settings
 from tests.training import make_task
 
@@ -12,7 +12,7 @@ TURN_S = 1.5
 
 
 def wait_for_a_turn(world):
-    race = Race(make_task(), Settings(), ("single", "ddp"), 2, 1, 1, 1, {"single": 1, "ddp": 1}, quiet=True)
+    race = Benchmark(make_task(), Settings(), ("single", "ddp"), 2, 1, 1, 1, {"single": 1, "ddp": 1}, quiet=True)
     track = _Track(race, world)
     assert track._start("single") == (world.rank == 0)
     start, start_cpu = time.monotonic(), time.process_time()
@@ -29,7 +29,7 @@ def test_a_rank_that_waits_uses_next_to_no_core(ranks):
 
 
 def threads_within(world):
-    race = Race(make_task(), Settings(), ("single", "ddp"), 2, 1, 1, 1, {"single": 2, "ddp": 1}, quiet=True)
+    race = Benchmark(make_task(), Settings(), ("single", "ddp"), 2, 1, 1, 1, {"single": 2, "ddp": 1}, quiet=True)
     track, found = _Track(race, world), {}
     for name in ("single", "ddp", "single"):
         track._start(name)

@@ -3,7 +3,7 @@
 import pytest
 
 import lockstep
-from lockstep.study.report.read import read_run
+from lockstep.study.report.run_reader import read_run
 from lockstep.study.report.view import look_at
 from tests.training import NUM_SAMPLES, make_task, samples, token_loss
 

@@ -10,8 +10,8 @@ import torch
 import lockstep
 from lockstep.parallel.ddp import cap_search
 from lockstep.parallel.ddp.pipeline import Costs
-from lockstep.train.loop import Loop
 from lockstep.train.settings import Settings
+from lockstep.train.trainer import Trainer
 from tests.models import FAMILIES, assert_gradients_equal, build, global_batch, share
 from tests.training import make_task
 
@@ -157,7 +157,7 @@ def test_a_rank_without_data_takes_part(ranks):
 
 
 def train(world):
-    loop = Loop(make_task(), Settings(bucket_cap_mb="auto"), world, strategy="ddp", devices=[torch.device("cpu")])
+    loop = Trainer(make_task(), Settings(bucket_cap_mb="auto"), world, strategy="ddp", devices=[torch.device("cpu")])
     remarks = []
     for _ in range(6):
         loop.step()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from lockstep.parallel.ddp.arrivals import _Hooked
+from lockstep.parallel.ddp.reducer import _Hooked
 from tests.models import FAMILIES, assert_gradients_equal, build, global_batch, share, squared_error
 
 NUM_USUAL = 5  # the first, one to compare it with, two that agree, one with few hooks

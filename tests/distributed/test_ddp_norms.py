@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.train.loop import Loop
 from lockstep.train.settings import Settings
+from lockstep.train.trainer import Trainer
 from tests.models import FAMILIES, assert_gradients_equal, build, global_batch, share
 from tests.training import make_task
 
@@ -87,7 +87,7 @@ def test_sparse_gradients_count_too(ranks):
 
 
 def train(world, strategy, settings, num_steps=3):
-    loop = Loop(make_task(), settings, world, strategy=strategy, devices=[torch.device("cpu")])
+    loop = Trainer(make_task(), settings, world, strategy=strategy, devices=[torch.device("cpu")])
     norms = [loop.step().grad_norm.item() for _ in range(num_steps)]
     return norms, torch.cat([parameter.detach().flatten() for parameter in loop.model.parameters()])
 
@@ -104,7 +104,7 @@ def test_fit_clips_by_the_same_norm_whatever_the_buckets(ranks, cap_mb):
 
 def ask_on_one_rank(world, strategy, settings):
     """Only rank 0 looks whether gradients are finite; were that a collective, it would wait for ever."""
-    loop = Loop(make_task(), settings, world, strategy=strategy, devices=[torch.device("cpu")])
+    loop = Trainer(make_task(), settings, world, strategy=strategy, devices=[torch.device("cpu")])
     loop.step()
     gradients = loop._updater._gradients
     verdict = gradients.is_finite(gradients.norm()) if world.is_rank_zero else None

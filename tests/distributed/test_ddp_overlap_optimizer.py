@@ -9,9 +9,9 @@ from torch.futures import Future
 import lockstep
 from lockstep.comm.collectives import all_reduce
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.ddp.transport import MeanTransport
-from lockstep.train.loop import Loop
+from lockstep.parallel.ddp.comm_hooks import AllReduceMean
 from lockstep.train.settings import Settings
+from lockstep.train.trainer import Trainer
 from tests.models import FAMILIES, build, global_batch, share
 from tests.training import make_task, token_loss
 
@@ -31,7 +31,7 @@ def groups(model, name):
     return [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
 
 
-class AtOnce(MeanTransport):
+class AtOnce(AllReduceMean):
     """Reduces before it returns, so that a bucket is stepped when the next one leaves, however busy the machine is."""
 
     def start(self, bucket, position, *, is_last):
@@ -243,7 +243,7 @@ def test_gradients_in_slices_are_left_to_their_optimizer(ranks, what, text):
 
 
 def train(world, strategy, settings, **changes):
-    loop = Loop(make_task(**changes), settings, world, strategy=strategy, devices=[torch.device("cpu")])
+    loop = Trainer(make_task(**changes), settings, world, strategy=strategy, devices=[torch.device("cpu")])
     records = [loop.step() for _ in range(4)]
     assert all(record.updated for record in records)
     weights = torch.cat([parameter.detach().flatten() for parameter in loop.model.parameters()])

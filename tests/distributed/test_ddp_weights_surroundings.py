@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.ddp import transport, weights
+from lockstep.parallel.ddp import comm_hooks, weighting
 from tests.models import assert_gradients_equal, build, global_batch, relative_error, squared_error
 
 SIZES = [[[3], [5]], [[1, 2], [4]], [[0, 2], [3, 0]], [[4], [4]]]
@@ -369,9 +369,9 @@ def count_messages(world):
     counts = []
     for n in (None, None, 3 + world.rank, 5 - world.rank):
         with (
-            mock.patch.object(transport, "all_reduce_async", wraps=transport.all_reduce_async) as buckets,
-            mock.patch.object(transport, "all_reduce", wraps=transport.all_reduce) as last,
-            mock.patch.object(weights, "all_reduce", wraps=weights.all_reduce) as apart,
+            mock.patch.object(comm_hooks, "all_reduce_async", wraps=comm_hooks.all_reduce_async) as buckets,
+            mock.patch.object(comm_hooks, "all_reduce", wraps=comm_hooks.all_reduce) as last,
+            mock.patch.object(weighting, "all_reduce", wraps=weighting.all_reduce) as apart,
         ):
             if n is not None:
                 model.weight(n)

@@ -13,9 +13,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import lockstep
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.ddp import wire
-from lockstep.train.loop import Loop
+from lockstep.parallel.ddp import comm_hooks
 from lockstep.train.settings import Settings
+from lockstep.train.trainer import Trainer
 from tests.models import FAMILIES, assert_gradients_equal, build, global_batch, share
 from tests.shm import shm_group
 from tests.training import make_task
@@ -130,7 +130,7 @@ def messages(world):
     model = lockstep.DistributedDataParallel(torch.nn.Linear(100, 10), wire_dtype="bf16")
     for _ in range(2):
         model(torch.ones(1, 100)).sum().backward()
-    with mock.patch.object(wire, "all_reduce_async", wraps=wire.all_reduce_async) as sent:
+    with mock.patch.object(comm_hooks, "all_reduce_async", wraps=comm_hooks.all_reduce_async) as sent:
         model(torch.ones(1, 100)).sum().backward()
     return [(call.args[0].dtype, call.args[0].numel()) for call in sent.call_args_list]
 
@@ -168,7 +168,7 @@ def test_a_hook_decides_alone_what_travels(ranks):
 
 
 def train(world, wire_name):
-    loop = Loop(make_task(), Settings(wire=wire_name), world, strategy="ddp", devices=[torch.device("cpu")])
+    loop = Trainer(make_task(), Settings(wire=wire_name), world, strategy="ddp", devices=[torch.device("cpu")])
     for _ in range(4):
         loop.step()
     return torch.cat([parameter.detach().flatten() for parameter in loop.model.parameters()])

@@ -7,8 +7,8 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.errors import NonFiniteGradient, ReplicasDiffer
-from lockstep.train.loop import Loop
 from lockstep.train.settings import Settings
+from lockstep.train.trainer import Trainer
 from tests.training import make_task, mean_loss, network, samples
 
 ADVICE = (
@@ -22,7 +22,7 @@ def make_loop(world, strategy, every=2, steps=6, **fields):
     adam = lambda params: torch.optim.Adam(params, lr=0.01)  # noqa: E731
     task = make_task(**{"optimizer": adam, "drop_last": True, **fields})
     settings = Settings(check_replicas=every, steps=steps, **settings)
-    return Loop(task, settings, world, strategy=strategy, devices=[torch.device("cpu")])
+    return Trainer(task, settings, world, strategy=strategy, devices=[torch.device("cpu")])
 
 
 def flip_sign(tensor, place):

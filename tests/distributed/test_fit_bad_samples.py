@@ -70,10 +70,10 @@ def test_what_is_left_is_averaged_over_what_was_there(loss):
     """The oracle: a collate function that throws the same samples out of a data set in which all can be read."""
     result, weights = fit(None, "single", loss=loss, bad_samples="skip", steps=2, epochs=None)
     task = make_task(loss=loss)
-    from lockstep.train.loop import Loop
     from lockstep.train.settings import Settings
+    from lockstep.train.trainer import Trainer
 
-    loop = Loop(task, Settings(), None, strategy="single", devices=[torch.device("cpu")])
+    loop = Trainer(task, Settings(), None, strategy="single", devices=[torch.device("cpu")])
     data, optimizer = samples(), task.optimizer(list(loop.model.parameters()))
     for step in range(2):
         indices = [index for index in loop.plan.order.batch(step).tolist() if index not in BAD]
@@ -197,13 +197,13 @@ def last_two(order_seed=0):
 @pytest.mark.parametrize("strategy", ["ddp", "torch-ddp"])
 def test_without_any_sample_there_is_no_update_but_the_step_counts(ranks, strategy):
     def run(world, strategy):
-        from lockstep.train.loop import Loop
         from lockstep.train.settings import Settings
+        from lockstep.train.trainer import Trainer
 
         task = make_task(dataset=lambda: Damaged(last_two()))
         settings = Settings(bad_samples="skip")
         devices = [torch.device("cpu")] * (2 if strategy == "dp" else 1)
-        loop = Loop(task, settings, world, strategy=strategy, devices=devices)
+        loop = Trainer(task, settings, world, strategy=strategy, devices=devices)
         weights, updated = [], []
         for _ in range(4):
             updated.append(loop.step().updated)

@@ -8,8 +8,8 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.errors import ConfigurationError
 from lockstep.train.evaluate import Evaluator
-from lockstep.train.loop import Loop
 from lockstep.train.settings import Settings
+from lockstep.train.trainer import Trainer
 from tests.training import make_task, samples, token_loss
 
 NUM_EVAL = 7
@@ -35,13 +35,13 @@ def evaluate(world, strategy="ddp", size=NUM_EVAL, **changes):
     fields = {"loss": loss, "metrics": metrics, "eval_dataset": lambda: numbered(size), **changes}
     task = make_task(**fields)
     devices = [torch.device("cpu")] * (2 if strategy == "dp" else 1)
-    loop = Loop(task, Settings(), world, strategy=strategy, devices=devices)
+    loop = Trainer(task, Settings(), world, strategy=strategy, devices=devices)
     return Evaluator(task, loop, task.eval_dataset()).run()
 
 
 def expected(size=NUM_EVAL):
     """Return what one pass over all samples at once gives."""
-    loop = Loop(make_task(), Settings(), None, strategy="single", devices=[torch.device("cpu")])
+    loop = Trainer(make_task(), Settings(), None, strategy="single", devices=[torch.device("cpu")])
     batch = numbered(size).tensors
     tokens = token_loss(loop.model, batch[:3])
     return {
@@ -73,7 +73,7 @@ def test_all_ranks_evaluate_with_the_batch_statistics_of_rank_zero_in_evaluation
             loss=loss,
             eval_dataset=lambda: numbered(NUM_EVAL),
         )
-        loop = Loop(task, Settings(), world, strategy="ddp", devices=[world.device])
+        loop = Trainer(task, Settings(), world, strategy="ddp", devices=[world.device])
         for _ in range(2):
             loop.step()
         before = loop.model[0].running_mean.clone()

@@ -10,14 +10,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.train.loop import Loop
 from lockstep.train.settings import Settings
+from lockstep.train.trainer import Trainer
 from tests.training import make_task, mean_loss, relative_error, samples, token_loss, train, whole_batch
 
 
 def make_loop(world, strategy="ddp", task=None, **settings):
     devices = [torch.device("cpu")] * (2 if strategy == "dp" else 1)
-    return Loop(task or make_task(), Settings(**settings), world, strategy=strategy, devices=devices)
+    return Trainer(task or make_task(), Settings(**settings), world, strategy=strategy, devices=devices)
 
 
 def weights(loop):

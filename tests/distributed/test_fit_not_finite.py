@@ -11,8 +11,8 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.data.order import GlobalOrder
 from lockstep.errors import ConfigurationError, NonFiniteGradient
-from lockstep.train.loop import Loop
 from lockstep.train.settings import Settings
+from lockstep.train.trainer import Trainer
 from tests.training import make_task, mean_loss, network, relative_error, samples
 
 STEP, NUM_STEPS = 2, 6
@@ -152,7 +152,7 @@ def oracle(model, steps, dataset=with_nan, clip=None):
 
 
 def first_model():
-    loop = Loop(make_task(), Settings(), None, strategy="single", devices=[torch.device("cpu")])
+    loop = Trainer(make_task(), Settings(), None, strategy="single", devices=[torch.device("cpu")])
     return loop.model
 
 
@@ -254,7 +254,7 @@ def test_a_verdict_that_is_looked_at_later_goes_by_the_losses(ranks):
 
     def stop(world, clip):
         settings = Settings(accumulate=2, global_batch_size=8, clip=clip)
-        loop = Loop(make_task(dataset=with_nan), settings, world, strategy="ddp", devices=[torch.device("cpu")])
+        loop = Trainer(make_task(dataset=with_nan), settings, world, strategy="ddp", devices=[torch.device("cpu")])
         loop._updater.looks_later = True
         for _ in range(STEP + 1):
             assert loop.step().updated
@@ -273,7 +273,7 @@ def test_a_rank_that_was_looked_at_in_the_step_is_named_whatever_comes_later(ran
     def stop(world, strategy, loss):
         settings = Settings(global_batch_size=8)
         task = make_task(dataset=with_zero, loss=loss)
-        loop = Loop(task, settings, world, strategy=strategy, devices=[torch.device("cpu")])
+        loop = Trainer(task, settings, world, strategy=strategy, devices=[torch.device("cpu")])
         loop._updater.looks_later = True
         if strategy == "ddp":
             loop._strategy.part_was_bad = loop._strategy._module.watch_part()
@@ -353,7 +353,9 @@ def test_in_fp16_the_loss_scale_is_lowered_first():
         return mean_loss(model, (batch[0].float(), batch[1].float(), None))
 
     task = make_task(model=network32, dataset=with_nan, loss=loss, global_batch_size=8)
-    loop = Loop(task, Settings(precision="fp16", on_nan="skip"), None, strategy="single", devices=[torch.device("cpu")])
+    loop = Trainer(
+        task, Settings(precision="fp16", on_nan="skip"), None, strategy="single", devices=[torch.device("cpu")]
+    )
     updated = [loop.step().updated for _ in range(STEP + 1)]
     assert (updated, loop.finite.found, loop.state_dict()["scaler"]["scale"]) == ([True, True, False], [], 2.0**15)
     loop._updater.scaler.scale = 1.0

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from lockstep.train.loop import Loop
 from lockstep.train.settings import Settings
+from lockstep.train.trainer import Trainer
 from tests.training import make_task, relative_error, samples
 
 
@@ -51,7 +51,7 @@ def train(world, strategy, state, num_steps, settings, size):
     task = make_task(
         dataset=lambda: Noisy(size), loss=loss, optimizer=lambda params: NoisySGD(params, lr=0.05, momentum=0.9)
     )
-    loop = Loop(task, Settings(**settings), world, strategy=strategy, devices=[torch.device("cpu")])
+    loop = Trainer(task, Settings(**settings), world, strategy=strategy, devices=[torch.device("cpu")])
     if state is not None:
         loop.load_state_dict(state)
     steps = []
@@ -101,7 +101,7 @@ def test_dropout_differs_between_shares_and_is_the_same_again(ranks):
             drawn.append((random.random(), np.random.rand(), torch.rand(()).item()))
             return (model(batch[0]) - batch[1]).square().mean()
 
-        loop = Loop(make_task(loss=loss), Settings(), world, strategy="ddp", devices=[world.device])
+        loop = Trainer(make_task(loss=loss), Settings(), world, strategy="ddp", devices=[world.device])
         loop.step(), loop.step()
         loop.close()
         return drawn

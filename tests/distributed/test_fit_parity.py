@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lockstep.train.loop import Loop
 from lockstep.train.settings import Settings
+from lockstep.train.trainer import Trainer
 from tests.training import make_task, mean_loss, relative_error, token_loss, train, whole_batch
 
 # 50 samples in global batches of 24: the third holds 2, so that of 3 and 4 ranks some have none.
@@ -55,7 +55,7 @@ def test_ranks_without_samples_keep_up_with_the_exchange_of_buffers(ranks, accum
         devices = [world.device]
         means = []
         for strategy in ("ddp", "torch-ddp"):
-            loop = Loop(task, Settings(accumulate=accumulate), world, strategy=strategy, devices=devices)
+            loop = Trainer(task, Settings(accumulate=accumulate), world, strategy=strategy, devices=devices)
             for _ in range(4):
                 loop.step()
             means.append((loop.model[0].running_mean.clone(), loop.model[0].num_batches_tracked.item()))

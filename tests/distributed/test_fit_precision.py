@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.train.loop import Loop
 from lockstep.train.settings import Settings
+from lockstep.train.trainer import Trainer
 from tests.training import make_task
 
 NUM_STEPS = 4
@@ -36,7 +36,7 @@ TASK = make_task(model=network, dataset=samples, loss=loss)
 def run(world, strategy, precision, task=TASK, num_steps=NUM_STEPS):
     """Return each step's loss and whether it updated, the weights, and the loss scale."""
     devices = [torch.device("cpu")] * (2 if strategy == "dp" else 1)
-    loop = Loop(task, Settings(precision=precision, clip=10.0), world, strategy=strategy, devices=devices)
+    loop = Trainer(task, Settings(precision=precision, clip=10.0), world, strategy=strategy, devices=devices)
     records = [loop.step() for _ in range(num_steps)]
     weights = torch.cat([parameter.detach().flatten() for parameter in loop.model.parameters()])
     scaler = loop.state_dict()["scaler"]

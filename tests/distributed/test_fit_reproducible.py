@@ -7,8 +7,8 @@ import torch
 
 import lockstep
 from lockstep.train.checkpoint import read_state
-from lockstep.train.loop import Loop
 from lockstep.train.settings import Settings
+from lockstep.train.trainer import Trainer
 from tests.reproducing import TASKS, Alone, bits, train
 from tests.training import make_task, relative_error, token_loss, whole_batch
 from tests.training import train as train_small
@@ -139,7 +139,9 @@ def test_it_says_which_kernels_are_not_deterministic():
         counts = torch.zeros(4, dtype=torch.float64).put_(torch.tensor([0, 1]), batch[0][0, :2].double())
         return model(batch[0]).square().mean() + counts.sum()
 
-    loop = Loop(make_task(loss=loss), Settings(reproducible=2), Alone, strategy="single", devices=[torch.device("cpu")])
+    loop = Trainer(
+        make_task(loss=loss), Settings(reproducible=2), Alone, strategy="single", devices=[torch.device("cpu")]
+    )
     loop.step()
     loop.close()
     assert loop.caveats == ["put_ has no deterministic kernel on cpu"]
@@ -148,13 +150,13 @@ def test_it_says_which_kernels_are_not_deterministic():
 
 def test_it_says_that_ranks_or_a_checkpoint_are_from_other_hardware(ranks, monkeypatch):
     def other_device(world):
-        from lockstep.train import loop as module
+        from lockstep.train import trainer as module
 
         describe = module.describe_machine
         name = "Abacus" if world.rank else "Slide rule"
         module.describe_machine = lambda device: {**describe(device), "device": name}
         try:
-            loop = Loop(make_task(), Settings(reproducible=2), world, strategy="ddp", devices=[world.device])
+            loop = Trainer(make_task(), Settings(reproducible=2), world, strategy="ddp", devices=[world.device])
             state = loop.state_dict()
             loop.caveats.clear()
             module.describe_machine = lambda device: {**describe(device), "device": "Quipu"}
@@ -165,13 +167,13 @@ def test_it_says_that_ranks_or_a_checkpoint_are_from_other_hardware(ranks, monke
             module.describe_machine = describe
 
     def told(world):
-        from lockstep.train import loop as module
+        from lockstep.train import trainer as module
 
         describe = module.describe_machine
         name = "Abacus" if world.rank else "Slide rule"
         module.describe_machine = lambda device: {**describe(device), "device": name}
         try:
-            return Loop(make_task(), Settings(reproducible=2), world, strategy="ddp", devices=[world.device]).caveats
+            return Trainer(make_task(), Settings(reproducible=2), world, strategy="ddp", devices=[world.device]).caveats
         finally:
             module.describe_machine = describe
 

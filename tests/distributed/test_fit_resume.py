@@ -10,9 +10,8 @@ from torch.utils.data import Dataset
 
 import lockstep
 from lockstep.errors import CheckpointError, ConfigurationError
-from lockstep.train.checkpoint import Checkpoints, read_state
-from lockstep.train.checkpoints import disk, shared
-from lockstep.train.checkpoints.choice import choose, read_chosen
+from lockstep.train import checkpoint, checkpoint_storage
+from lockstep.train.checkpoint import Checkpoints, choose, read_chosen, read_state
 from tests.training import make_task, mean_loss, samples
 
 NUM_STEPS = 11
@@ -179,7 +178,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 
 def test_a_write_that_fails_ends_the_run_on_all_ranks_and_leaves_the_one_before(ranks, tmp_path):
     def run(world):
-        write, calls = disk.write, []
+        write, calls = checkpoint_storage.write, []
 
         def full(file, piece):
             if "step-0000000004" in str(file.name):
@@ -189,13 +188,13 @@ def test_a_write_that_fails_ends_the_run_on_all_ranks_and_leaves_the_one_before(
         def task():
             return make_task(loss=lambda model, batch: calls.append(None) or mean_loss(model, batch))
 
-        disk.write = full
+        checkpoint_storage.write = full
         try:
             lockstep.fit(task(), checkpoint=tmp_path, checkpoint_every=2, steps=50, quiet=True)
         except CheckpointError as error:
             return str(error), len(calls)
         finally:
-            disk.write = write
+            checkpoint_storage.write = write
 
     newest = tmp_path / "step-0000000004"
     text = f"Cannot write the checkpoint {newest}: No space left on device.\nThe one before it is as it was."
@@ -209,14 +208,14 @@ def test_a_write_that_fails_ends_the_run_on_all_ranks_and_leaves_the_one_before(
 
 def test_folders_that_are_not_shared_are_noticed(ranks, tmp_path):
     def run(world, folder, patience_s):
-        before, shared._PATIENCE_S = shared._PATIENCE_S, patience_s
+        before, checkpoint._PATIENCE_S = checkpoint._PATIENCE_S, patience_s
         name = folder if world.is_rank_zero else folder.with_name(f"{folder.name}-elsewhere")
         try:
             Checkpoints(name, world).close()
         except ConfigurationError as error:
             return str(error)
         finally:
-            shared._PATIENCE_S = before
+            checkpoint._PATIENCE_S = before
 
     host = socket.gethostname()
     assert ranks(2)(run, tmp_path / "run", 0.1) == [

@@ -8,8 +8,8 @@ from torch.utils.data import IterableDataset
 
 import lockstep
 from lockstep.errors import ConfigurationError
-from lockstep.train.loop import Loop
 from lockstep.train.settings import Settings
+from lockstep.train.trainer import Trainer
 from tests.training import make_task, mean_loss, relative_error, samples, token_loss, train, whole_batch
 
 # 50 samples in global batches of 24: the third holds 2, so that there the third device has none.
@@ -64,7 +64,7 @@ def test_each_device_computes_its_part(ranks):
 
     def run(world):
         settings = Settings(shares=SHARES)
-        loop = Loop(make_task(loss=counted), settings, world, strategy="ddp", devices=[world.device])
+        loop = Trainer(make_task(loss=counted), settings, world, strategy="ddp", devices=[world.device])
         with contextlib.closing(loop):
             for _ in range(3):
                 loop.step()
@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_an_error_on_every_rank(ranks):
             "Give one number for each device, or leave shares out to make them all the same."
         )
     with pytest.raises(ConfigurationError) as error:
-        Loop(make_task(), Settings(shares=(1, 2)), None, strategy="torch-dp", devices=[torch.device("cpu")] * 2)
+        Trainer(make_task(), Settings(shares=(1, 2)), None, strategy="torch-dp", devices=[torch.device("cpu")] * 2)
     assert str(error.value) == (
         "Strategy torch-dp cannot follow shares: torch.nn.DataParallel divides a batch evenly.\n"
         "Use strategy dp, or leave shares out."

@@ -9,8 +9,8 @@ import lockstep
 from lockstep.errors import ConfigurationError, ModelMismatch
 from lockstep.train.checkpoint import read_state
 from lockstep.train.fsdp import find_units
-from lockstep.train.loop import Loop
 from lockstep.train.settings import Settings
+from lockstep.train.trainer import Trainer
 from tests.training import make_task, mean_loss, relative_error, samples, token_loss, whole_batch
 
 NUM_STEPS = 5
@@ -21,7 +21,7 @@ def adamw(params):
 
 
 def train(world, task, num_steps=NUM_STEPS, **settings):
-    loop = Loop(task, Settings(**settings), world, strategy="fsdp", devices=[torch.device("cpu")])
+    loop = Trainer(task, Settings(**settings), world, strategy="fsdp", devices=[torch.device("cpu")])
     records = [loop.step() for _ in range(num_steps)]
     loop.close()
     weights = torch.cat([parameter.detach().flatten() for parameter in loop.model.parameters()])

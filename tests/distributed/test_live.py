@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from lockstep.comm.board import Board
+from lockstep.comm.store import StatusKeys
 from tests.screen import Screen
 from tests.training import make_task, mean_loss
 
@@ -23,7 +23,7 @@ DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
 
 def test_a_board_has_each_ranks_last_note(ranks):
     def use(world):
-        board, empty = Board(world, world.world_size), Board(world, 1)
+        board, empty = StatusKeys(world, world.world_size), StatusKeys(world, 1)
         before = board.read() if world.rank == 0 else {}
         world.barrier()
         for number in range(2):
@@ -42,7 +42,7 @@ def test_a_board_has_each_ranks_last_note(ranks):
 
 def test_rank_zero_sees_all_ranks_and_which_is_slowest(ranks):
     def train(world):
-        from lockstep.telemetry.live.snapshot import SnapshotSink
+        from lockstep.telemetry.metrics import SnapshotSink
         from lockstep.train import run
 
         class Display(SnapshotSink):

@@ -21,7 +21,7 @@ import os, signal
 import torch, lockstep
 from torch import nn
 from torch.utils.data import TensorDataset
-from lockstep.launcher.guardian import memory_of
+from lockstep.launcher.reaper import memory_of
 
 def data():
     random = torch.Generator().manual_seed(1)
@@ -41,7 +41,7 @@ def flip_a_bit_in_the_newest_copy():
     print("copies in", folder, "of steps", *sorted(files))
 
 def loss(model, batch):
-    restart, rank, step = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"], lockstep.progress.now.step
+    restart, rank, step = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"], lockstep.activity.now.step
     if "IS_TO_DIE" in os.environ and (restart, rank, step) in {("0", "1", 7), ("1", "0", 12)}:
         if restart == "1":
             flip_a_bit_in_the_newest_copy()

@@ -15,12 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.errors import ConfigurationError
-from lockstep.launcher import equipment
-from lockstep.launcher.recorded import recorded
-from lockstep.launcher.run import run
-from lockstep.study.report.traffic import find_traffic
-from lockstep.study.report.verdict import sentences
-from lockstep.study.report.view import look_at
+from lockstep.launcher import bootstrap
+from lockstep.launcher.cli import monitoring, run
+from lockstep.study.report.figures import find_traffic
+from lockstep.study.report.view import look_at, sentences
 from tests.distributed.commands import lockstep as command
 
 SLOW_S = 0.02
@@ -279,9 +277,9 @@ def test_a_script_that_records_itself_is_left_to_that(tmp_path):
 
 def test_that_nothing_was_recorded_is_said(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with recorded(Namespace(monitor="none", no_python=False, quiet=False, log_level="info")):
-        assert os.environ[equipment.MONITOR] == str(tmp_path / "none")
-    assert equipment.MONITOR not in os.environ
+    with monitoring(Namespace(monitor="none", no_python=False, quiet=False, log_level="info")):
+        assert os.environ[bootstrap.MONITOR] == str(tmp_path / "none")
+    assert bootstrap.MONITOR not in os.environ
     assert capsys.readouterr().err == (
         "lockstep: nothing was recorded in none: no rank ran forward and backward of a torch model that could be seen\n"
     )

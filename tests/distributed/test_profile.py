@@ -8,7 +8,7 @@ import torch
 
 import lockstep
 from lockstep.errors import ConfigurationError
-from lockstep.study.report.read import read_run
+from lockstep.study.report.run_reader import read_run
 from lockstep.telemetry import ranges
 from tests.training import make_task, mean_loss
 

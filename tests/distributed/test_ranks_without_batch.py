@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import lockstep
-from lockstep.comm.join import Join
+from lockstep.comm.collectives import Join
 from lockstep.errors import CollectiveError, ConfigurationError, DataError, LockstepError
-from lockstep.train.loop import Loop
 from lockstep.train.settings import Settings
+from lockstep.train.trainer import Trainer
 from tests.batchnorm import values
 from tests.training import make_task, mean_loss, relative_error, samples, token_loss
 
@@ -38,7 +38,7 @@ def synchronised_network():
 
 def train(world, strategy, model=synchronised_network, loss=token_loss, **settings):
     task = make_task(model=model, loss=loss)
-    loop = Loop(task, Settings(**settings), world, strategy=strategy, devices=[torch.device("cpu")])
+    loop = Trainer(task, Settings(**settings), world, strategy=strategy, devices=[torch.device("cpu")])
     records = [loop.step() for _ in range(NUM_STEPS)]
     assert [record.num_samples for record in records] == [24, 24, 2, 24]
     return [float(record.loss) for record in records], loop.model.state_dict()
@@ -72,7 +72,7 @@ def test_with_shares_the_first_rank_may_be_the_one_without(ranks, loss):
 def by_hand(num_ranks, accumulate):
     """Train with micro-batches as wide as all ranks' together: batch norm sees one micro-batch at a time."""
     task = make_task(model=network)
-    loop = Loop(task, Settings(), None, strategy="single", devices=[torch.device("cpu")])
+    loop = Trainer(task, Settings(), None, strategy="single", devices=[torch.device("cpu")])
     optimizer = task.optimizer(list(loop.model.parameters()))
     for step in range(NUM_STEPS):
         batch = loop.plan.order.batch(step)
@@ -102,7 +102,7 @@ def test_in_accumulated_micro_batches_too(ranks, num_ranks):
 
 def test_steps_without_synchronisation_follow_too(ranks):
     def run(world):
-        loop = Loop(
+        loop = Trainer(
             make_task(model=synchronised_network), Settings(), world, strategy="ddp", devices=[torch.device("cpu")]
         )
         with loop.without_sync():
@@ -116,14 +116,14 @@ def test_steps_without_synchronisation_follow_too(ranks):
 
 def test_torchs_engine_refuses_such_a_batch_on_every_rank(ranks):
     def plain_torch(world):
-        from lockstep.train.objective import Objective
-        from lockstep.train.strategy import Distributed
+        from lockstep.train.step import Objective
+        from lockstep.train.strategies import Distributed
 
         def engine(module, process_group):  # torch's own refuses SyncBatchNorm on the CPU altogether
             return module
 
         task = make_task(model=synchronised_network)
-        loop = Loop(task, Settings(check_replicas=0), world, strategy="ddp", devices=[torch.device("cpu")])
+        loop = Trainer(task, Settings(check_replicas=0), world, strategy="ddp", devices=[torch.device("cpu")])
         strategy = Distributed(loop.model, Objective(task, "fp32"), world, engine)
         strategy._module.no_sync = contextlib.nullcontext
         loop._strategy = loop._micros._strategy = strategy
@@ -163,7 +163,7 @@ class Unreadable(Dataset):
 
     def __init__(self):
         self.samples = samples()
-        order = Loop(make_task(), Settings(), None, strategy="single", devices=[torch.device("cpu")]).plan.order
+        order = Trainer(make_task(), Settings(), None, strategy="single", devices=[torch.device("cpu")]).plan.order
         self.bad = set(order.batch(0)[16:].tolist())
 
     def __len__(self):

@@ -10,12 +10,11 @@ import torch
 from torch.utils.data import Dataset
 
 import lockstep
-from lockstep.comm.clocks import measure_offsets
+from lockstep.comm.clocks import measure_clock_offsets
 from lockstep.errors import ConfigurationError
-from lockstep.study.report.read import read_run
-from lockstep.study.report.traffic import find_traffic
-from lockstep.study.report.verdict import sentences
-from lockstep.study.report.view import look_at
+from lockstep.study.report.figures import find_traffic
+from lockstep.study.report.run_reader import read_run
+from lockstep.study.report.view import look_at, sentences
 from tests.training import make_task, mean_loss, samples
 
 NUM_STEPS = 24
@@ -164,7 +163,7 @@ def test_a_folder_that_a_rank_cannot_write_to_is_an_error_on_all(ranks, tmp_path
 def test_clocks_of_other_machines_are_measured_within_the_error(ranks):
     def measure(world):
         ahead_s = 3.25 * world.rank
-        found = measure_offsets(
+        found = measure_clock_offsets(
             world.group, torch.device("cpu"), clock=lambda: time.time() + ahead_s, machine=f"machine {world.rank}"
         )
         return [(offset.offset_s, offset.error_s) for offset in found]

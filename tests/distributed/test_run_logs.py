@@ -12,8 +12,8 @@ import pytest
 from lockstep import launch
 from lockstep.cli import main
 from lockstep.errors import ConfigurationError
-from lockstep.launcher.run import run
-from lockstep.telemetry.sinks.opening import PACKAGES
+from lockstep.launcher.cli import run
+from lockstep.telemetry.sinks.factory import PACKAGES
 from tests.distributed.commands import lockstep
 
 SCRIPT = """\

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.collectives import all_gather_slices, reduce_scatter_slices, wait_for
 from lockstep.comm.shm import segment
-from lockstep.comm.shm.allocate import empty_shared
-from lockstep.comm.slices import all_gather_slices, reduce_scatter_slices, wait_for
+from lockstep.comm.shm.buffers import empty_shared
 from tests.shm import shm_group
 
 

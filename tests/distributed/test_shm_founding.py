@@ -9,7 +9,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.shm import founding, segment
+from lockstep.comm.shm import process_group, segment
 from lockstep.comm.shm.process_group import ShmProcessGroup
 from lockstep.comm.shm.segment import NoSharedMemory
 from lockstep.comm.world import World
@@ -21,15 +21,15 @@ def test_one_rank_that_cannot_map_puts_all_on_gloo(ranks):
         def elsewhere(offer):
             raise NoSharedMemory("not all ranks run on one host, in one container and as one user")
 
-        original, told = founding.map_segment, io.StringIO()
-        founding.map_segment = elsewhere if world.rank == 2 else original
+        original, told = process_group.map_segment, io.StringIO()
+        process_group.map_segment = elsewhere if world.rank == 2 else original
         try:
             with contextlib.redirect_stderr(told), shm_group() as group:
                 tensor = torch.ones(1)
                 dist.all_reduce(tensor, group=group)
                 return isinstance(group, ShmProcessGroup), tensor.item(), told.getvalue()
         finally:
-            founding.map_segment = original
+            process_group.map_segment = original
 
     line = (
         "lockstep: no shm for this group, Gloo serves it: "
@@ -40,26 +40,26 @@ def test_one_rank_that_cannot_map_puts_all_on_gloo(ranks):
 
 def test_a_group_that_gloo_serves_says_so(ranks):
     def body(world):
-        original = founding.library
-        founding.library = lambda: "its C library was not built"
+        original = process_group.library
+        process_group.library = lambda: "its C library was not built"
         try:
             with contextlib.redirect_stderr(io.StringIO()), shm_group() as group:
                 return World.from_group(group, device="cpu").backend
         finally:
-            founding.library = original
+            process_group.library = original
 
     assert ranks(2)(body) == ["gloo", "gloo"]
 
 
 def test_a_library_that_was_not_built_puts_all_on_gloo(ranks):
     def body(world):
-        original, told = founding.library, io.StringIO()
-        founding.library = lambda: "its C library was not built" if world.rank == 1 else original()
+        original, told = process_group.library, io.StringIO()
+        process_group.library = lambda: "its C library was not built" if world.rank == 1 else original()
         try:
             with contextlib.redirect_stderr(told), shm_group() as group:
                 return isinstance(group, ShmProcessGroup), told.getvalue()
         finally:
-            founding.library = original
+            process_group.library = original
 
     line = "lockstep: no shm for this group, Gloo serves it: its C library was not built.\n"
     assert ranks(2)(body) == [(False, line), (False, "")]

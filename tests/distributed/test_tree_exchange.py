@@ -3,10 +3,14 @@
 import pytest
 import torch
 
-from lockstep.parallel.tree import layout
-from lockstep.parallel.tree.exchange import LocalExchange, Placement, RankExchange
-from lockstep.parallel.tree.ladder import Ladder
-from lockstep.parallel.tree.layout import Layout
+from lockstep.parallel import reduction_tree
+from lockstep.parallel.reduction_tree import (
+    GradientLayout,
+    LeafPlacement,
+    LocalReduction,
+    PairwiseAccumulator,
+    RankReduction,
+)
 
 NUM_LEAVES = 6
 WEIGHTS = [torch.empty(700), torch.empty(1), torch.empty(90, dtype=torch.complex64), torch.empty(31, 7).bfloat16()] * 4
@@ -18,7 +22,9 @@ def leaf(number):
 
 
 def pushed(leaves, multiple_of):
-    ladder = Ladder(Placement((range(NUM_LEAVES),)).tree, Layout(WEIGHTS, multiple_of=multiple_of), torch.device("cpu"))
+    ladder = PairwiseAccumulator(
+        LeafPlacement((range(NUM_LEAVES),)).tree, GradientLayout(WEIGHTS, multiple_of=multiple_of), torch.device("cpu")
+    )
     for number in leaves:
         ladder.push(number, leaf(number))
     return ladder.take()
@@ -27,16 +33,16 @@ def pushed(leaves, multiple_of):
 @pytest.mark.parametrize("ranges", [(range(3), range(3, 6)), (range(4), range(4, 5), range(5, 6)), (range(6),)])
 def test_the_ranks_get_the_bits_of_one_process(ranks, ranges):
     def sum_over_ranks(world):
-        before, layout._CHUNK_BYTES = layout._CHUNK_BYTES, 2048
+        before, reduction_tree._CHUNK_BYTES = reduction_tree._CHUNK_BYTES, 2048
         try:
-            placement = Placement(ranges)
+            placement = LeafPlacement(ranges)
             mine = pushed(ranges[world.rank], world.world_size)
-            row = RankExchange(placement, world.group).sum([mine])
+            row = RankReduction(placement, world.group).sum([mine])
             return len(row.flats), row.views
         finally:
-            layout._CHUNK_BYTES = before
+            reduction_tree._CHUNK_BYTES = before
 
-    expected = LocalExchange(Placement(ranges).tree).sum([pushed(range(NUM_LEAVES), 1)]).views
+    expected = LocalReduction(LeafPlacement(ranges).tree).sum([pushed(range(NUM_LEAVES), 1)]).views
     for num_chunks, views in ranks(len(ranges))(sum_over_ranks):
         assert num_chunks > 6, "more than travel at the same time"
         for ours, theirs in zip(views, expected, strict=True):

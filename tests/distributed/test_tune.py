@@ -15,8 +15,8 @@ from lockstep.study.tune import baseline, judge
 from lockstep.study.tune.ask import Ask, read_journal
 from lockstep.study.tune.ranks import Ranks
 from lockstep.study.tune.search import Search
-from lockstep.train.load import load_task
-from lockstep.train.settings_file import read_settings
+from lockstep.train.settings import read_settings
+from lockstep.train.task import load_task
 from tests.distributed.commands import start
 
 pytestmark = pytest.mark.timeout(100)

@@ -6,8 +6,8 @@ import torch
 import lockstep
 from lockstep.errors import ConfigurationError
 from lockstep.train.checkpoint import read_state
-from lockstep.train.loop import Loop
 from lockstep.train.settings import Settings
+from lockstep.train.trainer import Trainer
 from tests.shm import shm_group
 from tests.training import make_task, mean_loss, relative_error, token_loss, whole_batch
 
@@ -26,7 +26,7 @@ def weights_of(loop):
 
 
 def train(world, task, num_steps=NUM_STEPS, strategy="ddp-zero1", **settings):
-    loop = Loop(task, Settings(**settings), world, strategy=strategy, devices=[torch.device("cpu")])
+    loop = Trainer(task, Settings(**settings), world, strategy=strategy, devices=[torch.device("cpu")])
     records = [loop.step() for _ in range(num_steps)]
     loop.close()
     return weights_of(loop), [float(record.loss) for record in records], records, loop

@@ -6,8 +6,7 @@ from torch import nn
 
 import lockstep
 from lockstep import DistributedDataParallel, ZeroRedundancyOptimizer
-from lockstep.comm.collectives import all_reduce
-from lockstep.comm.join import Join
+from lockstep.comm.collectives import Join, all_reduce
 from lockstep.errors import ConfigurationError, LockstepError, ModelMismatch
 from tests.zero import assert_same, assert_same_state, bare, batch, groups_of, loss_of, make, net, train
 

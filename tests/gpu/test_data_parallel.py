@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.parallel.data_parallel import DataParallel
 from lockstep.parallel.dp.gradients import sum_in_tree
 from lockstep.parallel.dp.scattered import sum_over_devices
 from lockstep.parallel.dp.transport import CopyTransport, NcclTransport, make_transport
+from lockstep.parallel.dp.wrapper import DataParallel
 from tests.models import FAMILIES, build, global_batch
 from tests.unit.data_parallel_cases import gradients
 

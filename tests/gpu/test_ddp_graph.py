@@ -7,7 +7,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import lockstep
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.ddp.transport import MeanTransport
+from lockstep.parallel.ddp.comm_hooks import AllReduceMean
 from tests.models import FAMILIES, build, global_batch
 
 pytestmark = pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch was built without NCCL")
@@ -22,7 +22,7 @@ def wrap(name, *, hook=False, **options):
     if hook:
         model.register_comm_hook(None, default_hooks.allreduce_hook)
     elif model.wire_dtype is None:
-        model._reducer.set_transport(MeanTransport(model.process_group))
+        model._reducer.set_transport(AllReduceMean(model.process_group))
     return model
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.train.loop import Loop
 from lockstep.train.settings import Settings
+from lockstep.train.trainer import Trainer
 from tests.training import make_task, relative_error, train, whole_batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -23,7 +23,7 @@ def test_it_trains_as_on_the_cpu(strategy):
     expected = whole_batch(task, 6)["weights"]
     devices = [CUDA, CUDA] if strategy == "dp" else [CUDA]
     with lockstep.init(device=CUDA) as world:
-        loop = Loop(task, Settings(workers=1), world, strategy=strategy, devices=devices)
+        loop = Trainer(task, Settings(workers=1), world, strategy=strategy, devices=devices)
         records = [loop.step() for _ in range(6)]
         loop.close()
         assert relative_error(weights(loop), expected) < 1e-10

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.telemetry.live.snapshot import SnapshotSink
+from lockstep.telemetry.metrics import SnapshotSink
 from lockstep.train import run
 from tests.training import make_task
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.train.loop import Loop
 from lockstep.train.settings import Settings
+from lockstep.train.trainer import Trainer
 from tests.batchnorm import errors_of_steps, values
 from tests.training import make_task, relative_error, token_loss
 
@@ -64,13 +64,13 @@ def synchronised_network():
 def test_fit_with_ranks_without_samples(ranks):
     def run(world):
         task = make_task(model=synchronised_network, loss=token_loss)
-        loop = Loop(task, Settings(), world, strategy="ddp", devices=[torch.device("cuda:0")])
+        loop = Trainer(task, Settings(), world, strategy="ddp", devices=[torch.device("cuda:0")])
         for _ in range(4):
             loop.step()
         return {name: tensor.cpu() for name, tensor in loop.model.state_dict().items()}
 
     task = make_task(model=synchronised_network, loss=token_loss)
-    loop = Loop(task, Settings(), None, strategy="single", devices=[torch.device("cuda:0")])
+    loop = Trainer(task, Settings(), None, strategy="single", devices=[torch.device("cuda:0")])
     for _ in range(4):
         loop.step()
     for state in ranks(3)(run):

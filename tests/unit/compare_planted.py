@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lockstep.study.compare.figures import Comparison, Contender, LeftOut, Memory, Setup, Turn
+from lockstep.study.compare.comparison import Candidate, Comparison, LeftOut, Measurement, Memory, Setup
 
 MIB = 2**20
 BATCH = 64
@@ -41,14 +41,14 @@ def contender(
     data_ms: float = 0.0,
     losses: Sequence[float] = (2.0, 1.0),
     peak_bytes: Sequence[int] = (100 * MIB, 100 * MIB),
-) -> Contender:
+) -> Candidate:
     """Return a contender whose step takes ``step_ms``, forward a quarter of what is not data or communication."""
     turns = []
     for index, factor in enumerate(noise):
         step_s = step_ms / 1e3 * factor
         work_s = step_s - (exposed_ms or 0.0) / 1e3 - data_ms / 1e3
         turns.append(
-            Turn(
+            Measurement(
                 round=index,
                 place=0,
                 num_samples=BATCH * STEPS,
@@ -61,8 +61,8 @@ def contender(
                 optimizer_s=work_s / 4,
             )
         )
-    return Contender(strategy, 1, tuple(turns), tuple(losses), Memory(tuple(peak_bytes)))
+    return Candidate(strategy, 1, tuple(turns), tuple(losses), Memory(tuple(peak_bytes)))
 
 
-def comparison(*contenders: Contender, left_out: Sequence[LeftOut] = (), **changes: object) -> Comparison:
+def comparison(*contenders: Candidate, left_out: Sequence[LeftOut] = (), **changes: object) -> Comparison:
     return Comparison(setup(**changes), contenders, tuple(left_out))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.data_parallel import DataParallel
+from lockstep.parallel.dp.wrapper import DataParallel
 from tests.models import dense
 
 TOLERANCE = 1e-12
@@ -28,9 +28,9 @@ KINDS = {"shared": DataParallel, "fanned": DataParallel, "apart": Apart}
 
 def wrap(kind: str, module: nn.Module, num_replicas: int, monkeypatch) -> DataParallel[nn.Module]:
     if kind != "shared":
-        monkeypatch.setattr("lockstep.parallel.dp.tensors.shares_tensors", lambda device: False)
+        monkeypatch.setattr("lockstep.parallel.dp.replicas.shares_tensors", lambda device: False)
     if kind == "apart":
-        monkeypatch.setattr("lockstep.parallel.dp.flat.worth_packing", lambda source, device: True)
+        monkeypatch.setattr("lockstep.parallel.dp.gradients.worth_packing", lambda source, device: True)
     return KINDS[kind](module, ["cpu"] * num_replicas)
 
 

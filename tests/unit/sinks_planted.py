@@ -1,13 +1,13 @@
 """Snapshots and a run for the tests of sinks."""
 
-from lockstep.telemetry.live.snapshot import BucketFigures, EventFigures, RankFigures, Snapshot
-from lockstep.telemetry.sinks.facts import RunFacts
+from lockstep.telemetry.metrics import BucketFigures, EventFigures, RankFigures, Snapshot
+from lockstep.telemetry.sinks.factory import RunInfo
 
 CONFIG = {"strategy": "ddp", "seed": 3, "clip": 0.5, "quiet": True, "global_batch_size": 64, "version/torch": "2.13.0"}
 
 
 def facts(**changes):
-    return RunFacts(**{"name": "digits", "config": CONFIG, **changes})
+    return RunInfo(**{"name": "digits", "config": CONFIG, **changes})
 
 
 def event(kind, step, *, seconds=None, metrics=None):

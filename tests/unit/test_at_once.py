@@ -9,8 +9,7 @@ import torch
 from torch.utils.data import TensorDataset, default_collate
 
 from lockstep.data import TokenFiles
-from lockstep.data.at_once import reader_at_once
-from lockstep.data.loader import LoadOptions, Request, load
+from lockstep.data.loader import LoadOptions, Request, batched_getitem, load
 
 
 def same(ours, theirs):
@@ -24,7 +23,7 @@ def same(ours, theirs):
 
 
 def check(samples, collate=None):
-    read, indices = reader_at_once(samples, collate), [3, 0, 7, 3]
+    read, indices = batched_getitem(samples, collate), [3, 0, 7, 3]
     assert same(read(indices), (collate or default_collate)([samples[index] for index in indices]))
 
 
@@ -53,13 +52,13 @@ def test_what_may_draw_random_numbers_is_read_one_by_one(tmp_path):
         def __getitem__(self, index):
             return super().__getitem__(index)[0] + torch.rand(())
 
-    assert reader_at_once(rows, None) is None
-    assert reader_at_once(rows.with_format("numpy"), None) is None, "a batch of its floats has another dtype"
-    assert reader_at_once(Noisy(torch.arange(3)), None) is None
-    assert reader_at_once([1, 2], None) is None
-    assert reader_at_once(TensorDataset(torch.arange(3)), list) is None
+    assert batched_getitem(rows, None) is None
+    assert batched_getitem(rows.with_format("numpy"), None) is None, "a batch of its floats has another dtype"
+    assert batched_getitem(Noisy(torch.arange(3)), None) is None
+    assert batched_getitem([1, 2], None) is None
+    assert batched_getitem(TensorDataset(torch.arange(3)), list) is None
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "a.bin")
-    assert reader_at_once(TokenFiles(tmp_path / "a.bin", length=5), list) is None
+    assert batched_getitem(TokenFiles(tmp_path / "a.bin", length=5), list) is None
 
 
 def test_a_batch_that_cannot_be_read_at_once_is_read_one_by_one_to_find_out_why(tmp_path):

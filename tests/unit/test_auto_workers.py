@@ -116,9 +116,9 @@ def test_short_steps_are_timed_for_longer():
 
 def test_the_cores_are_shared(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(12), raising=False)
-    monkeypatch.setattr("lockstep.cgroups.cpu_quota", lambda: None)
+    monkeypatch.setattr("lockstep.env.cpu_quota", lambda: None)
     assert [num_cores(processes) for processes in (1, 5, 20)] == [12, 2, 1]
-    monkeypatch.setattr("lockstep.cgroups.cpu_quota", lambda: 4.5)
+    monkeypatch.setattr("lockstep.env.cpu_quota", lambda: 4.5)
     assert num_cores(1) == 4
     assert search_for("auto", 2).most == 2
     assert search_for(3, 2) is None

@@ -7,43 +7,45 @@ import pytest
 import torch
 
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.ddp.ballot import Ballot, Tally, check_weight
+from lockstep.parallel.ddp.weighting import WeightMessage, WeightSum, check_weight
 
 
 def add_up(ballots, world_size, dtype=torch.float64):
     """Add up as a reduction in ``dtype`` does, rank by rank."""
-    total = torch.zeros(len(Ballot().encode(0, world_size)), dtype=dtype)
+    total = torch.zeros(len(WeightMessage().encode(0, world_size)), dtype=dtype)
     for rank in range(world_size):
         total += torch.tensor(ballots(rank).encode(rank, world_size), dtype=dtype)
-    return Tally.decode(total.tolist())
+    return WeightSum.decode(total.tolist())
 
 
 @pytest.mark.parametrize(("world_size", "length"), [(1, 3), (8, 3), (9, 4), (64, 10)])
 def test_a_ballot_is_a_weight_a_flag_and_one_number_per_eight_ranks(world_size, length):
-    assert Ballot(2.5, is_weighed=True).encode(0, world_size) == [2.5, 1.0] + [0.0] * (length - 2)
-    last = Ballot(is_missing=True).encode(world_size - 1, world_size)
+    assert WeightMessage(2.5, is_weighed=True).encode(0, world_size) == [2.5, 1.0] + [0.0] * (length - 2)
+    last = WeightMessage(is_missing=True).encode(world_size - 1, world_size)
     assert last == [0.0] * (length - 1) + [float(2 ** ((world_size - 1) % 8))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("missing", [(), (0,), (7, 8, 15, 16, 299), tuple(range(300))])
 def test_the_sum_names_the_ranks_in_every_dtype(dtype, missing):
-    tally = add_up(lambda rank: Ballot(1.0, rank not in missing, rank in missing), 300, dtype)
+    tally = add_up(lambda rank: WeightMessage(1.0, rank not in missing, rank in missing), 300, dtype)
     assert tally.missing == missing
     assert tally.is_weighed == (len(missing) < 300)
 
 
 def test_a_rank_without_data_says_nothing():
-    assert add_up(lambda rank: Ballot(), 3) == Tally(0.0, False, ())
-    assert add_up(lambda rank: Ballot(2.0, is_weighed=True) if rank else Ballot(), 3) == Tally(4.0, True, ())
-    assert add_up(lambda rank: Ballot(is_missing=bool(rank)), 3) == Tally(0.0, False, (1, 2))
+    assert add_up(lambda rank: WeightMessage(), 3) == WeightSum(0.0, False, ())
+    assert add_up(lambda rank: WeightMessage(2.0, is_weighed=True) if rank else WeightMessage(), 3) == WeightSum(
+        4.0, True, ()
+    )
+    assert add_up(lambda rank: WeightMessage(is_missing=bool(rank)), 3) == WeightSum(0.0, False, (1, 2))
 
 
 def test_weights_from_all_ranks_or_from_none_are_right():
-    Tally(3.0, True, ()).check()
-    Tally(0.0, False, (0, 1)).check()
+    WeightSum(3.0, True, ()).check()
+    WeightSum(0.0, False, (0, 1)).check()
     with pytest.raises(ConfigurationError) as caught:
-        Tally(3.0, True, (1, 4)).check()
+        WeightSum(3.0, True, (1, 4)).check()
     assert str(caught.value) == (
         "A weight is missing in this step: ranks 1, 4 ran a backward without one, but other backwards of the step had "
         "theirs.\n"
@@ -53,9 +55,9 @@ def test_weights_from_all_ranks_or_from_none_are_right():
 
 
 def test_the_correction_makes_a_mean_of_a_sum_that_was_divided_by_the_ranks():
-    assert Tally(8.0, True, ()).correction(2, tolerance=0) == 0.25
-    assert Tally(0.0, True, ()).correction(2, tolerance=0) == 1.0
-    nearly = Tally(2 * (1 + 1e-15), True, ())
+    assert WeightSum(8.0, True, ()).correction(2, tolerance=0) == 0.25
+    assert WeightSum(0.0, True, ()).correction(2, tolerance=0) == 1.0
+    nearly = WeightSum(2 * (1 + 1e-15), True, ())
     assert nearly.correction(2, tolerance=1e-14) == 1.0
     assert nearly.correction(2, tolerance=0) != 1.0
 

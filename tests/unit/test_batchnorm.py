@@ -11,9 +11,9 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.batchnorm.statistics import measure, merge
-from lockstep.parallel.ddp.weights import Weights
-from lockstep.parallel.follow import Follow
+from lockstep.parallel.ddp.uneven_inputs import SyncLayerShadow
+from lockstep.parallel.ddp.weighting import Weights
+from lockstep.parallel.sync_batchnorm import measure, merge
 from tests.batchnorm import WITHOUT_BIAS
 
 convert = lockstep.SyncBatchNorm.convert_sync_batchnorm
@@ -121,7 +121,7 @@ def test_state_is_exchanged_with_batch_norm_and_survives_pickle_and_copy():
 
 
 def test_the_engine_refuses_torchs_layer_on_the_cpu():
-    from lockstep.parallel.ddp.options import check_batch_norms
+    from lockstep.parallel.ddp.setup import check_batch_norms
 
     check_batch_norms(nn.Sequential(lockstep.SyncBatchNorm(3)), "cpu")
     check_batch_norms(nn.Sequential(nn.SyncBatchNorm(3)), "cuda")
@@ -145,7 +145,7 @@ class TwoRanks:
 
 def test_torchs_layer_cannot_be_followed_nor_weighed():
     group = TwoRanks()
-    follow = Follow(nn.Sequential(nn.SyncBatchNorm(3)), group=group, device=torch.device("cpu"))
+    follow = SyncLayerShadow(nn.Sequential(nn.SyncBatchNorm(3)), group=group, device=torch.device("cpu"))
     advice = "Convert the model: model = lockstep.SyncBatchNorm.convert_sync_batchnorm(model)."
     with pytest.raises(ConfigurationError) as caught:
         follow.open(has_batch=True)
@@ -166,9 +166,9 @@ def test_torchs_layer_cannot_be_followed_nor_weighed():
 )
 def test_buckets_wait_where_they_could_meet_an_exchange(device, uneven, expected):
     for layer, holds in ((lockstep.SyncBatchNorm(3), expected), (nn.BatchNorm1d(3), False)):
-        follow = Follow(nn.Sequential(layer), group=TwoRanks(), device=torch.device(device))
+        follow = SyncLayerShadow(nn.Sequential(layer), group=TwoRanks(), device=torch.device(device))
         assert follow.must_hold_buckets(uneven=uneven) is holds
-    follow = Follow(nn.Sequential(lockstep.SyncBatchNorm(3)), group=TwoRanks(), device=torch.device(device))
+    follow = SyncLayerShadow(nn.Sequential(lockstep.SyncBatchNorm(3)), group=TwoRanks(), device=torch.device(device))
     follow._check_layers = lambda: None  # there is no such group
     follow.open(has_batch=True)
     assert follow.must_hold_buckets(uneven=False)

@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.parallel.ddp.bucket_plan import MIB
-from lockstep.parallel.ddp.options import bucket_caps_bytes
+from lockstep.parallel.ddp.setup import bucket_caps_bytes
 
 
 @pytest.mark.parametrize(

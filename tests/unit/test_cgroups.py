@@ -1,7 +1,7 @@
 """Control groups of both versions, as planted files."""
 
-from lockstep import cgroups
-from lockstep.cgroups import cpu_quota, read_groups, usable_cores
+from lockstep import env
+from lockstep.env import cpu_quota, read_groups, usable_cores
 
 
 def plant(root, files):
@@ -15,8 +15,8 @@ def test_the_tightest_quota_counts(tmp_path, monkeypatch):
     plant(root, {"cpu.max": "max 100000", "a/cpu.max": "250000 100000", "a/b/cpu.max": "800000 100000"})
     own.write_text("0::/a/b\n")
     assert cpu_quota(root, own) == 2.5
-    monkeypatch.setattr(cgroups, "ROOT", root)
-    monkeypatch.setattr(cgroups, "OWN", own)
+    monkeypatch.setattr(env, "CGROUP_ROOT", root)
+    monkeypatch.setattr(env, "OWN_CGROUPS", own)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(12), raising=False)
     assert usable_cores() == 2
     own.write_text("0::/not/there\n")

@@ -8,12 +8,16 @@ import torch
 
 import lockstep
 from lockstep.errors import CheckpointError, ConfigurationError
-from lockstep.train.atomic import whole_file
-from lockstep.train.checkpoint import Checkpoints, read_state
-from lockstep.train.checkpoints import disk, kept
-from lockstep.train.checkpoints.kept import Found, find
-from lockstep.train.checkpoints.lock import FolderLock
-from lockstep.train.checkpoints.writer import Writer
+from lockstep.train import checkpoint, checkpoint_storage
+from lockstep.train.checkpoint import (
+    BackgroundWriter,
+    Checkpoints,
+    FolderLock,
+    FoundCheckpoint,
+    find_checkpoints,
+    read_state,
+)
+from lockstep.train.export import whole_file
 from tests.killing import kill_everywhere
 
 pytestmark = pytest.mark.timeout(60)
@@ -85,18 +89,18 @@ def test_the_last_ones_are_kept_and_the_newest_is_loaded(tmp_path, world):
 
 def test_which_are_to_go():
     def found(step, loss=None, problem=None):
-        return Found(kept.Path(f"step-{step}"), step, step, loss, problem)
+        return FoundCheckpoint(checkpoint.Path(f"step-{step}"), step, step, loss, problem)
 
     all_of_them = [found(6, problem="bad"), found(5), found(4, 0.3), found(3, 0.2), found(2, 0.1), found(1, 0.1)]
 
     def steps(**how):
-        return [each.step for each in kept.to_remove(all_of_them, **how)]
+        return [each.step for each in checkpoint.to_remove(all_of_them, **how)]
 
     assert steps(keep=2, keep_best=False) == [3, 2, 1]
     assert steps(keep=2, keep_best=True) == [3, 2]
     assert steps(keep=3, keep_best=True) == [2], "of two equally good ones the older stays"
     assert steps(keep=9, keep_best=False) == []
-    assert steps(keep=1, keep_best=False, damaged=[kept.Path("step-5")]) == [3, 2, 1]
+    assert steps(keep=1, keep_best=False, damaged=[checkpoint.Path("step-5")]) == [3, 2, 1]
 
 
 def test_the_best_is_kept(tmp_path, world):
@@ -192,7 +196,7 @@ def test_the_format_before_this_one_is_refused(tmp_path, world):
 def test_killed_at_every_byte_a_whole_one_is_left(tmp_path, world, monkeypatch):
     """With one that is there, and with one of the same step that is damaged and leftovers of another kill."""
     save(world, tmp_path / "run", 1)
-    monkeypatch.setattr(Writer, "start", lambda writer, job: job())
+    monkeypatch.setattr(BackgroundWriter, "start", lambda writer, job: job())
 
     def killed_in(folder, step):
         with Checkpoints(folder, world, keep=1, blocking=True) as checkpoints:
@@ -247,7 +251,7 @@ def test_a_write_that_fails_is_told_to_all_and_leaves_the_one_before(tmp_path, w
     with Checkpoints(folder, world) as checkpoints:
         with monkeypatch.context() as patch:
             if kind == "full":
-                patch.setattr(disk, "write", full)
+                patch.setattr(checkpoint_storage, "write", full)
             else:
                 folder.rename(tmp_path / "elsewhere")
                 reason = "No such file or directory"
@@ -265,14 +269,14 @@ def test_a_write_that_fails_is_told_to_all_and_leaves_the_one_before(tmp_path, w
 
 def test_the_step_waits_for_the_copy_only_and_the_next_save_for_the_one_before(tmp_path, world, monkeypatch):
     written, go_on = [], threading.Event()
-    write_kept = kept.write_kept
+    write_kept = checkpoint.write_kept
 
     def slow(folder, step, files, **about):
         assert go_on.wait(10)
         write_kept(folder, step, files, **about)
         written.append(step)
 
-    monkeypatch.setattr(kept, "write_kept", slow)
+    monkeypatch.setattr(checkpoint, "write_kept", slow)
     state = state_of(1)
     with Checkpoints(tmp_path, world) as checkpoints:
         checkpoints.save(state, step=1)
@@ -285,7 +289,7 @@ def test_the_step_waits_for_the_copy_only_and_the_next_save_for_the_one_before(t
         assert checkpoints._memory._flat.data_ptr() == memory, "the same memory takes each copy"
         checkpoints.finish()
         assert written == [1, 2]
-        assert find(tmp_path)[1].path == tmp_path / "step-0000000001"
+        assert find_checkpoints(tmp_path)[1].path == tmp_path / "step-0000000001"
     assert read_state(tmp_path / "step-0000000001")["model"]["weight"].tolist() == [1.0] * 4
     assert read_state(tmp_path / "step-0000000002")["model"]["weight"].tolist() == [2.0] * 4
     with Checkpoints(tmp_path, world, blocking=True) as checkpoints:
@@ -296,7 +300,7 @@ def test_the_step_waits_for_the_copy_only_and_the_next_save_for_the_one_before(t
 def test_a_write_that_hangs_is_an_error_in_the_end(tmp_path, world, monkeypatch):
     go_on = threading.Event()
     monkeypatch.setattr("lockstep.train.checkpoint.WRITE_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(kept, "write_kept", lambda *args, **about: go_on.wait(10))
+    monkeypatch.setattr(checkpoint, "write_kept", lambda *args, **about: go_on.wait(10))
     with Checkpoints(tmp_path, world) as checkpoints:
         checkpoints.save(state_of(1), step=1)
         with pytest.raises(CheckpointError) as error:
@@ -327,13 +331,13 @@ def test_ranks_that_are_started_again_wait_for_the_folder(tmp_path, world, monke
 
 def test_a_folder_is_given_up_once_nothing_is_written_any_more(tmp_path, world, monkeypatch):
     go_on = threading.Event()
-    write_kept = kept.write_kept
+    write_kept = checkpoint.write_kept
 
     def slow(*args, **about):
         assert go_on.wait(10)
         write_kept(*args, **about)
 
-    monkeypatch.setattr(kept, "write_kept", slow)
+    monkeypatch.setattr(checkpoint, "write_kept", slow)
     monkeypatch.setattr("lockstep.train.checkpoint.CTRL_C_TIMEOUT_S", 0.05)
     with pytest.raises(KeyboardInterrupt), Checkpoints(tmp_path, world) as checkpoints:
         checkpoints.save(state_of(1), step=1)

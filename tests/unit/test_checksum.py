@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from lockstep.parallel.checksum import as_numbers, checksum
-from lockstep.parallel.replica_check import between, compare, sides_of
+from lockstep.parallel.consistency import as_numbers, between, checksum, compare, sides_of
 
 SIZES = (1, 7, 2**14 - 1, 2**14, 2**14 + 3)
 

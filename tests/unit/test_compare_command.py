@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lockstep import cli
-from lockstep.study.compare import organise
+from lockstep.study.compare import benchmark
 
 TASK = """
 import torch
@@ -24,7 +24,7 @@ task = lockstep.Task(
 def refused(tmp_path, monkeypatch, capsys):
     """Give ``refused(*args)``: the message with which the command ends."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(organise, "launch", lambda *_, **__: pytest.fail("processes were started"))
+    monkeypatch.setattr(benchmark, "launch", lambda *_, **__: pytest.fail("processes were started"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     (tmp_path / "mine.py").write_text(TASK)
 

@@ -4,9 +4,8 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from lockstep.study.compare.figures import Memory, StepTime
-from lockstep.study.compare.measure import merge
-from lockstep.study.compare.race import choose_steps, order_of_round, split_layers
+from lockstep.study.compare.benchmark import choose_steps, merge, order_of_round, split_layers
+from lockstep.study.compare.comparison import Memory, StepTime
 from tests.unit.compare_planted import comparison, contender
 
 NAMES = ["single", "dp", "torch-ddp", "ddp"]

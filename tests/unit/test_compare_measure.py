@@ -4,8 +4,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lockstep.study.compare.measure import measure_turn
-from lockstep.train.stopwatch import PhaseTimes
+from lockstep.study.compare.benchmark import measure_candidate
+from lockstep.train.timing import PhaseTimes
 
 
 class PlannedLoop:
@@ -33,7 +33,7 @@ class PlannedLoop:
 
 
 def measure(loop, name, num_steps):
-    return measure_turn(loop, name, num_steps, 4, 1)
+    return measure_candidate(loop, name, num_steps, 4, 1)
 
 
 def test_exposed_communication_is_what_synchronisation_adds_to_the_median_backward():

@@ -5,10 +5,9 @@ import pytest
 import torch
 
 from lockstep.errors import ConfigurationError, LockstepError, RankFailed
-from lockstep.study.compare import organise
-from lockstep.study.compare.figures import LeftOut
-from lockstep.study.compare.organise import choose, compare, replica_threads, threads_of
-from lockstep.study.compare.peak import peak_bytes, reset_peak
+from lockstep.study.compare import benchmark
+from lockstep.study.compare.benchmark import choose, compare, peak_bytes, replica_threads, reset_peak, threads_of
+from lockstep.study.compare.comparison import LeftOut
 from tests.training import make_task
 
 MIB = 2**20
@@ -17,7 +16,7 @@ MIB = 2**20
 @pytest.fixture
 def nothing_starts(monkeypatch):
     """Fail if processes are started: what is wrong with a call is to be found before."""
-    monkeypatch.setattr(organise, "launch", lambda *_, **__: pytest.fail("processes were started"))
+    monkeypatch.setattr(benchmark, "launch", lambda *_, **__: pytest.fail("processes were started"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
 
@@ -59,7 +58,7 @@ def test_what_ranks_found_wrong_with_the_task_is_told_without_a_traceback(monkey
     def launch(*_, **__):
         raise RankFailed("Rank 1 failed:\nTraceback ...") from cause
 
-    monkeypatch.setattr(organise, "launch", launch)
+    monkeypatch.setattr(benchmark, "launch", launch)
     with pytest.raises(LockstepError) as caught:
         compare(make_task())
     assert str(caught.value) == (
@@ -68,11 +67,11 @@ def test_what_ranks_found_wrong_with_the_task_is_told_without_a_traceback(monkey
 
 
 def test_torchs_data_parallel_is_left_out_on_cpus_with_a_reason():
-    assert choose(organise.STRATEGIES, cuda=False) == (
+    assert choose(benchmark.STRATEGIES, cuda=False) == (
         ("single", "dp", "torch-ddp", "ddp"),
         (LeftOut("torch-dp", "torch.nn.DataParallel does nothing on CPUs; ours runs there, as dp."),),
     )
-    assert choose(organise.STRATEGIES, cuda=True) == (organise.STRATEGIES, ())
+    assert choose(benchmark.STRATEGIES, cuda=True) == (benchmark.STRATEGIES, ())
 
 
 def test_single_takes_part_always_and_the_order_is_the_tables():
@@ -81,8 +80,8 @@ def test_single_takes_part_always_and_the_order_is_the_tables():
 
 
 def test_all_cores_go_to_single_and_equal_parts_to_the_others():
-    assert [threads_of(name, 8, 4) for name in organise.STRATEGIES] == [8, 8, 8, 2, 2]
-    assert [replica_threads(name, 8, 4) for name in organise.STRATEGIES] == [8, 2, 2, 2, 2]
+    assert [threads_of(name, 8, 4) for name in benchmark.STRATEGIES] == [8, 8, 8, 2, 2]
+    assert [replica_threads(name, 8, 4) for name in benchmark.STRATEGIES] == [8, 2, 2, 2, 2]
     assert threads_of("ddp", 2, 4) == replica_threads("dp", 2, 4) == 1
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from lockstep.errors import ConfigurationError
 from lockstep.study import drawing
-from lockstep.study.compare import page, plots
-from lockstep.study.compare.figures import LeftOut
+from lockstep.study.compare import page
+from lockstep.study.compare.comparison import LeftOut
 from lockstep.study.compare.verdict import judge
 from lockstep.telemetry.provenance import Provenance
 from tests.unit.compare_planted import MIB, comparison, contender
@@ -117,18 +117,18 @@ def test_plots_take_the_pages_colours_and_no_name_twice():
 def test_without_memory_there_is_no_plot_of_it():
     single = contender("single", 20.0)
     found = comparison(type(single)(single.strategy, 1, single.turns, single.losses, None))
-    assert [plot.heading for plot in plots.draw(found)] == ["Throughput", "Where the step goes", "Loss"]
+    assert [plot.heading for plot in page.draw(found)] == ["Throughput", "Where the step goes", "Loss"]
 
 
 def test_a_loss_that_is_not_a_number_can_be_drawn():
     found = comparison(contender("single", 20.0, losses=(2.0, float("nan"))))
-    assert "nan" in plots.draw(found)[2].alt
+    assert "nan" in page.draw(found)[2].alt
 
 
 def test_a_missing_matplotlib_is_told_with_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigurationError) as caught:
-        plots.import_matplotlib()
+        page.import_matplotlib()
     assert str(caught.value) == (
         "The page needs matplotlib, which is not installed.\n"
         'Install it with: pip install "lockstep-torch[plots]", or leave --html out.'

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from lockstep.study.compare.record import to_json
+from lockstep.study.compare.table import to_json
 from lockstep.study.compare.verdict import judge
 from lockstep.telemetry.provenance import Provenance, commit_of, gather
 from tests.unit.compare_planted import MIB, comparison, contender

@@ -1,6 +1,6 @@
 import pytest
 
-from lockstep.study.compare.spread import Spread, num_trimmed, paired_ratio
+from lockstep.study.common import Spread, num_trimmed, paired_ratio
 
 
 def test_spread_of_few_rounds_is_lowest_to_highest() -> None:

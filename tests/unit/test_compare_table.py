@@ -3,7 +3,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from lockstep.study.compare.figures import LeftOut
+from lockstep.study.compare.comparison import LeftOut
 from lockstep.study.compare.table import cells, console, footnotes, number, render
 from lockstep.study.compare.verdict import judge
 from tests.unit.compare_planted import MIB, comparison, contender

@@ -1,6 +1,6 @@
 import pytest
 
-from lockstep.study.compare.figures import Comparison
+from lockstep.study.compare.comparison import Comparison
 from lockstep.study.compare.verdict import judge
 from tests.unit.compare_planted import MIB, comparison, contender
 

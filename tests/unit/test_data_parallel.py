@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.parallel.data_parallel import DataParallel
+from lockstep.parallel.dp.wrapper import DataParallel
 from tests.models import FAMILIES, build, global_batch
 from tests.unit.data_parallel_cases import KINDS, assert_same_gradients, close, wrap
 

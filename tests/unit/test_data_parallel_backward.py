@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.data_parallel import DataParallel
 from lockstep.parallel.dp.gradients import sum_in_tree
+from lockstep.parallel.dp.wrapper import DataParallel
 from tests.models import FAMILIES, build, global_batch
 from tests.unit.data_parallel_cases import assert_same_gradients, gradients, wrap
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from lockstep.errors import ConfigurationError, LockstepError
-from lockstep.parallel.data_parallel import DataParallel
-from lockstep.parallel.dp.errors import ReplicaFailure, attempt
+from lockstep.parallel.dp.threads import ReplicaFailure, attempt
+from lockstep.parallel.dp.wrapper import DataParallel
 
 
 class TwoArguments(Exception):

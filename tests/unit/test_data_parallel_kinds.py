@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.data_parallel import DataParallel
-from lockstep.parallel.dp.flat import alias, coalesced_copies
+from lockstep.parallel.dp.gradients import alias_of, coalesced_copies
 from lockstep.parallel.dp.transport import CopyTransport
+from lockstep.parallel.dp.wrapper import DataParallel
 from tests.models import build, global_batch
 from tests.unit.data_parallel_cases import KINDS, assert_same_gradients, wrap
 
@@ -74,7 +74,7 @@ def test_held_parameters_are_copied_once(monkeypatch):
         return coalesced_copies(tensors, devices, broadcast)
 
     model = wrap("apart", build("mlp"), 2, monkeypatch)
-    monkeypatch.setattr("lockstep.parallel.dp.tensors.coalesced_copies", counting)
+    monkeypatch.setattr("lockstep.parallel.dp.replicas.coalesced_copies", counting)
     x = global_batch("mlp", 4, 0)[0]
     with torch.no_grad():
         model(x)
@@ -98,7 +98,7 @@ def test_held_parameters_are_copied_once(monkeypatch):
 
 
 def test_copies_keep_types_strides_and_values(monkeypatch):
-    monkeypatch.setattr("lockstep.parallel.dp.flat.worth_packing", lambda source, device: True)
+    monkeypatch.setattr("lockstep.parallel.dp.gradients.worth_packing", lambda source, device: True)
     tensors = [
         torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
         torch.randn(4, 6).t(),
@@ -129,7 +129,7 @@ def test_copies_keep_types_strides_and_values(monkeypatch):
 
 def test_an_alias_may_be_pointed_elsewhere():
     weight = nn.Parameter(torch.ones(3))
-    twin = alias(weight)
+    twin = alias_of(weight)
     assert twin.data_ptr() == weight.data_ptr() and not twin.requires_grad
     twin.set_(torch.zeros(3))
     assert weight.tolist() == [1.0, 1.0, 1.0]

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrize
 
-from lockstep.parallel.data_parallel import DataParallel
+from lockstep.parallel.dp.wrapper import DataParallel
 from tests.models import build, global_batch
 from tests.unit.data_parallel_cases import KINDS, assert_same_gradients, wrap
 

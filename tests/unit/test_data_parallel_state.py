@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.parallel.data_parallel import DataParallel
+from lockstep.parallel.dp.wrapper import DataParallel
 from tests.models import build, global_batch
 
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.parallel.data_parallel import DataParallel, data_parallel
+from lockstep.parallel.dp.wrapper import DataParallel, data_parallel
 from tests.models import build, global_batch
 from tests.unit.data_parallel_cases import close
 

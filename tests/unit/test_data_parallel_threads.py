@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from lockstep.errors import LockstepError
-from lockstep.parallel.data_parallel import DataParallel
 from lockstep.parallel.dp.threads import ReplicaThreads
+from lockstep.parallel.dp.wrapper import DataParallel
 from tests.models import build, global_batch
 
 

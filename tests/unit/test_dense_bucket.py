@@ -5,16 +5,15 @@ import torch
 from torch import nn
 
 from lockstep.errors import LockstepError
-from lockstep.parallel.ddp.bucket import Share
 from lockstep.parallel.ddp.bucket_plan import ParameterSpec, plan_buckets
-from lockstep.parallel.ddp.dense_bucket import DenseBucket
+from lockstep.parallel.ddp.buckets import DenseBucket, GradientScale
 
 SMALL, LARGE = (3, 5), (256, 256)
 BALLOT = [0.0, 0.0, 1.0]
 
 
 def divided_by(divisor):
-    return Share(1.0 / divisor, 1.0 / divisor)
+    return GradientScale(1.0 / divisor, 1.0 / divisor)
 
 
 def make_bucket(*shapes):
@@ -77,7 +76,7 @@ def test_an_unexpected_sparse_gradient_is_named(shape, divisor):
 def test_a_share_tells_gradients_of_this_step_from_those_before_and_casts_the_ballot():
     parameters, bucket = make_bucket(SMALL, SMALL)
     fresh, before = (parameter.grad.clone() for parameter in parameters)
-    bucket.gather([1, 0], Share(factor=0.5, unused_factor=2.0, ballot=[3.0, 1.0, 0.0]))
+    bucket.gather([1, 0], GradientScale(factor=0.5, unused_factor=2.0, ballot=[3.0, 1.0, 0.0]))
     first, second = bucket.gradient_views()
     assert torch.equal(first, fresh * 0.5) and torch.equal(second, before * 2.0)
     assert bucket.payload[-5:].tolist() == [1.0, 0.0, 3.0, 1.0, 0.0]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.data.device import map_tensors, to_device
+from lockstep.data.batch_iterator import map_tensors, to_device
 from lockstep.data.loader import MicroBatch
 
 Pair = namedtuple("Pair", "first second")

@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from lockstep.telemetry import device_memory as module
-from lockstep.telemetry.device_memory import device_memory
+from lockstep.telemetry import heartbeat as module
+from lockstep.telemetry.heartbeat import device_memory
 from lockstep.telemetry.resources import DeviceMemory
 
 GIB = 2**30

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from lockstep.data.division import Division
+from lockstep.data.order import BatchSplit
 
 BATCH = torch.arange(100, 110)
 
 
 def test_shares_follow_the_proportions_and_are_cut_into_micro_batches():
-    division = Division(3, range(3), 2, proportions=(2, 1, 1))
+    division = BatchSplit(3, range(3), 2, proportions=(2, 1, 1))
     assert [division.positions(10, share) for share in range(3)] == [range(5), range(5, 8), range(8, 10)]
     assert division.micro_batches(BATCH) == [
         {0: [100, 101, 102], 1: [105, 106], 2: [108]},
@@ -18,13 +18,13 @@ def test_shares_follow_the_proportions_and_are_cut_into_micro_batches():
 
 
 def test_what_falls_to_a_process_is_contiguous():
-    assert Division(4, range(1, 3), 1).positions_here(10) == range(3, 8)
-    assert Division(3, range(1, 3), 1, proportions=(2, 1, 1)).positions_here(10) == range(5, 10)
-    assert Division(4, range(1, 2), 1).positions_here(10) == range(3, 6)
+    assert BatchSplit(4, range(1, 3), 1).positions_here(10) == range(3, 8)
+    assert BatchSplit(3, range(1, 3), 1, proportions=(2, 1, 1)).positions_here(10) == range(5, 10)
+    assert BatchSplit(4, range(1, 2), 1).positions_here(10) == range(3, 6)
 
 
 def test_an_empty_share_in_the_middle_is_left_out():
-    division = Division(3, range(3), 1, proportions=(5, 1, 5))
+    division = BatchSplit(3, range(3), 1, proportions=(5, 1, 5))
     assert division.micro_batches(BATCH[:2]) == [{0: [100], 2: [101]}]
 
 
@@ -33,10 +33,10 @@ def test_an_empty_share_in_the_middle_is_left_out():
 def test_whether_all_have_samples_is_known_to_every_process(proportions, accumulate):
     for size in range(20):
         parts = [
-            Division(3, range(share, share + 1), accumulate, proportions).micro_batches(torch.arange(size))
+            BatchSplit(3, range(share, share + 1), accumulate, proportions).micro_batches(torch.arange(size))
             for share in range(3)
         ]
         for micro in range(accumulate):
             expected = all(part[micro] for part in parts)
-            division = Division(3, range(1), accumulate, proportions)
+            division = BatchSplit(3, range(1), accumulate, proportions)
             assert division.all_have_samples(size, micro) == expected

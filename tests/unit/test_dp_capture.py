@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.dp import engine as engines
+from lockstep.parallel.dp import threads as engines
 from lockstep.parallel.dp.capture import WARM_UP_STEPS, Outcome, Recorder, make_key
 from tests.models import FAMILIES, build, global_batch
 from tests.unit.data_parallel_cases import assert_same_gradients, gradients, wrap

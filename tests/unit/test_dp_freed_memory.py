@@ -9,7 +9,7 @@ import pytest
 SCRIPT = """
 import resource
 import torch
-from lockstep.parallel.data_parallel import DataParallel
+from lockstep.parallel.dp.wrapper import DataParallel
 
 def faults():
     def step():

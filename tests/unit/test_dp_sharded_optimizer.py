@@ -198,7 +198,7 @@ def test_what_cannot_be_divided_is_refused():
 
 @pytest.mark.parametrize("numbers", [(0, 0, 0), (0, 1, 2)])
 def test_divided_gradients_do_what_whole_ones_do(numbers, monkeypatch):
-    monkeypatch.setattr("lockstep.parallel.dp.flat.worth_packing", lambda source, device: True)
+    monkeypatch.setattr("lockstep.parallel.dp.gradients.worth_packing", lambda source, device: True)
     devices = [torch.device("cpu", number) if number else torch.device("cpu") for number in numbers]
     monkeypatch.setattr(DataParallel, "devices", property(lambda self: tuple(devices)))
     bare, sharded = make_model(), make_model()

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.parallel import data_parallel
-from lockstep.parallel.data_parallel import DataParallel
+from lockstep.parallel.dp import wrapper
 from lockstep.parallel.dp.lanes import Lanes
-from lockstep.parallel.dp.streams import ReplicaStreams
+from lockstep.parallel.dp.threads import ReplicaStreams
+from lockstep.parallel.dp.wrapper import DataParallel
 from tests.models import FAMILIES, build, global_batch
 
 
@@ -47,13 +47,13 @@ def at_once(count, work):
 
 def test_first_calls_from_many_threads_make_one_engine(monkeypatch):
     made = []
-    plain = data_parallel.ReplicaEngine
+    plain = wrapper.ReplicaEngine
 
     def engine(module, devices):
         made.append(plain(module, devices))
         return made[-1]
 
-    monkeypatch.setattr(data_parallel, "ReplicaEngine", engine)
+    monkeypatch.setattr(wrapper, "ReplicaEngine", engine)
     for attempt in range(1, 31):
         model = DataParallel(nn.Identity(), ["cpu", "cpu"])
         at_once(8, lambda _, model=model: model._current_engine())

@@ -8,7 +8,7 @@ from lockstep.parallel.dp.gradients import sum_in_tree
 from lockstep.parallel.dp.lanes import Lanes
 from lockstep.parallel.dp.scattered import sum_over_devices
 from lockstep.parallel.dp.transport import CopyTransport, make_transport
-from lockstep.parallel.zero.spans import slice_bounds
+from lockstep.parallel.zero.partition import shard_bounds
 
 
 def devices_of(*numbers):
@@ -80,7 +80,7 @@ def test_every_device_sends_and_receives_as_much(count, sent):
     numel = 84 * 5
     devices = devices_of(*range(count))
     rows = [torch.full((numel,), float(2**index)) for index in range(count)]
-    bounds = slice_bounds(numel, count)
+    bounds = shard_bounds(numel, count)
     slices = CopyTransport(devices).reduce_scatter(rows, bounds)
     assert [each.tolist() for each in slices] == [[2.0**count - 1] * (numel // count)] * count
     even = dict.fromkeys(range(count), numel // count * (count - 1))
@@ -138,10 +138,10 @@ def test_nccl_adds_only_what_has_one_sum(monkeypatch):
         rows = [torch.arange(numel).float() * (index + 1) for index in range(count)]
         expected = torch.stack(rows).sum(0)
         asked.clear()
-        slices = transport.reduce_scatter(rows, slice_bounds(numel, count))
+        slices = transport.reduce_scatter(rows, shard_bounds(numel, count))
         assert torch.equal(torch.cat(slices), expected)
         assert asked == ([[numel, numel]] if by_nccl else [])
-        transport.gather(slices, slice_bounds(numel, count), rows[0])
+        transport.gather(slices, shard_bounds(numel, count), rows[0])
         assert torch.equal(rows[0], expected)
         copies = transport.broadcast(expected, devices[1:])
         assert all(torch.equal(copy, expected) for copy in copies) and asked[-1] == 0

@@ -5,8 +5,8 @@ import torch
 
 import lockstep
 from lockstep.train.checkpoint import read_state
-from lockstep.train.loop import Loop
 from lockstep.train.settings import Settings
+from lockstep.train.trainer import Trainer
 from tests.training import make_task, mean_loss, relative_error, token_loss, whole_batch
 
 OPTIMIZERS = {
@@ -21,7 +21,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_steps_are_those_of_the_whole_batch(optimizer, settings, loss):
     task = make_task(loss=loss, optimizer=optimizer)
-    loop = Loop(task, Settings(**settings), None, strategy="dp-zero1", devices=[torch.device("cpu")] * 3)
+    loop = Trainer(task, Settings(**settings), None, strategy="dp-zero1", devices=[torch.device("cpu")] * 3)
     losses = [float(loop.step().loss) for _ in range(6)]
     weights = torch.cat([parameter.detach().flatten() for parameter in loop.model.parameters()])
     loop.close()

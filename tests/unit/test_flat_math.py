@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from lockstep.parallel import flat_math
-from lockstep.parallel.flat_math import combine_norms, flat_norm, flatten, list_norms, multiply_
+from lockstep.parallel import flat
+from lockstep.parallel.flat import combine_norms, flat_norm, flatten, list_norms, multiply_
 
 
 def numbers(numel, dtype=torch.float64):
@@ -25,10 +25,10 @@ def test_it_is_the_norm(numel, norm_type):
 
 def test_rows_of_rows(monkeypatch):
     """More rows than one vector may have."""
-    monkeypatch.setattr(flat_math, "_ROW", 16)
-    monkeypatch.setattr(flat_math, "_SHORT", 64)
-    flat = numbers(16 * 16 * 65 + 3)
-    torch.testing.assert_close(flat_norm(flat), torch.linalg.vector_norm(flat), rtol=1e-12, atol=0)
+    monkeypatch.setattr(flat, "_ROW", 16)
+    monkeypatch.setattr(flat, "_SHORT", 64)
+    values = numbers(16 * 16 * 65 + 3)
+    torch.testing.assert_close(flat_norm(values), torch.linalg.vector_norm(values), rtol=1e-12, atol=0)
 
 
 def test_float32_loses_nothing_on_the_way():

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from lockstep.comm.forks import wait_for_sleep
+from lockstep.comm.process import wait_for_sleep
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 

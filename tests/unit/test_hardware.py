@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.comm.hardware import choose_backend, choose_device
+from lockstep.comm.world import choose_backend, choose_device
 from lockstep.env import Launcher, RankEnv
 from lockstep.errors import ConfigurationError
 

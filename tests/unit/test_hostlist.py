@@ -2,8 +2,8 @@
 
 import pytest
 
+from lockstep.env import first_host, tasks_on_node
 from lockstep.errors import ConfigurationError
-from lockstep.hostlist import first_host, tasks_on_node
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.launcher.arguments import UsageError, build_parser, parse
+from lockstep.launcher.cli import UsageError, build_parser, parse_arguments
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from lockstep.launcher.arguments import UsageError, build_parser, parse
     ],
 )
 def test_what_is_ours_and_what_is_the_scripts(line, devices, adopt, script_args):
-    found = parse(line.split())
+    found = parse_arguments(line.split())
     assert (found.nproc_per_node, found.adopt, found.training_script) == (devices, adopt, "s.py")
     assert found.training_script_args == script_args
 
@@ -37,12 +37,12 @@ def test_what_is_ours_and_what_is_the_scripts(line, devices, adopt, script_args)
     ],
 )
 def test_the_folder_of_the_record_may_be_left_out(line, folder, script_args):
-    found = parse(line.split())
+    found = parse_arguments(line.split())
     assert (found.monitor, found.training_script, found.training_script_args) == (folder, "s.py", script_args)
 
 
 def test_two_dashes_keep_the_rest_for_the_script():
-    found = parse(["s.py", "--", "--adopt", "--devices", "2"])
+    found = parse_arguments(["s.py", "--", "--adopt", "--devices", "2"])
     # Whether the dashes themselves reach the script depends on Python's argparse, as under torchrun.
     assert [arg for arg in found.training_script_args if arg != "--"] == ["--adopt", "--devices", "2"]
     assert (found.adopt, found.nproc_per_node) == (False, None)
@@ -54,7 +54,7 @@ def test_flags_of_torchrun_are_accepted_in_both_spellings():
         "--max-restarts 3 --monitor_interval 0.5 --master-addr h --master_port 5 --log-dir l -r 3 -t 1 --local-addr a "
         "--start-method fork --role r -m pkg.mod --devices 2 --epochs 3"
     )
-    found = parse(line.split())
+    found = parse_arguments(line.split())
     assert (found.nnodes, found.node_rank, found.rdzv_backend, found.rdzv_endpoint) == ("1:4", 1, "c10d", "h:1")
     assert (found.max_restarts, found.monitor_interval, found.master_port, found.module) == (3, 0.5, 5, True)
     assert (found.redirects, found.tee, found.training_script) == ("3", "1", "pkg.mod")
@@ -64,7 +64,7 @@ def test_flags_of_torchrun_are_accepted_in_both_spellings():
 def test_the_environment_sets_defaults_as_for_torchrun(monkeypatch):
     monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
     monkeypatch.setenv("PET_MASTER_PORT", "1234")
-    assert (parse(["s.py"]).nproc_per_node, parse(["s.py"]).master_port) == ("3", 1234)
+    assert (parse_arguments(["s.py"]).nproc_per_node, parse_arguments(["s.py"]).master_port) == ("3", 1234)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_the_environment_sets_defaults_as_for_torchrun(monkeypatch):
 )
 def test_nonsense(line, message):
     with pytest.raises(UsageError) as raised:
-        parse(line.split())
+        parse_arguments(line.split())
     assert str(raised.value) == message
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.errors import ConfigurationError
-from lockstep.launcher.devices import choose_num_ranks, num_cores, threads_for
+from lockstep.launcher.api import choose_num_ranks, num_cores, threads_for
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def gpus(monkeypatch):
 @pytest.fixture
 def cores(monkeypatch):
     def pretend(logical, physical):
-        monkeypatch.setattr("lockstep.cgroups.cpu_quota", lambda: None)
+        monkeypatch.setattr("lockstep.env.cpu_quota", lambda: None)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(logical)), raising=False)
         monkeypatch.setattr(psutil, "cpu_count", lambda logical: physical)
 
@@ -93,7 +93,7 @@ def test_cores_are_those_that_this_process_may_use(cores):
 def test_cores_are_those_that_the_container_may_use(cores, monkeypatch):
     cores(16, 16)
     for quota, expected in ((2.5, 2), (0.5, 1), (None, 16)):
-        monkeypatch.setattr("lockstep.cgroups.cpu_quota", lambda quota=quota: quota)
+        monkeypatch.setattr("lockstep.env.cpu_quota", lambda quota=quota: quota)
         assert num_cores() == expected
 
 

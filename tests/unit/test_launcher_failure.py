@@ -5,8 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launcher.failure import RankEnd, describe, first_of, headline, tidy_crash
-from lockstep.launcher.meanings import MEANINGS, meaning_of
+from lockstep.launcher.failure_report import (
+    ERROR_HINTS,
+    RankExit,
+    failure_report,
+    first_failure,
+    headline,
+    hint_for,
+    tidy_crash,
+)
 
 PAGE = (Path(__file__).parents[2] / "docs" / "failures.md").read_text()
 
@@ -14,56 +21,56 @@ GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer
 
 
 def raised(rank, message, at, *, error_type="ValueError", trace="Traceback ...\nValueError: boom\n"):
-    return RankEnd(
+    return RankExit(
         rank, 100 + rank, 1, at + 5, at, message, error_type, where=f"/x/train.py:{rank}", trace=trace
     )  # fmt: skip
 
 
 def test_the_exception_that_was_raised_first_is_first_however_the_processes_ended():
-    early = RankEnd(1, 11, 1, ended_at_ns=90, failed_at_ns=10, message="ValueError: boom", error_type="ValueError")
-    late = RankEnd(0, 10, 1, ended_at_ns=30, failed_at_ns=20, message="KeyError: 'x'", error_type="KeyError")
-    assert first_of([late, early]) is early
+    early = RankExit(1, 11, 1, ended_at_ns=90, failed_at_ns=10, message="ValueError: boom", error_type="ValueError")
+    late = RankExit(0, 10, 1, ended_at_ns=30, failed_at_ns=20, message="KeyError: 'x'", error_type="KeyError")
+    assert first_failure([late, early]) is early
 
 
 def test_a_killed_rank_is_the_cause_although_its_peer_noticed_before_its_end_was_seen():
-    killed = RankEnd(1, 11, -signal.SIGKILL, ended_at_ns=50)
+    killed = RankExit(1, 11, -signal.SIGKILL, ended_at_ns=50)
     noticed = raised(0, GONE, 40, error_type="RuntimeError")
-    assert first_of([noticed, killed]) is killed
+    assert first_failure([noticed, killed]) is killed
 
 
 def test_an_abort_after_an_exception_is_not_the_cause():
-    aborted = RankEnd(0, 10, -signal.SIGABRT, ended_at_ns=50)
+    aborted = RankExit(0, 10, -signal.SIGABRT, ended_at_ns=50)
     error = raised(1, "ValueError: boom", 40)
-    assert first_of([aborted, error]) is error
+    assert first_failure([aborted, error]) is error
 
 
 def test_ranks_that_the_launcher_stopped_are_never_the_cause():
-    stopped = RankEnd(0, 10, -signal.SIGTERM, ended_at_ns=60)
-    left = RankEnd(1, 11, 3, ended_at_ns=50)
-    assert first_of([stopped, left]) is left
+    stopped = RankExit(0, 10, -signal.SIGTERM, ended_at_ns=60)
+    left = RankExit(1, 11, 3, ended_at_ns=50)
+    assert first_failure([stopped, left]) is left
 
 
 def test_a_rank_that_was_terminated_from_outside_is_the_cause():
-    terminated = RankEnd(1, 11, -signal.SIGTERM, ended_at_ns=50)
-    noticed = RankEnd(0, 10, 1, 60, 49, GONE, "RuntimeError")
-    assert first_of([noticed, terminated]) is terminated
+    terminated = RankExit(1, 11, -signal.SIGTERM, ended_at_ns=50)
+    noticed = RankExit(0, 10, 1, 60, 49, GONE, "RuntimeError")
+    assert first_failure([noticed, terminated]) is terminated
 
 
 def test_without_times_a_terminated_rank_is_the_least_likely_cause():
-    ends = [RankEnd(0, 10, -signal.SIGTERM), RankEnd(1, 11, -signal.SIGSEGV)]
-    assert first_of(ends).rank == 1
+    ends = [RankExit(0, 10, -signal.SIGTERM), RankExit(1, 11, -signal.SIGSEGV)]
+    assert first_failure(ends).rank == 1
 
 
 def test_report():
     ends = [
         raised(2, "ValueError: boom\nmore", 10),
         raised(0, f"{GONE} {'x' * 300}", 20, error_type="RuntimeError"),
-        RankEnd(3, 13, -signal.SIGTERM, ended_at_ns=90),
-        RankEnd(4, 14, -signal.SIGKILL, ended_at_ns=95),
-        RankEnd(5, 15, 7, ended_at_ns=96),
+        RankExit(3, 13, -signal.SIGTERM, ended_at_ns=90),
+        RankExit(4, 14, -signal.SIGKILL, ended_at_ns=95),
+        RankExit(5, 15, 7, ended_at_ns=96),
     ]
     text = f"{GONE} {'x' * 300}"[:200]
-    assert describe(ends, range(6)) == (
+    assert failure_report(ends, range(6)) == (
         "Rank 2 failed: ValueError: boom\n"
         "\n"
         "Traceback ...\n"
@@ -78,14 +85,14 @@ def test_report():
 
 
 def test_report_says_when_the_cause_is_elsewhere():
-    report = describe([raised(0, GONE, 10, error_type="RuntimeError", trace="")], range(1))
+    report = failure_report([raised(0, GONE, 10, error_type="RuntimeError", trace="")], range(1))
     assert report == (
         f"Rank 0 failed: {GONE}\n\nIt says only that another rank is gone: look at the other machines."
     )  # fmt: skip
 
 
 def test_a_rank_that_finished_early_is_named_when_others_lost_it():
-    report = describe([raised(0, GONE, 10, error_type="RuntimeError", trace="")], range(2))
+    report = failure_report([raised(0, GONE, 10, error_type="RuntimeError", trace="")], range(2))
     assert report == (
         f"Rank 0 failed: {GONE}\n\nrank 1: finished\n\n"
         "It says only that another rank is gone: rank 1 finished while others waited, or look at other machines."
@@ -96,39 +103,39 @@ def test_a_rank_that_finished_early_is_named_when_others_lost_it():
     ("end", "text"),
     [
         (
-            RankEnd(1, 11, 3, message="SystemExit: 3", error_type="SystemExit", where="/x/train.py:4"),
+            RankExit(1, 11, 3, message="SystemExit: 3", error_type="SystemExit", where="/x/train.py:4"),
             "Rank 1 left with exit code 3 (SystemExit: 3 at /x/train.py:4).",
         ),
         (
-            RankEnd(1, 11, 3),
+            RankExit(1, 11, 3),
             "Rank 1 left with exit code 3, without an exception.\nWhat it wrote before is further up.",
         ),
         (
-            RankEnd(1, 11, -9),
+            RankExit(1, 11, -9),
             "Rank 1 was killed by SIGKILL (signal 9): most likely the machine ran out of memory.\n"
             "Look for 'Out of memory' in `dmesg`; use fewer ranks, a smaller batch or fewer DataLoader workers.",
         ),
         (
-            RankEnd(1, 11, -9, was_short=True),
+            RankExit(1, 11, -9, was_short=True),
             "Rank 1 was killed by SIGKILL (signal 9): the kernel ended it, as memory ran out.\n"
             "Use fewer ranks, a smaller batch or fewer DataLoader workers.",
         ),
         (
-            RankEnd(1, 11, -9, was_short=False),
+            RankExit(1, 11, -9, was_short=False),
             "Rank 1 was killed by SIGKILL (signal 9): something outside the job did that, such as a scheduler or "
             "`kill -9`.\nThe kernel has ended nothing for lack of memory meanwhile.",
         ),
         (
-            RankEnd(1, 11, -7),
+            RankExit(1, 11, -7),
             "Rank 1 was killed by SIGBUS (signal 7): most likely shared memory is full.\n"
             "Look at `df /dev/shm`; use fewer DataLoader workers, or more shared memory (docker run --shm-size).",
         ),
         (
-            RankEnd(1, 11, 139),
+            RankExit(1, 11, 139),
             "Rank 1 left with exit code 139: what it ran was killed by SIGSEGV (signal 11), native code touched memory "
             "that is not its own.\nAn extension module or a driver may be broken; the Python stack says who called it.",
         ),
-        (RankEnd(1, 11, -63), "Rank 1 was killed by signal 63: what it wrote before is further up."),
+        (RankExit(1, 11, -63), "Rank 1 was killed by signal 63: what it wrote before is further up."),
     ],
 )
 def test_headline(end, text):
@@ -136,10 +143,10 @@ def test_headline(end, text):
 
 
 def test_top_of_the_report():
-    end = RankEnd(
+    end = RankExit(
         1, 11, -7, place="Last seen in step 3 (loader), at /x/train.py:5, on host7.", facts="Of /dev/shm, ..."
     )
-    assert describe([end], range(2)) == (
+    assert failure_report([end], range(2)) == (
         "Rank 1 was killed by SIGBUS (signal 7): most likely shared memory is full.\n"
         "Look at `df /dev/shm`; use fewer DataLoader workers, or more shared memory (docker run --shm-size).\n"
         "Last seen in step 3 (loader), at /x/train.py:5, on host7.\n"
@@ -150,8 +157,8 @@ def test_top_of_the_report():
 
 
 def test_a_rank_that_caught_its_exception_and_finished_is_the_cause():
-    caught = RankEnd(1, 0, 0, failed_at_ns=30, message="ValueError: boom", error_type="ValueError", place="At a.py:1.")
-    assert describe([raised(0, GONE, 40, error_type="RuntimeError"), caught], range(2)) == (
+    caught = RankExit(1, 0, 0, failed_at_ns=30, message="ValueError: boom", error_type="ValueError", place="At a.py:1.")
+    assert failure_report([raised(0, GONE, 40, error_type="RuntimeError"), caught], range(2)) == (
         "Rank 1 failed: ValueError: boom\n"
         "At a.py:1.\n"
         "The program caught that and went on to its end, while other ranks waited for this one.\n"
@@ -160,19 +167,19 @@ def test_a_rank_that_caught_its_exception_and_finished_is_the_cause():
     )
 
 
-@pytest.mark.parametrize("meaning", MEANINGS, ids=lambda meaning: meaning.marks[0])
+@pytest.mark.parametrize("meaning", ERROR_HINTS, ids=lambda meaning: meaning.marks[0])
 def test_errors_are_explained_in_the_report_and_on_the_page(meaning):
     for mark in meaning.marks:
-        assert meaning_of(f"RuntimeError: x {mark} y") == f"What that means: {meaning.means}\n{meaning.do}"
+        assert hint_for(f"RuntimeError: x {mark} y") == f"What that means: {meaning.means}\n{meaning.do}"
         assert f"`{mark}`" in PAGE
     assert meaning.means in PAGE
 
 
 def test_the_meaning_follows_the_traceback():
     end = raised(0, "RuntimeError: No route to host", 10, error_type="RuntimeError")
-    told = describe([end], range(1))
-    assert told.endswith(f"ValueError: boom\n\n{meaning_of('No route to host')}")
-    assert meaning_of("ValueError: boom") == ""
+    told = failure_report([end], range(1))
+    assert told.endswith(f"ValueError: boom\n\n{hint_for('No route to host')}")
+    assert hint_for("ValueError: boom") == ""
 
 
 def test_crash_is_shown_without_our_own_frames():

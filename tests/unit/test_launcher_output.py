@@ -4,8 +4,7 @@ import json
 import sys
 import time
 
-from lockstep.launcher.logs import Logs
-from lockstep.launcher.output import forwarded, is_shared_with_children, path_of
+from lockstep.launcher.output import LogSettings, forwarded, is_shared_with_children, path_of
 
 
 def write(path, data):
@@ -24,7 +23,7 @@ def wait_for_output(capsys, text):
 
 
 def test_lines_appear_as_they_come_with_their_rank(tmp_path, capsys):
-    with forwarded(tmp_path, 2, Logs()):
+    with forwarded(tmp_path, 2, LogSettings()):
         write(path_of(tmp_path, "stdout", 1), b"first\nsec")
         assert wait_for_output(capsys, "first") == "[rank 1] first\n"
         write(path_of(tmp_path, "stdout", 1), b"ond\n")
@@ -32,7 +31,7 @@ def test_lines_appear_as_they_come_with_their_rank(tmp_path, capsys):
 
 
 def test_everything_is_shown_at_the_end(tmp_path, capsys):
-    with forwarded(tmp_path, 2, Logs()):
+    with forwarded(tmp_path, 2, LogSettings()):
         write(path_of(tmp_path, "stdout", 0), "50%\r100%\r\ndone ü".encode())
         write(path_of(tmp_path, "stderr", 1), b"\xff oops")
     out, err = capsys.readouterr()
@@ -41,7 +40,9 @@ def test_everything_is_shown_at_the_end(tmp_path, capsys):
 
 
 def test_lines_are_kept_whatever_is_shown(tmp_path, capsys):
-    with forwarded(tmp_path, 2, Logs(folder=tmp_path / "logs", json_file=tmp_path / "all.jsonl", level="warning")):
+    with forwarded(
+        tmp_path, 2, LogSettings(folder=tmp_path / "logs", json_file=tmp_path / "all.jsonl", level="warning")
+    ):
         write(path_of(tmp_path, "stdout", 0), b"fine\n")
         write(path_of(tmp_path, "stderr", 1), b"careful\nand more")
     assert capsys.readouterr() == ("", "[rank 1] careful\n[rank 1] and more\n")

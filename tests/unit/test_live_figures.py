@@ -4,19 +4,25 @@ import math
 
 import pytest
 
-from lockstep.telemetry.live.aggregator import Aggregator, RunInfo, decode, encode, with_waits
-from lockstep.telemetry.live.beats import Beats
-from lockstep.telemetry.live.delivery import Direct, Threaded
-from lockstep.telemetry.live.figures import Figures
-from lockstep.telemetry.live.snapshot import EventFigures, RankFigures, Snapshot, SnapshotSink, Spread
-from lockstep.telemetry.live.words import duration, line, milliseconds, summary
-from lockstep.telemetry.record.measured import Measured
+from lockstep.telemetry.aggregator import (
+    Aggregator,
+    DirectDispatch,
+    RankMetrics,
+    RunConstants,
+    ThreadedDispatch,
+    decode,
+    encode,
+    with_waits,
+)
+from lockstep.telemetry.live_view import duration, line, milliseconds, summary
+from lockstep.telemetry.metrics import EventFigures, RankFigures, Snapshot, SnapshotSink, Spread
+from lockstep.telemetry.run_record import Measured, PeriodicThread
 
 STEP = Measured(0.012, 0.001, 0.003, 0.005, 0.001, exposed_s=0.002)
 
 
 def figures(rank=0, **changes):
-    return Figures(rank, 2, host="here", device="cpu", **changes)
+    return RankMetrics(rank, 2, host="here", device="cpu", **changes)
 
 
 def ranks(*own_s, exposed_s=None):
@@ -104,8 +110,8 @@ def test_figures_travel_as_short_text():
 def test_a_snapshot_of_all_ranks():
     other = ranks(0.010, 0.014)[1]
     mine, board, kept = figures(), Notes({1: [3, *encode(other)]}), Kept()
-    aggregator = Aggregator(mine, board, RunInfo(20, steps_per_epoch=4, num_skipped=lambda: 2), world_size=2)
-    aggregator.deliveries.append(Direct(kept))
+    aggregator = Aggregator(mine, board, RunConstants(20, steps_per_epoch=4, num_skipped=lambda: 2), world_size=2)
+    aggregator.deliveries.append(DirectDispatch(kept))
     mine.event({"kind": "event", "event": "checkpoint", "step": 0, "time": 5.0, "seconds": 0.1, "text": "kept"})
     mine.step(0, STEP, interval_s=0.02, num_samples=8, loss=0.25, learning_rate=0.1, grad_norm=1.5)
     aggregator.beat()
@@ -127,7 +133,7 @@ def test_a_snapshot_of_all_ranks():
 
 def test_other_ranks_only_post():
     board, mine = Notes(), figures(rank=1)
-    aggregator = Aggregator(mine, board, RunInfo(20), world_size=2)
+    aggregator = Aggregator(mine, board, RunConstants(20), world_size=2)
     mine.step(0, STEP, interval_s=0.02, num_samples=8)
     aggregator.beat()
     aggregator.beat()
@@ -143,7 +149,7 @@ def test_a_watch_that_fails_says_so_once_and_ends(capsys):
         calls.append(1)
         raise KeyError("gone")
 
-    beats = Beats(beat, period_s=0.01)
+    beats = PeriodicThread(beat, period_s=0.01)
     beats._thread.join(10.0)
     assert beats.stop() and len(calls) == 1
     assert capsys.readouterr().err == "lockstep: this run is not watched any more: KeyError: 'gone'\n"
@@ -156,7 +162,7 @@ def test_a_sink_that_raises_is_switched_off_with_one_warning(capsys):
             raise OSError("the disk\nis full")
 
     broken = Broken()
-    delivery = Direct(broken)
+    delivery = DirectDispatch(broken)
     snapshot = Snapshot(time=0.0, step=1, num_steps=2)
     delivery.give(snapshot)
     delivery.give(snapshot)
@@ -177,7 +183,7 @@ def test_a_slow_sink_misses_snapshots_and_no_events():
             assert self.may_go.wait(10.0)
 
     slow = Slow()
-    delivery = Threaded(slow)
+    delivery = ThreadedDispatch(slow)
     event = [EventFigures(event="remark", step=number, time=0.0, seconds=None, text="") for number in range(4)]
     snapshots = [Snapshot(time=0.0, step=number, num_steps=9, events=(event[number],)) for number in range(4)]
     delivery.give(snapshots[0])

@@ -5,10 +5,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from lockstep.telemetry.live.aggregator import with_waits
+from lockstep.telemetry.aggregator import with_waits
 from lockstep.telemetry.live.notebook import NotebookRegion, is_notebook
-from lockstep.telemetry.live.picture import bar, chosen, picture
-from lockstep.telemetry.live.snapshot import EventFigures, Snapshot
+from lockstep.telemetry.live_view import bar, chosen, picture
+from lockstep.telemetry.metrics import EventFigures, Snapshot
 from tests.unit.test_live_figures import ranks
 
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from lockstep.errors import ConfigurationError
-from lockstep.train.load import load_task
+from lockstep.train.task import load_task
 
 HEAD = """\
 import lockstep

@@ -7,7 +7,7 @@ import pytest
 from torch.utils.data import Dataset
 
 import lockstep
-from lockstep.data.loader_death import explain
+from lockstep.data.loader import explain_worker_failure
 from lockstep.errors import LoaderDied
 from tests.training import make_task, samples
 
@@ -88,8 +88,8 @@ def test_a_run_whose_loader_dies_says_why(death, text):
     ],
 )
 def test_other_deaths_have_other_meanings(said, text):
-    assert str(explain(RuntimeError(said), 3)) == text
+    assert str(explain_worker_failure(RuntimeError(said), 3)) == text
 
 
 def test_other_errors_are_left_alone():
-    assert explain(RuntimeError("CUDA error: out of memory"), 0) is None
+    assert explain_worker_failure(RuntimeError("CUDA error: out of memory"), 0) is None

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import lockstep
-from lockstep.comm.meeting import open_meeting
+from lockstep.comm.rendezvous import join_rendezvous
 from lockstep.env import Launcher, RankEnv
 from lockstep.errors import ConfigurationError, WorldSizeMismatch
 
@@ -25,14 +25,14 @@ def listener():
 
 
 def test_a_world_of_one_meets_in_memory():
-    meeting = open_meeting(RankEnv.from_environ({}), 1.0)
+    meeting = join_rendezvous(RankEnv.from_environ({}), 1.0)
     assert isinstance(meeting.store, dist.HashStore)
 
 
 def test_port_in_use_is_named(listener):
     port = listener.getsockname()[1]
     with pytest.raises(ConfigurationError) as raised:
-        open_meeting(rank_env(0, "127.0.0.1", port), 0.5)
+        join_rendezvous(rank_env(0, "127.0.0.1", port), 0.5)
     assert str(raised.value) == (
         f"Port {port} on 127.0.0.1 is already in use by another program.\n"
         "Set MASTER_PORT to a free port, the same on every rank; `lockstep run` finds one by itself."
@@ -47,12 +47,12 @@ def test_port_in_use_is_named(listener):
     ],
 )
 def test_unreachable_store_is_named(monkeypatch, host, reason):
-    monkeypatch.setattr("lockstep.comm.meeting.STAND_IN_AFTER", 9)  # nobody hosts in rank zero's stead
+    monkeypatch.setattr("lockstep.comm.rendezvous.FALLBACK_HOST_AFTER", 9)  # nobody hosts in rank zero's stead
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with pytest.raises(WorldSizeMismatch) as raised:
-        open_meeting(rank_env(1, host, port), 0.3)
+        join_rendezvous(rank_env(1, host, port), 0.3)
     cause, explanation, advice = str(raised.value).splitlines()
     assert cause.startswith(f"Rank 1 of 2 could not reach the store at {host}:{port} within 0.3 s: {reason}")
     assert explanation == (
@@ -70,7 +70,7 @@ def test_rank_zero_on_the_wrong_machine_gets_a_hint():
         probe.bind(("", 0))
         port = probe.getsockname()[1]
     # An address that is reserved for documentation, so no machine has it.
-    meeting = open_meeting(rank_env(0, "192.0.2.1", port), 0.5)
+    meeting = join_rendezvous(rank_env(0, "192.0.2.1", port), 0.5)
     assert meeting.hint == (
         f"Rank 0 runs on {socket.gethostname()}, but MASTER_ADDR=192.0.2.1 is no address of that machine."
     )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep.errors import CheckpointError, ConfigurationError
-from lockstep.launcher import guardian
+from lockstep.launcher import reaper
 from lockstep.train import memory_copies
 from lockstep.train.checkpoints import slot as slots
 from lockstep.train.checkpoints.slot import Slot, parts_in, read_copy, read_mark
@@ -103,7 +103,7 @@ def launcher(tmp_path, monkeypatch):
     """Stand for a launcher: its folder, a file system in memory, and a process that has not done any run yet."""
     (tmp_path / "lockstep-run").mkdir()
     monkeypatch.setenv("LOCKSTEP_RUN_DIR", str(tmp_path / "lockstep-run"))
-    monkeypatch.setattr(guardian, "MEMORY", str(tmp_path / "memory"))
+    monkeypatch.setattr(reaper, "MEMORY", str(tmp_path / "memory"))
     monkeypatch.setattr(memory_copies, "MEMORY", str(tmp_path / "memory"))
     monkeypatch.setattr(memory_copies.os.path, "ismount", lambda path: path == str(tmp_path / "memory"))
     monkeypatch.setattr(memory_copies, "_numbers", iter(range(9)))
@@ -120,14 +120,14 @@ def test_each_run_of_a_process_has_a_folder_until_the_next_one_and_the_guardian_
     assert memory_copies.claim_folder() == first.parent / "1"
     assert not first.exists()
     assert later.exists()  # of this process before it was started again: it comes to it
-    guardian.remove_folders(str(launcher / "lockstep-run"))
+    reaper.remove_folders(str(launcher / "lockstep-run"))
     assert sorted(path.name for path in launcher.iterdir()) == ["memory"]
     assert list((launcher / "memory").iterdir()) == []
 
 
 def test_somebody_elses_folder_is_not_used(launcher):
     (launcher / "elsewhere").mkdir()
-    link = Path(guardian.memory_of(str(launcher / "lockstep-run")))
+    link = Path(reaper.memory_of(str(launcher / "lockstep-run")))
     link.symlink_to(launcher / "elsewhere")
     with pytest.raises(ConfigurationError) as found:
         memory_copies.claim_folder()

@@ -4,13 +4,12 @@ import json
 
 import pytest
 
-from lockstep.launcher.log_files import LogFiles, RotatingFile
-from lockstep.launcher.merging import HOLD_S, Merger, label
+from lockstep.launcher.output import HOLD_S, LogDeduplicator, LogFiles, RotatingFile, label
 
 
 @pytest.fixture
 def merger():
-    return Merger("stdout", range(4), set())
+    return LogDeduplicator("stdout", range(4), set())
 
 
 def texts(shown):
@@ -64,7 +63,7 @@ def test_a_warning_is_shown_once_with_its_source(merger):
 
 
 def test_lines_of_another_machine_have_their_rank_always():
-    merger = Merger("stdout", range(8, 10), set())
+    merger = LogDeduplicator("stdout", range(8, 10), set())
     assert texts(merger.add(8, "hello", 0.0)) == ["[rank 8] hello"]
     assert texts(merger.add(9, "hello", 0.0)) == []
 

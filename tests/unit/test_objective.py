@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import ConfigurationError
-from lockstep.train.objective import LossModule, Objective
+from lockstep.train.step import LossModule, Objective
 from lockstep.train.task import Loss
 from tests.training import make_task
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from lockstep.observe import steps as module
-from lockstep.observe.engine import Engine
-from lockstep.observe.lines import step_line, timeline_line
-from lockstep.observe.samples import num_samples
+from lockstep.observe.hooks import num_samples
+from lockstep.observe.observation import Engine, step_line, timeline_line
 from lockstep.observe.steps import Steps
 
 MAIN, OTHER = 1, 2

@@ -9,9 +9,10 @@ import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.launcher.api import LaunchConfig
 
+from lockstep import run_folder
 from lockstep.errors import Stopped, exit_code_after
-from lockstep.launcher import bootstrap, requests
-from lockstep.launcher.orderly import OrderlyStop
+from lockstep.launcher import bootstrap
+from lockstep.launcher.elastic import GracefulShutdown
 
 CONFIG = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2)
 
@@ -23,20 +24,20 @@ def outcome(stop, *exit_codes):
 
 def test_it_asks_once_all_ranks_can_and_gives_up_at_the_second_signal(tmp_path):
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
-    stop = OrderlyStop(tmp_path, 2)
+    stop = GracefulShutdown(tmp_path, 2)
     with stop.handling(CONFIG) as config:
         assert config.signals_to_handle == "SIGHUP,SIGQUIT"
-        requests.announce(tmp_path, 0)
+        run_folder.announce_graceful_stop(tmp_path, 0)
         with pytest.raises(SignalException) as ended:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(1)
         assert ended.value.sigval is signal.SIGTERM, "rank 1 cannot"
-    stop = OrderlyStop(tmp_path, 2)
+    stop = GracefulShutdown(tmp_path, 2)
     with stop.handling(CONFIG):
-        requests.announce(tmp_path, 1)
+        run_folder.announce_graceful_stop(tmp_path, 1)
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGTERM)  # follows SIGUSR1 when the time is up, and asks for nothing else
-        assert requests.asked(tmp_path) == "SIGUSR1"
+        assert run_folder.stop_reason(tmp_path) == "SIGUSR1"
         with pytest.raises(SignalException) as ended:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1)
@@ -47,8 +48,8 @@ def test_it_asks_once_all_ranks_can_and_gives_up_at_the_second_signal(tmp_path):
 
 def test_it_gives_up_when_the_time_is_up(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_STOP_TIMEOUT_S", "0.1")
-    requests.announce(tmp_path, 0)
-    with OrderlyStop(tmp_path, 1).handling(CONFIG), pytest.raises(SignalException) as ended:
+    run_folder.announce_graceful_stop(tmp_path, 0)
+    with GracefulShutdown(tmp_path, 1).handling(CONFIG), pytest.raises(SignalException) as ended:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)
     assert ended.value.sigval is signal.SIGTERM
@@ -57,24 +58,24 @@ def test_it_gives_up_when_the_time_is_up(tmp_path, monkeypatch):
 def test_handlers_that_the_user_chose_are_left_to_torch_elastic(tmp_path):
     config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, signals_to_handle="SIGTERM")
     before = signal.getsignal(signal.SIGTERM)
-    with OrderlyStop(tmp_path, 2).handling(config) as same:
+    with GracefulShutdown(tmp_path, 2).handling(config) as same:
         assert same is config
         assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_how_the_ranks_ended(tmp_path):
-    stop = OrderlyStop(tmp_path, 2)
+    stop = GracefulShutdown(tmp_path, 2)
     assert outcome(stop, 0) is None
     assert outcome(stop, 75) is None, "a script's own 75, for all that is known"
-    requests.report(tmp_path, 0, "Stopped by SIGTERM after step 4.")
+    run_folder.report_stopped(tmp_path, 0, "Stopped by SIGTERM after step 4.")
     assert outcome(stop, 0) is None, "nobody was asked here, and they have run to their end"
     assert outcome(stop, 75) == ("Stopped by SIGTERM after step 4.", 75, True), "another machine was asked"
     assert outcome(stop, 75, 1) is None, "one failed"
     for rank in range(2):
-        requests.announce(tmp_path, rank)
+        run_folder.announce_graceful_stop(tmp_path, rank)
     with stop.handling(CONFIG):
         os.kill(os.getpid(), signal.SIGINT)
-    assert requests.asked(tmp_path) == "SIGINT"
+    assert run_folder.stop_reason(tmp_path) == "SIGINT"
     assert outcome(stop, 0) == ("Stopped by SIGTERM after step 4.", 130, True)
     assert outcome(stop, -9) is None
 
@@ -86,10 +87,10 @@ def test_exit_codes():
 
 
 def test_both_sides_name_the_folder_alike(tmp_path, monkeypatch):
-    assert bootstrap.RUN_DIR == requests.RUN_DIR
-    monkeypatch.delenv(requests.RUN_DIR, raising=False)
-    assert requests.run_dir() is None
-    monkeypatch.setenv(requests.RUN_DIR, str(tmp_path))
-    assert requests.run_dir() == tmp_path
-    monkeypatch.setenv(requests.RUN_DIR, str(tmp_path / "gone"))
-    assert requests.run_dir() is None
+    assert bootstrap.RUN_DIR == run_folder.RUN_DIR
+    monkeypatch.delenv(run_folder.RUN_DIR, raising=False)
+    assert run_folder.current_run_folder() is None
+    monkeypatch.setenv(run_folder.RUN_DIR, str(tmp_path))
+    assert run_folder.current_run_folder() == tmp_path
+    monkeypatch.setenv(run_folder.RUN_DIR, str(tmp_path / "gone"))
+    assert run_folder.current_run_folder() is None

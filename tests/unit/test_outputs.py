@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from lockstep.parallel.ddp.inputs import move_to
-from lockstep.parallel.ddp.outputs import anchor_tensors, find_tensors
+from lockstep.parallel.ddp.module_io import anchor_tensors, find_tensors, move_to
 
 
 class Pair(NamedTuple):

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.data.order import GlobalOrder
-from lockstep.data.permutation import Permutation
+from lockstep.data.order import GlobalOrder, Permutation
 
 LONG = 40_000
 """More than is kept as a table, and few enough to look at all."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.data.division import Division
+from lockstep.data.order import BatchSplit
 from lockstep.errors import ConfigurationError
 from lockstep.train.plan import make_plan, require_even
 from lockstep.train.settings import Settings
@@ -10,7 +10,7 @@ from tests.training import make_task
 
 
 def plan(num_samples=50, accumulate=1, num_shares=2, task=None, **settings):
-    division = Division(num_shares, range(num_shares), accumulate)
+    division = BatchSplit(num_shares, range(num_shares), accumulate)
     return make_plan(
         task or make_task(), Settings(accumulate=accumulate, **settings), division, num_samples=num_samples
     )

@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.parallel.flat_math import multiply_
-from lockstep.train.gradients import ParameterGradients, clip_factor, global_norm
-from lockstep.train.precision import GradScaler
-from lockstep.train.schedule import LearningRate
-from lockstep.train.update import Updater
+from lockstep.parallel.flat import multiply_
+from lockstep.train.plan import LearningRate
+from lockstep.train.step import GradScaler, ParameterGradients, Updater, clip_factor, global_norm
 
 
 def updater(*, clip=None, scaler=None):

@@ -7,10 +7,9 @@ import torch
 
 from lockstep.errors import ConfigurationError
 from lockstep.telemetry import ranges
-from lockstep.train.phase_ranges import PhaseRanges, follow_phases
-from lockstep.train.profile_steps import Stretches, stretches_of
 from lockstep.train.profiling import profiled as profiled_run
-from lockstep.train.settings import FitSettings
+from lockstep.train.settings import FitSettings, ProfileWindows, profile_windows
+from lockstep.train.timing import PhaseRanges, follow_phases
 
 
 def profiled(stretches, num_steps):
@@ -35,8 +34,8 @@ def profiled(stretches, num_steps):
     ],
 )
 def test_steps_that_are_profiled(numbers, num_steps, expected):
-    assert profiled(stretches_of(numbers, num_steps), num_steps) == expected
-    assert Stretches() == Stretches(11, 3, None)
+    assert profiled(profile_windows(numbers, num_steps), num_steps) == expected
+    assert ProfileWindows() == ProfileWindows(11, 3, None)
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,10 @@ import torch
 
 from lockstep.launcher.live_view import LiveView
 from lockstep.telemetry.live import remote
-from lockstep.telemetry.live.snapshot import EventFigures, Snapshot
-from lockstep.train.history import History
-from lockstep.train.progress import Lines, Live, Remote, Said, Silence, format_metrics, make_display
-from lockstep.train.step_record import StepRecord
-from lockstep.train.stopwatch import Stopwatch
+from lockstep.telemetry.metrics import EventFigures, Snapshot
+from lockstep.train.display import Lines, Live, Remote, Said, Silence, format_metrics, make_display
+from lockstep.train.recording import Throughput
+from lockstep.train.timing import StepRecord, Stopwatch
 
 SNAPSHOT = Snapshot(time=0.0, step=15, num_steps=20, loss=0.25, samples_per_s=1234.5, left_s=3.0)
 
@@ -116,7 +115,7 @@ def test_metrics_as_words():
 def clock(monkeypatch):
     """A clock that is set by hand."""
     now = [0.0]
-    monkeypatch.setattr("lockstep.train.history.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("lockstep.train.recording.time.perf_counter", lambda: now[0])
     return now
 
 
@@ -126,7 +125,7 @@ def record(loss, num_samples):
 
 
 def test_throughput_leaves_out_the_first_step_and_the_pauses(clock):
-    history = History()
+    history = Throughput()
     for took_s, pause_s in ((50.0, 0.0), (2.0, 30.0), (3.0, 0.0)):
         history.start()
         clock[0] += took_s
@@ -137,7 +136,7 @@ def test_throughput_leaves_out_the_first_step_and_the_pauses(clock):
 
 
 def test_throughput_of_a_single_step_is_that_step(clock):
-    history = History()
+    history = Throughput()
     history.start()
     clock[0] += 4.0
     history.add(record(0.5, 10))
@@ -145,7 +144,7 @@ def test_throughput_of_a_single_step_is_that_step(clock):
 
 
 def test_losses_come_back_in_order_and_exactly():
-    history = History()
+    history = Throughput()
     losses = [1 / (step + 1) for step in range(600)]
     for loss in losses:
         history.start()

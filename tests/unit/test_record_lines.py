@@ -10,13 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lockstep.comm.clocks import bound
+from lockstep.comm.clocks import bound_offset
 from lockstep.errors import ConfigurationError
-from lockstep.telemetry.record import machine, names
-from lockstep.telemetry.record.machine import MachineSampler
-from lockstep.telemetry.record.steps import has_timeline
-from lockstep.telemetry.record.thin import Thinner
-from lockstep.telemetry.record.writer import LineWriter, to_line
+from lockstep.telemetry import resources, run_record
+from lockstep.telemetry.resources import MachineSampler
+from lockstep.telemetry.run_record import Downsampler, LineWriter, has_timeline, to_line
 from tests.unit.report_planted import step_line
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -33,16 +31,16 @@ FROZEN = {
 
 
 def test_the_names_of_metrics_stay():
-    assert {kind: " ".join(found) for kind, found in names.KINDS.items()} == FROZEN
-    assert " ".join(names.EVENTS) == (
+    assert {kind: " ".join(found) for kind, found in run_record.KINDS.items()} == FROZEN
+    assert " ".join(run_record.EVENTS) == (
         "resume restart evaluation checkpoint skipped straggler spike profile remark stop error end"
     )
-    assert (names.VERSION, names.RUN_FILE, names.RANK_FILES) == (1, "run.json", "rank-*.jsonl")
+    assert (run_record.VERSION, run_record.RUN_FILE, run_record.RANK_FILES) == (1, "run.json", "rank-*.jsonl")
 
 
 def test_the_docs_list_the_same_names_with_the_same_meanings():
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", DOCS.read_text(), flags=re.MULTILINE)
-    for kind in (*names.KINDS.values(), names.EVENTS):
+    for kind in (*run_record.KINDS.values(), run_record.EVENTS):
         assert [row for row in kind.items() if row not in rows] == []
 
 
@@ -93,7 +91,7 @@ def test_numbers_that_are_none_are_words():
 
 
 def test_ever_more_steps_share_a_line():
-    thinner = Thinner(singly=4)
+    thinner = Downsampler(singly=4)
     lines = [line for number in range(30) if (line := thinner.add(step_line(number, forward_s=number / 100)))]
     assert [line["num_steps"] for line in lines] == [1, 1, 1, 1, 2, 2, 2, 2, 4, 4, 4, 4]
     last = lines[-1]
@@ -115,13 +113,13 @@ def test_clocks_are_bounded_from_both_sides():
     # The other clock is 5 s ahead. In the first round rank zero came late, in the second the other rank.
     zero = [(10.0, 10.2), (20.0, 21.1)]
     other = [(14.0, 15.1), (26.0, 26.2)]
-    found = bound(zero, other)
+    found = bound_offset(zero, other)
     assert (found.offset_s, found.error_s) == pytest.approx((5.0, 0.1))
 
 
 def test_the_sampler_tells_of_this_process(monkeypatch):
     line = MachineSampler([torch.device("cpu")])()
-    assert list(line) == ["kind", *names.MACHINE]
+    assert list(line) == ["kind", *run_record.MACHINE]
     assert line["rss_peak_bytes"] > 2**24 < line["rss_bytes"]
     assert (line["memory_bytes"], line["gpu_percent"]) == (None, None)
 
@@ -138,7 +136,7 @@ def test_nvml_is_asked_for_the_gpu_of_this_rank(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))
-    assert machine._Nvml(torch.device("cuda", 3)).read() == (87.0, 312.5, None)
+    assert resources._Nvml(torch.device("cuda", 3)).read() == (87.0, 312.5, None)
     assert asked == ["GPU-12-34"]
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert machine._Nvml(torch.device("cuda", 3)).read() == (None, None, None)
+    assert resources._Nvml(torch.device("cuda", 3)).read() == (None, None, None)

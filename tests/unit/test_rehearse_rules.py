@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.errors import ConfigurationError
-from lockstep.study.rehearse.rules import KINDS, Rule, check_ranks, parse, taught
+from lockstep.study.rehearse.fault_rules import KINDS, Rule, check_ranks, parse, taught
 
 
 @pytest.mark.parametrize(

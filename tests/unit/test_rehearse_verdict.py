@@ -2,11 +2,8 @@
 
 import pytest
 
-from lockstep.study.rehearse.notes import Note
-from lockstep.study.rehearse.observe import Line
-from lockstep.study.rehearse.organise import is_task
-from lockstep.study.rehearse.rules import parse
-from lockstep.study.rehearse.verdict import judge, judge_all, ranks_in
+from lockstep.study.rehearse.fault_rules import Note, parse
+from lockstep.study.rehearse.runner import Line, is_task, judge, judge_all, ranks_in
 
 STRUCK = Note(1, 5, 1_000_000_000)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lockstep.study.report.advice import Facts, advise
-from lockstep.study.report.together import Parts
+from lockstep.study.report.figures import Parts
 from lockstep.telemetry.stragglers import Straggler
 
 SOUND = Parts(

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from lockstep.study.report.page import render
+from lockstep.study.report.run_page import render
 from lockstep.study.report.view import look_at
 from tests.unit.test_report_page import planted
 

@@ -5,14 +5,11 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from lockstep.cli.report import report
+from lockstep.cli.studies import report
 from lockstep.study.drawing import drawing_style
-from lockstep.study.report.beside import put_beside
-from lockstep.study.report.machine_plots import draw_loads
-from lockstep.study.report.plots import devices_by_part, draw
-from lockstep.study.report.tables import figures
-from lockstep.study.report.verdict import sentences
-from lockstep.study.report.view import look_at
+from lockstep.study.report.plots import draw_loads
+from lockstep.study.report.tables import devices_by_part, draw, figures
+from lockstep.study.report.view import compare_with_baseline, look_at, sentences
 from tests.unit.report_planted import MACHINE, START, event_line, session, step_line, steps, timeline_line, write_run
 
 GPU = {"gpu_percent": 90.0, "gpu_power_w": 300.0, "gpu_temperature_c": 60.0, "num_workers": 2}
@@ -39,7 +36,7 @@ def double(folder, loss=0.0):
 
 def test_a_run_on_one_device_beside_it_tells_whether_it_is_the_same_and_how_much_more_devices_gave(tmp_path):
     view = double(tmp_path / "two", loss=0.25e-6)
-    beside = put_beside(view, single(tmp_path / "one"))
+    beside = compare_with_baseline(view, single(tmp_path / "one"))
     assert beside.loss_note == (
         "Over 30 steps, the loss and that on one device begin alike and differ by 1e-06 of it at most, in step 8."
     )
@@ -49,14 +46,17 @@ def test_a_run_on_one_device_beside_it_tells_whether_it_is_the_same_and_how_much
         "linear."
     )
     slow = look_at(write_run(tmp_path / "slow", [steps(interval_s=0.016)] * 2))
-    assert put_beside(slow, beside.view).scaling == "1.25 times as fast as one device, 62% of linear (80% is good)"
+    assert (
+        compare_with_baseline(slow, beside.view).scaling
+        == "1.25 times as fast as one device, 62% of linear (80% is good)"
+    )
     other = double(tmp_path / "wrong", loss=0.1)
     other.run.ranks[0].steps[0] = replace(other.run.ranks[0].steps[0], loss=1.9)
-    assert put_beside(other, beside.view).loss_note == (
+    assert compare_with_baseline(other, beside.view).loss_note == (
         "Over 30 steps, the loss and that on one device differ by 5.00% in step 1 already (lockstep verify says why), "
         "by 28.57% at most, in step 8."
     )
-    same = put_beside(double(tmp_path / "same"), single(tmp_path / "other", seed=3))
+    same = compare_with_baseline(double(tmp_path / "same"), single(tmp_path / "other", seed=3))
     assert same.loss_note == (
         "Over 30 steps, the loss and that on one device are the same to the bit; it is another training run: seed 0 "
         "here, 3 there."

@@ -2,12 +2,9 @@
 
 import pytest
 
-from lockstep.study.report.figures import find_figures
-from lockstep.study.report.read import read_run
-from lockstep.study.report.timeline import find_window
-from lockstep.study.report.traffic import find_traffic
-from lockstep.study.report.verdict import against, sentences
-from lockstep.study.report.view import look_at
+from lockstep.study.report.figures import find_figures, find_traffic, find_window
+from lockstep.study.report.run_reader import read_run
+from lockstep.study.report.view import against, look_at, sentences
 from tests.unit.report_planted import START, event_line, session, step_line, steps, timeline_line, write_run
 
 

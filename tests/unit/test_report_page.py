@@ -8,8 +8,8 @@ from html.parser import HTMLParser
 import pytest
 from click.testing import CliRunner
 
-from lockstep.cli.report import report
-from lockstep.study.report.page import render
+from lockstep.cli.studies import report
+from lockstep.study.report.run_page import render
 from lockstep.study.report.view import look_at
 from tests.unit.report_planted import MACHINE, START, event_line, session, steps, timeline_line, write_run
 

@@ -8,16 +8,16 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import ConfigurationError
-from lockstep.train.arithmetic import Arithmetic, differences, watch_for_other_kernels
-from lockstep.train.loop import Loop
-from lockstep.train.reproducible.placement import place
+from lockstep.train.plan import place_shards
+from lockstep.train.reproducible import Arithmetic, differences, watch_for_other_kernels
 from lockstep.train.settings import Settings
+from lockstep.train.trainer import Trainer
 from tests.reproducing import Alone
 from tests.training import make_task
 
 
 def run_steps(model, num_steps=2, strategy="single", **changes):
-    loop = Loop(
+    loop = Trainer(
         make_task(model=model, **changes),
         Settings(reproducible=2),
         Alone,
@@ -131,13 +131,13 @@ def test_a_parameter_that_no_shard_used_has_no_gradient(strategy):
 
 
 def test_devices_without_a_virtual_shard_are_refused():
-    assert [list(leaves) for leaves in place(5, 2, None).ranges] == [[0, 1, 2], [3, 4]]
-    assert [list(leaves) for leaves in place(4, 3, (2, 1, 1)).ranges] == [[0, 1], [2], [3]]
-    assert message(lambda: place(2, 4, None)) == (
+    assert [list(leaves) for leaves in place_shards(5, 2, None).ranges] == [[0, 1, 2], [3, 4]]
+    assert [list(leaves) for leaves in place_shards(4, 3, (2, 1, 1)).ranges] == [[0, 1], [2], [3]]
+    assert message(lambda: place_shards(2, 4, None)) == (
         "reproducible=2 leaves 2 of 4 devices without a virtual shard.\n"
         "Cut the global batch into more, or train on fewer devices."
     )
-    assert message(lambda: place(4, 2, (9, 1))).startswith("reproducible=4 leaves 1 of 2 devices")
+    assert message(lambda: place_shards(4, 2, (9, 1))).startswith("reproducible=4 leaves 1 of 2 devices")
 
 
 def test_settings_that_do_not_go_together():
@@ -147,13 +147,15 @@ def test_settings_that_do_not_go_together():
         "(reproducible=12)."
     )
     assert message(
-        lambda: Loop(make_task(), Settings(reproducible=7), Alone, strategy="single", devices=[torch.device("cpu")])
+        lambda: Trainer(make_task(), Settings(reproducible=7), Alone, strategy="single", devices=[torch.device("cpu")])
     ) == (
         "The global batch of 24 samples does not divide into reproducible=7 virtual shards.\n"
         "Set the global batch size to 21 or 28."
     )
     assert message(
-        lambda: Loop(make_task(), Settings(reproducible=2), Alone, strategy="torch-ddp", devices=[torch.device("cpu")])
+        lambda: Trainer(
+            make_task(), Settings(reproducible=2), Alone, strategy="torch-ddp", devices=[torch.device("cpu")]
+        )
     ) == (
         "Strategy torch-ddp cannot be reproducible: torch's engine sums in an order of its own.\n"
         "Use strategy ddp, or leave reproducible out."

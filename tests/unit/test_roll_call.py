@@ -6,16 +6,16 @@ import time
 import pytest
 import torch.distributed as dist
 
-from lockstep.comm.roll_call import Arrival, call_roll, listed
+from lockstep.comm.rendezvous import Participant, check_membership, format_ranks
 from lockstep.errors import ConfigurationError, WorldSizeMismatch
 
 
 def arrival(rank, *, world_size=3, backend="gloo", pid=None):
-    return Arrival(rank, world_size, backend, "here", 100 + rank if pid is None else pid)
+    return Participant(rank, world_size, backend, "here", 100 + rank if pid is None else pid)
 
 
 class Roll:
-    """Runs `call_roll` once a rank, each in a thread, and keeps how each ended."""
+    """Runs `check_membership` once a rank, each in a thread, and keeps how each ended."""
 
     def __init__(self, timeout_s=0.3):
         self.store = dist.HashStore()
@@ -26,7 +26,7 @@ class Roll:
 
         def one(index, me):
             try:
-                call_roll(
+                check_membership(
                     self.store,
                     me,
                     deadline=time.monotonic() + self.timeout_s,
@@ -128,6 +128,6 @@ def test_a_rank_that_cannot_take_part_says_so_to_all():
 
 
 def test_long_lists_of_ranks_are_cut():
-    assert listed([3]) == "rank 3"
-    assert listed([1, 2]) == "ranks 1, 2"
-    assert listed(list(range(20))).endswith("14, 15 and 4 more")
+    assert format_ranks([3]) == "rank 3"
+    assert format_ranks([1, 2]) == "ranks 1, 2"
+    assert format_ranks(list(range(20))).endswith("14, 15 and 4 more")

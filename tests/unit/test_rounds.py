@@ -7,9 +7,8 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from lockstep.launcher import requests
-from lockstep.launcher.local_rendezvous import LocalRendezvous
-from lockstep.launcher.rounds import Rounds, in_rounds
+from lockstep import run_folder
+from lockstep.launcher.node_rendezvous import LocalRendezvous, RendezvousPerRestart, rendezvous_per_restart
 
 
 class Meeting(RendezvousHandler):
@@ -52,14 +51,14 @@ def together():
 
 def test_each_round_has_a_store_of_its_own_and_one_number(together):
     shared = HashStore()
-    sides = [Rounds(Meeting(shared, rank), lambda: False) for rank in range(2)]
+    sides = [RendezvousPerRestart(Meeting(shared, rank), lambda: False) for rank in range(2)]
     places = []
     for known in ((0, 0), (3, 0)):  # the second one is new in the second round
         # One after the other, as both set a variable of this process.
         found = [side.next_rendezvous().bootstrap_store_info for side in sides]
         assert found[0] == found[1]
         places.append(found[0])
-        assert together(Rounds.agree_on_restarts, sides, known) == [max(known)] * 2
+        assert together(RendezvousPerRestart.agree_on_restarts, sides, known) == [max(known)] * 2
         store = TCPStore(found[0].master_addr, found[0].master_port)
         assert not store.check(["address"]), "of the round before"
         store.set("address", "here")
@@ -69,19 +68,19 @@ def test_each_round_has_a_store_of_its_own_and_one_number(together):
 
 def test_a_machine_that_was_told_to_end_takes_up_no_other_and_does_not_end_the_job(tmp_path):
     inner = Meeting(HashStore(), 0)
-    side = Rounds(inner, lambda: requests.asked_by_signal(tmp_path))
-    requests.ask(tmp_path, requests.ANOTHER_MACHINE)
+    side = RendezvousPerRestart(inner, lambda: run_folder.is_stopped_by_signal(tmp_path))
+    run_folder.request_stop(tmp_path, run_folder.ANOTHER_MACHINE)
     assert side.num_nodes_waiting() == 1
-    requests.ask(tmp_path, "SIGTERM")
+    run_folder.request_stop(tmp_path, "SIGTERM")
     assert side.num_nodes_waiting() == 0
     assert side.shutdown()
     assert inner.calls == []
-    requests.announce(tmp_path, 0)
-    requests.report(tmp_path, 0, "saved")
-    requests.forget(tmp_path)
+    run_folder.announce_graceful_stop(tmp_path, 0)
+    run_folder.report_stopped(tmp_path, 0, "saved")
+    run_folder.forget_stop(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["stop"]  # for the ranks to come
-    requests.ask(tmp_path, requests.ANOTHER_MACHINE)
-    requests.forget(tmp_path)
+    run_folder.request_stop(tmp_path, run_folder.ANOTHER_MACHINE)
+    run_folder.forget_stop(tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert side.shutdown()
     assert inner.calls == ["shut down"]
@@ -89,4 +88,4 @@ def test_a_machine_that_was_told_to_end_takes_up_no_other_and_does_not_end_the_j
 
 def test_only_rendezvous_in_which_machines_come_and_go_are_changed():
     alone = LocalRendezvous("job")
-    assert in_rounds(alone, lambda: False) is alone
+    assert rendezvous_per_restart(alone, lambda: False) is alone

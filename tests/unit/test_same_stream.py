@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from lockstep.data.same_stream import checksum, is_checked
+from lockstep.data.stream import checksum, is_checked
 
 
 def test_the_same_samples_have_the_same_checksum_whatever_objects_they_are():

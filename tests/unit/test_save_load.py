@@ -17,9 +17,9 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import CheckpointError
-from lockstep.train.checkpoints import disk
-from lockstep.train.checkpoints import folder as folders
-from lockstep.train.checkpoints.lock import FolderLock
+from lockstep.train import checkpoint_storage
+from lockstep.train import checkpoint_storage as folders
+from lockstep.train.checkpoint import FolderLock
 from tests.killing import Killed, Killer, kill_everywhere
 
 pytestmark = pytest.mark.timeout(60)
@@ -133,7 +133,7 @@ def test_full_disk(tmp_path, monkeypatch):
 
     message = f"Cannot write the checkpoint {tmp_path}: {{}}.\nThe one before it is as it was."
     with monkeypatch.context() as patch:
-        patch.setattr(disk, "write", full)
+        patch.setattr(checkpoint_storage, "write", full)
         with pytest.raises(CheckpointError) as caught:
             lockstep.save(tmp_path, step=2)
     assert str(caught.value) == message.format("No space left on device")

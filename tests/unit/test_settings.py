@@ -7,8 +7,7 @@ import pytest
 
 import lockstep
 from lockstep.errors import ConfigurationError
-from lockstep.train.declared import settings_of
-from lockstep.train.settings import FitSettings, Settings
+from lockstep.train.settings import FitSettings, Settings, settings_of
 
 
 def test_each_field_declares_its_kind():

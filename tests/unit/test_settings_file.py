@@ -8,9 +8,7 @@ import pytest
 from lockstep.cli import main
 from lockstep.errors import ConfigurationError
 from lockstep.train import fit
-from lockstep.train.declared import settings_of
-from lockstep.train.settings import FitSettings
-from lockstep.train.settings_file import as_toml, over, read_settings
+from lockstep.train.settings import FitSettings, merge_settings, read_settings, settings_of, toml_line
 
 
 @pytest.fixture
@@ -35,7 +33,7 @@ def test_every_kind_of_setting_comes_back_as_it_was_written(file):
         "bucket_cap_mb": 2.5,
         "run_dir": 'runs/"a" \\ ü',
     }
-    text = "# a comment\n" + "\n".join(as_toml(name, value) for name, value in values.items())
+    text = "# a comment\n" + "\n".join(toml_line(name, value) for name, value in values.items())
     assert read_settings(file(text)) == values
     assert FitSettings(**read_settings("mine.toml")).shares == (2, 1.5)
 
@@ -96,8 +94,8 @@ def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
 
 
 def test_what_is_given_wins_and_takes_the_place_of_its_rival():
-    assert over({"epochs": 2, "workers": 3}, {"steps": 5}) == {"workers": 3, "steps": 5}
-    assert over({"steps": 2, "workers": 3}, {"workers": 0}) == {"steps": 2, "workers": 0}
+    assert merge_settings({"epochs": 2, "workers": 3}, {"steps": 5}) == {"workers": 3, "steps": 5}
+    assert merge_settings({"steps": 2, "workers": 3}, {"workers": 0}) == {"steps": 2, "workers": 0}
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(file, tmp_path, monkeypatch, capfd):
@@ -122,4 +120,4 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(file, tmp_path, monk
 def test_all_settings_can_be_in_a_file(file):
     for setting in settings_of(FitSettings):
         if setting.default is not None:
-            assert read_settings(file(as_toml(setting.name, setting.default))) == {setting.name: setting.default}
+            assert read_settings(file(toml_line(setting.name, setting.default))) == {setting.name: setting.default}

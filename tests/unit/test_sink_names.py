@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.telemetry.live.snapshot import RankFigures
-from lockstep.telemetry.sinks import names
-from lockstep.telemetry.sinks.figures import Tally, evaluations, has_failed, name_in, scalars
+from lockstep.telemetry import metrics
+from lockstep.telemetry.metrics import EventCounts, RankFigures, evaluations, has_failed, name_in, scalars
 from tests.unit.sinks_planted import event, snapshot
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -71,13 +70,13 @@ FROZEN = {
 OWN = ("lockstep_run_info", "lockstep_rank_info", "lockstep_updated_timestamp_seconds")
 """Of Prometheus alone."""
 
-ALL = (*names.METRICS, *names.RANK_METRICS, *names.FAMILIES)
+ALL = (*metrics.METRICS, *metrics.RANK_METRICS, *metrics.FAMILIES)
 
 
 def test_the_names_stay():
     assert {metric.name: metric.prometheus for metric in ALL} == FROZEN
-    assert (names.RUN_INFO, names.RANK_INFO, names.UPDATED) == OWN
-    assert names.SPREAD == ("min", "min_rank", "median", "max", "max_rank")
+    assert (metrics.RUN_INFO, metrics.RANK_INFO, metrics.UPDATED) == OWN
+    assert metrics.SPREAD == ("min", "min_rank", "median", "max", "max_rank")
 
 
 def test_the_docs_list_them_with_the_same_meanings():
@@ -96,7 +95,7 @@ def test_prometheus_names_are_by_its_rules():
 
 
 def test_every_figure_of_a_rank_is_given():
-    given = {metric.figure for metric in names.RANK_METRICS}
+    given = {metric.figure for metric in metrics.RANK_METRICS}
     known = {field.name for field in fields(RankFigures)} | {"own_s", "wire_s"}
     assert known - given == {"rank", "host", "device", "step", "num_steps"}
     assert given <= known
@@ -119,7 +118,7 @@ def test_the_dashboard_and_the_alerts_name_what_there_is():
 
 
 def test_scalars_are_what_the_snapshot_says():
-    tally = Tally()
+    tally = EventCounts()
     tally.add([event("checkpoint", 5, seconds=0.25), event("checkpoint", 8, seconds=0.5), event("spike", 9)])
     found = scalars(snapshot(9), tally)
     expected = {
@@ -152,7 +151,7 @@ def test_scalars_are_what_the_snapshot_says():
 
 
 def test_a_step_of_which_nothing_is_known_has_no_shares():
-    found = scalars(snapshot(0, ranks=(), buckets=()), Tally())
+    found = scalars(snapshot(0, ranks=(), buckets=()), EventCounts())
     assert not [name for name in found if name.startswith(("time/", "rank/", "bucket/"))]
 
 
@@ -161,7 +160,7 @@ def test_evaluations_keep_their_step_and_names_that_every_sink_takes():
     (found,) = evaluations(snapshot(9, event("evaluation", 8, metrics=metrics), event("spike", 9)))
     assert (found.step, found.time) == (8, 1e9 + 8)
     assert found.metrics == {"eval/loss": 0.5, "eval/top_5_accuracy": 0.75}
-    assert name_in(names.BUCKET_LATENCY, 12) == "bucket/12_latency_s"
+    assert name_in(metrics.BUCKET_LATENCY, 12) == "bucket/12_latency_s"
 
 
 def test_a_session_that_said_neither_end_nor_stop_has_failed():

@@ -8,11 +8,8 @@ import time
 import pytest
 
 from lockstep.errors import ConfigurationError
-from lockstep.telemetry.sinks import opening
-from lockstep.telemetry.sinks.kept import Kept
-from lockstep.telemetry.sinks.opening import open_here, require_package
-from lockstep.telemetry.sinks.patience import opened_within
-from lockstep.telemetry.sinks.targets import Target, parse_targets
+from lockstep.telemetry.sinks import factory
+from lockstep.telemetry.sinks.factory import SinkState, Target, open_here, opened_within, parse_targets, require_package
 from lockstep.train.settings import FitSettings
 from tests.unit.sinks_planted import facts
 
@@ -74,7 +71,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_starts(log_to, text):
 
 
 def test_a_package_that_is_not_installed_is_named_with_the_command(monkeypatch):
-    monkeypatch.setitem(opening.PACKAGES, "wandb", "wandb_is_not_here")
+    monkeypatch.setitem(factory.PACKAGES, "wandb", "wandb_is_not_here")
     with pytest.raises(ConfigurationError) as error:
         require_package(Target("wandb", "digits"))
     assert str(error.value) == (
@@ -144,7 +141,7 @@ def test_what_a_library_raises_is_told_in_one_line(monkeypatch):
     def fail(target, facts):
         raise RuntimeError("no such experiment.\nAnd much more")
 
-    monkeypatch.setitem(opening._OPENERS, "jsonl", fail)
+    monkeypatch.setitem(factory._OPENERS, "jsonl", fail)
     with pytest.raises(ConfigurationError) as error:
         open_here([Target("jsonl", "a")], facts())
     assert str(error.value) == (
@@ -153,22 +150,22 @@ def test_what_a_library_raises_is_told_in_one_line(monkeypatch):
 
 
 def test_a_sink_remembers_its_run_and_its_last_step(tmp_path):
-    first = Kept("wandb:a", facts(memory=tmp_path))
+    first = SinkState("wandb:a", facts(memory=tmp_path))
     assert (first.run_id, first.is_new(0)) == (None, True)
     first.begin("abc")
     first.told(7)
     first.told_evaluation(5)
-    Kept("mlflow:", facts(memory=tmp_path)).begin("def")
-    again = Kept("wandb:a", facts(memory=tmp_path, is_fresh=False))
+    SinkState("mlflow:", facts(memory=tmp_path)).begin("def")
+    again = SinkState("wandb:a", facts(memory=tmp_path, is_fresh=False))
     assert (again.run_id, again.last_step, again.is_new(7), again.is_new(8)) == ("abc", 7, False, True)
     assert (again.is_new_evaluation(5), again.is_new_evaluation(6)) == (False, True)
     again.begin("abc")
     assert again.last_step == 7
     again.begin("other")
     assert again.last_step == -1
-    assert Kept("wandb:a", facts(memory=tmp_path)).run_id is None  # a run that begins anew
+    assert SinkState("wandb:a", facts(memory=tmp_path)).run_id is None  # a run that begins anew
     (tmp_path / "sinks.json").write_text("[")
-    assert Kept("wandb:a", facts(memory=tmp_path, is_fresh=False)).run_id is None
-    nowhere = Kept("wandb:a", facts(is_fresh=False))
+    assert SinkState("wandb:a", facts(memory=tmp_path, is_fresh=False)).run_id is None
+    nowhere = SinkState("wandb:a", facts(is_fresh=False))
     nowhere.begin("abc")
     assert not [path for path in tmp_path.iterdir() if path.suffix == ".partial"]

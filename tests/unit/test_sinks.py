@@ -10,8 +10,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from lockstep.telemetry.sinks.factory import SinkState
 from lockstep.telemetry.sinks.json_lines import JsonLines
-from lockstep.telemetry.sinks.kept import Kept
 from tests.unit.sinks_planted import CONFIG, event, facts, snapshot
 
 EVALUATED = event("evaluation", 4, seconds=0.5, metrics={"loss": 0.25})
@@ -196,7 +196,7 @@ def wandb(monkeypatch):
 
 
 def test_wandb_gets_one_run_with_steps_that_grow(wandb, tmp_path):
-    sink = wandb.module.WandbRun("me/digits", facts(), Kept("wandb:me/digits", facts(memory=tmp_path)))
+    sink = wandb.module.WandbRun("me/digits", facts(), SinkState("wandb:me/digits", facts(memory=tmp_path)))
     run_id = wandb.calls[0][3]
     assert wandb.calls == [("init", "me", "digits", run_id, "allow", CONFIG)]
     assert len(run_id) == 8
@@ -209,7 +209,7 @@ def test_wandb_gets_one_run_with_steps_that_grow(wandb, tmp_path):
     wandb.calls.clear()
 
     going_on = facts(first_step=4, is_fresh=False, memory=tmp_path)
-    sink = wandb.module.WandbRun("me/digits", going_on, Kept("wandb:me/digits", going_on))
+    sink = wandb.module.WandbRun("me/digits", going_on, SinkState("wandb:me/digits", going_on))
     feed(sink, snapshot(6, EVALUATED), snapshot(9, event("end", 9)))
     assert wandb.calls[0][3] == run_id
     # What is done again was told already; the table of events comes last.
@@ -269,7 +269,7 @@ def mlflow(monkeypatch):
 def test_mlflow_gets_one_run_with_parameters_once_and_steps_that_grow(mlflow, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
     calls = FakeMlflow.calls
-    sink = mlflow.MlflowRun("http://host", facts(), Kept("mlflow:http://host", facts(memory=tmp_path)))
+    sink = mlflow.MlflowRun("http://host", facts(), SinkState("mlflow:http://host", facts(memory=tmp_path)))
     assert sink.where == "metrics go to MLflow: run abc at http://host"
     assert calls == [
         ("experiment", "mine"),
@@ -286,7 +286,7 @@ def test_mlflow_gets_one_run_with_parameters_once_and_steps_that_grow(mlflow, tm
     ]
     calls.clear()
     going_on = facts(first_step=4, is_fresh=False, memory=tmp_path)
-    sink = mlflow.MlflowRun("http://host", going_on, Kept("mlflow:http://host", going_on))
+    sink = mlflow.MlflowRun("http://host", going_on, SinkState("mlflow:http://host", going_on))
     later = event("evaluation", 7, metrics={"loss": 0.125})
     feed(sink, snapshot(6, EVALUATED), snapshot(8, later), snapshot(9, event("end", 9)))
     assert calls[0] == ("update", "abc", "RUNNING")

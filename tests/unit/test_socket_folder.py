@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from lockstep import socket_folder
+from lockstep import env
 from lockstep.data.loader import LoadOptions
+from lockstep.env import ensure_short_socket_folder, is_socket_folder_too_long
 from lockstep.errors import ConfigurationError
-from lockstep.socket_folder import is_too_long, make_sockets_possible
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def long_folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("length", "expected"), [(75, False), (76, True)])
 def test_how_long_it_may_be(length, expected):
-    assert is_too_long(f"/{'x' * (length - 1)}") is expected
+    assert is_socket_folder_too_long(f"/{'x' * (length - 1)}") is expected
 
 
 @pytest.mark.timeout(60)
@@ -38,9 +38,9 @@ def test_loader_processes_hand_tensors_over_all_the_same(long_folder):
 
 
 def test_without_another_folder_it_is_an_error(long_folder, monkeypatch):
-    monkeypatch.setattr(socket_folder, "_SHORT", ("/not/there",))
+    monkeypatch.setattr(env, "_SHORT", ("/not/there",))
     with pytest.raises(ConfigurationError) as error:
-        make_sockets_possible()
+        ensure_short_socket_folder()
     assert str(error.value) == (
         "The folder for temporary files has too long a name for loader processes, which hand tensors over by sockets "
         f"in it: {long_folder}\nName a shorter one, such as TMPDIR=/tmp, or load in the rank itself (workers=0)."
@@ -51,4 +51,4 @@ def test_a_folder_that_was_made_before_is_an_error(long_folder, monkeypatch):
     config = multiprocessing.process.current_process()._config
     monkeypatch.setitem(config, "tempdir", str(long_folder / "pymp-12345678"))
     with pytest.raises(ConfigurationError, match="has too long a name for loader processes"):
-        make_sockets_possible()
+        ensure_short_socket_folder()

@@ -2,8 +2,18 @@
 
 import pytest
 
-from lockstep.telemetry.pace import PaceKeeper, ends_window, is_looked_at, note_of
-from lockstep.telemetry.stragglers import Division, StepTimes, describe, divide, find_stragglers, pace_of
+from lockstep.telemetry.stragglers import (
+    PaceKeeper,
+    StepSplit,
+    StepTimes,
+    describe,
+    ends_window,
+    find_stragglers,
+    is_looked_at,
+    note_of,
+    pace_of,
+    split_steps,
+)
 
 PHASES = ("loader", "forward", "backward", "optimizer")
 NOISE = (0.0, 0.001, 0.0, 0.002, 0.001)
@@ -30,9 +40,9 @@ def test_a_delay_is_of_the_rank_and_the_phase_that_it_was_put_into(phase):
 
 
 def test_own_work_waiting_for_peers_and_wire_are_told_apart():
-    divided = divide({0: pace(waits=0.052), 1: pace(slow="backward", by_s=0.05)})
-    assert divided[0] == Division(pytest.approx(0.034), pytest.approx(0.05), 0.002)
-    assert divided[1] == Division(pytest.approx(0.084), 0.0, 0.002)
+    divided = split_steps({0: pace(waits=0.052), 1: pace(slow="backward", by_s=0.05)})
+    assert divided[0] == StepSplit(pytest.approx(0.034), pytest.approx(0.05), 0.002)
+    assert divided[1] == StepSplit(pytest.approx(0.084), 0.0, 0.002)
 
 
 @pytest.mark.parametrize(

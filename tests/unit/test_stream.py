@@ -6,10 +6,9 @@ from itertools import islice
 import pytest
 from torch.utils.data import IterableDataset, get_worker_info
 
-from lockstep.data.division import Division
 from lockstep.data.loader import LoadOptions
-from lockstep.data.stream import load_stream
-from lockstep.data.stream_reader import StreamOrder, StreamPosition
+from lockstep.data.order import BatchSplit
+from lockstep.data.stream import StreamOrder, StreamPosition, load_stream
 from lockstep.errors import ConfigurationError, DataError
 
 
@@ -25,7 +24,7 @@ class Stream(IterableDataset):
 
 
 def rows(num_steps, *, rank=0, num_ranks=1, accumulate=1, first_step=0, workers=0, size=10, drop_last=False):
-    division = Division(num_ranks, range(rank, rank + 1), accumulate)
+    division = BatchSplit(num_ranks, range(rank, rank + 1), accumulate)
     order, options = (
         StreamOrder(batch_size=4, seed=0, drop_last=drop_last),
         LoadOptions(None, workers, pin_memory=False),
@@ -79,7 +78,7 @@ class Split(IterableDataset):
 
 
 def test_a_stream_that_divides_itself_over_loader_processes_is_read_whole():
-    order, division = StreamOrder(batch_size=4, seed=0), Division(1, range(1), 1)
+    order, division = StreamOrder(batch_size=4, seed=0), BatchSplit(1, range(1), 1)
     loaded = load_stream(Split(), order, division, LoadOptions(None, 2, pin_memory=False), position=StreamPosition())
     assert [micro.batches[0].tolist() for micro in islice(loaded, 3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
@@ -101,7 +100,7 @@ class ShuffledAtOnce(IterableDataset):
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_the_epoch_is_set_and_the_order_drawn_alike_in_every_process(workers):
     random.seed()
-    order, division = StreamOrder(batch_size=4, seed=0), Division(1, range(1), 1)
+    order, division = StreamOrder(batch_size=4, seed=0), BatchSplit(1, range(1), 1)
     options = LoadOptions(None, workers, pin_memory=False)
     loaded = load_stream(ShuffledAtOnce(), order, division, options, position=StreamPosition())
     batches = [micro.batches[0].tolist() for micro in islice(loaded, 6)]
@@ -131,7 +130,7 @@ class Torn(IterableDataset):
 
 
 def error_of_torn(error, workers):
-    order, division = StreamOrder(batch_size=2, seed=0), Division(1, range(1), 1)
+    order, division = StreamOrder(batch_size=2, seed=0), BatchSplit(1, range(1), 1)
     options = LoadOptions(None, workers, pin_memory=False)
     loaded = load_stream(Torn(error), order, division, options, position=StreamPosition())
     assert [next(loaded).batches[0].tolist() for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
@@ -162,7 +161,7 @@ def test_what_a_stream_raises_is_told_in_the_same_words_from_loader_processes(wo
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_other_errors_of_ours_are_left_as_they_are(workers):
-    order, division = StreamOrder(batch_size=2, seed=0), Division(1, range(1), 1)
+    order, division = StreamOrder(batch_size=2, seed=0), BatchSplit(1, range(1), 1)
     options = LoadOptions(None, workers, pin_memory=False)
     stream = Torn(ConfigurationError("It is not set up."))
     loaded = load_stream(stream, order, division, options, position=StreamPosition())

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from lockstep.data.division import Division
-from lockstep.data.feed import Feed
+from lockstep.data.batch_iterator import BatchIterator
 from lockstep.data.loader import LoadOptions
-from lockstep.data.plain import first_not_plain
-from lockstep.data.stream_reader import StreamOrder, StreamPosition, StreamReader
+from lockstep.data.order import BatchSplit
+from lockstep.data.stream import StreamOrder, StreamPosition, StreamReader, first_not_serializable
 
 
 class Counting(IterableDataset):
@@ -144,8 +143,8 @@ def test_trying_a_state_out_changes_nothing():
 
 def feed(stream, workers=0, accumulate=1):
     options = LoadOptions(None, workers, pin_memory=False)
-    division = Division(1, range(1), accumulate)
-    return Feed(stream, StreamOrder(4, seed=0), division, options, [torch.device("cpu")])
+    division = BatchSplit(1, range(1), accumulate)
+    return BatchIterator(stream, StreamOrder(4, seed=0), division, options, [torch.device("cpu")])
 
 
 def numbers(feed, num_steps, accumulate=1):
@@ -210,8 +209,8 @@ def test_a_stream_without_a_state_says_nothing():
 
 def test_what_a_checkpoint_can_hold():
     plain = {"a": [1, 2.5, None, True, "x", b"y", (torch.ones(2), {1: 2j})]}
-    assert first_not_plain(plain) is None
-    assert first_not_plain({"a": [1, {"b": np.float64(1)}]}) == "numpy.float64 at ['a'][1]['b']"
-    assert first_not_plain({(1, np.str_("x")): 1}) == "numpy.str_ at [(1, np.str_('x'))][1]"
-    assert first_not_plain({1}) == "set"
-    assert first_not_plain([np.zeros(3)]) == "numpy.ndarray at [0]"
+    assert first_not_serializable(plain) is None
+    assert first_not_serializable({"a": [1, {"b": np.float64(1)}]}) == "numpy.float64 at ['a'][1]['b']"
+    assert first_not_serializable({(1, np.str_("x")): 1}) == "numpy.str_ at [(1, np.str_('x'))][1]"
+    assert first_not_serializable({1}) == "set"
+    assert first_not_serializable([np.zeros(3)]) == "numpy.ndarray at [0]"

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from lockstep.data import TokenFiles, positional
-from lockstep.data.positional import PositionalReader
+from lockstep.data import TokenFiles, tokens
+from lockstep.data.tokens import PositionalReader
 from lockstep.errors import ConfigurationError, DataError
 
 
@@ -94,7 +94,7 @@ def test_loader_processes_read_the_same_whether_forked_or_spawned(tmp_path):
 
 
 def test_many_files_need_few_descriptors(tmp_path, monkeypatch):
-    monkeypatch.setattr("lockstep.data.positional._MAX_OPEN", 3)
+    monkeypatch.setattr("lockstep.data.tokens._MAX_OPEN", 3)
     for number in range(9):
         write(tmp_path / f"{number}.bin", [number, number])
     data = TokenFiles(tmp_path / "*.bin", length=1)
@@ -107,7 +107,7 @@ def test_many_files_need_few_descriptors(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("allowed", "kept"), [(1024, 256), (20, 16), (10**6, 4096), (resource.RLIM_INFINITY, 4096)])
 def test_a_part_of_the_descriptors_is_left_to_others(monkeypatch, allowed, kept):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (allowed, allowed))
-    assert positional._most_open() == kept
+    assert tokens._most_open() == kept
 
 
 def test_what_cannot_be_right_is_found_at_once(tmp_path):

@@ -2,8 +2,7 @@
 
 import pytest
 
-from lockstep.telemetry.flight import Call, awaited
-from lockstep.telemetry.torch_buckets import Bucket, Parameter, buckets_at, plan_of
+from lockstep.telemetry.heartbeat import Bucket, Call, Parameter, awaited, buckets_at, plan_of
 
 PARAMETERS = [Parameter(f"layers.{index}.weight", 10 + index, 4 * (10 + index)) for index in range(4)]
 

@@ -9,8 +9,7 @@ import pytest
 from lockstep.cli import main
 from lockstep.cli.train import train
 from lockstep.train import fit
-from lockstep.train.declared import settings_of
-from lockstep.train.settings import FitSettings
+from lockstep.train.settings import FitSettings, settings_of
 
 MINE = """\
 import torch

@@ -7,10 +7,14 @@ import torch
 from torch import nn
 
 from lockstep.data.order import cut
-from lockstep.parallel.tree.exchange import LocalExchange, Placement
-from lockstep.parallel.tree.ladder import Ladder
-from lockstep.parallel.tree.layout import Layout
-from lockstep.parallel.tree.shape import Tree, split
+from lockstep.parallel.reduction_tree import (
+    GradientLayout,
+    LeafPlacement,
+    LocalReduction,
+    PairwiseAccumulator,
+    ReductionTree,
+    split,
+)
 
 CPU = torch.device("cpu")
 
@@ -27,19 +31,19 @@ def test_a_node_splits_after_the_largest_power_of_two_below_its_size():
 
 
 def test_what_can_be_summed_without_the_others():
-    assert Tree(8).roots(range(2, 4)) == [range(2, 4)]
-    assert Tree(8).roots(range(1, 7)) == [range(1, 2), range(2, 4), range(4, 6), range(6, 7)]
-    assert Tree(12).roots(range(3, 6)) == [range(3, 4), range(4, 6)]
-    assert Tree(6).roots(range(6)) == [range(6)]
+    assert ReductionTree(8).roots(range(2, 4)) == [range(2, 4)]
+    assert ReductionTree(8).roots(range(1, 7)) == [range(1, 2), range(2, 4), range(4, 6), range(6, 7)]
+    assert ReductionTree(12).roots(range(3, 6)) == [range(3, 4), range(4, 6)]
+    assert ReductionTree(6).roots(range(6)) == [range(6)]
     for num_parts in (2, 4, 8):
         for part in range(num_parts):
-            assert len(Tree(8).roots(cut(8, num_parts, part))) == 1, "equal parts of a power of two are nodes"
+            assert len(ReductionTree(8).roots(cut(8, num_parts, part))) == 1, "equal parts of a power of two are nodes"
 
 
 def test_the_tree_in_words():
     def sum_of(num_leaves, part):
         leaves = {range(leaf, leaf + 1): str(leaf) for leaf in range(num_leaves)}
-        return Tree(num_leaves).combine(leaves, lambda left, right: f"({left}+{right})", root=part)
+        return ReductionTree(num_leaves).combine(leaves, lambda left, right: f"({left}+{right})", root=part)
 
     assert sum_of(4, None) == "((0+1)+(2+3))"
     assert sum_of(6, None) == "(((0+1)+(2+3))+(4+5))"
@@ -48,7 +52,7 @@ def test_the_tree_in_words():
 
 def place_at_random(num_leaves, choose):
     bounds = sorted(choose.sample(range(1, num_leaves), choose.randint(0, min(4, num_leaves - 1))))
-    return Placement(tuple(map(range, [0, *bounds], [*bounds, num_leaves])))
+    return LeafPlacement(tuple(map(range, [0, *bounds], [*bounds, num_leaves])))
 
 
 @pytest.mark.parametrize("num_leaves", [1, 2, 3, 5, 6, 8, 13])
@@ -68,12 +72,12 @@ def test_the_bits_do_not_depend_on_who_computes_what(num_leaves):
         placement = place_at_random(num_leaves, choose)
         parts = []
         for mine in placement.ranges:
-            ladder = Ladder(placement.tree, Layout(weights), CPU)
+            ladder = PairwiseAccumulator(placement.tree, GradientLayout(weights), CPU)
             for leaf in mine:
                 ladder.push(leaf, leaves[leaf])
             parts.append(ladder.take())
             assert list(parts[-1]) == placement.tree.roots(mine)
-        row = LocalExchange(placement.tree).sum(parts)
+        row = LocalReduction(placement.tree).sum(parts)
         sums.append([view.clone() for view in row.views])
         assert torch.allclose(row.views[1], plain, rtol=1e-12)
         assert [view.stride() for view in row.views] == [weight.stride() for weight in weights]
@@ -87,19 +91,19 @@ def test_the_bits_do_not_depend_on_who_computes_what(num_leaves):
 def test_a_missing_gradient_is_zero_and_not_nothing():
     # -0 + 0 is 0: were missing ones left out, the sign of a zero would tell where a shard was computed.
     signs = []
-    for placement in (Placement((range(2),)), Placement((range(1), range(1, 2)))):
+    for placement in (LeafPlacement((range(2),)), LeafPlacement((range(1), range(1, 2)))):
         parts = []
         for mine in placement.ranges:
-            ladder = Ladder(placement.tree, Layout([torch.empty(1)]), CPU)
+            ladder = PairwiseAccumulator(placement.tree, GradientLayout([torch.empty(1)]), CPU)
             for leaf in mine:
                 ladder.push(leaf, [None if leaf else torch.tensor([-0.0])])
             parts.append(ladder.take())
-        signs.append(bool(LocalExchange(placement.tree).sum(parts).views[0].signbit()))
+        signs.append(bool(LocalReduction(placement.tree).sum(parts).views[0].signbit()))
     assert signs == [False, False]
 
 
 def test_n_leaves_take_about_log_n_rows_and_these_are_used_again():
-    class Counted(Layout):
+    class Counted(GradientLayout):
         num_rows = 0
 
         def new_row(self, device):
@@ -107,7 +111,7 @@ def test_n_leaves_take_about_log_n_rows_and_these_are_used_again():
             return super().new_row(device)
 
     layout = Counted([torch.empty(4)])
-    ladder = Ladder(Tree(64), layout, CPU)
+    ladder = PairwiseAccumulator(ReductionTree(64), layout, CPU)
     for _ in range(3):
         for leaf in range(64):
             ladder.push(leaf, [torch.ones(4)])
@@ -119,7 +123,7 @@ def test_n_leaves_take_about_log_n_rows_and_these_are_used_again():
 
 def test_gradients_start_at_aligned_places_in_chunks_of_one_dtype():
     weights = [torch.empty(7), torch.empty(3, dtype=torch.bfloat16), torch.empty(5_000_000), torch.empty(5_000_000)]
-    row = Layout(weights, multiple_of=3).new_row(CPU)
+    row = GradientLayout(weights, multiple_of=3).new_row(CPU)
     starts = [
         (view.data_ptr() - flat.data_ptr(), flat.dtype)
         for view in row.views
@@ -133,5 +137,5 @@ def test_gradients_start_at_aligned_places_in_chunks_of_one_dtype():
 
 def test_a_strange_layout_gets_a_plain_view():
     weight = nn.Parameter(torch.empty(4, 1).expand(4, 3))
-    (view,) = Layout([weight]).new_row(CPU).views
+    (view,) = GradientLayout([weight]).new_row(CPU).views
     assert (view.shape, view.stride()) == ((4, 3), (3, 1))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.study.compare.spread import Spread
+from lockstep.study.common import Spread
 from lockstep.study.tune.ask import Ask
 from lockstep.study.tune.candidates import Known, stage
 from lockstep.study.tune.climb import Climb

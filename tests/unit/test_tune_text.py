@@ -9,7 +9,7 @@ from rich.console import Console
 
 from lockstep.cli import main
 from lockstep.errors import ConfigurationError
-from lockstep.study.compare.spread import Spread
+from lockstep.study.common import Spread
 from lockstep.study.tune import table
 from lockstep.study.tune import tune as run_tuning
 from lockstep.study.tune.candidates import Candidate
@@ -18,8 +18,7 @@ from lockstep.study.tune.open_stage import Result
 from lockstep.study.tune.outcome import Check, Outcome
 from lockstep.study.tune.progress import clock, describe
 from lockstep.study.tune.text import as_file
-from lockstep.train.settings import FitSettings
-from lockstep.train.settings_file import read_settings
+from lockstep.train.settings import FitSettings, read_settings
 from tests.training import make_task
 
 WORKERS = Result("loading", Candidate({"workers": 2}), Effect.BITS, Spread(1.5, 1.4, 1.6), 5, kept=True)

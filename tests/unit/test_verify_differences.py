@@ -6,11 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lockstep.study.verify.determinism import tell
-from lockstep.study.verify.differences import DOUBLE, EXACT, compare
-from lockstep.study.verify.perform import choose_steps
-from lockstep.study.verify.sketch import sketch
-from lockstep.study.verify.trace import StepTrace, Tensors, Trace
+from lockstep.study.verify.causes import tell
+from lockstep.study.verify.fingerprint import DOUBLE, EXACT, StepTrace, Tensors, Trace, compare, sketch
+from lockstep.study.verify.reference_loop import choose_steps
 
 SIZES = {"samples of the data set": 20, "samples of a global batch": 4}
 

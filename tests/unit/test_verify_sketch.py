@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lockstep.study.verify.sketch import SIZE, distance, sketch
+from lockstep.study.verify.fingerprint import SIZE, distance, sketch
 
 
 def test_a_small_tensor_is_kept_whole():

@@ -10,10 +10,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.study.verify.experiment import Given
-from lockstep.study.verify.freezing import NoBatchStatistics, NoWrites, outside_stands_still
-from lockstep.study.verify.randomness import Draws
-from lockstep.study.verify.samples import Watch, digest, watched
+from lockstep.study.verify.interventions import (
+    Draws,
+    Given,
+    NoBatchStatistics,
+    NoWrites,
+    Watch,
+    digest,
+    outside_stands_still,
+    watched,
+)
 
 PRIVATE = torch.Generator().manual_seed(0)
 DRAWS = {

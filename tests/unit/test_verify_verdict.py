@@ -5,13 +5,11 @@ import json
 import pytest
 from rich.console import Console
 
+from lockstep.study.verify.causes import Cause, Diagnosis, Row, fix
 from lockstep.study.verify.diagnose import Verification
-from lockstep.study.verify.differences import Comparison, Difference
-from lockstep.study.verify.experiment import Subject
-from lockstep.study.verify.findings import Cause, Finding, Row, fix
-from lockstep.study.verify.record import to_json
-from lockstep.study.verify.table import render
-from lockstep.study.verify.verdict import sentences
+from lockstep.study.verify.fingerprint import Difference, TraceComparison
+from lockstep.study.verify.interventions import Subject
+from lockstep.study.verify.verify_table import render, sentences, to_json
 from lockstep.train.settings import Settings
 
 FIRST = Difference("gradient", 1, "0.weight", (1,), 0.25, "off by 2.5e-01 of its size")
@@ -20,7 +18,7 @@ WORST = {"loss": 0.0, "gradient": 0.25}
 
 def verification(*findings, same=False, explained=True, first=FIRST, repeatable=True, why_single="", **subject):
     values = {"num_devices": 2, "torch_ddp": False, "num_steps": 3, "steps": (0, 1, 5), "double": not why_single}
-    comparison = Comparison(() if first is None else (first,), WORST)
+    comparison = TraceComparison(() if first is None else (first,), WORST)
     rows = (Row("nothing", "one process, ranks", "differ", False),)
     return Verification(
         Subject("task.py", Settings(), **{**values, **subject}),
@@ -35,7 +33,7 @@ def verification(*findings, same=False, explained=True, first=FIRST, repeatable=
 
 
 def finding(cause, tried=""):
-    return Finding(cause, "It was measured.", fix(cause, Subject("task.py", Settings(), 2, False, 3)), tried)
+    return Diagnosis(cause, "It was measured.", fix(cause, Subject("task.py", Settings(), 2, False, 3)), tried)
 
 
 def test_the_same_run_is_one_sentence():

@@ -5,13 +5,19 @@ import selectors
 
 import pytest
 
-import lockstep.train.loop
-from lockstep.progress import name_of_bucket
-from lockstep.telemetry.life import Life, Sample, family, sample
-from lockstep.telemetry.report import numbered, report
-from lockstep.telemetry.seen import RankSeen, operation, place, waits_outside
-from lockstep.telemetry.stacks import busy_workers
-from lockstep.telemetry.verdict import Verdict, judge
+import lockstep.train.trainer
+from lockstep.activity import name_of_bucket
+from lockstep.telemetry.rank_state import (
+    Liveness,
+    RankState,
+    Sample,
+    operation,
+    place,
+    process_tree,
+    sample,
+    waits_outside,
+)
+from lockstep.telemetry.watchdog import Verdict, busy_workers, judge, numbered, report
 
 C10D = "/x/site-packages/torch/distributed/distributed_c10d.py"
 FINE, SUSPECT, HANGS = Verdict.FINE, Verdict.SUSPECT, Verdict.HANGS
@@ -23,14 +29,14 @@ def waits(rank, still_s, line=3, name="all_reduce", **more):
         ("/x/site-packages/torch/distributed/c10d_logger.py", 8, "wrapper"),
         ("/x/train.py", line, "<module>"),
     ]
-    return RankSeen(rank, frames, still_s, **more)
+    return RankState(rank, frames, still_s, **more)
 
 
 def works(rank, still_s, **more):
-    return RankSeen(rank, [("/x/train.py", 7, "load")], still_s, **more)
+    return RankState(rank, [("/x/train.py", 7, "load")], still_s, **more)
 
 
-DEBUGGED = RankSeen(1, [("/lib/python3.11/pdb.py", 9, "interaction"), ("/x/train.py", 7, "load")], 99)
+DEBUGGED = RankState(1, [("/lib/python3.11/pdb.py", 9, "interaction"), ("/x/train.py", 7, "load")], 99)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +63,7 @@ DEBUGGED = RankSeen(1, [("/lib/python3.11/pdb.py", 9, "interaction"), ("/x/train
         ([works(0, 16), works(1, 16)], HANGS, FINE),
         ([works(0, 16, has_trained=True), works(1, 16, has_trained=True)], HANGS, HANGS),
         ([works(0, 16, has_trained=True), works(1, 16, is_busy=True)], FINE, FINE),
-        ([waits(0, 4), RankSeen(1, has_left=True)], HANGS, HANGS),
+        ([waits(0, 4), RankState(1, has_left=True)], HANGS, HANGS),
         ([waits(0, 4), works(1, 0.2, is_stopped=True)], HANGS, HANGS),
         ([waits(0, 4), works(1, 0.2, silent_s=4)], HANGS, HANGS),
         ([waits(0, 99), DEBUGGED], FINE, FINE),
@@ -96,7 +102,7 @@ def test_report_names_who_waits_for_whom():
     loader = [("/x/site-packages/torch/utils/data/dataloader.py", 9, "__next__"), ("/x/train.py", 41, "<module>")]
     bucket = "bucket 4 (layers.7.mlp.*)"
     ranks = [waits(rank, 32, line=44, bucket=bucket, step=11, phase="backward") for rank in range(3)]
-    ranks.append(RankSeen(3, loader, 32.4, step=11, phase="loader"))
+    ranks.append(RankState(3, loader, 32.4, step=11, phase="loader"))
     assert report(ranks, 30, "/tmp/x", HANGS) == (
         "The job hangs: ranks have waited for each other for more than 30 s.\n"
         "rank 3 is in DataLoader.__next__ (train.py:41) for 32 s [step 12, loader]; "
@@ -139,7 +145,7 @@ IDLE = {"cpu_s": 1.0, "num_bytes": 100, "num_wakeups": 7, "pids": frozenset({1, 
     ],
 )
 def test_signs_of_life(later, is_busy, signs):
-    life = Life(10.0)
+    life = Liveness(10.0)
     life.add(Sample(-99.0, **IDLE | {"cpu_s": 0.0}))  # before the window
     for at_s in range(1, 10):
         states = {name: later.get(name, False) for name in ("is_in_disk", "is_ready")}
@@ -155,7 +161,7 @@ def test_a_sample_of_this_process():
     with open(os.devnull, "wb") as file:
         file.write(bytes(100_000))
     after = sample(os.getpid(), own_bytes=0)
-    assert os.getpid() in set(family(os.getpid())) == before.pids
+    assert os.getpid() in set(process_tree(os.getpid())) == before.pids
     assert after.cpu_s > before.cpu_s and after.num_bytes - before.num_bytes >= 100_000
 
 
@@ -178,4 +184,4 @@ def test_places_in_the_package_are_named_by_its_folders():
     loop = lockstep.train.loop.__file__
     click = ("/x/site-packages/click/core.py", 3, "main")
     frames = [(selectors.__file__, 4, "select"), (loop, 9, "step"), click]
-    assert place(RankSeen(0, frames, 5)) == "is in step (lockstep/train/loop.py:9)"
+    assert place(RankState(0, frames, 5)) == "is in step (lockstep/train/loop.py:9)"

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.ddp.ballot import Ballot
-from lockstep.parallel.ddp.bucket import Share
-from lockstep.parallel.ddp.weights import Weights, find_carrier
+from lockstep.parallel.ddp.buckets import GradientScale
+from lockstep.parallel.ddp.weighting import WeightMessage, Weights, find_carrier
 
 CPU = torch.device("cpu")
 
@@ -41,19 +40,19 @@ def ballots(weight, dtype=torch.float64, missing=0.0):
 
 def test_without_weights_gradients_are_divided_by_the_divisor_or_left_to_the_hook():
     each = Weights(Group(), CPU)
-    assert each.share([0], [1], 3.0) == Share(1 / 3, 1 / 3)
-    assert each.share([0], [1], None) == Share(1.0, 1.0)
-    assert each.ballot() == Ballot(is_missing=True)
+    assert each.share([0], [1], 3.0) == GradientScale(1 / 3, 1 / 3)
+    assert each.share([0], [1], None) == GradientScale(1.0, 1.0)
+    assert each.ballot() == WeightMessage(is_missing=True)
 
 
 def test_gradients_leave_with_the_latest_weight_over_the_typical_one():
     each, used = weighed(6.0, 2.0)
-    assert each.share([0], used, 99.0) == Share(2 / 4, 8 / 4, [8.0, 1.0, 0.0])
-    assert each.share([0], used, None) == Share(2.0, 8.0, [8.0, 1.0, 0.0])
+    assert each.share([0], used, 99.0) == GradientScale(2 / 4, 8 / 4, [8.0, 1.0, 0.0])
+    assert each.share([0], used, None) == GradientScale(2.0, 8.0, [8.0, 1.0, 0.0])
     assert each.conclude(ballots(40.0), is_urgent=True) == 4 / 40
     assert each.sum == 40.0
     # From now on the typical weight is 10.
-    assert each.share([0], used, 99.0) == Share(2 / 40, 8 / 40, [0.8, 1.0, 0.0])
+    assert each.share([0], used, 99.0) == GradientScale(2 / 40, 8 / 40, [0.8, 1.0, 0.0])
     assert each.conclude(ballots(4.0), is_urgent=True) == 1.0
     assert each.conclude(ballots(5.0), is_urgent=True) == 0.8
     assert each.sum == 50.0
@@ -64,7 +63,7 @@ def test_weights_that_sum_to_zero_change_nothing():
     assert each.conclude(ballots(8.0), is_urgent=True) == 0.5
     assert each.conclude(ballots(0.0), is_urgent=True) == 1.0
     assert each.sum == 0.0
-    assert each.ballot() == Ballot(0.0, is_weighed=True)
+    assert each.ballot() == WeightMessage(0.0, is_weighed=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.ddp.ballot import Ballot
-from lockstep.parallel.ddp.window import Window, all_zero
+from lockstep.parallel.ddp.weighting import AccumulationWindow, WeightMessage, all_zero
 
 NUM_PARAMETERS = 3
 
@@ -17,7 +16,7 @@ class Script:
     def __init__(self):
         self.parameters = [nn.Parameter(torch.zeros(2)) for _ in range(NUM_PARAMETERS)]
         self.used = bytearray(NUM_PARAMETERS)
-        self.window = Window(self.parameters, has_unweighed=False)
+        self.window = AccumulationWindow(self.parameters, has_unweighed=False)
 
     def give(self, weight):
         self.window.on_forward()
@@ -53,7 +52,7 @@ def test_gradients_are_kept_in_units_of_the_latest_weight():
     script.backward(1, None, 5)
     assert script.gradients() == [4.0, 6.0, 5.0]
     assert (script.window.unit, script.window.total) == (2.0, 8.0)
-    assert script.window.ballot(4.0) == Ballot(2.0, is_weighed=True)
+    assert script.window.ballot(4.0) == WeightMessage(2.0, is_weighed=True)
 
 
 def test_equal_weights_leave_gradients_alone():
@@ -144,7 +143,7 @@ def test_a_weight_counts_once_for_all_backwards_of_its_micro_batch():
     assert script.window.total == 3.0
     script.window.on_forward()
     script.backward(1)
-    assert script.window.ballot(1.0) == Ballot(3.0, is_weighed=True, is_missing=True)
+    assert script.window.ballot(1.0) == WeightMessage(3.0, is_weighed=True, is_missing=True)
 
 
 def test_a_weight_that_no_backward_used_can_be_withdrawn_and_replaced():
@@ -153,7 +152,7 @@ def test_a_weight_that_no_backward_used_can_be_withdrawn_and_replaced():
     assert script.window.withdraw()
     assert not script.window.withdraw()
     script.backward(1)
-    assert script.window.ballot(1.0) == Ballot(0.0, is_missing=True)
+    assert script.window.ballot(1.0) == WeightMessage(0.0, is_missing=True)
     script.window.close()
     script.give(3)
     script.give(5)

@@ -1,7 +1,7 @@
 """A run in words."""
 
-from lockstep.data.bad_sample import BadSample
-from lockstep.train.words import describe_skipped
+from lockstep.data.loader import BadSample
+from lockstep.train.display import describe_skipped
 
 
 def test_skipped_samples_are_named_once_and_counted():

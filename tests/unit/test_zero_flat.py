@@ -4,11 +4,17 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.parallel.zero import shard as shard_module
-from lockstep.parallel.zero.flat import FlatBuffer
-from lockstep.parallel.zero.recipe import ELEMENTWISE, Recipe
-from lockstep.parallel.zero.shard import FlatShard
-from lockstep.parallel.zero.spans import Span, cut_spans, lay_flat, slice_bounds
+from lockstep.parallel.zero import partition as shard_module
+from lockstep.parallel.zero.partition import (
+    ELEMENTWISE,
+    FlatBuffer,
+    FlatShard,
+    OptimizerFactory,
+    ShardRange,
+    cut_ranges,
+    lay_flat,
+    shard_bounds,
+)
 
 SHAPES = [(7, 5), (5,), (), (3, 4, 2, 2), (1,), (11, 3)]
 OPTIONS = {
@@ -37,7 +43,7 @@ class Sharded:
 
     def __init__(self, made, recipe, num_owners):
         group_of = [0, 0, 1, 1, 0, 1]
-        spans = [Span(index, group_of[index], 0, each.numel()) for index, each in enumerate(made)]
+        spans = [ShardRange(index, group_of[index], 0, each.numel()) for index, each in enumerate(made)]
         numel = sum(span.numel for span in spans)
         self.buffer = FlatBuffer(made, spans, torch.empty(numel, dtype=torch.float64), num_owners=num_owners)
         self.shards = [
@@ -65,15 +71,15 @@ def give_gradients(*sets, step):
 
 
 def test_an_owner_has_an_equal_slice_and_the_last_one_the_remainder():
-    assert slice_bounds(11, 3) == [(0, 3), (3, 6), (6, 11)]
-    assert slice_bounds(2, 3) == [(0, 0), (0, 0), (0, 2)]
+    assert shard_bounds(11, 3) == [(0, 3), (3, 6), (6, 11)]
+    assert shard_bounds(2, 3) == [(0, 0), (0, 0), (0, 2)]
 
 
 def test_a_slice_holds_parts_of_parameters():
-    spans = [Span(4, 0, 0, 5), Span(2, 1, 0, 3), Span(0, 0, 0, 4)]
-    assert cut_spans(spans, 3, 9) == [Span(4, 0, 3, 5), Span(2, 1, 0, 3), Span(0, 0, 0, 1)]
-    assert cut_spans(cut_spans(spans, 3, 12), 1, 3) == [Span(4, 0, 4, 5), Span(2, 1, 0, 1)]
-    assert cut_spans(spans, 8, 8) == []
+    spans = [ShardRange(4, 0, 0, 5), ShardRange(2, 1, 0, 3), ShardRange(0, 0, 0, 4)]
+    assert cut_ranges(spans, 3, 9) == [ShardRange(4, 0, 3, 5), ShardRange(2, 1, 0, 3), ShardRange(0, 0, 0, 1)]
+    assert cut_ranges(cut_ranges(spans, 3, 12), 1, 3) == [ShardRange(4, 0, 4, 5), ShardRange(2, 1, 0, 1)]
+    assert cut_ranges(spans, 8, 8) == []
 
 
 def test_elements_are_laid_flat_as_the_parameter_has_them():
@@ -90,7 +96,7 @@ def test_slices_are_updated_as_whole_parameters_are(optimizer_class, num_owners)
     options = {"lr": 0.01, **OPTIONS.get(optimizer_class, {})}
     ours, theirs = parameters(), parameters()
     expected = optimizer_class(groups_of(theirs), **options)
-    sharded = Sharded(ours, Recipe.make(optimizer_class, options, None), num_owners)
+    sharded = Sharded(ours, OptimizerFactory.make(optimizer_class, options, None), num_owners)
     for step in range(7):
         give_gradients(ours, theirs, step=step)
         expected.step()
@@ -103,7 +109,7 @@ def test_slices_are_updated_as_whole_parameters_are(optimizer_class, num_owners)
 
 def test_segments_stay_whole_as_long_as_all_have_gradients():
     made = parameters()
-    sharded = Sharded(made, Recipe.make(torch.optim.AdamW, {}, None), 1)
+    sharded = Sharded(made, OptimizerFactory.make(torch.optim.AdamW, {}, None), 1)
     give_gradients(made, step=0)
     sharded.step()
     sizes = [[each.numel() for each in group["params"]] for group in sharded.shards[0].optimizer.param_groups]
@@ -120,7 +126,7 @@ def test_slices_that_exceed_a_cache_are_updated_in_parts(monkeypatch):
     monkeypatch.setattr(shard_module, "_CHUNK_BYTES", 7 * 8)
     ours, theirs = parameters(), parameters()
     expected = torch.optim.AdamW(groups_of(theirs), lr=0.01)
-    sharded = Sharded(ours, Recipe.make(torch.optim.AdamW, {"lr": 0.01}, None), 2)
+    sharded = Sharded(ours, OptimizerFactory.make(torch.optim.AdamW, {"lr": 0.01}, None), 2)
     for step in range(4):
         give_gradients(ours, theirs, step=step)
         expected.step()
@@ -130,13 +136,13 @@ def test_slices_that_exceed_a_cache_are_updated_in_parts(monkeypatch):
     assert max(sizes) == 7
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
-    whole = Sharded(parameters(), Recipe.make(torch.optim.AdamW, {"fused": True}, None), 2)
+    whole = Sharded(parameters(), OptimizerFactory.make(torch.optim.AdamW, {"fused": True}, None), 2)
     assert max(each.numel() for each in whole.shards[0].optimizer.param_groups[0]["params"]) > 7
 
 
 def test_state_moves_to_another_number_of_owners():
     made, others = parameters(), parameters()
-    recipe = Recipe.make(torch.optim.Adam, {"lr": 0.01}, None)
+    recipe = OptimizerFactory.make(torch.optim.Adam, {"lr": 0.01}, None)
     first, second = Sharded(made, recipe, 3), Sharded(others, recipe, 2)
     for step in range(5):
         give_gradients(made, step=step)
@@ -172,7 +178,7 @@ def test_what_is_not_known_to_be_elementwise_is_not_taken_for_it():
 
         elementwise = True
 
-    assert not Recipe.make(Own, {}, None).elementwise
-    assert Recipe.make(Own, {}, True).elementwise
-    assert Recipe.make(Declared, {}, None).elementwise
-    assert not Recipe.make(torch.optim.Adafactor, {}, None).elementwise
+    assert not OptimizerFactory.make(Own, {}, None).elementwise
+    assert OptimizerFactory.make(Own, {}, True).elementwise
+    assert OptimizerFactory.make(Declared, {}, None).elementwise
+    assert not OptimizerFactory.make(torch.optim.Adafactor, {}, None).elementwise

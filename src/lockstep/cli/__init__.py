@@ -18,12 +18,12 @@ INTERRUPTED = 130
 COMMANDS = {
     "run": ("lockstep.cli.run:run", "Start a script on every device, as torchrun does."),
     "train": ("lockstep.cli.train:train", "Train the task of a file on one device or many."),
-    "compare": ("lockstep.cli.compare:compare", "Race one device, both engines and torch's own on a task."),
-    "tune": ("lockstep.cli.tune:tune", "Find settings that train a task faster, and write them to a file."),
-    "verify": ("lockstep.cli.verify:verify", "Is it the same run on N devices as on one? If not, why?"),
-    "doctor": ("lockstep.cli.doctor:doctor", "What here will hang, falsify or slow training, each with its fix."),
-    "report": ("lockstep.cli.report:report", "A page on a recorded run: where time went, what to change."),
-    "rehearse": ("lockstep.cli.rehearse:rehearse", "Break a job on purpose, on the CPU, and see what is noticed."),
+    "compare": ("lockstep.cli.studies:compare", "Race one device, both engines and torch's own on a task."),
+    "tune": ("lockstep.cli.studies:tune", "Find settings that train a task faster, and write them to a file."),
+    "verify": ("lockstep.cli.studies:verify", "Is it the same run on N devices as on one? If not, why?"),
+    "doctor": ("lockstep.cli.studies:doctor", "What here will hang, falsify or slow training, each with its fix."),
+    "report": ("lockstep.cli.studies:report", "A page on a recorded run: where time went, what to change."),
+    "rehearse": ("lockstep.cli.studies:rehearse", "Break a job on purpose, on the CPU, and see what is noticed."),
 }
 """Where each command lives, and its line in ``lockstep --help``: so that the help imports none of them."""
 

@@ -26,16 +26,16 @@ Round = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Offset:
+class ClockOffset:
     """How far a rank's clock is ahead of rank zero's, within ``error_s`` either way; in seconds."""
 
     offset_s: float
     error_s: float
 
 
-def measure_offsets(
+def measure_clock_offsets(
     group: Group, device: torch.device, *, clock: Callable[[], float] = time.time, machine: str | None = None
-) -> list[Offset]:
+) -> list[ClockOffset]:
     """Return by rank how far its clock is ahead of rank zero's.
 
     Collective: every rank. Blocks until complete: a dozen small all-reduces.
@@ -58,16 +58,18 @@ def measure_offsets(
     mine = {"machine": machine_name() if machine is None else machine, "rounds": rounds[1:]}
     ranks = all_gather_object(mine, group=group, device=device)
     return [
-        Offset(0.0, 0.0) if rank["machine"] == ranks[0]["machine"] else bound(ranks[0]["rounds"], rank["rounds"])
+        ClockOffset(0.0, 0.0)
+        if rank["machine"] == ranks[0]["machine"]
+        else bound_offset(ranks[0]["rounds"], rank["rounds"])
         for rank in ranks
     ]
 
 
-def bound(zero: Sequence[Round], other: Sequence[Round]) -> Offset:
+def bound_offset(zero: Sequence[Round], other: Sequence[Round]) -> ClockOffset:
     """Return how far ``other``'s clock is ahead of ``zero``'s; see [Note: bounds]. A pure function."""
     low = max(entered - left_zero for (entered, _), (_, left_zero) in zip(other, zero, strict=True))
     high = min(left - entered_zero for (_, left), (entered_zero, _) in zip(other, zero, strict=True))
-    return Offset((low + high) / 2, abs(high - low) / 2)
+    return ClockOffset((low + high) / 2, abs(high - low) / 2)
 
 
 def machine_name() -> str:

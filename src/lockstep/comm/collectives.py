@@ -1,28 +1,35 @@
-"""The collective operations that the engines and ``fit`` need, on any process group.
-
-Every function takes the group explicitly and talks to it directly, so that groups written in Python, groups
-that were never registered with c10d and groups of a part of the ranks all work. A ``src`` is a rank of the group.
-"""
+"""The collective operations that the engines and ``fit`` need, on any process group."""
 
 from __future__ import annotations
 
+import io
 import json
 import operator
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.futures import Future
 
-from lockstep import progress
-from lockstep.comm.forks import make_forks_safe
+from lockstep import activity
+from lockstep.comm.process import make_forks_safe
+from lockstep.comm.shm.buffers import empty_shared
 from lockstep.comm.shm.process_group import ShmProcessGroup
 from lockstep.errors import ConfigurationError
+
+__all__ = ["Join", "JoinHook", "Joinable"]
+
+
+# The collective operations that the engines and ``fit`` need, on any process group.
+#
+# Every function takes the group explicitly and talks to it directly, so that groups written in Python, groups
+# that were never registered with c10d and groups of a part of the ranks all work. A ``src`` is a rank of the group.
 
 Group = dist.ProcessGroup
 GradBucketType = dist.GradBucket
@@ -138,7 +145,7 @@ def _wait(start: Callable[[], Any], tensor: Tensor) -> None:
     started_s = time.perf_counter()
     start().wait(NO_TIMEOUT)
     if tensor.is_cpu:
-        progress.now.waited_s += time.perf_counter() - started_s
+        activity.now.waited_s += time.perf_counter() - started_s
 
 
 def all_reduce(tensor: Tensor, *, group: Group, op: ReduceName = "sum") -> None:
@@ -168,7 +175,7 @@ def broadcast_coalesced(tensors: Sequence[Tensor], *, group: Group, src: int = 0
     Collective: every rank, with tensors of the same shapes and dtypes in the same order. Blocks until complete.
     Version counters are left alone: autograd may have saved these tensors, and their meaning does not change.
     """
-    for chunk in _coalesce(tensors):
+    for chunk in _chunks_by_device(tensors):
         _Pack(chunk).broadcast(group=group, src=src)
 
 
@@ -187,7 +194,7 @@ class RepeatedBroadcast:
         """
         if len(tensors) != len(self._tensors) or any(map(operator.is_not, tensors, self._tensors)):
             self._tensors = list(tensors)
-            self._packs = [_Pack(chunk) for chunk in _coalesce(tensors)]
+            self._packs = [_Pack(chunk) for chunk in _chunks_by_device(tensors)]
         for pack in self._packs:
             pack.broadcast(group=self._group, src=src)
 
@@ -213,7 +220,7 @@ class _Pack:
                 torch._foreach_copy_(self._tensors, self._pieces)
 
 
-def _coalesce(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+def _chunks_by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Cut ``tensors`` into lists of one device and at most 250 MiB (or one tensor) each, wide dtypes first."""
     chunks: list[list[Tensor]] = []
     open_chunks: dict[torch.device, tuple[list[Tensor], int]] = {}
@@ -261,3 +268,207 @@ def broadcast_object(value: Any, *, group: Group, src: int = 0, device: torch.de
     Collective: every rank, in the same order. Blocks until complete.
     """
     return all_gather_object(value if group.rank() == src else None, group=group, device=device)[src]
+
+
+# Memory for what the engines send again and again.
+
+
+def empty_buffer(numel: int, *, dtype: torch.dtype, device: torch.device, group: Group) -> Tensor:
+    """Return a flat tensor with arbitrary values, in memory where ``group`` reduces and gathers it without copies.
+
+    On shm that is memory which all ranks map; elsewhere, or if there is too little of it, ordinary memory, on all ranks
+    alike. Either way the tensor behaves like any other, and its memory is freed with the last reference to it.
+
+    Collective on shm: every rank, in the same order, with the same arguments. Blocks until all have come.
+
+    Args:
+        numel: Elements.
+        dtype: Of the elements.
+        device: Where the tensor lies.
+        group: The ranks that exchange it.
+    """
+    if device.type == "cpu":
+        return empty_shared(numel, dtype=dtype, group=group)
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+# Collectives that move pieces of flat tensors: from each rank to each, and from each to all.
+
+
+def all_gather_flat_async(output: Tensor, tensor: Tensor, *, group: Group) -> Any:
+    """Start to put every rank's ``tensor`` into ``output``, one after the other by rank; return what to ``wait()`` for.
+
+    Collective: every rank, in the same order, with the same shape and dtype. Does not block.
+
+    Args:
+        output: One-dimensional, contiguous, as many elements as all tensors together.
+        tensor: One-dimensional and contiguous; the same shape and dtype on every rank.
+        group: The ranks that take part.
+    """
+    options = dist.distributed_c10d.AllgatherOptions()
+    return _PendingWork(group._allgather_base(_real_flat(output), _real_flat(tensor), options), tensor)
+
+
+def all_to_all_async(
+    output: Tensor, tensor: Tensor, *, output_sizes: Sequence[int], input_sizes: Sequence[int], group: Group
+) -> Any:
+    """Start to send a piece of ``tensor`` to each rank and to receive one from each; return what to ``wait()`` for.
+
+    Collective: every rank, in the same order. Does not block.
+
+    Args:
+        output: One-dimensional, contiguous: what the ranks sent, one after the other by rank.
+        tensor: One-dimensional, contiguous: what goes to each rank, one after the other by rank.
+        output_sizes: Elements that each rank sends here.
+        input_sizes: Elements that go to each rank.
+        group: The ranks that take part.
+    """
+    width = 2 if tensor.is_complex() else 1
+    output_splits, input_splits = ([size * width for size in sizes] for sizes in (output_sizes, input_sizes))
+    if tensor.is_cuda and backend_name(group) == "gloo":  # which exchanges pieces of CPU tensors only
+        received = torch.empty_like(output, device="cpu")
+        tensor = tensor.cpu()
+        group.alltoall_base(
+            _real_flat(received), _real_flat(tensor), output_splits, input_splits, dist.AllToAllOptions()
+        ).wait(NO_TIMEOUT)
+        output.copy_(received)
+        return _PendingWork(None)
+    work = group.alltoall_base(
+        _real_flat(output), _real_flat(tensor), output_splits, input_splits, dist.AllToAllOptions()
+    )
+    return _PendingWork(work, tensor)
+
+
+def _real_flat(tensor: Tensor) -> Tensor:
+    """Return a view that backends without complex numbers can move."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor.view(-1)
+
+
+class _PendingWork:
+    """Work under way, with the tensors that it reads: not every backend keeps them itself."""
+
+    def __init__(self, work: Any, *tensors: Tensor) -> None:
+        self._work, self._tensors = work, tensors
+
+    def wait(self) -> None:
+        """Block until complete (on CUDA: the current stream waits)."""
+        if self._work is not None:
+            self._work.wait(NO_TIMEOUT)
+        self._tensors = ()
+
+
+# Collectives on flat tensors of which each rank has a slice, in place; and states that travel whole.
+
+
+class Waitable(Protocol):
+    """A collective that is under way."""
+
+    def wait(self) -> Any:
+        """Block until it is complete (on CUDA: let the current stream wait)."""
+
+    def is_completed(self) -> bool:
+        """Tell whether it is complete."""
+
+
+def has_reduce_scatter(group: Group, device: torch.device) -> bool:
+    """Tell whether a reduce-scatter costs ``group`` less than an all-reduce; Gloo does the one with the other."""
+    if isinstance(group, ShmProcessGroup):
+        return True
+    return is_native(group) and "gloo" not in group._get_backend(device).name().lower()
+
+
+def has_all_gather(group: Group, device: torch.device) -> bool:
+    """Tell whether ``group`` gathers flat tensors of ``device``; Gloo only broadcasts those of GPUs."""
+    return device.type == "cpu" or has_reduce_scatter(group, device)
+
+
+def reduce_scatter_slices(flat: Tensor, *, group: Group, alone: bool = False) -> Waitable:
+    """Start to replace this rank's slice of ``flat`` by its sum over all ranks; the other slices become arbitrary.
+
+    Collective: every rank, in the same order. Does not block.
+
+    Args:
+        flat: One-dimensional, contiguous, its size a multiple of the number of ranks; the same on every rank.
+        group: The ranks that take part, each with the slice of its number.
+        alone: Whether the caller waits at once and has nothing else to do: on shm the work is then its own.
+    """
+    real = _real_view(flat)
+    options = _with_async_op(dist.ReduceScatterOptions(), real, alone)
+    work: Waitable = group._reduce_scatter_base(_own_slice(real, group), real, options)
+    return work
+
+
+def all_gather_slices(flat: Tensor, *, group: Group, alone: bool = False) -> Waitable:
+    """Start to replace the other ranks' slices of ``flat`` by what these ranks have there; see above.
+
+    Collective: every rank, in the same order. Does not block.
+    """
+    real = _real_view(flat)
+    options = _with_async_op(dist.distributed_c10d.AllgatherOptions(), real, alone)
+    work: Waitable = group._allgather_base(real, _own_slice(real, group), options)
+    return work
+
+
+def broadcast_async(tensor: Tensor, *, group: Group, src: int, alone: bool = False) -> Waitable:
+    """Start to overwrite ``tensor``, which is contiguous, with that of rank ``src``; see above."""
+    options = _with_async_op(dist.BroadcastOptions(), tensor, alone)
+    options.rootRank = src
+    work: Waitable = group.broadcast([_real_view(tensor)], options)
+    return work
+
+
+def all_reduce_work(tensor: Tensor, *, group: Group, alone: bool = False) -> Waitable:
+    """Start to replace ``tensor``, which is contiguous, by its sum over all ranks; see above."""
+    work: Waitable = group.allreduce([_real_view(tensor)], _with_async_op(dist.AllreduceOptions(), tensor, alone))
+    return work
+
+
+def wait_for(work: Waitable) -> None:
+    """Block until ``work`` is complete, as long as the group's time-out allows."""
+    work.wait(NO_TIMEOUT)  # type: ignore[call-arg]
+
+
+def gather_states(state: Any, *, group: Group, device: torch.device, to: int | None) -> list[Any] | None:
+    """Return every rank's ``state`` by rank, on the CPU, on rank ``to`` (None: on all); None on the others.
+
+    Collective: every rank, in the same order. Blocks until complete. Ranks send one after the other, so that only who
+    keeps the states needs memory for more than one.
+
+    Args:
+        state: Tensors, numbers and strings, in lists and dicts.
+        group: The ranks that take part.
+        device: Where the bytes lie while they travel: a CUDA device for NCCL.
+        to: Who gets them.
+    """
+    keeps = to is None or to == group.rank()
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    mine = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+    del buffer
+    sizes = [int(size) for size in all_gather(torch.tensor([mine.numel()], device=device), group=group)]
+    states = []
+    for rank, size in enumerate(sizes):
+        data = mine.to(device) if rank == group.rank() else torch.empty(size, dtype=torch.uint8, device=device)
+        broadcast(data, group=group, src=rank)
+        if keeps:
+            file = io.BytesIO(data.cpu().numpy().tobytes())
+            states.append(torch.load(file, map_location="cpu", weights_only=True))
+    return states if keeps else None
+
+
+def _with_async_op(options: Any, tensor: Tensor, alone: bool) -> Any:
+    if alone and tensor.is_cpu:
+        options.asyncOp = False
+    return options
+
+
+def _real_view(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+def _own_slice(flat: Tensor, group: Group) -> Tensor:
+    size = flat.numel() // group.size()
+    return flat[group.rank() * size : (group.rank() + 1) * size]
+
+
+# torch's ``Join`` protocol, for the engines: uneven inputs over the ranks of a hand-written loop.

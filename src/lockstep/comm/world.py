@@ -1,28 +1,382 @@
-"""`World`: who this rank is, on which device, and how it reaches the others."""
+"""`World`: who this rank is, on which device, and how it reaches the others; `init` makes it, `close` undoes it."""
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
+import socket
 import sys
+import threading
+import time
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
 from types import TracebackType
 from typing import TextIO
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
-from lockstep import progress
+from lockstep import activity
 from lockstep.comm.collectives import backend_name
-from lockstep.comm.forks import make_forks_safe
-from lockstep.comm.freed_memory import keep_freed_memory
-from lockstep.comm.hardware import choose_device
-from lockstep.comm.host_sync import HostSync
-from lockstep.comm.startup import Session, start
+from lockstep.comm.network import GLOO_INTERFACE, gloo_interface, gloo_interface_set, set_keepalive
+from lockstep.comm.process import keep_freed_memory, make_forks_safe
+from lockstep.comm.rendezvous import (
+    Participant,
+    Rendezvous,
+    check_membership,
+    format_ranks,
+    join_rendezvous,
+    poll_interval_s,
+)
+from lockstep.comm.shm.process_group import ShmProcessGroup, why_unavailable
 from lockstep.env import Launcher, RankEnv
-from lockstep.errors import ConfigurationError
+from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, RankFailed, WorldSizeMismatch
+
+# Choose the device and the backend of a rank.
+
+
+def choose_device(env: RankEnv, wanted: str | torch.device | None) -> torch.device:
+    """Return this rank's device and make it the current one, before anything else touches it.
+
+    With no wish it is the GPU of the local rank where there are GPUs, else the CPU.
+
+    Raises:
+        ConfigurationError: There is no such device.
+    """
+    device = _parse(wanted) if wanted is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type != "cuda":
+        return device
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise ConfigurationError(
+            f"device={str(wanted)!r} was asked for, but this machine has no usable CUDA GPU.\n"
+            "Pass device='cpu', or check `nvidia-smi` and that this torch was built for CUDA "
+            f"(torch.version.cuda is {torch.version.cuda})."
+        )
+    index = device.index if device.index is not None else _gpu_of(env, count)
+    if index >= count:
+        who = f"Local rank {env.local_rank}" if device.index is None else f"device={str(wanted)!r}"
+        raise ConfigurationError(
+            f"{who} has no GPU of its own: this process sees {count} (cuda:0 to cuda:{count - 1}).\n"
+            f"Start at most {count} ranks on this machine, or pass device='cpu'."
+        )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def choose_backend(device: torch.device, wanted: str | None) -> str:
+    """Return the name of the backend for ``device``: NCCL for CUDA; for the CPU shm, which needs to be tried, or Gloo.
+
+    Raises:
+        ConfigurationError: The backend that was asked for is unknown, or cannot serve the device here.
+    """
+    if wanted is None and device.type == "cpu" and sys.platform == "linux":
+        return "shm"
+    backend = (wanted or dist.get_default_backend_for_device(device)).lower()
+    for name in (part.rpartition(":")[2] for part in backend.split(",")):
+        if not dist.is_backend_available(name):
+            usable = sorted(name for name in dist.Backend.backend_list if dist.is_backend_available(name))
+            raise ConfigurationError(
+                f"The backend {name!r} is not available in this torch.\nAvailable: {', '.join(usable)}."
+            )
+    if backend == "nccl" and device.type != "cuda":
+        raise ConfigurationError(
+            f"The backend 'nccl' moves CUDA tensors only, but the device is {str(device)!r}.\n"
+            "Leave backend out, or pass backend='gloo'."
+        )
+    return backend
+
+
+def _parse(wanted: str | torch.device) -> torch.device:
+    try:
+        return torch.device(wanted)
+    except RuntimeError:
+        raise ConfigurationError(
+            f"device={wanted!r} is no device.\nPass 'cpu', 'cuda', 'cuda:<index>' or a torch.device."
+        ) from None
+
+
+def _gpu_of(env: RankEnv, count: int) -> int:
+    # Schedulers may show each task only its own GPU, which then is number 0 for all of them.
+    if count == 1 and env.launcher in (Launcher.SLURM, Launcher.OPEN_MPI, Launcher.PMI):
+        return 0
+    return env.local_rank
+
+
+# Order blocks of code between ranks through a key-value store: no device is touched, and who is missing is known.
+
+_FIRST_PAUSE_S = 0.0002
+"""Before the second look at the store; later pauses are longer, as a rank that is late will be late for long."""
+
+_DONE = "done"
+
+
+@dataclass
+class HostSync:
+    """Barriers and leader-first blocks of one group of ranks."""
+
+    store: Store
+    group: dist.ProcessGroup
+    rank: int
+    world_size: int
+    _num_calls: dict[str, int] = field(default_factory=dict)
+
+    def barrier(self, timeout_s: float) -> None:
+        """Wait for all ranks.
+
+        Collective: every rank. Blocks at most ``timeout_s``.
+
+        Raises:
+            CollectiveError: Ranks did not come; names them.
+        """
+        count, prefix = self._next("barrier")
+        self.store.set(f"{prefix}/{self.rank}", "")
+        if self.store.add(f"{prefix}/count", 1) == self.world_size:
+            self.store.set(f"{prefix}/{_DONE}", "")
+        if not self._wait(f"{prefix}/{_DONE}", timeout_s):
+            missing = [rank for rank in range(self.world_size) if not self.store.check([f"{prefix}/{rank}"])]
+            raise CollectiveError(
+                f"Rank {self.rank} waited {timeout_s:g} s in World.barrier() number {count}; "
+                f"missing: {format_ranks(missing)}.\n"
+                "Those ranks ended, are stuck, or do not call barrier() as often as the others; "
+                "if they are only slow, pass a longer timeout_s."
+            )
+        self._forget(f"barrier/{count - 1}")
+
+    def announce(self, leader: str, outcome: str | None) -> None:
+        """Tell those who wait in `await_leader` that the block is over; ``outcome`` is the error, if any."""
+        _, prefix = self._next(leader)
+        self.store.set(prefix, outcome or _DONE)
+
+    def await_leader(self, leader: str, timeout_s: float) -> None:
+        """Wait until the leader has announced its block's end.
+
+        Raises:
+            RankFailed: The leader failed in its block.
+            CollectiveError: It did not finish in time.
+        """
+        _, key = self._next(leader)
+        if not self._wait(key, timeout_s):
+            raise CollectiveError(
+                f"Rank {self.rank} waited {timeout_s:g} s for {leader} to finish its rank_zero_first() block.\n"
+                "It ended, is stuck, or never reached the block; if it is only slow, pass a longer timeout_s."
+            )
+        outcome = self.store.get(key).decode()
+        if outcome != _DONE:
+            raise RankFailed(f"{leader.capitalize()} failed in its rank_zero_first() block: {outcome}")
+
+    def _next(self, what: str) -> tuple[int, str]:
+        self._num_calls[what] = self._num_calls.get(what, 0) + 1
+        return self._num_calls[what], f"{what}/{self._num_calls[what]}"
+
+    def _forget(self, prefix: str) -> None:
+        # All have left the barrier before the one that all have entered.
+        self.store.delete_key(f"{prefix}/{self.rank}")
+        if self.rank == 0:
+            self.store.delete_key(f"{prefix}/count")
+            self.store.delete_key(f"{prefix}/{_DONE}")
+
+    def _wait(self, key: str, timeout_s: float) -> bool:
+        """Poll for ``key``: a blocking wait would hold back Ctrl-C."""
+        deadline = time.monotonic() + timeout_s
+        pause, longest = _FIRST_PAUSE_S, 5 * poll_interval_s(self.world_size)
+        while not self.store.check([key]):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(pause)
+            pause = min(pause * 1.5, longest)
+        return True
+
+
+# Leave a process group without hanging, whatever state the other ranks are in.
+
+LEAVE_TIMEOUT_S = 10.0
+
+
+def destroy_default_group(*, abort: bool, at_exit: bool = False) -> None:
+    """Destroy the default process group and all made from it.
+
+    Blocks at most `LEAVE_TIMEOUT_S`: the work is done by a thread that is left behind when it takes longer, as NCCL
+    may wait for a peer that will never answer.
+
+    Args:
+        abort: Give up what is in flight, since a peer may have failed; else wait for it.
+        at_exit: This process is about to end.
+    """
+    if not dist.is_initialized():
+        return
+    if abort or at_exit:
+        _never_destruct(list(dist.distributed_c10d._world.pg_map))
+    failure: list[Exception] = []
+
+    def leave() -> None:
+        try:
+            if abort:
+                dist.distributed_c10d._abort_process_group()
+            else:
+                dist.destroy_process_group()
+        except Exception as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=leave, name="lockstep-teardown", daemon=True)
+    thread.start()
+    thread.join(LEAVE_TIMEOUT_S)
+    if thread.is_alive():
+        print(
+            f"lockstep: the process group could not be closed within {LEAVE_TIMEOUT_S:g} s, as another rank may be "
+            "stuck; it is left to the end of this process.",
+            file=sys.stderr,
+        )
+    elif failure:
+        warnings.warn(f"closing the process group failed: {failure[0]}", RuntimeWarning, stacklevel=2)
+
+
+def _never_destruct(groups: list[dist.ProcessGroup]) -> None:
+    """Leak process groups on purpose.
+
+    Gloo cannot abort: its destructor waits for what is in flight, up to the timeout of a collective (half an hour), and
+    so would hold up the end of a process whose peer is stuck. What ends with the process needs no destructor.
+    """
+    for group in groups:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+# Bring up the default process group: choose the device, meet the other ranks, connect; and undo all of it.
+
+_GLOO_CONNECT_FACTOR = 5
+"""Gloo waits this many times its timeout for a connection."""
+
+_FAREWELL_S = 5.0
+"""How long the host of the store waits at the end for ranks that still use it."""
+
+
+@dataclass
+class OwnedGroup:
+    """What `start` opened, to be ended once."""
+
+    meeting: Rendezvous
+    store: Store
+    world_size: int
+    undo: ExitStack
+
+    def end(self, *, abort: bool, at_exit: bool = False) -> None:
+        """Leave the group; with ``abort`` without waiting for the other ranks."""
+        destroy_default_group(abort=abort, at_exit=at_exit)
+        self.undo.close()
+        with suppress(dist.DistError):  # The host of the store may be gone already.
+            self.store.add("left", 1)
+            deadline = time.monotonic() + _FAREWELL_S
+            while self.meeting.is_host and not abort and time.monotonic() < deadline:
+                if self.store.add("left", 0) >= self.world_size:
+                    break
+                time.sleep(poll_interval_s(self.world_size))
+
+
+def start(
+    env: RankEnv, *, backend: str | None, device: str | torch.device | None, timeout_s: float
+) -> tuple[OwnedGroup, torch.device]:
+    """Make the default process group of this job; returns what ends it, and this rank's device.
+
+    Collective: every rank. Blocks until all have come, at most about ``timeout_s``.
+    """
+    deadline = time.monotonic() + timeout_s
+    chosen, name, objection = _choose(env, backend, device)
+    if objection is not None and env.world_size == 1:
+        raise objection
+    meeting = join_rendezvous(env, timeout_s)
+    if env.world_size > 1:
+        _meet(env, meeting, name, objection, deadline, timeout_s)
+    one_machine = env.local_world_size == env.world_size
+    if backend is None and name == "shm":
+        name = _shm_or_gloo(env, PrefixStore(f"{meeting.prefix}/shm", meeting.store), expected=one_machine)
+    with ExitStack() as stack:
+        stack.enter_context(gloo_interface_set(gloo_interface(env.master_addr, one_machine=one_machine)))
+        _connect(env, meeting, name, chosen, timeout_s)
+        if not one_machine:
+            set_keepalive()
+        undo = stack.pop_all()
+    # The limit until here was for connecting; a collective may wait longer for a slow rank.
+    limit = (default_pg_nccl_timeout if name == "nccl" else None) or default_pg_timeout
+    group = dist.group.WORLD
+    if isinstance(group, ShmProcessGroup):
+        group.set_timeout(limit)  # torch's function knows its own backends only
+    else:
+        dist.distributed_c10d._set_pg_timeout(limit)
+    meeting.store.set_timeout(default_pg_timeout)
+    return OwnedGroup(meeting, PrefixStore(meeting.prefix, meeting.store), env.world_size, undo), chosen
+
+
+def _choose(
+    env: RankEnv, backend: str | None, device: str | torch.device | None
+) -> tuple[torch.device, str, LockstepError | None]:
+    """Choose device and backend; what is wrong with them is returned, as the other ranks shall hear of it too."""
+    try:
+        chosen = choose_device(env, device)
+        return chosen, choose_backend(chosen, backend), None
+    except LockstepError as error:
+        return torch.device("cpu"), "", error
+
+
+def _meet(
+    env: RankEnv, meeting: Rendezvous, backend: str, objection: LockstepError | None, deadline: float, timeout_s: float
+) -> None:
+    try:
+        check_membership(
+            PrefixStore(f"{meeting.prefix}/roll", meeting.store),
+            Participant(env.rank, env.world_size, backend, socket.gethostname(), os.getpid()),
+            deadline=deadline,
+            timeout_s=timeout_s,
+            is_host=meeting.is_host,
+            hint=meeting.hint,
+            objection=None if objection is None else str(objection),
+        )
+    except dist.DistError as error:
+        raise WorldSizeMismatch(
+            f"Rank {env.rank} of {env.world_size} lost the store while it waited for the other ranks: its host ended.\n"
+            "Look at the output of rank 0, which hosts it, or of the launcher."
+        ) from error
+
+
+def _shm_or_gloo(env: RankEnv, store: Store, *, expected: bool) -> str:
+    """Return ``shm`` if all ranks can map one memory, else ``gloo``; say so if they were ``expected`` to.
+
+    Collective: every rank. Blocks until all have come.
+    """
+    reason = why_unavailable(store, env.rank, env.world_size)
+    if reason and expected and env.rank == 0:
+        print(f"lockstep: Gloo serves this job, which is slower than shared memory: {reason}.", file=sys.stderr)
+    return "gloo" if reason else "shm"
+
+
+def _connect(env: RankEnv, meeting: Rendezvous, backend: str, device: torch.device, timeout_s: float) -> None:
+    try:
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(f"{meeting.prefix}/group", meeting.store),
+            rank=env.rank,
+            world_size=env.world_size,
+            timeout=timedelta(seconds=timeout_s / _GLOO_CONNECT_FACTOR if "gloo" in backend else timeout_s),
+            # Binds the communicator to the device now, so that no collective has to guess it.
+            device_id=device if backend == "nccl" else None,
+        )
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"Rank {env.rank} on {socket.gethostname()} met the other ranks, but could not connect to them over "
+            f"{backend}: {error}\n"
+            "Another rank may have ended meanwhile. Otherwise the network interface is the wrong one: set "
+            f"{GLOO_INTERFACE} (for NCCL: NCCL_SOCKET_IFNAME) to one that reaches the other machines, and let the "
+            "firewall pass all ports between them."
+        ) from error
+
+
+# `World`: who this rank is, on which device, and how it reaches the others.
 
 BARRIER_TIMEOUT_S = 1800.0
 """torch's own limit for a collective on Gloo; long, because a rank may be downloading a data set meanwhile."""
@@ -45,11 +399,13 @@ class World:
         group: The process group of all ranks.
     """
 
-    def __init__(self, env: RankEnv, device: torch.device, group: dist.ProcessGroup, session: Session | None) -> None:
+    def __init__(
+        self, env: RankEnv, device: torch.device, group: dist.ProcessGroup, session: OwnedGroup | None
+    ) -> None:
         make_forks_safe()
         if device.type == "cpu":
             keep_freed_memory()
-        progress.now.failure = None  # of a world before this one
+        activity.now.failure = None  # of a world before this one
         self.rank = env.rank
         self.local_rank = env.local_rank
         self.world_size = env.world_size
@@ -146,14 +502,14 @@ class World:
 
     def __enter__(self) -> World:
         block = sys._getframe(1)  # known to let exceptions pass: see telemetry/uncaught.py
-        progress.now.passing.add((block.f_code.co_filename, block.f_lineno))
+        activity.now.passing.add((block.f_code.co_filename, block.f_lineno))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception) and self._session is not None:
-            progress.now.fail(error)
+            activity.now.fail(error)
         self._close(abort=error is not None)
 
     def __repr__(self) -> str:

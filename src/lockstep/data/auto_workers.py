@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lockstep.cgroups import usable_cores
+from lockstep.env import usable_cores
 
 _HARDLY = 0.03
 """Loading is fast enough if a step waits for data no longer than this part of it."""

@@ -3,21 +3,141 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
-from collections.abc import Iterable, Iterator
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
 
-from lockstep.data.at_once import Collate, reader_at_once
-from lockstep.data.bad_sample import BadSample
-from lockstep.data.division import Division
-from lockstep.data.order import GlobalOrder
-from lockstep.data.seeding import mix, seed_cpu
-from lockstep.socket_folder import make_sockets_possible
+from lockstep.data.order import BatchSplit, GlobalOrder, mix, seed_cpu
+from lockstep.data.tokens import TokenFiles
+from lockstep.env import ensure_short_socket_folder
+from lockstep.errors import DataError, LoaderDied, LockstepError
+
+# A sample that could not be read: which, where in the run, and why; made in a loader process, told by every rank.
+
+_ADVICE = (
+    "Repair or remove what cannot be read, or go on without such samples and have them counted: "
+    'bad_samples="skip" (--bad-samples skip).'
+)
+
+
+class BadSample(NamedTuple):
+    """A sample that could not be read.
+
+    Args:
+        sample: Index in the data set; of a stream, how many came before it in the epoch.
+        epoch: Counted from 0.
+        step: Counted from 0 over all epochs; in an evaluation, the number of the batch.
+        cause: What the data set said; for an exception that is not ours, with its type and where it was raised.
+        file: Path of the file, where the data set named it; so for ``offset``.
+        offset: Byte where the record begins.
+        trace: The traceback of an exception that is not ours.
+        others: Further samples of a batch that cannot be made of them, each of which can be read: no rule skips that.
+    """
+
+    sample: int
+    epoch: int
+    step: int
+    cause: str
+    file: str | None = None
+    offset: int | None = None
+    trace: str | None = None
+    others: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, error: Exception, index: int, epoch: int, step: int) -> Self:
+        """Return what ``error`` says of the sample ``index``."""
+        if isinstance(error, DataError):
+            return cls(index, epoch, step, str(error), error.file, error.offset)
+        if isinstance(error, LockstepError):
+            return cls(index, epoch, step, str(error))
+        words = "".join(traceback.format_exception_only(error)).strip()
+        trace = "".join(traceback.format_exception(error))
+        return cls(index, epoch, step, f"{words} ({_raising_line(error)})", trace=trace)
+
+    @classmethod
+    def from_json(cls, fields: Sequence[Any]) -> Self:
+        """Return what another rank sent as a list."""
+        *rest, others = fields
+        return cls(*rest)._replace(others=tuple(others))
+
+    @classmethod
+    def of_batch(cls, error: Exception, indices: Sequence[int], epoch: int, step: int) -> Self:
+        """Return what ``error`` says of samples that cannot be made into a batch."""
+        return cls.of(error, indices[0], epoch, step)._replace(others=tuple(indices[1:]))
+
+    @property
+    def name(self) -> str:
+        """The sample and the cause, in one line."""
+        return f"sample {self.sample}: {self.cause.splitlines()[0]}"
+
+
+def _raising_line(error: Exception) -> str:
+    """Return the line that raised ``error``: the last one that is not in a library, for that is the one to mend."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(frame.filename)]
+    if not frames:
+        return "in the data set"
+    last = frames[-1]
+    return f"{last.filename}:{last.lineno} in {last.name}"
+
+
+def _is_library(filename: str) -> bool:
+    return "site-packages" in filename or filename.startswith((str(Path(__file__).parent), "<frozen"))
+
+
+def stop_error(bad: Sequence[BadSample], data: str, *, evaluation: bool) -> DataError:
+    """Return the error that ends a run in which samples of ``data`` could not be read: those of one step."""
+    first = next((sample for sample in bad if sample.others), bad[0])
+    place = "" if evaluation else f" (epoch {first.epoch + 1}, step {first.step + 1})"
+    if first.others:
+        head = f"Samples {_first_few([first.sample, *first.others])} of {data} cannot be made into a batch{place}."
+        tail = "Return samples of one kind and shape from the data set, or make batches of them with Task.collate."
+    else:
+        head = f"Sample {first.sample} of {data} cannot be read{place}."
+        more = f"Nor can {len(bad) - 1} more: {_first_few([sample.sample for sample in bad[1:]])}.\n" * (len(bad) > 1)
+        tail = f"{more}{_ADVICE}"
+    text = f"{head}\n{first.cause}\n{tail}"
+    error = DataError(text, file=first.file, offset=first.offset, sample=first.sample)
+    if first.trace is not None:
+        error.add_note(first.trace)
+    return error
+
+
+def _first_few(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:5])) + ", ..." * (len(numbers) > 5)
+
+
+# Reading a whole micro-batch at once, for data sets where that is faster and gives the very same as one by one.
+
+Collate = Callable[[list[Any]], Any]
+
+
+def batched_getitem(samples: Any, collate: Collate | None) -> Callable[[list[int]], Any] | None:
+    """Return what makes a collated batch of indices, or None if the samples are better read one by one.
+
+    One by one is what holds in general: random numbers are set for each sample. So these are data sets that draw none:
+    tensors, token files, and Hugging Face's.
+    """
+    if collate is None and type(samples) is TensorDataset:  # a subclass may index otherwise
+        return lambda indices: [tensor[torch.tensor(indices)] for tensor in samples.tensors]
+    if collate is None and type(samples) is TokenFiles:
+        return samples.read_batch
+    tables = sys.modules.get("datasets")  # whoever has such a data set has imported it
+    # In other formats a row is of another dtype alone than among others, or is what a function of the user's makes it.
+    if tables is not None and isinstance(samples, tables.Dataset) and samples.format["type"] in {None, "torch"}:
+        return lambda indices: (collate or default_collate)(samples.__getitems__(indices))
+    return None
+
+
+# The micro-batches that one process computes, in order and without end, each share collated on its own.
 
 _SAMPLE = 2
 """Keeps the bits that samples are augmented with apart from those that other purposes draw from the same seed."""
@@ -46,7 +166,7 @@ class LoadOptions:
     def open(self, dataset: Dataset[Any], sampler: Iterable[Any] | None = None) -> DataLoader[Any]:
         """Return what gives the items of ``dataset`` as they are, in loader processes if there are any."""
         if self.workers:
-            make_sockets_possible()
+            ensure_short_socket_folder()
         return DataLoader(
             dataset,
             sampler=sampler,
@@ -55,7 +175,7 @@ class LoadOptions:
             prefetch_factor=self.ahead if self.workers else None,
             collate_fn=_as_it_is,
             pin_memory=self.pin_memory,
-            worker_init_fn=partial(_begin, self.threads),
+            worker_init_fn=partial(_init_worker, self.threads),
             generator=torch.Generator(),  # or else it would draw from the default generator
         )
 
@@ -65,7 +185,7 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _begin(num_threads: int | None, _worker: int) -> None:
+def _init_worker(num_threads: int | None, _worker: int) -> None:
     """Make a loader process ready."""
     # A terminal sends Ctrl-C to all processes of a command; what follows is for the one that trains to decide.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -87,7 +207,7 @@ class Request(NamedTuple):
 
 
 class StreamNote(NamedTuple):
-    """What a stream says of itself along with each micro-batch of a step; see `lockstep.data.stream_reader`.
+    """What a stream says of itself along with each micro-batch of a step; see `lockstep.data.stream`.
 
     Args:
         state: Where it stands behind the step, pickled, if it can say that.
@@ -118,7 +238,7 @@ class MicroBatch(NamedTuple):
 class TrainRequests(Sampler[Request]):
     """All requests of this process from a step on, without end."""
 
-    def __init__(self, order: GlobalOrder, division: Division, first_step: int) -> None:
+    def __init__(self, order: GlobalOrder, division: BatchSplit, first_step: int) -> None:
         self._order, self._division, self._first_step = order, division, first_step
 
     def __iter__(self) -> Iterator[Request]:
@@ -135,7 +255,7 @@ class _Fetch(Dataset[MicroBatch]):
 
     def __init__(self, samples: Any, how: LoadOptions, seed: int) -> None:
         self._samples, self._collate, self._skip_bad, self._seed = samples, how.collate, how.skip_bad, seed
-        self._read_at_once = reader_at_once(samples, how.collate)
+        self._read_at_once = batched_getitem(samples, how.collate)
 
     def __getitem__(self, request: Request) -> MicroBatch:
         bad: list[BadSample] = []
@@ -194,3 +314,65 @@ def load(
         seed: What the random numbers of each sample derive from.
     """
     return iter(how.open(_Fetch(samples, how, seed), requests))
+
+
+# What it means when a loader process is gone, in words that help; torch only says that it is.
+
+_TORCH_SAYS = re.compile(r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\)")
+_SIGNAL = re.compile(r"is killed by signal: (?P<signal>[^.]+)\.")
+_STATUS = re.compile(r"with exit code (?P<status>\d+)")
+
+_MEANINGS = {
+    "Killed": (
+        "was killed, most likely because the machine ran out of memory",
+        "Each loader process has its own copy of what the data set keeps in memory: use fewer of them (workers, "
+        "--workers), or keep less. The kernel's log (dmesg) tells whether it was that.",
+    ),
+    "Bus error": (
+        "died of a bus error, most likely because shared memory (/dev/shm) is full",
+        "Make it larger (docker run --shm-size=8g, or --ipc=host), or use fewer loader processes (workers, --workers). "
+        "If it is not full, a memory-mapped file was cut short while it was read.",
+    ),
+    "Segmentation fault": (
+        "crashed in a library that is not written in Python",
+        "Find the line with workers=0 (--workers 0) and `python -X faulthandler`.",
+    ),
+}
+
+
+@contextlib.contextmanager
+def explaining_worker_failures(rank: int) -> Iterator[None]:
+    """Within, have the death of a loader process raised as what probably happened, and what to do.
+
+    Torch raises it from a signal handler, so it may come up anywhere, not only where a batch is waited for.
+
+    Raises:
+        LoaderDied: A loader process of ``rank`` is gone.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        explained = explain_worker_failure(error, rank)
+        if explained is None:
+            raise
+        raise explained from None
+
+
+def explain_worker_failure(error: RuntimeError, rank: int) -> LoaderDied | None:
+    """Return what torch's ``error`` about a loader process means, or None if it is about something else."""
+    said = _TORCH_SAYS.match(str(error))
+    if said is None:
+        return None
+    text = f"{error} {error.__cause__ or ''}"
+    who = f"A loader process of rank {rank} (pid {said['pids']})"
+    if (signal := _SIGNAL.search(text)) is not None:
+        what, advice = _MEANINGS.get(
+            signal["signal"],
+            (f"was ended by a signal: {signal['signal']}", "Find out what sent it; nothing in the run did."),
+        )
+    elif (status := _STATUS.search(text)) is not None:
+        what = f"ended itself with exit status {status['status']}"
+        advice = "Something that the data set calls ends the process: find it with workers=0 (--workers 0)."
+    else:
+        what, advice = "is gone", "Find out why with workers=0 (--workers 0), which loads in the process that trains."
+    return LoaderDied(f"{who} {what}.\n{advice}")

@@ -1,24 +1,131 @@
-"""Which samples make up each global batch, and which of them fall to whom: pure functions of seed and position.
-
-The order of the samples depends on (seed, epoch) only. The k-th global batch is the k-th slice of the epoch's
-permutation, which is worked out only where it is looked at; each share of a batch is contiguous. So the same samples
-are in the same step on any number of devices, and a step is found at once in a data set of any length.
-"""
+"""Which samples make up each global batch, and which of them fall to whom: pure functions of seed and position."""
 
 from __future__ import annotations
 
+import random
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from hashlib import blake2b
 from itertools import accumulate
 from math import floor
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.data.permutation import Permutation
-from lockstep.data.seeding import mix
+# Random state as a function of where the run is, never of how it got there.
+#
+# Nothing random survives a step: before each micro-batch, and before each sample that is fetched, the generators are
+# set from (seed, purpose, position). A run that was resumed, that is interleaved with another one, or that loads its
+# samples in four processes therefore draws the same numbers as one that was not.
+
+
+def mix(*parts: int) -> int:
+    """Return 63 well-mixed bits of ``parts``; a different order or count of parts gives different bits."""
+    packed = struct.pack(f"<{len(parts)}q", *parts)
+    return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little") >> 1
+
+
+def seed_cpu(value: int) -> None:
+    """Set the generators of Python, numpy and torch's CPU."""
+    random.seed(value)
+    np.random.seed(value & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(value)
+
+
+def seed_device(device: torch.device, value: int) -> None:
+    """Set the generator of a CUDA device; the CPU's is set by `seed_cpu`."""
+    if device.type == "cuda":
+        torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(value)
+
+
+# A shuffle that is computed only where it is looked at: its cost depends on how many positions, never on the length.
+#
+# [Note: a permutation without a table]
+# A position is written in the fewest bits that can hold the last one, and these are cut into two halves. In each
+# round one half is changed by a keyed hash of the other, in turn: whatever the hash, the round can be undone, so all
+# rounds together are a bijection of the numbers with that many bits. A result that is no position goes through the
+# rounds again until it is one; that keeps it a bijection, and as at least half of the numbers are positions, it takes
+# two turns on average. On few bits this would need many rounds until every order is equally likely, so a short
+# permutation is a table: the positions sorted by a keyed hash of each. The arithmetic is that of unsigned 64-bit
+# integers, the same on every machine and with every version of numpy.
+#
+# Source: M. Luby and C. Rackoff, How to construct pseudorandom permutations, 1988 (rounds on halves); J. Black and P.
+# Rogaway, Ciphers with arbitrary finite domains, 2002 (again until it is in range); G. Steele et al., Fast splittable
+# pseudorandom number generators, 2014 (the hash).
+
+_NUM_ROUNDS = 12
+"""Four look random on many bits; twelve leave a margin on as few as there are just above a table's size."""
+
+_TABLE_SIZE = 2**14
+"""Up to how many positions sorting them all costs about as much as what is looked at together anyway."""
+
+_Bits = NDArray[np.uint64]
+
+
+class Permutation:
+    """A pseudo-random permutation of the positions ``0 ... size - 1``, the same for the same ``key``.
+
+    Args:
+        size: At least 1, at most 2**62.
+        key: 63 bits, such as from `mix`.
+    """
+
+    def __init__(self, size: int, key: int) -> None:
+        assert 1 <= size <= 2**62, size
+        self._size = np.uint64(size)
+        num_bits = max(1, (size - 1).bit_length())
+        self._low_bits = np.uint64((num_bits + 1) // 2)
+        self._low_mask = np.uint64(2 ** ((num_bits + 1) // 2) - 1)
+        self._high_mask = np.uint64(2 ** (num_bits // 2) - 1)
+        self._keys = [np.uint64(mix(key, number)) for number in range(_NUM_ROUNDS)]
+        self._table = self._sort() if size <= _TABLE_SIZE else None
+
+    def __call__(self, positions: range) -> Tensor:
+        """Return what lies at ``positions``, a 1-D int64 tensor of as many; time and memory are O(len(positions))."""
+        assert not positions or 0 <= min(positions[0], positions[-1]) <= max(positions[0], positions[-1]) < self._size
+        if self._table is not None:
+            return torch.from_numpy(self._table[np.arange(positions.start, positions.stop, positions.step)])
+        found = self._rounds(np.arange(positions.start, positions.stop, positions.step, dtype=np.uint64))
+        while len(outside := np.flatnonzero(found >= self._size)):
+            found[outside] = self._rounds(found[outside])
+        return torch.from_numpy(found.astype(np.int64))
+
+    def _sort(self) -> NDArray[np.int64]:
+        positions = np.arange(self._size, dtype=np.uint64)
+        return np.argsort(_hash(_hash(positions, self._keys[0]), self._keys[1]), kind="stable").astype(np.int64)
+
+    def _rounds(self, values: _Bits) -> _Bits:
+        low, high = values & self._low_mask, values >> self._low_bits
+        for number, key in enumerate(self._keys):
+            if number % 2:
+                high ^= _hash(low, key) & self._high_mask
+            else:
+                low ^= _hash(high, key) & self._low_mask
+        return (high << self._low_bits) | low
+
+
+def _hash(values: _Bits, key: np.uint64) -> _Bits:
+    hashed = values + key
+    hashed ^= hashed >> np.uint64(30)
+    hashed *= np.uint64(0xBF58476D1CE4E5B9)
+    hashed ^= hashed >> np.uint64(27)
+    hashed *= np.uint64(0x94D049BB133111EB)
+    hashed ^= hashed >> np.uint64(31)
+    return hashed
+
+
+# Which samples make up each global batch, and which of them fall to whom: pure functions of seed and position.
+#
+# The order of the samples depends on (seed, epoch) only. The k-th global batch is the k-th slice of the epoch's
+# permutation, which is worked out only where it is looked at; each share of a batch is contiguous. So the same samples
+# are in the same step on any number of devices, and a step is found at once in a data set of any length.
 
 _ORDER = 1
 """Keeps the bits that shuffle apart from those that other purposes draw from the same seed."""
@@ -108,3 +215,49 @@ def _block(num_samples: int, seed: int, epoch: int, block: int) -> Tensor:
     start = block * _BLOCK_SIZE
     permutation = Permutation(num_samples, mix(seed, _ORDER, epoch))
     return permutation(range(start, min(start + _BLOCK_SIZE, num_samples)))
+
+
+# Which part of a global batch is whose: shares for the devices, micro-batches of a share.
+
+
+@dataclass(frozen=True)
+class BatchSplit:
+    """How a global batch is divided: over ``num_shares`` devices, each share into ``accumulate`` micro-batches.
+
+    Args:
+        shares: Those that this process computes.
+        proportions: How large the shares are to each other, a positive number for each; all the same if None.
+    """
+
+    num_shares: int
+    shares: range
+    accumulate: int
+    proportions: Sequence[float] | None = None
+
+    def positions(self, size: int, share: int) -> range:
+        """Return the positions, among ``size`` things in a row, of those that fall to ``share``."""
+        if self.proportions is None:
+            return cut(size, self.num_shares, share)
+        return cut_by(size, self.proportions, share)
+
+    def positions_here(self, size: int) -> range:
+        """Return the positions, among ``size`` things in a row, of those that fall to this process: contiguous too."""
+        return range(self.positions(size, self.shares[0]).start, self.positions(size, self.shares[-1]).stop)
+
+    def all_have_samples(self, size: int, micro: int) -> bool:
+        """Return whether each share has samples in micro-batch ``micro`` of a global batch of ``size``."""
+        first = self.num_shares - 1 if self.proportions is None else 0  # of equals, the last is the smallest
+        shares = range(first, self.num_shares)
+        return all(len(cut(len(self.positions(size, share)), self.accumulate, micro)) > 0 for share in shares)
+
+    def micro_batches(self, batch: Tensor) -> list[dict[int, list[int]]]:
+        """Return the indices of each micro-batch of this process, by number of share; empty shares are left out."""
+        micro_batches: list[dict[int, list[int]]] = [{} for _ in range(self.accumulate)]
+        for share in self.shares:
+            positions = self.positions(len(batch), share)
+            mine = batch[positions.start : positions.stop].tolist()
+            for micro, shares in enumerate(micro_batches):
+                part = cut(len(mine), self.accumulate, micro)
+                if part:
+                    shares[share] = mine[part.start : part.stop]
+        return micro_batches

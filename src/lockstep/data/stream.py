@@ -1,26 +1,348 @@
-"""The micro-batches of data that comes as a stream: the k-th global batch is the next so many samples of it.
-
-Every process reads the whole stream and collates only what falls to it, so that the samples of a step do not depend on
-the number of ranks or loader processes. A stream that is costly to read is better given a length and an index.
-"""
+"""Data that comes as a stream: its global batches, its state, and whether every rank reads the same."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from hashlib import blake2b
+from itertools import islice
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from lockstep.data.at_once import Collate
-from lockstep.data.division import Division
-from lockstep.data.loader import LoadOptions, MicroBatch, StreamNote
-from lockstep.data.same_stream import checksum, is_checked
-from lockstep.data.stream_reader import HasEpochs, StreamOrder, StreamPosition, StreamReader
-from lockstep.errors import LockstepError
+from lockstep.comm.collectives import Group, all_gather_object
+from lockstep.data.loader import BadSample, Collate, LoadOptions, MicroBatch, StreamNote
+from lockstep.data.order import BatchSplit, mix, seed_cpu
+from lockstep.errors import ConfigurationError, DataError, LockstepError
+
+# What a checkpoint may hold: it is read without running code, so nothing but plain values.
+
+_VALUES = {type(None), bool, int, float, complex, str, bytes}
+
+
+def first_not_serializable(value: Any, place: str = "") -> str | None:
+    """Return type and place of the first thing in ``value`` that a checkpoint cannot hold, or None.
+
+    It can hold numbers, strings, bytes, tensors, and lists, tuples and dicts of them; no numpy arrays or numbers.
+    """
+    if type(value) in _VALUES or isinstance(value, Tensor):
+        return None
+    if type(value) in {dict, OrderedDict}:
+        places = [(item, f"{place}[{key!r}]") for key, item in value.items() for item in (key, item)]
+    elif type(value) in {list, tuple}:
+        places = [(item, f"{place}[{number}]") for number, item in enumerate(value)]
+    else:
+        kind = type(value)
+        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        return f"{name} at {place}" if place else name
+    return next((found for item, where in places if (found := first_not_serializable(item, where)) is not None), None)
+
+
+# Whether every process has the same samples, which is what their division relies on.
+
+
+def is_checked(num_steps: int) -> bool:
+    """Return whether the batch after ``num_steps`` steps of this run is compared: 0, 1, 2, 4, 8, and so on."""
+    return num_steps & (num_steps - 1) == 0
+
+
+def checksum(samples: list[Any]) -> str:
+    """Return what is the same for the same samples: numbers, texts, arrays and tensors in lists and mappings.
+
+    Of other objects only the type counts.
+    """
+    digest = blake2b(digest_size=8)
+    _update_digest(digest, samples)
+    return digest.hexdigest()
+
+
+def _update_digest(digest: blake2b, value: Any) -> None:
+    if isinstance(value, Tensor) and value.layout is torch.strided:
+        _update_digest(
+            digest, value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+        )
+        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        digest.update(f"{value.dtype}{value.shape}".encode())
+        digest.update(np.ascontiguousarray(value).tobytes())
+    elif isinstance(value, Mapping):
+        digest.update(f"mapping{len(value)}".encode())
+        for key, item in value.items():
+            _update_digest(digest, key)
+            _update_digest(digest, item)
+    elif isinstance(value, list | tuple):
+        digest.update(f"list{len(value)}".encode())
+        for item in value:
+            _update_digest(digest, item)
+    elif isinstance(value, bytes | bytearray):
+        digest.update(b"bytes%d" % len(value))
+        digest.update(value)
+    elif value is None or isinstance(value, str | int | float | complex | np.generic):
+        digest.update(f"{type(value).__name__}{value!r}".encode())
+    else:
+        digest.update(type(value).__name__.encode())
+
+
+def check_same_stream(note: StreamNote, step: int, *, group: Group | None, device: torch.device) -> None:
+    """Check that all ranks read the same global batch, if it is one of those that are compared.
+
+    Collective: every rank of ``group``, if there is one. Blocks until all are there.
+
+    Args:
+        note: What came with this rank's part of it.
+        step: Which batch it is.
+        group: The ranks that train together, or None if it is only this process.
+        device: For NCCL a CUDA device.
+
+    Raises:
+        ConfigurationError: They did not; on every rank, and names those that differ from the first.
+    """
+    if note.checksum is None or group is None:
+        return
+    checksums: list[str] = all_gather_object(note.checksum, group=group, device=device)
+    others = [str(rank) for rank, other in enumerate(checksums) if other != checksums[0]]
+    if others:
+        ranks = f"rank{'s' * (len(others) > 1)} {', '.join(others)}"
+        raise ConfigurationError(
+            f"The stream of Task.dataset gave other samples on {ranks} than on rank 0, in step {step}.\n"
+            "Every process reads the same stream and takes its part of it: leave out what depends on the rank, and "
+            "shuffle with a seed of your own, or with random, numpy.random or torch, whose seeds are set."
+        )
+
+
+def check_same_length(samples: Any, field: str, *, group: Group | None, device: torch.device) -> None:
+    """Check that all ranks have equally many samples; those of a stream are compared as it is read.
+
+    Collective: every rank of ``group``, if there is one. Blocks until all are there.
+
+    Args:
+        samples: A data set.
+        field: Where in the task it is from.
+        group: The ranks that train together, or None if it is only this process.
+        device: For NCCL a CUDA device.
+
+    Raises:
+        ConfigurationError: They have not; on every rank, and names the first that differs from the first of all.
+    """
+    if group is None:
+        return
+    length = None if isinstance(samples, IterableDataset) else len(samples)
+    lengths: list[int | None] = all_gather_object(length, group=group, device=device)
+    for rank, other in enumerate(lengths):
+        if other != lengths[0]:
+            raise ConfigurationError(
+                f"Task.{field} has {lengths[0]} samples on rank 0, but {other} on rank {rank}.\n"
+                "Every rank must see the same files, and they must not change."
+            )
+
+
+# The global batches of a stream, from its beginning or from where its own state says.
+#
+# [Note: the state of a stream]
+# A stream with ``state_dict()`` and ``load_state_dict(state)`` is asked for its state behind each global batch, so
+# that a resumed run goes on there at once. Some states are not exact: Hugging Face's shuffle buffers are refilled
+# with other samples, say. So the first one is tried out. A copy of the stream that loaded it must give the batch that
+# comes next; if it does not, no state is kept, and a resumed run reads and drops what came before, which is always
+# exact.
+
+_STREAM = 6
+"""Keeps the bits that a stream draws apart from those that other purposes draw from the same seed."""
+
+_INEXACT = "does not lead back to the same samples, as with a shuffle buffer"
+
+_NOTHING = ""
+"""What is no checksum."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A stream that can say where it stands, and go on from there with the next ``iter``."""
+
+    def state_dict(self) -> Any:
+        """Return where it stands: behind the sample that it gave last."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Let the next ``iter`` go on from there; the one after that begins anew."""
+
+
+@runtime_checkable
+class HasEpochs(Protocol):
+    """A stream whose order depends on the epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set what the next ``iter`` goes by."""
+
+
+@dataclass(frozen=True)
+class StreamOrder:
+    """The global batches of a stream: in its own order, for epochs that end when it does."""
+
+    batch_size: int
+    seed: int
+    drop_last: bool = False
+    num_samples: None = None
+    steps_per_epoch: None = None
+
+
+@dataclass(frozen=True)
+class StreamPosition:
+    """Where in a stream to begin.
+
+    Args:
+        step: The first global batch that is wanted.
+        state: What was kept behind the one before, if anything was: the epoch and the stream's own state.
+    """
+
+    step: int = 0
+    state: dict[str, Any] | None = None
+
+
+class GlobalBatch(NamedTuple):
+    """The samples of a step."""
+
+    step: int
+    samples: list[Any]
+
+
+def unfit(state: dict[str, Any] | None) -> str | None:
+    """Return why a checkpoint cannot hold ``state``, or None if it can."""
+    found = first_not_serializable(state["stream"]) if state is not None else None
+    return None if found is None else f"holds {found}, which a checkpoint cannot"
+
+
+class StreamReader:
+    """Reads a stream a global batch at a time, epoch after epoch.
+
+    Args:
+        stream: What is iterated.
+        order: How many samples make a batch.
+        position: Where to begin; without a state, what comes before is read and dropped.
+
+    Attributes:
+        problem: Why the stream's states are of no use, if it has some and that was found out.
+    """
+
+    def __init__(self, stream: Iterable[Any], order: StreamOrder, position: StreamPosition) -> None:
+        self._stream, self._order, self._position = stream, order, position
+        self._start = position.state if isinstance(stream, Stateful) else None
+        self._is_tried = self._start is not None  # when it was kept
+        self._epoch = 0 if self._start is None else int(self._start["epoch"])
+        self.problem: str | None = None
+
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        """Read the batches from the position on, without end.
+
+        Raises:
+            ConfigurationError: The stream has no samples.
+            DataError: It raised an error; says where in it, and what.
+        """
+        step = 0 if self._start is None else self._position.step
+        start, expected = self._start, None
+        while True:
+            iterator = self._begin(self._stream, step, start)
+            is_empty = start is None
+            start = None
+            while True:
+                samples = self._read(iterator, step)
+                if expected is not None:
+                    self.problem = None if checksum(samples) == expected else _INEXACT
+                    expected = None
+                if not samples or (self._order.drop_last and len(samples) < self._order.batch_size):
+                    break
+                if step >= self._position.step:
+                    yield GlobalBatch(step, samples)
+                    expected = self._try_out(step + 1)
+                step, is_empty = step + 1, False
+            if is_empty:
+                raise ConfigurationError(
+                    "The stream of Task.dataset ended before the first global batch.\n"
+                    "Check where it reads its samples from."
+                )
+            self._epoch += 1
+
+    def state(self) -> bytes | None:
+        """Return where the stream stands behind the batch that was read last, pickled: it must not change with it.
+
+        None if the stream cannot say that, or the first time it did has yet to be tried out.
+        """
+        return self._state() if self._is_tried and self.problem is None else None
+
+    def _state(self) -> bytes | None:
+        if not isinstance(self._stream, Stateful):
+            return None
+        try:
+            return pickle.dumps({"epoch": self._epoch, "stream": self._stream.state_dict()})
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            self.problem = f"cannot be stored: {error}"
+            return None
+
+    def _try_out(self, step: int) -> str | None:
+        """Return the checksum of what a copy of the stream gives next, made to go on from the state that it has now."""
+        if self._is_tried:
+            return None
+        self._is_tried = True
+        pickled = self._state()
+        if pickled is None:
+            return None
+        state = pickle.loads(pickled)
+        self.problem = unfit(state)
+        try:
+            stream = copy.deepcopy(self._stream)
+        except Exception:  # it holds a connection, say: then its state must be believed
+            return None
+        try:
+            return checksum(self._read(self._begin(stream, step, state), step)) if self.problem is None else None
+        except Exception:  # what the stream itself raises will come up when it is read
+            return _NOTHING
+
+    def _begin(self, stream: Iterable[Any], step: int, state: dict[str, Any] | None) -> Iterator[Any]:
+        if isinstance(stream, HasEpochs):
+            stream.set_epoch(self._epoch)
+        if state is not None:
+            assert isinstance(stream, Stateful)
+            stream.load_state_dict(copy.deepcopy(state["stream"]))
+        seed_cpu(mix(self._order.seed, _STREAM, step))  # for streams that shuffle before they give the first sample
+        return iter(stream)
+
+    def _read(self, iterator: Iterator[Any], step: int) -> list[Any]:
+        seed_cpu(mix(self._order.seed, _STREAM, step))
+        samples: list[Any] = []
+        try:
+            samples.extend(islice(iterator, self._order.batch_size))
+        except Exception as error:
+            if isinstance(error, LockstepError) and not isinstance(error, DataError):
+                raise
+            raise _stream_error(error, len(samples), self._epoch, step) from error
+        return samples
+
+
+def _stream_error(error: Exception, number: int, epoch: int, step: int) -> DataError:
+    """Return what to raise for an error of the stream: the same words from a loader process as from this one."""
+    bad = BadSample.of(error, number, epoch, step)
+    found = DataError(
+        f"The stream of Task.dataset cannot be read (epoch {epoch}, step {step}, sample {number} of it).\n{bad.cause}\n"
+        "Repair or remove what cannot be read. A stream ends where it raises an error, whatever bad_samples says; what "
+        "has a length and an index can go on without such samples.",
+        file=bad.file,
+        offset=bad.offset,
+        sample=error.sample if isinstance(error, DataError) else None,
+    )
+    if bad.trace is not None:
+        found.add_note(bad.trace)
+    return found
+
+
+# The micro-batches of data that comes as a stream: the k-th global batch is the next so many samples of it.
+#
+# Every process reads the whole stream and collates only what falls to it, so that the samples of a step do not depend
+# on the number of ranks or loader processes. A stream that is costly to read is better given a length and an index.
 
 
 @dataclass
@@ -32,7 +354,7 @@ class _Steps(IterableDataset[list[MicroBatch] | LockstepError]):
 
     stream: Iterable[Any]
     order: StreamOrder
-    division: Division
+    division: BatchSplit
     position: StreamPosition
     collate: Collate | None
 
@@ -81,7 +403,7 @@ def _apart(stream: Iterable[Any]) -> Iterable[Any]:
 def load_stream(
     stream: Iterable[Any],
     order: StreamOrder,
-    division: Division,
+    division: BatchSplit,
     how: LoadOptions,
     *,
     position: StreamPosition,

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from lockstep.data.file_names import Files, expand
-from lockstep.data.positional import size_of
+from lockstep.data.tokens import Files, expand, size_of
 from lockstep.errors import ConfigurationError, DataError
 
 if TYPE_CHECKING:

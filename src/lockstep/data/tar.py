@@ -11,10 +11,9 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from lockstep.data.decode import Decoder, decoder_for
-from lockstep.data.file_names import Files, expand
-from lockstep.data.positional import PositionalReader
 from lockstep.data.tar_index import open_indexes
 from lockstep.data.tar_scan import Member
+from lockstep.data.tokens import Files, PositionalReader, expand
 from lockstep.errors import ConfigurationError, DataError, LockstepError
 
 

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.data.positional import PositionalReader, size_of
 from lockstep.data.tar_scan import Member, Samples, scan
+from lockstep.data.tokens import PositionalReader, size_of
 from lockstep.errors import DataError
 
 _FORMAT = "lockstep tar index 1"

@@ -1,13 +1,15 @@
-"""Files of tokens, one number after the other, as data sets of windows: for language models.
-
-The files are what trainers of language models write: raw numbers (``.bin``), or numpy's ``.npy``. Nothing is loaded but
-the window that is asked for, so that the length of the files does not matter.
-"""
+"""Files of tokens, one number after the other, as data sets of windows: for language models."""
 
 from __future__ import annotations
 
+import glob
+import itertools
+import os
+import re
+import resource
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, BinaryIO, NamedTuple
 
@@ -17,9 +19,171 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lockstep.data.file_names import Files, expand
-from lockstep.data.positional import PositionalReader, size_of
 from lockstep.errors import ConfigurationError, DataError
+
+# The files that a data set is told to read: lists, braces and wildcards, in an order that is the same everywhere.
+
+Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+"""A name, in which braces and wildcards are expanded, or several."""
+
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+
+
+def expand(files: Files) -> list[str]:
+    """Return the absolute paths that ``files`` stands for.
+
+    ``train-{000..031}.tar`` counts, with as many digits as are given; ``{train,valid}.bin`` lists; ``*``, ``?`` and
+    ``[...]`` match what is there, sorted by name. What exists under the very name is taken as it is.
+
+    Raises:
+        ConfigurationError: There are none, or one is named twice.
+        DataError: Nothing matches a pattern.
+    """
+    names = [files] if isinstance(files, str | os.PathLike) else list(files)
+    paths = [path for name in names for path in _expand_one(os.path.expanduser(os.fspath(name)))]
+    if not paths:
+        raise ConfigurationError("No files are named.\nGive the path of at least one.")
+    seen: set[str] = set()
+    for path in paths:
+        if path in seen:
+            raise ConfigurationError(f"{path} is named twice, so its samples would count twice.\nName each file once.")
+        seen.add(path)
+    return paths
+
+
+def _expand_one(name: str) -> Iterator[str]:
+    if os.path.exists(name):
+        yield os.path.abspath(name)
+        return
+    for path in _braces(name):
+        if not glob.has_magic(path) or os.path.exists(path):
+            yield os.path.abspath(path)
+            continue
+        matches = sorted(glob.glob(path))
+        if not matches:
+            raise DataError(f"No file matches {path}.\nCheck the pattern, and that this machine sees the folder.")
+        yield from map(os.path.abspath, matches)
+
+
+def _braces(name: str) -> Iterator[str]:
+    parts = _BRACES.split(name)  # the contents of braces are at odd places
+    choices = [[part] if place % 2 == 0 else _alternatives(part) for place, part in enumerate(parts)]
+    return map("".join, itertools.product(*choices))
+
+
+def _alternatives(content: str) -> list[str]:
+    numbers = _RANGE.fullmatch(content)
+    if numbers is None:
+        return content.split(",") if "," in content else [f"{{{content}}}"]
+    first, last = numbers.groups()
+    return [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+
+
+# Reads at given places of files, for data sets that are larger than memory.
+#
+# Each piece is asked for with ``pread`` rather than mapped into memory: mapped pages count as the process's own
+# memory until the system takes them back, and a file that became shorter would end the process with SIGBUS, where here
+# it is an error that can be told. ``pread`` has no position, so threads and forked processes can share a descriptor.
+
+
+def _most_open() -> int:
+    """Return how many files a reader may keep open: a quarter of what the system allows this process."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 4096 if allowed == resource.RLIM_INFINITY else max(16, min(4096, allowed // 4))
+
+
+_MAX_OPEN = _most_open()
+
+
+class _Descriptor:
+    """An open file that closes itself once nobody reads from it any more."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.close(self.number)
+
+
+class PositionalReader:
+    """Reads pieces of any number of files; opens each when it is first needed, in each process anew if pickled.
+
+    Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[str, _Descriptor] = OrderedDict()
+
+    def read(self, path: str, offset: int, size: int, *, what: str, sample: int | str | None = None) -> bytes:
+        """Return ``size`` bytes of the file from ``offset`` on. Blocks until they are there.
+
+        Args:
+            path: The file.
+            offset: In bytes.
+            size: In bytes.
+            what: What the bytes are, for errors: ``sample 7``.
+            sample: The same for programs.
+
+        Raises:
+            DataError: The file cannot be opened or read, or ends before; names the file, the place and ``what``.
+        """
+        try:
+            descriptor = self._open.get(path) or self._add(path)
+            pieces = []
+            missing = size
+            while missing:
+                piece = os.pread(descriptor.number, missing, offset + size - missing)
+                if not piece:
+                    break
+                pieces.append(piece)
+                missing -= len(piece)
+        except OSError as error:
+            cause = f"{path} cannot be read at byte {offset}, for {what}: {error.strerror}."
+            advice = "Check that the file is still there, and that this machine sees it."
+            raise DataError(f"{cause}\n{advice}", file=path, offset=offset, sample=sample) from error
+        if missing:
+            cause = (
+                f"{path} ends at byte {offset + size - missing}, but {what} lies at bytes {offset} to {offset + size}."
+            )
+            advice = "The file was cut short after the data set was made. Restore it and resume."
+            raise DataError(f"{cause}\n{advice}", file=path, offset=offset, sample=sample)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _add(self, path: str) -> _Descriptor:
+        descriptor = _Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        if len(self._open) >= _MAX_OPEN:  # a thread that reads from the oldest still holds it
+            self._open.popitem(last=False)
+        self._open[path] = descriptor
+        return descriptor
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"_open": OrderedDict()}
+
+
+def size_of(path: str) -> int:
+    """Return the bytes of a file.
+
+    Raises:
+        DataError: It is not there, is a folder, or must not be read.
+    """
+    try:
+        status = os.stat(path)
+        if os.path.isdir(path):
+            raise DataError(f"{path} is a folder.\nName the files in it, as with {path}/*.", file=path)
+        if not os.access(path, os.R_OK):
+            raise DataError(f"{path} must not be read by this user.\nChange its permissions.", file=path)
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist.\nCheck the name, and that this machine sees it.", file=path) from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.\nCheck the file system.", file=path) from error
+    return status.st_size
+
+
+# Files of tokens, one number after the other, as data sets of windows: for language models.
+#
+# The files are what trainers of language models write: raw numbers (``.bin``), or numpy's ``.npy``. Nothing is loaded
+# but the window that is asked for, so that the length of the files does not matter.
 
 
 class _TokenFile(NamedTuple):

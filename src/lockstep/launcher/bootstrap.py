@@ -1,9 +1,4 @@
-"""The first file that a rank's interpreter runs: ties its life to the launcher's, then becomes the user's program.
-
-Started by path, as ``python -u bootstrap.py ORDERS TARGET [ARGS]``, and free of imports beyond the standard library:
-what it loads, every script would pay for. The program then runs as it would under ``python -u TARGET ARGS``: it is
-``__main__``, found under that name by pickle and by spawned children, with its own ``sys.argv`` and ``sys.path[0]``.
-"""
+"""The first file that a rank's interpreter runs: ties its life to the launcher's, then becomes the user's program."""
 
 from __future__ import annotations
 
@@ -22,6 +17,75 @@ import traceback
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
+from typing import Any
+
+# What a rank is equipped with before its program runs, by the launcher or by variables of its environment.
+
+REHEARSAL = "LOCKSTEP_REHEARSAL"
+"""The variable with which `lockstep rehearse` tells the ranks what is to go wrong in them."""
+
+_SHORT_ENOUGH = 64
+"""The name of a folder for temporary files that loader processes have no trouble with, for sure."""
+
+MONITOR = "LOCKSTEP_MONITOR"
+"""The variable with which ``lockstep run --monitor`` tells the ranks into which folder they are recorded."""
+
+
+def set_up_rank(orders: dict[str, Any], record: Callable[[BaseException], None]) -> None:
+    """Equip this rank.
+
+    Args:
+        orders: Of the launcher.
+        record: Writes down what has ended this rank.
+    """
+    if orders["patience_s"] > 0:
+        _start_heartbeat(orders["run_dir"], orders["patience_s"], record)
+    if len(os.environ.get("TMPDIR", "")) > _SHORT_ENOUGH:
+        _make_sockets_possible(orders["run_dir"])
+    if REHEARSAL in os.environ:
+        from lockstep.study.rehearse.injection import activate
+
+        activate(os.environ[REHEARSAL])
+    if orders["adopt"]:
+        from lockstep.adoption import adopt
+
+        adopt()
+    if MONITOR in os.environ:
+        folder = os.environ.pop(MONITOR)  # programs that this one starts are not recorded
+        from lockstep.observe.monitor import attach
+
+        attach(folder)
+
+
+def _make_sockets_possible(run_dir: str) -> None:
+    """Have loader processes of the program make their sockets where their names are not too long."""
+    from lockstep.env import ensure_short_socket_folder
+    from lockstep.errors import ConfigurationError
+
+    with contextlib.suppress(ConfigurationError):  # it may have no loader processes
+        ensure_short_socket_folder(run_dir)
+
+
+def _start_heartbeat(run_dir: str, patience_s: float, record: Callable[[BaseException], None]) -> None:
+    """Have the launcher's watchdog see what this rank is doing."""
+    from lockstep import activity
+    from lockstep.telemetry.heartbeat import Heartbeat
+
+    beacon = Heartbeat(run_dir, int(os.environ["RANK"]), patience_s=patience_s)
+
+    def tell(error: BaseException) -> None:
+        record(error)
+        beacon.write()
+
+    activity.now.on_failure = tell
+    beacon.start()
+
+
+# The first file that a rank's interpreter runs: ties its life to the launcher's, then becomes the user's program.
+#
+# Started by path, as ``python -u bootstrap.py ORDERS TARGET [ARGS]``, and free of imports beyond the standard library:
+# what it loads, every script would pay for. The program then runs as it would under ``python -u TARGET ARGS``: it is
+# ``__main__``, found under that name by pickle and by spawned children, with its own ``sys.argv`` and ``sys.path[0]``.
 
 _PR_SET_PDEATHSIG = 1
 
@@ -47,9 +111,8 @@ def main(argv: list[str]) -> None:
     with contextlib.suppress(OSError):
         os.unlink(failure_file())  # of this rank before a restart
     sys.argv = [target, *args]
-    from lockstep.launcher.equipment import equip
 
-    equip(orders, record)
+    set_up_rank(orders, record)
     runners: dict[str, Callable[[str], None]] = {"script": run_script, "module": run_module, "call": run_call}
     run_recorded(lambda: runners[mode](target))
 
@@ -120,9 +183,9 @@ def run_call(run_dir: str) -> None:
     sys.path[:1] = []
     with open(os.path.join(run_dir, "sys_path.json")) as file:
         sys.path[:] = json.load(file)
-    from lockstep.launcher.call import run_from
+    from lockstep.launcher.api import run_call
 
-    run_from(run_dir)
+    run_call(run_dir)
 
 
 def _fresh_main() -> ModuleType:
@@ -225,7 +288,7 @@ def record(error: BaseException) -> None:
 
 def fail(error: BaseException) -> None:
     """Record what ended the program, and let the launcher know now, as exit handlers may take long."""
-    progress = sys.modules.get("lockstep.progress")
+    progress = sys.modules.get("lockstep.activity")
     if progress is not None and progress.now.on_failure is not None:
         progress.now.fail(error)
     else:
@@ -239,7 +302,7 @@ def failure_file() -> str:
 
 def marks() -> dict[str, object]:
     """Return in which step this rank is, as far as it is known."""
-    progress = sys.modules.get("lockstep.progress")
+    progress = sys.modules.get("lockstep.activity")
     if progress is None:
         return {}
     now = progress.now

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from lockstep.telemetry.live import remote
 from lockstep.telemetry.live.notebook import NotebookRegion, is_notebook
-from lockstep.telemetry.live.picture import picture
 from lockstep.telemetry.live.region import Region
+from lockstep.telemetry.live_view import picture
 
 
 class LiveView:

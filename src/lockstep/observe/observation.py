@@ -1,34 +1,509 @@
-"""All that looks at a training loop from outside, and its record, put together."""
+"""All that watches a training loop from outside, and its record, put together."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import sys
+import time
 import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lockstep.comm.clocks import Offset
-from lockstep.comm.collectives import is_initialized
-from lockstep.observe.engine import find_engine
-from lockstep.observe.forwards import Forwards, has_compiled_call
-from lockstep.observe.loaders import Batches, watch_all_loaders, watch_loader
-from lockstep.observe.optimizers import Optimizers
-from lockstep.observe.recorder import Recorder
-from lockstep.observe.samples import num_samples
-from lockstep.observe.session import Place, Session
-from lockstep.observe.steps import Steps
-from lockstep.telemetry.provenance import Provenance
-from lockstep.telemetry.record.names import Event
-from lockstep.train.stopwatch import Mark
+from lockstep.comm.clocks import ClockOffset, measure_clock_offsets
+from lockstep.comm.collectives import Group, all_gather_object, backend_name, default_group, is_initialized
+from lockstep.errors import ConfigurationError
+from lockstep.observe.hooks import (
+    Batches,
+    Forwards,
+    Optimizers,
+    has_compiled_call,
+    num_samples,
+    watch_all_loaders,
+    watch_loader,
+)
+from lockstep.observe.steps import Step, Steps, Value
+from lockstep.parallel.ddp.bucket_events import BucketStamps, StepStamps
+from lockstep.telemetry.provenance import Provenance, gather
+from lockstep.telemetry.run_record import Event, LineWriter, PeriodicThread, StepLines, has_timeline
+from lockstep.train.recording import (
+    RunFile,
+    bucket_rows,
+    clocks_line,
+    describe_rank,
+    hidden_s,
+    how_called,
+    meet,
+    open_rank_file,
+    start_line,
+)
+from lockstep.train.timing import Mark, StepBegin, seconds_between
+
+# What exchanges gradients in a script, and what it tells of that.
+
+Kind = Literal["single", "ddp", "torch-ddp", "dp", "torch-dp", "unknown"]
+
+
+@dataclass
+class Engine:
+    """What exchanges gradients.
+
+    Attributes:
+        kind: ``single`` if nobody has to, ``unknown`` if it is something else than the engines named so in docs/fit.
+        ours: Wrappers of ours.
+        stamps: What takes their moments, by wrapper.
+        torch_module: torch's wrapper.
+    """
+
+    kind: Kind
+    ours: list[Any] = field(default_factory=list)
+    stamps: list[BucketStamps] = field(default_factory=list)
+    torch_module: Any = None
+    _last_iteration: Any = None
+
+    def include(self, other: Engine) -> None:
+        """Take in what exchanges the gradients of one more model."""
+        self.ours += [each for each in other.ours if all(each is not known for known in self.ours)]
+        if self.kind in ("single", "unknown"):
+            self.kind, self.torch_module = other.kind, other.torch_module
+
+    def stamp(self, device: torch.device) -> None:
+        """Have the buckets of our engines stamped from now on."""
+        for module in self.ours[len(self.stamps) :]:
+            self.stamps.append(BucketStamps(device))
+            module.stamp_buckets(self.stamps[-1])
+
+    def stop(self) -> None:
+        """Have nothing stamped any more."""
+        for module in self.ours:
+            module.stamp_buckets(None)
+
+    def look_closely(self, closely: bool) -> None:
+        """Have single buckets stamped in the coming step, or not."""
+        for each in self.stamps:
+            each.closely = closely
+
+    def take(self) -> list[StepStamps]:
+        """Return what was stamped of the backward that has just ended."""
+        return [found for each in self.stamps if (found := each.take()) is not None]
+
+    def waited_s(self, step: Step) -> float | None:
+        """Return how long backward waited for communication after its own work; None if that cannot be seen."""
+        if self.kind == "single":
+            return 0.0
+        if not step.has_backward:
+            return None
+        if self.kind == "ddp":
+            return sum(_waited_s(stamps) for stamps in step.stamps)
+        if self.kind == "torch-ddp":
+            return sum(seconds_between(*wait) for wait in step.waits)
+        return None
+
+    def hidden_s(self, step: Step) -> float | None:
+        """Return the time in which buckets travelled beside backward, of a step that was looked at closely."""
+        if not step.stamps:
+            return step.hidden_s
+        known = [found for each in step.stamps if (found := hidden_s(each, step.begin)) is not None]
+        return sum(known) if known else None
+
+    def torch_hidden_s(self) -> float | None:
+        """Return the time in which buckets of torch's engine travelled beside its last backward, if it knows.
+
+        It measures that in some steps, and works it out as the next forward begins.
+        """
+        told = self.torch_module._get_ddp_logging_data()
+        before, self._last_iteration = self._last_iteration, told.get("iteration")
+        nanoseconds = told.get("backward_compute_comm_overlap_time", 0)
+        return nanoseconds / 1e9 if self._last_iteration != before and nanoseconds > 0 else None
+
+    def last_wait(self, step: Step) -> Any:
+        """Return from when to when the last backward waited; None if that cannot be seen."""
+        if self.kind == "torch-ddp":
+            return step.waits[-1] if step.waits else None
+        return step.stamps[-1].waited if step.stamps else None
+
+
+def _waited_s(stamps: StepStamps) -> float:
+    if stamps.exposed_s is not None:
+        return stamps.exposed_s
+    return 0.0 if stamps.waited is None else seconds_between(*stamps.waited)
+
+
+def find_engine(models: Sequence[nn.Module], num_ranks: int) -> Engine:
+    """Return what exchanges the gradients of ``models`` among so many ranks."""
+    modules = [module for model in models for module in model.modules()]
+    ours = [each for each in modules if isinstance(each, _class("lockstep.parallel.ddp.wrapper", "PerBucket"))]
+    if ours:
+        return Engine("ddp", ours)
+    theirs = [each for each in modules if isinstance(each, TorchDistributedDataParallel)]
+    if theirs:
+        return Engine("torch-ddp", torch_module=theirs[0])
+    if any(isinstance(each, _class("lockstep.parallel.dp.wrapper", "DataParallel")) for each in modules):
+        return Engine("dp")
+    if any(isinstance(each, nn.DataParallel) for each in modules):
+        return Engine("torch-dp")
+    return Engine("single" if num_ranks == 1 else "unknown")
+
+
+def _class(module: str, name: str) -> Any:
+    """Return a class of ours if the script uses it, else what nothing is an instance of."""
+    found = sys.modules.get(module)
+    return () if found is None else getattr(found, name)
+
+
+# The lines that are recorded of a step that was seen from outside: pure functions. What was not seen is null.
+
+
+def step_line(step: Step, engine: Engine, began_s: float, *, num_ranks: int) -> dict[str, Any]:
+    """Return the line of kind ``step``; see ``STEP`` in lockstep.telemetry.run_record.
+
+    Args:
+        step: Known.
+        engine: That exchanges gradients.
+        began_s: When it began, in Unix time.
+        num_ranks: That train together, each with as many samples.
+    """
+    total_s = round(seconds_between(step.begin, step.end), 7)
+    waited_s = engine.waited_s(step)
+    elsewhere_s = sum(waited for _, _, _, waited in step.spans)
+    backward_s = max(0.0, step.seconds(["backward"]) - (waited_s or 0.0))
+    samples = step.samples * num_ranks
+    losses = [_number(value) for value in step.losses]
+    return {
+        "kind": "step",
+        "step": step.number,
+        "num_steps": 1,
+        "epoch": None,
+        "time": round(began_s, 6),
+        "interval_s": _short(step.interval_s),
+        "total_s": total_s,
+        "slowest_s": total_s,
+        "slowest_step": step.number,
+        "data_wait_s": _short(step.seconds(["data_wait"]) if step.sees_batches else None),
+        "copy_s": None,
+        "forward_s": _short(step.seconds(["forward"]) if step.has_forward else None),
+        "backward_s": _short(backward_s if step.has_backward else None),
+        "exposed_s": _short(None if waited_s is None else waited_s + elsewhere_s),
+        "hidden_s": _short(engine.hidden_s(step)),
+        "optimizer_s": _short(step.seconds(["optimizer"])),
+        "loss": sum(losses) / len(losses) if losses else None,
+        "learning_rate": step.learning_rate,
+        "grad_norm": None if step.grad_norm is None else _number(step.grad_norm),
+        "samples": samples,
+        "samples_per_s": round(samples / (step.interval_s or total_s or 1e-9), 3),
+        "counts": None,
+        "tokens_per_s": None,
+    }
+
+
+def timeline_line(step: Step, engine: Engine, began_s: float) -> dict[str, Any]:
+    """Return the line of kind ``timeline``; see ``TIMELINE`` in lockstep.telemetry.run_record."""
+
+    def since(mark: Mark) -> float:
+        return round(seconds_between(step.begin, mark), 7)
+
+    spans = [(phase, since(begin), since(end)) for phase, begin, end, _ in step.spans]
+    waited = engine.last_wait(step)
+    return {
+        "kind": "timeline",
+        "step": step.number,
+        "time": round(began_s, 6),
+        "spans": [[phase, begin, end] for phase, begin, end in spans if end > begin],
+        "buckets": [row for stamps in step.stamps for row in bucket_rows(stamps, since)],
+        "waited_from": None if waited is None else since(waited[0]),
+        "waited_until": None if waited is None else since(waited[1]),
+    }
+
+
+def _short(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 7)
+
+
+def _number(value: Value) -> float:
+    return float(value.number)
+
+
+# Records steps that were seen from outside.
+#
+# [Note: in another thread]
+# The thread that trains only puts steps into a queue. Another one comes by about once a second, looks whether the
+# device has come to a step's end, which is never waited for, and works out what it took, in small pieces with pauses:
+# while it runs Python, the thread that trains cannot.
+
+_PIECE, _PIECE_PAUSE_S = 32, 0.001
+_BEHIND = 50_000
+"""So many steps in the queue, and there are no pauses any more."""
+_NUM_SIZED = 1000
+
+
+class Recorder:
+    """Takes the steps and events of this rank to its file.
+
+    Args:
+        writer: Of the file.
+        engine: That exchanges gradients.
+        num_ranks: That train together.
+        first_step: Steps done before.
+
+    Attributes:
+        sizes: How many of the first steps had how many samples.
+    """
+
+    def __init__(self, writer: LineWriter, engine: Engine, *, num_ranks: int, first_step: int) -> None:
+        self._writer, self._engine, self._num_ranks = writer, engine, num_ranks
+        self._lines, self._begins = StepLines(writer.add), StepBegin()
+        self._queue: deque[Step | dict[str, Any]] = deque()
+        self._num_done = first_step
+        self._owing: Step | None = None
+        self.sizes: Counter[int] = Counter()
+        self._beats = PeriodicThread(self.drain)
+
+    def opened(self, step: Step) -> None:
+        """Take notice that a step has begun."""
+        self._engine.look_closely(has_timeline(step.number))
+
+    def forward_ended(self) -> None:
+        """Take notice that a training forward is over, in which torch's engine has worked out its figures."""
+        if self._owing is not None:
+            self._settle(self._engine.torch_hidden_s())
+
+    def done(self, step: Step) -> None:
+        """Take a step; the device may still owe its figures. Does not block."""
+        self._num_done = step.number + 1
+        self._settle(None)
+        if self._engine.torch_module is not None and has_timeline(step.number):
+            step.owes_hidden, self._owing = True, step
+        self._queue.append(step)
+        if step.is_skipped:
+            self.event("skipped", f"step {self._num_done}: left out by GradScaler: the gradient was not finite")
+
+    def evaluated(self, num_steps: int, wall_s: float, seconds: float) -> None:
+        """Take notice of an evaluation: when it began, and how long training stood still for it."""
+        self._add("evaluation", num_steps, "forwards that did not train", wall_s=wall_s, seconds=seconds)
+
+    def event(self, event: Event, text: str) -> None:
+        """Take an event. Does not block."""
+        self._add(event, self._num_done, text, wall_s=time.time(), seconds=None)
+
+    def close(self, *, waits: bool) -> None:
+        """Write what is left, and what the device owes if this ``waits``. Blocks some seconds at most for the disk."""
+        self._settle(None)
+        last = next((item for item in reversed(self._queue) if isinstance(item, Step)), None)
+        if waits and last is not None and isinstance(last.end, torch.cuda.Event):
+            last.end.synchronize()
+        if self._beats.stop():
+            self.drain(at_once=True)
+            self._lines.close()
+        self._writer.close()
+
+    def drain(self, *, at_once: bool = False) -> None:
+        """Write the steps that the device is done with, and the events between them; ``at_once`` without pauses."""
+        count = 0
+        while self._queue:
+            item = self._queue[0]
+            if isinstance(item, dict):
+                self._writer.add(item)
+                if item["seconds"] is not None:
+                    self._begins.forget()
+            elif item.is_known:
+                self._write(item)
+            elif at_once:  # nobody waits for the device any more: events are still told
+                pass
+            else:
+                return
+            self._queue.popleft()
+            count += 1
+            if not at_once and count % _PIECE == 0 and len(self._queue) < _BEHIND:
+                time.sleep(_PIECE_PAUSE_S)
+
+    def _settle(self, hidden_s: float | None) -> None:
+        step, self._owing = self._owing, None
+        if step is not None:
+            step.hidden_s, step.owes_hidden = hidden_s, False
+
+    def _add(self, event: Event, num_steps: int, text: str, *, wall_s: float, seconds: float | None) -> None:
+        line = {"kind": "event", "event": event, "step": num_steps, "time": wall_s, "seconds": seconds, "text": text}
+        self._queue.append(line)
+
+    def _write(self, step: Step) -> None:
+        total_s = seconds_between(step.begin, step.end)
+        began_s = self._begins.of(step.begin, wall_s=step.wall_s, began_at=step.began_at, total_s=total_s)
+        self._lines.take(step_line(step, self._engine, began_s, num_ranks=self._num_ranks))
+        if has_timeline(step.number):
+            self._writer.add(timeline_line(step, self._engine, began_s))
+        if step.number < _NUM_SIZED:
+            self.sizes[step.samples] += 1
+
+
+# The record of a script: who takes part, its files, and what is known of it as a whole.
+
+
+@dataclass(frozen=True)
+class Place:
+    """This rank among those that train together.
+
+    Attributes:
+        rank, num_ranks: Of the job.
+        group: Through which they agree on the record; ``None`` if they do without.
+        name: Of the session, where they do without.
+        clocks: Of the ranks, where they do without.
+    """
+
+    rank: int
+    num_ranks: int
+    group: Group | None = None
+    name: str | None = None
+    clocks: tuple[ClockOffset, ...] = ()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the ``value`` of each rank, or only this one's. Collective if there is a group: every rank."""
+        if self.group is None:
+            return [value]
+        return all_gather_object(value, group=self.group, device=self.device)
+
+    def offsets(self) -> list[ClockOffset]:
+        """Return how far the ranks' clocks are apart. Collective if there is a group: every rank."""
+        return list(self.clocks) if self.group is None else measure_clock_offsets(self.group, self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where small messages lie that the group sends."""
+        is_nccl = self.group is not None and backend_name(self.group) == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+
+
+def find_place() -> Place:
+    """Return the place of this process in its default process group.
+
+    Raises:
+        ConfigurationError: It was started as one of several ranks, and there is no process group yet.
+    """
+    if is_initialized():
+        group = default_group()
+        return Place(group.rank(), group.size(), group)
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise ConfigurationError(
+            f"This process is one of {os.environ['WORLD_SIZE']} ranks, but has no process group yet.\n"
+            "Call monitor() behind lockstep.init() or torch.distributed.init_process_group()."
+        )
+    return Place(0, 1)
+
+
+class Session:
+    """The record of a script from one start to its end.
+
+    Collective if ``place`` has a group: every rank makes one. Blocks until all have.
+
+    Args:
+        folder: Made if it is not there; the ranks of several machines may have one each.
+        place: This rank.
+        device: Where it computes.
+        models: That are trained.
+        facts: Settings, as far as they are known.
+        first_step: Steps done before; the record goes on behind what is in the folder then.
+        provenance: What was found out before; looked for now if ``None``.
+
+    Attributes:
+        num_restarts: How often the launcher has started all ranks again.
+
+    Raises:
+        ConfigurationError: On every rank: a rank cannot write there.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        place: Place,
+        device: torch.device,
+        models: Sequence[nn.Module],
+        facts: dict[str, Any],
+        *,
+        first_step: int = 0,
+        provenance: Provenance | None = None,
+    ) -> None:
+        self._place = place
+        self.num_restarts = num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+        fresh = not first_step
+        if fresh and num_restarts:
+            _set_aside(folder, place.rank, num_restarts)
+        opened = open_rank_file(folder, place.rank, [device], fresh=fresh)
+        began_at = time.time()
+        mine = describe_rank([device])
+        if place.name is not None:
+            mine["run"] = place.name
+        self.writer: LineWriter
+        self.writer, ranks = meet(opened, mine, place.gather)
+        name = ranks[0]["run"]
+        self.writer.add(start_line(name, place.rank, mine, began_at=began_at, first_step=first_step))
+        self._file: RunFile | None = None
+        offsets = place.offsets()
+        if place.rank == 0:
+            known = [{key: rank[key] for key in ("host", "pid", "device", "machine")} for rank in ranks]
+            session = {
+                "run": name,
+                "began_at": began_at,
+                "first_step": first_step,
+                "num_steps": None,
+                "num_restarts": num_restarts,
+                "recorded_by": "monitor",
+                "task": Path(sys.argv[0]).name or "a script",
+                **how_called(),
+                "settings": {key: value for key, value in facts.items() if value is not None},
+                **_sizes(models),
+                "backend": backend_name(default_group()) if is_initialized() else None,
+                "ranks": [*known, *({} for _ in range(place.num_ranks - len(known)))],
+                "clocks": {"start": clocks_line(offsets, began_at)} if offsets else {},
+                "provenance": asdict(provenance or gather(Path(sys.argv[0]) if sys.argv[0] else None)),
+            }
+            self._file = RunFile(folder, session, world_size=place.num_ranks, fresh=fresh)
+            self._file.write()
+
+    def finish(self, sizes: Counter[int], num_steps: int, offsets: Sequence[ClockOffset] = ()) -> None:
+        """Keep what is known at the end. Blocks for the disk, on rank zero.
+
+        Args:
+            sizes: How many steps had how many samples of this rank.
+            num_steps: That were done.
+            offsets: Of the ranks' clocks, if they were compared.
+        """
+        if self._file is None:
+            return
+        self._file.session["num_steps"] = num_steps
+        if sizes:
+            self._file.session["global_batch_size"] = sizes.most_common(1)[0][0] * self._place.num_ranks
+        if offsets:
+            self._file.session["clocks"]["end"] = clocks_line(offsets, time.time())
+        self._file.write()
+
+
+def _sizes(models: Sequence[nn.Module]) -> dict[str, int]:
+    """Return how much is trained, by name."""
+    trained = [each for model in models for each in model.parameters() if each.requires_grad]
+    unique = list({id(each): each for each in trained}.values())
+    return {
+        "num_parameters": sum(each.numel() for each in unique),
+        "gradient_bytes": sum(each.numel() * each.element_size() for each in unique),
+    }
+
+
+def _set_aside(folder: Path, rank: int, num_restarts: int) -> None:
+    """Keep what was recorded before a restart under another name: nobody has said at which step the script goes on."""
+    with suppress(OSError):
+        os.replace(folder / f"rank-{rank}.jsonl", folder / f"before-restart-{num_restarts}.rank-{rank}.jsonl")
+
+
+# All that looks at a training loop from outside, and its record, put together.
 
 
 class Observation:
@@ -148,7 +623,7 @@ class Observation:
             self._recorder.event("remark", text)
             sys.stderr.write(f"lockstep: {text}\n")
 
-    def _close(self, event: Event, offsets: Sequence[Offset] = (), *, text: str | None = None) -> None:
+    def _close(self, event: Event, offsets: Sequence[ClockOffset] = (), *, text: str | None = None) -> None:
         if self.is_closed or os.getpid() != self._pid:
             return
         self.is_closed = True

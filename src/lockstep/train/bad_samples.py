@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.collectives import Group, all_gather_object, all_reduce
-from lockstep.data.bad_sample import BadSample, stop_error
-from lockstep.data.division import Division
-from lockstep.data.loader import MicroBatch
+from lockstep.data.loader import BadSample, MicroBatch, stop_error
+from lockstep.data.order import BatchSplit
 from lockstep.errors import DataError
 
 _MOST, _MOST_OF_ALL = 10, 0.01
@@ -55,7 +54,7 @@ class BadSamples:
         self._num_read = self._num_skipped = 0
         self._notes: Tensor | None = None
         self.heard: tuple[int, int] = (0, 0)
-        """What else the ranks told each other in the last step that was settled; see `lockstep.train.wishes`."""
+        """What else the ranks told each other in the last step that was settled; see `lockstep.train.stopping`."""
         self._arrived: torch.cuda.Event | None = None
 
     @property
@@ -83,7 +82,7 @@ class BadSamples:
         if self._mine and self._group is None:
             self._take([self._mine])
 
-    def all_have_samples(self, micro: MicroBatch, index: int, division: Division) -> bool:
+    def all_have_samples(self, micro: MicroBatch, index: int, division: BatchSplit) -> bool:
         """Return whether all ranks have samples in a micro-batch, where they must know that before forward.
 
         Collective: every rank, if there is a group and each should have samples. Blocks; on CUDA it is not, and does

@@ -1,4 +1,4 @@
-"""The buffers of a model, kept while something runs that must not leave its traces there."""
+"""The buffers of a model, put back to what they were after something that must leave no traces in them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
-class Home:
+class BufferSlot:
     """Where a buffer hangs."""
 
     module: nn.Module
@@ -22,7 +22,7 @@ class Home:
         return self.module._buffers[self.name]
 
 
-class KeptBuffers:
+class BufferSnapshot:
     """The buffers of ``model``: what they were, and a way back to it.
 
     Attributes:
@@ -36,7 +36,7 @@ class KeptBuffers:
         self.names = [name for name, _ in model.named_buffers()]
         self.objects: list[Tensor] = []
         self.values: list[Tensor] = []
-        self._homes: dict[int, tuple[nn.Module, list[Home]]] = {}  # the module, so that its id is not another's
+        self._homes: dict[int, tuple[nn.Module, list[BufferSlot]]] = {}  # the module, so that its id is not another's
 
     def keep(self) -> None:
         """Keep the buffers that the model has now."""
@@ -48,7 +48,7 @@ class KeptBuffers:
         for home, buffer, value in zip(self._homes_in(self._model), self.objects, self.values, strict=True):
             if home.get() is not buffer or not torch.equal(buffer, value):
                 home.module._buffers[home.name] = buffer
-                overwrite(buffer, value)
+                overwrite_buffer(buffer, value)
 
     def read(self, module: nn.Module) -> list[Tensor]:
         """Return the buffers that ``module``, the model or a replica of it, has now.
@@ -66,16 +66,16 @@ class KeptBuffers:
             buffers.append(buffer)
         return buffers
 
-    def _homes_in(self, module: nn.Module) -> list[Home]:
+    def _homes_in(self, module: nn.Module) -> list[BufferSlot]:
         """Return where the buffers hang in ``module``. Found once: walking a large model takes long."""
         if id(module) not in self._homes:
             paths = [full_name.rpartition(".") for full_name in self.names]
-            homes = [Home(module.get_submodule(path), name) for path, _, name in paths]
+            homes = [BufferSlot(module.get_submodule(path), name) for path, _, name in paths]
             self._homes[id(module)] = module, homes
         return self._homes[id(module)][1]
 
 
 @torch.no_grad()
-def overwrite(buffer: Tensor, value: Tensor) -> None:
+def overwrite_buffer(buffer: Tensor, value: Tensor) -> None:
     """Copy ``value`` into ``buffer``."""
     buffer.copy_(value)

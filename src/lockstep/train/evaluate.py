@@ -5,24 +5,96 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from lockstep import activity
 from lockstep.comm.collectives import all_gather_object, all_reduce, broadcast_coalesced
-from lockstep.data.bad_sample import BadSample
-from lockstep.data.device import to_device
-from lockstep.data.loader import MicroBatch, Request, load
-from lockstep.data.seeding import mix, seed_cpu, seed_device
+from lockstep.data.batch_iterator import to_device
+from lockstep.data.loader import BadSample, MicroBatch, Request, load
+from lockstep.data.order import mix, seed_cpu, seed_device
+from lockstep.data.stream import check_same_length
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.tree.shape import Tree
+from lockstep.parallel.reduction_tree import ReductionTree
 from lockstep.train.bad_samples import BadSamples
-from lockstep.train.buffers import KeptBuffers
-from lockstep.train.loop import Loop
-from lockstep.train.objective import Objective
-from lockstep.train.precision import autocast
-from lockstep.train.task import Loss, Task
+from lockstep.train.buffers import BufferSnapshot
+from lockstep.train.display import Display, format_metrics
+from lockstep.train.log import Log
+from lockstep.train.nonfinite import NonFiniteStep
+from lockstep.train.recording import RunRecord
+from lockstep.train.step import Objective, autocast
+from lockstep.train.task import Loss, Task, build_dataset
+from lockstep.train.trainer import Trainer
+
+# What comes of a run.
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation after ``step`` steps found: the loss and the task's metrics, by name."""
+
+    step: int
+    metrics: dict[str, float]
+
+    @property
+    def loss(self) -> float:
+        """Its loss, infinite if that is NaN: then any other is better."""
+        loss = self.metrics["loss"]
+        return math.inf if math.isnan(loss) else loss
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What came of a run, the same on every rank.
+
+    Args:
+        first_step: Steps done before this call, in a run that was resumed.
+        num_steps: Steps done in all.
+        losses: Mean over the global batch, for each step of this call.
+        evaluations: In the order they were made, in this call.
+        best: The evaluation with the lowest loss of the whole run.
+        num_samples: Samples trained on in this call, over all devices.
+        skipped_samples: Samples that training went without in this call, as they could not be read, over all devices.
+        first_skipped: The first few of them: which, in which step, and why.
+        not_finite: The steps of this call that were skipped or gone back from, as their gradient was NaN or infinite.
+        samples_per_s: Over all devices; without the first step, evaluations and checkpoints.
+        num_counted: What the losses of this call were means over if not samples, such as tokens; None if samples.
+        tokens_per_s: Likewise, a second, whatever it is that the task counts.
+        seconds: Of the whole call after the model was made, evaluations and all.
+        checkpoint: The newest one.
+        stopped: What stopped the run before its end: a signal, such as ``SIGTERM``, or ``another machine`` that
+            joins; or None. The same call goes on from `checkpoint`.
+        exit_code: What a script that ends now should pass to ``sys.exit``: 75 for a stopped run, which tells a
+            scheduler to start it again (after Ctrl-C 130; 0 under ``lockstep run``, which then sees to that); else 0.
+    """
+
+    first_step: int
+    num_steps: int
+    losses: list[float]
+    evaluations: list[Evaluation]
+    best: Evaluation | None
+    num_samples: int
+    samples_per_s: float
+    seconds: float
+    checkpoint: Path | None
+    skipped_samples: int = 0
+    first_skipped: tuple[BadSample, ...] = ()
+    stopped: str | None = None
+    exit_code: int = 0
+    not_finite: tuple[NonFiniteStep, ...] = ()
+    num_counted: float | None = None
+    tokens_per_s: float | None = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What the last evaluation found, by name; empty if there was none."""
+        return self.evaluations[-1].metrics if self.evaluations else {}
+
+
+# Evaluation that counts every sample exactly once, however many ranks share it.
 
 _EVALUATE = 5
 """Keeps the bits for random numbers in evaluation apart from those that other purposes draw from the same seed."""
@@ -40,7 +112,7 @@ class Evaluator:
     """
 
     task: Task
-    loop: Loop
+    loop: Trainer
     samples: Sequence[Any]
     skipped: list[BadSample] = field(default_factory=list)
 
@@ -58,7 +130,7 @@ class Evaluator:
             broadcast_coalesced(buffers, group=group, src=0)
         sums: dict[int, dict[str, Tensor]] = {share: {} for share in self._parts()}
         bad = self._bad_samples()
-        kept = KeptBuffers(model)  # a model that counts what it sees must not count this
+        kept = BufferSnapshot(model)  # a model that counts what it sees must not count this
         kept.keep()
         current = None
         model.eval()
@@ -95,7 +167,7 @@ class Evaluator:
         pairs: list[tuple[float, float]] = table.tolist()
         return dict(zip(names, pairs, strict=True))
 
-    def _total_in_tree(self, sums: dict[int, dict[str, Tensor]], tree: Tree) -> dict[str, tuple[float, float]]:
+    def _total_in_tree(self, sums: dict[int, dict[str, Tensor]], tree: ReductionTree) -> dict[str, tuple[float, float]]:
         """Return the sums of the virtual shards of all ranks, in the order of the tree."""
         mine = [{name: pair.tolist() for name, pair in part.items()} for part in sums.values()]
         group = self.loop.group
@@ -173,3 +245,81 @@ class Evaluator:
     def _zero(self) -> Tensor:
         dtype = torch.float32 if self.loop.device.type == "mps" else torch.float64
         return torch.zeros(2, dtype=dtype, device=self.loop.device)
+
+
+# The evaluations of a run: when they are made, what they found, and which was the best.
+
+
+@final
+class Evaluations:
+    """Evaluates the model of a loop, if the task has what to evaluate it on.
+
+    Collective: every rank makes one, and evaluates.
+
+    Args:
+        task: Says on what.
+        loop: That trains.
+        keep_best: Whether one that finds the lowest loss so far is worth a checkpoint.
+
+    Attributes:
+        made: In this call, in order.
+        best: Of the whole run.
+        has_new_best: Whether the last one is to be kept.
+        is_owed: Whether a run that was stopped has not come to one.
+    """
+
+    def __init__(self, task: Task, loop: Trainer, *, keep_best: bool) -> None:
+        self._loop, self._keep_best = loop, keep_best
+        self.made: list[Evaluation] = []
+        self.best: Evaluation | None = None
+        self.has_new_best = self.is_owed = False
+        self._evaluator = None
+        if task.eval_dataset is not None:
+            samples = build_dataset(task, evaluation=True)
+            check_same_length(samples, "eval_dataset", group=loop.group, device=loop.device)
+            self._evaluator = Evaluator(task, loop, samples)
+
+    @property
+    def are_wanted(self) -> bool:
+        """Whether there is what to evaluate on."""
+        return self._evaluator is not None
+
+    def restore(self, best: dict[str, object] | None, *, is_owed: bool) -> None:
+        """Go on from what a checkpoint says."""
+        self.is_owed = is_owed and self.are_wanted
+        if best is not None:
+            self.best = Evaluation(**best)  # type: ignore[arg-type]
+
+    def loss_after(self, step: int) -> float | None:
+        """Return the loss that an evaluation after ``step`` steps found, if the last one was then."""
+        return self.made[-1].metrics["loss"] if self.made and self.made[-1].step == step else None
+
+    def make(self, num_steps: int, display: Display, record: RunRecord, log: Log | None, losses: list[float]) -> None:
+        """Evaluate, and tell what was found. The device is at rest.
+
+        Args:
+            num_steps: Of the whole run.
+            display: To whom it is told,
+            record: ... and to whom,
+            log: ... and to whom, if there is one.
+            losses: Of training so far.
+        """
+        assert self._evaluator is not None
+        activity.now.phase = "evaluation"
+        step = self._loop.num_steps_done
+        found = Evaluation(step, self._evaluator.run())
+        self.made.append(found)
+        if self.best is None or found.metrics["loss"] < self.best.loss:
+            self.best = found
+            self.has_new_best = self._keep_best
+        epoch = "" if self._loop.epoch is None else f"epoch {self._loop.epoch:.1f}  "
+        skipped = self._evaluator.skipped
+        without = f"  without {len(skipped)} that cannot be read" if skipped else ""
+        what = f"evaluation: {format_metrics(found.metrics)}{without}"
+        display.say(f"{epoch}step {step}/{num_steps}  {what}")
+        record.event("evaluation", what, found.metrics)
+        if log is not None:
+            log.losses(losses)
+            log.evaluation(found.step, found.metrics)
+            for bad in skipped:
+                log.skipped(bad._replace(step=step - 1), evaluation=True)

@@ -1,7 +1,10 @@
-"""The bare model's weights as a safetensors file."""
+"""The bare model's weights as a safetensors file, written whole or not at all."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +12,39 @@ from safetensors.torch import save_model
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigurationError
-from lockstep.train.atomic import whole_file
-from lockstep.train.checkpoints.names import plain_names
+from lockstep.train.model_state import plain_names
+
+# Files that are there in whole or not at all, whenever the process ends.
+
+TEMPORARY_SUFFIX = ".partial"
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Give a path to write to; what was written there is ``path`` once the block is left, and on disk.
+
+    An error in the block, or the end of the process, leaves ``path`` as it was.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
+    try:
+        yield temporary
+        _fsync(temporary, os.O_RDWR)
+        os.replace(temporary, path)
+        _fsync(path.parent, os.O_RDONLY)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _fsync(path: Path, flags: int) -> None:
+    """Block until the file, or the entries of the folder, are on disk."""
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# The bare model's weights as a safetensors file.
 
 
 def check_export(path: Path) -> None:
@@ -32,10 +66,10 @@ def export_weights(model: nn.Module, path: Path) -> None:
     them back in every place.
     """
     with whole_file(path) as temporary:
-        save_model(_OwnMemory(model), str(temporary), metadata={"format": "pt"})
+        save_model(_UnsharedState(model), str(temporary), metadata={"format": "pt"})
 
 
-class _OwnMemory(nn.Module):
+class _UnsharedState(nn.Module):
     """Has the state of ``model``, but no tensor is a part of a larger one, as those of a divided optimizer are.
 
     safetensors refuses such parts. Tensors that are one stay one.

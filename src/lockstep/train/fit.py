@@ -3,26 +3,56 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 from lockstep.comm.world import World, init
-from lockstep.data.loader_death import naming_dead_loaders
+from lockstep.data.loader import explaining_worker_failures
 from lockstep.train.checkpoint import Checkpoints
-from lockstep.train.keywords import takes_settings
+from lockstep.train.evaluate import FitResult
 from lockstep.train.memory_copies import MemoryCopies, make_copies
 from lockstep.train.profiling import profiled
-from lockstep.train.result import FitResult
 from lockstep.train.run import Run
 from lockstep.train.settings import FitSettings
 from lockstep.train.stopping import StopSignals
 from lockstep.train.task import Task
+
+# Functions that take settings as keywords, without listing them again.
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def takes_settings(
+    make: Callable[P, FitSettings],
+) -> Callable[[Callable[[Task, FitSettings], R]], Callable[Concatenate[Task, P], R]]:
+    """Have a function of task and settings take the settings as keywords, with the types and defaults of ``make``."""
+
+    def decorate(function: Callable[[Task, FitSettings], R]) -> Callable[Concatenate[Task, P], R]:
+        @functools.wraps(function)
+        def called(task: Task, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            return function(task, make(*args, **kwargs))
+
+        task, _ = inspect.signature(function).parameters.values()
+        keywords = inspect.signature(make).parameters.values()
+        signature = inspect.signature(function).replace(parameters=[task, *keywords])
+        called.__signature__ = signature  # type: ignore[attr-defined]
+        return called
+
+    return decorate
+
+
+# `fit`: train a task, with everything around the steps.
 
 
 def fit_with(task: Task, settings: FitSettings) -> FitResult:
     """Train ``task`` as `fit` does, with its keywords as one object."""
     with (
         init() as world,
-        naming_dead_loaders(world.rank),
+        explaining_worker_failures(world.rank),
         StopSignals(enabled=settings.checkpoint is not None, rank=world.rank) as signals,
         _checkpoints(settings, world) as checkpoints,
         _copies(settings, world) as copies,

@@ -1,30 +1,122 @@
-"""Strategy ``fsdp``: torch's own ``fully_shard``, for models that are too large for one device."""
+"""The strategies whose ranks hold shards: ``fsdp`` and ``ddp-zero1``."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from lockstep.comm.collectives import all_gather_object
-from lockstep.comm.fully_shard import fully_shard_units, local_part, sum_gradients
-from lockstep.comm.watched_collectives import look_before_reducing
+from lockstep.comm.collectives import Group, all_gather_object, all_reduce, has_reduce_scatter
+from lockstep.comm.fully_shard import fully_shard_units, local_part, observe_before_reducing, sum_gradients
 from lockstep.comm.world import World
 from lockstep.data.loader import MicroBatch
 from lockstep.errors import ConfigurationError, ModelMismatch
-from lockstep.parallel.flat_math import total
-from lockstep.train.objective import LossModule, Objective, Part
-from lockstep.train.own_work import own_work_unknown, tell_waits_apart
-from lockstep.train.strategy import Pass, Strategy, scaled
+from lockstep.parallel.ddp.bucket_events import BucketStamps
+from lockstep.parallel.flat import are_finite, multiply_, total
+from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer, norm_of_shards, shard_optimizer
+from lockstep.train.half_done import HalfDone
+from lockstep.train.model_state import full_model_state_dict
+from lockstep.train.step import Gradients, LossModule, Objective, Part
+from lockstep.train.strategies import Distributed, Pass, Strategy, scaled
 from lockstep.train.task import build_model
-from lockstep.train.whole_state import take_whole_model
-from lockstep.train.zero1 import SliceGradients
+from lockstep.train.timing import compute_end_unknown, mark_compute_end
+
+# Strategy ``ddp-zero1``: our `DistributedDataParallel` with an optimizer that is divided among the ranks.
+
+
+@final
+class ShardedGradients(Gradients):
+    """Gradients of which each rank has its part; the same norm on every rank.
+
+    Args:
+        local: Returns this rank's part.
+        like: A parameter.
+        group: The ranks.
+    """
+
+    def __init__(self, local: Callable[[], list[Tensor]], like: Tensor, group: Group) -> None:
+        self._local, self._like, self._group = local, like, group
+
+    @override
+    def expect_norm(self) -> None:
+        """Do nothing: there is no earlier."""
+
+    @override
+    def norm(self) -> Tensor:
+        """Collective: every rank."""
+        return norm_of_shards(self._local(), self._like, group=self._group)
+
+    @override
+    def multiply_(self, factor: Tensor) -> None:
+        multiply_(self._local(), factor)
+
+    @override
+    def is_finite(self, norm: Tensor) -> bool:
+        """Collective if the norm is not finite: every rank then."""
+        if math.isfinite(float(norm)):
+            return True
+        mine = torch.tensor([are_finite(self._local(), norm)], device=norm.device).int()
+        all_reduce(mine, group=self._group, op="min")
+        return bool(mine)
+
+
+@final
+class Zero1(Strategy):
+    """One process for each device; each rank updates its part of the parameters."""
+
+    def __init__(self, model: nn.Module, objective: Objective, world: World, wrap: Callable[..., nn.Module]) -> None:
+        self._engine = Distributed(model, objective, world, wrap)
+        self.group, self.buffers = world.group, self._engine.buffers
+        self._device = next(model.parameters()).device
+        self._optimizer: ZeroRedundancyOptimizer | None = None
+
+    @override
+    def take_over(self, optimizer: Optimizer) -> Optimizer:
+        """Collective: every rank."""
+        assert self.group is not None
+        self._optimizer = shard_optimizer(optimizer, group=self.group)
+        # in shared memory a copy keeps a core busy, so there is nothing that it could run beside
+        self._optimizer.overlaps = self._device.type != "cpu" or not has_reduce_scatter(self.group, self._device)
+        like = self._optimizer.param_groups[0]["params"][0]
+        self.gradients = ShardedGradients(self._optimizer.local_gradients, like, self.group)
+        return self._optimizer
+
+    @override
+    def stamp_buckets(self, stamps: BucketStamps) -> bool:
+        return self._engine.stamp_buckets(stamps)
+
+    @override
+    def part_is_bad(self) -> bool:
+        return self._engine.part_is_bad()
+
+    @override
+    def half_done(self) -> HalfDone | None:
+        return self._engine.half_done()
+
+    @override
+    def whole(self, model: nn.Module) -> nn.Module:
+        """Block until its parameters are there."""
+        if self._optimizer is not None:
+            self._optimizer.wait()
+        return model
+
+    @override
+    def run(self, micro: MicroBatch, how: Pass) -> None:
+        """Collective: every rank, with or without samples."""
+        if self._optimizer is not None:
+            self._optimizer.wait()
+        self._engine.run(micro, how)
+
+
+# Strategy ``fsdp``: torch's own ``fully_shard``, for models that are too large for one device.
 
 
 @final
@@ -50,14 +142,14 @@ class FullyShard(Strategy):
         def local_gradients() -> list[Tensor]:
             return [local_part(parameter.grad) for parameter in trained if parameter.grad is not None]
 
-        self.gradients = SliceGradients(local_gradients, local_part(trained[0]), world.group)
+        self.gradients = ShardedGradients(local_gradients, local_part(trained[0]), world.group)
         self._totals: dict[int, Tensor] = {}
         if device.type == "cuda":  # where a step is not always computed again, and this costs next to nothing
             self.watch_part()
 
     def watch_part(self) -> None:
         """Look at this rank's part of the gradient before it is summed, from now on."""
-        look_before_reducing(self._module, self._look)
+        observe_before_reducing(self._module, self._look)
 
     @torch.no_grad()
     def _look(self, unit: int, gradients: Tensor) -> None:
@@ -70,7 +162,7 @@ class FullyShard(Strategy):
     @override
     def whole(self, model: nn.Module) -> nn.Module:
         """Return a new model with all parameters, on this rank's device. Collective: every rank. Blocks."""
-        state = take_whole_model(model)
+        state = full_model_state_dict(model)
         copy = build_model(self._task).to(self._device)
         copy.load_state_dict(state)
         return copy.train(model.training)
@@ -88,14 +180,14 @@ class FullyShard(Strategy):
                 "Leave the last batch of an epoch out (drop_last=True in the task), or use strategy ddp-zero1."
             )
         sum_gradients(self._module, over_ranks=how.sync)
-        with contextlib.nullcontext() if self._counts_waits else own_work_unknown(how.watch):
+        with contextlib.nullcontext() if self._counts_waits else compute_end_unknown(how.watch):
             part: Part = self._module(micro.batches[0], micro.sizes[0])
             how.watch.lap("forward_s")
             how.after_forward([part])
             scaled(part, how.scale * self._num_ranks).backward()  # torch's mean over the ranks becomes the sum again
         how.watch.lap("backward_s")
         if self._counts_waits:
-            tell_waits_apart(how.watch)
+            mark_compute_end(how.watch)
 
 
 def find_units(model: nn.Module) -> list[nn.Module]:

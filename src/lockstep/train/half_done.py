@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lockstep.errors import OutOfMemory
-from lockstep.parallel.ddp.cut_short import end_step_after_error
-from lockstep.train.engine import is_ours
-from lockstep.train.objective import no_samples
+from lockstep.parallel.ddp.reducer import abort_step
+from lockstep.train.step import is_ours, no_samples
 
 
 class HalfDone(ABC):
@@ -49,7 +48,7 @@ class OfOurs(HalfDone):
     @override
     def finish(self) -> None:
         """Collective: every rank. Blocks."""
-        end_step_after_error(self._module)
+        abort_step(self._module)
 
 
 class _Stage(Enum):

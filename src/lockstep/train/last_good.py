@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lockstep.comm.fully_shard import local_part
 from lockstep.parallel.dp.sharded_optimizer import ShardedOptimizer
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
-from lockstep.train.buffers import KeptBuffers
+from lockstep.train.buffers import BufferSnapshot
 
 
 class LastGood:
@@ -32,7 +32,7 @@ class LastGood:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._parameters = list(model.parameters())
-        self._buffers = KeptBuffers(model)
+        self._buffers = BufferSnapshot(model)
         self._optimizer = optimizer
         self._values: list[Tensor] = []
         self._give_back: Callable[[], None] | None = None

@@ -7,10 +7,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lockstep.data.bad_sample import BadSample
+from lockstep.data.loader import BadSample
 from lockstep.errors import ConfigurationError
 from lockstep.telemetry.stragglers import Straggler
-from lockstep.train.not_finite import NotFinite
+from lockstep.train.nonfinite import NonFiniteStep
 
 _WRITE_S = 5.0
 
@@ -57,7 +57,7 @@ class Log:
         place = {"evaluation": True} if evaluation else {"epoch": bad.epoch + 1}
         self._line({"step": bad.step + 1, "skipped": bad.sample, **place, "cause": bad.cause})
 
-    def not_finite(self, bad: NotFinite) -> None:
+    def not_finite(self, bad: NonFiniteStep) -> None:
         """Write that a step's gradient was not finite, where that came from, and what was done."""
         where = {"ranks": list(bad.ranks), "parameter": bad.first, "samples": bad.samples}
         self._line({"step": bad.step + 1, "not_finite": bad.done, **where})

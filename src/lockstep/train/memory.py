@@ -20,13 +20,13 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from lockstep.data.division import Division
+from lockstep.data.order import BatchSplit
 from lockstep.errors import ConfigurationError, OutOfMemory
 from lockstep.telemetry.resources import says_out_of_memory
-from lockstep.train.buffers import KeptBuffers
+from lockstep.train.buffers import BufferSnapshot
 from lockstep.train.plan import Plan
 from lockstep.train.settings import Settings
-from lockstep.train.strategy import Strategy
+from lockstep.train.strategies import Strategy
 
 
 class MemoryGuard:
@@ -63,7 +63,7 @@ class MemoryGuard:
                 "runs out of memory there would keep the others waiting.\nUse BatchNorm, or set accumulate by hand."
             )
         self._half_done, self._devices, self._gather = strategy.half_done(), devices, gather
-        self._buffers = KeptBuffers(model)
+        self._buffers = BufferSnapshot(model)
         self.error: str | None = None
 
     def begin_step(self) -> None:
@@ -88,7 +88,7 @@ class MemoryGuard:
         if sync and self._half_done is not None:
             self._half_done.finish()
 
-    def shrink(self, plan: Plan, step: int, remarks: list[str]) -> Division:
+    def shrink(self, plan: Plan, step: int, remarks: list[str]) -> BatchSplit:
         """Return into what smaller micro-batches all ranks cut their shares from now on; add a line that says so.
 
         Collective: every rank.
@@ -139,7 +139,7 @@ def next_accumulate(plan: Plan) -> int | None:
     return next((accumulate for accumulate in counts if _can_be_cut(plan, accumulate)), None)
 
 
-def divided_as(plan: Plan, accumulate: int) -> Division:
+def divided_as(plan: Plan, accumulate: int) -> BatchSplit:
     """Return the division with as many micro-batches as a run before this one came to, if shares can be cut so."""
     if accumulate <= plan.division.accumulate or not _can_be_cut(plan, accumulate):
         return plan.division

@@ -19,14 +19,12 @@ import torch
 from lockstep.comm.collectives import all_gather_object, broadcast
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError, ConfigurationError
-from lockstep.launcher.guardian import MEMORY, memory_of
-from lockstep.launcher.requests import run_dir
+from lockstep.launcher.reaper import MEMORY, memory_of
+from lockstep.run_folder import current_run_folder
 from lockstep.telemetry.resources import free_and_total_bytes
-from lockstep.train.checkpoint import State, parts_of, state_in
-from lockstep.train.checkpoints.parts import unfit, unwritable
+from lockstep.train.checkpoint import BackgroundWriter, State, parts_of, state_in
+from lockstep.train.checkpoint_storage import UnfitValueError, unfit_message, unwritable_message
 from lockstep.train.checkpoints.slot import Mark, Slot, parts_in, read_copy, read_mark
-from lockstep.train.checkpoints.tree import UnfitValueError
-from lockstep.train.checkpoints.writer import Writer
 
 _CHUNK_BYTES = 1 << 26
 """What travels at a time to hosts that have no copy."""
@@ -48,7 +46,7 @@ def claim_folder() -> Path:
     Raises:
         ConfigurationError: No launcher of ours started this process, or there is no file system in memory.
     """
-    number, launcher = next(_numbers), run_dir()
+    number, launcher = next(_numbers), current_run_folder()
     if launcher is None:
         raise ConfigurationError(
             "memory_checkpoint_every keeps copies of the state in memory until ranks are started again, and nobody "
@@ -130,7 +128,7 @@ class MemoryCopies:
 
     def __post_init__(self) -> None:
         self._slots = [Slot(self.folder / f"copy-{number}", self._make_room) for number in range(2)]
-        self._next, self._num_made, self._writer = 0, 0, Writer()
+        self._next, self._num_made, self._writer = 0, 0, BackgroundWriter()
 
     def newest(self) -> Newest:
         """Find the newest whole copy that any host has.
@@ -159,9 +157,9 @@ class MemoryCopies:
                 raise self._writer.error
             finish = slot.take(parts_of(state), step)
         except UnfitValueError as error:
-            self._give_up(unfit("in memory", error))
+            self._give_up(unfit_message("in memory", error))
         except (OSError, RuntimeError) as error:
-            self._give_up(unwritable("in memory", error))
+            self._give_up(unwritable_message("in memory", error))
         else:
             (self._writer.start if self.world.device.type == "cuda" else self._writer.run)(finish)
             self._next = 1 - self._next

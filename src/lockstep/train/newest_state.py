@@ -8,8 +8,8 @@ from pathlib import Path
 
 from lockstep.comm.collectives import broadcast_object
 from lockstep.errors import CheckpointError
+from lockstep.train import checkpoint
 from lockstep.train.checkpoint import Checkpoints, State
-from lockstep.train.checkpoints import kept
 from lockstep.train.memory_copies import MemoryCopies
 
 
@@ -78,6 +78,9 @@ def _newest_on_disk(checkpoints: Checkpoints) -> int:
     step = 0
     if checkpoints.world.is_rank_zero and not checkpoints.fresh:
         with contextlib.suppress(OSError):
-            step = max((each.step for each in kept.find(checkpoints.folder) if each.problem is None), default=0)
+            step = max(
+                (each.step for each in checkpoint.find_checkpoints(checkpoints.folder) if each.problem is None),
+                default=0,
+            )
     found: int = broadcast_object(step, group=checkpoints.world.group, device=checkpoints.world.device)
     return found

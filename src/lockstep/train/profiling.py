@@ -21,10 +21,9 @@ from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError
 from lockstep.telemetry import ranges
-from lockstep.train.devices import PER_PROCESS
-from lockstep.train.profile_steps import Stretches, stretches_of
+from lockstep.train.plan import PER_PROCESS
 from lockstep.train.run import Run
-from lockstep.train.settings import FitSettings
+from lockstep.train.settings import FitSettings, ProfileWindows, profile_windows
 
 FOLDER = "profile"
 """Where traces go, in the folder of the run."""
@@ -85,7 +84,7 @@ class Profiling:
     def __init__(self, settings: FitSettings, world: World, run: Run, names: ranges.Ranges) -> None:
         self._run, self._rank, self._names, self._nvtx = run, world.rank, names, settings.nvtx
         self._folder = _folder(settings, world)
-        self._stretches: Stretches = stretches_of(settings.profile_steps, run.num_steps - run.num_steps_done)
+        self._stretches: ProfileWindows = profile_windows(settings.profile_steps, run.num_steps - run.num_steps_done)
         self._activities = [ProfilerActivity.CPU]
         if world.device.type == "cuda":
             self._activities.append(ProfilerActivity.CUDA)

@@ -8,30 +8,32 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lockstep import progress
+from lockstep import activity
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import World
-from lockstep.data.same_stream import require_same_length
-from lockstep.telemetry.record.names import Event
+from lockstep.data.stream import check_same_length
+from lockstep.telemetry.run_record import Event
 from lockstep.train.checkpoint import Checkpoints
-from lockstep.train.devices import devices_of
-from lockstep.train.evaluations import Evaluations
+from lockstep.train.display import (
+    NUM_NAMED,
+    RunLogger,
+    describe_not_finite,
+    describe_plan,
+    describe_skipped,
+    describe_stop,
+    make_display,
+)
+from lockstep.train.evaluate import Evaluations, FitResult
 from lockstep.train.export import check_export, export_weights
-from lockstep.train.history import History
 from lockstep.train.log import Log
-from lockstep.train.loop import Loop
 from lockstep.train.memory_copies import MemoryCopies
 from lockstep.train.newest_state import Resumed, newest_state
-from lockstep.train.progress import make_display
-from lockstep.train.record import Record
-from lockstep.train.result import FitResult
+from lockstep.train.plan import devices_of
+from lockstep.train.recording import RunRecord, SlowRanks, Throughput, make_sinks
 from lockstep.train.settings import FitSettings
-from lockstep.train.sinks import make_sinks
-from lockstep.train.slow_ranks import SlowRanks
 from lockstep.train.stopping import StopSignals, exit_code_of
 from lockstep.train.task import Task
-from lockstep.train.telling import Telling
-from lockstep.train.words import NUM_NAMED, describe_not_finite, describe_plan, describe_skipped, describe_stop
+from lockstep.train.trainer import Trainer
 
 
 class Run:
@@ -53,9 +55,9 @@ class Run:
         self._signals, self._checkpoints, self._copies = signals, checkpoints, copies
         if settings.export is not None:
             check_export(Path(settings.export))
-        self._loop = Loop(task, settings, world, strategy=settings.strategy, devices=devices_of(settings, world))
+        self._loop = Trainer(task, settings, world, strategy=settings.strategy, devices=devices_of(settings, world))
         group, device = self._loop.group, self._loop.device
-        require_same_length(self._loop.samples, "dataset", group=group, device=device)
+        check_same_length(self._loop.samples, "dataset", group=group, device=device)
         self._evaluations = Evaluations(task, self._loop, keep_best=settings.keep_best)
         self._checkpoint: Path | None = None
         self._saved: tuple[int, float | None] | None = None
@@ -66,15 +68,15 @@ class Run:
         self._first_step = self._loop.num_steps_done
         self.num_steps = max(self._loop.plan.num_steps, self._first_step)
         """Of the whole run."""
-        self._history = History()
-        self._record = Record(task, settings, world, self._loop, num_steps=self.num_steps)
+        self._history = Throughput()
+        self._record = RunRecord(task, settings, world, self._loop, num_steps=self.num_steps)
         self._started_at = time.perf_counter()
         self._log = None
         if settings.log_file is not None and world.is_rank_zero:
             self._log = Log(Path(settings.log_file), self._first_step)
         sinks = make_sinks(task, settings, world, self._loop, num_steps=self.num_steps)
         self._display = make_display(settings.view, silent=settings.quiet or not world.is_rank_zero)
-        self._telling = Telling(self._loop, self._display, self._log, self._record)
+        self._telling = RunLogger(self._loop, self._display, self._log, self._record)
         self._slow_ranks = SlowRanks(group, device, self._telling.slow, self._log)
         num_devices = len(self._loop.devices) if self._loop.group is None else world.world_size
         plan = describe_plan(task, settings, self._loop.plan, self._loop.device, num_devices=num_devices)
@@ -140,7 +142,7 @@ class Run:
         if self._checkpoints is None or self._saved == (self.num_steps_done, loss):
             return
         self._settle()
-        progress.now.phase = "checkpoint"
+        activity.now.phase = "checkpoint"
         self._loop.drift.before_keeping(self.num_steps_done)
         state = self._loop.state_dict() | self._own_state(owes_evaluation)
         self._checkpoint = self._checkpoints.save(state, step=self.num_steps_done, loss=loss)
@@ -154,7 +156,7 @@ class Run:
         """
         if self._copies is not None:
             self._loop.settle()
-            progress.now.phase = "checkpoint"
+            activity.now.phase = "checkpoint"
             state = self._loop.state_dict(everywhere=self._copies.several_hosts)
             self._copies.save(state | self._own_state(owes_evaluation=False), step=self.num_steps_done)
 

@@ -1,12 +1,4 @@
-"""Signals that ask a run to stop: SIGTERM, SIGUSR1 and Ctrl-C become a wish that is looked for once a step.
-
-[Note: signals in a rank]
-Our launcher turns a signal that it gets into a request in a file (`lockstep.launcher.requests`), so a signal that comes
-to a rank itself can mean two things. Whoever sent it to the launcher has sent it to all processes, as SLURM does:
-then there is a request, or will be in a moment. Or the launcher ends this rank, since another one failed or the time
-is up: then the rank has to end at once, even while it waits for others in native code, where Python runs no handlers.
-So a thread looks at each signal, which the interpreter writes to a socket as soon as it comes.
-"""
+"""What ends a run early: signals that ask it to stop, and control flags that travel with the losses of a step."""
 
 from __future__ import annotations
 
@@ -17,13 +9,23 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from lockstep import run_folder
 from lockstep.errors import RESUME_EXIT_CODE, exit_code_after
-from lockstep.launcher import requests
 from lockstep.telemetry.live.region import say_at_once
+
+# Signals that ask a run to stop: SIGTERM, SIGUSR1 and Ctrl-C become a wish that is looked for once a step.
+#
+# [Note: signals in a rank]
+# Our launcher turns a signal that it gets into a request in a file (`lockstep.run_folder`), so a signal that comes
+# to a rank itself can mean two things. Whoever sent it to the launcher has sent it to all processes, as SLURM does:
+# then there is a request, or will be in a moment. Or the launcher ends this rank, since another one failed or the time
+# is up: then the rank has to end at once, even while it waits for others in native code, where Python runs no handlers.
+# So a thread looks at each signal, which the interpreter writes to a socket as soon as it comes.
 
 _REQUEST_WITHIN_S = 0.5
 """So long after a signal the launcher's request may come."""
@@ -43,7 +45,7 @@ class StopSignals:
 
     def __init__(self, *, enabled: bool, rank: int) -> None:
         self._enabled, self._rank = enabled, rank
-        self._run_dir: Path | None = requests.run_dir() if enabled else None
+        self._run_dir: Path | None = run_folder.current_run_folder() if enabled else None
         self._received: signal.Signals | None = None
         self._before: dict[int, Any] = {}
         self._ear: socket.socket | None = None
@@ -57,32 +59,32 @@ class StopSignals:
     def asked(self) -> str | None:
         """Return the name of the signal for which the run is to stop, or None."""
         if self._run_dir is not None:
-            return requests.asked(self._run_dir)
+            return run_folder.stop_reason(self._run_dir)
         return None if self._received is None else self._received.name
 
     def report(self, text: str) -> None:
         """Tell the launcher, if there is one, that this rank has stopped in order."""
         if self._run_dir is not None:
-            requests.report(self._run_dir, self._rank, text)
+            run_folder.report_stopped(self._run_dir, self._rank, text)
 
     def __enter__(self) -> StopSignals:
         global _active
         if self._enabled and _active is None and threading.current_thread() is threading.main_thread():
             _active = self
-            for number in requests.SIGNALS:
+            for number in run_folder.STOP_SIGNALS:
                 if (handler := signal.getsignal(number)) in _DEFAULTS:
                     self._before[number] = handler
                     signal.signal(number, self._on_signal)
             if self._run_dir is not None:
                 self._listen(self._run_dir)
         if self._run_dir is not None:
-            requests.announce(self._run_dir, self._rank)
+            run_folder.announce_graceful_stop(self._run_dir, self._rank)
         return self
 
     def __exit__(self, *_: object) -> None:
         global _active
         if self._run_dir is not None:
-            requests.withdraw(self._run_dir, self._rank)
+            run_folder.withdraw_graceful_stop(self._run_dir, self._rank)
         if _active is self:
             _active = None
             if self._ear is not None:
@@ -97,7 +99,7 @@ class StopSignals:
         if number == signal.SIGINT:
             if self._received is signal.SIGINT:
                 raise KeyboardInterrupt
-            say_at_once(requests.FIRST_CTRL_C)
+            say_at_once(run_folder.FIRST_CTRL_C_MESSAGE)
         self._received = signal.Signals(number)
 
     def _listen(self, run_dir: Path) -> None:
@@ -110,7 +112,7 @@ class StopSignals:
         with signals:
             while number := signals.recv(1):
                 deadline = time.monotonic() + _REQUEST_WITHIN_S
-                while number[0] in self._before and requests.asked(run_dir) is None:
+                while number[0] in self._before and run_folder.stop_reason(run_dir) is None:
                     if time.monotonic() > deadline:
                         _end_by(number[0])
                     time.sleep(0.01)
@@ -130,14 +132,14 @@ def exit_code_of(stopped: str | None, *, has_launcher: bool) -> int:
     """
     if stopped is None or (has_launcher and _was_asked()):
         return 0
-    if stopped == requests.ANOTHER_MACHINE:  # waits to join; a launcher of ours starts this process again
+    if stopped == run_folder.ANOTHER_MACHINE:  # waits to join; a launcher of ours starts this process again
         return RESUME_EXIT_CODE
     return exit_code_after(signal.Signals[stopped], saved=True)
 
 
 def _was_asked() -> bool:
-    folder = requests.run_dir()
-    return folder is not None and requests.asked(folder) is not None
+    folder = run_folder.current_run_folder()
+    return folder is not None and run_folder.stop_reason(folder) is not None
 
 
 _active: StopSignals | None = None
@@ -157,3 +159,39 @@ def _end_by(number: int) -> None:
     set_handler.argtypes, set_handler.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
     set_handler(number, None)
     os.kill(os.getpid(), number)
+
+
+# What a rank has to tell the others in a step, beside its losses: that it is to stop, or that something failed.
+#
+# [Note: wishes]
+# A signal reaches the ranks in different steps, and a checkpoint is written by one of them in the background. So that
+# all act on it after the same step, each adds what it wants to the sums of the step's losses (`lockstep.train.step`):
+# no exchange of its own, and the same verdict everywhere. What comes up after these sums have started travels with
+# those of the next step.
+
+
+class ControlFlags:
+    """What this rank wants; asked once a step.
+
+    Attributes:
+        stop_asked: Tells whether the run is to stop.
+        failure_seen: Tells whether something failed beside the steps, such as a write to disk.
+    """
+
+    def __init__(self) -> None:
+        self.stop_asked: Callable[[], bool] = _no
+        self.failure_seen: Callable[[], bool] = _no
+
+    @property
+    def to_stop(self) -> bool:
+        """Whether the run is to stop."""
+        return self.stop_asked()
+
+    @property
+    def to_fail(self) -> bool:
+        """Whether something failed."""
+        return self.failure_seen()
+
+
+def _no() -> bool:
+    return False

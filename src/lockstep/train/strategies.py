@@ -1,23 +1,287 @@
-"""The strategies by name: how each divides a global batch, and who computes."""
+"""Who computes: one device, several in this process, or one in each process; ours and torch's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lockstep.comm.collectives import Group
 from lockstep.comm.world import World
-from lockstep.data.division import Division
+from lockstep.data.batch_iterator import to_device
+from lockstep.data.loader import MicroBatch
+from lockstep.data.order import BatchSplit
 from lockstep.errors import ConfigurationError
-from lockstep.train.devices import PER_PROCESS
-from lockstep.train.engine import check_engine, leave_alone, our_wrapper, torch_data_parallel
-from lockstep.train.objective import Objective
+from lockstep.parallel.consistency import Buffers
+from lockstep.parallel.ddp.bucket_events import BucketStamps
+from lockstep.train.half_done import HalfDone, half_done
+from lockstep.train.plan import PER_PROCESS
 from lockstep.train.settings import Settings, StrategyName
-from lockstep.train.strategy import Distributed, Replicated, Single, Strategy
+from lockstep.train.step import (
+    Gradients,
+    LossModule,
+    Objective,
+    Part,
+    check_engine,
+    gradients_of,
+    is_ours,
+    leave_alone,
+    nobody_knows,
+    our_wrapper,
+    torch_data_parallel,
+    watch_part,
+)
+from lockstep.train.timing import Mark, Stopwatch, compute_end_marked
+
+# Who computes: one device, several in this process, or one in each process; ours and torch's.
+#
+# A strategy runs forward and backward of a micro-batch and leaves in ``param.grad`` of the bare model the sum over all
+# devices of ``grad(value * weight) * scale``. Everything else in the loop is the same for all of them.
 
 
-def divide(name: StrategyName, world: World, devices: Sequence[torch.device], settings: Settings) -> Division:
+@dataclass(frozen=True)
+class Pass:
+    """How a micro-batch is run.
+
+    Args:
+        scale: Factor on the gradient of ``value * weight``.
+        sync: Whether gradients are summed over the ranks at the end of backward.
+        watch: Gets a lap for forward and one for backward.
+        after_forward: Called with the losses, if there are any, between the two; or after both where they are one.
+        seed: Gives the generators of this process and of a device the random numbers of a share.
+        all_have_samples: Whether every share has samples in it; the same on every rank, each of which calls it or none.
+    """
+
+    scale: float
+    sync: bool
+    watch: Stopwatch
+    after_forward: Callable[[list[Part]], None]
+    seed: Callable[[int, torch.device], None]
+    all_have_samples: Callable[[], bool]
+
+
+class Strategy(ABC):
+    """Runs micro-batches. Abstract; `strategies.make_strategy` returns the one asked for."""
+
+    group: Group | None = None
+    """The ranks that take part, or None if it is only this process."""
+
+    exposed_s: float | None = None
+    """Seconds of the last micro-batch in which devices only exchanged data, where the engine measures it itself."""
+
+    sums_losses = False
+    """Whether the losses it reports are those of all ranks already."""
+
+    gradients: Gradients | None = None
+    """What it leaves behind; None: the same gradients on every rank, to be looked at parameter by parameter."""
+
+    buffers: Buffers = "same"
+    """How the ranks keep them alike."""
+
+    can_end_early = True
+    """Whether a rank can leave a step that it has not the memory for, and not keep the others waiting."""
+
+    replay_sums = False
+    """Whether a micro-batch that is computed again is summed over the ranks, for it leaves traces if it is not."""
+
+    def take_over(self, optimizer: Optimizer) -> Optimizer:
+        """Return what is to step the parameters in the place of ``optimizer``, which has not made a step yet.
+
+        Collective if there is a group: every rank, before the first micro-batch.
+        """
+        return optimizer
+
+    def part_is_bad(self) -> bool:
+        """Return whether it is known that this rank's part of the last gradient was not finite. Blocks."""
+        return False
+
+    def whole(self, model: nn.Module) -> nn.Module:
+        """Return the bare ``model`` with all parameters as the last step left them; a copy if ranks have parts of it.
+
+        Collective if they have: every rank. Blocks.
+        """
+        return model
+
+    def stamp_buckets(self, stamps: BucketStamps) -> bool:
+        """Have the moments of buckets taken from now on; return whether there are any that can be."""
+        return False
+
+    def half_done(self) -> HalfDone | None:
+        """Return what ends steps that this rank will not have the memory for; None: no other rank waits for it."""
+        return None
+
+    @abstractmethod
+    def run(self, micro: MicroBatch, how: Pass) -> None:
+        """Run forward and backward of ``micro``, adding to ``param.grad``.
+
+        Collective if ``how.sync`` and there is a group: every rank, with or without samples.
+        """
+
+
+def scaled(part: Part, scale: float) -> Tensor:
+    """Return what to differentiate for the gradient of ``value * weight * scale``."""
+    factor = part.weight * scale
+    value = part.value if part.value.dtype in (torch.float32, torch.float64) else part.value.float()
+    return value if factor == 1.0 else value * factor
+
+
+class Single(Strategy):
+    """One device computes all; ``model`` may also be torch's DataParallel around the bare one."""
+
+    def __init__(self, model: nn.Module, objective: Objective) -> None:
+        self._model, self._objective = model, objective
+
+    def run(self, micro: MicroBatch, how: Pass) -> None:
+        """Run forward and backward of ``micro``, adding to ``param.grad``."""
+        parts = [self._objective(self._model, *item) for item in zip(micro.batches, micro.sizes, strict=True)]
+        how.watch.lap("forward_s")
+        how.after_forward(parts)
+        for part in parts:
+            scaled(part, how.scale).backward()
+        how.watch.lap("backward_s")
+
+
+class Replicated(Strategy):
+    """Our `DataParallel`: a thread for each device, the loss computed inside it, and maybe a part of the update."""
+
+    def __init__(
+        self, model: nn.Module, objective: Objective, devices: Sequence[torch.device], *, shards_optimizer: bool = False
+    ) -> None:
+        from lockstep.parallel.dp.wrapper import DataParallel
+
+        self._engine = DataParallel(model, device_ids=list(devices))
+        self._objective = objective
+        self._places = dict(enumerate(devices))
+        self._shards_optimizer = shards_optimizer
+
+    def take_over(self, optimizer: Optimizer) -> Optimizer:
+        """Return what is to step the parameters in the place of ``optimizer``."""
+        return self._engine.shard_optimizer(optimizer) if self._shards_optimizer else optimizer
+
+    def run(self, micro: MicroBatch, how: Pass) -> None:
+        """Run forward and backward of ``micro``, adding to ``param.grad``."""
+        if not micro.batches:
+            return
+        places = list(range(len(micro.batches)))
+        if micro.numbers != places:  # a share in the middle has no samples; the engine fills replicas from the first
+            micro = to_device(micro._replace(numbers=places), self._places)
+        parts: list[Part | None] = [None] * len(micro.batches)
+        ends: list[Mark] = []
+
+        def loss(replica: nn.Module, shard: tuple[int, object]) -> Tensor:
+            index, batch = shard
+            part = self._objective(replica, batch, micro.sizes[index])
+            parts[index] = part._replace(value=part.value.detach())
+            if index == 0:
+                ends.append(how.watch.mark())
+            return part.value * part.weight
+
+        how.watch.begins("replicas")
+        self._engine.backward(loss, list(enumerate(micro.batches)), [how.scale] * len(micro.batches))
+        timings = self._engine.last_timings
+        self.exposed_s = None if timings is None else timings.refresh_s + timings.reduce_s
+        how.watch.lap("forward_s", at=ends[0])
+        how.watch.lap("backward_s")
+        how.after_forward([part for part in parts if part is not None])
+
+
+class Distributed(Strategy):
+    """One process for each device; ``wrap`` is our `DistributedDataParallel` or torch's.
+
+    Args:
+        model: The bare model.
+        objective: Its loss.
+        world: The ranks.
+        wrap: Makes the engine.
+        watches_part: Whether to look at this rank's part of the gradient in each step, since a step whose gradient is
+            not finite will not be computed again.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        world: World,
+        wrap: Callable[..., nn.Module],
+        *,
+        watches_part: bool = False,
+    ) -> None:
+        self._num_ranks = world.world_size
+        self.group = world.group
+        self._module = wrap(LossModule(model, objective), process_group=world.group)
+        self.gradients = gradients_of(self._module)
+        self.buffers = "healed"
+        # on CUDA it costs next to nothing, and a step is not always computed again
+        self.part_was_bad = watch_part(self._module) if watches_part or world.device.type == "cuda" else nobody_knows
+        self._has_sync_layers = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
+        self._tells_own_work = not is_ours(self._module)  # ours says itself when it waits
+
+    def stamp_buckets(self, stamps: BucketStamps) -> bool:
+        """Have them taken, unless the engine is torch's."""
+        from lockstep.parallel.ddp.wrapper import PerBucket
+
+        if isinstance(self._module, PerBucket):
+            self._module.stamp_buckets(stamps)
+            return True
+        return False
+
+    def part_is_bad(self) -> bool:
+        """Return whether it is known that this rank's part of the last gradient was not finite. Blocks."""
+        return self.part_was_bad()
+
+    def half_done(self) -> HalfDone | None:
+        """Return what ends steps that this rank will not have the memory for."""
+        return half_done(self._module)
+
+    def run(self, micro: MicroBatch, how: Pass) -> None:
+        """Run forward and backward of ``micro``, adding to ``param.grad``.
+
+        Collective: every rank, with or without samples; forward may exchange buffers, whether or not ``how.sync``.
+        """
+        batch, num_samples = (micro.batches[0], micro.sizes[0]) if micro.batches else (None, 0)
+        no_sync: Callable[[], contextlib.AbstractContextManager[None]] = self._module.no_sync  # type: ignore[assignment]
+        with self._following(num_samples, how), contextlib.nullcontext() if how.sync else no_sync():
+            part: Part = self._module(batch, num_samples)
+            how.watch.lap("forward_s")
+            how.after_forward([part] if num_samples else [])
+            if num_samples or how.sync:
+                # the engine's mean over the ranks becomes the sum again
+                loss = scaled(part, how.scale * self._num_ranks)
+                with (
+                    compute_end_marked(loss, how.watch)
+                    if self._tells_own_work and how.sync
+                    else contextlib.nullcontext()
+                ):
+                    loss.backward()
+        how.watch.lap("backward_s")
+
+    def _following(self, num_samples: int, how: Pass) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which ranks without samples take part in the synchronised layers of the others.
+
+        Raises:
+            ConfigurationError: On every rank: torch's engine is not able to do so.
+        """
+        if not self._has_sync_layers or how.all_have_samples():
+            return contextlib.nullcontext()
+        from lockstep.parallel.ddp.uneven_inputs import UnevenInputs
+
+        if not isinstance(self._module, UnevenInputs):
+            raise ConfigurationError(
+                "A batch leaves ranks without samples, for which the model's SyncBatchNorm layers would wait for ever."
+                "\nUse strategy ddp, or leave the last batch of an epoch out (drop_last=True in the task)."
+            )
+        return self._module.some_without_batch(has_batch=num_samples > 0)
+
+
+# The strategies by name: how each divides a global batch, and who computes.
+
+
+def divide(name: StrategyName, world: World, devices: Sequence[torch.device], settings: Settings) -> BatchSplit:
     """Return how strategy ``name`` divides a global batch, and what of it falls to this process.
 
     Raises:
@@ -25,14 +289,14 @@ def divide(name: StrategyName, world: World, devices: Sequence[torch.device], se
     """
     accumulate, shares = settings.accumulate, settings.shares
     if name in PER_PROCESS:
-        return Division(world.world_size, range(world.rank, world.rank + 1), accumulate, shares)
+        return BatchSplit(world.world_size, range(world.rank, world.rank + 1), accumulate, shares)
     if name == "torch-dp" and shares is not None:
         raise ConfigurationError(
             "Strategy torch-dp cannot follow shares: torch.nn.DataParallel divides a batch evenly.\n"
             "Use strategy dp, or leave shares out."
         )
     num_shares = len(devices) if name in ("dp", "dp-zero1") else 1  # torch's DataParallel divides the batch itself
-    return Division(num_shares, range(num_shares), accumulate, shares)
+    return BatchSplit(num_shares, range(num_shares), accumulate, shares)
 
 
 def make_strategy(
@@ -68,7 +332,7 @@ def make_strategy(
     if name == "ddp":
         return Distributed(model, objective, world, our_wrapper(settings), watches_part=settings.overlap_optimizer)
     if name == "ddp-zero1":
-        from lockstep.train.zero1 import Zero1
+        from lockstep.train.fsdp import Zero1
 
         return Zero1(model, objective, world, our_wrapper(settings))
     if name == "fsdp":

@@ -1,8 +1,11 @@
-"""The process group that c10d, the engines and libraries talk to; each call goes to what serves the tensors' device."""
+"""The process group that c10d, the engines and libraries talk to, and how the ranks make it together."""
 
 from __future__ import annotations
 
 import atexit
+import ctypes
+import json
+import sys
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,16 +14,87 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
 
-from lockstep import progress
-from lockstep.comm.shm.calls import Calls
-from lockstep.comm.shm.member import Member
-from lockstep.comm.shm.messages import Messages
-from lockstep.comm.shm.movements import Movements
-from lockstep.comm.shm.other_devices import OtherDevices
-from lockstep.comm.shm.p2p import Post
-from lockstep.comm.shm.reductions import Reductions
-from lockstep.errors import CollectiveError
+from lockstep import activity
+from lockstep.comm.shm.communicator import MAX_RANKS, Communicator, library
+from lockstep.comm.shm.ops import DataMovement, OpRunner, Reductions
+from lockstep.comm.shm.p2p import Messages, P2PEngine
+from lockstep.comm.shm.segment import NoSharedMemory, Offer, Segment, make_segment, map_segment
+from lockstep.errors import CollectiveError, ConfigurationError
+
+# The backends of a group for devices other than the CPU, made when the first tensor of that device comes.
+
+
+class OtherDevices:
+    """What ``cuda:nccl`` in ``cpu:shm,cuda:nccl`` asks for.
+
+    torch replaces the whole group by one that is written in Python, so its other backends are made here, each in a
+    native group of its own, by the same store.
+    """
+
+    def __init__(self, owner: dist.ProcessGroup, store: dist.Store, options: Any) -> None:
+        self._owner, self._store, self._options = owner, store, options
+        self._groups: dict[str, dist.ProcessGroup] = {}
+
+    def devices(self) -> list[torch.device]:
+        """Return the devices for which the group was made with another backend."""
+        return [torch.device(device) for device in self._wanted()]
+
+    def group_for(self, device: torch.device) -> dist.ProcessGroup:
+        """Return the native group for ``device``. Collective at the first call for that device: every rank.
+
+        Raises:
+            ConfigurationError: The group was not made for that device.
+        """
+        if device.type not in self._groups:
+            name = self._wanted().get(device.type)
+            if name is None:
+                raise ConfigurationError(
+                    f"The backend shm moves CPU tensors, but this one is on {device}.\n"
+                    f"Make the group with init_process_group('cpu:shm,{device.type}:nccl')."
+                )
+            self._groups[device.type] = self._make(device, name)
+        return self._groups[device.type]
+
+    def _wanted(self) -> dict[str, str]:
+        config = dist.distributed_c10d._world.pg_backend_config.get(self._owner, "")
+        pairs = (part.split(":") for part in str(config).split(",") if ":" in part)
+        return {device: name for device, name in pairs if device != "cpu" and name != "shm"}
+
+    def _make(self, device: torch.device, name: str) -> dist.ProcessGroup:
+        given = self._options
+        store = PrefixStore(f"lockstep/{device.type}", self._store)
+        group = dist.ProcessGroup(store, given.group_rank, given.group_size)
+        if name == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = given.timeout
+            options.global_ranks_in_group = given.global_ranks_in_group
+            options.group_name = given.group_id
+            backend: Any = dist.ProcessGroupNCCL(store, given.group_rank, given.group_size, options)
+            kind = dist.ProcessGroup.BackendType.NCCL
+        elif name == "gloo":
+            backend = dist.ProcessGroupGloo(store, given.group_rank, given.group_size, timeout=given.timeout)
+            kind = dist.ProcessGroup.BackendType.GLOO
+        else:
+            raise ConfigurationError(f"Beside shm there can be nccl and gloo, not {name!r}.")
+        backend._set_sequence_number_for_group()
+        group._set_default_backend(kind)
+        group._register_backend(torch.device(device.type), kind, backend)
+        group._set_group_name(dist.distributed_c10d.GroupName(f"{given.group_id}/{device.type}"))
+        return group
+
+    def close(self, *, abort: bool) -> None:
+        """Leave the native groups; with ``abort`` without waiting for other ranks."""
+        while self._groups:
+            group = self._groups.popitem()[1]
+            if abort:
+                group.abort()
+            else:
+                group.shutdown()
+
+
+# The process group that c10d, the engines and libraries talk to; each call goes to what serves the tensors' device.
 
 _DRAIN_S = 10.0
 _alive: weakref.WeakSet[ShmProcessGroup] = weakref.WeakSet()
@@ -34,7 +108,7 @@ _CALLS = {
         "reduce_scatter_single",
         "reduce_scatter_single_coalesced",
     ),
-    Movements: (
+    DataMovement: (
         "broadcast",
         "allgather",
         "allgather_coalesced",
@@ -65,14 +139,14 @@ class ShmProcessGroup(dist.ProcessGroup):
     before the backends of other devices that the group was made with, as in ``cpu:shm,cuda:nccl``.
     """
 
-    def __init__(self, store: dist.Store, member: Member, name: str, options: Any) -> None:
+    def __init__(self, store: dist.Store, member: Communicator, name: str, options: Any) -> None:
         super().__init__(member.rank, member.size)  # type: ignore[call-arg]  # the only one for subclasses
         self._store = store
         self._names = {"name": name, "description": "undefined"}
-        self.calls = Calls(member, name)
-        self._post = Post(member)
+        self.calls = OpRunner(member, name)
+        self._post = P2PEngine(member)
         self._reductions = Reductions(self.calls)
-        served = (self._reductions, Movements(self.calls), Messages(member, self._post))
+        served = (self._reductions, DataMovement(self.calls), Messages(member, self._post))
         self._served: dict[str, Callable[..., Any]] = {
             call: getattr(part, call) for part in served for call in _CALLS[type(part)]
         }
@@ -126,7 +200,7 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         """Replace each tensor by its reduction over all ranks. Collective: every rank."""
-        progress.now.num_calls += 1
+        activity.now.num_calls += 1
         if not getattr(opts, "asyncOp", True) and len(tensors) == 1 and tensors[0].is_cpu:
             work = self._reductions.all_reduce_at_once(tensors[0], opts)
             if work is not None:
@@ -134,7 +208,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         return self._dispatch("allreduce", tensors, opts)
 
     def _dispatch(self, call: str, *args: Any, **kwargs: Any) -> Any:
-        progress.now.num_calls += 1
+        activity.now.num_calls += 1
         device = _device_of(args)
         if device is not None and device.type != "cpu":
             return getattr(self._others.group_for(device), call)(*args, **kwargs)
@@ -192,7 +266,7 @@ _TAKES_TENSORS = {
     "_reduce_scatter_base",
     "alltoall_base",
 }
-"""Calls whose first argument is one tensor; the others take a list, for which callers may pass one tensor, too."""
+"""OpRunner whose first argument is one tensor; the others take a list, for which callers may pass one tensor, too."""
 
 
 def _device_of(args: Any) -> torch.device | None:
@@ -230,3 +304,94 @@ def _stop_threads() -> None:
             group.calls.queue.stop()
             group._post.stop()
             _stuck.append(group)
+
+
+# Make a group on shared memory, or find out, on all ranks alike, that it cannot be.
+
+CHUNK_BYTES = 2**18
+"""How much of a tensor a rank has in the segment at a time: small enough for the processor's cache."""
+
+MIN_CHUNK_BYTES = 2**16
+RING_BYTES = 2**16
+
+
+def create_group(options: Any, _: Any = None) -> Any:
+    """Return the process group that c10d asks for; where the ranks cannot share memory, Gloo's backend.
+
+    Collective: every rank of the new group. Blocks until all have come. All ranks decide alike, by what each of them
+    could really map.
+
+    Args:
+        options: c10d's ``_DistributedBackendOptions``.
+    """
+    rank, size = options.group_rank, options.group_size
+    store = PrefixStore("lockstep/shm", options.store)
+    native = library()
+    segment, reason = _share(store, native, rank, size)
+    if isinstance(native, str) or segment is None:
+        if rank == 0:
+            print(f"lockstep: no shm for this group, Gloo serves it: {reason}.", file=sys.stderr)
+        return dist.ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
+    ranks = options.global_ranks_in_group
+    member = Communicator(native, segment, rank, size, ranks, options.timeout.total_seconds())
+    # Only now may anybody look whether this rank lives.
+    store.set(f"joined/{rank}", "")
+    store.wait([f"joined/{other}" for other in range(size)])
+    return ShmProcessGroup(options.store, member, str(options.group_id), options)
+
+
+def why_unavailable(store: dist.Store, rank: int, size: int) -> str:
+    """Return why these ranks cannot have a group on shm, the same on all of them; nothing if they can.
+
+    Collective: every rank. Blocks until all have come. Tries what `create_group` does.
+    """
+    segment, reason = _share(store, library(), rank, size)
+    if segment is not None:
+        segment.close_file()
+    return reason
+
+
+def _share(store: dist.Store, native: ctypes.CDLL | str, rank: int, size: int) -> tuple[Segment | None, str]:
+    """Return a segment that all ranks have mapped, or ``None`` and why not. Collective: every rank."""
+    segment, objection = None, native if isinstance(native, str) else ""
+    if size > MAX_RANKS:
+        objection = f"it serves up to {MAX_RANKS} ranks"
+    if rank == 0:
+        offer = b""
+        if not objection:
+            try:
+                segment, made = _make(native, size)
+                offer = made.pack()
+            except NoSharedMemory as error:
+                objection = str(error)
+        store.set("offer", json.dumps([offer.hex(), objection]))
+    else:
+        text, theirs = json.loads(store.get("offer"))
+        objection = theirs or objection
+        if not objection:
+            try:
+                segment = map_segment(Offer.unpack(bytes.fromhex(text)))
+            except NoSharedMemory as error:
+                objection = str(error)
+    store.set(f"answer/{rank}", objection)
+    answers = [store.get(f"answer/{other}").decode() for other in range(size)]
+    objection = next((answer for answer in answers if answer), "")
+    if objection and segment is not None:
+        segment.close_file()
+        segment = None
+    return segment, objection
+
+
+def _make(native: Any, size: int) -> tuple[Segment, Offer]:
+    """Make and format a segment for ``size`` ranks, with smaller chunks where memory is short."""
+    chunk_bytes = CHUNK_BYTES
+    while True:
+        try:
+            segment, offer = make_segment(native.lockstep_segment_bytes(size, chunk_bytes, RING_BYTES))
+        except NoSharedMemory:
+            if chunk_bytes <= MIN_CHUNK_BYTES:
+                raise
+            chunk_bytes //= 2
+            continue
+        native.lockstep_format(segment.address, chunk_bytes, RING_BYTES)
+        return segment, offer

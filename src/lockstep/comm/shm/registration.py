@@ -26,13 +26,13 @@ def register() -> None:
     from torch.distributed import Backend  # only now: torch is there
 
     if "SHM" not in Backend._plugins:
-        Backend.register_backend("shm", _found_group, extended_api=True, devices=["cpu"])
+        Backend.register_backend("shm", _create_group, extended_api=True, devices=["cpu"])
 
 
-def _found_group(options: Any, backend_options: Any) -> Any:
-    from lockstep.comm.shm.founding import found_group  # the rest of the backend, when a group is made
+def _create_group(options: Any, backend_options: Any) -> Any:
+    from lockstep.comm.shm.process_group import create_group  # the rest of the backend, when a group is made
 
-    return found_group(options, backend_options)
+    return create_group(options, backend_options)
 
 
 class _Finder(MetaPathFinder):
@@ -64,4 +64,4 @@ class _Loader(Loader):
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
         backend: Any = module.Backend  # torch.distributed itself is not complete yet
-        backend.register_backend("shm", _found_group, extended_api=True, devices=["cpu"])
+        backend.register_backend("shm", _create_group, extended_api=True, devices=["cpu"])

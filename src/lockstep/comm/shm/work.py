@@ -26,7 +26,7 @@ STOP_TIMEOUT_S = 2.0
 _futures_lock = threading.Lock()
 
 
-class Queue:
+class OpQueue:
     """The calls of one group that have not run yet."""
 
     def __init__(self, name: str) -> None:
@@ -127,7 +127,7 @@ class Queue:
 class ShmWork(dist.Work):
     """A call that runs or will run; what torch calls a work handle."""
 
-    def __init__(self, queue: Queue | None, action: Callable[[], Any], outputs: Sequence[Any]) -> None:
+    def __init__(self, queue: OpQueue | None, action: Callable[[], Any], outputs: Sequence[Any]) -> None:
         super().__init__()
         self._queue = queue
         self._action: Callable[[], Any] | None = action

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.collectives import Group, all_reduce, broadcast_object
+from lockstep.parallel.compile import is_capturing, keep_out_of_graphs
 from lockstep.parallel.ddp.bucket_plan import FIRST_CAP_BYTES
-from lockstep.parallel.ddp.capture import is_capturing
-from lockstep.parallel.ddp.dynamo import keep_out_of_graphs
 from lockstep.parallel.ddp.pipeline import MIN_GAIN, Costs, Timeline, candidate_caps, in_words, predict_end_s
 from lockstep.parallel.ddp.probe import measure_costs
 from lockstep.parallel.ddp.reducer import Reducer

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lockstep.comm.collectives import Group, all_reduce_async, broadcast_coalesced
-from lockstep.parallel.ddp.dynamo import keep_out_of_graphs
+from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.ddp.reducer import Reducer
 
 

@@ -11,11 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lockstep.parallel.dp.slices import GradientSlices
-from lockstep.parallel.zero.flat import FlatBuffer
-from lockstep.parallel.zero.recipe import Recipe
-from lockstep.parallel.zero.shard import FlatShard
-from lockstep.parallel.zero.spans import Span
-from lockstep.parallel.zero.whole_shard import WholeShard
+from lockstep.parallel.zero.partition import FlatBuffer, FlatShard, OptimizerFactory, ShardRange, WholeShard
 
 
 class Owner(ABC):
@@ -54,7 +50,7 @@ class SliceOwner(Owner):
         number: int,
         device: torch.device,
         buffers: Sequence[FlatBuffer],
-        recipe: Recipe,
+        recipe: OptimizerFactory,
         options: Sequence[Mapping[str, Any]],
         divided: GradientSlices | None = None,
     ) -> None:
@@ -104,8 +100,8 @@ class WholeOwner(Owner):
         self,
         device: torch.device,
         parameters: Sequence[nn.Parameter],
-        spans: Sequence[Span],
-        recipe: Recipe,
+        spans: Sequence[ShardRange],
+        recipe: OptimizerFactory,
         options: Sequence[Mapping[str, Any]],
     ) -> None:
         self._parameters = list(parameters)

@@ -17,10 +17,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lockstep.parallel.dp.flat import flattened, is_dense, unpacked
-from lockstep.parallel.dp.gradients import Gradients, Run, sum_in_tree, sum_side_by_side
+from lockstep.parallel.dp.gradients import (
+    Gradients,
+    Run,
+    flatten_dense,
+    is_dense,
+    sum_in_tree,
+    sum_side_by_side,
+    unpack,
+)
 from lockstep.parallel.dp.transport import Transport
-from lockstep.parallel.zero.spans import slice_bounds
+from lockstep.parallel.zero.partition import shard_bounds
 
 
 def sum_of_replicas(
@@ -72,14 +79,16 @@ def sum_over_devices(
             odd.append(index)
     for indices in groups.values():
         like = [_like(rows[0][index]) for index in indices]
-        flats = [torch.cat([flattened(part) for index in indices if (part := row[index]) is not None]) for row in rows]
+        flats = [
+            torch.cat([flatten_dense(part) for index in indices if (part := row[index]) is not None]) for row in rows
+        ]
         if owned:
             for row in rows:
                 for index in indices:
                     row[index] = None
-        bounds = slice_bounds(flats[0].numel(), len(rows))
+        bounds = shard_bounds(flats[0].numel(), len(rows))
         transport.gather(transport.reduce_scatter(flats, bounds), bounds, flats[0])
-        for index, total in zip(indices, unpacked(flats[0], like), strict=True):
+        for index, total in zip(indices, unpack(flats[0], like), strict=True):
             sums[index] = total
     if odd:
         found = sum_in_tree([[row[index] for index in odd] for row in rows], devices, owned=owned)

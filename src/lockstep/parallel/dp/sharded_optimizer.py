@@ -14,13 +14,9 @@ from torch.optim import Optimizer
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.parallel.dp.owners import Owner, SliceOwner, WholeOwner
 from lockstep.parallel.dp.slices import GradientSlices
-from lockstep.parallel.flat_math import combine_norms, list_norms, multiply_
-from lockstep.parallel.zero.flat import FlatBuffer
-from lockstep.parallel.zero.layout import slices_of
-from lockstep.parallel.zero.recipe import Recipe
-from lockstep.parallel.zero.spans import Span
-from lockstep.parallel.zero.states import Pieces, Whole, make_pieces
-from lockstep.parallel.zero.whole_shard import assign_greedily
+from lockstep.parallel.flat import combine_norms, list_norms, multiply_
+from lockstep.parallel.zero.partition import FlatBuffer, OptimizerFactory, ShardRange, assign_greedily, slices_of
+from lockstep.parallel.zero.state_dict import FullEntries, ShardedEntries, make_state_shards
 
 Run = Callable[[Sequence[Callable[[], None]]], object]
 """Calls function i in the thread of replica i, all of them at once; raises what the first failing one raised."""
@@ -57,7 +53,7 @@ class ShardedOptimizer(Optimizer):
                 f"This {type(optimizer).__name__} has a state already, which would be lost.\n"
                 "Divide it before its first step, then load its state_dict() into what shard_optimizer() returns."
             )
-        self._recipe = Recipe.of(optimizer)
+        self._recipe = OptimizerFactory.of(optimizer)
         if shard_gradients and not self._recipe.elementwise:
             raise ConfigurationError(
                 f"shard_gradients=True needs an element-wise optimizer, which {type(optimizer).__name__} is not known "
@@ -167,7 +163,7 @@ class ShardedOptimizer(Optimizer):
             ValueError: It is of other parameters.
         """
         super().load_state_dict({**state_dict, "state": {}})
-        self._load(Whole(state_dict["state"], self._parameters, flat=self._recipe.elementwise).read)
+        self._load(FullEntries(state_dict["state"], self._parameters, flat=self._recipe.elementwise).read)
 
     def state_bytes(self) -> list[int]:
         """Return how many bytes of state each replica keeps."""
@@ -192,21 +188,23 @@ class ShardedOptimizer(Optimizer):
         for group, theirs in zip(self.param_groups, optimizer.param_groups, strict=True):
             group.update({name: value for name, value in theirs.items() if name != "params"})
 
-    def _pieces(self) -> Pieces:
+    def _pieces(self) -> ShardedEntries:
         pieces = [
-            piece for owner in self._owners for piece in make_pieces(owner.shard.state(), flat=self._recipe.elementwise)
+            piece
+            for owner in self._owners
+            for piece in make_state_shards(owner.shard.state(), flat=self._recipe.elementwise)
         ]
-        return Pieces(pieces, self._parameters)
+        return ShardedEntries(pieces, self._parameters)
 
-    def _load(self, read: Callable[[Span], Mapping[str, Any] | None]) -> None:
+    def _load(self, read: Callable[[ShardRange], Mapping[str, Any] | None]) -> None:
         for owner in self._owners:
             owner.shard.load(read, self._options())
 
     def _build(self) -> None:
-        places: list[tuple[nn.Parameter, Span]] = []
+        places: list[tuple[nn.Parameter, ShardRange]] = []
         for index, group in enumerate(self.param_groups):
             places += [
-                (parameter, Span(len(places) + position, index, 0, parameter.numel()))
+                (parameter, ShardRange(len(places) + position, index, 0, parameter.numel()))
                 for position, parameter in enumerate(group["params"])
             ]
         options, count = self._options(), len(self._devices)

@@ -10,7 +10,7 @@ from torch import Tensor
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.dp.gradients import Gradients, needs_autograd
 from lockstep.parallel.dp.transport import Transport
-from lockstep.parallel.zero.flat import FlatBuffer
+from lockstep.parallel.zero.partition import FlatBuffer
 
 
 class GradientSlices:

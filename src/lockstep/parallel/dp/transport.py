@@ -17,7 +17,7 @@ from torch.cuda import nccl
 from typing_extensions import override
 
 from lockstep.parallel.dp.lanes import Lanes
-from lockstep.parallel.zero.spans import slice_bounds
+from lockstep.parallel.zero.partition import shard_bounds
 
 Bounds = Sequence[tuple[int, int]]
 """By replica, where its slice of a flat tensor begins and ends."""
@@ -78,7 +78,7 @@ class CopyTransport(Transport):
                 for copy, target in zip(copies, targets, strict=True):
                     self._lanes.copy(flat, source, copy, target)
                 return copies
-            bounds = slice_bounds(flat.numel(), len(targets))
+            bounds = shard_bounds(flat.numel(), len(targets))
             for copy, target, (start, stop) in zip(copies, targets, bounds, strict=True):
                 self._lanes.copy(flat[start:stop], source, copy[start:stop], target)
                 self._lanes.turn_around(target)

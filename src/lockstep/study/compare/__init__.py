@@ -1,5 +1,5 @@
 """`compare`: one device, both engines and torch's own, side by side on one task, with a table and a verdict."""
 
-from lockstep.study.compare.organise import compare
+from lockstep.study.compare.benchmark import compare
 
 __all__ = ["compare"]

@@ -1,14 +1,21 @@
-"""The figures as tables for a terminal: at most 100 columns, plain text in a pipe."""
+"""The figures of ``compare`` as tables for a terminal and as JSON."""
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
+from math import isfinite
+from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.study.compare.figures import Comparison, Contender
+from lockstep.study.compare.comparison import Candidate, Comparison
 from lockstep.study.compare.verdict import Verdict
+from lockstep.telemetry.provenance import Provenance
+
+# The figures as tables for a terminal: at most 100 columns, plain text in a pipe.
 
 WIDTH = 100
 """Columns that the tables never exceed."""
@@ -56,7 +63,7 @@ def title(comparison: Comparison) -> str:
     )
 
 
-def cells(comparison: Comparison, contender: Contender) -> dict[str, str]:
+def cells(comparison: Comparison, contender: Candidate) -> dict[str, str]:
     """Return the text of every figure of one contender by its heading; a dash where a figure has no meaning."""
     single = comparison.single
     alone = contender is single
@@ -132,3 +139,51 @@ def _table(comparison: Comparison, heading: str, columns: tuple[str, ...]) -> Ta
         texts = cells(comparison, contender)
         table.add_row(contender.strategy, *(texts[column] for column in columns))
     return table
+
+
+# The figures as JSON; its shape is described in docs/design/compare.md.
+
+VERSION = 1
+"""Grows when a name or a meaning changes; new names leave it as it is."""
+
+
+def to_json(comparison: Comparison, verdict: Verdict, provenance: Provenance) -> str:
+    """Return all figures, raw and summarized."""
+    record = {
+        "version": VERSION,
+        "setup": asdict(comparison.setup),
+        "provenance": asdict(provenance),
+        "contenders": [_contender(comparison, contender) for contender in comparison.contenders],
+        "left_out": [asdict(left) for left in comparison.left_out],
+        "verdict": asdict(verdict),
+    }
+    return json.dumps(_finite(record), indent=2, allow_nan=False) + "\n"
+
+
+def _contender(comparison: Comparison, contender: Candidate) -> dict[str, Any]:
+    memory = contender.memory
+    return {
+        "strategy": contender.strategy,
+        "num_threads": contender.num_threads,
+        "samples_per_s": asdict(contender.rate),
+        "speed_up": asdict(contender.speed_over(comparison.single)),
+        "efficiency": contender.speed_over(comparison.single).median / comparison.setup.num_devices,
+        "step": asdict(contender.step),
+        "peak_bytes": None if memory is None else list(memory.peak_bytes),
+        "imbalance": None if memory is None else memory.imbalance,
+        "last_loss": contender.losses[-1],
+        "loss_difference": contender.losses[-1] - comparison.single.losses[-1],
+        "turns": [asdict(turn) for turn in contender.turns],
+        "losses": list(contender.losses),
+    }
+
+
+def _finite(value: Any) -> Any:
+    """Replace what JSON has no number for, such as the loss of a run that diverged, by null."""
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return value

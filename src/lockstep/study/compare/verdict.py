@@ -1,10 +1,10 @@
-"""What the figures say, in words: a pure function from a comparison to sentences."""
+"""What the figures of ``compare`` say, in words: a pure function from a comparison to sentences."""
 
 from dataclasses import dataclass
 from math import isfinite
 
-from lockstep.study.compare.figures import SINGLE, Comparison, Contender, Setup
-from lockstep.study.compare.spread import Spread
+from lockstep.study.common import Spread
+from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, Setup
 
 GOOD_EFFICIENCY = 0.8
 """Speed-up over devices that a sound set-up reaches."""
@@ -66,7 +66,7 @@ def judge(comparison: Comparison) -> Verdict:
     return Verdict(chosen.strategy, tuple(sentences))
 
 
-def _recommend(comparison: Comparison) -> tuple[Contender, str]:
+def _recommend(comparison: Comparison) -> tuple[Candidate, str]:
     single = comparison.single
     others = [c for c in comparison.contenders if c is not single]
     if not others:
@@ -92,7 +92,7 @@ def _recommend(comparison: Comparison) -> tuple[Contender, str]:
     return chosen, text
 
 
-def _explain(comparison: Comparison, chosen: Contender) -> list[str]:
+def _explain(comparison: Comparison, chosen: Candidate) -> list[str]:
     """Say what the chosen strategy's step is spent on or, where that is single, why dividing the work gains nothing."""
     setup, single = comparison.setup, comparison.single
     if chosen is not single:
@@ -123,7 +123,7 @@ def _explain(comparison: Comparison, chosen: Contender) -> list[str]:
     ]
 
 
-def _lost(setup: Setup, single: Contender, divided: Contender) -> tuple[float, float]:
+def _lost(setup: Setup, single: Candidate, divided: Candidate) -> tuple[float, float]:
     """Return the shares of ``divided``'s step that are exposed communication and other overhead.
 
     Overhead is what the step takes beyond its ideal: single's step divided by the devices or, on CPU, where single
@@ -136,7 +136,7 @@ def _lost(setup: Setup, single: Contender, divided: Contender) -> tuple[float, f
     return communication, lost - communication
 
 
-def _shares(contender: Contender) -> str:
+def _shares(contender: Candidate) -> str:
     step = contender.step
     computing, exposed, waiting = (part / step.parts_s for part in (step.computing_s, step.exposed_s, step.data_wait_s))
     told_apart = contender.turns[0].exposed_s is not None

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.study.report.advice import Advice, advise
-from lockstep.study.report.find_facts import find_facts
+from lockstep.study.report.advice import Advice, advise, find_facts
 from lockstep.study.report.view import look_at
 from lockstep.study.tune.ask import Ask
 from lockstep.study.tune.bf16 import bf16_speed

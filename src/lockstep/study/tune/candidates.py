@@ -17,7 +17,7 @@ from lockstep.study.tune.values import (
     threads,
     value_of,
 )
-from lockstep.train.engine import check_engine
+from lockstep.train.step import check_engine
 
 _MIB = 2**20
 _FIRST_CAP_MIB, _USUAL_CAP_MIB = 1.0, 25.0

@@ -16,9 +16,9 @@ from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import World
 from lockstep.data.loader import LoadOptions
 from lockstep.study.tune.values import Values, loop_settings, strategy_of, value_of
-from lockstep.train.loop import Loop
-from lockstep.train.seeds import DATA, Seeds
+from lockstep.train.step import DATA, Seeds
 from lockstep.train.task import Task, build_dataset
+from lockstep.train.trainer import Trainer
 
 NUM_WARMUP = 4
 """Buckets are built anew after the first step, and the optimizer makes its state in it."""
@@ -63,9 +63,9 @@ class Entrant:
     ) -> None:
         self.strategy, self.num_threads, self.step_s = strategy_of(values), num_threads, 0.0
         self._values = values
-        self.loop: Loop | None = None
+        self.loop: Trainer | None = None
         if is_here:
-            self.loop = Loop(task, loop_settings(values), world, strategy=self.strategy, devices=devices)
+            self.loop = Trainer(task, loop_settings(values), world, strategy=self.strategy, devices=devices)
 
     def warm_up(self, limit_s: float) -> None:
         """Run the steps that are not measured, and take the time of the last ones.

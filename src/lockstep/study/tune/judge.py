@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lockstep.study.compare.spread import Spread, paired_ratio
+from lockstep.study.common import Spread, paired_ratio
 
 NOW = "now"
 """The name in each round of the settings that a change is compared with."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from lockstep.study.compare.spread import Spread
+from lockstep.study.common import Spread
 from lockstep.study.tune.candidates import Candidate, Stage
 from lockstep.study.tune.effects import Effect
 from lockstep.study.tune.judge import Round, is_decided, is_gain, ratio_of, why_not

@@ -18,8 +18,8 @@ import torch
 
 from lockstep.errors import ConfigurationError, JobHangs, LaunchTimeout, LockstepError, RankFailed
 from lockstep.launcher.api import launch_with
-from lockstep.launcher.response import Watch
-from lockstep.study.compare.race import load
+from lockstep.launcher.supervise import WatchdogPolicy
+from lockstep.study.compare.benchmark import load
 from lockstep.study.tune.ask import OVERDUE, RECORD, Ask, read_journal, read_mark, write_entry
 from lockstep.study.tune.effects import effect_of
 from lockstep.study.tune.judge import NOW
@@ -29,9 +29,8 @@ from lockstep.study.tune.ranks import run_ranks
 from lockstep.study.tune.search import Search
 from lockstep.study.tune.values import Values, changed, strategy_of, value_of
 from lockstep.telemetry.resources import free_and_total_bytes
-from lockstep.train.devices import check_gpus
 from lockstep.train.memory import is_out_of_memory
-from lockstep.train.plan import check_batch
+from lockstep.train.plan import check_batch, check_gpus
 from lockstep.train.settings import FitSettings
 from lockstep.train.task import Task
 
@@ -42,7 +41,7 @@ POSSIBLE = (*STRATEGIES, "dp-zero1", "fsdp")
 
 _GAVE_UP = "Gave up after"
 
-_WATCH = Watch(tells_slow=False)
+_WATCH = WatchdogPolicy(tells_slow=False)
 """Some changes make a rank slow: that is for us to find."""
 
 _USABLE = 0.8

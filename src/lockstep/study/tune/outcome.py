@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.study.compare.spread import Spread
+from lockstep.study.common import Spread
 from lockstep.study.tune.effects import Effect
 from lockstep.study.tune.open_stage import Result
 from lockstep.study.tune.search import ADVICE, TOGETHER, Search

@@ -9,11 +9,11 @@ import torch
 
 from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError, OutOfMemory
-from lockstep.study.compare.peak import peak_bytes, reset_peak
+from lockstep.study.compare.benchmark import peak_bytes, reset_peak
 from lockstep.study.tune.values import Values, loop_settings, strategy_of
-from lockstep.train.devices import PER_PROCESS
-from lockstep.train.loop import Loop
+from lockstep.train.plan import PER_PROCESS
 from lockstep.train.task import Task
+from lockstep.train.trainer import Trainer
 
 NUM_STEPS = 2
 """In the first the optimizer makes its state, and beside that the second runs."""
@@ -59,10 +59,10 @@ def probe(
     return torch.cuda.max_memory_allocated(world.device) if on_cuda else max(0, peak_bytes() - before_bytes)
 
 
-def _loop(task: Task, values: Values, world: World, devices: Sequence[torch.device]) -> Loop:
+def _loop(task: Task, values: Values, world: World, devices: Sequence[torch.device]) -> Trainer:
     """Return a loop that survives being out of memory, if it can be had with this task."""
     strategy = strategy_of(values)
     guarded = {**values, "micro_batch": "auto"}
     with contextlib.suppress(ConfigurationError):  # on every rank: a strategy, stream or layers that cannot have it
-        return Loop(task, loop_settings(guarded), world, strategy=strategy, devices=devices)
-    return Loop(task, loop_settings(values), world, strategy=strategy, devices=devices)
+        return Trainer(task, loop_settings(guarded), world, strategy=strategy, devices=devices)
+    return Trainer(task, loop_settings(values), world, strategy=strategy, devices=devices)

@@ -20,8 +20,7 @@ from torch.utils.data import IterableDataset
 
 from lockstep.comm.collectives import all_gather_object, broadcast_object
 from lockstep.comm.world import World, init
-from lockstep.study.compare.measure import time_steps
-from lockstep.study.compare.race import (
+from lockstep.study.compare.benchmark import (
     TURN_TIMEOUT_S,
     choose_steps,
     devices_for,
@@ -30,6 +29,7 @@ from lockstep.study.compare.race import (
     split_layers,
     start_together,
     takes_part,
+    time_steps,
 )
 from lockstep.study.tune.ask import OVERDUE, RECORD, Ask, read_journal, write_entry, write_mark
 from lockstep.study.tune.baseline import describe, num_recorded, record_run

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.study.compare.spread import Spread
+from lockstep.study.common import Spread
 from lockstep.study.tune.ask import Ask
 from lockstep.study.tune.candidates import STAGES, Candidate, Known, Stage, can_be_had, stage
 from lockstep.study.tune.climb import Climb

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lockstep.study.compare.spread import Spread
+from lockstep.study.common import Spread
 from lockstep.study.tune.effects import Effect
 from lockstep.study.tune.open_stage import Result
 from lockstep.study.tune.outcome import Outcome
 from lockstep.study.tune.values import value_of
-from lockstep.train.settings_file import as_toml
+from lockstep.train.settings import toml_line
 
 FIRST_LINE = "# Written by lockstep tune"
 
@@ -46,14 +46,14 @@ def as_file(outcome: Outcome, *, task_file: str, file: str, facts: Mapping[str, 
             lines.append(f"# {result.candidate.name}: {times(result.ratio)}; training: {result.effect.words}")
         elif name in outcome.start:
             lines.append("# as tuning began")
-        lines += [as_toml(name, value), ""]
+        lines += [toml_line(name, value), ""]
     offered = [each for each in outcome.results if each.why.startswith("offered")]
     if offered:
         lines.append("# Faster, but not the same training:")
         for result in offered:
             lines.append(f"# {result.candidate.name}: {times(result.ratio)}; {result.why}")
             lines += [
-                f"# {as_toml(name, value)}" for name, value in result.candidate.changes.items() if value is not None
+                f"# {toml_line(name, value)}" for name, value in result.candidate.changes.items() if value is not None
             ]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from lockstep.study.compare.organise import threads_of
-from lockstep.train.devices import PER_PROCESS
+from lockstep.study.compare.benchmark import threads_of
+from lockstep.train.plan import PER_PROCESS
 from lockstep.train.settings import FitSettings, Settings, StrategyName
 
 Values = dict[str, Any]

@@ -12,8 +12,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.telemetry.live.aggregator import decode, encode
-from lockstep.telemetry.live.snapshot import BucketFigures, EventFigures, Snapshot
+from lockstep.telemetry.aggregator import decode, encode
+from lockstep.telemetry.metrics import BucketFigures, EventFigures, Snapshot
 
 _OFFER, _FILE = "shows-view", "view"
 

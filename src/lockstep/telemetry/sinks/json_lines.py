@@ -10,10 +10,9 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from lockstep.telemetry.live.snapshot import Snapshot
-from lockstep.telemetry.record.writer import to_line
-from lockstep.telemetry.sinks.facts import MetricsSink, RunFacts
-from lockstep.telemetry.sinks.figures import Tally, evaluations, scalars
+from lockstep.telemetry.metrics import EventCounts, Snapshot, evaluations, scalars
+from lockstep.telemetry.run_record import to_line
+from lockstep.telemetry.sinks.factory import MetricsSink, RunInfo
 
 _TAIL_BYTES = 1 << 20
 """So much of a file is looked at for what was written last: some hundred lines, with an evaluation among them."""
@@ -33,12 +32,12 @@ class JsonLines(MetricsSink):
         OSError: It cannot be written.
     """
 
-    def __init__(self, path: Path, facts: RunFacts) -> None:
+    def __init__(self, path: Path, facts: RunInfo) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._last_step = -1 if facts.is_fresh else _last_step(path, "metrics")
         self._last_evaluation = -1 if facts.is_fresh else _last_step(path, "evaluation")
-        self._tally = Tally()
+        self._tally = EventCounts()
         is_cut = not facts.is_fresh and not _ends_a_line(path)
         self._file = path.open("w" if facts.is_fresh else "a", encoding="utf-8", buffering=1)
         if is_cut:

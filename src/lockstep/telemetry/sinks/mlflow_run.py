@@ -10,10 +10,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from typing_extensions import override
 
-from lockstep.telemetry.live.snapshot import Snapshot
-from lockstep.telemetry.sinks.facts import MetricsSink, RunFacts
-from lockstep.telemetry.sinks.figures import Tally, evaluations, has_failed, scalars
-from lockstep.telemetry.sinks.kept import Kept
+from lockstep.telemetry.metrics import EventCounts, Snapshot, evaluations, has_failed, scalars
+from lockstep.telemetry.sinks.factory import MetricsSink, RunInfo, SinkState
 
 _MOST_METRICS, _MOST_PARAMS, _PARAM_CHARS = 1000, 100, 500
 """Of what MLflow takes in one call, and of a parameter's text."""
@@ -31,10 +29,10 @@ class MlflowRun(MetricsSink):
         kept: The id of its run.
     """
 
-    def __init__(self, uri: str, facts: RunFacts, kept: Kept) -> None:
+    def __init__(self, uri: str, facts: RunInfo, kept: SinkState) -> None:
         self._client = MlflowClient(tracking_uri=uri or None)
         self._kept = kept
-        self._tally = Tally()
+        self._tally = EventCounts()
         self._events: list[str] = []
         self._events_file = f"events/from-step-{facts.first_step}.txt"
         if kept.run_id is None:

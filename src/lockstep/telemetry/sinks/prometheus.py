@@ -13,10 +13,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
-from lockstep.telemetry.live.snapshot import Snapshot
-from lockstep.telemetry.sinks import names
-from lockstep.telemetry.sinks.facts import MetricsSink, RunFacts
-from lockstep.telemetry.sinks.figures import Tally, of_bucket
+from lockstep.telemetry import metrics
+from lockstep.telemetry.metrics import EventCounts, Snapshot, of_bucket
+from lockstep.telemetry.sinks.factory import MetricsSink, RunInfo
 
 _JOIN_S = 5.0
 _IN_INFO = ("strategy", "precision", "global_batch_size", "host", "version/lockstep", "version/torch")
@@ -47,7 +46,7 @@ class Prometheus(MetricsSink):
         OSError: The port is taken, or the address is not one of this machine.
     """
 
-    def __init__(self, host: str, port: int, facts: RunFacts) -> None:
+    def __init__(self, host: str, port: int, facts: RunInfo) -> None:
         self._figures = _Figures(facts)
         registry = CollectorRegistry()
         registry.register(self._figures)
@@ -76,11 +75,11 @@ class Prometheus(MetricsSink):
 class _Figures(Collector):
     """Gives the last snapshot in Prometheus' terms; what is not known any more is left out, but for buckets."""
 
-    def __init__(self, facts: RunFacts) -> None:
+    def __init__(self, facts: RunInfo) -> None:
         labels = {name.replace("/", "_"): str(facts.config[name]) for name in _IN_INFO if name in facts.config}
         self._info = {"task": facts.name, **labels}
         self._snapshot: Snapshot | None = None
-        self._tally = Tally()
+        self._tally = EventCounts()
 
     def update(self, snapshot: Snapshot) -> None:
         self._tally.add(snapshot.events)
@@ -91,20 +90,20 @@ class _Figures(Collector):
 
     @override
     def collect(self) -> Iterator[Metric]:
-        yield _family(names.RUN_INFO, "what the run is", [(self._info, 1.0)])
+        yield _family(metrics.RUN_INFO, "what the run is", [(self._info, 1.0)])
         snapshot = self._snapshot
         if snapshot is None:
             return
-        yield _family(names.UPDATED, "when these figures were taken", [({}, snapshot.time)])
-        for metric in names.METRICS:
+        yield _family(metrics.UPDATED, "when these figures were taken", [({}, snapshot.time)])
+        for metric in metrics.METRICS:
             if (value := metric.read(snapshot)) is not None:
                 yield _family(metric.prometheus, metric.meaning, [({}, value)])
         infos = [
             ({"rank": str(each.rank), "host": each.host or "", "device": each.device or ""}, 1.0)
             for each in snapshot.ranks
         ]
-        yield _family(names.RANK_INFO, "where a rank computes", infos)
-        for of_rank in names.RANK_METRICS:
+        yield _family(metrics.RANK_INFO, "where a rank computes", infos)
+        for of_rank in metrics.RANK_METRICS:
             known = [
                 ({"rank": str(each.rank)}, value * of_rank.unit)
                 for each in snapshot.ranks
@@ -112,14 +111,14 @@ class _Figures(Collector):
             ]
             if known:
                 yield _family(of_rank.prometheus, of_rank.meaning, known)
-        by_family: dict[names.Family, list[tuple[Mapping[str, str], float]]] = {each: [] for each in names.FAMILIES}
+        by_family: dict[metrics.Family, list[tuple[Mapping[str, str], float]]] = {each: [] for each in metrics.FAMILIES}
         for bucket in snapshot.buckets:
             for family, value in of_bucket(bucket):
                 by_family[family].append(({family.label: str(bucket.number)}, value))
         for family, found in (
-            (names.EVALUATION, dict(self._tally.evaluation)),
-            (names.EVENT_COUNT, dict(self._tally.counts)),
-            (names.EVENT_SECONDS, dict(self._tally.seconds)),
+            (metrics.EVALUATION, dict(self._tally.evaluation)),
+            (metrics.EVENT_COUNT, dict(self._tally.counts)),
+            (metrics.EVENT_SECONDS, dict(self._tally.seconds)),
         ):
             by_family[family] = [({family.label: name}, float(value)) for name, value in found.items()]
         for family, samples in by_family.items():

@@ -11,9 +11,8 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from typing_extensions import override
 
-from lockstep.telemetry.live.snapshot import Snapshot
-from lockstep.telemetry.sinks.facts import MetricsSink, RunFacts
-from lockstep.telemetry.sinks.figures import Tally, evaluations, scalars
+from lockstep.telemetry.metrics import EventCounts, Snapshot, evaluations, scalars
+from lockstep.telemetry.sinks.factory import MetricsSink, RunInfo
 
 
 @final
@@ -31,11 +30,11 @@ class TensorBoard(MetricsSink):
         OSError: It cannot be written.
     """
 
-    def __init__(self, folder: Path, facts: RunFacts) -> None:
+    def __init__(self, folder: Path, facts: RunInfo) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._last_step = -1
-        self._tally = Tally()
+        self._tally = EventCounts()
         self._writer = SummaryWriter(str(folder), purge_step=facts.first_step)
         self._events = self._writer._get_file_writer()
         if facts.first_step == 0:
@@ -68,7 +67,7 @@ class TensorBoard(MetricsSink):
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
         self._events.add_summary(summary, step, time)
 
-    def _tell(self, facts: RunFacts) -> None:
+    def _tell(self, facts: RunInfo) -> None:
         """Write what the run is, as text and for the HParams page.
 
         `SummaryWriter.add_hparams` would make a run of its own for it, in another folder.

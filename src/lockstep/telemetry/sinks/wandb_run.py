@@ -8,10 +8,8 @@ from typing import Any, final
 import wandb
 from typing_extensions import override
 
-from lockstep.telemetry.live.snapshot import Snapshot
-from lockstep.telemetry.sinks.facts import MetricsSink, RunFacts
-from lockstep.telemetry.sinks.figures import Tally, evaluations, has_failed, scalars
-from lockstep.telemetry.sinks.kept import Kept
+from lockstep.telemetry.metrics import EventCounts, Snapshot, evaluations, has_failed, scalars
+from lockstep.telemetry.sinks.factory import MetricsSink, RunInfo, SinkState
 
 _MOST_EVENTS = 1000
 """Events whose texts are kept for the table at the end."""
@@ -27,7 +25,7 @@ class WandbRun(MetricsSink):
         kept: The id of its run.
     """
 
-    def __init__(self, project: str, facts: RunFacts, kept: Kept) -> None:
+    def __init__(self, project: str, facts: RunInfo, kept: SinkState) -> None:
         entity, _, name = project.rpartition("/")
         run_id = kept.run_id or uuid.uuid4().hex[:8]
         self._run: Any = wandb.init(
@@ -43,7 +41,7 @@ class WandbRun(MetricsSink):
         )
         self._kept = kept
         self._kept.begin(run_id)
-        self._tally = Tally()
+        self._tally = EventCounts()
         self._events: list[list[str | int | float | None]] = []
 
     @property

@@ -19,9 +19,17 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import CheckpointError
-from lockstep.parallel.checksum import checksum
-from lockstep.train.checkpoints.parts import STATE, TENSORS, pack_parts, unpack_parts
-from lockstep.train.checkpoints.tensors import Layout, copy_tensors, lay_out, views_of
+from lockstep.parallel.consistency import checksum
+from lockstep.train.checkpoint_storage import (
+    STATE,
+    TENSORS,
+    FileLayout,
+    copy_tensors,
+    file_layout,
+    pack_parts,
+    unpack_parts,
+    views_of,
+)
 
 _MARK_BYTES = 4096
 _ROOM = 1 << 14
@@ -61,7 +69,7 @@ class Slot:
     def __init__(self, path: Path, make_room: Callable[[int], None]) -> None:
         self.path, self._make_room = path, make_room
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._layout: Layout | None = None
+        self._layout: FileLayout | None = None
         self._views: list[Tensor] = []
         self._is_registered = False
 
@@ -74,7 +82,7 @@ class Slot:
             UnfitValueError, OSError: It cannot be written.
         """
         tensors, rest = pack_parts(parts)
-        layout = lay_out(tensors)
+        layout = file_layout(tensors)
         rest += b" " * (-(layout.num_bytes + len(rest)) % 8)  # so that the checksum can read whole numbers
         devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         start = _MARK_BYTES + len(layout.header)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import psutil
 import torch
 
-from lockstep.cgroups import cpu_quota
+from lockstep.env import cpu_quota
 from lockstep.study.doctor.plan import Plan
 from lockstep.study.doctor.topics.cores import CoreFacts
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from lockstep.cgroups import read_groups
-from lockstep.socket_folder import is_too_long
+from lockstep.env import is_socket_folder_too_long, read_groups
 from lockstep.study.doctor.finding import NotChecked
 from lockstep.study.doctor.plan import Plan
 from lockstep.study.doctor.topics.limits import LimitFacts
@@ -76,7 +75,7 @@ def limit_facts(plan: Plan, *, threads: int, has_infiniband: bool) -> tuple[Limi
         workers=plan.workers or 0,
         threads=threads,
         has_infiniband=has_infiniband,
-        long_temp_folder=tempfile.gettempdir() if is_too_long(tempfile.gettempdir()) else None,
+        long_temp_folder=tempfile.gettempdir() if is_socket_folder_too_long(tempfile.gettempdir()) else None,
     ), []
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from lockstep.comm.interfaces import GLOO_INTERFACE, gloo_interface, is_local
+from lockstep.comm.network import GLOO_INTERFACE, gloo_interface, is_local
 from lockstep.env import DEFAULT_MASTER_PORT
 from lockstep.study.doctor.finding import NotChecked
 from lockstep.study.doctor.gather.in_time import in_time

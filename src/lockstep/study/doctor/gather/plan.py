@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from lockstep.env import RankEnv
-from lockstep.launcher.devices import num_cores
+from lockstep.launcher.api import num_cores
 from lockstep.study.doctor.plan import Plan
 
 

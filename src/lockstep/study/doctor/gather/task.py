@@ -15,8 +15,7 @@ from lockstep.study.doctor.gather.aside import Aside, Silent, Tell
 from lockstep.study.doctor.plan import Plan
 from lockstep.study.doctor.target import names_task
 from lockstep.study.doctor.topics.task import TaskFacts
-from lockstep.train.load import load_task
-from lockstep.train.task import Task, build_model
+from lockstep.train.task import Task, build_model, load_task
 
 
 class TaskFails(Exception):

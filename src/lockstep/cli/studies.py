@@ -1,0 +1,560 @@
+"""The study commands: compare, tune, verify, doctor, report and rehearse. Each parses, calls and prints."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lockstep.errors import EXIT_CODE, ConfigurationError
+from lockstep.study.rehearse.fault_rules import taught
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+# A file that a command is to write.
+
+
+def check_writable(file: str | None) -> None:
+    """Refuse a file that cannot be written, before minutes are spent on its contents."""
+    if file is None:
+        return
+    path = Path(file)
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise ConfigurationError(
+            f"{file} cannot be written: there is no folder {folder}.\nMake it, or name another file."
+        )
+    try:
+        is_new = not path.exists()
+        path.open("ab").close()  # rights alone do not tell: the file system may be read-only
+    except OSError as error:
+        raise ConfigurationError(f"{file} cannot be written: {error.strerror}.\nName another file.") from error
+    if is_new:
+        path.unlink()
+
+
+def say_written(terminal: Console, what: str, file: str) -> None:
+    """Say where something was written: in one line however long it is, so that the name can be copied."""
+    terminal.out(f"{what} written to {file}", highlight=False)
+
+
+# ``lockstep compare``: race the strategies on a task; a table and a verdict.
+
+COMPARE_EXAMPLES = """\b
+Examples:
+  lockstep compare examples/digits.py --devices 2
+      one device, both engines and torch's own
+  lockstep compare examples/gpt.py --devices 2 --html gpt.html --json gpt.json
+      the same, with a page to send to somebody and the raw figures
+  lockstep compare examples/gpt.py --devices 2 --strategies torch-ddp,ddp --rounds 20
+      two contenders, more rounds: a narrower spread
+"""
+
+
+@click.command(context_settings={"max_content_width": 110}, epilog=COMPARE_EXAMPLES)
+@click.argument("task_file", metavar="TASK.py")
+@click.option("--devices", type=int, metavar="N", help="Devices; all GPUs, or 2 CPU processes if there are none.")
+@click.option(
+    "--strategies",
+    metavar="LIST",
+    help="Who takes part besides single, with commas between; dp and ddp, ours and torch's, if not given.",
+)
+@click.option("--rounds", type=int, default=10, show_default=True, metavar="N", help="Turns of each strategy.")
+@click.option("--steps", type=int, metavar="N", help="Steps of a turn; as many as take the fastest half a second.")
+@click.option("--warmup", type=int, default=5, show_default=True, metavar="N", help="Steps of each before the rounds.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, metavar="N", help="Where weights and order derive from."
+)
+@click.option("--global-batch-size", type=int, metavar="SAMPLES", help="Instead of the task's own.")
+@click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True)
+@click.option("--workers", type=int, default=0, show_default=True, metavar="N", help="Loader processes per rank.")
+@click.option("--memory/--no-memory", default=True, help="Measure peak memory, in fresh processes; on if not given.")
+@click.option("--json", "json_file", metavar="FILE", help="Write all figures as JSON.")
+@click.option("--html", "html_file", metavar="FILE", help="Write a page with plots, to be opened offline.")
+def compare(
+    task_file: str,
+    devices: int | None,
+    strategies: str | None,
+    rounds: int,
+    steps: int | None,
+    warmup: int,
+    seed: int,
+    global_batch_size: int | None,
+    precision: str,
+    workers: int,
+    memory: bool,
+    json_file: str | None,
+    html_file: str | None,
+) -> None:
+    """Train the task of TASK.py on one device, with DataParallel and DistributedDataParallel, ours and torch's.
+
+    All see the same samples from the same weights and take turns, so that a busy machine hits all alike. Ends in a
+    table and a verdict in words: what to use here, and why.
+    """
+    import torch
+
+    from lockstep.study.compare import compare as run_comparison
+    from lockstep.study.compare import page, table
+    from lockstep.study.compare.benchmark import STRATEGIES
+    from lockstep.study.compare.verdict import judge
+    from lockstep.telemetry import provenance
+    from lockstep.train.settings import Settings
+
+    for file in (json_file, html_file):
+        check_writable(file)
+    if html_file is not None:
+        page.import_matplotlib()  # rather now than after the race
+    comparison = run_comparison(
+        task_file,
+        devices=torch.cuda.device_count() or 2 if devices is None else devices,
+        strategies=STRATEGIES if strategies is None else [name.strip() for name in strategies.split(",")],
+        num_steps=steps,
+        num_rounds=rounds,
+        num_warmup=warmup,
+        settings=Settings(seed=seed, global_batch_size=global_batch_size, precision=precision, workers=workers),  # type: ignore[arg-type]
+        memory=memory,
+        command=shlex.join(["lockstep", *sys.argv[1:]]),
+    )
+    verdict = judge(comparison)
+    terminal = table.console()
+    terminal.print(table.render(comparison, verdict, width=terminal.width))
+    found = provenance.gather(Path(task_file.rpartition(".py")[0] + ".py"))
+    if json_file is not None:
+        Path(json_file).write_text(table.to_json(comparison, verdict, found), encoding="utf-8")
+        say_written(terminal, "figures", json_file)
+    if html_file is not None:
+        Path(html_file).write_text(page.render(comparison, verdict, found), encoding="utf-8")
+        say_written(terminal, "page", html_file)
+
+
+# ``lockstep tune``: try settings on a task; a table of what each gave, and a file that ``lockstep train`` reads.
+
+TUNE_EXAMPLES = """\b
+Examples:
+  lockstep tune examples/gpt.py --devices 2
+      for five minutes at most; writes gpt-tuned.toml
+  lockstep train examples/gpt.py --settings gpt-tuned.toml
+      trains with what was found
+  lockstep tune examples/gpt.py --devices 2 --minutes 20 --allow-precision --out fast.toml
+      longer, so with narrower spreads; bf16, too, if it is faster
+  lockstep tune examples/gpt.py --settings gpt.toml --strategies ddp,ddp-zero1,fsdp
+      beginning with settings of your own, and trying these strategies
+"""
+
+
+@click.command(context_settings={"max_content_width": 110}, epilog=TUNE_EXAMPLES)
+@click.argument("task_file", metavar="TASK.py")
+@click.option("--devices", type=int, metavar="N", help="Devices; all GPUs, or 2 CPU processes if there are none.")
+@click.option(
+    "--minutes", type=float, default=5.0, show_default=True, metavar="M", help="How long it may take; Ctrl-C ends it."
+)
+@click.option("--out", metavar="FILE", help="Where to write the settings; TASK-tuned.toml if not given.")
+@click.option("--settings", "settings_file", metavar="FILE", help="Settings to begin with; the defaults if not given.")
+@click.option(
+    "--strategies", metavar="LIST", help="What to try, with commas between; single, dp, ddp, ddp-zero1 if not given."
+)
+@click.option("--global-batch-size", type=int, metavar="SAMPLES", help="Instead of the task's own.")
+@click.option("--allow-precision", is_flag=True, help="Take bf16, too, if it is faster: another arithmetic.")
+@click.option(
+    "--allow-division",
+    is_flag=True,
+    help="Divide batches otherwise, too, if that is faster, though batch norm or dropout see that.",
+)
+def tune(
+    task_file: str,
+    devices: int | None,
+    minutes: float,
+    out: str | None,
+    settings_file: str | None,
+    strategies: str | None,
+    global_batch_size: int | None,
+    allow_precision: bool,
+    allow_division: bool,
+) -> int:
+    """Find settings that train the task of TASK.py faster on this machine, without changing the training.
+
+    Tries sizes of micro-batches, loader processes, strategies, threads and buckets side by side on real steps. Ends in
+    a table of what each gave, and a file of settings for lockstep train.
+    """
+    import psutil
+    import torch
+
+    from lockstep.cli import INTERRUPTED
+    from lockstep.study.compare import table as compare_table
+    from lockstep.study.tune import table, text
+    from lockstep.study.tune import tune as run_tuning
+    from lockstep.study.tune.organise import STRATEGIES
+    from lockstep.telemetry import provenance
+    from lockstep.train.settings import read_settings
+
+    file = out or f"{Path(task_file.rpartition('.py')[0] or task_file).name}-tuned.toml"
+    _check_free(file)
+    start: dict[str, Any] = {} if settings_file is None else read_settings(settings_file)
+    count = devices if devices is not None else start.get("devices") or torch.cuda.device_count() or 2
+    if global_batch_size is not None:
+        start["global_batch_size"] = global_batch_size
+    outcome = run_tuning(
+        task_file,
+        devices=count,
+        minutes=minutes,
+        start=start,
+        strategies=STRATEGIES if strategies is None else [name.strip() for name in strategies.split(",")],
+        allow_precision=allow_precision,
+        allow_division=allow_division,
+        began_at=psutil.Process().create_time(),
+    )
+    terminal = compare_table.console()
+    terminal.print(table.render(outcome))
+    found = provenance.gather()
+    facts = {"measured": found.when, **found.versions, **found.machine}
+    Path(file).write_text(text.as_file(outcome, task_file=task_file, file=file, facts=facts), encoding="utf-8")
+    say_written(terminal, "settings", file)
+    return INTERRUPTED if outcome.interrupted else 0
+
+
+def _check_free(file: str) -> None:
+    """Refuse to write over what is not of the same making.
+
+    Raises:
+        ConfigurationError: It cannot be written, or is somebody else's.
+    """
+    from lockstep.study.tune.text import FIRST_LINE
+
+    check_writable(file)
+    path = Path(file)
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    if text and not text.startswith(FIRST_LINE):
+        raise ConfigurationError(
+            f"{file} is there already, and lockstep tune has not written it.\nName another file (--out FILE)."
+        )
+
+
+# ``lockstep verify``: is it the same training run on N devices as on one? If not, why?
+
+VERIFY_EXAMPLES = """\b
+Examples:
+  lockstep verify examples/digits.py --devices 2
+      is it the same run with fit on 2 devices as on one?
+  lockstep verify train.py --devices 4 --reproducible 4
+      the same to the bit, dropout and batch norm included?
+  lockstep verify train.py --devices 2 --torch-ddp
+      what torch's DistributedDataParallel makes of it in a hand-written loop
+"""
+
+
+@click.command(context_settings={"max_content_width": 110}, epilog=VERIFY_EXAMPLES)
+@click.argument("task_file", metavar="TASK.py")
+@click.option("--devices", type=int, metavar="N", help="Ranks; all GPUs, or 2 CPU processes if there are none.")
+@click.option("--steps", type=int, default=4, show_default=True, metavar="N", help="Steps to train.")
+@click.option("--reproducible", type=int, metavar="SHARDS", help="Train in reproducible mode, and compare every bit.")
+@click.option("--torch-ddp", is_flag=True, help="Examine torch's DistributedDataParallel in a hand-written loop.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, metavar="N", help="Where weights and order derive from."
+)
+@click.option("--global-batch-size", type=int, metavar="SAMPLES", help="Instead of the task's own.")
+@click.option("--json", "json_file", metavar="FILE", help="Write everything that was found as JSON.")
+def verify(
+    task_file: str,
+    devices: int | None,
+    steps: int,
+    reproducible: int | None,
+    torch_ddp: bool,
+    seed: int,
+    global_batch_size: int | None,
+    json_file: str | None,
+) -> int:
+    """Train some steps of TASK.py as one process and as N ranks: is it the same run?
+
+    If not, names the first tensor that differs, and finds the cause by turning one thing off at a time. Computes in
+    float64 where the task allows it. Exit code 0: the same run; 1: it is not, or an error.
+    """
+    import torch
+
+    from lockstep.study.compare.table import console
+    from lockstep.study.verify import verify as run_verification
+    from lockstep.study.verify import verify_table
+    from lockstep.train.settings import Settings
+
+    check_writable(json_file)
+    verification = run_verification(
+        task_file,
+        devices=torch.cuda.device_count() or 2 if devices is None else devices,
+        steps=steps,
+        torch_ddp=torch_ddp,
+        settings=Settings(seed=seed, global_batch_size=global_batch_size, reproducible=reproducible),
+    )
+    name = Path(task_file).name
+    console().print(verify_table.render(verification, name))
+    if json_file is not None:
+        Path(json_file).write_text(verify_table.to_json(verification, name), encoding="utf-8")
+        say_written(console(), "findings", json_file)
+    return 0 if verification.same else EXIT_CODE
+
+
+# ``lockstep doctor``: what on this machine, and in a script, will slow or hang training, each with its fix.
+
+USAGE = 2
+"""The exit code for a command line that makes no sense, so that CI can tell it from findings."""
+
+DOCTOR_EXAMPLES = """\b
+Examples:
+  lockstep doctor
+      this machine, for a run on all of its GPUs, or CPU cores
+  lockstep doctor train.py --devices 4
+      also what can be told from the script's text; it is not run
+  lockstep doctor examples/gpt.py --devices 2 --workers 4
+      a file with a lockstep.Task is imported: batch size, BatchNorm, and memory are looked at, too
+  lockstep doctor --nnodes 2 --master-addr 10.0.0.1
+      for a run on several machines, as seen from this one
+  lockstep run --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 -m lockstep doctor
+      on all machines at once (--node-rank 1 on the second): do they meet, and do versions agree? also with srun
+  lockstep doctor train.py --json | jq -r '.findings[] | .severity + " " + .found'
+      one object, for programs
+
+\b
+Exit codes: 0 nothing worse than notes; 1 the run will hang, fail, be wrong or be slow; 2 wrong usage, such as no
+such script. Each finding is explained in docs/doctor.md under its name."""
+
+
+ALL_S, LEAST_S = 8.0, 2.0
+"""When a task has to be through, from the start of this process, which imports torch; and what it gets in any case."""
+
+
+class _Command(click.Command):
+    """Ends with `USAGE` where arguments make no sense."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Parse the arguments."""
+        try:
+            return super().make_context(info_name, args, parent, **extra)
+        except click.UsageError as error:
+            error.show()
+            raise click.exceptions.Exit(USAGE) from None
+
+
+@click.command(cls=_Command, context_settings={"max_content_width": 110}, epilog=DOCTOR_EXAMPLES)
+@click.argument("target", metavar="[SCRIPT.py | TASK.py[:NAME]]", required=False)
+@click.option(
+    "--devices", type=click.IntRange(1), metavar="N", help="Ranks on this machine; all GPUs, or all CPU cores."
+)
+@click.option(
+    "--nnodes", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Machines of the job."
+)
+@click.option("--master-addr", metavar="HOST", help="Where ranks meet; MASTER_ADDR if it is set.")
+@click.option(
+    "--master-port", type=click.IntRange(1, 65535), metavar="PORT", help="The port there; MASTER_PORT if it is set."
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Loader processes per rank; the script's number if it has one.",
+)
+@click.option("--checkpoint", metavar="DIR", help="Folder that checkpoints go to; here if not given.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+def doctor(
+    target: str | None,
+    devices: int | None,
+    nnodes: int,
+    master_addr: str | None,
+    master_port: int | None,
+    workers: int | None,
+    checkpoint: str | None,
+    as_json: bool,
+) -> int:
+    """Say before a run what will hang, falsify or slow it, with the fix to paste.
+
+    Looks at devices and their links, network interfaces, host name, port, shared memory, cores, threads, limits, disk
+    speed and versions; at a script by its syntax tree (samplers, seeds, BatchNorm, devices, saving, collectives); at a
+    task also by building its model without memory. Trains nothing, changes nothing, takes under ten seconds, and says
+    what it could not see.
+    """
+    from lockstep.env import RankEnv
+    from lockstep.study.compare.table import console
+    from lockstep.study.doctor.examine import examine
+    from lockstep.study.doctor.gather.plan import make_plan
+    from lockstep.study.doctor.record import to_json
+    from lockstep.study.doctor.report import Report
+    from lockstep.study.doctor.show import show
+    from lockstep.study.doctor.together import examine_together
+
+    try:
+        env = RankEnv.from_environ(os.environ)
+        plan = make_plan(
+            target,
+            env,
+            os.environ,
+            devices=devices,
+            machines=nnodes,
+            workers=workers,
+            master_addr=master_addr,
+            master_port=master_port,
+            checkpoint=None if checkpoint is None else Path(checkpoint),
+        )
+        report: Report | None
+        if env.world_size == 1:
+            report = examine(plan, os.environ, task_s=_time_left_s())
+            code = report.exit_code
+        else:
+            report, code = examine_together(plan, env, os.environ)
+    except ConfigurationError as error:
+        click.echo(f"lockstep: {error}", err=True)
+        return USAGE
+    if report is None:  # rank zero tells
+        return code
+    if as_json:
+        click.echo(to_json(report))
+    else:
+        show(report, console())
+    return code
+
+
+def _time_left_s() -> float:
+    import time
+
+    import psutil
+
+    return float(max(LEAST_S, ALL_S - (time.time() - psutil.Process().create_time())))
+
+
+# ``lockstep report``: one page about a recorded run.
+
+REPORT_EXAMPLES = """\b
+Examples:
+  lockstep train examples/digits.py --devices 2 --run-dir runs/digits
+  lockstep report runs/digits
+      runs/digits/report.html: how fast, where the time goes, what to change first
+  lockstep report runs/before runs/after --out both.html
+      two runs side by side
+  lockstep report runs/digits --against runs/single
+      with the loss of a run on one device beside it, and how much more devices gave
+  lockstep report runs/digits --trace digits.json
+      the timeline for ui.perfetto.dev or chrome://tracing
+"""
+
+
+@click.command(context_settings={"max_content_width": 110}, epilog=REPORT_EXAMPLES)
+@click.argument("folders", metavar="RUN [RUN2]", nargs=-1, required=True)
+@click.option("--out", "out_file", metavar="FILE", help="Where the page goes; report.html in the folder of the run.")
+@click.option("--trace", "trace_file", metavar="FILE", help="Write the timeline as a Chrome trace, too; of one run.")
+@click.option(
+    "--against",
+    "other_folder",
+    metavar="RUN",
+    help="A run of the same on one device: whether the losses are the same, and how much more devices gave.",
+)
+def report(folders: tuple[str, ...], out_file: str | None, trace_file: str | None, other_folder: str | None) -> None:
+    """Say of a run that was recorded with --run-dir: how fast it was, where the time went, and what to change first.
+
+    Prints three sentences, and writes a page that opens offline in any browser. With two runs, they are compared.
+    """
+    from lockstep.study.report.run_page import render
+    from lockstep.study.report.view import against, compare_with_baseline, look_at, sentences
+
+    if len(folders) > 2:
+        raise ConfigurationError(f"{len(folders)} runs are given.\nName one, or two to compare.")
+    for flag, value in (("A trace is of", trace_file), ("--against is for", other_folder)):
+        if value is not None and len(folders) > 1:
+            raise ConfigurationError(f"{flag} one run, but two are given.\nName one.")
+    views = [look_at(Path(folder), label) for folder, label in zip(folders, _labels(len(folders)), strict=True)]
+    beside = None if other_folder is None else compare_with_baseline(views[0], look_at(Path(other_folder)))
+    page_file = out_file or str(Path(folders[0]) / "report.html")
+    for file in (page_file, trace_file):
+        check_writable(file)
+    if trace_file is not None:
+        from lockstep.study.report.view import to_trace
+
+        Path(trace_file).write_text(to_trace(views[0].run), encoding="utf-8")
+    Path(page_file).write_text(render(views, beside), encoding="utf-8")
+    if len(views) > 1:
+        click.echo(against(*views))
+    for view in views:
+        for sentence in sentences(view, beside):
+            click.echo(view.named(sentence))
+        for gap in view.run.gaps:
+            click.echo(view.named(f"Missing: {gap}"))
+    if beside is not None:
+        click.echo(beside.loss_note)
+    if trace_file is not None:
+        click.echo(f"trace written to {trace_file}")
+    click.echo(f"page written to {page_file}")
+
+
+def _labels(count: int) -> list[str]:
+    return [""] if count == 1 else ["A", "B"]
+
+
+# ``lockstep rehearse``: meet faults on the CPU before the cluster shows them.
+
+REHEARSE_EXAMPLES = f"""\b
+Faults (rank and step are counted from 0 and from 1):
+{taught()}
+
+\b
+kill, hang, straggler and oom take in=loader|forward|backward|optimizer, kill and hang also in=collective.
+
+\b
+Examples:
+  lockstep rehearse examples/digits.py --devices 4 --inject kill:rank=2,step=20 --steps 40
+      a task; what lockstep train understands may follow
+  lockstep rehearse examples/digits.py --devices 2 --inject kill:rank=1,step=12 --max-restarts 1
+      --checkpoint runs/d --checkpoint-every 5     does it go on by itself?
+  lockstep rehearse train.py --devices 8 --inject hang:rank=1,step=5,in=loader -- --lr 0.1
+      a script of one's own, with its arguments
+"""
+
+
+@click.command(context_settings={"max_content_width": 110, "ignore_unknown_options": True}, epilog=REHEARSE_EXAMPLES)
+@click.argument("file", metavar="SCRIPT_OR_TASK")
+@click.argument("args", metavar="[ARGUMENTS]", nargs=-1, type=click.UNPROCESSED)
+@click.option("--devices", type=click.IntRange(1), default=2, show_default=True, metavar="N", help="Ranks, on the CPU.")
+@click.option("--inject", "texts", multiple=True, required=True, metavar="RULE", help="A fault; may be given often.")
+@click.option(
+    "--watchdog",
+    type=click.FloatRange(0),
+    default=5.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long ranks may wait for each other before that is reported.",
+)
+@click.option("--max-restarts", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Restarts.")
+@click.option("--quiet", is_flag=True, help="Show only the table, not what the job says.")
+def rehearse(
+    file: str,
+    args: tuple[str, ...],
+    devices: int,
+    texts: Sequence[str],
+    watchdog: float,
+    max_restarts: int,
+    quiet: bool,
+) -> int:
+    """Run a script or a task as real ranks on the CPU, break it by rule, and see what is noticed.
+
+    Ends in a table: what was injected, after how long it was noticed, what was said, and what came of it. The exit
+    code is 0 if every fault was noticed or survived, else 1.
+    """
+    from lockstep.study.rehearse import runner
+    from lockstep.study.rehearse.fault_rules import check_ranks, parse
+    from lockstep.study.rehearse.runner import is_task
+    from lockstep.study.rehearse.runner import rehearse as run_rehearsal
+
+    rules = [parse(text) for text in texts]
+    check_ranks(rules, devices)
+    command = [sys.executable, "-m", "lockstep.cli.tied", str(os.getpid())]
+    flags = ["--devices", str(devices), "--watchdog", f"{watchdog:g}", "--max-restarts", str(max_restarts)]
+    if is_task(file):
+        command += ["train", file, *flags, *args]
+    else:
+        command += ["run", *flags, file, *args]
+    rehearsal = run_rehearsal(command, rules, shows=not quiet)
+    runner.console().print(runner.render(rehearsal))
+    return 0 if rehearsal.passed else 1

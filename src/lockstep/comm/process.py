@@ -1,0 +1,122 @@
+"""What a rank changes about its own process: safe forks, memory that is kept, and a view as the only process."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+# Forks beside the threads of a process group: a loader process must not hang before it has begun.
+#
+# Two things go wrong when a process forks that is or was a rank, and both hang the child for good, mostly on a busy
+# machine. Gloo's threads drop the tensors of a collective that is over, for which each attaches to the interpreter
+# for a moment. In Python before 3.12 a child forked in that moment inherits the lock of the interpreter's list of
+# threads as taken, and waits for it (CPython issue 112275). And a process group that waits for the garbage collector
+# is collected in the child too, where its destructor joins threads that exist in the parent only.
+
+_LIMIT_S = 0.25
+"""How long a fork is put off at most: threads that compute all the time would hold it up for ever."""
+
+_TASKS = "/proc/self/task"
+
+
+@functools.cache
+def make_forks_safe() -> None:
+    """From now on let forks wait for a moment in which all other threads sleep, and children keep inherited garbage."""
+    if sys.version_info < (3, 12) and os.path.isdir(_TASKS):
+        os.register_at_fork(before=wait_for_sleep)
+    if sys.platform != "win32":
+        os.register_at_fork(after_in_child=gc.freeze)
+
+
+def wait_for_sleep(limit_s: float = _LIMIT_S) -> bool:
+    """Block until all other threads of this process sleep, at most about ``limit_s``; return whether they do."""
+    deadline = time.monotonic() + limit_s
+    while _runs_elsewhere():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)  # lets go of the interpreter too, for which some of them wait
+    return True
+
+
+def _runs_elsewhere() -> bool:
+    own = threading.get_native_id()
+    return any(int(task) != own and _thread_state(task) != "S" for task in os.listdir(_TASKS))
+
+
+def _thread_state(task: str) -> str:
+    """Return the letter of a thread's state, as in proc(5); S if it has ended meanwhile."""
+    try:
+        with open(f"{_TASKS}/{task}/stat", encoding="utf-8", errors="replace") as file:
+            line = file.read()
+    except OSError:
+        return "S"
+    return line[line.rindex(")") + 2]  # the name before it may hold anything
+
+
+# Let the C library keep the memory that a step frees, for the next step.
+#
+# glibc gives memory back to the system as soon as some more than it expects to need is free, and has it zeroed, page
+# by page, when a step asks for it again. How much it expects goes by what the program has freed so far: twice the
+# largest block, if that is below 32 MiB. A model of moderate size teaches it to give back nearly all activations of a
+# step: 9,000 page faults a step of an MLP with 7 million parameters, a fifth of its processor time. Replicas in
+# threads pay twice, since faults and returns of one process wait for each other.
+#
+# So one block of nearly 32 MiB is allocated and freed, untouched: the limits are then where a larger model would have
+# put them by itself. What is kept in that way is what a step has used; the peak does not rise. Other C libraries do
+# not mind.
+
+_ALMOST_32_MIB = 31 * 2**20
+"""The largest block that glibc learns from is 32 MiB, its own bookkeeping included."""
+
+
+def keep_freed_memory() -> None:
+    """Do so from now on, in this process."""
+    block = torch.empty(_ALMOST_32_MIB, dtype=torch.uint8, device="cpu")
+    del block
+
+
+# Let code believe for a while that it is the only process.
+
+_ALONE = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "GROUP_RANK": "0",
+    "GROUP_WORLD_SIZE": "1",
+    "ROLE_RANK": "0",
+    "ROLE_WORLD_SIZE": "1",
+}
+
+
+@contextmanager
+def single_process_view() -> Iterator[None]:
+    """Within, environment and torch.distributed say rank 0 of 1; who names a group is told the truth.
+
+    What was read before stays as it was read. Other threads see the same.
+    """
+    true_rank, true_size = dist.get_rank, dist.get_world_size
+
+    def rank(group: Any = None) -> int:
+        return 0 if group is None else true_rank(group)
+
+    def size(group: Any = None) -> int:
+        return 1 if group is None else true_size(group)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, {key: value for key, value in _ALONE.items() if key in os.environ}))
+        for module in (dist, dist.distributed_c10d):
+            stack.enter_context(patch.object(module, "get_rank", rank))
+            stack.enter_context(patch.object(module, "get_world_size", size))
+        yield

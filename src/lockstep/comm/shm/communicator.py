@@ -1,0 +1,403 @@
+"""This process as a member of a group on shared memory: the C library, its calls and its errors."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.comm.shm.segment import Segment
+from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
+
+# Load the C library that the ranks wait with; it is built with the package where it can be.
+
+INTERRUPTED_TYPE = ctypes.CFUNCTYPE(c_int)
+MAX_RANKS = 64
+OK, TIMED_OUT, DIED, WENT, BROKEN, MISMATCH, INTERRUPTED, STOPPED = range(8)
+
+
+class CallRecord(ctypes.Structure):
+    """What a rank called, as the others see it."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("dtype", c_int32),
+        ("op", c_int32),
+        ("root", c_int32),
+        ("extent", c_uint64),
+        ("alloc", c_int64),
+        ("offset", c_uint64),
+    )
+
+
+_SIGNATURES = {
+    "segment_bytes": (c_size_t, [c_int, c_size_t, c_size_t]),
+    "format": (None, [c_void_p, c_size_t, c_size_t]),
+    "join": (c_void_p, [c_void_p, c_int, c_int, c_int, c_int, INTERRUPTED_TYPE]),
+    "fail": (None, [c_void_p, c_char_p]),
+    "stop": (None, [c_void_p]),
+    "leave": (None, [c_void_p]),
+    "culprit": (c_int, [c_void_p]),
+    "missing": (c_uint64, [c_void_p]),
+    "reason": (c_char_p, [c_void_p, c_int]),
+    "call_of": (POINTER(CallRecord), [c_void_p, c_int]),
+    "look": (c_int, [c_void_p, c_int]),
+    "bell": (c_uint32, [c_void_p]),
+    "ring_bell": (None, [c_void_p, c_int]),
+    "await_bell": (None, [c_void_p, c_uint32, c_int64]),
+    "ring_write": (c_size_t, [c_void_p, c_int, c_void_p, c_size_t]),
+    "ring_read": (c_size_t, [c_void_p, c_int, c_void_p, c_size_t]),
+    "all_reduce": (
+        c_int,
+        [c_void_p, c_void_p, c_size_t, c_int, c_int, c_int, c_int64, c_size_t, POINTER(c_void_p), c_int64],
+    ),
+    "reduce_scatter": (
+        c_int,
+        [
+            c_void_p,
+            POINTER(c_void_p),
+            POINTER(c_uint64),
+            c_void_p,
+            c_int,
+            c_int,
+            c_int64,
+            c_size_t,
+            POINTER(c_void_p),
+            c_int64,
+        ],
+    ),
+    "exchange": (
+        c_int,
+        [
+            c_void_p,
+            c_int,
+            c_int,
+            c_int,
+            POINTER(c_void_p),
+            POINTER(c_uint64),
+            POINTER(c_void_p),
+            POINTER(c_uint64),
+            c_int64,
+            c_size_t,
+            POINTER(c_void_p),
+            c_int64,
+        ],
+    ),
+}
+
+
+@cache
+def library() -> ctypes.CDLL | str:
+    """Return the library, or why there is none. Calls into it do not hold the interpreter's lock."""
+    if sys.platform != "linux":
+        return f"it is written for Linux, not for {sys.platform}"
+    spec = importlib.util.find_spec("lockstep.comm.shm._native")
+    if spec is None or spec.origin is None:
+        return "its C library was not built when lockstep was installed; install a C compiler and lockstep again"
+    try:
+        loaded = ctypes.CDLL(spec.origin)
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(loaded, f"lockstep_{name}")
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        return f"its C library cannot be loaded: {error}"
+    return loaded
+
+
+# The numbers under which operations, reductions and dtypes go into the C library.
+
+ALL_REDUCE, REDUCE_SCATTER, BROADCAST, ALL_GATHER, GATHER, SCATTER, ALL_TO_ALL, BARRIER, ALLOCATE = range(1, 10)
+KINDS = {
+    ALL_REDUCE: "all_reduce",
+    REDUCE_SCATTER: "reduce_scatter",
+    BROADCAST: "broadcast",
+    ALL_GATHER: "all_gather",
+    GATHER: "gather",
+    SCATTER: "scatter",
+    ALL_TO_ALL: "all_to_all",
+    BARRIER: "barrier",
+    ALLOCATE: "empty_shared",
+}
+REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+)
+NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+_LOGICAL = {"sum": "max", "product": "min", "band": "min", "bor": "max", "min": "min", "max": "max", "bxor": "bxor"}
+
+
+def describe(call: CallRecord) -> str:
+    """Return a call in words, such as ``all_reduce(sum) of 10 float32``."""
+    name = KINDS.get(call.kind, f"operation {call.kind}")
+    if call.kind == ALL_REDUCE:
+        to = f" to rank {call.root} of the group" if call.root >= 0 else ""
+        return f"{name}({REDUCTIONS[call.op]}) of {call.extent} {_dtype_name(call.dtype)}{to}"
+    if call.kind == REDUCE_SCATTER:
+        return f"{name}({REDUCTIONS[call.op]}) of {_dtype_name(call.dtype)}"
+    return f"{name} from or to rank {call.root} of the group" if call.root >= 0 else str(name)
+
+
+def _dtype_name(number: int) -> str:
+    return str(DTYPES[number]).removeprefix("torch.")
+
+
+def reduction_of(op: Any, dtype: torch.dtype) -> int:
+    """Return the number of a ``ReduceOp`` for tensors of ``dtype``.
+
+    Raises:
+        ConfigurationError: It makes no sense for that dtype, or the backend does not have it.
+    """
+    return _reduction_of(getattr(op, "op", op), dtype)
+
+
+@cache
+def _reduction_of(op: Any, dtype: torch.dtype) -> int:
+    name = str(op).rpartition(".")[2].lower()
+    if name not in REDUCTIONS:
+        raise ConfigurationError(f"The backend shm has no reduction {name!r}.\nIt has: {', '.join(REDUCTIONS)}.")
+    if dtype not in NUMBERS and dtype != torch.bool and not dtype.is_complex:
+        raise ConfigurationError(
+            f"The backend shm cannot reduce {dtype} tensors, only move them.\nConvert them before the call."
+        )
+    if dtype == torch.bool:
+        if name == "avg":
+            raise ConfigurationError("The mean of bool tensors makes no sense.\nPass a float tensor.")
+        return REDUCTIONS.index(_LOGICAL[name])
+    is_float = dtype.is_floating_point or dtype.is_complex
+    if name == "avg" and not is_float:
+        raise ConfigurationError(f"The mean of {dtype} tensors makes no sense.\nPass a float tensor, or use SUM.")
+    if name in ("band", "bor", "bxor") and is_float:
+        raise ConfigurationError(f"ReduceOp.{name.upper()} makes no sense for {dtype}.\nPass an integer tensor.")
+    if dtype.is_complex and name not in ("sum", "avg"):
+        raise ConfigurationError(f"Complex numbers can be summed and averaged, but ReduceOp.{name.upper()} cannot be.")
+    return REDUCTIONS.index(name)
+
+
+def as_numbers(tensor: Tensor) -> Tensor:
+    """Return a view of a contiguous tensor in a dtype that the C library knows."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    if tensor.dtype == torch.bool:
+        return tensor.view(torch.uint8)
+    return tensor
+
+
+def dtype_number(dtype: torch.dtype) -> int:
+    """Return the number of a dtype that `as_numbers` gives."""
+    return NUMBERS[dtype]
+
+
+def operation_of(options: Any) -> Any:
+    """Return the ``ReduceOp`` of a c10d options object, or of what callers pass in its place."""
+    if options is None:
+        return dist.ReduceOp.SUM
+    return getattr(options, "reduceOp", options)
+
+
+# Say in words what the C library returns as a number.
+
+
+def error_of_code(
+    code: int, native: ctypes.CDLL, handle: int, *, operation: str, ranks: Sequence[int], me: int, timeout_s: float
+) -> CollectiveError:
+    """Return the error for ``code``; ranks are named as the whole job counts them.
+
+    Args:
+        code: What the library returned, not ``OK``.
+        native: The library.
+        handle: The group in it.
+        operation: What was called.
+        ranks: The global rank of each rank of the group.
+        me: This rank in the group.
+        timeout_s: How long it may have waited.
+    """
+    where = f"Rank {ranks[me]} in {operation} on shm"
+    if code == STOPPED:
+        return CollectiveError(f"{where}: the group was closed in this process meanwhile.")
+    if code == TIMED_OUT:
+        missing = native.lockstep_missing(handle)
+        names = ", ".join(str(rank) for index, rank in enumerate(ranks) if missing >> index & 1)
+        return CollectiveError(
+            f"{where} waited {timeout_s:g} s for rank {names}.\n"
+            "That process lives, but is stopped, stuck or slow, or does not call as many collectives as the others. "
+            "If it is only slow, pass a longer timeout when the group is made."
+        )
+    index = native.lockstep_culprit(handle)
+    culprit = ranks[index]
+    if code == MISMATCH:
+        return CollectiveError(_mismatch(where, native, handle, culprit, index, me))
+    return peer_failure(code, native, handle, where=where, culprit=culprit, index=index)
+
+
+def peer_failure(
+    code: int, native: ctypes.CDLL, handle: int, *, where: str, culprit: int, index: int
+) -> CollectiveError:
+    """Return the error about a rank that will never come."""
+    if code == DIED:
+        return CollectiveError(
+            f"{where} waited for rank {culprit}, whose process has ended.\n"
+            f"It was killed, or failed first: look at the output of rank {culprit}."
+        )
+    if code == WENT:
+        return CollectiveError(
+            f"{where} waited for rank {culprit}, which has left the group.\n"
+            "It destroyed its process group before this call; all ranks must call the same collectives."
+        )
+    reason = (native.lockstep_reason(handle, index) or b"").decode(errors="replace")
+    return CollectiveError(f"{where} waited for rank {culprit}, which gave up:\n{reason}")
+
+
+def _mismatch(where: str, native: ctypes.CDLL, handle: int, culprit: int, index: int, me: int) -> str:
+    mine, theirs = (describe(native.lockstep_call_of(handle, rank).contents) for rank in (me, index))
+    if mine == theirs:
+        return (
+            f"{where}: rank {culprit} sends another number of bytes than this rank has room for.\n"
+            "The tensors must have the same shapes and dtypes on all ranks."
+        )
+    return (
+        f"{where}: the ranks do not call the same. This rank calls {mine}; rank {culprit} calls {theirs}.\n"
+        "All ranks must call the same collectives in the same order, with the same shapes and dtypes."
+    )
+
+
+# This process as a member of a group: the segment, the C library's view of it, and its errors.
+
+SPINS = 2000
+"""Looks at a word before going to sleep, some tens of microseconds; none where ranks must share cores."""
+
+
+class Communicator:
+    """One rank of a group that shares a segment.
+
+    Attributes:
+        native: The C library.
+        handle: What it knows the group by.
+        rank: This rank in the group.
+        size: The number of ranks.
+        ranks: Each member's rank in the whole job, for messages.
+        timeout_s: How long a call may wait.
+    """
+
+    def __init__(
+        self, native: ctypes.CDLL, segment: Segment, rank: int, size: int, ranks: Sequence[int], timeout_s: float
+    ) -> None:
+        self.native, self.rank, self.size = native, rank, size
+        self.ranks = list(ranks) or list(range(size))
+        self.timeout_s = timeout_s
+        self._segment = segment
+        self._pid = os.getpid()
+        self._signal: BaseException | None = None
+        self._broken: LockstepError | None = None
+        interruptions = self._interruptions()
+        next(interruptions)
+        self._callback = INTERRUPTED_TYPE(interruptions.__next__)  # kept: the C library holds only its address
+        spins = SPINS if size <= len(os.sched_getaffinity(0)) else 0
+        handle = native.lockstep_join(segment.address, segment.fd, rank, size, spins, self._callback)
+        if handle is None:
+            raise CollectiveError(f"Rank {rank} cannot join the shared segment: its place is taken.")
+        self.handle: int = handle
+        self._joined = True
+
+    def ensure_usable(self, operation: str) -> None:
+        """Raise if the group cannot be used (any more).
+
+        Raises:
+            LockstepError: It failed before, was closed, or was made in another process.
+        """
+        me = self.ranks[self.rank]
+        if os.getpid() != self._pid:
+            raise CollectiveError(
+                f"Process {os.getpid()} was forked from rank {me} and calls {operation} on its group.\n"
+                "A forked process is no member. Start processes that communicate with the spawn method."
+            )
+        if self._broken is not None:
+            raise type(self._broken)(*self._broken.args) from self._broken
+        if not self._joined:
+            raise CollectiveError(f"Rank {me} calls {operation}, but has destroyed this process group already.")
+
+    def call(self, operation: str, timeout_s: float, function: Callable[..., int], *args: object) -> None:
+        """Call a collective of the C library. Collective: every rank. Blocks at most about ``timeout_s``.
+
+        Raises:
+            LockstepError: It failed; the group is of no more use, and the other ranks hear why.
+        """
+        self.ensure_usable(operation)
+        code = function(self.handle, *args, int(timeout_s * 1000))
+        if code == OK:
+            return
+        if code == INTERRUPTED:
+            assert self._signal is not None
+            error, self._signal = self._signal, None
+            self.give_up(CollectiveError(f"Rank {self.ranks[self.rank]} was interrupted in {operation} on shm."))
+            raise error
+        found = error_of_code(
+            code,
+            self.native,
+            self.handle,
+            operation=operation,
+            ranks=self.ranks,
+            me=self.rank,
+            timeout_s=timeout_s,
+        )
+        self.give_up(found)
+        raise found
+
+    def give_up(self, reason: LockstepError) -> None:
+        """Tell the other ranks that this one will not come any more, and why."""
+        if self._joined and self._broken is None:
+            self._broken = reason
+            self.native.lockstep_fail(self.handle, str(reason).encode()[:500])
+
+    def stop(self) -> None:
+        """Let calls in other threads of this process return soon."""
+        if self._joined:
+            self.native.lockstep_stop(self.handle)
+
+    def leave(self) -> None:
+        """Leave the group. No thread may be in a call any more."""
+        if self._joined and os.getpid() == self._pid:
+            self._joined = False
+            self.native.lockstep_leave(self.handle)
+            # Lets go of the lock by which the others know that this process lives.
+            self._segment.close_file()
+
+    def _interruptions(self) -> Iterator[int]:
+        """Give 0 again and again, 1 after a signal handler has raised; called while the main thread waits in C.
+
+        A generator, because handlers run as soon as Python code does, and so inside of ``try`` only where the code goes
+        on after a ``yield``; a function would begin before its ``try``.
+        """
+        while True:
+            try:
+                while True:
+                    yield 0
+            except GeneratorExit:
+                return
+            except BaseException as error:  # KeyboardInterrupt, or what a handler raised: passed on by `call`
+                self._signal = error
+            yield 1
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.leave()

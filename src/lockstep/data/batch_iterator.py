@@ -1,0 +1,312 @@
+"""The micro-batches of a process, on its devices, from whatever kind of data set."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from lockstep.data.auto_workers import Agree, WorkerSearch, WorkerTuner
+from lockstep.data.loader import LoadOptions, MicroBatch, StreamNote, TrainRequests, load
+from lockstep.data.order import BatchSplit, GlobalOrder
+from lockstep.data.stream import StreamOrder, StreamPosition, load_stream, unfit
+
+# Batches on their way to the devices: any structure of tensors, and ahead of time where a device allows it.
+
+
+@runtime_checkable
+class Movable(Protocol):
+    """An object that knows how to go to a device, such as the graphs of a graph library."""
+
+    def to(self, device: torch.device) -> Any:
+        """Return it on ``device``."""
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = _as_it_is) -> Any:
+    """Return ``value`` with ``function`` applied to each tensor in it, and ``other`` to all that is not looked into.
+
+    Looks into mappings, lists, tuples, named tuples and dataclasses.
+    """
+    again = partial(map_tensors, function=function, other=other)
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, PackedSequence):
+        return other(value)
+    if isinstance(value, Mapping):
+        mapped = {key: again(item) for key, item in value.items()}
+        return mapped if type(value) is dict else _like(value, mapped)
+    if isinstance(value, tuple):
+        items = map(again, value)
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [again(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changes = {field.name: again(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **changes)
+    return other(value)
+
+
+def _like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Return ``items`` in the type of ``value`` if it can be made from them, as for an OrderedDict."""
+    make: Any = type(value)
+    try:
+        return make(items)
+    except TypeError:
+        return items
+
+
+def _to(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.to(device, non_blocking=tensor.is_pinned())
+
+
+def _move(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Movable) and not isinstance(value, type) else value
+
+
+def to_device(batch: MicroBatch, devices: Mapping[int, torch.device]) -> MicroBatch:
+    """Return ``batch`` with each share on the device of its number; pinned memory is copied without blocking."""
+    moved = [
+        map_tensors(share, partial(_to, device=devices[number]), partial(_move, device=devices[number]))
+        for number, share in zip(batch.numbers, batch.batches, strict=True)
+    ]
+    return batch._replace(batches=moved)
+
+
+Copy = tuple[torch.cuda.Event, torch.cuda.Event]
+"""The beginning and the end of a copy, as the device gets to them."""
+
+
+class Prefetcher:
+    """Copies the next micro-batch to CUDA on a stream of its own while the current one is computed.
+
+    Not thread-safe. Holds one batch more than is in use on each device. Objects whose tensors cannot be seen go to the
+    device only when their batch is asked for: the allocator could not be told that they are in use.
+
+    Args:
+        batches: In host memory.
+        devices: By the number of a share.
+        copies: Gets the beginning and the end of each copy to the first device, if somebody wants to know.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[MicroBatch],
+        devices: Mapping[int, torch.device],
+        copies: list[Copy] | None = None,
+    ) -> None:
+        self._batches, self._copies = batches, copies
+        self._devices = devices
+        self._streams = {device: torch.cuda.Stream(device) for device in devices.values()}
+        self._ahead: MicroBatch | None = None
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self
+
+    def __next__(self) -> MicroBatch:
+        """Return the next micro-batch, usable on each device's current stream."""
+        batch, self._ahead = self._ahead or self._copy(), None
+        shares = []
+        for number, share in zip(batch.numbers, batch.batches, strict=True):
+            device = self._devices[number]
+            current = torch.cuda.current_stream(device)
+            current.wait_stream(self._streams[device])
+            shares.append(map_tensors(share, partial(_record, stream=current), partial(_move, device=device)))
+        return batch._replace(batches=shares)
+
+    def start_next(self) -> None:
+        """Start to copy the batch after the one last returned; call it when the device has enough to do."""
+        self._ahead = self._copy()
+
+    def _copy(self) -> MicroBatch:
+        batch = next(self._batches)
+        shares: list[Any] = []
+        for number, share in zip(batch.numbers, batch.batches, strict=True):
+            device = self._devices[number]
+            with torch.cuda.stream(self._streams[device]):
+                began = self._mark(is_first=not shares)
+                shares.append(map_tensors(share, partial(_to, device=device)))
+                ended = self._mark(is_first=len(shares) == 1)
+            if self._copies is not None and began is not None and ended is not None:
+                self._copies.append((began, ended))
+        return batch._replace(batches=shares)
+
+    def _mark(self, *, is_first: bool) -> torch.cuda.Event | None:
+        if self._copies is None or not is_first:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _record(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
+    """Tell the allocator that ``tensor``, made on another stream, is in use on ``stream``."""
+    if tensor.is_cuda:
+        tensor.record_stream(stream)
+    return tensor
+
+
+# The micro-batches of a process, on its devices, from whatever kind of data set.
+
+
+class BatchIterator:
+    """Gives the micro-batches of this process one after the other, without end.
+
+    Args:
+        samples: With ``len`` and ``[]`` for a `GlobalOrder`, to be iterated for a `StreamOrder`.
+        order: Which samples are in which step.
+        division: Which of them fall to this process.
+        how: How they are loaded.
+        devices: Where each share of this process goes.
+        search: Decides how many loader processes there are, if ``how`` does not.
+        agree: See `WorkerTuner`.
+
+    Attributes:
+        copies: Gets the beginning and the end of each copy to a CUDA device, if a list is put there before the first.
+    """
+
+    def __init__(
+        self,
+        samples: Any,
+        order: GlobalOrder | StreamOrder,
+        division: BatchSplit,
+        how: LoadOptions,
+        devices: Sequence[torch.device],
+        *,
+        search: WorkerSearch | None = None,
+        agree: Agree | None = None,
+    ) -> None:
+        self._samples, self._order, self._division, self._how = samples, order, division, how
+        self._devices = dict(zip(division.shares, devices, strict=False))  # torch's DataParallel has one share only
+        self.copies: list[Copy] | None = None
+        self._position = StreamPosition()
+        self._note: StreamNote | None = None
+        self._batches: Iterator[MicroBatch] | None = None
+        self._step = 0
+        self._tuner = None if search is None else WorkerTuner(search, self._now, agree)
+
+    @property
+    def workers(self) -> int:
+        """The number of loader processes."""
+        return self._how.workers
+
+    def begin_step(self) -> None:
+        """Note that a step begins. Waits for the devices while the number of loader processes is looked for."""
+        if self._tuner is not None:
+            self._tuner.begin_step()
+
+    def end_step(self) -> list[str]:
+        """Note that a step is over; return what there is to say of it: the number of loader processes once found.
+
+        Collective while that is looked for: every rank. Waits for the devices then.
+        """
+        if self._tuner is None:
+            return []
+        search = self._tuner.search
+        if self._tuner.end_step():
+            self._how = replace(self._how, workers=search.current.workers, ahead=search.current.ahead)
+            self._go_on_at(self._step + 1, self._state())
+        if not search.is_done:
+            return []
+        self._tuner = None
+        return [search.describe()]
+
+    def next(self) -> MicroBatch:
+        """Return the next micro-batch, on the devices. Starts the loader's processes if there are none yet."""
+        began_at = time.perf_counter()
+        if self._batches is None:
+            batches = self._open()
+            self._batches = Prefetcher(batches, self._devices, self.copies) if self._on_cuda else batches
+        batch = next(self._batches)
+        self._note, self._step = batch.note, batch.step
+        if not self._on_cuda:
+            batch = to_device(batch, self._devices)
+        self._count_wait(began_at)
+        return batch
+
+    def prefetch(self) -> None:
+        """Start to copy the next micro-batch to CUDA devices, beside what they are computing; nothing on others."""
+        if isinstance(self._batches, Prefetcher):
+            began_at = time.perf_counter()
+            self._batches.start_next()
+            self._count_wait(began_at)
+
+    def seek(self, step: int, state: dict[str, Any] | None = None) -> None:
+        """Go on with ``step``, counted from 0 over all epochs.
+
+        Args:
+            step: What the next micro-batch is of.
+            state: Of a stream, what `state` returned behind the step before.
+        """
+        self._go_on_at(step, state)
+        if isinstance(self._order, StreamOrder) and step and state is None:
+            self._tuner = None  # each change would read all that came before
+
+    def divide(self, division: BatchSplit, step: int) -> None:
+        """Divide global batches otherwise, from ``step`` on, whose micro-batches come next. Not for streams."""
+        self._division = division
+        self._go_on_at(step, None)
+
+    def _go_on_at(self, step: int, state: dict[str, Any] | None) -> None:
+        self._position, self._note = StreamPosition(step, state), None
+        self.close()
+
+    def state(self) -> dict[str, Any] | None:
+        """Return where the stream stands behind the last micro-batch's step; None if it does not say, or is no stream.
+
+        Warns on the first rank if what it says is of no use.
+        """
+        if self._note is None:
+            return self._position.state
+        state = self._state()
+        problem = self._note.problem or unfit(state)
+        if problem is None:
+            return state
+        if self._division.shares.start == 0:
+            warnings.warn(
+                f"A resumed run will read and drop what came before: state_dict() of {type(self._samples).__name__} "
+                f"{problem}.\nReturn all that its position and order depend on as numbers, strings, lists, dicts and "
+                "tensors, to resume at once.",
+                stacklevel=2,
+            )
+        return None
+
+    def close(self) -> None:
+        """Stop the loader's processes."""
+        self._batches = None
+
+    def _state(self) -> dict[str, Any] | None:
+        """Return where the stream says that it stands, be it of use or not."""
+        return None if self._note is None or self._note.state is None else pickle.loads(self._note.state)
+
+    def _count_wait(self, began_at: float) -> None:
+        if self._tuner is not None:
+            self._tuner.waited(time.perf_counter() - began_at)
+
+    def _now(self) -> float:
+        if self._on_cuda:
+            for device in set(self._devices.values()):
+                torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self._devices[self._division.shares.start].type == "cuda"
+
+    def _open(self) -> Iterator[MicroBatch]:
+        if isinstance(self._order, StreamOrder):
+            return load_stream(self._samples, self._order, self._division, self._how, position=self._position)
+        requests = TrainRequests(self._order, self._division, self._position.step)
+        return load(self._samples, requests, self._how, seed=self._order.seed)

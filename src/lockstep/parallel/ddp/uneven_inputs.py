@@ -1,0 +1,405 @@
+"""Uneven inputs: what a rank that has run out of data does while others still train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.variable import Variable
+from typing_extensions import override
+
+from lockstep.comm.collectives import Group, Join, JoinHook, all_gather, all_reduce
+from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
+from lockstep.parallel.compile import keep_out_of_graphs
+from lockstep.parallel.ddp.module_io import find_tensors
+from lockstep.parallel.ddp.torch_compat import TorchCompat
+from lockstep.parallel.ddp.weighting import Weights
+from lockstep.parallel.sync_batchnorm import Event, LayerPlace, SyncBatchNorm, TorchSyncBatchNorm, register_engine
+
+# Keeps the collectives inside a model matched while some ranks have no batch. Design: docs/design/batchnorm.md.
+#
+# [Note: how a rank without a batch follows]
+# A `SyncBatchNorm` layer exchanges statistics in the middle of forward and of backward. A rank without a batch runs
+# neither and cannot know which layers the others run, how often, and when they are through. So in a step in which some
+# rank may be without a batch, the others say before each exchange what comes, and at the end of forward and of backward
+# that nothing more does: one small all-gather each. The rank without a batch answers to each exchange with zeros, and
+# moves its running statistics as the others do. No bucket leaves before the end of backward in such a step, for else
+# it would meet an exchange of a rank that is not as far.
+#
+# Everything happens in one group, in one order, which is the same on every rank.
+
+_CONVERT = "Convert the model: model = lockstep.SyncBatchNorm.convert_sync_batchnorm(model)."
+
+
+class _Phase(Enum):
+    CLOSED = "closed"  # an ordinary step: nobody announces anything
+    FORWARD = "forward"
+    BACKWARD = "backward"  # its forward has ended
+
+
+class SyncLayerShadow:
+    """The synchronised layers of ``module``, and how ranks without a batch take part in them.
+
+    Args:
+        module: The model.
+        group: The ranks that train it together.
+        device: Where tensors can be exchanged.
+    """
+
+    def __init__(self, module: nn.Module, *, group: Group, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._layers: list[nn.Module] = []
+        self._names: list[str] = []
+        for name, layer in module.named_modules():
+            if isinstance(layer, TorchSyncBatchNorm):
+                if isinstance(layer, SyncBatchNorm):
+                    layer.place = LayerPlace(len(self._layers), f"SyncBatchNorm {name}")
+                    layer.alone = False
+                self._layers.append(layer)
+                self._names.append(name)
+        self._phase = _Phase.CLOSED
+        self._has_batch = True
+        self._step = 0
+        self._weights: Weights | None = None
+        register_engine(self, self._layers)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether exchanges are announced."""
+        return self._phase is not _Phase.CLOSED
+
+    @property
+    def step(self) -> int:
+        """The number of the step that is open; layers remember it from forward to backward."""
+        return self._step
+
+    @property
+    def unit(self) -> float:
+        """What this rank's gradients are multiplied by once backward is over, relative to those of the other ranks."""
+        window = None if self._weights is None else self._weights.window
+        return 1.0 if window is None else window.unit_of_backward
+
+    def must_hold_buckets(self, *, uneven: bool) -> bool:
+        """Return whether no bucket may leave before the end of backward, as it would meet an exchange of a layer.
+
+        That is so in an open step. In others, a rank that does not use some parameter completes that bucket late, so
+        that buckets and exchanges would come in another order than on other ranks. It shows too late. So on the CPU,
+        where overlap gains little, buckets of a model with such layers always wait, and elsewhere if ranks used
+        different parameters in the first step.
+
+        Args:
+            uneven: Whether they did.
+        """
+        is_exposed = bool(self._layers) and self._group.size() > 1 and (uneven or self._device.type == "cpu")
+        return self.is_open or is_exposed
+
+    def weigh_with(self, weights: Weights) -> None:
+        """Let layers know what this rank's micro-batches count, and the weights that there are such layers."""
+        self._weights = weights
+        if self._group.size() > 1:
+            for name, layer in zip(self._names, self._layers, strict=True):
+                weights.shares_batch = True
+                if not isinstance(layer, SyncBatchNorm):
+                    weights.refusal = (
+                        f"{name} is a torch.nn.SyncBatchNorm, which mixes the ranks' gradients regardless of weights."
+                        f"\n{_CONVERT}"
+                    )
+
+    def open(self, *, has_batch: bool) -> None:
+        """Begin a step in which some rank may be without a batch. Every rank calls it; nothing is sent.
+
+        Raises:
+            ConfigurationError: On every rank: a layer cannot be followed; names it.
+            LockstepError: As `require_closed`.
+        """
+        if not self._layers or self._group.size() == 1:
+            return
+        self.require_closed()
+        self._check_layers()
+        self._phase, self._has_batch = _Phase.FORWARD, has_batch
+        self._step += 1
+
+    def require_closed(self) -> None:
+        """Make sure that the last such step is over.
+
+        Raises:
+            LockstepError: Its backward was not run.
+        """
+        if self.is_open:
+            self.abandon()
+            raise LockstepError(
+                f"Rank {self._group.rank()}: a forward began before the backward of the last one was run, while other "
+                "ranks have no batch.\nThey follow the SyncBatchNorm layers of one forward and its backward at a time: "
+                "run backward after each forward, or leave steps out on all ranks."
+            )
+
+    def abandon(self) -> None:
+        """Forget a step that an exception cut short."""
+        self._phase = _Phase.CLOSED
+
+    def _check_layers(self) -> None:
+        for name, layer in zip(self._names, self._layers, strict=True):
+            if not isinstance(layer, SyncBatchNorm):
+                raise ConfigurationError(
+                    f"{name} is a torch.nn.SyncBatchNorm, which would wait for ever for ranks without a batch.\n"
+                    f"{_CONVERT}"
+                )
+            if layer.group_in_use() not in (self._group, None):
+                raise ConfigurationError(
+                    f"{name} is synchronised over another group than the gradients, so ranks without a batch cannot "
+                    "take part in it.\nGive the layer and the wrapper the same process_group, or leave incomplete "
+                    "batches out (drop_last)."
+                )
+
+    # --- what ranks with a batch do, and those without one alongside -------------------------------------------------
+
+    def announce(self, event: Event, layer: nn.Module, step: int) -> None:
+        """Say that ``layer`` is about to exchange something. Collective: every rank. Blocks until complete.
+
+        Raises:
+            CollectiveError: Not all ranks do the same, or one did not take part in time.
+            LockstepError: The step of that layer's forward is over.
+        """
+        if not self.is_open or step != self._step:
+            raise LockstepError(
+                f"Rank {self._group.rank()}: a second backward through {self._name_of(layer)}, or one after another "
+                "forward, while other ranks have no batch.\nThey follow the SyncBatchNorm layers of one forward and "
+                "one backward at a time."
+            )
+        self._agree(event, self._layers.index(layer))
+
+    def end_forward(self, *, backward_follows: bool) -> None:
+        """Say that forward is over; or, without a batch, take part in it until the others say so.
+
+        Collective in an open step: every rank. Blocks until complete.
+        """
+        if self._phase is not _Phase.FORWARD:
+            return
+        end = Event.END_OF_FORWARD if backward_follows else Event.END
+        if not self._has_batch:
+            end = self._attend()
+        else:
+            self._agree(end, 0)
+        if end is Event.END:
+            self.abandon()
+        else:
+            self._phase = _Phase.BACKWARD
+
+    @keep_out_of_graphs
+    def end_backward(self) -> None:
+        """Say that backward is over; or, without a batch, take part in it until the others say so.
+
+        Collective in a step that is open after its forward: every rank. Blocks until complete.
+        """
+        if self._phase is not _Phase.BACKWARD:
+            return
+        if self._has_batch:
+            self._agree(Event.END, 0)
+        else:
+            self._attend()
+        self.abandon()
+
+    def _attend(self) -> Event:
+        """Take part in what the others do until they say that it is over; return in which words."""
+        while True:
+            event, number = self._agree(Event.NOTHING, 0)
+            if event in (Event.END, Event.END_OF_FORWARD):
+                return event
+            if event is Event.NOTHING:  # no rank has a batch
+                return Event.END
+            layer = self._layers[number]
+            assert isinstance(layer, SyncBatchNorm)
+            if event is Event.BACKWARD:
+                layer.backward_without_input(self._group, self._device)
+            else:
+                layer.forward_without_input(self._group, self._device, tracked=event is Event.TRACKED_FORWARD)
+
+    def _agree(self, event: Event, number: int) -> tuple[Event, int]:
+        """Return what the ranks with a batch do next. Collective: every rank. Blocks until complete."""
+        mine = torch.tensor([event, number], device=self._device)
+        try:
+            rows = torch.stack(all_gather(mine, group=self._group)).tolist()
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"Rank {self._group.rank()}: waiting for what the SyncBatchNorm layers of the other ranks do next "
+                f"failed: {error}\nAnother rank ended, or ran no backward after its forward while some ranks have no "
+                "batch; look at the first error of the job."
+            ) from error
+        said = {(event, number) for event, number in rows if event != Event.NOTHING}
+        if len(said) > 1:
+            self._disagree(rows)
+        event, number = next(iter(said), (Event.NOTHING, 0))
+        return Event(event), number
+
+    def _disagree(self, rows: list[list[int]]) -> NoReturn:
+        spoken = [(rank, event, number) for rank, (event, number) in enumerate(rows) if event != Event.NOTHING]
+        (first_rank, *first), *others = spoken
+        rank, *second = next(other for other in others if list(other[1:]) != first)
+        message = (
+            f"The ranks do different things: rank {first_rank} comes to {self._in_words(*first)}, "
+            f"rank {rank} to {self._in_words(*second)}.\n"
+            "Every rank with a batch must run the same SyncBatchNorm layers in the same order."
+        )
+        self.abandon()
+        raise CollectiveError(message)
+
+    def _in_words(self, event: int, number: int) -> str:
+        if event == Event.END_OF_FORWARD:
+            return "the end of a forward that a backward follows"
+        if event == Event.END:
+            return "the end of backward" if self._phase is _Phase.BACKWARD else "the end of a forward without gradients"
+        return f"the {'backward' if event == Event.BACKWARD else 'forward'} of SyncBatchNorm {self._names[number]}"
+
+    def _name_of(self, layer: nn.Module) -> str:
+        return f"SyncBatchNorm {self._names[self._layers.index(layer)]}"
+
+
+# ``join()``: what a rank that has run out of data does while others still train.
+
+
+class UnevenInputs(TorchCompat):
+    """The part of ``DistributedDataParallel`` that lets ranks have different numbers of batches."""
+
+    _divide_by_initial_world_size: bool
+    _follow: SyncLayerShadow
+    _authoritative_rank: int
+    """After ``join()``: whose model all ranks hold (torch's name)."""
+
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> Join:
+        """Return a context in which ranks may have different numbers of batches.
+
+        A rank that leaves its loop early takes part in the other ranks' steps with zero gradients, and takes over
+        the final model. Collective: every rank enters it; each ``forward`` inside costs one small all-reduce more.
+        `SyncBatchNorm` layers go on over the ranks that have data. With them each forward must be followed by one
+        backward, unless it is under ``no_grad``.
+
+        Args:
+            divide_by_initial_world_size: Divide gradients by the number of all ranks, else by those with data.
+            enable: False: do nothing.
+            throw_on_early_termination: Raise RuntimeError on every rank when the first one runs out of data.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> DDPJoinHook:
+        """Return what a rank without data does in each step; for ``Join`` with several participants."""
+        self._joins_uneven_inputs = True
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return DDPJoinHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the tensors that ``Join`` sends."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> Group:
+        """The group that ``Join`` uses."""
+        return self.process_group
+
+    def _notify_joined_ranks(self) -> None:
+        """Tell ranks without data that another step begins. Collective inside ``join()``, else nothing."""
+        if not self._join_config.enable:
+            return
+        self._follow.require_closed()  # or else they still wait for that step's end
+        work = Join.notify_join_context(self)
+        if work is None:  # the first of several participants knows who is left, this one does not
+            self._follow.open(has_batch=True)
+            return
+        work.wait()
+        num_active = float(work.result()[0].item())
+        num_ranks = float(self.process_group.size())
+        self._reducer.departures.divisor = num_ranks if self._divide_by_initial_world_size else num_active
+        if num_active < self.process_group.size():
+            self._follow.open(has_batch=True)
+
+    @contextmanager
+    def some_without_batch(self, *, has_batch: bool) -> Iterator[None]:
+        """Run one forward and its backward inside, in which some rank may be without a batch.
+
+        A rank without one runs a forward that uses no layer of the module, and its backward only if that
+        synchronises gradients. It takes part in the other ranks' `SyncBatchNorm` layers.
+
+        Collective: every rank, if the module has such layers. Blocks until complete.
+
+        Args:
+            has_batch: Whether this rank has a batch.
+
+        Raises:
+            ConfigurationError: On every rank: a layer of torch's class, or over another group than the gradients.
+        """
+        self._follow.open(has_batch=has_batch)
+        try:
+            yield
+            self._follow.end_backward()
+        finally:
+            self._follow.abandon()
+
+    def _end_forward(self, output: Any) -> None:
+        """End forward towards ranks without a batch; see that the end of its backward reaches them too."""
+        self._follow.end_forward(backward_follows=torch.is_grad_enabled())
+        holds = self._follow.must_hold_buckets(uneven=self._reducer.row.is_uneven)
+        self._reducer.at_end = self._follow.end_backward if holds else None
+        if self._follow.is_open and not self.require_backward_grad_sync:
+            for tensor in find_tensors(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._on_local_backward)
+
+    @keep_out_of_graphs
+    def _on_local_backward(self, _gradient: Tensor) -> None:
+        Variable._execution_engine.queue_callback(self._follow.end_backward)  # a second time it does nothing
+
+
+class DDPJoinHook(JoinHook):
+    """Mirrors, in order, the collectives of the other ranks' forward and backward."""
+
+    def __init__(self, ddp: UnevenInputs) -> None:
+        self._ddp = ddp
+
+    @override
+    def main_hook(self) -> None:
+        """Take part in one step with zero gradients. Collective."""
+        ddp = self._ddp
+        ddp._follow.open(has_batch=False)
+        if ddp.will_sync_module_buffers():
+            ddp._sync_buffers(after_forward=False, src=common_rank(ddp, candidate=False))
+        ddp.require_forward_param_sync = announce_backward(ddp, will_sync=False)
+        ddp._follow.end_forward(backward_follows=False)
+        ddp._follow.end_backward()
+        if ddp.require_forward_param_sync:
+            ddp._reducer.shadow_step()
+
+    @override
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Take over the model of a rank that trained to the end. Collective."""
+        src = common_rank(self._ddp, candidate=is_last_joiner)
+        self._ddp._authoritative_rank = src
+        self._ddp._model_sync.broadcast(src=src, with_buffers=self._ddp.forward_sync_buffers)
+
+
+def common_rank(ddp: UnevenInputs, *, candidate: bool) -> int:
+    """Return the highest rank that calls this as a candidate. Collective: every rank. Blocks until complete."""
+    rank = torch.tensor([ddp.process_group.rank() if candidate else -1], device=ddp.device)
+    all_reduce(rank, group=ddp.process_group, op="max")
+    assert rank.item() >= 0, "no rank is a candidate"
+    return int(rank.item())
+
+
+def announce_backward(ddp: UnevenInputs, *, will_sync: bool) -> bool:
+    """Tell the ranks that have joined whether this step's backward synchronises; return whether any rank's does.
+
+    Collective: every rank. Blocks until complete.
+    """
+    flag = torch.tensor([float(will_sync)], device=ddp.device)
+    all_reduce(flag, group=ddp.process_group)
+    return bool(flag.item() != 0)

@@ -1,0 +1,320 @@
+"""``DataParallel``: one process, one thread and one replica for each device."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.profiler import record_function
+from torch.optim import Optimizer
+
+from lockstep.errors import ConfigurationError
+from lockstep.parallel.dp.replicas import Replicas, check_devices
+from lockstep.parallel.dp.scatter_gather import (
+    Device,
+    as_device,
+    as_listed,
+    choose_devices,
+    choose_output_device,
+    gather,
+    scatter_kwargs,
+)
+from lockstep.parallel.dp.sharded_optimizer import ShardedOptimizer
+from lockstep.parallel.dp.threads import LossFunction, ReplicaEngine, ReplicaGradients, StepTimings, differentiate
+
+# Names in a state: with ``module.`` before them, or without.
+
+
+def with_prefix(state_dict: Mapping[str, Any], own_names: set[str]) -> Mapping[str, Any]:
+    """Return ``state_dict`` with ``module.`` before each name, unless more names fit as they are."""
+    as_is = sum(name in own_names for name in state_dict)
+    prefixed = sum(f"module.{name}" in own_names for name in state_dict)
+    if as_is >= prefixed:
+        return state_dict
+    wrapped = OrderedDict((f"module.{name}", value) for name, value in state_dict.items())
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        wrapped._metadata = {f"module.{name}".rstrip("."): entry for name, entry in metadata.items()}  # type: ignore[attr-defined]
+    return wrapped
+
+
+# One process, a thread a device: DataParallel.
+#
+# ``DataParallel.forward`` does what ``torch.nn.DataParallel`` does: scatter the inputs, run the replicas, gather the
+# outputs. ``DataParallel.backward`` is for a training loop: the loss is computed inside each replica and differentiated
+# in the replica's own thread, so that no output travels and the first device does no more than the others.
+#
+# docs/design/data_parallel.md says how the parts work together and what was measured.
+
+Wrapped = TypeVar("Wrapped", bound=nn.Module)
+
+_ENGINES = Lock()
+"""Held while a wrapper looks for its engine and makes one, so that two threads do not make two."""
+
+
+class DataParallel(nn.Module, Generic[Wrapped]):
+    """Run a module on several devices at once, each with a part of the batch; drop-in for ``torch.nn.DataParallel``.
+
+    Beyond torch's class it runs on the CPU (``device_ids=["cpu", "cpu"]`` is two replicas in two threads) and with one
+    GPU named twice, its replicas persist, and a training loop can have the loss computed in them (``backward``).
+
+    On the CPU every replica computes with ``torch.get_num_threads() // len(device_ids)`` cores. Replicas on one device
+    share its random generator, so what dropout drops there depends on which thread is first.
+
+    As with torch's class: with one device the module is moved there and just called, with none it is just called; an
+    attribute that a forward sets is lost, what it writes into a buffer lasts only in the first replica. Several
+    forwards before one backward, calls from several threads, ``copy.deepcopy`` and ``pickle`` work.
+
+    Args:
+        module: The module; before a call its parameters and buffers must be on the first device.
+        device_ids: GPUs by index, name or ``torch.device``, or the CPU, once for each replica. Default: all GPUs, and
+            none where there are none.
+        output_device: Where outputs are gathered; -1 or "cpu" is the CPU. Default: the first device.
+        dim: The dimension along which tensors are split and outputs joined.
+
+    Attributes:
+        module: The wrapped module.
+        device_ids: As given, GPUs as their indices; empty if the module is just called.
+        output_device: As given, a GPU as its index; None without devices.
+        dim: As given.
+        src_device_obj: The first device, where the module must be; None without devices.
+        last_timings: Where the time of the last ``backward`` went; None before the first.
+
+    Raises:
+        ConfigurationError: A device does not exist, or types of devices are mixed.
+    """
+
+    def __init__(
+        self,
+        module: Wrapped,
+        device_ids: Sequence[Device] | None = None,
+        output_device: Device | None = None,
+        dim: int = 0,
+    ) -> None:
+        super().__init__()
+        devices = choose_devices(device_ids)
+        self.module = module
+        self.dim = dim
+        self.device_ids = [as_listed(device) for device in devices]
+        self.output_device = as_listed(choose_output_device(output_device, devices)) if devices else None
+        self.src_device_obj = devices[0] if devices else None
+        self.last_timings: StepTimings | None = None
+        self._engine: ReplicaEngine | None = None
+        if len(devices) == 1:
+            self.module.to(devices[0])
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices of the replicas; none if the module is just called."""
+        return tuple(as_device(device) for device in self.device_ids)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Split the arguments, call the replicas, and return their outputs joined on ``output_device``.
+
+        Gradients of the outputs reach the parameters of ``module``: those of all replicas, summed.
+
+        Raises:
+            BaseException: What the lowest failing replica raised: the same type, with the replica, its device and its
+                traceback in the text.
+            ConfigurationError: The module is not on the first device; or arguments or outputs do not fit together.
+        """
+        with record_function("DataParallel.forward"):
+            if self.src_device_obj is None or self.output_device is None:
+                return self.module(*inputs, **kwargs)
+            if len(self.device_ids) == 1:
+                check_devices([*self.module.parameters(), *self.module.buffers()], self.src_device_obj)
+            parts, keyword_parts = self.scatter(inputs, kwargs, self.device_ids)
+            if not parts and not keyword_parts:
+                parts, keyword_parts = ((),), ({},)
+            if len(self.device_ids) == 1:
+                return self.module(*parts[0], **keyword_parts[0])
+            with self._current_engine().turn():
+                replicas = self.replicate(self.module, self.device_ids[: len(parts)])
+                outputs = self.parallel_apply(replicas, parts, keyword_parts)
+            return self.gather(outputs, self.output_device)
+
+    def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Device]) -> Any:
+        """Split the arguments: a sequence of positional arguments and one of keyword arguments, an item a replica."""
+        return scatter_kwargs(inputs, kwargs, device_ids, self.dim)
+
+    def replicate(self, module: nn.Module, device_ids: Sequence[Device]) -> list[nn.Module]:
+        """Return up-to-date replicas of ``module``, those of the wrapped module the same objects every time."""
+        engine = self._current_engine()
+        replicas = engine.replicas
+        if module is not self.module or list(device_ids) != self.device_ids[: len(device_ids)]:
+            replicas = Replicas(module, [as_device(device) for device in device_ids])
+        with engine.turn():
+            return replicas.refresh(len(device_ids), leaves=False)
+
+    def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        """Call each of ``replicas`` in its thread and return the outputs in order."""
+        engine = self._current_engine()
+        with engine.turn():
+            return engine.apply(replicas, inputs, kwargs)
+
+    def gather(self, outputs: Any, output_device: Device) -> Any:
+        """Join the outputs of the replicas on ``output_device``."""
+        return gather(outputs, output_device, self.dim)
+
+    def backward(
+        self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[float | Tensor], *, capture: bool = False
+    ) -> list[Tensor]:
+        """Compute ``loss(replica, shard)`` for every shard and add the gradients of ``scale * loss`` to the module's.
+
+        Shard i belongs to replica i: the loss is computed and differentiated in its thread, on its device, all at the
+        same time. The gradients are then summed in a fixed order into the ``grad`` of the module's parameters; a
+        parameter that no replica used keeps its ``grad`` as it was. Autocast of the calling thread holds for the loss;
+        gradients are enabled in any case. Without devices, or with one, the module itself computes in the calling
+        thread.
+
+        Args:
+            loss: Returns a tensor of one element. It must not change what the threads share.
+            shards: At most one a device, on that device (nothing is moved); None is skipped.
+            scales: One a shard: its share of the whole loss, times the scale of a gradient scaler if there is one.
+            capture: Record each replica's forward and backward as a CUDA graph in the fourth step of the same kind, and
+                replay it from then on: for steps whose time is Python's. ``loss`` must then be the same function each
+                time and do nothing but compute. Other steps, and what cannot be recorded, run as written, with one
+                warning; so does everything with fewer than two devices.
+
+        Returns:
+            The losses, detached and not scaled, of the shards that are not None, each on its device.
+
+        Raises:
+            BaseException: What the lowest failing replica raised, as in ``forward``; no gradient has changed then.
+            ConfigurationError: The shards do not fit the devices or the scales, or as in ``forward``.
+        """
+        self._check_shards(shards, scales)
+        if len(self.device_ids) > 1:
+            engine = self._current_engine()
+            with engine.turn():
+                losses, self.last_timings = engine.backward(loss, shards, scales, capture=capture)
+            return losses
+        losses = []
+        for shard, scale in zip(shards, scales, strict=True):
+            if shard is not None:
+                value, self.last_timings = differentiate(loss, self.module, shard, scale)
+                losses.append(value)
+        return losses
+
+    def gradients(
+        self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[float | Tensor]
+    ) -> dict[int, ReplicaGradients]:
+        """Compute and differentiate as `backward` does, but return each replica's gradients instead of summing them.
+
+        For those who sum in an order of their own. The module's ``grad`` stays as it is. Needs two devices or more.
+
+        Args:
+            loss: As in `backward`.
+            shards: As in `backward`.
+            scales: As in `backward`.
+
+        Returns:
+            By number of the replica, for those with a shard.
+
+        Raises:
+            BaseException: As in `backward`.
+        """
+        assert len(self.device_ids) > 1
+        self._check_shards(shards, scales)
+        engine = self._current_engine()
+        with engine.turn():
+            found, self.last_timings = engine.gradients(loss, shards, scales)
+        return found
+
+    def shard_optimizer(self, optimizer: Optimizer, *, shard_gradients: bool = False) -> ShardedOptimizer:
+        """Return what steps in place of ``optimizer``, which has not yet; see `ShardedOptimizer`.
+
+        Args:
+            optimizer: Of parameters of the module.
+            shard_gradients: Let `backward` leave each replica its slice of the gradients, and none in ``param.grad``:
+                on several devices they then need no way and no memory on the first. Clip with ``clip_grad_norm_`` of
+                what is returned.
+
+        Raises:
+            ConfigurationError: It cannot be made anew from its class and its param groups, or cannot be divided.
+        """
+        sharded = ShardedOptimizer(optimizer, self.devices, self._run_each, shard_gradients=shard_gradients)
+        if shard_gradients and len(self.device_ids) > 1:
+            self._current_engine().replicas.slices = sharded.lookup(self.module)
+        return sharded
+
+    def _run_each(self, functions: Sequence[Callable[[], None]]) -> None:
+        if len(self.device_ids) < 2:
+            return functions[0]()
+        engine = self._current_engine()
+        with engine.turn():
+            engine.run_on_devices(functions)
+
+    def _check_shards(self, shards: Sequence[Any], scales: Sequence[float | Tensor]) -> None:
+        room = max(1, len(self.device_ids))
+        if len(shards) > room or len(shards) != len(scales):
+            raise ConfigurationError(
+                f"DataParallel.backward got {len(shards)} shards and {len(scales)} scales for {room} devices.\n"
+                "Give at most one shard a device, and one scale for each shard."
+            )
+
+    @contextmanager
+    def parameters_held(self) -> Iterator[None]:
+        """Promise that no parameter changes inside, so that replicas on other devices need no new copies.
+
+        For evaluation and for all but the first of accumulated steps. Replicas on the module's own device never need
+        copies. A change that moves a version counter (any in-place operation but through ``.data``) is noticed all the
+        same.
+        """
+        if len(self.device_ids) < 2:
+            yield
+            return
+        with self._current_engine().replicas.held():
+            yield
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load the state of a wrapped or of a bare module: with or without ``module.`` before each name."""
+        return super().load_state_dict(with_prefix(state_dict, set(self.state_dict())), strict, assign)
+
+    def extra_repr(self) -> str:
+        """Say which devices are used."""
+        names = [str(device) for device in self.devices]
+        return f"device_ids={names}, output_device={str(self.output_device)!r}, dim={self.dim}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_engine": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A pickle written before adopt() holds an object of torch's class, which on the CPU lacks most attributes.
+        absent = {"output_device": None, "dim": 0, "src_device_obj": None, "last_timings": None, "_engine": None}
+        super().__setstate__(absent | state)  # type: ignore[no-untyped-call]
+
+    def _current_engine(self) -> ReplicaEngine:
+        """Return the engine of the present module; a replica of this wrapper has another module, and so its own."""
+        with _ENGINES:
+            if self._engine is None or self._engine.replicas.module is not self.module:
+                self._engine = ReplicaEngine(self.module, self.devices)
+            return self._engine
+
+
+def data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Sequence[Device] | None = None,
+    output_device: Device | None = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Call ``module`` once on several devices; drop-in for ``torch.nn.parallel.data_parallel``.
+
+    Starts and ends its threads; for more than one call wrap the module in ``DataParallel``.
+
+    Args:
+        module: On the first device.
+        inputs: The tuple of positional arguments, or the only one; None for none.
+        device_ids: As in ``DataParallel``.
+        output_device: As in ``DataParallel``.
+        dim: As in ``DataParallel``.
+        module_kwargs: Keyword arguments.
+    """
+    if not isinstance(inputs, tuple):
+        inputs = () if inputs is None else (inputs,)
+    return DataParallel(module, device_ids, output_device, dim)(*inputs, **(module_kwargs or {}))

@@ -1,0 +1,638 @@
+"""``SyncBatchNorm``: batch normalisation over the samples of all ranks, also of ranks with fewer samples or none."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+from typing_extensions import override
+
+from lockstep.comm.collectives import Group, all_gather, all_reduce, default_group, is_initialized
+from lockstep.errors import CollectiveError, ConfigurationError
+from lockstep.parallel.compile import keep_out_of_graphs
+
+# What a layer knows of the engine that trains it: whom to tell what comes next, and what a backward counts for.
+
+
+class Event(IntEnum):
+    """What a rank does next; the number travels."""
+
+    NOTHING = 0  # this rank has no batch
+    FORWARD = 1
+    TRACKED_FORWARD = 2  # one that moves the running statistics
+    BACKWARD = 3
+    END_OF_FORWARD = 4  # a backward will come
+    END = 5
+
+
+class TrainingEngine(Protocol):
+    """Trains the layer's model; see follow.py."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether some rank may be without a batch, so that the others announce what they do."""
+
+    @property
+    def step(self) -> int:
+        """The number of such steps so far."""
+
+    @property
+    def unit(self) -> float:
+        """What this rank's gradients are multiplied by once backward is over, relative to those of the other ranks."""
+
+    def announce(self, event: Event, layer: nn.Module, step: int) -> None:
+        """Say that ``layer`` is about to exchange something. Collective: every rank. Blocks until complete.
+
+        Args:
+            event: What it is about to do.
+            layer: The layer.
+            step: What `step` was in the layer's forward.
+        """
+
+
+_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[TrainingEngine]] = weakref.WeakKeyDictionary()
+
+
+def engine_of(layer: nn.Module) -> TrainingEngine | None:
+    """Return what trains ``layer``, if it is one of our engines."""
+    reference = _engines.get(layer)
+    return None if reference is None else reference()
+
+
+def register_engine(engine: TrainingEngine, layers: Sequence[nn.Module]) -> None:
+    """Have ``layers`` trained by ``engine`` from now on."""
+    for layer in layers:
+        _engines[layer] = weakref.ref(engine)
+
+
+# Mean and variance by channel over the values of several ranks, from each rank's own.
+#
+# [Note: one layout, one dtype]
+# A rank's statistics are one float64 vector, whatever the dtype of its input: the number of values in a channel, then
+# the means of the C channels, then their M2, the sums of squared distances from the mean. So ranks can exchange them
+# without knowing each other's dtypes, a count beyond 2**24 stays exact, and a rank without any input has zeros to send.
+
+
+class Statistics(NamedTuple):
+    """Of the values of all ranks: mean and biased variance by channel, and how many values a channel has in float64."""
+
+    mean: Tensor
+    var: Tensor
+    total: Tensor
+
+    @property
+    def unbiased_var(self) -> Tensor:
+        """The variance as running statistics hold it."""
+        return self.var * (self.total / (self.total - 1))
+
+    def to(self, dtype: torch.dtype) -> Statistics:
+        """Return them with mean and variance of another dtype."""
+        return Statistics(self.mean.to(dtype), self.var.to(dtype), self.total)
+
+
+def compute_dtype(input: Tensor) -> torch.dtype:
+    """Return the dtype in which statistics of ``input`` are computed: float32 for half precision too."""
+    return torch.float64 if input.dtype is torch.float64 else torch.float32
+
+
+def num_values(input: Tensor) -> int:
+    """Return how many values each channel of ``input`` has."""
+    return input.numel() // input.size(1)
+
+
+def measure(input: Tensor) -> Tensor:
+    """Return count, means and M2 of ``input``, whose second dimension is the channels; see the note above."""
+    num_channels = input.size(1)
+    if input.numel() == 0:
+        return empty_statistics(num_channels, input.device)
+    like: tuple[Tensor | None, Tensor | None] = (None, None)
+    if input.device.type == "cpu" and input.dtype in (torch.bfloat16, torch.float16):
+        # The kernel rounds its results to half precision unless running statistics tell it another dtype.
+        like = torch.zeros(num_channels), torch.ones(num_channels)
+    mean, var = torch.batch_norm_update_stats(input, *like, 1.0)
+    count = num_values(input)
+    vector = torch.cat([mean.new_full((1,), count, dtype=torch.float64), mean, var])
+    vector[1 + num_channels :] *= count
+    return vector
+
+
+def empty_statistics(num_channels: int, device: torch.device) -> Tensor:
+    """Return the statistics of no values."""
+    return torch.zeros(1 + 2 * num_channels, dtype=torch.float64, device=device)
+
+
+def merge(vectors: Tensor) -> Statistics:
+    """Return the statistics of the values of all ranks, in float64; with none at all, zeros.
+
+    The squared distances between the ranks' means are added to the squared distances within ranks, so nothing cancels
+    where the mean is large. Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing
+    sample variances", 1979.
+
+    Args:
+        vectors: What `measure` returned on each rank, of shape (ranks, 1 + 2 C).
+    """
+    num_channels = vectors.size(1) // 2
+    counts, means, within = vectors[:, :1], vectors[:, 1 : 1 + num_channels], vectors[:, 1 + num_channels :]
+    total = counts.sum()
+    divisor = total.clamp(min=1)
+    mean = (counts * means).sum(0) / divisor
+    between = (counts * (means - mean).square()).sum(0)
+    return Statistics(mean, (within.sum(0) + between) / divisor, total)
+
+
+def update_running(running: Tensor, value: Tensor, factor: float) -> None:
+    """Replace ``factor`` of a running statistic by a new value, in place."""
+    running.lerp_(value.to(running.dtype), factor)
+
+
+# What is computed for each element: torch's own kernels, given the statistics of all ranks.
+#
+# On the CPU those of ``batch_norm`` in evaluation mode serve, which normalise with statistics that they are given and
+# whose backward yields the two sums that all ranks need. Elsewhere those that torch's ``SyncBatchNorm`` is made of do.
+
+
+def contiguous_like(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """Return ``tensor`` in a memory format that kernels are fast with: its own, or that of ``like``."""
+    return tensor.contiguous(memory_format=_memory_format(tensor if like is None else like))
+
+
+def _memory_format(tensor: Tensor) -> torch.memory_format:
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    if last is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last):
+        return last
+    return torch.contiguous_format
+
+
+def normalise(input: Tensor, weight: Tensor | None, bias: Tensor | None, batch: Statistics, eps: float) -> Tensor:
+    """Return ``(input - mean) / sqrt(var + eps) * weight + bias`` by channel.
+
+    Args:
+        input: Of any floating dtype.
+        weight: By channel; None: one.
+        bias: By channel; None: zero.
+        batch: In the dtype that `compute_dtype` says; so in the functions below.
+        eps: Added to the variance.
+    """
+    if input.numel() == 0:
+        return torch.empty_like(input)
+    weight, bias = _cast(weight, batch), _cast(bias, batch)
+    if input.device.type == "cpu":
+        return _affine(input, weight, bias, batch, eps)
+    return torch.batch_norm_elemt(input, weight, bias, batch.mean, torch.rsqrt(batch.var + eps), eps)
+
+
+def sums_of_gradient(gradient: Tensor, input: Tensor, batch: Statistics, eps: float) -> Tensor:
+    """Return this rank's sums by channel of ``gradient``, then of ``gradient`` times the normalised input: float64."""
+    if input.numel() == 0:
+        return torch.zeros(2 * input.size(1), dtype=torch.float64, device=input.device)
+    if input.device.type == "cpu":
+        ones = torch.ones_like(batch.mean)
+        _, of_product, of_gradient = torch.ops.aten.native_batch_norm_backward(
+            gradient, input, ones, batch.mean, batch.var, None, None, False, eps, [False, True, True]
+        )
+        return torch.cat([of_gradient, of_product]).double()
+    inverse = torch.rsqrt(batch.var + eps)
+    of_gradient, of_distances, _, _ = torch.batch_norm_backward_reduce(
+        gradient, input, batch.mean, inverse, None, True, False, False
+    )
+    return torch.cat([of_gradient, of_distances * inverse]).double()
+
+
+def gradient_of_input(
+    gradient: Tensor, input: Tensor, weight: Tensor | None, batch: Statistics, sums: Tensor, eps: float
+) -> Tensor:
+    """Return the gradient with respect to ``input``, given the sums over all ranks of `sums_of_gradient`."""
+    if input.numel() == 0:
+        return torch.zeros_like(input)
+    weight = _cast(weight, batch)
+    inverse = torch.rsqrt(batch.var + eps)
+    if input.device.type == "cpu":
+        scale = inverse if weight is None else inverse * weight
+        means = (sums / batch.total).to(scale.dtype)
+        return _gradient_on_cpu(gradient, input, batch, scale, means, eps)
+    of_gradient, of_product = sums.to(inverse.dtype).chunk(2)
+    return torch.batch_norm_backward_elemt(
+        gradient,
+        input,
+        batch.mean,
+        inverse,
+        weight,
+        of_gradient,
+        of_product / inverse,
+        batch.total.to(torch.int32).view(1),
+    )
+
+
+def _gradient_on_cpu(
+    gradient: Tensor, input: Tensor, batch: Statistics, scale: Tensor, means: Tensor, eps: float
+) -> Tensor:
+    """Return ``scale * (gradient - mean gradient - normalised input * mean product)``, in two passes."""
+    dtype = scale.dtype
+    mean_gradient, mean_product = (means.view(2, -1) * -scale).unbind()
+    # The second and third term are the input normalised once more, with another weight and bias.
+    result = _affine(input.to(dtype), mean_product, mean_gradient, batch, eps)
+    shape = (1, -1) + (1,) * (input.dim() - 2)
+    return result.addcmul_(gradient.to(dtype), scale.view(shape)).to(input.dtype)
+
+
+def _affine(input: Tensor, weight: Tensor | None, bias: Tensor | None, batch: Statistics, eps: float) -> Tensor:
+    output: Tensor = torch.native_batch_norm(input, weight, bias, batch.mean, batch.var, False, 0.0, eps)[0]
+    return output
+
+
+def _cast(tensor: Tensor | None, batch: Statistics) -> Tensor | None:
+    return None if tensor is None else tensor.to(batch.mean.dtype)
+
+
+# How one use of a layer talks to the same layer on the other ranks.
+#
+# [Note: the same layer everywhere]
+# Collectives are matched by their order alone. Where a layer runs on some ranks only, or ranks use layers in different
+# orders, statistics of two layers would be merged without an error if they have as many channels. So each vector
+# carries the layer's place in the model, which `DistributedDataParallel` assigns. On the CPU it is compared; on other
+# devices reading it would make the processor wait for the device in every layer.
+#
+# Backends cope badly with tensors of different sizes: Gloo ends the process. So the first use of a layer compares the
+# number of channels.
+
+_ADVICE = (
+    "Every rank must run the same SyncBatchNorm layers in the same order, on as many channels, forward and backward; "
+    "if another rank ended or failed, look at the first error of the job."
+)
+
+
+class LayerPlace(NamedTuple):
+    """Where a layer is in its model; not assigned in a model that is not wrapped."""
+
+    number: int = -1
+    name: str = "a SyncBatchNorm layer"
+
+
+_compared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The layers that are known to have as many channels on every rank."""
+
+
+class StatisticsExchange:
+    """One forward of ``layer`` and its backward, as the ranks of ``group`` do them together.
+
+    Args:
+        layer: The layer.
+        place: Where it is in the model.
+        group: The ranks that take part.
+    """
+
+    def __init__(self, layer: nn.Module, place: LayerPlace, group: Group) -> None:
+        self._layer, self._place, self._group = layer, place, group
+        self._engine = engine_of(layer)
+        self._announces = self._engine is not None and self._engine.is_open
+        self._step = 0 if self._engine is None else self._engine.step
+
+    @property
+    def unit(self) -> float:
+        """What this rank's gradients will be multiplied by, relative to those of the other ranks."""
+        return 1.0 if self._engine is None else self._engine.unit
+
+    def announce(self, event: Event) -> None:
+        """Tell ranks without a batch, if there may be any. Collective then: every rank. Blocks until complete."""
+        if self._announces:
+            assert self._engine is not None
+            self._engine.announce(event, self._layer, self._step)
+
+    def compare_channels(self, num_channels: int, device: torch.device) -> None:
+        """Make sure, once for each layer, that it has as many channels on every rank.
+
+        Collective the first time: every rank. Blocks until complete.
+
+        Raises:
+            CollectiveError: On every rank: it has not, or other ranks do something else.
+        """
+        if self._layer in _compared:
+            return
+        mine = torch.tensor([num_channels, self._place.number], device=device)
+        try:
+            rows = torch.stack(all_gather(mine, group=self._group)).tolist()
+        except RuntimeError as error:
+            raise self._failed("forward", error) from error
+        self._check([number for _, number in rows], "forward")
+        if any(other != num_channels for other, _ in rows):
+            channels = ", ".join(f"{other} on rank {rank}" for rank, (other, _) in enumerate(rows))
+            raise self._failed("forward", f"it has different numbers of channels: {channels}.")
+        _compared.add(self._layer)
+
+    def gather(self, vector: Tensor) -> Tensor:
+        """Return every rank's ``vector``, one below the other.
+
+        Collective: every rank. Blocks until complete (on CUDA: the current stream waits).
+
+        Raises:
+            CollectiveError: Other ranks run another layer, or ended, or did not take part in time.
+        """
+        try:
+            rows = torch.stack(all_gather(self._marked(vector), group=self._group))
+        except RuntimeError as error:
+            raise self._failed("forward", error) from error
+        if vector.device.type == "cpu":
+            self._check(rows[:, -1].tolist(), "forward")
+        return rows[:, :-1]
+
+    def sum(self, vector: Tensor) -> Tensor:
+        """Return the sum of every rank's ``vector``.
+
+        Collective: every rank. Blocks until complete (on CUDA: the current stream waits).
+
+        Raises:
+            CollectiveError: Other ranks run another layer, or ended, or did not take part in time.
+        """
+        marked = self._marked(vector)
+        try:
+            all_reduce(marked, group=self._group)
+        except RuntimeError as error:
+            raise self._failed("backward", error) from error
+        if vector.device.type == "cpu":
+            mean = float(marked[-1]) / self._group.size()
+            self._check([mean], "backward")
+        return marked[:-1]
+
+    def _marked(self, vector: Tensor) -> Tensor:
+        return torch.cat([vector, vector.new_full((1,), self._place.number)])
+
+    def _check(self, numbers: list[float], phase: str) -> None:
+        strangers = [rank for rank, number in enumerate(numbers) if number != self._place.number]
+        if strangers:
+            raise self._failed(phase, "other ranks run another layer.")
+
+    def _failed(self, phase: str, cause: object) -> CollectiveError:
+        return CollectiveError(
+            f"Rank {self._group.rank()}: the {phase} of {self._place.name} could not be done together with the other "
+            f"ranks: {cause}\n{_ADVICE}"
+        )
+
+
+# The part of the layer that autograd sees.
+
+
+class NormaliseFunction(torch.autograd.Function):
+    """Normalises with the statistics of all ranks, of which the input is a part.
+
+    The loss depends on an input through every output of its channel, on all ranks, so the backward sums two numbers a
+    channel over the ranks. The gradients of weight and bias are this rank's part only.
+
+    If an engine multiplies a rank's gradients by a weight when backward is over, so as to give the gradient of the
+    weighted sum of the ranks' losses, the other ranks' terms must be in that unit already.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        batch: Statistics,
+        eps: float,
+        exchange: StatisticsExchange,
+    ) -> Tensor:
+        """Return the normalised input; see `normalise`."""
+        batch = batch.to(compute_dtype(input))
+        ctx.save_for_backward(input, weight, *batch)
+        ctx.eps, ctx.exchange = eps, exchange
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (weight, bias)]
+        return normalise(input, weight, bias, batch, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients. Collective if the input requires one: every rank. Blocks."""
+        input, weight, *statistics = ctx.saved_tensors
+        batch = Statistics(*statistics)
+        gradient = contiguous_like(gradient, like=input)
+        mine = sums_of_gradient(gradient, input, batch, ctx.eps)
+        of_bias, of_weight = mine.chunk(2)
+        of_input = None
+        if ctx.needs_input_grad[0]:
+            ctx.exchange.announce(Event.BACKWARD)
+            sums = _all_reduce_sums(ctx.exchange, mine)
+            of_input = gradient_of_input(gradient, input, weight, batch, sums, ctx.eps)
+        return (
+            of_input,
+            of_weight.to(ctx.dtypes[0]) if ctx.needs_input_grad[1] else None,
+            of_bias.to(ctx.dtypes[1]) if ctx.needs_input_grad[2] else None,
+            None,
+            None,
+            None,
+        )
+
+
+def _all_reduce_sums(exchange: StatisticsExchange, mine: Tensor) -> Tensor:
+    """Return the sums over the ranks, in this rank's unit. Collective: every rank. Blocks."""
+    unit = exchange.unit
+    return exchange.sum(mine) if unit == 1 else exchange.sum(mine * unit) / unit
+
+
+# Replaces the batch norms of a model by another class of them.
+
+_Layer = TypeVar("_Layer", bound=nn.SyncBatchNorm)
+
+_PLAIN_FORWARDS = {_BatchNorm.forward, nn.SyncBatchNorm.forward}
+
+
+def convert(module: nn.Module, to: type[_Layer], process_group: Group | None) -> nn.Module:
+    """Return ``module`` with every batch norm in it replaced by one of class ``to`` with the same tensors.
+
+    Args:
+        module: A model, which is changed, or a batch norm, in whose place a new layer is returned.
+        to: The class.
+        process_group: The ranks that take part; None: as the layer says if it is synchronised already, else all.
+
+    Raises:
+        ConfigurationError: A lazy layer has not seen its first batch.
+    """
+    return _convert(module, to, process_group, "", {})
+
+
+def _convert(
+    module: nn.Module, to: type[_Layer], group: Group | None, name: str, done: dict[nn.Module, nn.Module]
+) -> nn.Module:
+    if module in done:  # a layer that the model holds twice stays one layer
+        return done[module]
+    done[module] = module
+    if isinstance(module, _BatchNorm):
+        done[module] = _layer_like(module, to, group, name or "the layer")
+        done[done[module]] = done[module]
+    for child_name, child in module._modules.items():
+        if child is not None:
+            done[module]._modules[child_name] = _convert(child, to, group, f"{name}.{child_name}".lstrip("."), done)
+    return done[module]
+
+
+def _layer_like(old: _BatchNorm, to: type[_Layer], group: Group | None, name: str) -> _Layer:
+    if isinstance(old, _LazyNormBase) and old.has_uninitialized_params():
+        raise ConfigurationError(
+            f"{name} is a {type(old).__name__} that has not seen a batch, so its number of channels is not known yet.\n"
+            "Run one batch through the model before converting it."
+        )
+    if type(old).forward not in _PLAIN_FORWARDS and not isinstance(old, to):
+        warnings.warn(
+            f"{name} is a {type(old).__name__} with a forward of its own, which the layer in its place does not have.",
+            stacklevel=4,
+        )
+    layer = to(
+        old.num_features,
+        old.eps,
+        old.momentum,
+        old.affine,
+        old.track_running_stats,
+        getattr(old, "process_group", None) if group is None else group,
+    )
+    if old.affine:
+        layer.weight, layer.bias = old.weight, old.bias
+    layer.running_mean, layer.running_var = old.running_mean, old.running_var
+    layer.num_batches_tracked = old.num_batches_tracked
+    layer.training = old.training
+    _copy_qconfig(old, layer)
+    return layer
+
+
+def _copy_qconfig(old: nn.Module, new: nn.Module) -> None:
+    qconfig: Any = old.__dict__.get("qconfig")
+    if qconfig is not None:
+        new.qconfig = qconfig
+
+
+# ``SyncBatchNorm``: batch normalisation over the samples of all ranks. Design: docs/design/batchnorm.md.
+
+TorchSyncBatchNorm = nn.SyncBatchNorm
+"""torch's own class, also after ``adopt()`` has put ours in its place."""
+
+
+class SyncBatchNorm(TorchSyncBatchNorm):
+    """Batch normalisation in which all ranks normalise with the statistics of the whole global batch.
+
+    A drop-in for ``torch.nn.SyncBatchNorm``, of which it is a subclass: same arguments, attributes and ``state_dict``
+    keys. It runs on the CPU too, and is exact for ranks with different numbers of samples, or none: outputs,
+    gradients of the input, and running statistics are those of one process that has the whole batch. So must be
+    the losses: each rank's is its part of one sum over the batch, or all are means and weighted by their counts.
+
+    The gradients of weight and bias are this rank's part; their sum over the ranks, which `DistributedDataParallel`
+    makes, is the whole. Differentiable once.
+
+    Collective: ``forward`` in training mode, and its backward if the input requires a gradient: every rank. Both block
+    until complete, at most as long as the group's time-out. In evaluation mode, and in a process without others, it
+    is ``torch.nn.BatchNorm*d``.
+
+    Args:
+        num_features: C of inputs of shape (N, C, ...), which have 2 to 5 dimensions and any floating dtype.
+        eps: Added to the variance.
+        momentum: How much of the running statistics a batch replaces; None: their plain mean over the batches.
+        affine: Whether there are weight and bias.
+        track_running_stats: Whether there are running statistics; else batches are used in evaluation mode too.
+        process_group: The ranks that take part. Default: all.
+        device, dtype: Of parameters and buffers.
+        bias: Whether there is a bias, if there is a weight; in torch versions whose layer has this argument.
+
+    Raises:
+        ValueError: The input's shape is wrong, or each channel has only one value on all ranks together.
+        CollectiveError: Another rank ended, did not take part in time, or runs another layer.
+    """
+
+    place = LayerPlace()
+    """Where this layer is in its model, the same on every rank; see `StatisticsExchange`."""
+
+    alone = False
+    """Whether this process normalises on its own although it is in a process group: others do not train its model."""
+
+    @override
+    @keep_out_of_graphs
+    def forward(self, input: Tensor) -> Tensor:
+        """NormaliseFunction ``input``, of shape (N, C, ...). Collective in training mode: every rank."""
+        group = self.group_in_use()
+        if group is None or not self.training:
+            return _BatchNorm.forward(self, input)
+        self._check_input_dim(input)
+        self._check_non_zero_input_channels(input)
+        if input.size(1) != self.num_features:
+            raise ValueError(f"expected input with {self.num_features} channels (got {tuple(input.shape)})")
+        input = contiguous_like(input)
+        exchange = StatisticsExchange(self, self.place, group)
+        exchange.announce(Event.TRACKED_FORWARD if self._tracks else Event.FORWARD)
+        with torch.no_grad():
+            batch = self._take_part(exchange, measure(input), num_values(input), tracked=self._tracks)
+        output: Tensor = NormaliseFunction.apply(input, self.weight, self.bias, batch, self.eps, exchange)  # type: ignore[no-untyped-call]
+        return output
+
+    def group_in_use(self) -> Group | None:
+        """Return the ranks that take part, or None if there are no others."""
+        if self.alone or not is_initialized():
+            return None
+        group: Group = default_group() if self.process_group is None else self.process_group
+        return group if group.size() > 1 else None
+
+    @torch.no_grad()
+    def forward_without_input(self, group: Group, device: torch.device, *, tracked: bool) -> None:
+        """Take part in the other ranks' forward, without a batch of its own. Collective: every rank.
+
+        Args:
+            group: The ranks that take part.
+            device: Where tensors can be exchanged.
+            tracked: Whether the others move their running statistics.
+        """
+        self._take_part(
+            StatisticsExchange(self, self.place, group), empty_statistics(self.num_features, device), 0, tracked=tracked
+        )
+
+    @torch.no_grad()
+    def backward_without_input(self, group: Group, device: torch.device) -> None:
+        """Take part in the other ranks' backward. Collective: every rank."""
+        zeros = torch.zeros(2 * self.num_features, dtype=torch.float64, device=device)
+        StatisticsExchange(self, self.place, group).sum(zeros)
+
+    @property
+    def _tracks(self) -> bool:
+        return self.track_running_stats and self.running_mean is not None
+
+    def _take_part(self, exchange: StatisticsExchange, mine: Tensor, num_here: int, *, tracked: bool) -> Statistics:
+        """Return the statistics of the whole batch, after moving the running ones. Collective: every rank."""
+        exchange.compare_channels(self.num_features, mine.device)
+        batch = merge(exchange.gather(mine))
+        if num_here <= 1:  # only then can there be so few: reading the number makes the processor wait for a GPU
+            num_in_all = int(batch.total)
+            if num_in_all == 1:
+                raise ValueError(
+                    "Expected more than 1 value per channel when training, got 1 on all ranks together.\n"
+                    "Leave such a batch out (drop_last), or make it larger."
+                )
+            tracked = tracked and num_in_all > 0
+        if tracked:
+            assert self.running_mean is not None and self.running_var is not None
+            assert self.num_batches_tracked is not None
+            self.num_batches_tracked.add_(1)
+            factor = 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+            update_running(self.running_mean, batch.mean, factor)
+            update_running(self.running_var, batch.unbiased_var, factor)
+        return batch
+
+    @override
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: Group | None = None) -> nn.Module:
+        """Replace every batch norm in ``module`` by a layer of this class, which takes over its tensors.
+
+        That is ``BatchNorm1d`` to ``3d``, their lazy variants once they have seen a batch, and torch's
+        ``SyncBatchNorm``. Convert before the optimizer is made, and before the model is wrapped.
+
+        Args:
+            module: A model, which is changed, or a batch norm, in whose place a new layer is returned.
+            process_group: The ranks that take part. Default: all.
+
+        Returns:
+            The model, or the new layer.
+
+        Raises:
+            ConfigurationError: A lazy layer has not seen its first batch.
+        """
+        return convert(module, cls, process_group)

@@ -1,1 +1,0 @@
-"""Sums in one fixed order, whoever computes their parts. Design: docs/design/reproducible.md."""

@@ -1,1 +1,0 @@
-"""What runs within the ranks of a rehearsal; imported by nobody else."""

@@ -1,0 +1,301 @@
+"""A snapshot as text: a view for a terminal, a line for a pipe."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+from rich.text import Text
+
+from lockstep.telemetry.metrics import PARTS, EventFigures, RankFigures, Snapshot
+
+# Where the time of a step goes, in words: pure functions of the ranks' figures.
+
+NAMES = {
+    "data_wait_s": "data wait",
+    "forward_s": "forward",
+    "backward_s": "backward",
+    "wire_s": "exchange",
+    "peers_s": "waiting for ranks",
+    "optimizer_s": "optimizer",
+}
+"""What the parts of a step are called."""
+
+_NAMED_SHARE = 0.03
+_SLOWER = 0.05
+"""A rank is called the slowest if its own work takes so much longer than that of the middle one."""
+
+
+def shares(ranks: Iterable[RankFigures]) -> dict[str, float]:
+    """Return what part of a step went into what, the mean over ``ranks``, by the names of `PARTS`; empty if unknown."""
+    totals = dict.fromkeys(PARTS, 0.0)
+    step_s = 0.0
+    for each in ranks:
+        if each.step_s:
+            step_s += each.step_s
+            for part in PARTS:
+                totals[part] += getattr(each, part) or 0.0
+    return {part: seconds / step_s for part, seconds in totals.items()} if step_s else {}
+
+
+def name_of(part: str, ranks: Sequence[RankFigures]) -> str:
+    """Return what a part is called; backward may hold the exchange, if the engine does not tell them apart."""
+    if part == "backward_s" and len(ranks) > 1 and all(each.exposed_s is None for each in ranks):
+        return "backward and exchange"
+    return NAMES[part]
+
+
+def largest(ranks: Sequence[RankFigures], count: int | None = None) -> str:
+    """Return such as ``forward 41%, backward 38%``, the largest parts first; small ones are left out."""
+    found = sorted(shares(ranks).items(), key=lambda item: -item[1])
+    named = [f"{name_of(part, ranks)} {share:.0%}" for part, share in found if share >= _NAMED_SHARE]
+    return ", ".join(named[:count])
+
+
+def slowest_of(snapshot: Snapshot) -> RankFigures | None:
+    """Return the rank that the others wait for, if one is clearly slower than the middle one."""
+    slowest, spread = snapshot.slowest, snapshot.spread("own_s")
+    if slowest is None or spread is None or len(snapshot.ranks) < 2 or snapshot.spread("exposed_s") is None:
+        return None
+    return slowest if spread.max > spread.median * (1 + _SLOWER) else None
+
+
+def line(snapshot: Snapshot) -> str:
+    """Return the progress of a run in one line, for a pipe."""
+    words = [f"step {snapshot.step}/{snapshot.num_steps}"]
+    if snapshot.loss is not None:
+        words.append(f"loss {snapshot.loss:.4f}")
+    if snapshot.samples_per_s is not None:
+        words.append(f"{snapshot.samples_per_s:,.0f} samples/s")
+    if snapshot.tokens_per_s is not None:
+        words.append(f"{snapshot.tokens_per_s:,.0f} {snapshot.counts}/s")
+    if snapshot.left_s is not None:
+        words.append(f"{duration(snapshot.left_s)} left")
+    if where := largest(snapshot.ranks, 3):
+        words.append(where)
+    if (slow := slowest_of(snapshot)) is not None:
+        words.append(f"rank {slow.rank} is slowest")
+    return "  ".join(words)
+
+
+def summary(snapshot: Snapshot) -> str | None:
+    """Return where the time of a step went, and which rank was slowest; None if that is not known.
+
+    Args:
+        snapshot: With means over the whole run.
+    """
+    ranks = snapshot.ranks
+    step_s = snapshot.mean("step_s")
+    if step_s is None:
+        return None
+    text = f"a step took {milliseconds(step_s)}: {largest(ranks)}"
+    spread = snapshot.spread("own_s")
+    if len(ranks) < 2 or spread is None or snapshot.spread("exposed_s") is None:
+        return text
+    slow = f"rank {spread.max_rank} ({milliseconds(spread.max)} of work in a step)"
+    return f"{text}; slowest was {slow}, fastest rank {spread.min_rank} ({milliseconds(spread.min)})"
+
+
+def milliseconds(seconds: float) -> str:
+    """Return a short time with its unit."""
+    if seconds >= 10:
+        return f"{seconds:.1f} s"
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{1e3 * seconds:.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.{1 if seconds >= 0.001 else 2}f} ms"
+
+
+def duration(seconds: float) -> str:
+    """Return such as ``45 s``, ``3:20 min`` or ``2:05 h``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02d} min"
+    return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
+
+
+def size(num_bytes: float) -> str:
+    """Return bytes as MiB or GiB."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
+
+
+# A snapshot as lines for a terminal: pure functions of it and of the room there is.
+#
+# Colours are those of Okabe and Ito, which people tell apart however they see colours; each part has a letter as
+# well, so that the bar can be read without any.
+
+LETTERS = {
+    "data_wait_s": ("D", "#000000 on #E69F00"),
+    "forward_s": ("F", "#000000 on #56B4E9"),
+    "backward_s": ("B", "#FFFFFF on #0072B2"),
+    "wire_s": ("X", "#000000 on #009E73"),
+    "peers_s": ("W", "#000000 on #D55E00"),
+    "optimizer_s": ("O", "#000000 on #CC79A7"),
+}
+"""Letter and colours of each part of a step."""
+
+MOST_RANKS = 16
+"""With more ranks, only the extremes have a line."""
+
+_MOST_EVENTS = 3
+_NARROW, _WIDE = 60, 100
+_STALE_S = 10.0
+
+
+def picture(snapshot: Snapshot, events: Sequence[EventFigures], *, width: int, height: int) -> list[Text]:
+    """Return the lines of a view.
+
+    Args:
+        snapshot: What is shown.
+        events: The last ones of the run, oldest first.
+        width: Of the terminal, in columns; no line is longer.
+        height: Of the terminal; the lines are fewer.
+    """
+    width = min(width, _WIDE) - 1  # what ends in the last column would wrap on some terminals
+    lines = [_progress(snapshot, width), _metrics_line(snapshot)]
+    if shares(snapshot.ranks):
+        lines += [_step_bar(snapshot, width), *_legend(snapshot, width)]
+    tail = [_event(event) for event in events[-_MOST_EVENTS:]]
+    room = height - 2 - len(lines) - len(tail)
+    if room > 0 and snapshot.ranks:
+        lines += _ranks(snapshot, width, room)
+    lines = [*lines, *tail][: max(1, height - 2)]
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+    return lines
+
+
+def _progress(snapshot: Snapshot, width: int) -> Text:
+    step, num_steps = snapshot.step, max(1, snapshot.num_steps)
+    done = min(1.0, step / num_steps)
+    left = "" if snapshot.left_s is None else f"  {duration(snapshot.left_s)} left"
+    before, after = f"step {step:,}/{snapshot.num_steps:,} ", f" {done:4.0%}{left}"
+    room = max(4, width - len(before) - len(after))
+    filled = round(done * room)
+    text = Text(before, style="bold")
+    text.append("━" * filled, style="#0072B2")
+    text.append("─" * (room - filled), style="dim")
+    text.append(after)
+    return text
+
+
+def _metrics_line(snapshot: Snapshot) -> Text:
+    words = []
+    if snapshot.loss is not None:
+        words.append(f"loss {snapshot.loss:.4f}")
+    if snapshot.samples_per_s is not None:
+        words.append(f"{snapshot.samples_per_s:,.0f} samples/s")
+    if snapshot.tokens_per_s is not None:
+        words.append(f"{snapshot.tokens_per_s:,.0f} {snapshot.counts}/s")
+    if snapshot.learning_rate is not None:
+        words.append(f"lr {snapshot.learning_rate:.3g}")
+    if snapshot.grad_norm is not None:
+        words.append(f"grad norm {snapshot.grad_norm:.3g}")
+    if snapshot.epoch is not None:
+        words.append(f"epoch {snapshot.epoch:.1f}")
+    for count, name in ((snapshot.num_skipped_steps, "skipped"), (snapshot.num_restarts, "restarted")):
+        if count:
+            words.append(f"{name} {count}")
+    return Text("  ".join(words) or "the first steps take longest")
+
+
+def bar(ranks: Iterable[RankFigures], width: int) -> Text:
+    """Return where the time of a step goes, as a bar of letters, each on its colour."""
+    text = Text()
+    reached = 0.0
+    column = 0
+    for part, share in shares(ranks).items():
+        reached += share
+        until = min(width, round(reached * width))
+        letter, colours = LETTERS[part]
+        text.append(letter * (until - column), style=colours)
+        column = max(column, until)
+    return text
+
+
+def _step_bar(snapshot: Snapshot, width: int) -> Text:
+    before = f"{milliseconds(snapshot.mean('step_s') or 0.0):>8} a step "
+    text = Text(before)
+    text.append_text(bar(snapshot.ranks, max(8, width - len(before))))
+    return text
+
+
+def _legend(snapshot: Snapshot, width: int) -> list[Text]:
+    """Return what the letters mean, on as many lines as that takes."""
+    lines = [Text("  ")]
+    for part, share in shares(snapshot.ranks).items():
+        if share < 0.005 and part != "data_wait_s":
+            continue
+        letter, colours = LETTERS[part]
+        words = f" {name_of(part, snapshot.ranks)} {share:.0%}  "
+        if len(lines[-1]) > 2 and len(lines[-1]) + 1 + len(words) > width:
+            lines.append(Text("  "))
+        lines[-1].append(letter, style=colours)
+        lines[-1].append(words)
+    return lines
+
+
+def chosen(ranks: Sequence[RankFigures], room: int) -> list[RankFigures]:
+    """Return the ranks that get a line: all if there is room, else rank by rank those with the most and least work."""
+    if len(ranks) <= min(room, MOST_RANKS):
+        return list(ranks)
+    by_work = sorted(ranks, key=lambda each: (-(each.own_s or 0.0), each.rank))
+    count = max(1, min(room - 1, 6))
+    slow = by_work[: count - count // 2]
+    fast = by_work[len(by_work) - count // 2 :]
+    return sorted({each.rank: each for each in (*slow, *fast)}.values(), key=lambda each: each.rank)
+
+
+def _ranks(snapshot: Snapshot, width: int, room: int) -> list[Text]:
+    shown = chosen(snapshot.ranks, room)
+    lines = [_rank(each, snapshot, width) for each in shown]
+    if missing := len(snapshot.ranks) - len(shown):
+        lines.append(Text(f"  and {missing} ranks whose own work takes no longer and no shorter", style="dim"))
+    return lines[:room]
+
+
+def _rank(each: RankFigures, snapshot: Snapshot, width: int) -> Text:
+    slowest = slowest_of(snapshot)
+    is_slowest = slowest is not None and slowest.rank == each.rank
+    text = Text(f"rank {each.rank:<3} ", style="bold" if is_slowest else "")
+    if width >= _NARROW and each.step_s:
+        text.append_text(bar([each], 20))
+        text.append(" ")
+    text.append(_work(each))
+    text.append(_utilisation(each))
+    text.append(_memory(each))
+    if each.gpu_temperature_c is not None:
+        text.append(f"  {each.gpu_temperature_c:.0f} °C")
+    if each.gpu_power_w is not None:
+        text.append(f"  {each.gpu_power_w:.0f} W")
+    if is_slowest:
+        text.append("  slowest")
+    if each.age_s > _STALE_S:
+        text.append(f"  silent for {duration(each.age_s)}", style="bold")
+    return text
+
+
+def _work(each: RankFigures) -> str:
+    if each.own_s is None:
+        return "no step done yet"
+    waits = "" if each.exposed_s is None else f"  waits {milliseconds(each.exposed_s):>7}"
+    return f"works {milliseconds(each.own_s):>7}{waits}"
+
+
+def _utilisation(each: RankFigures) -> str:
+    if each.gpu_percent is not None:
+        return f"  GPU {each.gpu_percent:3.0f}%"
+    return "" if each.cpu_percent is None else f"  CPU {each.cpu_percent:3.0f}%"
+
+
+def _memory(each: RankFigures) -> str:
+    if each.memory_bytes is not None:
+        peak = "" if each.memory_peak_bytes is None else f" (peak {size(each.memory_peak_bytes)})"
+        return f"  {size(each.memory_bytes)}{peak}"
+    return "" if each.rss_bytes is None else f"  {size(each.rss_bytes)}"
+
+
+def _event(event: EventFigures) -> Text:
+    clock = time.strftime("%H:%M:%S", time.localtime(event.time))
+    return Text(f"{clock} step {event.step:,} {event.event}: {event.text}".replace("\n", " "), style="dim")

@@ -1,0 +1,322 @@
+"""What the launcher sees of a rank: where its main thread is, what it waits in, and signs of life from /proc."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# Signs of life of a rank whose main thread stands still, from /proc: its processor time, its input and output ...
+
+BUSY = 0.2
+"""The share of a core above which a rank is taken to compute."""
+
+WAKES_UP = "it wakes up again and again"
+"""Somebody who looks now and then whether a file has come does so; and so does who waits in our shared memory."""
+
+_STIRS = 0.02
+"""The share of a core that idle threads of torch and its backends stay well below."""
+_MIN_BYTES = 32 * 1024
+_WAKEUPS_PER_S = 0.5
+"""DataLoader's own waiting wakes up every five seconds."""
+_MOST = 0.5
+"""The part of the samples in which a thread is in one state, for that to be what it is in."""
+
+HAS_PROC = os.path.isdir("/proc/self")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a rank and the processes that it has started had done at one moment.
+
+    Attributes:
+        at_s: When, on the monotonic clock.
+        cpu_s: Seconds of processor time.
+        num_bytes: Bytes that went through read and write.
+        num_wakeups: How often main threads went to sleep and were woken.
+        pids: The processes.
+        is_in_disk: Whether a main thread is held by the kernel for a disk or a network file system.
+        is_ready: Whether a main thread computes or would, if the machine gave it the processor.
+    """
+
+    at_s: float
+    cpu_s: float
+    num_bytes: int
+    num_wakeups: int
+    pids: frozenset[int]
+    is_in_disk: bool = False
+    is_ready: bool = False
+
+
+class Liveness:
+    """The samples of one rank over the last ``window_s``."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._samples: deque[Sample] = deque()
+
+    def add(self, sample: Sample) -> None:
+        """Add one; forget what lies further back than the window."""
+        self._samples.append(sample)
+        while sample.at_s - self._samples[0].at_s > self._window_s:
+            self._samples.popleft()
+
+    def clear(self) -> None:
+        """Forget all: the rank has moved."""
+        self._samples.clear()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it computes, or would on a machine that has less to do."""
+        return self._share() > BUSY or self._part_of("is_ready") > _MOST
+
+    def _part_of(self, name: str) -> float:
+        """Return in which part of the samples something was so; 0 where there are not two of them."""
+        if len(self._samples) < 2:
+            return 0.0
+        return sum(1 for each in self._samples if getattr(each, name)) / len(self._samples)
+
+    def _share(self) -> float:
+        """Return the share of a core that it used since the first sample."""
+        if len(self._samples) < 2:
+            return 0.0
+        first, last = self._samples[0], self._samples[-1]
+        return (last.cpu_s - first.cpu_s) / max(last.at_s - first.at_s, 1e-9)
+
+    def signs(self) -> str:
+        """Return what says that it may be moving, as a sentence; empty if nothing does."""
+        if len(self._samples) < 2:
+            return ""
+        first, last = self._samples[0], self._samples[-1]
+        if first.pids != last.pids:
+            return "it starts programs or sees them end"
+        if last.num_bytes - first.num_bytes > _MIN_BYTES:
+            return "it reads or writes"
+        if self._part_of("is_in_disk") > _MOST:
+            return "it waits for a disk or a network file system"
+        if last.num_wakeups - first.num_wakeups > 3 + _WAKEUPS_PER_S * (last.at_s - first.at_s):
+            return WAKES_UP
+        return "it uses the processor a little" if self._share() > _STIRS else ""
+
+
+def process_state(pid: int) -> tuple[str, float]:
+    """Return the state of a process, and its seconds of processor time; an empty state if it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        # Not Linux: taken to compute, which only makes the watchdog more patient.
+        return ("", 0.0) if HAS_PROC else ("R", time.monotonic())
+    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def sample(pid: int, *, own_bytes: int) -> Sample:
+    """Look at a rank and what it has started.
+
+    Args:
+        pid: The rank's process.
+        own_bytes: What its beacon has written, which is no sign of life.
+    """
+    at_s = time.monotonic()
+    pids = frozenset(process_tree(pid))
+    cpu_s, num_bytes, num_wakeups, is_in_disk, is_ready = 0.0, -own_bytes, 0, False, False
+    for each in pids:
+        state, used_s = process_state(each)
+        cpu_s += used_s
+        is_in_disk |= state == "D"
+        is_ready |= state == "R"
+        num_bytes += _bytes(each)
+        num_wakeups += _wakeups(each)
+    return Sample(at_s, cpu_s, num_bytes, num_wakeups, pids, is_in_disk, is_ready)
+
+
+def process_tree(pid: int, *, of_all_threads: bool = True) -> Iterator[int]:
+    """Yield a process and all that descend from it, or from main threads only, which is quicker to find out."""
+    yield pid
+    task = Path(f"/proc/{pid}/task")
+    for path in task.glob("*/children") if of_all_threads else [task / str(pid) / "children"]:
+        with contextlib.suppress(OSError):
+            for child in path.read_text().split():
+                yield from process_tree(int(child), of_all_threads=of_all_threads)
+
+
+def _bytes(pid: int) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+        return sum(int(line.partition(":")[2]) for line in lines if line.startswith(("rchar", "wchar")))
+    return 0
+
+
+def _wakeups(pid: int) -> int:
+    """Return how often the main thread has let go of the processor of its own accord."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/task/{pid}/status").read_text().splitlines():
+            if line.startswith("voluntary_ctxt_switches"):
+                return int(line.partition(":")[2])
+    return 0
+
+
+# What the launcher sees of a rank, and what that means: pure functions of frames and figures.
+
+Frames = Sequence[Sequence[str | int]]
+
+SILENT_S = 2.0
+"""A beacon beats twice a second: after this long, no Python thread of the rank runs."""
+
+_STDLIB = os.path.dirname(os.__file__)
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_LIBRARIES = ("site-packages", "dist-packages", "<frozen", f"{os.sep}lockstep{os.sep}launcher{os.sep}")
+_COLLECTIVE_FILES = ("torch/distributed/distributed_c10d.py", "lockstep/comm/collectives.py", "comm/world.py")
+_KNOWN = (f"{_PACKAGE}train{os.sep}", f"{_PACKAGE}data{os.sep}", f"{_PACKAGE}parallel{os.sep}")
+"""What of the package users may have heard of: named where none of their own lines is under way."""
+_NOT_CALLED = ("_", "wrapper", "call")
+_WAITS = (".wait(", ".synchronize(")
+_GPU_WAITS = (*_WAITS, ".item(", ".cpu(", ".tolist(", ".numpy(", "float(", "print(", ".backward(")
+_DEBUGGERS = ("bdb.py", "pdb.py", "code.py", "pydevd.py", "pydevd_frame.py")
+_OUTSIDE = {
+    "socket.py": "an answer from the network",
+    "ssl.py": "an answer from the network",
+    "base_events.py": "an event of asyncio",
+    "subprocess.py": "a program that it has started",
+}
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What the launcher sees of a rank.
+
+    Attributes:
+        frames: File, line and function of the main thread, innermost first.
+        still_s: For how long its main thread has been at the same place, with no step and no collective done.
+        silent_s: For how long its beacon has not been heard.
+        is_busy: Whether it, or a process that it has started, used the processor meanwhile.
+        life: What says that it may move although its main thread does not, such as ``it reads or writes``.
+        is_stopped: Whether a signal such as SIGSTOP holds it.
+        has_left: Whether it has ended.
+        step: The step of ``fit``, counted from 0.
+        phase: What of that step runs.
+        num_steps: Optimizer steps that it has done.
+        has_trained: Whether it has done an optimizer step or a collective.
+        bucket: The bucket that it waits for, with the names of its parameters.
+        collective: The last collective by torch's own record.
+        handles: The exception that it is handling.
+        failure: The exception that ended its part in the job, although its process goes on.
+        held_up: The exception that will end its program, while a ``finally`` holds it up.
+        uses_gpu: Whether it has a CUDA context.
+    """
+
+    rank: int
+    frames: Frames = ()
+    still_s: float = 0.0
+    silent_s: float = 0.0
+    is_busy: bool = False
+    life: str = ""
+    is_stopped: bool = False
+    has_left: bool = False
+    step: int | None = None
+    phase: str = ""
+    num_steps: int = 0
+    has_trained: bool = False
+    bucket: str = ""
+    collective: str = ""
+    handles: str = ""
+    failure: str = ""
+    held_up: str = ""
+    uses_gpu: bool = False
+
+    @property
+    def idle_s(self) -> float:
+        """For how long nothing of it has moved, as far as its place tells."""
+        return max(self.still_s, self.silent_s)
+
+
+def operation(seen: RankState) -> str | None:
+    """Return what a rank waits in, such as ``all_reduce``; ``None`` if it is in something of its own."""
+    if seen.has_left or seen.is_stopped or seen.silent_s > SILENT_S:
+        return None
+    if seen.bucket:
+        return f"all_reduce of {seen.bucket}"
+    for file, _, function in reversed(seen.frames):
+        if str(file).endswith(_COLLECTIVE_FILES) and not str(function).startswith(_NOT_CALLED):
+            return str(function)
+    if not seen.frames:
+        return None
+    file, line, _ = user_frame(seen.frames)
+    text = linecache.getline(file, line)
+    if in_backward(seen) and (not seen.is_busy or seen.uses_gpu):
+        what = f": {seen.collective}" if seen.collective else ""
+        return f"backward (gradient exchange{what})"
+    if seen.frames[0][0] != file:
+        return None
+    if seen.uses_gpu and seen.is_busy:  # the host spins while it waits for its GPU
+        return "a wait for its GPU" if any(mark in text for mark in _GPU_WAITS) else None
+    return next((mark[1:-1] for mark in _WAITS if mark in text and not seen.is_busy), None)
+
+
+def in_backward(seen: RankState) -> bool:
+    """Tell whether a rank is in autograd, at a line that calls for it, and not in a hook of somebody's."""
+    return bool(seen.frames) and seen.frames[0][2] == "_engine_run_backward"
+
+
+def is_debugged(seen: RankState) -> bool:
+    """Tell whether the rank waits for a person: in a debugger, or in ``input()``."""
+    if seen.frames and "input(" in linecache.getline(str(seen.frames[0][0]), int(seen.frames[0][1])):
+        return True
+    return any(os.path.basename(str(file)) in _DEBUGGERS for file, _, _ in seen.frames)
+
+
+def waits_outside(frames: Frames) -> str:
+    """Return what outside of the job a rank waits for, as far as its frames tell; empty if nothing."""
+    for file, _, _ in frames[:4]:
+        if what := _OUTSIDE.get(os.path.basename(str(file))):
+            return what
+    return ""
+
+
+def where_of(file: str, line: int) -> str:
+    """Return a short form of file and line."""
+    if not file:
+        return "an unknown place"
+    name = os.path.join("lockstep", os.path.relpath(file, _PACKAGE)) if file.startswith(_PACKAGE) else None
+    return f"{name or os.path.basename(file)}:{line}"
+
+
+def user_frame(frames: Frames) -> tuple[str, int, str]:
+    """Return the innermost frame that is neither of Python nor of an installed package."""
+    ours: tuple[str, int, str] | None = None
+    for entry in frames:
+        file, line, function = str(entry[0]), int(entry[1]), str(entry[2])
+        if file.startswith(_PACKAGE):
+            if ours is None and file.startswith(_KNOWN):
+                ours = file, line, function
+        elif not (file.startswith((_STDLIB, sys.prefix)) or any(part in file for part in _LIBRARIES)):
+            return file, line, function
+    if ours is not None:
+        return ours
+    return (str(frames[0][0]), int(frames[0][1]), str(frames[0][2])) if frames else ("", 0, "")
+
+
+def place(seen: RankState) -> str:
+    """Say where a rank is, with the verb of a single rank."""
+    if seen.has_left:
+        return "has finished already"
+    file, line, function = user_frame(seen.frames)
+    where = where_of(file, line)
+    if seen.is_stopped:
+        return f"was stopped by a signal (SIGSTOP), last seen at {where}"
+    if seen.silent_s > SILENT_S:
+        return f"does not answer: native code holds the interpreter, last seen at {where}"
+    if seen.failure:
+        return f"has failed ({seen.failure}) but goes on, and is in {function} ({where})"
+    if name := operation(seen):
+        return f"waits in {name} ({where})"
+    for frame_file, _, frame_function in seen.frames:
+        if str(frame_file).endswith("torch/utils/data/dataloader.py") and frame_function == "__next__":
+            function = "DataLoader.__next__"
+    handling = f", handling {seen.handles}" if seen.handles else ""
+    return f"is in {function} ({where}){handling}"

@@ -1,1 +1,0 @@
-"""A run as files: each rank's lines of JSON, and what they mean."""

@@ -1,0 +1,357 @@
+"""What rank zero prints of a run: its plan first, then a live view or lines, and what it found out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from abc import abstractmethod
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from typing_extensions import override
+
+from lockstep import run_folder
+from lockstep.data.loader import BadSample
+from lockstep.telemetry import live_view
+from lockstep.telemetry.live import remote
+from lockstep.telemetry.live.notebook import NotebookRegion, is_notebook
+from lockstep.telemetry.live.region import Region
+from lockstep.telemetry.live_view import picture
+from lockstep.telemetry.metrics import EventFigures, Snapshot, SnapshotSink
+from lockstep.train.log import Log
+from lockstep.train.nonfinite import NonFiniteStep
+from lockstep.train.plan import Plan
+from lockstep.train.recording import RunRecord
+from lockstep.train.settings import FitSettings, ViewName
+from lockstep.train.task import Task
+from lockstep.train.trainer import Trainer
+
+# A run in words, before it starts: what is trained, on what, and by which rules.
+
+NUM_NAMED = 5
+"""So many samples that could not be read are named one by one."""
+
+
+def describe_plan(
+    task: Task, settings: FitSettings, plan: Plan, device: torch.device, *, num_devices: int
+) -> list[str]:
+    """Return the lines that rank zero prints first; all ``num_devices`` are of the kind of ``device``."""
+    division, order = plan.division, plan.order
+    kind = "GPU" if device.type == "cuda" else device.type.upper()
+    on = f"{num_devices} {kind}s" if num_devices > 1 else f"1 {kind}"
+    parts = f" = {_parts(plan, num_devices)}" if num_devices > 1 else ""
+    if settings.reproducible is not None:
+        parts = f" = {settings.reproducible} virtual shards x {order.batch_size // settings.reproducible} samples"
+    micro = f", in {division.accumulate} micro-batches" if division.accumulate > 1 else ""
+    size = "a stream of samples" if order.num_samples is None else f"{order.num_samples:,} samples"
+    return [
+        f"{task.name}: strategy {settings.strategy} on {on}, {settings.precision}, {size}, {_length(plan)}",
+        f"global batch {order.batch_size}{parts}{micro}",
+        *([] if settings.reproducible is None else [_same_bits(settings.reproducible, settings)]),
+        f"learning rate x {plan.learning_rate.scale:.4g}: {_scaling(settings, plan)}; {_schedule(plan)}",
+    ]
+
+
+def describe_skipped(skipped: Sequence[BadSample]) -> str:
+    """Return which samples a run went without."""
+    number = f"{len(skipped)} sample{'s' * (len(skipped) > 1)}"
+    times = Counter(bad.sample for bad in skipped)
+    different = list({bad.sample: bad for bad in skipped}.values())
+    names = "".join(
+        f"\n  {bad.name}" + f" ({times[bad.sample]} times)" * (times[bad.sample] > 1) for bad in different[:NUM_NAMED]
+    )
+    more = f"\n  and {len(different) - NUM_NAMED} others; the log file has all" * (len(different) > NUM_NAMED)
+    return f"{number} skipped, as they could not be read:{names}{more}"
+
+
+def describe_not_finite(steps: Sequence[NonFiniteStep]) -> str:
+    """Return in which steps the gradient was not finite, so that they were skipped or gone back from."""
+    number = f"{len(steps)} step{'s' * (len(steps) > 1)}"
+    names = "".join(f"\n  {bad.headline}" for bad in steps[:NUM_NAMED])
+    more = f"\n  and {len(steps) - NUM_NAMED} others; the log file has all" * (len(steps) > NUM_NAMED)
+    done = "skipped" if steps[0].back_to is None else "undone, back to the last good state"
+    return f"{number} {done}, as the gradient was not finite:{names}{more}"
+
+
+def describe_stop(signal_name: str, step: int, num_steps: int, checkpoint: Path | None) -> str:
+    """Return that a run was stopped by a signal, and how to go on with it."""
+    by = "Ctrl-C" if signal_name == "SIGINT" else signal_name
+    where = f"after step {step} of {num_steps}, saved in {checkpoint}"
+    return f"Stopped by {by} {where}.\nThe same command goes on from there."
+
+
+def _parts(plan: Plan, num_devices: int) -> str:
+    if plan.division.proportions is None:
+        return f"{num_devices} devices x {plan.batch_size // num_devices} samples"
+    sizes = [len(plan.division.positions(plan.batch_size, share)) for share in range(num_devices)]
+    return f"{num_devices} devices with {' + '.join(map(str, sizes))} samples"
+
+
+def _same_bits(num_virtual_shards: int, settings: FitSettings) -> str:
+    threads = settings.threads or 1
+    each = f"{threads} CPU thread{'s' * (threads > 1)} each"
+    return f"reproducible: the same bits on 1 to {num_virtual_shards} devices of this kind with {each}"
+
+
+def _length(plan: Plan) -> str:
+    steps = f"{plan.num_steps} step{'s' * (plan.num_steps > 1)}"
+    if plan.order.steps_per_epoch is None:
+        return steps
+    epochs = plan.num_steps / plan.order.steps_per_epoch
+    return f"{steps} = {epochs:.4g} epoch{'s' * (epochs != 1)}"
+
+
+def _scaling(settings: FitSettings, plan: Plan) -> str:
+    if settings.lr_scaling == "none":
+        return "not scaled with the global batch"
+    rule = {"linear": "linear scaling", "sqrt": "square-root scaling"}[settings.lr_scaling]
+    return f"{rule} from base batch {plan.base_batch_size} to {plan.batch_size}"
+
+
+def _schedule(plan: Plan) -> str:
+    rate = plan.learning_rate
+    decay = "the task's own schedule" if callable(rate.decay) else rate.decay
+    steps = f"{rate.warmup} step{'s' * (rate.warmup > 1)}"
+    return f"warm-up over {steps}, then {decay}" if rate.warmup else f"no warm-up, {decay}"
+
+
+# What rank zero shows of a run: a live view on a terminal or in a notebook, lines in a pipe, nothing when quiet.
+
+_LINE_S = 10.0
+_SHOWN_EVENTS = 3
+_PRINTED_EVENTS = ("evaluation", "skipped", "straggler", "remark")
+"""These are printed, too, and stay."""
+
+
+class Display(SnapshotSink):
+    """Shows a run: snapshots now and then, from a thread beside training, and lines that stay."""
+
+    @abstractmethod
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+
+
+class _Printing(Display):
+    """Prints lines that stay to standard output."""
+
+    @override
+    def say(self, text: str) -> None:
+        sys.stdout.write(f"{text}\n")  # in one piece: other threads print as well
+        sys.stdout.flush()
+
+
+class _LastRates:
+    """Remembers how fast the run was, for snapshots since which no step was done."""
+
+    def __init__(self) -> None:
+        self._last: tuple[float | None, float | None] = None, None
+
+    def filled(self, snapshot: Snapshot) -> Snapshot:
+        """Return ``snapshot`` with the last rates there were."""
+        if snapshot.samples_per_s is None:
+            return replace(snapshot, samples_per_s=self._last[0], tokens_per_s=self._last[1])
+        self._last = snapshot.samples_per_s, snapshot.tokens_per_s
+        return snapshot
+
+
+class Live(_Printing):
+    """A view that is drawn anew in place.
+
+    Args:
+        region: Where: on a terminal, or in a notebook.
+        folder: Of the run of the launcher of this rank, if there is one, which writes to the same terminal.
+    """
+
+    def __init__(self, region: Region | NotebookRegion, folder: Path | None = None) -> None:
+        self._region, self._folder = region, folder
+        self._rates = _LastRates()
+        self._events: deque[EventFigures] = deque(maxlen=_SHOWN_EVENTS)
+
+    @override
+    def update(self, snapshot: Snapshot) -> None:
+        self._events += view_events(snapshot)
+        self._look_at_launcher()
+        width, height = self._region.size
+        self._region.show(picture(self._rates.filled(snapshot), list(self._events), width=width, height=height))
+
+    @override
+    def close(self) -> None:
+        self._look_at_launcher()
+        self._region.close()
+
+    def _look_at_launcher(self) -> None:
+        """Look once whether the launcher has written its answer to Ctrl-C below the view."""
+        if self._folder is not None and run_folder.stop_reason(self._folder) == signal.SIGINT.name:
+            self._folder = None
+            self._region.disturbed(run_folder.FIRST_CTRL_C_MESSAGE.decode())
+
+
+class Remote(_Printing):
+    """Sends snapshots to the launcher of this rank, which has the terminal or the notebook.
+
+    Args:
+        folder: Of the launcher's run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._rates = folder, _LastRates()
+        self._events: deque[EventFigures] = deque(maxlen=_SHOWN_EVENTS)
+        self._is_closed = False
+
+    @override
+    def update(self, snapshot: Snapshot) -> None:
+        self._events += view_events(snapshot)
+        if not self._is_closed:
+            remote.send(self._folder, self._rates.filled(snapshot), self._events)
+
+    @override
+    def close(self) -> None:
+        self._is_closed = True
+        remote.withdraw(self._folder)
+
+
+class Lines(_Printing):
+    """A line now and then, in a pipe or a file."""
+
+    every_s = _LINE_S
+    """Seconds between two lines."""
+
+    def __init__(self) -> None:
+        self._shown_at = time.perf_counter()
+        self._rates = _LastRates()
+
+    @override
+    def update(self, snapshot: Snapshot) -> None:
+        snapshot = self._rates.filled(snapshot)
+        now_s = time.perf_counter()
+        if now_s - self._shown_at >= self.every_s and snapshot.loss is not None and not snapshot.is_last:
+            self._shown_at = now_s
+            self.say(live_view.line(snapshot))
+
+    @override
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Silence(Display):
+    """Nothing at all."""
+
+    @override
+    def update(self, snapshot: Snapshot) -> None:
+        """Do nothing."""
+
+    @override
+    def say(self, text: str) -> None:
+        """Do nothing."""
+
+    @override
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Said(_Printing):
+    """Only the lines that stay, and no progress."""
+
+    @override
+    def update(self, snapshot: Snapshot) -> None:
+        """Do nothing."""
+
+    @override
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def make_display(view: ViewName = "auto", *, silent: bool) -> Display:
+    """Return what suits where the output goes, unless ``view`` says what it is to be; nothing if ``silent``."""
+    if silent:
+        return Silence()
+    if view == "none":
+        return Said()
+    if view == "auto" and "CI" in os.environ:
+        return Lines()
+    if view != "lines" and (live := _live()) is not None:
+        return live
+    return Lines()
+
+
+def view_events(snapshot: Snapshot) -> list[EventFigures]:
+    """Return the new events that have a place in a view."""
+    return [event for event in snapshot.events if event.event not in _PRINTED_EVENTS]
+
+
+def _live() -> Display | None:
+    """Return a live view, if there is where to show one."""
+    folder = run_folder.current_run_folder()
+    if folder is not None and remote.is_offered(folder):
+        return Remote(folder)
+    if is_notebook():
+        return Live(NotebookRegion())
+    if sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
+        return Live(Region(sys.stdout), folder)
+    return None
+
+
+def format_metrics(metrics: Mapping[str, float]) -> str:
+    """Return metrics as words and numbers."""
+    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+
+
+# Tells what a run has found out as soon as it is known: on the display, in the log and to whoever records it.
+
+
+class RunLogger:
+    """Tells what a loop has found out, each thing once.
+
+    Args:
+        loop: That finds out.
+        display: Of this rank.
+        log: Of rank zero, if there is one.
+        record: Of this rank.
+    """
+
+    def __init__(self, loop: Trainer, display: Display, log: Log | None, record: RunRecord) -> None:
+        self._loop, self._display, self._log, self._record = loop, display, log, record
+        self._num_caveats = self._num_skipped = self._num_not_finite = 0
+
+    def tell(self) -> None:
+        """Tell what is new."""
+        self._tell_caveats()
+        self._tell_skipped()
+        for remark in self._loop.remarks:
+            self._display.say(remark)
+            self._record.event("remark", remark)
+        self._loop.remarks.clear()
+
+    def slow(self, text: str) -> None:
+        """Tell of a rank that keeps the others waiting."""
+        self._display.say(text)
+        self._record.event("straggler", text)
+
+    def _tell_caveats(self) -> None:
+        """Say why the bits may differ after all."""
+        for caveat in self._loop.caveats[self._num_caveats :]:
+            self._display.say(f"the same bits cannot be promised: {caveat}")
+        self._num_caveats = len(self._loop.caveats)
+
+    def _tell_skipped(self) -> None:
+        """Log the samples that could not be read, and the steps that were skipped; show the first few samples."""
+        skipped = self._loop.bad_samples.skipped
+        for number in range(self._num_skipped, len(skipped)):
+            bad = skipped[number]
+            if number < NUM_NAMED:
+                self._display.say(f"step {bad.step + 1}  skipped {bad.name}")
+                self._record.event("skipped", f"step {bad.step + 1}: sample left out: {bad.name}")
+            if self._log is not None:
+                self._log.skipped(bad)
+        self._num_skipped = len(skipped)
+        for found in self._loop.finite.found[self._num_not_finite :]:
+            self._display.say(f"step {found.step + 1}  {found.done}  {found.headline}")
+            self._record.event("skipped", f"step {found.step + 1}: {found.done}: {found.headline}")
+            if self._log is not None:
+                self._log.not_finite(found)
+        self._num_not_finite = len(self._loop.finite.found)
