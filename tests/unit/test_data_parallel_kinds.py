@@ -70,7 +70,8 @@ def test_held_parameters_are_copied_once(monkeypatch):
     copies = []
 
     def counting(tensors, devices, broadcast):
-        copies.append(len(tensors))
+        if tensors:  # the model has no buffers, which travel in the same way
+            copies.append(len(tensors))
         return coalesced_copies(tensors, devices, broadcast)
 
     model = wrap("apart", build("mlp"), 2, monkeypatch)

@@ -156,8 +156,8 @@ def test_a_step_of_which_nothing_is_known_has_no_shares():
 
 
 def test_evaluations_keep_their_step_and_names_that_every_sink_takes():
-    metrics = {"loss": 0.5, "top 5/accuracy": 0.75}
-    (found,) = evaluations(snapshot(9, event("evaluation", 8, metrics=metrics), event("spike", 9)))
+    scores = {"loss": 0.5, "top 5/accuracy": 0.75}
+    (found,) = evaluations(snapshot(9, event("evaluation", 8, metrics=scores), event("spike", 9)))
     assert (found.step, found.time) == (8, 1e9 + 8)
     assert found.metrics == {"eval/loss": 0.5, "eval/top_5_accuracy": 0.75}
     assert name_in(metrics.BUCKET_LATENCY, 12) == "bucket/12_latency_s"

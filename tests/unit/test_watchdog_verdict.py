@@ -181,7 +181,7 @@ def test_loader_processes_that_work_are_named(tmp_path):
 
 
 def test_places_in_the_package_are_named_by_its_folders():
-    loop = lockstep.train.loop.__file__
+    trainer = lockstep.train.trainer.__file__
     click = ("/x/site-packages/click/core.py", 3, "main")
-    frames = [(selectors.__file__, 4, "select"), (loop, 9, "step"), click]
-    assert place(RankState(0, frames, 5)) == "is in step (lockstep/train/loop.py:9)"
+    frames = [(selectors.__file__, 4, "select"), (trainer, 9, "step"), click]
+    assert place(RankState(0, frames, 5)) == "is in step (lockstep/train/trainer.py:9)"
