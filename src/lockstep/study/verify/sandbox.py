@@ -146,7 +146,7 @@ class SandboxedTask:
             return model  # type: ignore[unreachable]  # the loop says what is wrong with it
         experiment = self._bench.experiment
         if experiment.convert:
-            from lockstep.parallel.batchnorm import SyncBatchNorm
+            from lockstep.parallel.sync_batchnorm import SyncBatchNorm
 
             model = SyncBatchNorm.convert_sync_batchnorm(model)
         if self._bench.subject.double:
