@@ -40,7 +40,6 @@ def test_each_field_declares_its_kind():
         "devices": ("int", True),
         "checkpoint": ("path", True),
         "checkpoint_every": ("int", True),
-        "memory_checkpoint_every": ("int", True),
         "checkpoint_blocking": ("bool", False),
         "keep": ("int", False),
         "keep_best": ("bool", False),

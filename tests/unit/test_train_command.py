@@ -130,7 +130,6 @@ def test_every_setting_is_a_flag_and_arrives(mine, monkeypatch):
         "devices": 2,
         "checkpoint": "runs",
         "checkpoint_every": 5,
-        "memory_checkpoint_every": 2,
         "keep": 3,
         "export": "x.safetensors",
         "eval_every": 4,

@@ -144,8 +144,6 @@ Examples:
       stop it with Ctrl-C, and go on with the same command
   lockstep train examples/gpt.py --devices 4 --checkpoint runs/gpt --checkpoint-every 50 --max-restarts 3
       when a rank dies, all start again by themselves, from the newest checkpoint
-  lockstep train examples/gpt.py --devices 4 --memory-checkpoint-every 1 --max-restarts 3
-      the same from memory: no more than a step is lost
   lockstep train examples/gpt.py --global-batch-size 128 --lr-scaling sqrt --warmup 100 --accumulate 4
       a larger batch than the task's, in smaller pieces
   lockstep train examples/gpt.py --settings gpt-tuned.toml --workers 0
@@ -214,10 +212,6 @@ def train(
     logs = take_logs(values)
     settings = settings_from(values, settings_file)
     if _starts_ranks(settings, even_one=max_restarts > 0 or bool(logs.names)):
-        if settings.memory_checkpoint_every is not None and max_restarts == 0:
-            raise ConfigurationError(
-                "memory_checkpoint_every is for ranks that are started again.\nAdd --max-restarts N, or leave it out."
-            )
         _launch(
             task_file,
             settings,

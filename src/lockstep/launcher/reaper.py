@@ -25,9 +25,6 @@ KILL = b"k"
 RELEASE = b"r"
 """Order: the job is over and its ranks have left; whatever they started on purpose may stay."""
 
-MEMORY = "/dev/shm"
-"""A file system in memory, where there is one."""
-
 _SWEEPS = 5
 
 
@@ -62,15 +59,9 @@ class ReaperProcess:
                 kill_session(pid)
 
 
-def memory_of(run_dir: str) -> str:
-    """Return the folder in memory in which the ranks of a run may keep what is to outlive them, not the launcher."""
-    return os.path.join(MEMORY, f"{os.path.basename(run_dir)}.memory")
-
-
-def remove_folders(run_dir: str) -> None:
-    """Remove the folders of a run."""
-    for folder in (memory_of(run_dir), run_dir):
-        shutil.rmtree(folder, ignore_errors=True)
+def remove_folder(run_dir: str) -> None:
+    """Remove the folder of a run."""
+    shutil.rmtree(run_dir, ignore_errors=True)
 
 
 def kill_session(leader: int) -> None:
@@ -170,7 +161,7 @@ def main(argv: list[str]) -> None:
             with contextlib.suppress(BlockingIOError):
                 while True:  # Ranks that signed in while the launcher ended.
                     guardian.enlist(int(door.recv(64)))
-        remove_folders(guardian.run_dir)
+        remove_folder(guardian.run_dir)
 
 
 if __name__ == "__main__":
@@ -243,7 +234,7 @@ class Reaper:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_FAREWELL_S)
         # In case that the guardian itself was killed.
-        remove_folders(str(self.run_dir))
+        remove_folder(str(self.run_dir))
 
     def __enter__(self) -> Reaper:
         return self

@@ -13,7 +13,6 @@ from lockstep.comm.world import World, init
 from lockstep.data.loader import explaining_worker_failures
 from lockstep.train.checkpoint import Checkpoints
 from lockstep.train.evaluate import FitResult
-from lockstep.train.memory_copies import MemoryCopies, make_copies
 from lockstep.train.profiling import profiled
 from lockstep.train.run import Run
 from lockstep.train.settings import FitSettings
@@ -55,8 +54,7 @@ def fit_with(task: Task, settings: FitSettings) -> FitResult:
         explaining_worker_failures(world.rank),
         StopSignals(enabled=settings.checkpoint is not None, rank=world.rank) as signals,
         _checkpoints(settings, world) as checkpoints,
-        _copies(settings, world) as copies,
-        contextlib.closing(Run(task, settings, world, signals, checkpoints, copies)) as run,
+        contextlib.closing(Run(task, settings, world, signals, checkpoints)) as run,
     ):
         run.catch_up()
         is_to_stop = False
@@ -69,8 +67,6 @@ def fit_with(task: Task, settings: FitSettings) -> FitResult:
                     run.evaluate()
                 if run.is_due(settings.checkpoint_every) or run.has_new_best:
                     run.save()
-                if run.is_due(settings.memory_checkpoint_every):
-                    run.keep_in_memory()
         return run.stop() if is_to_stop else run.finish()
 
 
@@ -86,11 +82,6 @@ def _checkpoints(settings: FitSettings, world: World) -> contextlib.AbstractCont
         keep_best=settings.keep_best,
         blocking=settings.checkpoint_blocking,
     )
-
-
-def _copies(settings: FitSettings, world: World) -> contextlib.AbstractContextManager[MemoryCopies | None]:
-    """Return the copies in memory that ``settings`` ask for, if they do. Collective: every rank."""
-    return contextlib.nullcontext() if settings.memory_checkpoint_every is None else make_copies(world)
 
 
 @takes_settings(FitSettings)

@@ -57,17 +57,17 @@ def names_as_in(model_state: Mapping[str, Any], state: Mapping[str, Any]) -> dic
 # The state of model and optimizer, whole and in torch's format, whoever holds which part of it.
 
 
-def full_state_dict(model: nn.Module, optimizer: Optimizer, *, everywhere: bool = False) -> dict[str, Any]:
+def full_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return the state of model and optimizer, by name.
 
-    On ranks other than 0 that of the optimizer may be None, unless it is asked for ``everywhere``.
+    On ranks other than 0 that of the optimizer may be None.
 
     Collective where something is divided among ranks: every rank. Blocks then.
     """
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.wait()
-        optimizer.consolidate_state_dict(to=None if everywhere else 0)
-        state = optimizer.state_dict() if everywhere or optimizer.rank == 0 else None
+        optimizer.consolidate_state_dict(to=0)
+        state = optimizer.state_dict() if optimizer.rank == 0 else None
         return {"model": plain_names(model.state_dict()), "optimizer": state}
     state = optimizer.state_dict()
     state["state"] = {

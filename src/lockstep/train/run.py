@@ -26,8 +26,6 @@ from lockstep.train.display import (
 from lockstep.train.evaluate import Evaluations, FitResult
 from lockstep.train.export import check_export, export_weights
 from lockstep.train.log import Log
-from lockstep.train.memory_copies import MemoryCopies
-from lockstep.train.newest_state import Resumed, newest_state
 from lockstep.train.plan import devices_of
 from lockstep.train.recording import RunRecord, SlowRanks, Throughput, make_sinks
 from lockstep.train.settings import FitSettings
@@ -49,10 +47,9 @@ class Run:
         world: World,
         signals: StopSignals,
         checkpoints: Checkpoints | None,
-        copies: MemoryCopies | None = None,
     ) -> None:
         self._task, self._settings, self._world = task, settings, world
-        self._signals, self._checkpoints, self._copies = signals, checkpoints, copies
+        self._signals, self._checkpoints = signals, checkpoints
         if settings.export is not None:
             check_export(Path(settings.export))
         self._loop = Trainer(task, settings, world, strategy=settings.strategy, devices=devices_of(settings, world))
@@ -80,7 +77,7 @@ class Run:
         self._slow_ranks = SlowRanks(group, device, self._telling.slow, self._log)
         num_devices = len(self._loop.devices) if self._loop.group is None else world.world_size
         plan = describe_plan(task, settings, self._loop.plan, self._loop.device, num_devices=num_devices)
-        for line in (*plan, *resumed.describe(self.num_steps), *sinks.remarks):
+        for line in (*plan, *resumed, *sinks.remarks):
             self._display.say(line)
         self._telling.tell()
         self._record.deliver(None if settings.quiet else self._display, [sink for _, sink in sinks.sinks])
@@ -148,17 +145,6 @@ class Run:
         self._checkpoint = self._checkpoints.save(state, step=self.num_steps_done, loss=loss)
         self._saved = (self.num_steps_done, loss)
         self._record.event("checkpoint", f"checkpoint after step {self.num_steps_done}")
-
-    def keep_in_memory(self) -> None:
-        """Copy the state into the memory of each host. Collective: every rank; see `MemoryCopies.save`.
-
-        Counts as training; replicas are not compared for it.
-        """
-        if self._copies is not None:
-            self._loop.settle()
-            activity.now.phase = "checkpoint"
-            state = self._loop.state_dict(everywhere=self._copies.several_hosts)
-            self._copies.save(state | self._own_state(owes_evaluation=False), step=self.num_steps_done)
 
     def _own_state(self, owes_evaluation: bool) -> dict[str, Any]:
         best = self._evaluations.best
@@ -290,12 +276,17 @@ class Run:
         self._loop.settle()
         self._telling.tell()
 
-    def _resume(self) -> Resumed:
-        state, found = newest_state(self._checkpoints, self._copies, required=self._settings.resume is True)
-        if state is None:
-            return found
-        self._loop.load_state_dict(state)
-        if found.path is not None:
-            self._checkpoint, self._saved = found.path, (self.num_steps_done, None)
-        self._evaluations.restore(state["best"], is_owed=state["owes_evaluation"])
-        return found
+    def _resume(self) -> list[str]:
+        """Go on from the newest checkpoint, if there is one; return what the user should know of it."""
+        if self._checkpoints is None:
+            return []
+        state = self._checkpoints.load(required=self._settings.resume is True)
+        lines = [f"passed over the checkpoint {why}" for why in self._checkpoints.passed_over]
+        if state is not None:
+            self._loop.load_state_dict(state)
+            num_steps_done = self.num_steps_done
+            self._checkpoint, self._saved = self._checkpoints.path(num_steps_done), (num_steps_done, None)
+            self._evaluations.restore(state["best"], is_owed=state["owes_evaluation"])
+            num_steps = max(self._loop.plan.num_steps, num_steps_done)
+            lines.append(f"resumed after step {num_steps_done} of {num_steps}")
+        return lines

@@ -356,10 +356,6 @@ class FitSettings(Settings):
     checkpoint_blocking: Annotated[
         bool, Flag("Let the next step wait until a checkpoint is on disk; saves a copy of the state in host memory.")
     ] = False
-    memory_checkpoint_every: Annotated[
-        int | None,
-        Flag("Steps between copies of the state in each host's memory, for ranks that are started again.", "STEPS", 1),
-    ] = None
     keep: Annotated[int, Flag("Newest checkpoints that are kept.", "N", 1)] = 2
     keep_best: Annotated[bool, Flag("Save when an evaluation finds the lowest loss so far, and keep that, too.")] = (
         False

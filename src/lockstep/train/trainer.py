@@ -487,8 +487,8 @@ class Trainer:
         finally:
             self._sync = True
 
-    def state_dict(self, *, everywhere: bool = False) -> dict[str, Any]:
-        """Return all that a resumed run needs, on rank 0 or ``everywhere``. Collective: every rank of the group."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a resumed run needs, on rank 0. Collective: every rank of the group."""
         scaler = self._updater.scaler
         return {
             "run": identity_of(self.plan.order, self.settings, self.arithmetic),
@@ -496,7 +496,7 @@ class Trainer:
             "num_steps_done": self.num_steps_done,
             "num_updates": self._updater.num_updates,
             "accumulate": self.plan.division.accumulate,
-            **full_state_dict(self._model, self.optimizer, everywhere=everywhere),
+            **full_state_dict(self._model, self.optimizer),
             "scaler": scaler.state_dict() if scaler else None,
             "stream": self.feed.state(),
         }
