@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEVICES ?= 2
+MINUTES ?= 30
 PYTHON ?=
 export DEVICES PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check docs format bench clean
+.PHONY: help setup demo test soak check docs format bench clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +28,10 @@ demo: setup  ## Train on real data, verify the run, then compare one device, bot
 
 test: setup  ## Run all tests, two files at a time: most of them wait for processes to start
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+soak: setup  ## Run random programs and random faults for MINUTES=30, half of the time each
+	SOAK_MINUTES=$$(( $(MINUTES) / 2 )) $(BIN)/python -m pytest -m soak -n 2 --dist loadfile
+	$(BIN)/python bench/chaos.py --minutes $$(( $(MINUTES) / 2 )) --seed $$(date +%s)
 
 check: setup  ## Run the gates: lint, format, types, and the contracts (layers, sizes, names, flags, documentation)
 	$(BIN)/ruff check .

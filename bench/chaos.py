@@ -6,7 +6,7 @@ moment or hang for a moment. Restarts are allowed, at times with a rank fewer ea
 compared with those of a run on one device that nobody disturbed. At the end it counts what the rounds left:
 processes (found by a mark in their environment), files in /dev/shm, and the launcher's temporary folders.
 
-Usage: python bench/chaos.py [--rounds N] [--seed N]
+Usage: python bench/chaos.py [--rounds N] [--minutes N] [--seed N]; the first limit that is reached ends it.
 """
 
 import argparse
@@ -97,9 +97,12 @@ def main() -> int:
     """Run the rounds and print a line for each; return 1 if anything was amiss."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    choice, mark, before, num_bad = random.Random(args.seed), uuid.uuid4().hex, in_shared_memory(), 0
+    choice, mark, before = random.Random(args.seed), uuid.uuid4().hex, in_shared_memory()
+    num_rounds = num_bad = 0
+    deadline = time.monotonic() + 60 * args.minutes
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         folder = Path(name)
         temporary = folder / "tmp"
@@ -111,6 +114,9 @@ def main() -> int:
         undisturbed = lockstep("train", *common, "--devices", "1", "--export", str(expected), environ=environ)
         assert undisturbed.returncode == 0, undisturbed.stderr
         for number in range(args.rounds):
+            if time.monotonic() > deadline:
+                break
+            num_rounds += 1
             num_ranks = choice.randint(1, 4)
             rules, num_deadly = random_faults(choice, num_ranks)
             weights, began = folder / f"{number}.safetensors", time.monotonic()
@@ -130,7 +136,7 @@ def main() -> int:
         time.sleep(1)
         files = sorted([*map(str, temporary.glob("lockstep-*")), *(in_shared_memory() - before)])
     processes = left_behind(mark)
-    print(f"{args.rounds} rounds, {num_bad} with other weights than the undisturbed run")
+    print(f"{num_rounds} rounds (seed {args.seed}), {num_bad} with other weights than the undisturbed run")
     print(f"processes left: {len(processes)} {processes or ''}\nfiles left: {len(files)} {files or ''}")
     return 1 if num_bad or processes or files else 0
 

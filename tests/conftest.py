@@ -1,5 +1,7 @@
-"""Fixtures that all tests share."""
+"""Fixtures that all tests share, and the time that `make soak` is given."""
 
+import os
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -15,3 +17,13 @@ def ranks() -> Iterator[Callable[..., Ranks]]:
         yield pool.ranks
     finally:
         pool.close()
+
+
+_BEGAN = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip the soak tests that are still to come when the time given is over; what was skipped is reported."""
+    minutes = float(os.environ.get("SOAK_MINUTES", "inf"))
+    if item.get_closest_marker("soak") and time.monotonic() - _BEGAN > 60 * minutes:
+        pytest.skip(f"the {minutes:g} minutes of SOAK_MINUTES are over")

@@ -1,7 +1,7 @@
 """The layers of the package, and the imports of a file that break them."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 LAYERS = [
@@ -77,3 +77,37 @@ def wrong_torch(name: str, part: str) -> str | None:
     if any(name == prefix or name.startswith(prefix + ".") for prefix in allowed):
         return None
     return f"{part} uses {name}: it may use {allowed or 'nothing'} of torch.distributed; take it from lockstep.comm"
+
+
+def module_of(path: Path, package: Path) -> str:
+    """The dotted name of a file's module."""
+    parts = path.relative_to(package.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(source: str, name: str, modules: Collection[str]) -> set[str]:
+    """Which of ``modules`` the module ``name`` imports, at its top or in a function; those for type checkers do not count."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = [ast.Pass()]
+    names = {found for _, found in imported_names(tree)}
+    return {each if each in modules else each.rpartition(".")[0] for each in names} & set(modules) - {name, "lockstep"}
+
+
+def circle(graph: Mapping[str, set[str]]) -> list[str] | None:
+    """Return a circle of imports, its first module once more at the end, or None."""
+    done: set[str] = set()
+
+    def visit(name: str, way: list[str]) -> list[str] | None:
+        if name in way:
+            return [*way[way.index(name) :], name]
+        if name in done:
+            return None
+        for other in sorted(graph[name]):
+            if found := visit(other, [*way, name]):
+                return found
+        done.add(name)
+        return None
+
+    return next((found for name in sorted(graph) if (found := visit(name, []))), None)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.contract.layers import ENTRY_POINTS, RANK, part_of, violations
+from tests.contract.layers import ENTRY_POINTS, RANK, circle, part_of, violations
 from tests.contract.tree import PACKAGE, sources
 
 
@@ -19,6 +19,11 @@ def test_the_package_follows_the_layers():
         for violation in violations(path.read_text(), part_of(path, PACKAGE))
     ]
     assert found == []
+
+
+def test_a_circle_is_found():
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
 
 
 def test_entry_points_exist():
