@@ -86,7 +86,7 @@ def module_of(path: Path, package: Path) -> str:
 
 
 def imports_of(source: str, name: str, modules: Collection[str]) -> set[str]:
-    """Which of ``modules`` the module ``name`` imports, at its top or in a function; those for type checkers do not count."""
+    """Which of ``modules`` the module ``name`` imports, in functions too, for type checkers not."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
