@@ -30,7 +30,7 @@ def main() -> None:
         batch = torch.randn(64, 256)
 
         def steps(stamped: bool) -> float:
-            activity.now.wants_pace = stamped
+            activity.callbacks.wants_pace = stamped
             world.barrier()
             started_s = time.perf_counter()
             for _ in range(STEPS):
@@ -46,7 +46,7 @@ def main() -> None:
         world.print(
             f"step with stamps {1e3 * stamped_s:.3f} ms, without {1e3 * plain_s:.3f} ms: {stamped_s / plain_s:.4f}"
         )
-        activity.now.wants_pace = True
+        activity.callbacks.wants_pace = True
         clock = model._reducer.times._pace
         started_s = time.perf_counter()
         for _ in range(CALLS):

@@ -1,62 +1,56 @@
-"""What this process is doing just now, for whoever asks from another thread; standard library only."""
+"""What this process is doing just now, for whoever asks from another thread; standard library only.
+
+Two things live here. `now` is written by whoever does the work: plain attributes, so that a write costs nothing and
+nobody waits for anybody; the heartbeat reads them from a thread of its own. `callbacks` is the other direction: who
+wants to be called, or wants something measured that is not worth measuring otherwise.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import get_ident, main_thread
+from types import TracebackType
 from typing import Any
 
 
 class Activity:
-    """The marks of one process.
+    """What one process is doing.
 
     Attributes:
-        mark: Where ``step`` and ``num_steps`` are written as well, for the launcher to find after a kill.
+        step_counter: Where ``step`` and ``num_steps`` are written as well, for the launcher to find after a kill.
         phase: What of the step runs: ``loader``, ``forward``, ``backward``, ``optimizer``, ``evaluation`` ...
         bucket: The bucket whose reduction this rank waits for: its number and its parameters' names.
+        collective: What the main thread waits in, such as ``all_reduce``; empty if in nothing. See `waiting`.
         num_calls: Calls of communication that went through groups which do not count them themselves.
         waited_s: Seconds that this rank has spent in collectives that block it, since it began.
         failure: The exception that ended this rank's part in the job, although its process may go on.
-        held_up: The exception that will end this program, while a ``finally`` holds it up.
-        on_failure: What to call with such an exception, at once: the launcher is to learn of it before peers notice.
-        passing: File and line of objects of ``with`` that let exceptions pass; see telemetry/uncaught.py.
-        wants_pace: Whether somebody reads ``pace``.
         pace: What the last steps took by phase, for the launcher to compare the ranks; see telemetry/stragglers.py.
-        waits: Where the engine is to add when its own work of a step was done and when the step was over, for a loop
-            that measures its phases itself; ``None`` if there is none.
     """
 
     __slots__ = (
         "_num_steps",
         "_step",
         "bucket",
+        "collective",
         "failure",
-        "held_up",
-        "mark",
         "num_calls",
-        "on_failure",
         "pace",
-        "passing",
         "phase",
+        "step_counter",
         "waited_s",
-        "waits",
-        "wants_pace",
     )
 
     def __init__(self) -> None:
-        self.mark: memoryview | None = None
+        self.step_counter: memoryview | None = None
         self.step = None
+        self.num_steps = 0
         self.phase = ""
         self.bucket: tuple[int, Sequence[str]] | None = None
-        self.num_steps = 0
+        self.collective = ""
         self.num_calls = 0
         self.waited_s = 0.0
         self.failure: str | None = None
-        self.held_up: str | None = None
-        self.on_failure: Callable[[BaseException], None] | None = None
-        self.passing: set[tuple[str, int]] = set()
-        self.wants_pace = False
         self.pace: dict[str, Any] | None = None
-        self.waits: list[tuple[Any, Any]] | None = None
 
     @property
     def step(self) -> int | None:
@@ -66,8 +60,8 @@ class Activity:
     @step.setter
     def step(self, value: int | None) -> None:
         self._step = value
-        if self.mark is not None:
-            self.mark[0] = 0 if value is None else value + 1
+        if self.step_counter is not None:
+            self.step_counter[0] = 0 if value is None else value + 1
 
     @property
     def num_steps(self) -> int:
@@ -77,18 +71,64 @@ class Activity:
     @num_steps.setter
     def num_steps(self, value: int) -> None:
         self._num_steps = value
-        if self.mark is not None:
-            self.mark[1] = value
+        if self.step_counter is not None:
+            self.step_counter[1] = value
 
     def fail(self, error: BaseException) -> None:
-        """Take note of an exception after which this rank takes part in nothing any more."""
+        """Record an exception after which this rank takes part in nothing any more, and report it at once."""
         self.failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        if self.on_failure is not None:
-            self.on_failure(error)
+        if callbacks.on_failure is not None:
+            callbacks.on_failure(error)
+
+
+class Callbacks:
+    """Who wants to be called, and what is measured only because somebody asked.
+
+    Attributes:
+        on_failure: Called with the exception that ends this rank: the launcher is to learn of it before peers notice.
+        wants_pace: Whether somebody reads `Activity.pace`.
+        waits: Where the engine is to add when its own work of a step was done and when the step was over, for a loop
+            that measures its phases itself; ``None`` if there is none.
+    """
+
+    __slots__ = ("on_failure", "waits", "wants_pace")
+
+    def __init__(self) -> None:
+        self.on_failure: Callable[[BaseException], None] | None = None
+        self.wants_pace = False
+        self.waits: list[tuple[Any, Any]] | None = None
 
 
 now = Activity()
+"""That of this process."""
+
+callbacks = Callbacks()
 """Those of this process."""
+
+_MAIN_THREAD = main_thread().ident
+
+
+class waiting:
+    """Mark, within, that the main thread waits for other ranks in ``operation``; the watchdog reports that name.
+
+    Other threads mark nothing: two of them that leave in another order than they came would leave a mark behind, and a
+    rank that seems to wait for ever.
+    """
+
+    __slots__ = ("_operation", "_outer")
+
+    def __init__(self, operation: str) -> None:
+        self._operation = operation
+
+    def __enter__(self) -> None:
+        if get_ident() == _MAIN_THREAD:
+            self._outer, now.collective = now.collective, self._operation
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if get_ident() == _MAIN_THREAD:
+            now.collective = self._outer
 
 
 def name_of_bucket(names: Sequence[str]) -> str:

@@ -77,7 +77,7 @@ def _start_heartbeat(run_dir: str, patience_s: float, record: Callable[[BaseExce
         record(error)
         beacon.write()
 
-    activity.now.on_failure = tell
+    activity.callbacks.on_failure = tell
     beacon.start()
 
 
@@ -288,9 +288,9 @@ def record(error: BaseException) -> None:
 
 def fail(error: BaseException) -> None:
     """Record what ended the program, and let the launcher know now, as exit handlers may take long."""
-    progress = sys.modules.get("lockstep.activity")
-    if progress is not None and progress.now.on_failure is not None:
-        progress.now.fail(error)
+    activity = sys.modules.get("lockstep.activity")
+    if activity is not None and activity.callbacks.on_failure is not None:
+        activity.now.fail(error)
     else:
         record(error)
 
@@ -302,10 +302,10 @@ def failure_file() -> str:
 
 def marks() -> dict[str, object]:
     """Return in which step this rank is, as far as it is known."""
-    progress = sys.modules.get("lockstep.activity")
-    if progress is None:
+    activity = sys.modules.get("lockstep.activity")
+    if activity is None:
         return {}
-    now = progress.now
+    now = activity.now
     return {"step": now.step, "phase": now.phase, "num_steps": now.num_steps}
 
 

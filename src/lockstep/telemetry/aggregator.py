@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lockstep.comm.store import StatusKeys
 from lockstep.telemetry.metrics import BucketFigures, EventFigures, RankFigures, Snapshot, SnapshotSink
-from lockstep.telemetry.run_record import Measured
+from lockstep.telemetry.run_record import Measured, RecordedStep, StepSeconds, seconds_between
 
 # One rank's figures between two looks at them: sums over its steps, and what its machine last said.
 
@@ -25,51 +25,30 @@ _MACHINE = (
 
 
 class Sums:
-    """Sums of what steps took. A part is known if every step knew it; `hidden_s` is known of some steps only."""
+    """Sums of what steps took; each part over the steps that knew it."""
 
     def __init__(self) -> None:
-        self.num_steps = self.num_hidden = self.num_exposed = 0
-        self.total_s = self.data_wait_s = self.forward_s = self.backward_s = self.optimizer_s = 0.0
-        self.exposed_s = self.copy_s = self.hidden_s = self.slowest_s = 0.0
-        self.has_copies = False
+        self.num_steps = 0
+        self.slowest_s = 0.0
+        self._sums = [0.0] * len(StepSeconds._fields)
+        self._counts = [0] * len(StepSeconds._fields)
 
-    def add(self, measured: Measured) -> None:
+    def add(self, took: StepSeconds) -> None:
         """Add a step."""
-        total_s, data_wait_s, forward_s, backward_s, optimizer_s, exposed_s, copy_s, hidden_s = measured
         self.num_steps += 1
-        self.total_s += total_s
-        self.data_wait_s += data_wait_s
-        self.forward_s += forward_s
-        self.backward_s += backward_s
-        self.optimizer_s += optimizer_s
-        if exposed_s is not None:
-            self.exposed_s += exposed_s
-            self.num_exposed += 1
-        if copy_s is not None:
-            self.copy_s += copy_s
-            self.has_copies = True
-        if hidden_s is not None:
-            self.hidden_s += hidden_s
-            self.num_hidden += 1
-        if total_s > self.slowest_s:
-            self.slowest_s = total_s
+        self.slowest_s = max(self.slowest_s, took.total_s)
+        for place, value in enumerate(took):
+            if value is not None:
+                self._sums[place] += value
+                self._counts[place] += 1
 
     def means(self) -> dict[str, float | None]:
         """Return the means by the names of `RankFigures`; empty if there was no step."""
-        count = self.num_steps
-        if not count:
+        if not self.num_steps:
             return {}
-        return {
-            "step_s": self.total_s / count,
-            "slowest_s": self.slowest_s,
-            "data_wait_s": self.data_wait_s / count,
-            "copy_s": self.copy_s / count if self.has_copies else None,
-            "forward_s": self.forward_s / count,
-            "backward_s": self.backward_s / count,
-            "exposed_s": self.exposed_s / count if self.num_exposed == count else None,
-            "hidden_s": self.hidden_s / self.num_hidden if self.num_hidden else None,
-            "optimizer_s": self.optimizer_s / count,
-        }
+        parts = zip(StepSeconds._fields, self._sums, self._counts, strict=True)
+        means = {name: total / count if count else None for name, total, count in parts}
+        return {"step_s": means.pop("total_s"), "slowest_s": self.slowest_s, **means}
 
 
 @dataclass
@@ -161,6 +140,27 @@ class RankMetrics:
         trips.sum_s += seconds
         trips.least_s, trips.most_s = min(trips.least_s, seconds), max(trips.most_s, seconds)
         trips.count += 1
+
+    def add_step(self, step: RecordedStep, took: StepSeconds) -> None:
+        """Take a step of this rank."""
+        counted = None if step.counted is None else float(step.counted)
+        self.step(
+            step.number,
+            took,
+            interval_s=step.interval_s,
+            num_samples=step.samples,
+            num_tokens=counted,
+            loss=step.loss,
+            learning_rate=step.learning_rate,
+            grad_norm=None if step.grad_norm is None else float(step.grad_norm),
+        )
+        for bucket in (each for reduction in step.reductions for each in reduction.buckets):
+            if bucket.sent is not None and bucket.done is not None:
+                self.bucket(bucket.position, bucket.size_bytes, seconds_between(bucket.sent, bucket.done))
+
+    def add_event(self, line: Mapping[str, Any]) -> None:
+        """Take a line of kind ``event``; ``metrics`` may be in it."""
+        self.event(line)
 
     def machine(self, line: Mapping[str, Any]) -> None:
         """Take a line of kind ``machine``."""

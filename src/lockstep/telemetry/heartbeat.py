@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 from lockstep import activity
 from lockstep.activity import name_of_bucket
 from lockstep.comm.network import set_keepalive
-from lockstep.telemetry.uncaught import ends_program
 
 # Modules that the program has imported already: what a rank is watched with imports none by itself.
 
@@ -282,7 +281,6 @@ class Lookout:
         pid = os.getpid()
         while os.getpid() == pid:
             time.sleep(_LOOKOUT_PERIOD_S)
-            look_for_error()
             if self._num_machines > 1:
                 self._look_for_groups()
 
@@ -293,27 +291,6 @@ class Lookout:
             if groups - self._groups:
                 set_keepalive()
             self._groups = groups
-
-
-def look_for_error() -> None:
-    """Tell of an exception that the main thread has in hand, if nobody will catch it."""
-    ident = threading.main_thread().ident or 0
-    error, now = _handled_exception(ident), activity.now
-    if error is None:
-        now.held_up = None
-        return
-    is_known = now.held_up is not None or now.failure is not None
-    if not is_known and ends_program(error, sys._current_frames().get(ident), passing=now.passing):
-        now.held_up = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        if now.on_failure is not None:
-            now.on_failure(error)
-
-
-def _handled_exception(ident: int) -> Exception | None:
-    """Return the exception that a thread is handling, in an ``except`` or ``finally`` block."""
-    found = sys._current_exceptions().get(ident)
-    error = found[1] if isinstance(found, tuple) else found
-    return error if isinstance(error, Exception) else None
 
 
 # In a rank: a thread that writes twice a second what the rank is doing, for the launcher's watchdog to read.
@@ -344,7 +321,7 @@ class Heartbeat:
     def __init__(self, run_dir: str, rank: int, *, patience_s: float) -> None:
         self._file = os.open(os.path.join(run_dir, f"beacon-{rank}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         self._stacks = open(os.path.join(run_dir, f"stacks-{rank}"), "w")  # noqa: SIM115 - open as long as the process
-        activity.now.mark = make_step_counter(run_dir, rank)
+        activity.now.step_counter = make_step_counter(run_dir, rank)
         self._num_bytes = 0
         self._recorded_after_ns = _RECORDED_AFTER * patience_s * 1e9
         self._last: tuple[Any, ...] = ()
@@ -358,7 +335,7 @@ class Heartbeat:
 
     def start(self) -> None:
         """Start the thread, and one that looks for what should be known sooner; they end with the process."""
-        activity.now.wants_pace = True
+        activity.callbacks.wants_pace = True
         self.write()
         threading.Thread(target=self._run, name="lockstep-beacon", daemon=True).start()
         Lookout().start()
@@ -388,7 +365,6 @@ class Heartbeat:
             "collective": self._collective or "",
             "handles": _handled(ident),
             "failure": now.failure,
-            "held_up": now.held_up,
             "uses_gpu": _uses_gpu(),
             "pace": now.pace,
             "devices": self._devices,

@@ -206,7 +206,6 @@ class RankState:
         collective: The last collective by torch's own record.
         handles: The exception that it is handling.
         failure: The exception that ended its part in the job, although its process goes on.
-        held_up: The exception that will end its program, while a ``finally`` holds it up.
         uses_gpu: Whether it has a CUDA context.
     """
 
@@ -226,7 +225,6 @@ class RankState:
     collective: str = ""
     handles: str = ""
     failure: str = ""
-    held_up: str = ""
     uses_gpu: bool = False
 
     @property

@@ -1,4 +1,8 @@
-"""A run as files: each rank's lines of JSON, what they mean, and who writes them."""
+"""A run as files: each rank's lines of JSON, what they mean, and the one recorder that writes them.
+
+`fit` and `monitor` both fill a `RecordedStep` and give it to a `StepRecorder`. Standard library only: marks of a CUDA
+device are used without being named, so that ``lockstep report`` reads records without importing torch.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,19 @@ import math
 import os
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from lockstep.errors import ConfigurationError
 
-# The names of everything that is recorded of a run. Files and dashboards depend on them: frozen by a test.
-#
-# docs/metrics.md explains each in a table that is compared with this one.
+Line = dict[str, Any]
+
+# --- the names of everything that is recorded: files and dashboards depend on them, docs/metrics.md explains them ----
 
 VERSION = 1
 """Grows when a name or a meaning changes, not when one is added."""
@@ -133,36 +139,258 @@ Event = Literal[
 """One of ``EVENTS``."""
 
 
-# What a step took, in seconds, whoever measured it.
+TIMELINE_FIRST, TIMELINE_STEPS = 4, 4
 
 
-class Measured(NamedTuple):
-    """Seconds of one step by what they went into; the names are those of ``STEP`` in names.py."""
+def has_timeline(step: int) -> bool:
+    """Return whether a step has a timeline, the same on every rank: four of 64, from step 4096 on ever fewer."""
+    period = max(64, 1 << (step.bit_length() - 6)) if step >= 4096 else 64
+    return (step - TIMELINE_FIRST) % period < TIMELINE_STEPS
+
+
+# --- what a step left behind -----------------------------------------------------------------------------------------
+
+Mark = Any
+"""A moment: of the host's clock (``time.perf_counter``), or a CUDA event on the stream that the work runs on."""
+
+PHASES = ("data_wait", "forward", "backward", "communication", "optimizer")
+"""What a step does, by the names of `RecordedStep.spans`; ``communication`` is waiting as a whole."""
+
+
+def seconds_between(start: Mark, end: Mark) -> float:
+    """Return the seconds from one mark to another, which are both of the host or both of a CUDA device."""
+    if isinstance(start, float):
+        return float(end - start)
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def _is_reached(mark: Mark | None) -> bool:
+    return mark is None or isinstance(mark, float) or bool(mark.query())
+
+
+@dataclass(slots=True)
+class BucketTimes:
+    """When a bucket's last gradient was there, when it was launched, and when it was reduced."""
+
+    position: int
+    size_bytes: int
+    ready: Mark
+    sent: Mark | None = None
+    done: Mark | None = None
+
+
+@dataclass(slots=True)
+class Reduction:
+    """What one backward exchanged.
+
+    Attributes:
+        buckets: In the order in which they were launched; empty unless the step has a timeline.
+        waited: From when this rank's own work was done, until all buckets were reduced.
+        exposed_s: What of that was waiting; None if it is all.
+    """
+
+    buckets: list[BucketTimes] = field(default_factory=list)
+    waited: tuple[Mark, Mark] | None = None
+    exposed_s: float | None = None
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the rank waited for communication after its own work."""
+        if self.exposed_s is not None:
+            return self.exposed_s
+        return 0.0 if self.waited is None else seconds_between(*self.waited)
+
+    def hidden_s(self, start: Mark) -> float | None:
+        """Return the time in which buckets were on their way while this rank still worked; ``start`` is the step's."""
+        if self.waited is None:
+            return None
+        until = seconds_between(start, self.waited[0])
+        hidden = reached = 0.0
+        for each in self.buckets:
+            if each.sent is not None and each.done is not None:
+                sent, done = seconds_between(start, each.sent), min(until, seconds_between(start, each.done))
+                # Buckets overlap: what two of them were on their way together counts once.
+                hidden += max(0.0, done - max(sent, reached))
+                reached = max(reached, done)
+        return hidden
+
+
+@dataclass(slots=True)
+class Number:
+    """A number of the step, here already or on its way from the device; see `RecordedStep.is_known`."""
+
+    value: Any
+    arrived: Mark | None = None
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+
+@dataclass(slots=True)
+class RecordedStep:
+    """A step of one rank: what the thread that trains leaves behind, mostly marks that are read later.
+
+    Attributes:
+        number: Counted from 0.
+        begin: The first mark.
+        began_at: When the host got there, by ``time.perf_counter``.
+        wall_s: The same in Unix time.
+        end: The last mark.
+        spans: What was seen of it, in order: phase, begin, end, and how long the host was in collectives meanwhile that
+            block it, those of the engine left out. What lies between spans is the script's own.
+        samples: Of the global batch.
+        losses: One for each micro-batch or one for all: the mean is recorded.
+        grad_norm, counted: Gradient norm before clipping; what the loss is a mean over if that is not samples.
+        learning_rate: Of the first parameter group.
+        reductions: Of an engine that reports what it waits for, one for each backward that it synchronised.
+        exposed_s: Of any other engine, how long backward waited for communication; None if that is not known.
+        copies: Begin and end of copies to the device, which run beside other work.
+        unseen: Phases that nobody could see; null in the record.
+        has_timeline: Whether each span and bucket is recorded; see `has_timeline`.
+        interval_s: From its beginning to that of the next step, or to what came between them.
+        hidden_s: Time in which buckets travelled beside backward, where torch's engine measures it.
+        owes_hidden: Whether it may yet do so, in the next forward.
+        is_skipped: Whether the gradient was not finite, and so there was no update.
+    """
+
+    number: int
+    begin: Mark
+    began_at: float
+    wall_s: float
+    end: Mark
+    spans: list[tuple[str, Mark, Mark, float]] = field(default_factory=list)
+    samples: int = 0
+    losses: list[Number] = field(default_factory=list)
+    grad_norm: Number | None = None
+    counted: Number | None = None
+    learning_rate: float | None = None
+    reductions: list[Reduction] = field(default_factory=list)
+    exposed_s: float | None = None
+    copies: Sequence[tuple[Mark, Mark]] = ()
+    unseen: frozenset[str] = frozenset()
+    has_timeline: bool = False
+    interval_s: float | None = None
+    hidden_s: float | None = None
+    owes_hidden: bool = False
+    is_skipped: bool = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the device has come to the end of all that is to be read. Does not block."""
+        if self.owes_hidden or not _is_reached(self.end):
+            return False
+        numbers = (*self.losses, self.grad_norm, self.counted)
+        if not all(_is_reached(number.arrived) for number in numbers if number is not None):
+            return False
+        return all(_is_reached(end) for _, end in self.copies)
+
+    @property
+    def loss(self) -> float | None:
+        """The mean of the losses, if there are any."""
+        return sum(map(float, self.losses)) / len(self.losses) if self.losses else None
+
+    def backward_waited_s(self) -> float | None:
+        """Return how long backward waited for communication after its own work; None if that is not known."""
+        return sum(each.waited_s for each in self.reductions) if self.reductions else self.exposed_s
+
+
+class StepSeconds(NamedTuple):
+    """Seconds of one step by what they went into; the names are those of ``STEP``. None is not known."""
 
     total_s: float
-    data_wait_s: float
-    forward_s: float
-    backward_s: float
-    optimizer_s: float
+    data_wait_s: float | None
+    forward_s: float | None
+    backward_s: float | None
+    optimizer_s: float | None
     exposed_s: float | None = None
     copy_s: float | None = None
     hidden_s: float | None = None
 
 
-PART_NAMES = {
-    "data_wait_s": "data wait",
-    "forward_s": "forward",
-    "backward_s": "backward",
-    "exposed_s": "waiting for gradients",
-    "optimizer_s": "optimizer",
-}
-"""What parts of a step are called in sentences."""
+Measured = StepSeconds  # until train/recording.py uses `StepRecorder`
 
 
-# Keeps the file of a long run small: each line of steps stands for more and more of them.
-#
-# The first ``SINGLY`` lines hold a step each, the next so many two, then four, and so on: a million steps take 60,000
-# lines. What was slow in between stays: the longest step is named.
+def measure(step: RecordedStep) -> StepSeconds:
+    """Return where the time of a step went, once it is known; waiting is taken out of the phases it happened in."""
+    seconds = dict.fromkeys(PHASES, 0.0)
+    in_collectives_s = 0.0
+    for phase, begin, end, waited_s in step.spans:
+        seconds[phase] += seconds_between(begin, end)
+        if phase != "communication":
+            seconds[phase] -= waited_s
+            in_collectives_s += waited_s
+    in_backward_s = step.backward_waited_s()
+    seconds["backward"] = max(0.0, seconds["backward"] - (in_backward_s or 0.0))
+    exposed_s = None if in_backward_s is None else in_backward_s + seconds["communication"] + in_collectives_s
+    hidden_s = step.hidden_s
+    if step.has_timeline and step.reductions:
+        known = [each for reduction in step.reductions if (each := reduction.hidden_s(step.begin)) is not None]
+        hidden_s = sum(known) if known else None
+    parts = {f"{phase}_s": None if phase in step.unseen else seconds[phase] for phase in PHASES}
+    del parts["communication_s"]
+    return StepSeconds(
+        total_s=seconds_between(step.begin, step.end),
+        **parts,
+        exposed_s=exposed_s,
+        copy_s=sum(seconds_between(*copy) for copy in step.copies) if step.copies else None,
+        hidden_s=hidden_s,
+    )
+
+
+def step_line(step: RecordedStep, took: StepSeconds, began_s: float, steps_per_epoch: int | None) -> Line:
+    """Return the line of kind ``step``."""
+    total_s = round(took.total_s, 7)
+    lasted_s = step.interval_s or total_s or 1e-9
+    counted = None if step.counted is None else float(step.counted)
+    return {
+        "kind": "step",
+        "step": step.number,
+        "num_steps": 1,
+        "epoch": round(step.number / steps_per_epoch, 6) if steps_per_epoch else None,
+        "time": round(began_s, 6),
+        "interval_s": _rounded(step.interval_s),
+        "slowest_s": total_s,
+        "slowest_step": step.number,
+        **{name: _rounded(value) for name, value in took._asdict().items()},
+        "loss": step.loss,
+        "learning_rate": step.learning_rate,
+        "grad_norm": None if step.grad_norm is None else float(step.grad_norm),
+        "samples": step.samples,
+        "samples_per_s": round(step.samples / lasted_s, 3),
+        "counts": counted,
+        "tokens_per_s": None if counted is None else round(counted / lasted_s, 3),
+    }
+
+
+def timeline_line(step: RecordedStep, began_s: float) -> Line:
+    """Return the line of kind ``timeline``."""
+
+    def since(mark: Mark) -> float:
+        return round(seconds_between(step.begin, mark), 7)
+
+    spans = [(phase, since(begin), since(end)) for phase, begin, end, _ in step.spans]
+    buckets = [each for reduction in step.reductions for each in reduction.buckets]
+    waited = step.reductions[-1].waited if step.reductions else None
+    return {
+        "kind": "timeline",
+        "step": step.number,
+        "time": round(began_s, 6),
+        "spans": [[phase, begin, end] for phase, begin, end in spans if end > begin],
+        "buckets": [
+            [each.position, each.size_bytes, since(each.ready), since(each.sent), since(each.done)]
+            for each in buckets
+            if each.sent is not None and each.done is not None
+        ],
+        "waited_from": None if waited is None else since(waited[0]),
+        "waited_until": None if waited is None else since(waited[1]),
+    }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 7)
+
+
+# --- long runs in small files, and steps that took far too long -------------------------------------------------------
 
 SINGLY = 8192
 
@@ -220,21 +448,28 @@ def merge_lines(lines: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-# Finds the steps that took far longer than those before.
+PART_NAMES = {
+    "data_wait_s": "data wait",
+    "forward_s": "forward",
+    "backward_s": "backward",
+    "exposed_s": "waiting for gradients",
+    "optimizer_s": "optimizer",
+}
+"""What parts of a step are called in sentences."""
 
 _TIMES, _LONGER_S, _AFTER, _MOST = 3.0, 0.005, 20, 200
 """A step is a spike if it takes so many times the median of those before, and so much longer; not among the first."""
 
 
 class OutlierSteps:
-    """Looks at each step in turn."""
+    """Finds the steps that took far longer than those before; asked of each in turn."""
 
     def __init__(self) -> None:
         self._totals: deque[float] = deque(maxlen=64)
         self._usual_s = 0.0
         self._num_steps = self._num_found = 0
 
-    def look(self, measured: Measured) -> str | None:
+    def check(self, measured: StepSeconds) -> str | None:
         """Return what to say of the next step if it is a spike."""
         total_s, usual_s = measured.total_s, self._usual_s
         self._num_steps += 1
@@ -248,57 +483,14 @@ class OutlierSteps:
         return found
 
 
-def describe_outlier(measured: Measured, usual_s: float) -> str:
+def describe_outlier(measured: StepSeconds, usual_s: float) -> str:
     """Say how long a step took, and in what most of it was."""
     part = max(PART_NAMES, key=lambda name: getattr(measured, name) or 0.0)
     text = f"took {measured.total_s * 1e3:.1f} ms, usually {usual_s * 1e3:.1f} ms; "
     return text + f"{(getattr(measured, part) or 0.0) * 1e3:.1f} ms of it {PART_NAMES[part]}"
 
 
-# The lines of steps on their way to the file: those that were far too long are told of, and many share a line.
-
-Line = dict[str, Any]
-
-TIMELINE_FIRST, TIMELINE_STEPS = 4, 4
-
-
-def has_timeline(step: int) -> bool:
-    """Return whether a step has a timeline, the same on every rank: four of 64, from step 4096 on ever fewer."""
-    period = max(64, 1 << (step.bit_length() - 6)) if step >= 4096 else 64
-    return (step - TIMELINE_FIRST) % period < TIMELINE_STEPS
-
-
-class StepLines:
-    """Takes the line of each step.
-
-    Args:
-        add: Gets those to write, and the event of a step that took far too long.
-    """
-
-    def __init__(self, add: Callable[[Line], None]) -> None:
-        self._add = add
-        self._thinner, self._spikes = Downsampler(), OutlierSteps()
-
-    def take(self, line: Line) -> None:
-        """Take the line of the next step."""
-        text = self._spikes.look(Measured(**{name: line[name] for name in Measured._fields}))
-        if text is not None:
-            self._add(spike_line(line["step"], line["time"], text))
-        if (ready := self._thinner.add(line)) is not None:
-            self._add(ready)
-
-    def close(self) -> None:
-        """Give what is held, if anything is."""
-        if (rest := self._thinner.rest()) is not None:
-            self._add(rest)
-
-
-def spike_line(step: int, time: float, text: str) -> Line:
-    """Return the event of a step, counted from 0, that began at ``time`` and took far too long."""
-    return {"kind": "event", "event": "spike", "step": step + 1, "time": time, "seconds": None, "text": text}
-
-
-# Appends lines of JSON to a file from a thread of its own: whoever has something to write never waits.
+# --- the file ---------------------------------------------------------------------------------------------------------
 
 FLUSH_S = 1.0
 _JOIN_S = 10.0
@@ -406,7 +598,181 @@ def _ends_in_newline(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-# A thread beside training that does something about once a second, and never harms what it watches.
+# --- the recorder -----------------------------------------------------------------------------------------------------
+
+_PIECE, _PIECE_PAUSE_S = 32, 0.001
+_BEHIND = 50_000
+"""So many steps in the queue, and there are no pauses any more."""
+
+
+class StepMetricsSink(Protocol):
+    """Takes what was measured besides the file; see `lockstep.telemetry.aggregator.RankMetrics`."""
+
+    def add_step(self, step: RecordedStep, took: StepSeconds) -> None:
+        """Take a step."""
+
+    def add_event(self, line: Line) -> None:
+        """Take an event."""
+
+
+class StepRecorder:
+    """Takes the steps and events of this rank to its file, and to the metrics of the run; for ``fit`` and ``monitor``.
+
+    [Note: in another thread]
+    The thread that trains only appends to a queue. Another one calls `drain` about once a second, checks whether the
+    device has come to a step's end, for which nobody ever waits, and works out what it took: a few steps at a time, for
+    while it runs Python, the thread that trains cannot.
+
+    Args:
+        writer: Of this rank's file; None if the run is not recorded.
+        metrics: Takes steps and events as well.
+        steps_per_epoch: None for a stream.
+    """
+
+    def __init__(
+        self,
+        writer: LineWriter | None,
+        metrics: StepMetricsSink | None = None,
+        *,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        self._writer, self._metrics, self._steps_per_epoch = writer, metrics, steps_per_epoch
+        self._queue: deque[RecordedStep | Line] = deque()
+        self._draining = threading.Lock()
+        self._downsampler, self._outliers = Downsampler(), OutlierSteps()
+        self._last_begin: tuple[Mark, float] | None = None
+
+    def add(self, step: RecordedStep) -> None:
+        """Take a step, whose figures the device may still owe. Does not block."""
+        self._queue.append(step)
+
+    def event(
+        self,
+        event: Event,
+        text: str,
+        *,
+        step: int,
+        time_s: float | None = None,
+        seconds: float | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Take an event. Does not block.
+
+        Args:
+            event: What it is.
+            text: What happened, in words.
+            step: Steps done by then.
+            time_s: When it began, in Unix time; now if None.
+            seconds: How long training stood still for it, if it did.
+            metrics: What an evaluation found.
+        """
+        began_s = time.time() if time_s is None else time_s
+        line = {"kind": "event", "event": event, "step": step, "time": began_s, "seconds": seconds, "text": text}
+        self._queue.append(line if metrics is None else {**line, "metrics": dict(metrics)})
+
+    @property
+    def last_step(self) -> RecordedStep | None:
+        """The last step in the queue, for whoever wants to wait for the device before the end."""
+        return next((item for item in reversed(self._queue) if isinstance(item, RecordedStep)), None)
+
+    def drain(self, *, at_once: bool = False) -> None:
+        """Record the steps that the device is done with, and the events between them. Does not wait for the device.
+
+        Args:
+            at_once: Record all events now, without pauses: it is the end. Steps that the device has not finished are
+                left out, for what has ended the run may have ended the device's work as well.
+        """
+        with self._draining:
+            count = 0
+            while self._queue:
+                item = self._queue[0]
+                if not isinstance(item, RecordedStep):
+                    self._record_event(item)
+                elif item.is_known:
+                    self._record_step(item)
+                elif not at_once:
+                    return
+                self._queue.popleft()
+                count += 1
+                if not at_once and count % _PIECE == 0 and len(self._queue) < _BEHIND:
+                    time.sleep(_PIECE_PAUSE_S)
+
+    def close(self) -> None:
+        """Write what is held, and close the file. Blocks some seconds at most, for the disk."""
+        if self._writer is not None:
+            if (rest := self._downsampler.rest()) is not None:
+                self._writer.add(rest)
+            self._writer.close()
+
+    def _record_step(self, step: RecordedStep) -> None:
+        took = measure(step)
+        if self._metrics is not None:
+            self._metrics.add_step(step, took)
+        if self._writer is not None:
+            began_s = self._begin_of(step, took.total_s)
+            line = self._downsampler.add(step_line(step, took, began_s, self._steps_per_epoch))
+            if line is not None:
+                self._writer.add(line)
+            if step.has_timeline:
+                self._writer.add(timeline_line(step, began_s))
+        if (text := self._outliers.check(took)) is not None:
+            event = {"event": "spike", "step": step.number + 1, "time": step.wall_s, "seconds": None, "text": text}
+            self._record_event({"kind": "event", **event})
+
+    def _record_event(self, line: Line) -> None:
+        if self._metrics is not None:
+            self._metrics.add_event(line)
+        if self._writer is not None:
+            self._writer.add({"kind": "event", **{name: line[name] for name in EVENT}})
+        if line["seconds"] is not None:
+            self._last_begin = None  # the device has come to rest: the host's clock tells when the next step begins
+
+    def _begin_of(self, step: RecordedStep, total_s: float) -> float:
+        """Return when a step began, in Unix time of this host; asked for each step in order.
+
+        On CUDA a step begins when the device gets to it, which may be long after the host has asked for it. Times of
+        the device are differences of events, so each beginning is that of the step before plus the difference; never
+        earlier than the host asked for it, and never later than the host saw it done.
+        """
+        if isinstance(step.begin, float):
+            return step.wall_s + (step.begin - step.began_at)
+        began_s = step.wall_s
+        if self._last_begin is not None:
+            before, before_s = self._last_begin
+            began_s = max(began_s, min(before_s + seconds_between(before, step.begin), time.time() - total_s))
+        self._last_begin = step.begin, began_s
+        return began_s
+
+
+class StepLines:
+    """Takes the line of each step.
+
+    Args:
+        add: Gets those to write, and the event of a step that took far too long.
+    """
+
+    def __init__(self, add: Callable[[Line], None]) -> None:
+        self._add = add
+        self._thinner, self._spikes = Downsampler(), OutlierSteps()
+
+    def take(self, line: Line) -> None:
+        """Take the line of the next step."""
+        text = self._spikes.check(Measured(**{name: line[name] for name in Measured._fields}))
+        if text is not None:
+            self._add(spike_line(line["step"], line["time"], text))
+        if (ready := self._thinner.add(line)) is not None:
+            self._add(ready)
+
+    def close(self) -> None:
+        """Give what is held, if anything is."""
+        if (rest := self._thinner.rest()) is not None:
+            self._add(rest)
+
+
+def spike_line(step: int, time: float, text: str) -> Line:
+    """Return the event of a step, counted from 0, that began at ``time`` and took far too long."""
+    return {"kind": "event", "event": "spike", "step": step + 1, "time": time, "seconds": None, "text": text}
+
 
 PERIOD_S = 1.0
 _FIRST_S = 0.3

@@ -222,13 +222,13 @@ def step_line(pending: Pending, measured: Measured, began_s: float, steps_per_ep
         "total_s": total_s,
         "slowest_s": total_s,
         "slowest_step": record.step,
-        "data_wait_s": round(measured.data_wait_s, 7),
+        "data_wait_s": _short(measured.data_wait_s),
         "copy_s": _short(measured.copy_s),
-        "forward_s": round(measured.forward_s, 7),
-        "backward_s": round(measured.backward_s, 7),
+        "forward_s": _short(measured.forward_s),
+        "backward_s": _short(measured.backward_s),
         "exposed_s": _short(measured.exposed_s),
         "hidden_s": _short(measured.hidden_s),
-        "optimizer_s": round(measured.optimizer_s, 7),
+        "optimizer_s": _short(measured.optimizer_s),
         "loss": values.loss,
         "learning_rate": pending.learning_rate,
         "grad_norm": values.grad_norm,
@@ -547,7 +547,7 @@ class Recorder:
                     self._figures.bucket(stamp.position, stamp.size_bytes, seconds_between(stamp.sent, stamp.done))
         if self._file is not None:
             self._file.step(pending._replace(interval_s=interval_s), measured)
-        if (text := self._spikes.look(measured)) is not None:
+        if (text := self._spikes.check(measured)) is not None:
             self._take_event(spike_line(record.step, pending.wall_s, text))
 
     def _take_event(self, line: dict[str, Any]) -> None:
@@ -989,22 +989,22 @@ class SlowRanks:
         self._teller = StragglerReporter(self._tell)
         self._number = 0
         self._records: list[tuple[StepRecord, list[tuple[object, object]]]] = []
-        self._launcher_asked, activity.now.wants_pace = activity.now.wants_pace, False
+        self._launcher_asked, activity.callbacks.wants_pace = activity.callbacks.wants_pace, False
 
     def close(self) -> None:
         """Leave the comparison to the launcher again, if it asked for it before."""
-        activity.now.wants_pace, activity.now.waits = self._launcher_asked, None
+        activity.callbacks.wants_pace, activity.callbacks.waits = self._launcher_asked, None
 
     def before_step(self) -> None:
         """Have the engine say when this rank's own work is done, if the step is one that is looked at."""
-        activity.now.waits = [] if self._group is not None and is_looked_at(self._number) else None
+        activity.callbacks.waits = [] if self._group is not None and is_looked_at(self._number) else None
 
     def after_step(self, record: StepRecord) -> None:
         """Take what the step took. Collective after some steps, the same on every rank: every rank of the group.
 
         Blocks then until the device has come to the end of the step.
         """
-        waits, activity.now.waits = activity.now.waits, None
+        waits, activity.callbacks.waits = activity.callbacks.waits, None
         if waits:  # engines that do not say what they wait for cannot be compared
             self._records.append((record, waits))
         if self._group is not None and ends_window(self._number):

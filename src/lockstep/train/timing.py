@@ -287,7 +287,7 @@ def compute_end_marked(loss: Tensor, watch: Stopwatch) -> Iterator[None]:
     its last bucket leaves, to wait for all of them; here it is asked for when backward begins, so that is before the
     wait. Does nothing if nobody wants to know.
     """
-    waits = activity.now.waits
+    waits = activity.callbacks.waits
     if waits is None:
         yield
         return
@@ -310,15 +310,15 @@ def compute_end_marked(loss: Tensor, watch: Stopwatch) -> Iterator[None]:
 
 def mark_compute_end(watch: Stopwatch) -> None:
     """Tell `progress` that this rank's own work is known, as what it waits for has a lap of its own or is counted."""
-    if activity.now.waits is not None:
+    if activity.callbacks.waits is not None:
         now = watch.mark()
-        activity.now.waits.append((now, now))
+        activity.callbacks.waits.append((now, now))
 
 
 @contextmanager
 def compute_end_unknown(watch: Stopwatch) -> Iterator[None]:
     """Within, this rank works and waits in turns that nobody can tell apart: all of it may have been waiting."""
-    waits = activity.now.waits
+    waits = activity.callbacks.waits
     began = None if waits is None else watch.mark()
     yield
     if waits is not None:

@@ -72,14 +72,14 @@ class PaceClock:
         """Take notice that backward is over: all gradients are there, and what is left of them leaves now."""
         if self._step is not None:
             self._note()
-        if activity.now.waits is not None and not is_capturing(self._device):
+        if activity.callbacks.waits is not None and not is_capturing(self._device):
             self._ready = self._mark(), activity.now.waited_s
 
     def end(self) -> None:
         """Take notice that all gradients are reduced: the step is over."""
-        if self._ready is not None and activity.now.waits is not None:
+        if self._ready is not None and activity.callbacks.waits is not None:
             mark, waited_s = self._ready
-            activity.now.waits.append((mark, self._mark()))
+            activity.callbacks.waits.append((mark, self._mark()))
             activity.now.waited_s = waited_s  # what was waited since is said already
         if not self._publishes():
             return
@@ -99,7 +99,7 @@ class PaceClock:
     def _publishes(self) -> bool:
         """Tell whether the launcher asks for this rank's pace, and this is the first wrapper in it that trains."""
         global _publisher
-        if not activity.now.wants_pace or activity.now.waits is not None:
+        if not activity.callbacks.wants_pace or activity.callbacks.waits is not None:
             return False
         if _publisher() is None:
             _publisher = weakref.ref(self)
