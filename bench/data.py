@@ -1,13 +1,13 @@
 """Loading from files that are larger than the process: its memory over time, and throughput against the peers' loaders.
 
-Writes 3 GiB of files to a temporary folder, and removes them: tokens, tar shards of arrays, rows of Parquet.
+Writes 2.5 GiB of files to a temporary folder, and removes them: tokens, rows of Parquet.
 
 Memory: a process of its own for each loader reads all of its files once, in batches, in shuffled order where the loader
 can. The figures are MiB of its resident set above that after the first batches, at tenths of the way.
 
 Throughput: every round takes a few batches from each loader, in an order that rotates, so that whatever else the
 machine does hits all alike. Milliseconds a batch, and the time divided by ours in the same round: above 1 we are
-faster. Median and quartiles. All loaders give the same tensors, shuffled (webdataset: within a buffer of 1000 samples).
+faster. Median and quartiles. All loaders give the same tensors, shuffled.
 Files are in the page cache, but for the last table: there it was dropped, and the same loader reads in shuffled and in
 file order.
 
@@ -15,14 +15,11 @@ Usage: python bench/data.py [--rounds N] [--megabytes N]
 """
 
 import argparse
-import importlib.util
-import io
 import json
 import os
 import statistics
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -37,36 +34,24 @@ import torch
 from pyarrow import parquet
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep.data import TarShards, TokenFiles, open_tables
+from lockstep.data import TokenFiles
 from lockstep.data.loader import LoadOptions, Request, TrainRequests, load
 from lockstep.data.order import BatchSplit, GlobalOrder
 
-LENGTH, BATCH, NUM_SHARDS = 1024, 32, 4
-ARRAY = (16, 1024)  # of float32: 64 KiB
+LENGTH, BATCH = 1024, 32
 ROW = 256  # floats of a row
 BATCHES_A_ROUND = 40
-COLD_ROUNDS = 5  # fewer batches than the tar shards hold
+COLD_ROUNDS = 5
 MIB = 2**20
 
 
 def write(folder: Path, megabytes: int) -> None:
-    """Write ``megabytes`` of tokens, a quarter of that of arrays in tar shards, and an eighth of rows."""
+    """Write ``megabytes`` of tokens, and an eighth of rows."""
     generator = np.random.default_rng(0)
     block = generator.integers(0, 50_000, MIB // 2, dtype=np.uint16).tobytes()
     with (folder / "tokens.bin").open("wb") as file:
         for _ in range(megabytes):
             file.write(block)
-    array = io.BytesIO()
-    np.save(array, generator.standard_normal(ARRAY, dtype=np.float32))
-    number, per_shard = 0, megabytes // 4 * MIB // NUM_SHARDS // len(array.getvalue())
-    for shard in range(NUM_SHARDS):
-        with tarfile.open(folder / f"{shard}.tar", "w") as archive:
-            for _ in range(per_shard):
-                for field, data in (("npy", array.getvalue()), ("cls", str(number % 10).encode())):
-                    info = tarfile.TarInfo(f"{number:07d}.{field}")
-                    info.size = len(data)
-                    archive.addfile(info, io.BytesIO(data))
-                number += 1
     num_rows = megabytes // 8 * MIB // (4 * ROW)
     schema = pyarrow.schema([("x", pyarrow.list_(pyarrow.float32(), ROW)), ("y", pyarrow.int64())])
     with parquet.ParquetWriter(folder / "rows.parquet", schema, compression="none") as file:
@@ -76,8 +61,7 @@ def write(folder: Path, megabytes: int) -> None:
             y = pyarrow.array(range(first, first + 4096), pyarrow.int64())
             file.write_table(pyarrow.table([x, y], schema))
     datasets.disable_progress_bars()
-    open_tables(folder / "rows.parquet", cache=folder / "cache")
-    TarShards(folder / "*.tar")
+    rows_of(folder)
 
 
 class MappedTokens(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -94,16 +78,6 @@ class MappedTokens(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         """Return a window, and the same one token later."""
         window = torch.from_numpy(self.tokens[index * LENGTH : (index + 1) * LENGTH + 1].astype(np.int64))
         return window[:-1], window[1:]
-
-
-def pair(sample: dict[str, Any]) -> tuple[torch.Tensor, int]:
-    """Return what to train on of a sample of the tar shards."""
-    return sample["npy"], sample["cls"]
-
-
-def web_pair(sample: tuple[bytes, bytes]) -> tuple[torch.Tensor, int]:
-    """Return the same of webdataset's undecoded tuple."""
-    return torch.from_numpy(np.load(io.BytesIO(sample[0]))), int(sample[1])
 
 
 def ours(samples: Any, workers: int, shuffle: bool = True) -> Iterator[Any]:
@@ -124,14 +98,10 @@ def torchs(samples: Any, workers: int) -> Iterator[Any]:
         yield from loader
 
 
-def webdatasets(folder: Path, workers: int) -> Iterator[Any]:
-    """Load tar shards with webdataset."""
-    import webdataset
-
-    files = [str(path) for path in sorted(folder.glob("*.tar"))]
-    stream = webdataset.WebDataset(files, shardshuffle=NUM_SHARDS, empty_check=False, seed=0).shuffle(1000)
-    stream = stream.to_tuple("npy", "cls").map(web_pair).repeat()
-    return iter(DataLoader(stream, BATCH, num_workers=workers))
+def rows_of(folder: Path) -> Any:
+    """Return the rows of the Parquet file, as tensors."""
+    path, cache = str(folder / "rows.parquet"), str(folder / "cache")
+    return datasets.Dataset.from_parquet(path, cache_dir=cache).with_format("torch")
 
 
 Open = Callable[[Path, int], Iterator[Any]]
@@ -140,35 +110,19 @@ GROUPS: dict[str, dict[str, Open]] = {
         "TokenFiles": lambda folder, workers: ours(TokenFiles(folder / "tokens.bin", length=LENGTH), workers),
         "DataLoader over np.memmap": lambda folder, workers: torchs(MappedTokens(folder / "tokens.bin"), workers),
     },
-    f"tar: {BATCH} arrays of 64 KiB with a label": {
-        "TarShards": lambda folder, workers: ours(TarShards(folder / "*.tar", transform=pair), workers),
-        "webdataset": webdatasets,
-    },
     f"Parquet: {BATCH} rows of {ROW} floats": {
-        "open_tables in fit": lambda folder, workers: ours(
-            open_tables(folder / "rows.parquet", cache=folder / "cache"), workers
-        ),
-        "DataLoader over datasets": lambda folder, workers: torchs(
-            open_tables(folder / "rows.parquet", cache=folder / "cache"), workers
-        ),
+        "datasets in fit": lambda folder, workers: ours(rows_of(folder), workers),
+        "DataLoader over datasets": lambda folder, workers: torchs(rows_of(folder), workers),
     },
 }
 LOADERS = {name: make for group in GROUPS.values() for name, make in group.items()}
-NEEDS = {"webdataset": "webdataset"}
-"""Module that a loader needs; it is left out where that is not installed."""
-
-
-def usable(name: str) -> bool:
-    return name not in NEEDS or importlib.util.find_spec(NEEDS[name]) is not None
 
 
 def num_batches(name: str, folder: Path) -> int:
     """Return how many batches the files hold that a loader reads."""
     if name in ("TokenFiles", "DataLoader over np.memmap"):
         return len(MappedTokens(folder / "tokens.bin")) // BATCH
-    if name in ("TarShards", "webdataset"):
-        return len(TarShards(folder / "*.tar")) // BATCH
-    return len(open_tables(folder / "rows.parquet", cache=folder / "cache")) // BATCH
+    return len(rows_of(folder)) // BATCH
 
 
 def stream(name: str, folder: Path) -> None:
@@ -185,13 +139,13 @@ def stream(name: str, folder: Path) -> None:
 
 
 def memory_table(folder: Path) -> None:
-    files = {"TokenFiles": "tokens.bin", "TarShards": "*.tar", "open_tables in fit": "rows.parquet"}
+    files = {"TokenFiles": "tokens.bin", "datasets in fit": "rows.parquet"}
     print("memory: MiB of the resident set above the start, at tenths of the way")
     print(f"{'':28}{'start':>7}" + "".join(f"{10 * tenth:>6}%" for tenth in range(11)))
     for group in GROUPS.values():
         pattern = files[next(iter(group))]
         print(f"{sum(path.stat().st_size for path in folder.glob(pattern)) / MIB:,.0f} MiB in {pattern}")
-        for name in filter(usable, group):
+        for name in group:
             command = [sys.executable, __file__, "--stream", name, str(folder)]
             done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
             found = json.loads(done.stdout)
@@ -248,16 +202,12 @@ def main() -> None:
             print(f"{'':28}{'ms a batch':>10}{'time / ours':>14}   quartiles")
             for title, group in GROUPS.items():
                 print(title)
-                race({name: make(folder, workers) for name, make in group.items() if usable(name)}, args.rounds)
+                race({name: make(folder, workers) for name, make in group.items()}, args.rounds)
         print(f"\norder of reading, page cache dropped before, {COLD_ROUNDS} rounds of {BATCHES_A_ROUND} batches")
         print(f"{'':28}{'ms a batch':>10}{'time / file order':>18}   quartiles")
-        for title, samples in (
-            ("tokens", TokenFiles(folder / "tokens.bin", length=LENGTH)),
-            ("tar", TarShards(folder / "*.tar", transform=pair)),
-        ):
-            print(title)
-            drop_cache(folder)
-            race({"file order": ours(samples, 0, shuffle=False), "shuffled": ours(samples, 0)}, COLD_ROUNDS)
+        samples = TokenFiles(folder / "tokens.bin", length=LENGTH)
+        drop_cache(folder)
+        race({"file order": ours(samples, 0, shuffle=False), "shuffled": ours(samples, 0)}, COLD_ROUNDS)
 
 
 if __name__ == "__main__":

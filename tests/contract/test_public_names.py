@@ -40,7 +40,7 @@ def test_public_name_exists_and_is_documented(name):
     assert name in dir(lockstep)
 
 
-DATA_NAMES = {"TarShards", "TokenFiles", "open_tables"}
+DATA_NAMES = {"TokenFiles"}
 
 
 def test_names_of_data_sets_are_frozen():

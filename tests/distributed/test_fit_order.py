@@ -109,16 +109,3 @@ def test_dropout_differs_between_shares_and_is_the_same_again(ranks):
     once, again = ranks(2)(run), ranks(2)(run)
     assert once == again
     assert len({number for rank in once for step in rank for number in step}) == 2 * 2 * 3
-
-
-def test_the_search_for_loader_processes_keeps_the_ranks_together(ranks):
-    def run(world):
-        from lockstep.data import auto_workers
-
-        auto_workers._WINDOW_S, auto_workers.num_cores = 0.0, lambda num_processes: 2
-        return train(world, "ddp", None, 40, {"workers": "auto"}, 50)
-
-    whole, _ = train(None, "single", None, 40, {}, 50)
-    results = ranks(2)(run)
-    for step, rows in enumerate(whole):
-        assert torch.equal(torch.cat([steps[step] for steps, _ in results]), rows)

@@ -1,9 +1,7 @@
 """Files and streams in training: each sample once an epoch, in the same steps on any ranks and loader processes."""
 
-import io
 import os
 import random
-import tarfile
 from itertools import chain
 
 import numpy as np
@@ -13,7 +11,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import lockstep
-from lockstep.data import TarShards, TokenFiles, open_tables
+from lockstep.data import TokenFiles
 from lockstep.errors import ConfigurationError, DataError
 from tests.training import make_task, samples
 
@@ -33,20 +31,6 @@ def first_token(window):
     return window[0][0].item() // 4
 
 
-def write_tar(folder):
-    for shard, numbers in enumerate((range(7), range(7, 8), range(8, 41))):
-        with tarfile.open(folder / f"{shard}.tar", "w") as archive:
-            for number in numbers:
-                info = tarfile.TarInfo(f"{number:03d}.cls")
-                info.size = len(data := str(number).encode())
-                archive.addfile(info, io.BytesIO(data))
-    return lambda: TarShards(folder / "{0..2}.tar", transform=number_field)
-
-
-def number_field(sample):
-    return sample["cls"]
-
-
 class _Numbered(torch.utils.data.Dataset):
     """What identifies each sample."""
 
@@ -64,8 +48,8 @@ def write_parquet(folder):
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
     datasets.Dataset.from_dict({"number": list(range(NUM_SAMPLES))}).to_parquet(folder / "0.parquet")
-    open_tables(folder / "0.parquet", cache=folder / "cache")
-    return lambda: _Numbered(open_tables(folder / "0.parquet", cache=folder / "cache"), number_column)
+    rows = datasets.Dataset.from_parquet(str(folder / "0.parquet"), cache_dir=str(folder / "cache"))
+    return lambda: _Numbered(rows.with_format("torch"), number_column)
 
 
 def number_column(row):
@@ -130,7 +114,6 @@ class Resumable(Shuffled):
 
 KINDS = {
     "tokens": write_tokens,
-    "tar": write_tar,
     "parquet": write_parquet,
     "parquet-stream": write_parquet_stream,
     "stream": lambda folder: Shuffled,

@@ -1,10 +1,9 @@
-"""Loading for CUDA: samples that cannot be read, and the search for loader processes. Skips itself without a GPU."""
+"""Loading for CUDA: samples that cannot be read. Skips itself without a GPU."""
 
 import pytest
 import torch
 
 import lockstep
-from lockstep.data import auto_workers
 from lockstep.errors import DataError
 from tests.distributed.test_fit_bad_samples import BAD, TEXT, Damaged
 from tests.training import make_task
@@ -29,10 +28,3 @@ def test_they_stop_the_run_even_in_its_last_step(strategy, steps, tmp_path):
         lockstep.fit(task, strategy=strategy, steps=steps, checkpoint=tmp_path, checkpoint_every=2, quiet=True)
     assert str(error.value) == TEXT
     assert not list(tmp_path.glob("step-*")), "nothing is kept of the step that lacks a sample"
-
-
-def test_the_search_for_loader_processes_changes_nothing_else(monkeypatch):
-    monkeypatch.setattr(auto_workers, "_WINDOW_S", 0.0)
-    task = make_task()
-    found = lockstep.fit(task, strategy="ddp", steps=40, workers="auto", quiet=True)
-    assert found.losses == lockstep.fit(task, strategy="ddp", steps=40, quiet=True).losses

@@ -24,7 +24,7 @@ def file(tmp_path, monkeypatch):
 
 def test_every_kind_of_setting_comes_back_as_it_was_written(file):
     values = {
-        "workers": "auto",
+        "workers": 2,
         "accumulate": 4,
         "base_batch_size": 8,
         "shares": [2, 1.5],
@@ -44,7 +44,7 @@ def test_every_kind_of_setting_comes_back_as_it_was_written(file):
         ("workers = 2\nworker = 3\n", "line 2: there is no setting 'worker'.\n    worker = 3\nDid you mean workers?"),
         (
             "\n[workers]\nnumber = 1\n",
-            "line 2: workers={'number': 1} is not allowed.\n    [workers]\nGive a whole number of at least 0, or auto.",
+            "line 2: workers={'number': 1} is not allowed.\n    [workers]\nGive a whole number of at least 0.",
         ),
         (
             "[loop]\nworkers = 1\n",

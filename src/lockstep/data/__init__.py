@@ -1,26 +1,18 @@
-"""Data sets for files that are larger than memory. They are loaded on first use."""
+"""Data sets for files that are larger than memory, loaded on first use: ``import lockstep.data`` imports no torch."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.data.tables import open_tables as open_tables
-    from lockstep.data.tar import TarShards as TarShards
     from lockstep.data.tokens import TokenFiles as TokenFiles
 
-__all__ = ["TarShards", "TokenFiles", "open_tables"]
-
-_HOMES = {
-    "TarShards": "lockstep.data.tar",
-    "TokenFiles": "lockstep.data.tokens",
-    "open_tables": "lockstep.data.tables",
-}
+__all__ = ["TokenFiles"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'lockstep.data' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    value = getattr(import_module("lockstep.data.tokens"), name)
     globals()[name] = value
     return value
 

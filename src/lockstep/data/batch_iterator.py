@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from lockstep.data.auto_workers import Agree, WorkerSearch, WorkerTuner
 from lockstep.data.loader import LoadOptions, MicroBatch, StreamNote, TrainRequests, load
 from lockstep.data.order import BatchSplit, GlobalOrder
 from lockstep.data.stream import StreamOrder, StreamPosition, load_stream, unfit
@@ -170,8 +167,6 @@ class BatchIterator:
         division: Which of them fall to this process.
         how: How they are loaded.
         devices: Where each share of this process goes.
-        search: Decides how many loader processes there are, if ``how`` does not.
-        agree: See `WorkerTuner`.
 
     Attributes:
         copies: Gets the beginning and the end of each copy to a CUDA device, if a list is put there before the first.
@@ -184,9 +179,6 @@ class BatchIterator:
         division: BatchSplit,
         how: LoadOptions,
         devices: Sequence[torch.device],
-        *,
-        search: WorkerSearch | None = None,
-        agree: Agree | None = None,
     ) -> None:
         self._samples, self._order, self._division, self._how = samples, order, division, how
         self._devices = dict(zip(division.shares, devices, strict=False))  # torch's DataParallel has one share only
@@ -195,37 +187,14 @@ class BatchIterator:
         self._note: StreamNote | None = None
         self._batches: Iterator[MicroBatch] | None = None
         self._step = 0
-        self._tuner = None if search is None else WorkerTuner(search, self._now, agree)
 
     @property
     def workers(self) -> int:
         """The number of loader processes."""
         return self._how.workers
 
-    def begin_step(self) -> None:
-        """Note that a step begins. Waits for the devices while the number of loader processes is looked for."""
-        if self._tuner is not None:
-            self._tuner.begin_step()
-
-    def end_step(self) -> list[str]:
-        """Note that a step is over; return what there is to say of it: the number of loader processes once found.
-
-        Collective while that is looked for: every rank. Waits for the devices then.
-        """
-        if self._tuner is None:
-            return []
-        search = self._tuner.search
-        if self._tuner.end_step():
-            self._how = replace(self._how, workers=search.current.workers, ahead=search.current.ahead)
-            self._go_on_at(self._step + 1, self._state())
-        if not search.is_done:
-            return []
-        self._tuner = None
-        return [search.describe()]
-
     def next(self) -> MicroBatch:
         """Return the next micro-batch, on the devices. Starts the loader's processes if there are none yet."""
-        began_at = time.perf_counter()
         if self._batches is None:
             batches = self._open()
             self._batches = Prefetcher(batches, self._devices, self.copies) if self._on_cuda else batches
@@ -233,15 +202,12 @@ class BatchIterator:
         self._note, self._step = batch.note, batch.step
         if not self._on_cuda:
             batch = to_device(batch, self._devices)
-        self._count_wait(began_at)
         return batch
 
     def prefetch(self) -> None:
         """Start to copy the next micro-batch to CUDA devices, beside what they are computing; nothing on others."""
         if isinstance(self._batches, Prefetcher):
-            began_at = time.perf_counter()
             self._batches.start_next()
-            self._count_wait(began_at)
 
     def seek(self, step: int, state: dict[str, Any] | None = None) -> None:
         """Go on with ``step``, counted from 0 over all epochs.
@@ -251,8 +217,6 @@ class BatchIterator:
             state: Of a stream, what `state` returned behind the step before.
         """
         self._go_on_at(step, state)
-        if isinstance(self._order, StreamOrder) and step and state is None:
-            self._tuner = None  # each change would read all that came before
 
     def divide(self, division: BatchSplit, step: int) -> None:
         """Divide global batches otherwise, from ``step`` on, whose micro-batches come next. Not for streams."""
@@ -290,16 +254,6 @@ class BatchIterator:
     def _state(self) -> dict[str, Any] | None:
         """Return where the stream says that it stands, be it of use or not."""
         return None if self._note is None or self._note.state is None else pickle.loads(self._note.state)
-
-    def _count_wait(self, began_at: float) -> None:
-        if self._tuner is not None:
-            self._tuner.waited(time.perf_counter() - began_at)
-
-    def _now(self) -> float:
-        if self._on_cuda:
-            for device in set(self._devices.values()):
-                torch.cuda.synchronize(device)
-        return time.perf_counter()
 
     @property
     def _on_cuda(self) -> bool:

@@ -256,9 +256,7 @@ class Settings:
         Sequence[float] | None,
         Flag("Sizes of the devices' parts of a global batch, relative to each other; the same if not given.", "N,N,.."),
     ] = None
-    workers: Annotated[
-        int | Literal["auto"], Flag("Processes per rank that load samples; auto tries how many pay.", "N|auto", 0)
-    ] = 0
+    workers: Annotated[int, Flag("Processes per rank that load samples.", "N", 0)] = 0
     prefetch: Annotated[
         int | None, Flag("Micro-batches that each loader process loads ahead; 2 if not given.", "N", 1)
     ] = None

@@ -16,7 +16,6 @@ from torch.utils.data import IterableDataset
 from lockstep import activity
 from lockstep.comm.collectives import Group, all_gather_object
 from lockstep.comm.world import World
-from lockstep.data.auto_workers import search_for
 from lockstep.data.batch_iterator import BatchIterator
 from lockstep.data.loader import LoadOptions, MicroBatch
 from lockstep.data.order import BatchSplit
@@ -28,7 +27,7 @@ from lockstep.train.bad_samples import BadSamples
 from lockstep.train.memory import MemoryGuard, advise, divided_as, guard_memory
 from lockstep.train.model_state import check_identity, full_state_dict, identity_of, load_into
 from lockstep.train.nonfinite import GuardContext, NonFiniteGuard, Replay
-from lockstep.train.plan import PER_PROCESS, make_plan
+from lockstep.train.plan import make_plan
 from lockstep.train.reproducible import (
     Arithmetic,
     describe_machine,
@@ -322,12 +321,9 @@ class Trainer:
         self.samples = build_dataset(task)
         num_samples = None if isinstance(self.samples, IterableDataset) else len(self.samples)
         self.plan = make_plan(task, settings, division, num_samples=num_samples)
-        how = self.load_options(task, 0 if settings.workers == "auto" else settings.workers)
+        how = self.load_options(task, settings.workers)
         places = self.devices if shards is None else shards.spread(self.devices)
-        search = search_for(settings.workers, world.local_world_size if strategy in PER_PROCESS else 1)
-        self.feed = BatchIterator(
-            self.samples, self.plan.order, division, how, places, search=search, agree=self._gather
-        )
+        self.feed = BatchIterator(self.samples, self.plan.order, division, how, places)
         self._seeds.all(INIT)
         self._model = build_model(task).to("cpu" if strategy == "fsdp" else self.device).train()
         objective = Objective(task, settings.precision)
@@ -415,7 +411,6 @@ class Trainer:
         activity.now.step = self.num_steps_done
         self.bad_samples.begin_step()
         self.finite.begin_step(self.num_steps_done, self._updater.num_updates)
-        self.feed.begin_step()
         watch = Stopwatch(self.device, follow_phases())
         self._updater.begin()
         tally, num_samples = self._compute(watch)
@@ -434,7 +429,7 @@ class Trainer:
         self.num_steps_done += 1
         if self._sync:
             self.drift.after_step(self.num_steps_done)
-        self.remarks += self.feed.end_step() + remarks_of(self._strategy.gradients)
+        self.remarks += remarks_of(self._strategy.gradients)
         return record
 
     def _compute(self, watch: Stopwatch) -> tuple[StepMetrics, int]:

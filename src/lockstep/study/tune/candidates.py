@@ -113,8 +113,6 @@ def can_be_had(base: Values, changes: Mapping[str, Any]) -> bool:
 
 def _loading(base: Values, known: Known) -> list[Values] | str:
     now = value_of(base, "workers")
-    if now == "auto":
-        return "workers auto looks for the number by itself"
     if now == 0 and known.wait_share is not None and known.wait_share < _HARDLY:
         most = 1 / (1 - known.wait_share)
         return f"a step waits for data {known.wait_share:.1%} of its time: no more than {most:.2f} times to gain"

@@ -189,8 +189,8 @@ def _workers(facts: CoreFacts) -> Finding:
         f"{plural(facts.ranks, 'rank')} with {plural(facts.workers, 'loader worker')} each are {processes} processes "
         f"for {facts.usable:g} cores: {facts.usable / processes:.2g} of a core for each.",
         "Workers take time from the ranks that they load for, and one slow rank makes all wait.",
-        "Use fewer, or let the run find out how many pay.",
-        f"lockstep train TASK.py --workers auto  # or num_workers={fitting} in a script",
+        "Use fewer.",
+        f"lockstep train TASK.py --workers {fitting}  # or num_workers={fitting} in a script",
     )
 
 
