@@ -132,7 +132,7 @@ class LoaderDied(LockstepError):
 
 
 class OutOfMemory(LockstepError):
-    """A rank ran out of memory, and its micro-batches cannot be smaller; has each rank's memory."""
+    """A rank ran out of memory in forward or backward; has its memory, and the micro-batch to try."""
 
 
 class CheckpointError(LockstepError):

@@ -218,18 +218,17 @@ def test_without_any_sample_there_is_no_update_but_the_step_counts(ranks, strate
         assert relative_error(found[3], expected[3]) < 1e-12
 
 
-def test_what_was_skipped_is_shown_and_logged(tmp_path, capfd):
-    fit(None, "single", bad_samples="skip", quiet=False, epochs=1, log_file=tmp_path / "log")
+def test_what_was_skipped_is_shown_and_recorded(tmp_path, capfd):
+    fit(None, "single", bad_samples="skip", quiet=False, epochs=1, run_dir=tmp_path)
     lines = capfd.readouterr().out.splitlines()
     at = lines.index("4 samples skipped, as they could not be read:")
     named = lines[at + 1 : at + 5]
     assert sorted(named) == sorted(
         f"  sample {sample}: part-0.tar: record {sample} is cut short at byte {sample * 512}." for sample in BAD
     )
-    logged = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    skipped = [line for line in logged if "skipped" in line]
-    assert {line["skipped"] for line in skipped} == BAD
-    assert set(skipped[0]) == {"step", "skipped", "epoch", "cause"}
+    recorded = [json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines()]
+    skipped = [line["text"] for line in recorded if line.get("event") == "skipped"]
+    assert all(any(f"sample left out: sample {sample}: " in text for text in skipped) for sample in BAD)
     assert sum("skipped sample" in line for line in lines) == 4
 
 

@@ -94,7 +94,7 @@ OPTIONS = ("--steps", 40, "--checkpoint", "runs", "--checkpoint-every", 3, "--ev
 
 
 def test_sigterm_stops_all_ranks_after_a_step_and_the_run_goes_on_from_there(start, tmp_path, monkeypatch):
-    process = start("train", "mine.py", "--devices", 2, "--log-file", "log", *OPTIONS)
+    process = start("train", "mine.py", "--devices", 2, "--run-dir", "record", *OPTIONS)
     ranks = descendants(process)
     began_at = time.monotonic()
     process.send_signal(signal.SIGTERM)
@@ -109,7 +109,8 @@ def test_sigterm_stops_all_ranks_after_a_step_and_the_run_goes_on_from_there(sta
     )
     assert "Stopped" not in out
     assert_gone(ranks)
-    logged = [line["loss"] for line in map(json.loads, (tmp_path / "log").read_text().splitlines()) if "loss" in line]
+    lines = map(json.loads, (tmp_path / "record" / "rank-0.jsonl").read_text().splitlines())
+    logged = [line["loss"] for line in lines if line["kind"] == "step"]
     assert len(logged) == step
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "mine", raising=False)

@@ -44,17 +44,3 @@ def test_a_run_on_a_gpu_stops_in_order_and_goes_on(tmp_path):
     assert (first.num_steps, first.stopped) == (4, "SIGTERM")
     rest = fit(make_task(eval_dataset=samples), tmp_path / "run")
     assert first.losses + rest.losses == pytest.approx(whole.losses, rel=1e-12)
-
-
-def test_a_gpu_that_is_full_has_the_step_done_again_in_smaller_pieces():
-    from tests.distributed.test_micro_batch_auto import fit
-    from tests.training import make_task, mean_loss
-
-    def greedy(model, batch):
-        if model.training and len(batch[0]) > 12:
-            torch.empty(1 << 44, device=batch[0].device)
-        return mean_loss(model, batch)
-
-    expected = fit(make_task(), strategy="single", accumulate=2)
-    found = fit(make_task(loss=greedy), strategy="single", micro_batch="auto")
-    assert found[0] == expected[0]

@@ -18,7 +18,6 @@ def test_each_field_declares_its_kind():
         "seed": ("int", False),
         "global_batch_size": ("int", True),
         "accumulate": ("int", False),
-        "micro_batch": ("choice", True),
         "precision": ("choice", False),
         "clip": ("float", True),
         "schedule": ("choice", True),
@@ -47,7 +46,6 @@ def test_each_field_declares_its_kind():
         "export": ("path", True),
         "eval_every": ("int", True),
         "run_dir": ("path", True),
-        "log_file": ("path", True),
         "log_to": ("words", True),
         "profile": ("bool", False),
         "profile_steps": ("numbers", True),
@@ -122,7 +120,6 @@ def test_a_value_that_cannot_be_is_named_with_what_can(values, text):
             "keep_best needs a folder for checkpoints.\nName it with checkpoint=DIR (--checkpoint DIR).",
         ),
         ({"checkpoint": "runs", "keep": 0}, "keep=0 is not allowed.\nGive a whole number of at least 1."),
-        ({"micro_batch": "big"}, "micro_batch='big' is not allowed.\nGive one of auto."),
         ({"export": "model.pt"}, "export=model.pt does not end in .safetensors.\nName a file that does."),
     ],
 )

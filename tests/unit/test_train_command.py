@@ -80,10 +80,6 @@ def mine(tmp_path, monkeypatch):
             "each device.\nSet the global batch size to 6 or more, or make the shares more alike.",
         ),
         (["mine.py", "--steps", "0"], "steps=0 is not allowed.\nGive a whole number of at least 1."),
-        (
-            ["mine.py", "--log-file", "no/log"],
-            "Cannot write the log file no/log: No such file or directory.\nName another one.",
-        ),
     ],
 )
 def test_bad_input_is_one_clear_message(mine, capfd, args, text):
@@ -113,7 +109,6 @@ def test_every_setting_is_a_flag_and_arrives(mine, monkeypatch):
         "seed": 3,
         "global_batch_size": 8,
         "accumulate": 2,
-        "micro_batch": "auto",
         "precision": "bf16",
         "clip": 0.5,
         "schedule": "cosine",
@@ -134,7 +129,6 @@ def test_every_setting_is_a_flag_and_arrives(mine, monkeypatch):
         "export": "x.safetensors",
         "eval_every": 4,
         "run_dir": "record",
-        "log_file": "log",
         "log_to": "jsonl:figures,prometheus:9200",
         "profile_steps": "3,2",
         "profile_dir": "traces",
@@ -177,7 +171,7 @@ def test_the_help_explains_every_flag():
 
 def test_a_run_in_this_process(mine, capfd):
     args = ["--strategy", "dp", "--devices", "2", "--lr-scaling", "linear", "--global-batch-size", "8", "--warmup", "1"]
-    assert main(["train", "mine.py", "--steps", "3", "--log-file", "log", *args]) == 0
+    assert main(["train", "mine.py", "--steps", "3", *args]) == 0
     lines = capfd.readouterr().out.splitlines()
     assert lines[:3] == [
         "task: strategy dp on 2 CPUs, fp32, 8 samples, 3 steps = 3 epochs",

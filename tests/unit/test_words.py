@@ -19,5 +19,5 @@ def test_skipped_samples_are_named_once_and_counted():
         "  sample 2: part.tar: record 2 is cut short.",
         "  sample 3: part.tar: record 3 is cut short.",
         "  sample 4: part.tar: record 4 is cut short.",
-        "  and 2 others; the log file has all",
+        "  and 2 others; the run folder has all",
     ]

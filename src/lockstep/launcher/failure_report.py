@@ -396,10 +396,8 @@ def _raised(
 
 
 def _ran_out_of_memory(end: RankExit) -> bool:
-    """Tell whether an error says so, but for our own, which has the figures of all ranks."""
-    if end.error_type == "OutOfMemory":
-        return False
-    return end.error_type.endswith("MemoryError") or says_out_of_memory(end.message)
+    """Tell whether an error says so."""
+    return end.error_type.endswith(("MemoryError", "OutOfMemory")) or says_out_of_memory(end.message)
 
 
 def _with_step(beacon: dict[str, Any], step: int | None, num_steps: int) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from lockstep.telemetry.live.notebook import NotebookRegion, is_notebook
 from lockstep.telemetry.live.region import Region
 from lockstep.telemetry.live_view import picture
 from lockstep.telemetry.metrics import EventFigures, Snapshot, SnapshotSink
-from lockstep.train.log import Log
 from lockstep.train.nonfinite import NonFiniteStep
 from lockstep.train.plan import Plan
 from lockstep.train.recording import RunRecord
@@ -65,17 +64,16 @@ def describe_skipped(skipped: Sequence[BadSample]) -> str:
     names = "".join(
         f"\n  {bad.name}" + f" ({times[bad.sample]} times)" * (times[bad.sample] > 1) for bad in different[:NUM_NAMED]
     )
-    more = f"\n  and {len(different) - NUM_NAMED} others; the log file has all" * (len(different) > NUM_NAMED)
+    more = f"\n  and {len(different) - NUM_NAMED} others; the run folder has all" * (len(different) > NUM_NAMED)
     return f"{number} skipped, as they could not be read:{names}{more}"
 
 
 def describe_not_finite(steps: Sequence[NonFiniteStep]) -> str:
-    """Return in which steps the gradient was not finite, so that they were skipped or gone back from."""
+    """Return in which steps the gradient was not finite, so that they were skipped."""
     number = f"{len(steps)} step{'s' * (len(steps) > 1)}"
     names = "".join(f"\n  {bad.headline}" for bad in steps[:NUM_NAMED])
-    more = f"\n  and {len(steps) - NUM_NAMED} others; the log file has all" * (len(steps) > NUM_NAMED)
-    done = "skipped" if steps[0].back_to is None else "undone, back to the last good state"
-    return f"{number} {done}, as the gradient was not finite:{names}{more}"
+    more = f"\n  and {len(steps) - NUM_NAMED} others; the run folder has all" * (len(steps) > NUM_NAMED)
+    return f"{number} skipped, as the gradient was not finite:{names}{more}"
 
 
 def describe_stop(signal_name: str, step: int, num_steps: int, checkpoint: Path | None) -> str:
@@ -301,7 +299,7 @@ def format_metrics(metrics: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
-# Tells what a run has found out as soon as it is known: on the display, in the log and to whoever records it.
+# Tells what a run has found out as soon as it is known: on the display and to whoever records it.
 
 
 class RunLogger:
@@ -310,12 +308,11 @@ class RunLogger:
     Args:
         loop: That finds out.
         display: Of this rank.
-        log: Of rank zero, if there is one.
         record: Of this rank.
     """
 
-    def __init__(self, loop: Trainer, display: Display, log: Log | None, record: RunRecord) -> None:
-        self._loop, self._display, self._log, self._record = loop, display, log, record
+    def __init__(self, loop: Trainer, display: Display, record: RunRecord) -> None:
+        self._loop, self._display, self._record = loop, display, record
         self._num_caveats = self._num_skipped = self._num_not_finite = 0
 
     def tell(self) -> None:
@@ -339,19 +336,15 @@ class RunLogger:
         self._num_caveats = len(self._loop.caveats)
 
     def _tell_skipped(self) -> None:
-        """Log the samples that could not be read, and the steps that were skipped; show the first few samples."""
+        """Record the samples that could not be read, and the steps that were skipped; show the first few samples."""
         skipped = self._loop.bad_samples.skipped
         for number in range(self._num_skipped, len(skipped)):
             bad = skipped[number]
             if number < NUM_NAMED:
                 self._display.say(f"step {bad.step + 1}  skipped {bad.name}")
-                self._record.event("skipped", f"step {bad.step + 1}: sample left out: {bad.name}")
-            if self._log is not None:
-                self._log.skipped(bad)
+            self._record.event("skipped", f"step {bad.step + 1}: sample left out: {bad.name}")
         self._num_skipped = len(skipped)
         for found in self._loop.finite.found[self._num_not_finite :]:
             self._display.say(f"step {found.step + 1}  {found.done}  {found.headline}")
             self._record.event("skipped", f"step {found.step + 1}: {found.done}: {found.headline}")
-            if self._log is not None:
-                self._log.not_finite(found)
         self._num_not_finite = len(self._loop.finite.found)

@@ -22,7 +22,6 @@ from lockstep.parallel.reduction_tree import ReductionTree
 from lockstep.train.bad_samples import BadSamples
 from lockstep.train.buffers import BufferSnapshot
 from lockstep.train.display import Display, format_metrics
-from lockstep.train.log import Log
 from lockstep.train.nonfinite import NonFiniteStep
 from lockstep.train.recording import RunRecord
 from lockstep.train.step import Objective, autocast
@@ -294,15 +293,13 @@ class Evaluations:
         """Return the loss that an evaluation after ``step`` steps found, if the last one was then."""
         return self.made[-1].metrics["loss"] if self.made and self.made[-1].step == step else None
 
-    def make(self, num_steps: int, display: Display, record: RunRecord, log: Log | None, losses: list[float]) -> None:
+    def make(self, num_steps: int, display: Display, record: RunRecord) -> None:
         """Evaluate, and tell what was found. The device is at rest.
 
         Args:
             num_steps: Of the whole run.
             display: To whom it is told,
             record: ... and to whom,
-            log: ... and to whom, if there is one.
-            losses: Of training so far.
         """
         assert self._evaluator is not None
         activity.now.phase = "evaluation"
@@ -318,8 +315,3 @@ class Evaluations:
         what = f"evaluation: {format_metrics(found.metrics)}{without}"
         display.say(f"{epoch}step {step}/{num_steps}  {what}")
         record.event("evaluation", what, found.metrics)
-        if log is not None:
-            log.losses(losses)
-            log.evaluation(found.step, found.metrics)
-            for bad in skipped:
-                log.skipped(bad._replace(step=step - 1), evaluation=True)

@@ -15,14 +15,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lockstep.comm.collectives import Group, all_gather_object, all_reduce, has_reduce_scatter
-from lockstep.comm.fully_shard import fully_shard_units, local_part, observe_before_reducing, sum_gradients
+from lockstep.comm.fully_shard import fully_shard_units, local_part, sum_gradients
 from lockstep.comm.world import World
 from lockstep.data.loader import MicroBatch
 from lockstep.errors import ConfigurationError, ModelMismatch
 from lockstep.parallel.ddp.bucket_events import BucketStamps
-from lockstep.parallel.flat import are_finite, multiply_, total
+from lockstep.parallel.flat import are_finite, multiply_
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer, norm_of_shards, shard_optimizer
-from lockstep.train.half_done import HalfDone
 from lockstep.train.model_state import full_model_state_dict
 from lockstep.train.step import Gradients, LossModule, Objective, Part
 from lockstep.train.strategies import Distributed, Pass, Strategy, scaled
@@ -98,10 +97,6 @@ class Zero1(Strategy):
         return self._engine.part_is_bad()
 
     @override
-    def half_done(self) -> HalfDone | None:
-        return self._engine.half_done()
-
-    @override
     def whole(self, model: nn.Module) -> nn.Module:
         """Block until its parameters are there."""
         if self._optimizer is not None:
@@ -127,8 +122,7 @@ class FullyShard(Strategy):
     """
 
     buffers = "own"
-    can_end_early = False  # the others exchange parameters with it in each layer
-    replay_sums = True  # what torch's engine has not reduced it would add to the gradients of the next step
+    can_replay = False  # what torch's engine has not reduced it would add to the gradients of the next step
 
     def __init__(self, model: nn.Module, objective: Objective, world: World, device: torch.device) -> None:
         self.group = world.group
@@ -143,21 +137,6 @@ class FullyShard(Strategy):
             return [local_part(parameter.grad) for parameter in trained if parameter.grad is not None]
 
         self.gradients = ShardedGradients(local_gradients, local_part(trained[0]), world.group)
-        self._totals: dict[int, Tensor] = {}
-        if device.type == "cuda":  # where a step is not always computed again, and this costs next to nothing
-            self.watch_part()
-
-    def watch_part(self) -> None:
-        """Look at this rank's part of the gradient before it is summed, from now on."""
-        observe_before_reducing(self._module, self._look)
-
-    @torch.no_grad()
-    def _look(self, unit: int, gradients: Tensor) -> None:
-        self._totals[unit] = total(gradients)
-
-    @override
-    def part_is_bad(self) -> bool:
-        return any(not bool(each.isfinite()) for each in self._totals.values())
 
     @override
     def whole(self, model: nn.Module) -> nn.Module:

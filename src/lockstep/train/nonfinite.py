@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,8 +21,6 @@ from lockstep.data.order import BatchSplit, GlobalOrder, cut
 from lockstep.data.stream import StreamOrder
 from lockstep.errors import NonFiniteGradient
 from lockstep.train.buffers import BufferSnapshot
-from lockstep.train.last_good import LastGood
-from lockstep.train.passing import Passing, watching_gradients
 from lockstep.train.settings import NanRule
 from lockstep.train.step import Gradients, Outcome
 
@@ -69,12 +67,12 @@ class Replay(NamedTuple):
 
     Args:
         compute: Computes a micro-batch, leaves its gradient in ``param.grad`` and returns the losses. Collective.
-        sums: Whether that gradient is then the sum over the ranks.
+        is_possible: Whether it can be computed again at all.
         part_is_bad: Tells whether this rank's part of the last gradient was not finite, where that is known.
     """
 
     compute: Callable[[MicroBatch, int], Losses]
-    sums: bool
+    is_possible: bool
     part_is_bad: Callable[[], bool]
 
 
@@ -87,19 +85,17 @@ class Traced(NamedTuple):
     has_gradients: bool
 
 
-def replay_and_trace(model: nn.Module, compute: Callable[[], Losses], *, summed: bool = False) -> Traced:
+def replay_and_trace(model: nn.Module, compute: Callable[[], Losses]) -> Traced:
     """Compute a micro-batch and look at all that comes of it. Blocks. Collective where ``compute`` is.
 
     Args:
         model: The bare model; its gradients are None.
         compute: Runs forward and backward, leaves gradients in ``param.grad``, returns the losses.
-        summed: Whether these are the sums over the ranks, of which this rank may have a part only.
     """
-    passing: Passing | None
-    with _watching(model) as found, watching_gradients(model) if summed else nullcontext() as passing:
+    with _watching(model) as found:
         losses = compute()
     has_gradients = any(parameter.grad is not None for parameter in model.parameters())
-    first = first_not_finite(model) if passing is None else passing.first
+    first = first_not_finite(model)
     return Traced(losses, found[0] if found else None, first, has_gradients)
 
 
@@ -251,7 +247,6 @@ class NonFiniteStep(NamedTuple):
         num_micro: Micro-batches of a rank.
         suspects: The ranks whose part of the gradient was not finite, where that was looked at in the step itself.
         again: Whether the step was computed again, with gradients to look at.
-        back_to: The number of steps after which the state was that the run went back to; None: it did not.
     """
 
     step: int
@@ -262,7 +257,6 @@ class NonFiniteStep(NamedTuple):
     num_micro: int
     again: bool
     suspects: tuple[int, ...] = ()
-    back_to: int | None = None
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -292,7 +286,7 @@ class NonFiniteStep(NamedTuple):
     @property
     def done(self) -> str:
         """What a run that goes on did about it."""
-        return "skipped" if self.back_to is None else f"went back to the state after step {self.back_to}"
+        return "skipped"
 
     @property
     def text(self) -> str:
@@ -386,9 +380,6 @@ MOST_IN_A_ROW = 5
 MOST_OF_LAST, LAST = 10, 100
 """More bad steps than these, in a row or of the last so many, end the run whatever the rule."""
 
-KEEP_EVERY = 100
-"""Steps between copies of the state that ``rewind`` goes back to."""
-
 
 class HostCopy:
     """A 0-dimensional tensor on its way to the host, where it may be read later without waiting for what came after."""
@@ -452,7 +443,6 @@ class NonFiniteGuard:
         self._micros: list[MicroBatch] = []
         self._losses: list[Losses] = []
         self._buffers = BufferSnapshot(model) if rule == "skip" else None
-        self._last_good = LastGood(model, optimizer) if rule == "rewind" else None
         self._late: Callable[[], None] | None = None
         self.found: list[NonFiniteStep] = []
 
@@ -466,8 +456,6 @@ class NonFiniteGuard:
         self.settle()
         if self._buffers is not None:
             self._buffers.keep()
-        if self._last_good is not None and (self._last_good.is_empty or step % KEEP_EVERY == 0):
-            self._last_good.keep(step, num_updates)
 
     def begin_again(self, division: BatchSplit) -> None:
         """Forget the micro-batches of the step, which is done again in others."""
@@ -497,11 +485,11 @@ class NonFiniteGuard:
             self._late = partial(self._look_later, HostCopy(outcome.norm), light, self._losses, step)
         if outcome.verdict is not False:
             return num_updates
-        bad = self._describe(self._micros, self._losses, step, replays=not outcome.updated)
-        if self._last_good is not None:
-            bad = bad._replace(back_to=self._last_good.num_steps)
+        bad = self._describe(
+            self._micros, self._losses, step, replays=not outcome.updated and self._place.again.is_possible
+        )
         self._act(bad)
-        return num_updates if self._last_good is None else self._last_good.restore()
+        return num_updates
 
     def end_step(self) -> None:
         """Let go of the step's micro-batches."""
@@ -561,9 +549,7 @@ class NonFiniteGuard:
             seen = Traced(values, None, None, False)
             if replays:
                 self._optimizer.zero_grad(set_to_none=True)
-                seen = replay_and_trace(
-                    self._model, partial(place.again.compute, micro, index), summed=place.again.sums
-                )
+                seen = replay_and_trace(self._model, partial(place.again.compute, micro, index))
                 has_gradients = has_gradients or seen.has_gradients
             clue = diagnose(place.rank, index, shares[index], micro, seen)
             clues += [] if clue is None else [clue]

@@ -70,7 +70,6 @@ from lockstep.telemetry.stragglers import (
     pace_of,
 )
 from lockstep.train.export import whole_file
-from lockstep.train.log import Log
 from lockstep.train.settings import FitSettings
 from lockstep.train.task import Task
 from lockstep.train.timing import Mark, StepBegin, StepRecord, seconds_between
@@ -978,13 +977,12 @@ class SlowRanks:
         group: The ranks that train together; None: only this process, and nothing is done.
         device: Of this rank.
         say: Called on every rank with a line about a slow one.
-        log: Where it is written, too.
     """
 
-    def __init__(self, group: Group | None, device: torch.device, say: Callable[[str], None], log: Log | None) -> None:
+    def __init__(self, group: Group | None, device: torch.device, say: Callable[[str], None]) -> None:
         self._group = group if group is not None and group.size() > 1 else None
         self._device = device
-        self._say, self._log = say, log
+        self._say = say
         self._step = 0
         self._teller = StragglerReporter(self._tell)
         self._number = 0
@@ -1014,8 +1012,6 @@ class SlowRanks:
 
     def _tell(self, text: str, straggler: Straggler) -> None:
         self._say(text)
-        if self._log is not None:
-            self._log.slow(self._step, straggler)
 
     def _compare(self, group: Group) -> None:
         records, self._records = self._records, []

@@ -25,7 +25,6 @@ from lockstep.train.display import (
 )
 from lockstep.train.evaluate import Evaluations, FitResult
 from lockstep.train.export import check_export, export_weights
-from lockstep.train.log import Log
 from lockstep.train.plan import devices_of
 from lockstep.train.recording import RunRecord, SlowRanks, Throughput, make_sinks
 from lockstep.train.settings import FitSettings
@@ -68,13 +67,10 @@ class Run:
         self._history = Throughput()
         self._record = RunRecord(task, settings, world, self._loop, num_steps=self.num_steps)
         self._started_at = time.perf_counter()
-        self._log = None
-        if settings.log_file is not None and world.is_rank_zero:
-            self._log = Log(Path(settings.log_file), self._first_step)
         sinks = make_sinks(task, settings, world, self._loop, num_steps=self.num_steps)
         self._display = make_display(settings.view, silent=settings.quiet or not world.is_rank_zero)
-        self._telling = RunLogger(self._loop, self._display, self._log, self._record)
-        self._slow_ranks = SlowRanks(group, device, self._telling.slow, self._log)
+        self._telling = RunLogger(self._loop, self._display, self._record)
+        self._slow_ranks = SlowRanks(group, device, self._telling.slow)
         num_devices = len(self._loop.devices) if self._loop.group is None else world.world_size
         plan = describe_plan(task, settings, self._loop.plan, self._loop.device, num_devices=num_devices)
         for line in (*plan, *resumed, *sinks.remarks):
@@ -111,8 +107,6 @@ class Run:
         record = self._loop.step()
         self._record.step(record)
         self._telling.tell()
-        if self._log is not None and self._log.is_due():
-            self._log.losses(self._history.read())
         self._history.add(record)
         self._slow_ranks.after_step(record)
 
@@ -127,7 +121,7 @@ class Run:
         """Evaluate the model, if the task has what to evaluate it on."""
         if self._evaluations.are_wanted:
             self._settle()
-            self._evaluations.make(self.num_steps, self._display, self._record, self._log, self._history.losses)
+            self._evaluations.make(self.num_steps, self._display, self._record)
 
     def save(self, *, owes_evaluation: bool = False) -> None:
         """Start to write a checkpoint, if there is a folder for them and none of the same was written.
@@ -181,8 +175,6 @@ class Run:
             self._display.say(text)
         self._signals.report(text)
         losses = self._history.read()
-        if self._log is not None:
-            self._log.losses(losses)
         return self._result(losses, stopped=name)
 
     def catch_up(self) -> None:
@@ -204,8 +196,6 @@ class Run:
         if self._first_step < self.num_steps:
             self._settle()
         losses = self._history.losses
-        if self._log is not None:
-            self._log.losses(losses)
         seconds = time.perf_counter() - self._started_at
         if losses:
             rate = self._history.in_words(self._task.counts)
@@ -265,8 +255,6 @@ class Run:
         finally:
             self._display.close()
         self._slow_ranks.close()
-        if self._log is not None:
-            self._log.close()
         self._loop.close()
 
     def _settle(self) -> None:

@@ -214,7 +214,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Schedule = Literal["constant", "linear", "cosine"]
 Scaling = Literal["none", "linear", "sqrt"]
 BadSamplesRule = Literal["stop", "skip"]
-NanRule = Literal["raise", "skip", "rewind"]
+NanRule = Literal["raise", "skip"]
 Wire = Literal["bf16", "fp16"]
 ViewName = Literal["auto", "live", "lines", "none"]
 StrategyName = Literal["single", "dp", "dp-zero1", "ddp", "ddp-zero1", "fsdp", "torch-dp", "torch-ddp"]
@@ -235,10 +235,6 @@ class Settings:
         int | None, Flag("Samples in an optimizer step over all devices, instead of the task's own.", "SAMPLES", 1)
     ] = None
     accumulate: Annotated[int, Flag("Micro-batches that a device's part of a global batch is cut into.", "N", 1)] = 1
-    micro_batch: Annotated[
-        Literal["auto"] | None,
-        Flag("Cut into more micro-batches when a rank runs out of memory, and do the step again; the same training."),
-    ] = None
     precision: Annotated[Precision, Flag("Autocast to bf16, or to fp16 with gradient scaling.")] = "fp32"
     clip: Annotated[float | None, Flag("Largest global norm of the gradient; a longer one is cut.", "NORM")] = None
     schedule: Annotated[
@@ -265,7 +261,7 @@ class Settings:
     ] = "stop"
     on_nan: Annotated[
         NanRule,
-        Flag("When a gradient is NaN or infinite: end the run, skip the step, or go back to the last good state."),
+        Flag("When a gradient is NaN or infinite: end the run, or skip the step."),
     ] = "raise"
     check_replicas: Annotated[
         int, Flag("Steps between checks that all ranks still hold the same bits; 0 for never.", "STEPS", 0)
@@ -315,7 +311,6 @@ def check_combinations(settings: Settings) -> None:
     needs_the_end = {
         "clip": (settings.clip is not None, "the norm of the whole gradient is known"),
         "precision=fp16": (settings.precision == "fp16", "the whole gradient is known to be finite"),
-        "micro_batch=auto": (settings.micro_batch is not None, "all ranks are known to have had the memory"),
         "bad_samples=skip": (settings.bad_samples == "skip", "it is known how many samples there were"),
         "on_nan=skip": (settings.on_nan == "skip", "the whole gradient is known to be finite"),
         "reproducible": (settings.reproducible is not None, "all virtual shards are summed"),
@@ -326,11 +321,6 @@ def check_combinations(settings: Settings) -> None:
                 f"With {name} no parameter can be stepped before {when}, so overlap_optimizer cannot be had with it.\n"
                 "Leave one of the two out."
             )
-    if settings.reproducible is not None and settings.micro_batch is not None:
-        raise ConfigurationError(
-            "With reproducible each virtual shard is a micro-batch, which micro_batch=auto cannot make smaller.\n"
-            "Cut the batch into more of them, or leave one of the two out."
-        )
     for name in ("wire", "bucket_cap_mb"):
         if settings.reproducible is not None and getattr(settings, name) is not None:
             raise ConfigurationError(
@@ -390,9 +380,6 @@ class FitSettings(Settings):
             "wandb:[ENTITY/]PROJECT, mlflow:[URI], jsonl:FILE.",
             "SINK,..",
         ),
-    ] = None
-    log_file: Annotated[
-        FilePath | None, Flag("File that gets a line of JSON for each step and evaluation.", "FILE")
     ] = None
     view: Annotated[
         ViewName,

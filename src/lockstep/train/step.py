@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, final
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.futures import Future
@@ -18,8 +19,9 @@ from typing_extensions import override
 from lockstep.comm.collectives import Group, all_reduce_async
 from lockstep.data.loader import MicroBatch
 from lockstep.data.order import mix, seed_cpu, seed_device
-from lockstep.errors import ConfigurationError
+from lockstep.errors import ConfigurationError, OutOfMemory
 from lockstep.parallel.flat import are_finite, combine_norms, list_norms, multiply_
+from lockstep.telemetry.resources import says_out_of_memory
 from lockstep.train.plan import LearningRate, base_rates, set_rates
 from lockstep.train.settings import Precision, Settings, StrategyName
 from lockstep.train.task import Loss, Task
@@ -569,12 +571,6 @@ def check_engine(name: StrategyName, settings: Settings) -> None:
             raise ConfigurationError(
                 f"{setting} is for strategy {' or '.join(_OURS)}, but the strategy is {name}.\nLeave {setting} out."
             )
-    if settings.micro_batch is not None and name == "fsdp":
-        raise ConfigurationError(
-            "micro_batch=auto cannot be had with fsdp, whose ranks exchange parameters in each layer, in forward and "
-            "in backward: one that runs out of memory on the way would keep the others waiting.\n"
-            "Set accumulate by hand, or use strategy ddp-zero1."
-        )
 
 
 def our_wrapper(settings: Settings) -> Callable[..., nn.Module]:
@@ -659,3 +655,52 @@ def torch_data_parallel(model: nn.Module, devices: Sequence[torch.device]) -> nn
             "Use strategy dp, which runs on CPUs too."
         )
     return nn.DataParallel(model, device_ids=[device.index for device in devices])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that there was no memory left, on a device or on the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError | OutOfMemory):
+        return True
+    return isinstance(error, RuntimeError) and says_out_of_memory(str(error))
+
+
+def explain_out_of_memory(
+    error: BaseException, micro: MicroBatch, accumulate: int, devices: Sequence[torch.device]
+) -> None:
+    """Turn an out-of-memory error of forward or backward into one that says what this process has, and what to try.
+
+    The memory of the other ranks is in the launcher's report: they wait in a collective by now, and cannot be asked.
+
+    Raises:
+        OutOfMemory: It was one.
+    """
+    if not is_out_of_memory(error):
+        return
+    size = max(micro.sizes, default=0)
+    cause = (str(error).splitlines() or [type(error).__name__])[0]
+    advice = (
+        f"Try micro-batches of {(size + 1) // 2} samples: accumulate={2 * accumulate} (--accumulate {2 * accumulate})"
+    )
+    if size <= 1:
+        advice = "Use a smaller model, shorter samples, more devices, or a strategy that divides the state (fsdp)"
+    raise OutOfMemory(
+        f"Out of memory in step {micro.step + 1}, in a micro-batch of {size} sample{'s' * (size != 1)}: {cause}\n"
+        f"This rank has {describe_memory(devices)}.\n{advice}{': the training stays the same' * (size > 1)}."
+    ) from error
+
+
+def describe_memory(devices: Sequence[torch.device]) -> str:
+    """Return how much memory this process has, on its devices and on the host."""
+    host = psutil.virtual_memory()
+    rss = psutil.Process().memory_info().rss
+    on_host = f"{_gib(rss)} of the host's {_gib(host.total)}, of which {_gib(host.available)} are free"
+    parts = []
+    for device in devices if devices[0].type == "cuda" else ():
+        free, total = torch.cuda.mem_get_info(device)
+        mine = torch.cuda.memory_allocated(device)
+        parts.append(f"{_gib(mine)} in tensors on {device}, where {_gib(free)} of {_gib(total)} are free")
+    return "; ".join([*parts, on_host])
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

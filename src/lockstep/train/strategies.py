@@ -19,7 +19,6 @@ from lockstep.data.order import BatchSplit
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.consistency import Buffers
 from lockstep.parallel.ddp.bucket_events import BucketStamps
-from lockstep.train.half_done import HalfDone, half_done
 from lockstep.train.plan import PER_PROCESS
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.step import (
@@ -83,11 +82,8 @@ class Strategy(ABC):
     buffers: Buffers = "same"
     """How the ranks keep them alike."""
 
-    can_end_early = True
-    """Whether a rank can leave a step that it has not the memory for, and not keep the others waiting."""
-
-    replay_sums = False
-    """Whether a micro-batch that is computed again is summed over the ranks, for it leaves traces if it is not."""
+    can_replay = True
+    """Whether a micro-batch can be computed again without exchanging gradients, to see where a NaN came from."""
 
     def take_over(self, optimizer: Optimizer) -> Optimizer:
         """Return what is to step the parameters in the place of ``optimizer``, which has not made a step yet.
@@ -110,10 +106,6 @@ class Strategy(ABC):
     def stamp_buckets(self, stamps: BucketStamps) -> bool:
         """Have the moments of buckets taken from now on; return whether there are any that can be."""
         return False
-
-    def half_done(self) -> HalfDone | None:
-        """Return what ends steps that this rank will not have the memory for; None: no other rank waits for it."""
-        return None
 
     @abstractmethod
     def run(self, micro: MicroBatch, how: Pass) -> None:
@@ -233,10 +225,6 @@ class Distributed(Strategy):
     def part_is_bad(self) -> bool:
         """Return whether it is known that this rank's part of the last gradient was not finite. Blocks."""
         return self.part_was_bad()
-
-    def half_done(self) -> HalfDone | None:
-        """Return what ends steps that this rank will not have the memory for."""
-        return half_done(self._module)
 
     def run(self, micro: MicroBatch, how: Pass) -> None:
         """Run forward and backward of ``micro``, adding to ``param.grad``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,6 @@ from lockstep.parallel.consistency import find_difference, replica_of
 from lockstep.parallel.reduction_tree import ReductionTree
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.train.bad_samples import BadSamples
-from lockstep.train.memory import MemoryGuard, advise, divided_as, guard_memory
 from lockstep.train.model_state import check_identity, full_state_dict, identity_of, load_into
 from lockstep.train.nonfinite import GuardContext, NonFiniteGuard, Replay
 from lockstep.train.plan import make_plan
@@ -48,6 +47,7 @@ from lockstep.train.step import (
     Seeds,
     StepMetrics,
     Updater,
+    explain_out_of_memory,
     make_updater,
     remarks_of,
 )
@@ -126,7 +126,6 @@ class MicroBatches:
         bad_samples: Knows who has no samples.
         division: What of a global batch falls to whom.
         devices: Of this process.
-        memory: What takes note if it runs out, or None.
     """
 
     def __init__(
@@ -137,17 +136,11 @@ class MicroBatches:
         bad_samples: BadSamples,
         division: BatchSplit,
         devices: Sequence[torch.device],
-        memory: MemoryGuard | None = None,
     ) -> None:
-        self._memory, self._counts = memory, False
+        self._counts = False
         self._strategy, self._updater, self._seeds = strategy, updater, seeds
         self._bad_samples, self._division = bad_samples, division
         self._devices, self._device = devices, devices[0]
-
-    def divide(self, division: BatchSplit) -> None:
-        """Run other micro-batches from now on, and forget those of this step."""
-        self._division = division
-        self._bad_samples.begin_again()
 
     def run_all(
         self,
@@ -169,8 +162,6 @@ class MicroBatches:
         """
         group = self._strategy.group if sync else None
         tally = StepMetrics(self._device, None if self._strategy.sums_losses else group, counts=self._counts)
-        if self._memory is not None:
-            self._memory.begin_step()
         num_samples = 0
         for index in range(self._division.accumulate):
             micro = feed.next()
@@ -211,35 +202,15 @@ class MicroBatches:
             tally.add(parts)
             if self._updater.in_backward:
                 tally.require_means()
-            if index == self._division.accumulate - 1 and self._memory is None:
-                tally.start_sum()
-
-        if self._memory is None:
-            try:
-                self._strategy.run(micro, self._prepare(micro, index, watch, after_forward, sync=sync))
-            except Exception as error:
-                advise(error, self._division.accumulate, self._devices, self._strategy)
-                raise
-        else:
-            self._run_guarded(micro, self._prepare(micro, index, watch, after_forward, sync=sync), self._memory)
             if index == self._division.accumulate - 1:
-                if self._memory.error is not None:
-                    tally.add_out_of_memory()
                 tally.start_sum()
-        return losses
 
-    def _run_guarded(self, micro: MicroBatch, how: Pass, memory: MemoryGuard) -> None:
-        """Run a micro-batch unless this rank has run out of memory in its step; see [Note: out of memory]."""
-        failed = memory.error is not None
-        if not failed:
-            try:
-                self._strategy.run(micro, how)
-            except Exception as error:
-                if not memory.note(error):
-                    raise
-                failed = True
-        if failed:  # by now nothing refers to what was computed
-            memory.take_part(sync=how.sync)
+        try:
+            self._strategy.run(micro, self._prepare(micro, index, watch, after_forward, sync=sync))
+        except Exception as error:
+            explain_out_of_memory(error, micro, self._division.accumulate, self._devices)
+            raise
+        return losses
 
     def replay(self, micro: MicroBatch, index: int) -> list[Tensor]:
         """Compute a micro-batch again, to the same bits; see `lockstep.train.nonfinite.GuardContext`."""
@@ -249,8 +220,7 @@ class MicroBatches:
             losses.extend(part.value.detach() for part in parts)
 
         watch = Stopwatch(self._device)
-        sync = self._strategy.replay_sums
-        self._strategy.run(micro, self._prepare(micro, index, watch, after_forward, sync=sync))
+        self._strategy.run(micro, self._prepare(micro, index, watch, after_forward, sync=False))
         return losses
 
     def _prepare(
@@ -339,12 +309,11 @@ class Trainer:
         gradients = self._strategy.gradients or ParameterGradients(self._model)
         self._updater = make_updater(self._model, self.optimizer, self.plan.learning_rate, settings, gradients)
         self.bad_samples = BadSamples(skip=how.skip_bad, device=self.device, group=self.group, num_samples=num_samples)
-        self._memory = guard_memory(settings, self._strategy, self._model, self.samples, self.devices, self._gather)
         self._micros = MicroBatches(
-            self._strategy, self._updater, self._seeds, self.bad_samples, division, self.devices, self._memory
+            self._strategy, self._updater, self._seeds, self.bad_samples, division, self.devices
         )
         rank, later = 0 if self.group is None else self.group.rank(), self._updater.looks_later
-        again = Replay(self._micros.replay, self._strategy.replay_sums, self._strategy.part_is_bad)
+        again = Replay(self._micros.replay, self._strategy.can_replay, self._strategy.part_is_bad)
         place = GuardContext(self.plan.order, division, rank, self._gather, later, again)
         self.finite = NonFiniteGuard(settings.on_nan, self._model, self.optimizer, gradients, place)
         self.drift = ConsistencyCheck(
@@ -413,7 +382,8 @@ class Trainer:
         self.finite.begin_step(self.num_steps_done, self._updater.num_updates)
         watch = Stopwatch(self.device, follow_phases())
         self._updater.begin()
-        tally, num_samples = self._compute(watch)
+        self.optimizer.zero_grad(set_to_none=True)
+        tally, num_samples = self._micros.run_all(self.feed, watch, self.wishes, self.finite.add, sync=self._sync)
         if self._sync:
             self.bad_samples.send(tally.notes, is_sum=not self._strategy.sums_losses)
         watch.lap("communication_s")
@@ -431,22 +401,6 @@ class Trainer:
             self.drift.after_step(self.num_steps_done)
         self.remarks += remarks_of(self._strategy.gradients)
         return record
-
-    def _compute(self, watch: Stopwatch) -> tuple[StepMetrics, int]:
-        """Run the micro-batches of the step, and again in smaller ones if a rank has not the memory for them."""
-        while True:
-            self.optimizer.zero_grad(set_to_none=True)
-            tally, num_samples = self._micros.run_all(self.feed, watch, self.wishes, self.finite.add, sync=self._sync)
-            if self._memory is None or not tally.num_out_of_memory:
-                return tally, num_samples
-            self._divide(self._memory.shrink(self.plan, self.num_steps_done, self.remarks))
-
-    def _divide(self, division: BatchSplit) -> None:
-        """Cut this step's global batch, and those that follow, into other micro-batches."""
-        self.plan = replace(self.plan, division=division)
-        self._micros.divide(division)
-        self.finite.begin_again(division)
-        self.feed.divide(division, self.num_steps_done)
 
     def heard(self) -> tuple[bool, bool]:
         """Return whether a rank wanted to stop in the last step, and whether something failed beside the steps of one.
@@ -490,7 +444,6 @@ class Trainer:
             "machine": describe_machine(self.device),
             "num_steps_done": self.num_steps_done,
             "num_updates": self._updater.num_updates,
-            "accumulate": self.plan.division.accumulate,
             **full_state_dict(self._model, self.optimizer),
             "scaler": scaler.state_dict() if scaler else None,
             "stream": self.feed.state(),
@@ -507,8 +460,6 @@ class Trainer:
         if self._updater.scaler is not None and state["scaler"] is not None:
             self._updater.scaler.load_state_dict(state["scaler"])
         self.num_steps_done, self._updater.num_updates = state["num_steps_done"], state["num_updates"]
-        if self._memory is not None:
-            self._divide(divided_as(self.plan, state["accumulate"]))
         self.feed.seek(self.num_steps_done, state.get("stream"))
         self._first_step = self.num_steps_done
         if self.settings.reproducible is not None:

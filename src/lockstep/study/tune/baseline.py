@@ -27,7 +27,7 @@ _SECONDS = 5.0
 _PART = 0.15
 """Of all the time, that a recorded run may take."""
 
-_NOT_THERE = ("devices", "epochs", "steps", "checkpoint", "export", "log_file", "run_dir", "resume", "keep_best")
+_NOT_THERE = ("devices", "epochs", "steps", "checkpoint", "export", "run_dir", "resume", "keep_best")
 """Settings of a run that the recorded one is without."""
 
 

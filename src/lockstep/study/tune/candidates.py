@@ -143,8 +143,6 @@ def to_strategy(base: Values, name: str, known: Known) -> Values:
     changes: Values = {"strategy": name}
     if name != "ddp":
         changes |= {key: value for key, value in _ENGINES_OWN.items() if value_of(base, key) != value}
-    if name == "fsdp" and value_of(base, "micro_batch") is not None:
-        changes["micro_batch"] = None
     now = value_of(base, "accumulate")
     pieces = now
     if num_shares(changed(base, changes), known.num_devices) < num_shares(base, known.num_devices):

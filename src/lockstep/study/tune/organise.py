@@ -29,9 +29,9 @@ from lockstep.study.tune.ranks import run_ranks
 from lockstep.study.tune.search import Search
 from lockstep.study.tune.values import Values, changed, strategy_of, value_of
 from lockstep.telemetry.resources import free_and_total_bytes
-from lockstep.train.memory import is_out_of_memory
 from lockstep.train.plan import check_batch, check_gpus
 from lockstep.train.settings import FitSettings
+from lockstep.train.step import is_out_of_memory
 from lockstep.train.task import Task
 
 STRATEGIES = ("single", "dp", "ddp", "ddp-zero1")

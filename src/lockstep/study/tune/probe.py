@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 import torch
 
 from lockstep.comm.world import World
-from lockstep.errors import ConfigurationError, OutOfMemory
+from lockstep.errors import OutOfMemory
 from lockstep.study.compare.benchmark import peak_bytes, reset_peak
 from lockstep.study.tune.values import Values, loop_settings, strategy_of
 from lockstep.train.plan import PER_PROCESS
@@ -42,7 +41,7 @@ def probe(
     if on_cuda:
         torch.cuda.reset_peak_memory_stats(world.device)
     try:
-        loop = _loop(task, values, world, devices)
+        loop = Trainer(task, loop_settings(values), world, strategy=strategy_of(values), devices=devices)
     except torch.OutOfMemoryError:
         if strategy_of(base) in PER_PROCESS and world.world_size > 1:
             raise  # the others wait
@@ -50,19 +49,10 @@ def probe(
     try:
         for _ in range(NUM_STEPS):
             loop.step().loss.item()
-        if loop.plan.division.accumulate > 1:
-            return None
-    except OutOfMemory:  # on every rank
+    except OutOfMemory:
+        if strategy_of(base) in PER_PROCESS and world.world_size > 1:
+            raise  # the others wait
         return None
     finally:
         loop.close()
     return torch.cuda.max_memory_allocated(world.device) if on_cuda else max(0, peak_bytes() - before_bytes)
-
-
-def _loop(task: Task, values: Values, world: World, devices: Sequence[torch.device]) -> Trainer:
-    """Return a loop that survives being out of memory, if it can be had with this task."""
-    strategy = strategy_of(values)
-    guarded = {**values, "micro_batch": "auto"}
-    with contextlib.suppress(ConfigurationError):  # on every rank: a strategy, stream or layers that cannot have it
-        return Trainer(task, loop_settings(guarded), world, strategy=strategy, devices=devices)
-    return Trainer(task, loop_settings(values), world, strategy=strategy, devices=devices)
