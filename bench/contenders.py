@@ -11,17 +11,15 @@
     ours-gloo    the same on Gloo
     ours-zero    lockstep.DistributedDataParallel on shm with lockstep.ZeroRedundancyOptimizer
     dp           lockstep.DataParallel: the batches of all ranks in one process, on as many CPU devices as ranks
-    dp-zero      the same with its optimizer divided among the replicas
     single       one process and one core for the batches of all ranks
 
-All use AdamW with torch's defaults. ``dp``, ``dp-zero`` and ``single`` run on rank 0 alone, while the others sleep.
+All use AdamW with torch's defaults. ``dp`` and ``single`` run on rank 0 alone, while the others sleep.
 """
 
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +33,7 @@ from bench.models import Batch, Workload, loss_of
 
 LEARNING_RATE = 1e-4
 TIMEOUT = timedelta(seconds=60)
-ON_RANK_ZERO = ("dp", "dp-zero", "single")
+ON_RANK_ZERO = ("dp", "single")
 NEEDS = {"accelerate": "accelerate", "fabric": "lightning_fabric"}
 """The module that a contender needs, which `make bench` installs; without it the contender is reported as missing."""
 
@@ -129,11 +127,9 @@ def ours_zero(model: nn.Module, ranks: Ranks) -> Step:
     return plain_step(wrapped, optimizer)
 
 
-def dp(model: nn.Module, ranks: Ranks, *, shards_optimizer: bool = False) -> Step:
+def dp(model: nn.Module, ranks: Ranks) -> Step:
     optimizer, count = adamw(model), len(ranks.batches)
     wrapped = lockstep.DataParallel(model, ["cpu"] * count)
-    if shards_optimizer:
-        optimizer = wrapped.shard_optimizer(optimizer)
     scales = [1 / count] * count
 
     def step(batch: Batch) -> None:
@@ -163,7 +159,6 @@ MAKE: dict[str, Callable[[nn.Module, Ranks], Step]] = {
     "ours-gloo": ours_gloo,
     "ours-zero": ours_zero,
     "dp": dp,
-    "dp-zero": partial(dp, shards_optimizer=True),
     "single": single,
 }
 

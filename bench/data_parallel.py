@@ -9,9 +9,9 @@ forward, copies the parameters to the second replica through autograd, starts a 
 outputs. In its favour its threads, too, get one core each.
 
 With ``--against-ddp``: training steps of the five models of bench/models.py on two CPU devices with one core each, ours
-(`DistributedDataParallel` on shm, two processes), with ZeRO-1, ``dp`` and ``dp-zero`` (`DataParallel`, one process, two
-threads), and one process with one core for the batches of both; interleaved, see bench/steps.py. Besides, what of the
-optimizer's state each replica keeps. What each GPU holds at its peak is for bench/gpu.py: CPU devices share memory.
+(`DistributedDataParallel` on shm, two processes), with ZeRO-1, ``dp`` (`DataParallel`, one process, two threads), and
+one process with one core for the batches of both; interleaved, see bench/steps.py. What each GPU holds at its peak is
+for bench/gpu.py: CPU devices share memory.
 
 Usage: python -m bench.data_parallel [--rounds N] [--against-ddp [--only MODEL]] [--json FILE]
 """
@@ -32,7 +32,6 @@ from torch import Tensor, nn
 
 from bench import harness, steps
 from bench.models import MODELS
-from bench.models import loss_of as steps_loss_of
 from lockstep import launch
 from lockstep.parallel.dp.wrapper import DataParallel
 
@@ -201,28 +200,14 @@ def summary(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 
 def against_ddp(num_rounds: int, names: list[str]) -> dict[str, Any]:
-    """Measure and print the steps of the models ``names``, and what of the optimizer's state each replica keeps."""
-    plan = steps.Plan(num_rounds, 0.25, ["torch", "ours", "ours-zero", "dp", "dp-zero", "single"])
+    """Measure and print the steps of the models ``names``."""
+    plan = steps.Plan(num_rounds, 0.25, ["torch", "ours", "ours-zero", "dp", "single"])
     figures = {}
     for name in names:
         seconds = launch(steps.measure, name, plan, devices=NUM_DEVICES, timeout_s=harness.SECTION_TIMEOUT_S)[0]
-        sizes = state_bytes(name)
-        figures[name] = {**harness.summarize(seconds), "state_bytes": sizes}
+        figures[name] = harness.summarize(seconds)
         harness.show(f"{name}: {NUM_DEVICES} devices, {num_rounds} rounds", seconds, ("ours", "ours-zero", "single"))
-        print(
-            f"  state of each replica of dp-zero, MiB: {', '.join(f'{size / 2**20:.2f}' for size in sizes)}", flush=True
-        )
     return figures
-
-
-def state_bytes(name: str) -> list[int]:
-    workload = MODELS[name]
-    model = workload.model()
-    wrapped = DataParallel(model, ["cpu"] * NUM_DEVICES)
-    optimizer = wrapped.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-4))
-    wrapped.backward(steps_loss_of, [workload.batch() for _ in range(NUM_DEVICES)], [1 / NUM_DEVICES] * NUM_DEVICES)
-    optimizer.step()
-    return optimizer.state_bytes()
 
 
 def main() -> None:

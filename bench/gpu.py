@@ -5,9 +5,8 @@
     torch     torch.nn.parallel.DistributedDataParallel, NCCL with one rank
     ours      lockstep.DistributedDataParallel, likewise
     captured  each of these with its whole step in a CUDA graph: "none, captured" and so on
-    dp twice  lockstep.DataParallel on the same GPU named twice, each replica with half of the batch; and "dp twice,
-              captured" with ``capture=True``, which replays each replica's forward and backward
-    dp        the same on all GPUs, where there are several; "dp-zero" with its optimizer and gradients divided
+    dp twice  lockstep.DataParallel on the same GPU named twice, each replica with half of the batch
+    dp        the same on all GPUs, where there are several
 
 Interleaved in one process: the order rotates and every other round runs backwards; a turn ends with a synchronisation
 of the devices. Peak memory is the most that torch's allocator had handed out in a step, less what it had before the
@@ -69,19 +68,15 @@ def captured(make: Callable[[], Step]) -> Step:
     return graph.replay
 
 
-def replicated(
-    model: nn.Module, batch: Batch, devices: list[int], *, capture: bool = False, divided: bool = False
-) -> Step:
+def replicated(model: nn.Module, batch: Batch, devices: list[int]) -> Step:
     wrapped, count = lockstep.DataParallel(model, devices), len(devices)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    if divided:
-        optimizer = wrapped.shard_optimizer(optimizer, shard_gradients=True)
     parts = zip(*(part.chunk(count) for part in batch), strict=True)
     shards = [tuple(part.to(device) for part in shard) for device, shard in zip(wrapped.devices, parts, strict=True)]
 
     def step() -> None:
         optimizer.zero_grad()
-        wrapped.backward(loss_of, shards, [1 / count] * count, capture=capture)
+        wrapped.backward(loss_of, shards, [1 / count] * count)
         optimizer.step()
 
     return step
@@ -104,11 +99,9 @@ def makers(workload: Workload, world: World) -> dict[str, Callable[[], Step]]:
     made["again"] = made["none"]
     made |= {f"{name}, captured": functools.partial(captured, made[name]) for name in wraps}
     made["dp twice"] = lambda: replicated(workload.model().cuda(), batch, [0, 0])
-    made["dp twice, captured"] = lambda: replicated(workload.model().cuda(), batch, [0, 0], capture=True)
     if torch.cuda.device_count() > 1:
         every = list(range(torch.cuda.device_count()))
         made["dp"] = lambda: replicated(workload.model().to("cuda:0"), batch, every)
-        made["dp-zero"] = lambda: replicated(workload.model().to("cuda:0"), batch, every, divided=True)
     return made
 
 

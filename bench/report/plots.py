@@ -26,7 +26,6 @@ COLOURS = {
     "ours": OURS,
     "ours-zero": OURS,
     "dp": OTHER,
-    "dp-zero": OTHER,
     "single": BOUND,
 }
 TEXT, GRID = "#010203", "#040506"

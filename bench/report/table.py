@@ -20,7 +20,6 @@ SHOWN = {
     "ours": "**Lockstep DDP**",
     "ours-zero": "**Lockstep DDP + ZeRO-1**",
     "dp": "**Lockstep DataParallel**, one process",
-    "dp-zero": "**Lockstep DataParallel**, its optimizer divided",
     "single": "one core, all samples",
 }
 """What the contenders are called, in the order of the rows."""

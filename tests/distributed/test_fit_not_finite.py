@@ -162,7 +162,7 @@ class Normed(torch.nn.Module):
         return self.rest(self.norm(inputs))
 
 
-HOWS = [{}, {"strategy": "dp", "devices": 2}, {"strategy": "dp-zero1", "devices": 2}, {"reproducible": 4}]
+HOWS = [{}, {"strategy": "dp", "devices": 2}, {"reproducible": 4}]
 
 
 @pytest.mark.parametrize("how", HOWS)

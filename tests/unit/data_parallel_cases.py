@@ -12,7 +12,7 @@ TOLERANCE = 1e-12
 class Apart(DataParallel[nn.Module]):
     """Replicas beyond the first believe to be on other devices, so that weights and gradients travel in flat copies.
 
-    The CPU answers to "cpu:1" as well; tensors there say "cpu". Use it with the fixture ``flat_copies``.
+    The CPU answers to "cpu:1" as well; tensors there say "cpu".
     """
 
     @property
@@ -22,15 +22,11 @@ class Apart(DataParallel[nn.Module]):
         )
 
 
-KINDS = {"shared": DataParallel, "fanned": DataParallel, "apart": Apart}
-"""Replicas that use the module's own tensors; that get theirs from the autograd function, as on one GPU; copies."""
+KINDS = {"together": DataParallel, "apart": Apart}
+"""Replicas on one device, which use the module's memory; and each on its own, with copies."""
 
 
-def wrap(kind: str, module: nn.Module, num_replicas: int, monkeypatch) -> DataParallel[nn.Module]:
-    if kind != "shared":
-        monkeypatch.setattr("lockstep.parallel.dp.replicas.shares_tensors", lambda device: False)
-    if kind == "apart":
-        monkeypatch.setattr("lockstep.parallel.dp.gradients.worth_packing", lambda source, device: True)
+def wrap(kind: str, module: nn.Module, num_replicas: int) -> DataParallel[nn.Module]:
     return KINDS[kind](module, ["cpu"] * num_replicas)
 
 

@@ -54,7 +54,7 @@ def test_a_file_without_a_task_is_refused(refused, tmp_path):
         ),
         (
             ["--strategies", "ddp,fsdp"],
-            "There is no strategy 'fsdp'.\nChoose from: single, torch-dp, dp, torch-ddp, ddp, dp-zero1, ddp-zero1.",
+            "There is no strategy 'fsdp'.\nChoose from: single, torch-dp, dp, torch-ddp, ddp, ddp-zero1.",
         ),
         (["--rounds", "0"], "rounds=0 is not allowed.\nGive a whole number of at least 1."),
     ],

@@ -33,7 +33,7 @@ def test_what_cannot_be_compared_is_refused_before_anything_starts(tmp_path):
         f"{tmp_path / 'no.py'} does not exist.\nName a Python file that has a lockstep.Task."
     )
     assert message(task, strategies=["ddp", "fsdp"]) == (
-        "There is no strategy 'fsdp'.\nChoose from: single, torch-dp, dp, torch-ddp, ddp, dp-zero1, ddp-zero1."
+        "There is no strategy 'fsdp'.\nChoose from: single, torch-dp, dp, torch-ddp, ddp, ddp-zero1."
     )
     assert message(task, devices=0) == "devices=0 is not allowed.\nGive a whole number of at least 1."
     assert message(task, num_rounds=0) == "rounds=0 is not allowed.\nGive a whole number of at least 1."

@@ -15,11 +15,11 @@ from tests.unit.data_parallel_cases import KINDS, assert_same_gradients, close, 
 JOINABLE = sorted(set(FAMILIES) - {"structured"})  # its output holds a string
 
 
-@pytest.mark.parametrize(("kind", "num_replicas"), [("shared", 2), ("shared", 3), ("fanned", 3), ("apart", 3)])
+@pytest.mark.parametrize(("kind", "num_replicas"), [("together", 2), ("apart", 3)])
 @pytest.mark.parametrize("family", JOINABLE)
-def test_gradients_are_those_of_one_process(family, kind, num_replicas, monkeypatch):
+def test_gradients_are_those_of_one_process(family, kind, num_replicas):
     module, reference = build(family), build(family)
-    model = wrap(kind, module, num_replicas, monkeypatch)
+    model = wrap(kind, module, num_replicas)
     for step, samples in enumerate([7, 4, 1]):
         batch = global_batch(family, samples, seed=step)
         FAMILIES[family].loss(model, batch).backward()
@@ -33,9 +33,9 @@ def test_gradients_are_those_of_one_process(family, kind, num_replicas, monkeypa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_layouts_of_gradients_are_kept(kind, monkeypatch):
+def test_layouts_of_gradients_are_kept(kind):
     module = build("channels_last")
-    model = wrap(kind, module, 2, monkeypatch)
+    model = wrap(kind, module, 2)
     FAMILIES["channels_last"].loss(model, global_batch("channels_last", 4, 0)).backward()
     weight = module.convolutions[0].weight
     assert weight.is_contiguous(memory_format=torch.channels_last)
@@ -113,10 +113,10 @@ class Normalized(nn.Module):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_batch_norm_keeps_the_statistics_of_the_first_replica(kind, monkeypatch):
+def test_batch_norm_keeps_the_statistics_of_the_first_replica(kind):
     module = Normalized().double()
     reference = copy.deepcopy(module)
-    model = wrap(kind, module, 2, monkeypatch)
+    model = wrap(kind, module, 2)
     x = torch.randn(6, 1, 8, 8, dtype=torch.double)
     outputs = model(x)
     expected = torch.cat([reference(x[:3]), copy.deepcopy(reference)(x[3:])])
@@ -147,9 +147,9 @@ def test_dropout_is_off_in_eval():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_autograd_grad_reaches_the_parameters(kind, monkeypatch):
+def test_autograd_grad_reaches_the_parameters(kind):
     module = build("mlp")
-    model = wrap(kind, module, 2, monkeypatch)
+    model = wrap(kind, module, 2)
     x, y = global_batch("mlp", 5, 0)
     actual = torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters()))
     expected = torch.autograd.grad(F.mse_loss(module(x), y), list(module.parameters()))
@@ -159,30 +159,30 @@ def test_autograd_grad_reaches_the_parameters(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_second_derivatives(kind, monkeypatch):
+def test_second_derivatives(kind):
     module, reference = build("mlp"), build("mlp")
     x = global_batch("mlp", 5, 0)[0].requires_grad_()
-    for network in (wrap(kind, module, 2, monkeypatch), reference):
+    for network in (wrap(kind, module, 2), reference):
         (slope,) = torch.autograd.grad(network(x).sum(), x, create_graph=True)
         slope.square().mean().backward()
     assert_same_gradients(module, reference)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_derivatives_of_the_gradients_of_parameters(kind, monkeypatch):
+def test_derivatives_of_the_gradients_of_parameters(kind):
     module, reference = build("mlp"), build("mlp")
     x, y = global_batch("mlp", 5, 0)
-    for network in (wrap(kind, module, 3, monkeypatch), reference):
+    for network in (wrap(kind, module, 3), reference):
         slopes = torch.autograd.grad(F.mse_loss(network(x), y), list(network.parameters()), create_graph=True)
         sum(slope.square().sum() for slope in slopes).backward()
     assert_same_gradients(module, reference)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_several_forwards_before_one_backward(kind, monkeypatch):
+def test_several_forwards_before_one_backward(kind):
     module, reference = Normalized().double(), Normalized().double()
     reference.load_state_dict(module.state_dict())
-    model = wrap(kind, module, 2, monkeypatch)
+    model = wrap(kind, module, 2)
     parts = [torch.randn(4, 1, 6, 6, dtype=torch.double) for _ in range(3)]
     for part in parts:
         model(part)
@@ -195,7 +195,7 @@ def test_several_forwards_before_one_backward(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_buffer_that_requires_a_gradient_gets_it(kind, monkeypatch):
+def test_a_buffer_that_requires_a_gradient_gets_it(kind):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -206,7 +206,7 @@ def test_a_buffer_that_requires_a_gradient_gets_it(kind, monkeypatch):
             return x * self.scale + self.shift
 
     module = Net()
-    model = wrap(kind, module, 2, monkeypatch)
+    model = wrap(kind, module, 2)
     x = torch.randn(5, 3, dtype=torch.double)
     model(x).sum().backward()
     assert torch.allclose(module.scale.grad, x.sum(0), rtol=1e-12)
@@ -216,7 +216,7 @@ def test_a_buffer_that_requires_a_gradient_gets_it(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_old_and_new_weight_norm(kind, monkeypatch):
+def test_old_and_new_weight_norm(kind):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -229,7 +229,7 @@ def test_old_and_new_weight_norm(kind, monkeypatch):
             return self.spectral(self.new(self.old(x)))
 
     module = Net().double().eval()
-    model = wrap(kind, module, 2, monkeypatch)
+    model = wrap(kind, module, 2)
     x = torch.randn(5, 3, dtype=torch.double)
     expected = torch.autograd.grad(module(x).square().sum(), list(module.parameters()))
     actual = torch.autograd.grad(model(x).square().sum(), list(module.parameters()))

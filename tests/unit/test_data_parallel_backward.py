@@ -31,11 +31,11 @@ def squared_error(replica: nn.Module, shard: Any) -> torch.Tensor:
     return F.mse_loss(replica(shard[0]), shard[1])
 
 
-@pytest.mark.parametrize(("kind", "lengths"), [("shared", (4, 3)), ("shared", (0, 2, 3)), ("apart", (3, 3, 1))])
+@pytest.mark.parametrize(("kind", "lengths"), [("together", (0, 2, 3)), ("apart", (3, 3, 1))])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_gradients_are_those_of_one_process(family, kind, lengths, monkeypatch):
+def test_gradients_are_those_of_one_process(family, kind, lengths):
     module, reference = build(family), build(family)
-    model = wrap(kind, module, len(lengths), monkeypatch)
+    model = wrap(kind, module, len(lengths))
     loss = FAMILIES[family].loss
     for step in range(3):  # the second accumulates into what the first left, the third starts from None
         if step == 2:
@@ -163,12 +163,12 @@ def test_the_sum_has_one_order():
     one, tiny = torch.tensor([1.0]), torch.tensor([2.0**-24])  # 1 + tiny rounds to 1, tiny + tiny does not vanish
     cpu = torch.device("cpu")
     rows = [[one], [tiny], [tiny], [tiny]]
-    (total,) = sum_in_tree(rows, [cpu] * 4, owned=False)
+    (total,) = sum_in_tree(rows, [cpu] * 4, in_place=False)
     assert total.item() == 1.0 + 2.0**-23
     assert rows[0][0].item() == 1.0  # not ours to write to
-    (total,) = sum_in_tree([[tiny.clone()], [tiny.clone()], [one]], [cpu] * 3, owned=True)
+    (total,) = sum_in_tree([[tiny.clone()], [tiny.clone()], [one]], [cpu] * 3, in_place=True)
     assert total.item() == 1.0 + 2.0**-23
-    assert sum_in_tree([[None], [None]], [cpu] * 2, owned=True) == [None]
+    assert sum_in_tree([[None], [None]], [cpu] * 2, in_place=True) == [None]
 
 
 def test_the_same_step_gives_the_same_bits():

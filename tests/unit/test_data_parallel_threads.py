@@ -2,7 +2,6 @@
 
 import gc
 import os
-import queue
 import signal
 import threading
 import time
@@ -13,8 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.errors import LockstepError
-from lockstep.parallel.dp.threads import ReplicaThreads
 from lockstep.parallel.dp.wrapper import DataParallel
 from tests.models import build, global_batch
 
@@ -192,34 +189,3 @@ def test_an_interrupted_call_leaves_the_replicas_behind():
     model.backward(fast, [x[:2], x[2:]], [1.0, 1.0])  # what the old calls computed meanwhile is not in it
     torch.testing.assert_close(module[0].weight.grad, reference[0].weight.grad)
     assert len(replica_threads()) == 2
-
-
-def test_a_dead_thread_is_reported(monkeypatch):
-    monkeypatch.setattr("lockstep.parallel.dp.threads._LIVENESS_CHECK_S", 0.05)
-    pool = ReplicaThreads(2, divide_cores=False)
-    assert pool.run([lambda: 1, lambda: 2]) == [1, 2]
-    for worker in pool._workers:
-        worker.tasks.put(None)
-        worker.thread.join(30)
-    with pytest.raises(LockstepError) as caught:
-        pool.run([lambda: 1, lambda: 2])
-    assert str(caught.value).splitlines()[0] == "The thread of replica 0 died without a result."
-    assert pool.run([lambda: 1, lambda: 2]) == [1, 2]  # with new threads
-
-
-def test_results_keep_their_order():
-    pool = ReplicaThreads(3, divide_cores=False)
-    turns: queue.SimpleQueue = queue.SimpleQueue()
-
-    def first():
-        turns.get(timeout=30)
-        return "first"
-
-    def second():
-        turns.put(None)
-        return "second"
-
-    assert pool.run([first, second]) == ["first", "second"]
-    pool.stop()
-    assert wait_for_no_more_than(0) == 0
-    assert pool.run([lambda: 1]) == [1]

@@ -133,11 +133,11 @@ def test_what_is_shown_while_it_goes_on():
         ({"minutes": 0}, "minutes=0 is not allowed.\nGive a number above 0."),
         (
             {"strategies": ["ddp", "torch-ddp"]},
-            "There is no strategy 'torch-ddp' to try.\nChoose from: single, dp, ddp, ddp-zero1, dp-zero1, fsdp.",
+            "There is no strategy 'torch-ddp' to try.\nChoose from: single, dp, ddp, ddp-zero1, fsdp.",
         ),
         (
             {"start": {"strategy": "torch-ddp"}},
-            "Tuning cannot begin with strategy torch-ddp.\nChoose from: single, dp, ddp, ddp-zero1, dp-zero1, fsdp.",
+            "Tuning cannot begin with strategy torch-ddp.\nChoose from: single, dp, ddp, ddp-zero1, fsdp.",
         ),
         (
             {"devices": 5},

@@ -217,7 +217,7 @@ BadSamplesRule = Literal["stop", "skip"]
 NanRule = Literal["raise", "skip"]
 Wire = Literal["bf16", "fp16"]
 ViewName = Literal["auto", "live", "lines", "none"]
-StrategyName = Literal["single", "dp", "dp-zero1", "ddp", "ddp-zero1", "fsdp", "torch-dp", "torch-ddp"]
+StrategyName = Literal["single", "dp", "ddp", "ddp-zero1", "fsdp", "torch-dp", "torch-ddp"]
 
 
 @dataclass(frozen=True, kw_only=True)

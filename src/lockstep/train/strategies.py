@@ -139,21 +139,14 @@ class Single(Strategy):
 
 
 class Replicated(Strategy):
-    """Our `DataParallel`: a thread for each device, the loss computed inside it, and maybe a part of the update."""
+    """Our `DataParallel`: a thread for each device, the loss computed inside it."""
 
-    def __init__(
-        self, model: nn.Module, objective: Objective, devices: Sequence[torch.device], *, shards_optimizer: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, objective: Objective, devices: Sequence[torch.device]) -> None:
         from lockstep.parallel.dp.wrapper import DataParallel
 
         self._engine = DataParallel(model, device_ids=list(devices))
         self._objective = objective
         self._places = dict(enumerate(devices))
-        self._shards_optimizer = shards_optimizer
-
-    def take_over(self, optimizer: Optimizer) -> Optimizer:
-        """Return what is to step the parameters in the place of ``optimizer``."""
-        return self._engine.shard_optimizer(optimizer) if self._shards_optimizer else optimizer
 
     def run(self, micro: MicroBatch, how: Pass) -> None:
         """Run forward and backward of ``micro``, adding to ``param.grad``."""
@@ -283,7 +276,7 @@ def divide(name: StrategyName, world: World, devices: Sequence[torch.device], se
             "Strategy torch-dp cannot follow shares: torch.nn.DataParallel divides a batch evenly.\n"
             "Use strategy dp, or leave shares out."
         )
-    num_shares = len(devices) if name in ("dp", "dp-zero1") else 1  # torch's DataParallel divides the batch itself
+    num_shares = len(devices) if name == "dp" else 1  # torch's DataParallel divides the batch itself
     return BatchSplit(num_shares, range(num_shares), accumulate, shares)
 
 
@@ -313,8 +306,8 @@ def make_strategy(
         )
     if name == "single":
         return Single(model, objective)
-    if name in ("dp", "dp-zero1"):
-        return Replicated(model, objective, devices, shards_optimizer=name == "dp-zero1")
+    if name == "dp":
+        return Replicated(model, objective, devices)
     if name == "torch-dp":
         return Single(torch_data_parallel(model, devices), objective)
     if name == "ddp":

@@ -1,4 +1,13 @@
-"""Split inputs over devices along a dimension, and join the outputs of the replicas again."""
+"""Split inputs over devices along a dimension, and join the outputs of the replicas again.
+
+Tensors are cut as ``torch.chunk`` cuts them (so there may be fewer chunks than devices), containers are rebuilt around
+the chunks, everything else is given to every replica as it is.
+
+Unlike torch's, a call whose tensors give different numbers of chunks is an error. torch cuts all of them down to the
+fewest, so that the samples beyond are silently not computed.
+"""
+
+from __future__ import annotations
 
 import copy
 import dataclasses
@@ -13,14 +22,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.errors import ConfigurationError
-
-# Split inputs over devices along a dimension.
-#
-# Tensors are cut as ``torch.chunk`` cuts them (so there may be fewer chunks than devices), containers are rebuilt
-# around the chunks, everything else is given to every replica as it is.
-#
-# Unlike torch's, a call whose tensors give different numbers of chunks is an error. torch cuts all of them down to the
-# fewest, so that the samples beyond are silently not computed.
 
 Device = int | str | torch.device
 """A CUDA index (-1 is the CPU, as in torch), a name such as "cpu" or "cuda:1", or a ``torch.device``."""
@@ -69,7 +70,7 @@ def scatter_kwargs(
 def _num_chunks(inputs: Any, num_devices: int, dim: int) -> int:
     """Return how many chunks all tensors in ``inputs`` give; ``num_devices`` if there is no tensor."""
     tensors = [tensor for tensor in _tensors_in(inputs) if tensor.dim() > 0]
-    counts = [_chunk_count(tensor.size(dim), num_devices) for tensor in tensors]
+    counts = [_count_chunks(tensor.size(dim), num_devices) for tensor in tensors]
     if len(set(counts)) > 1:
         fewest, most = tensors[counts.index(min(counts))], tensors[counts.index(max(counts))]
         raise ConfigurationError(
@@ -82,7 +83,7 @@ def _num_chunks(inputs: Any, num_devices: int, dim: int) -> int:
     return counts[0] if counts else num_devices
 
 
-def _chunk_count(size: int, num_devices: int) -> int:
+def _count_chunks(size: int, num_devices: int) -> int:
     """Return how many tensors ``torch.chunk`` gives."""
     return num_devices if size == 0 else math.ceil(size / math.ceil(size / num_devices))
 
@@ -106,7 +107,7 @@ def _contents(value: Any) -> list[Any] | None:
         return list(value)
     if isinstance(value, dict):
         return list(value.values())
-    if is_dataclass_instance(value):
+    if _is_dataclass_instance(value):
         return [getattr(value, field.name) for field in dataclasses.fields(value)]
     return None
 
@@ -115,55 +116,14 @@ def _split(value: Any, devices: Sequence[torch.device], num_devices: int, dim: i
     """Return one part of ``value`` for each of ``devices``, the first of ``num_devices``."""
     if isinstance(value, Tensor):
         chunks = value.chunk(num_devices, dim) if value.dim() > 0 else [value] * len(devices)
-        return tuple(moved(chunk, device) for chunk, device in zip(chunks, devices, strict=True))
+        return tuple(_move(chunk, device) for chunk, device in zip(chunks, devices, strict=True))
     contents = _contents(value)
     if not contents:
         return [value for _ in devices]
     if not isinstance(value, (tuple, list, dict)) and next(_tensors_in(contents), None) is None:
         return [value for _ in devices]
     parts = zip(*(_split(item, devices, num_devices, dim) for item in contents), strict=True)
-    return [rebuilt(value, part) for part in parts]
-
-
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return ``tensor`` on ``device``; a copy to the CPU is complete when this returns."""
-    return tensor.to(device, non_blocking=device.type == "cuda")
-
-
-def rebuilt(container: Any, contents: Iterable[Any]) -> Any:
-    """Return a container like ``container`` that holds ``contents``, in the order of its own.
-
-    A dataclass is copied and its fields are set, so that ``__init__`` and ``__post_init__`` do not run again.
-    """
-    if isinstance(container, dict):
-        items = zip(container, contents, strict=True)
-        if isinstance(container, defaultdict):
-            return type(container)(container.default_factory, items)
-        make: Callable[[Any], Any] = type(container)
-        return make(items)
-    if is_named_tuple(container):
-        return type(container)._make(contents)
-    if isinstance(container, tuple):
-        return tuple(contents) if type(container) is tuple else type(container)(tuple(contents))
-    if isinstance(container, list):
-        return type(container)(contents)
-    copied = copy.copy(container)
-    for field, content in zip(dataclasses.fields(container), contents, strict=True):
-        object.__setattr__(copied, field.name, content)
-    return copied
-
-
-def is_named_tuple(value: Any) -> bool:
-    """Whether ``value`` is an instance of a ``typing.NamedTuple`` or of ``collections.namedtuple``."""
-    return isinstance(value, tuple) and isinstance(getattr(value, "_fields", None), tuple)
-
-
-def is_dataclass_instance(value: Any) -> bool:
-    """Whether ``value`` is an instance of a dataclass, not the class itself."""
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-# Join the outputs of replicas along a dimension, on one device.
+    return [_rebuild(value, part) for part in parts]
 
 
 def gather(outputs: Sequence[Any], target_device: Device, dim: int = 0) -> Any:
@@ -194,21 +154,21 @@ def _gather(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
                 f"{type(output).__name__}.\nReturn the same structure for every part of a batch."
             )
     if isinstance(first, Tensor):
-        return _joined_tensor(outputs, device, dim)
+        return _concatenate(outputs, device, dim)
     if first is None:
         return None
     if isinstance(first, dict):
         if not all(len(output) == len(first) for output in outputs):
             raise ConfigurationError("All dicts must have the same number of keys")
-        return rebuilt(first, [_gather([_entry(output, key) for output in outputs], device, dim) for key in first])
+        return _rebuild(first, [_gather([_entry(output, key) for output in outputs], device, dim) for key in first])
     if isinstance(first, (tuple, list)):
         if not all(len(output) == len(first) for output in outputs):
             lengths = [len(output) for output in outputs]
             raise ConfigurationError(f"The replicas returned {type(first).__name__}s of different lengths: {lengths}")
-        return rebuilt(first, [_gather(items, device, dim) for items in zip(*outputs, strict=True)])
-    if is_dataclass_instance(first):
+        return _rebuild(first, [_gather(items, device, dim) for items in zip(*outputs, strict=True)])
+    if _is_dataclass_instance(first):
         names = [field.name for field in dataclasses.fields(first)]
-        return rebuilt(first, [_gather([getattr(output, name) for output in outputs], device, dim) for name in names])
+        return _rebuild(first, [_gather([getattr(output, name) for output in outputs], device, dim) for name in names])
     raise ConfigurationError(
         f"DataParallel cannot gather an output of type {type(first).__name__}.\n"
         "Return tensors, None, or tuples, lists, dicts and dataclasses of them."
@@ -221,7 +181,7 @@ def _entry(output: dict[Any, Any], key: Any) -> Any:
     return output[key]
 
 
-def _joined_tensor(tensors: Sequence[Tensor], device: torch.device, dim: int) -> Tensor:
+def _concatenate(tensors: Sequence[Tensor], device: torch.device, dim: int) -> Tensor:
     if dim == 0 and all(tensor.dim() == 0 for tensor in tensors):
         warnings.warn(
             "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze and "
@@ -230,7 +190,7 @@ def _joined_tensor(tensors: Sequence[Tensor], device: torch.device, dim: int) ->
         )
         tensors = [tensor.unsqueeze(0) for tensor in tensors]
     _check_sizes(tensors, dim)
-    parts = [moved(tensor, device) for tensor in tensors]
+    parts = [_move(tensor, device) for tensor in tensors]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
@@ -247,83 +207,39 @@ def _check_sizes(tensors: Sequence[Tensor], dim: int) -> None:
             )
 
 
-# Which devices a DataParallel module runs on.
+def _move(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return ``tensor`` on ``device``; a copy to the CPU is complete when this returns."""
+    return tensor.to(device, non_blocking=device.type == "cuda")
 
-_IMBALANCE_RATIO = 0.75
 
+def _rebuild(container: Any, contents: Iterable[Any]) -> Any:
+    """Return a container like ``container`` that holds ``contents``, in the order of its own.
 
-def choose_devices(device_ids: Sequence[Device] | None) -> list[torch.device]:
-    """Return the devices to replicate to: those named, else all GPUs; none where there are no GPUs.
-
-    As with torch's class, GPUs named on a machine that has none come to no devices: the module then just runs.
-
-    Raises:
-        ConfigurationError: Devices of several types, of a type that is neither "cpu" nor "cuda", or that do not exist.
+    A dataclass is copied and its fields are set, so that ``__init__`` and ``__post_init__`` do not run again.
     """
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    named = list(range(num_gpus)) if device_ids is None else list(device_ids)
-    types = {"cuda" if isinstance(device, int) else torch.device(device).type for device in named}
-    if not named or (types == {"cuda"} and num_gpus == 0):
-        return []
-    if len(types) > 1 or not types <= {"cpu", "cuda"}:
-        raise ConfigurationError(
-            f"DataParallel cannot use the devices {sorted(types)} together.\n"
-            'Name devices of one type in device_ids: GPUs, as in [0, 1], or the CPU, as in ["cpu", "cpu"].'
-        )
-    devices = [_existing(device, num_gpus, "device_ids") for device in named]
-    if "cuda" in types:
-        warn_imbalance(devices)
-    return devices
+    if isinstance(container, dict):
+        items = zip(container, contents, strict=True)
+        if isinstance(container, defaultdict):
+            return type(container)(container.default_factory, items)
+        make: Callable[[Any], Any] = type(container)
+        return make(items)
+    if _is_named_tuple(container):
+        return type(container)._make(contents)
+    if isinstance(container, tuple):
+        return tuple(contents) if type(container) is tuple else type(container)(tuple(contents))
+    if isinstance(container, list):
+        return type(container)(contents)
+    copied = copy.copy(container)
+    for field, content in zip(dataclasses.fields(container), contents, strict=True):
+        object.__setattr__(copied, field.name, content)
+    return copied
 
 
-def choose_output_device(output_device: Device | None, devices: Sequence[torch.device]) -> torch.device:
-    """Return where outputs are gathered: the device named, else the first of ``devices``.
-
-    Raises:
-        ConfigurationError: It does not exist.
-    """
-    if output_device is None:
-        return devices[0]
-    if output_device == -1:
-        return torch.device("cpu")
-    return _existing(output_device, torch.cuda.device_count() if torch.cuda.is_available() else 0, "output_device")
+def _is_named_tuple(value: Any) -> bool:
+    """Whether ``value`` is an instance of a ``typing.NamedTuple`` or of ``collections.namedtuple``."""
+    return isinstance(value, tuple) and isinstance(getattr(value, "_fields", None), tuple)
 
 
-def as_listed(device: torch.device) -> int | torch.device:
-    """Return ``device`` as torch's class lists it: a GPU as its index."""
-    return device.index if device.type == "cuda" else device
-
-
-def warn_imbalance(devices: Sequence[torch.device]) -> None:
-    """Warn if one GPU has less than 75% of the memory or the cores of another: the slowest sets the pace."""
-    unique = list(dict.fromkeys(devices))
-    measures: dict[str, Callable[[torch.device], int]] = {
-        "memory": lambda device: torch.cuda.get_device_properties(device).total_memory,
-        "cores": lambda device: torch.cuda.get_device_properties(device).multi_processor_count,
-    }
-    for what, measure in measures.items():
-        weakest, strongest = min(unique, key=measure), max(unique, key=measure)
-        if measure(weakest) < _IMBALANCE_RATIO * measure(strongest):
-            warnings.warn(
-                f"There is an imbalance between your GPUs: {weakest} has less than 75% of the {what} of {strongest}, "
-                "and every step lasts as long as on the weakest. Leave it out of device_ids, or out of "
-                "CUDA_VISIBLE_DEVICES.",
-                stacklevel=4,
-            )
-            return
-
-
-def _existing(device: Device, num_gpus: int, argument: str) -> torch.device:
-    if isinstance(device, int):
-        index: int | None = device
-    else:
-        device = torch.device(device)
-        if device.type != "cuda":
-            return as_device(device)
-        index = device.index
-    if index is not None and not 0 <= index < num_gpus:
-        raise ConfigurationError(
-            f"{argument} names GPU {index}, but this process sees {num_gpus} (numbered from 0).\n"
-            "Name fewer devices, or make more visible with CUDA_VISIBLE_DEVICES."
-        )
-    return as_device(device)
+def _is_dataclass_instance(value: Any) -> bool:
+    """Whether ``value`` is an instance of a dataclass, not the class itself."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)

@@ -1,53 +1,38 @@
-"""``DataParallel``: one process, one thread and one replica for each device."""
+"""``DataParallel``: one process, one thread and one replica for each device.
 
+``DataParallel.forward`` does what ``torch.nn.DataParallel`` does: scatter the inputs, run the replicas, gather the
+outputs. ``DataParallel.backward`` is for a training loop: the loss is computed inside each replica and differentiated
+in the replica's own thread, so that no output travels and the first device does no more than the others.
+
+Design: docs/design/data_parallel.md.
+"""
+
+from __future__ import annotations
+
+import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
-from torch.optim import Optimizer
 
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.dp.replicas import Replicas, check_devices
-from lockstep.parallel.dp.scatter_gather import (
-    Device,
-    as_device,
+from lockstep.parallel.dp.scatter_gather import Device, as_device, gather, scatter_kwargs
+from lockstep.parallel.dp.threads import (
+    LossFunction,
+    ReplicaContext,
+    ReplicaEngine,
+    ReplicaGradients,
+    StepTimings,
     as_listed,
-    choose_devices,
-    choose_output_device,
-    gather,
-    scatter_kwargs,
+    differentiate,
 )
-from lockstep.parallel.dp.sharded_optimizer import ShardedOptimizer
-from lockstep.parallel.dp.threads import LossFunction, ReplicaEngine, ReplicaGradients, StepTimings, differentiate
 
-# Names in a state: with ``module.`` before them, or without.
-
-
-def with_prefix(state_dict: Mapping[str, Any], own_names: set[str]) -> Mapping[str, Any]:
-    """Return ``state_dict`` with ``module.`` before each name, unless more names fit as they are."""
-    as_is = sum(name in own_names for name in state_dict)
-    prefixed = sum(f"module.{name}" in own_names for name in state_dict)
-    if as_is >= prefixed:
-        return state_dict
-    wrapped = OrderedDict((f"module.{name}", value) for name, value in state_dict.items())
-    metadata = getattr(state_dict, "_metadata", None)
-    if metadata is not None:
-        wrapped._metadata = {f"module.{name}".rstrip("."): entry for name, entry in metadata.items()}  # type: ignore[attr-defined]
-    return wrapped
-
-
-# One process, a thread a device: DataParallel.
-#
-# ``DataParallel.forward`` does what ``torch.nn.DataParallel`` does: scatter the inputs, run the replicas, gather the
-# outputs. ``DataParallel.backward`` is for a training loop: the loss is computed inside each replica and differentiated
-# in the replica's own thread, so that no output travels and the first device does no more than the others.
-#
-# docs/design/data_parallel.md says how the parts work together and what was measured.
+_IMBALANCE_RATIO = 0.75
 
 Wrapped = TypeVar("Wrapped", bound=nn.Module)
 
@@ -95,11 +80,11 @@ class DataParallel(nn.Module, Generic[Wrapped]):
         dim: int = 0,
     ) -> None:
         super().__init__()
-        devices = choose_devices(device_ids)
+        devices = _choose_devices(device_ids)
         self.module = module
         self.dim = dim
         self.device_ids = [as_listed(device) for device in devices]
-        self.output_device = as_listed(choose_output_device(output_device, devices)) if devices else None
+        self.output_device = as_listed(_choose_output_device(output_device, devices)) if devices else None
         self.src_device_obj = devices[0] if devices else None
         self.last_timings: StepTimings | None = None
         self._engine: ReplicaEngine | None = None
@@ -117,8 +102,8 @@ class DataParallel(nn.Module, Generic[Wrapped]):
         Gradients of the outputs reach the parameters of ``module``: those of all replicas, summed.
 
         Raises:
-            BaseException: What the lowest failing replica raised: the same type, with the replica, its device and its
-                traceback in the text.
+            BaseException: What the lowest failing replica raised, with the replica, its device and its traceback in
+                the text: the same type if it can be made of one text, else a ``RuntimeError``, as with torch's class.
             ConfigurationError: The module is not on the first device; or arguments or outputs do not fit together.
         """
         with record_function("DataParallel.forward"):
@@ -159,9 +144,7 @@ class DataParallel(nn.Module, Generic[Wrapped]):
         """Join the outputs of the replicas on ``output_device``."""
         return gather(outputs, output_device, self.dim)
 
-    def backward(
-        self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[float | Tensor], *, capture: bool = False
-    ) -> list[Tensor]:
+    def backward(self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[float | Tensor]) -> list[Tensor]:
         """Compute ``loss(replica, shard)`` for every shard and add the gradients of ``scale * loss`` to the module's.
 
         Shard i belongs to replica i: the loss is computed and differentiated in its thread, on its device, all at the
@@ -174,10 +157,6 @@ class DataParallel(nn.Module, Generic[Wrapped]):
             loss: Returns a tensor of one element. It must not change what the threads share.
             shards: At most one a device, on that device (nothing is moved); None is skipped.
             scales: One a shard: its share of the whole loss, times the scale of a gradient scaler if there is one.
-            capture: Record each replica's forward and backward as a CUDA graph in the fourth step of the same kind, and
-                replay it from then on: for steps whose time is Python's. ``loss`` must then be the same function each
-                time and do nothing but compute. Other steps, and what cannot be recorded, run as written, with one
-                warning; so does everything with fewer than two devices.
 
         Returns:
             The losses, detached and not scaled, of the shards that are not None, each on its device.
@@ -190,12 +169,13 @@ class DataParallel(nn.Module, Generic[Wrapped]):
         if len(self.device_ids) > 1:
             engine = self._current_engine()
             with engine.turn():
-                losses, self.last_timings = engine.backward(loss, shards, scales, capture=capture)
+                losses, self.last_timings = engine.backward(loss, shards, scales)
             return losses
+        context = ReplicaContext.of_caller(self.src_device_obj or torch.device("cpu"))
         losses = []
         for shard, scale in zip(shards, scales, strict=True):
             if shard is not None:
-                value, self.last_timings = differentiate(loss, self.module, shard, scale)
+                value, self.last_timings = differentiate(loss, self.module, shard, scale, context)
                 losses.append(value)
         return losses
 
@@ -224,30 +204,6 @@ class DataParallel(nn.Module, Generic[Wrapped]):
             found, self.last_timings = engine.gradients(loss, shards, scales)
         return found
 
-    def shard_optimizer(self, optimizer: Optimizer, *, shard_gradients: bool = False) -> ShardedOptimizer:
-        """Return what steps in place of ``optimizer``, which has not yet; see `ShardedOptimizer`.
-
-        Args:
-            optimizer: Of parameters of the module.
-            shard_gradients: Let `backward` leave each replica its slice of the gradients, and none in ``param.grad``:
-                on several devices they then need no way and no memory on the first. Clip with ``clip_grad_norm_`` of
-                what is returned.
-
-        Raises:
-            ConfigurationError: It cannot be made anew from its class and its param groups, or cannot be divided.
-        """
-        sharded = ShardedOptimizer(optimizer, self.devices, self._run_each, shard_gradients=shard_gradients)
-        if shard_gradients and len(self.device_ids) > 1:
-            self._current_engine().replicas.slices = sharded.lookup(self.module)
-        return sharded
-
-    def _run_each(self, functions: Sequence[Callable[[], None]]) -> None:
-        if len(self.device_ids) < 2:
-            return functions[0]()
-        engine = self._current_engine()
-        with engine.turn():
-            engine.run_on_devices(functions)
-
     def _check_shards(self, shards: Sequence[Any], scales: Sequence[float | Tensor]) -> None:
         room = max(1, len(self.device_ids))
         if len(shards) > room or len(shards) != len(scales):
@@ -256,23 +212,9 @@ class DataParallel(nn.Module, Generic[Wrapped]):
                 "Give at most one shard a device, and one scale for each shard."
             )
 
-    @contextmanager
-    def parameters_held(self) -> Iterator[None]:
-        """Promise that no parameter changes inside, so that replicas on other devices need no new copies.
-
-        For evaluation and for all but the first of accumulated steps. Replicas on the module's own device never need
-        copies. A change that moves a version counter (any in-place operation but through ``.data``) is noticed all the
-        same.
-        """
-        if len(self.device_ids) < 2:
-            yield
-            return
-        with self._current_engine().replicas.held():
-            yield
-
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load the state of a wrapped or of a bare module: with or without ``module.`` before each name."""
-        return super().load_state_dict(with_prefix(state_dict, set(self.state_dict())), strict, assign)
+        return super().load_state_dict(_with_prefix(state_dict, set(self.state_dict())), strict, assign)
 
     def extra_repr(self) -> str:
         """Say which devices are used."""
@@ -318,3 +260,88 @@ def data_parallel(
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
     return DataParallel(module, device_ids, output_device, dim)(*inputs, **(module_kwargs or {}))
+
+
+def _choose_devices(device_ids: Sequence[Device] | None) -> list[torch.device]:
+    """Return the devices to replicate to: those named, else all GPUs; none where there are no GPUs.
+
+    As with torch's class, GPUs named on a machine that has none come to no devices: the module then just runs.
+
+    Raises:
+        ConfigurationError: Devices of several types, of a type that is neither "cpu" nor "cuda", or that do not exist.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    named = list(range(num_gpus)) if device_ids is None else list(device_ids)
+    types = {"cuda" if isinstance(device, int) else torch.device(device).type for device in named}
+    if not named or (types == {"cuda"} and num_gpus == 0):
+        return []
+    if len(types) > 1 or not types <= {"cpu", "cuda"}:
+        raise ConfigurationError(
+            f"DataParallel cannot use the devices {sorted(types)} together.\n"
+            'Name devices of one type in device_ids: GPUs, as in [0, 1], or the CPU, as in ["cpu", "cpu"].'
+        )
+    devices = [_existing(device, num_gpus, "device_ids") for device in named]
+    if "cuda" in types:
+        _warn_imbalance(devices)
+    return devices
+
+
+def _choose_output_device(output_device: Device | None, devices: Sequence[torch.device]) -> torch.device:
+    """Return where outputs are gathered: the device named, else the first of ``devices``.
+
+    Raises:
+        ConfigurationError: It does not exist.
+    """
+    if output_device is None:
+        return devices[0]
+    if output_device == -1:
+        return torch.device("cpu")
+    return _existing(output_device, torch.cuda.device_count() if torch.cuda.is_available() else 0, "output_device")
+
+
+def _warn_imbalance(devices: Sequence[torch.device]) -> None:
+    """Warn if one GPU has less than 75% of the memory or the cores of another: the slowest sets the pace."""
+    unique = list(dict.fromkeys(devices))
+    measures: dict[str, Callable[[torch.device], int]] = {
+        "memory": lambda device: torch.cuda.get_device_properties(device).total_memory,
+        "cores": lambda device: torch.cuda.get_device_properties(device).multi_processor_count,
+    }
+    for what, measure in measures.items():
+        weakest, strongest = min(unique, key=measure), max(unique, key=measure)
+        if measure(weakest) < _IMBALANCE_RATIO * measure(strongest):
+            warnings.warn(
+                f"There is an imbalance between your GPUs: {weakest} has less than 75% of the {what} of {strongest}, "
+                "and every step lasts as long as on the weakest. Leave it out of device_ids, or out of "
+                "CUDA_VISIBLE_DEVICES.",
+                stacklevel=4,
+            )
+            return
+
+
+def _existing(device: Device, num_gpus: int, argument: str) -> torch.device:
+    if isinstance(device, int):
+        index: int | None = device
+    else:
+        device = torch.device(device)
+        if device.type != "cuda":
+            return as_device(device)
+        index = device.index
+    if index is not None and not 0 <= index < num_gpus:
+        raise ConfigurationError(
+            f"{argument} names GPU {index}, but this process sees {num_gpus} (numbered from 0).\n"
+            "Name fewer devices, or make more visible with CUDA_VISIBLE_DEVICES."
+        )
+    return as_device(device)
+
+
+def _with_prefix(state_dict: Mapping[str, Any], own_names: set[str]) -> Mapping[str, Any]:
+    """Return ``state_dict`` with ``module.`` before each name, unless more names fit as they are."""
+    as_is = sum(name in own_names for name in state_dict)
+    prefixed = sum(f"module.{name}" in own_names for name in state_dict)
+    if as_is >= prefixed:
+        return state_dict
+    wrapped = OrderedDict((f"module.{name}", value) for name, value in state_dict.items())
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        wrapped._metadata = {f"module.{name}".rstrip("."): entry for name, entry in metadata.items()}  # type: ignore[attr-defined]
+    return wrapped

@@ -498,7 +498,7 @@ def peak_bytes() -> int:
 STRATEGIES: tuple[StrategyName, ...] = ("single", "torch-dp", "dp", "torch-ddp", "ddp")
 """All that take part if none are named, in the order of the table."""
 
-ON_REQUEST: tuple[StrategyName, ...] = ("dp-zero1", "ddp-zero1")
+ON_REQUEST: tuple[StrategyName, ...] = ("ddp-zero1",)
 """Those that take part if they are named."""
 
 BUSY_INTERVAL_S = 0.5

@@ -9,7 +9,6 @@ from lockstep.study.compare.table import MIB, number
 from lockstep.study.compare.verdict import Verdict
 from lockstep.study.drawing import (
     BLUE,
-    BROWN,
     GREEN,
     GREY,
     ORANGE,
@@ -38,7 +37,6 @@ COLOURS = {
     "single": ORANGE,
     "torch-dp": PURPLE,
     "dp": VERMILION,
-    "dp-zero1": BROWN,
     "torch-ddp": SKY,
     "ddp": BLUE,
     "ddp-zero1": GREEN,
@@ -47,7 +45,6 @@ DASHES = {
     "single": "-",
     "torch-dp": ":",
     "dp": "-.",
-    "dp-zero1": (0, (5, 1, 1, 1, 1, 1)),
     "torch-ddp": "--",
     "ddp": "-",
     "ddp-zero1": (0, (3, 1, 1, 1)),

@@ -39,7 +39,7 @@ FIRST_LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
 LAST_LOSS_TOLERANCE = 1e-2
 """Rounding differences grow while training goes on. As a share of single's first loss."""
 
-PREFERENCE = (SINGLE, "ddp", "ddp-zero1", "dp", "dp-zero1", "torch-ddp", "torch-dp")
+PREFERENCE = (SINGLE, "ddp", "ddp-zero1", "dp", "torch-ddp", "torch-dp")
 """Which of several that tie: fewest devices first, then what also scales beyond one machine."""
 
 OURS_AND_TORCHS = (("dp", "torch-dp"), ("ddp", "torch-ddp"))

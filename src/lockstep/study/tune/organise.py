@@ -37,7 +37,7 @@ from lockstep.train.task import Task
 STRATEGIES = ("single", "dp", "ddp", "ddp-zero1")
 """Those that are tried if none are named."""
 
-POSSIBLE = (*STRATEGIES, "dp-zero1", "fsdp")
+POSSIBLE = (*STRATEGIES, "fsdp")
 
 _GAVE_UP = "Gave up after"
 

@@ -131,7 +131,7 @@ class Ranks:
         entry: dict[str, Any] = {"kind": "baseline", "advice": [], "step_s": step_s}
         self._note({"kind": "layers", "split": split_layers(entrant.loop.model) if entrant.loop is not None else ()})
         count = num_recorded(step_s, self._ask)
-        if strategy_of(base) in ("dp", "dp-zero1") or (strategy_of(base) == "single" and self._world.world_size > 1):
+        if strategy_of(base) == "dp" or (strategy_of(base) == "single" and self._world.world_size > 1):
             return entry | {"skipped": "with this strategy one process trains for all, and no run was recorded"}
         if count is None:
             return entry | {"skipped": f"a step takes {step_s:.1f} s, too long to record a run in this time"}
