@@ -4,7 +4,7 @@ import pytest
 
 import lockstep
 from lockstep.study.report.run_reader import read_run
-from lockstep.study.report.view import look_at
+from lockstep.study.report.view import view_run
 from tests.training import NUM_SAMPLES, make_task, samples, token_loss
 
 NUM_TOKENS = int(sum(length for _, _, length in samples()))
@@ -22,7 +22,7 @@ def test_tokens_are_counted_on_every_rank(ranks, tmp_path, strategy):
         assert result.tokens_per_s == pytest.approx(result.samples_per_s * NUM_TOKENS / NUM_SAMPLES)
     for record in read_run(tmp_path).ranks.values():
         assert sum(step.counts for step in record.steps) == 2 * NUM_TOKENS
-    view = look_at(tmp_path)
+    view = view_run(tmp_path)
     assert view.counts == "words"
     assert view.figures.tokens_per_s > 0
 

@@ -18,7 +18,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.launcher import bootstrap
 from lockstep.launcher.cli import monitoring, run
 from lockstep.study.report.figures import find_traffic
-from lockstep.study.report.view import look_at, sentences
+from lockstep.study.report.view import sentences, view_run
 from tests.distributed.commands import lockstep as command
 
 SLOW_S = 0.02
@@ -60,7 +60,7 @@ def test_both_engines_tell_what_they_wait_for_and_compute_the_same_bits(ranks, t
 
     for plain, watched in ranks(2)(both):
         assert plain == watched
-    view = look_at(tmp_path / "run")
+    view = view_run(tmp_path / "run")
     assert view.run.gaps == []
     for record in view.run.ranks.values():
         assert [(step.step, step.samples) for step in record.steps] == [(number, 8) for number in range(12)]
@@ -75,7 +75,7 @@ def test_both_engines_tell_what_they_wait_for_and_compute_the_same_bits(ranks, t
     assert (session["global_batch_size"], session["num_steps"]) == (8, 12)
     assert session["clocks"]["end"]["errors_s"] == [0.0, 0.0]
     assert len(session["ranks"]) == 2
-    view = look_at(tmp_path / "accumulated")
+    view = view_run(tmp_path / "accumulated")
     for record in view.run.ranks.values():
         assert [step.samples for step in record.steps] == [24] * 4
         (timeline,) = record.timelines[:1] or [None]
@@ -96,7 +96,7 @@ def test_an_optimizer_that_steps_within_backward_ends_the_step_with_it(ranks, tm
             return watch.num_steps
 
     assert ranks(2)(overlapping) == [6, 6]
-    assert [(step.samples, step.learning_rate) for step in look_at(tmp_path).run.ranks[1].steps] == [(4, 0.1)] * 6
+    assert [(step.samples, step.learning_rate) for step in view_run(tmp_path).run.ranks[1].steps] == [(4, 0.1)] * 6
 
 
 def test_a_folder_that_a_rank_cannot_write_to_is_an_error_on_all(ranks, tmp_path):
@@ -180,7 +180,7 @@ if len(sys.argv) > 2:
 
 
 def check_record(folder, last_event, last_text):
-    view = look_at(folder)
+    view = view_run(folder)
     assert view.run.gaps == []
     for record in view.run.ranks.values():
         assert [step.step for step in record.steps] == list(range(16))
@@ -270,7 +270,7 @@ def test_a_script_that_records_itself_is_left_to_that(tmp_path):
     done = command("run", "--devices", "1", "--monitor", "runs", "others.py", "mine", cwd=tmp_path)
     assert done.code == 1 and "RuntimeError: on purpose" in done.err
     for folder, num_steps, last in (("runs", 5, "end: 5 steps done"), ("mine", 3, "error: RuntimeError: on purpose")):
-        record = look_at(tmp_path / folder).run.ranks[0]
+        record = view_run(tmp_path / folder).run.ranks[0]
         assert len(record.steps) == num_steps
         assert f"{record.events[-1].event}: {record.events[-1].text}" == last
 

@@ -14,7 +14,7 @@ from lockstep.comm.clocks import measure_clock_offsets
 from lockstep.errors import ConfigurationError
 from lockstep.study.report.figures import find_traffic
 from lockstep.study.report.run_reader import read_run
-from lockstep.study.report.view import look_at, sentences
+from lockstep.study.report.view import sentences, view_run
 from tests.training import make_task, mean_loss, samples
 
 NUM_STEPS = 24
@@ -55,7 +55,7 @@ def test_every_rank_records_its_steps_and_what_it_waited_for(ranks, tmp_path):
         return result.losses
 
     losses, _ = ranks(2)(train)
-    view = look_at(tmp_path)
+    view = view_run(tmp_path)
     assert view.run.gaps == []
     for rank, record in view.run.ranks.items():
         assert [step.step for step in record.steps] == list(range(NUM_STEPS))
@@ -114,7 +114,7 @@ def test_other_strategies_are_recorded_as_far_as_they_tell(ranks, tmp_path, stra
 
     num_ranks = 2 if "ddp" in strategy else 1
     ranks(num_ranks)(train)
-    view = look_at(tmp_path)
+    view = view_run(tmp_path)
     assert view.run.gaps == []
     assert view.figures.knows_waits == (strategy != "torch-ddp")
     assert (view.traffic is not None) == (strategy == "ddp-zero1")
@@ -126,7 +126,7 @@ def test_a_slow_loader_is_told_from_the_record_alone(ranks, tmp_path):
         fit(world, tmp_path, task=make_task(dataset=partial(SlowSamples, 0.001)))
 
     ranks(2)(train)
-    view = look_at(tmp_path)
+    view = view_run(tmp_path)
     assert view.figures.critical.data_wait_s > 0.008  # 12 ms, or 1 ms in the small batch at the end of an epoch
     assert "% waiting for data" in sentences(view)[1]
     assert view.advice[0].cause.startswith("Data wait is ")

@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
-from lockstep.study.report.view import look_at
+from lockstep.study.report.view import view_run
 
 CUDA = torch.device("cuda", 0)
 NUM_STEPS = 40
@@ -48,7 +48,7 @@ def test_times_are_those_of_the_device_and_nothing_waits_for_it(tmp_path, engine
         plain, _ = train(world, wrap, None)
         watched, last_loss = train(world, wrap, tmp_path)
     assert all(torch.equal(one, other) for one, other in zip(plain, watched, strict=True))
-    view = look_at(tmp_path)
+    view = view_run(tmp_path)
     assert view.run.gaps == []
     record = view.run.ranks[0]
     assert record.device == "cuda:0"

@@ -22,7 +22,7 @@ from lockstep.study.doctor.gather.network import find_infiniband, find_interface
 from lockstep.study.doctor.gather.nvidia import read_gpus, read_matrix, visible
 from lockstep.study.doctor.gather.pci import has_nvidia_gpu, is_redirecting, redirecting_bridges
 from lockstep.study.doctor.gather.plan import make_plan
-from lockstep.study.doctor.gather.task import ABSENT, FACTS, MISSED, TaskFails, look_at, num_bytes, task_facts
+from lockstep.study.doctor.gather.task import ABSENT, FACTS, MISSED, TaskFails, num_bytes, task_facts, view_run
 from lockstep.study.doctor.gather.versions import version_facts
 from lockstep.study.doctor.plan import Plan
 from tests.unit.doctor_planted import CHIPSET_REFUSES, NVLINK_IN_PAIRS, SOUND_GPUS
@@ -222,7 +222,7 @@ def write_task(folder, text):
 def told_of(text, folder):
     """What the process that looks at a task would tell; in this process."""
     told = []
-    look_at(told.append, write_task(folder, text))
+    view_run(told.append, write_task(folder, text))
     return told
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lockstep
 from lockstep.errors import ConfigurationError
-from lockstep.study.report.view import look_at
+from lockstep.study.report.view import view_run
 
 NUM_SAMPLES, BATCH = 36, 8
 
@@ -64,7 +64,7 @@ def train(model, optimizer, loader, *, epochs=2, accumulate=1, evaluate=None, wa
 
 
 def steps_of(folder):
-    view = look_at(folder)
+    view = view_run(folder)
     assert view.run.gaps == []
     return view.run.ranks[0].steps
 
@@ -86,7 +86,7 @@ def test_a_loop_is_recorded_and_not_a_bit_of_it_changes(tmp_path):
     assert all(torch.equal(one, other) for one, other in zip(plain[1], watched[1], strict=True))
     assert torch.equal(plain[2], watched[2])
 
-    view = look_at(tmp_path)
+    view = view_run(tmp_path)
     steps = view.run.ranks[0].steps
     assert [step.step for step in steps] == list(range(15))
     assert [step.loss for step in steps] == pytest.approx(watched[0], rel=1e-6)
@@ -143,7 +143,7 @@ def test_a_step_that_grad_scaler_leaves_out_is_told(tmp_path):
         assert watch.num_steps == 4
     assert torch.amp.GradScaler.step is original
     assert scaler.get_scale() == 2.0
-    run = look_at(tmp_path).run
+    run = view_run(tmp_path).run
     assert [step.samples for step in run.ranks[0].steps] == [5] * 4
     (skipped,) = [event for event in run.events if event.event == "skipped"]
     assert (skipped.step, skipped.text) == (3, "step 3: left out by GradScaler: the gradient was not finite")
@@ -186,7 +186,7 @@ def test_an_error_of_ours_ends_the_record_and_not_the_training(tmp_path, monkeyp
         train(model, optimizer, loader, epochs=1)
     text = "the recording ended with an error of its own: ZeroDivisionError: division by zero"
     assert capsys.readouterr().err == f"lockstep: {text}\n"
-    run = look_at(tmp_path).run
+    run = view_run(tmp_path).run
     assert [event.text for event in run.events if event.event == "remark"] == [text]
     assert len(run.ranks[0].steps) == 5
 
@@ -217,9 +217,9 @@ def test_a_script_may_end_in_any_way(tmp_path):
                 model(torch.ones(2, 6)).sum().backward()
                 optimizer.step()
             sys.exit(code)
-        event = look_at(tmp_path / str(code)).run.events[-1]
+        event = view_run(tmp_path / str(code)).run.events[-1]
         assert (event.event, event.text) == last
-    run = look_at(tmp_path / "runs" / "train").run
+    run = view_run(tmp_path / "runs" / "train").run
     assert (run.events[-1].event, run.events[-1].text) == ("error", "RuntimeError: on purpose")
     assert [step.samples for step in run.ranks[0].steps] == [2, 2, 2]
 
@@ -231,7 +231,7 @@ def test_a_script_that_goes_on_adds_to_its_record(tmp_path):
         with lockstep.monitor(model, optimizer, loader, run_dir=tmp_path, first_step=first_step):
             train(model, optimizer, loader, epochs=1)
     assert [step.step for step in steps_of(tmp_path)] == list(range(10))
-    assert [session["first_step"] for session in look_at(tmp_path).run.sessions] == [0, 5]
+    assert [session["first_step"] for session in view_run(tmp_path).run.sessions] == [0, 5]
 
 
 def wrong(model=None, *args, **kwargs):

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from lockstep.study.report.run_page import render
-from lockstep.study.report.view import look_at
+from lockstep.study.report.view import view_run
 from tests.unit.test_report_page import planted
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -76,7 +76,7 @@ def contrast(one, other):
 @pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])
 def test_nothing_is_wider_than_the_screen_and_colours_follow_it(tmp_path, width, dark):
     path = tmp_path / "page.html"
-    path.write_text(render([look_at(planted(tmp_path / "run"))]) + PROBE)
+    path.write_text(render(view_run(planted(tmp_path / "run"))) + PROBE)
     seen = look(path, tmp_path, width=width, dark=dark)
     assert (seen["width"], seen["page"], seen["wide"]) == (width, width, [])
     assert (luminance(seen["ground"]) < luminance(seen["text"])) == dark

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from lockstep.cli.studies import report
 from lockstep.study.report.run_page import render
-from lockstep.study.report.view import look_at
+from lockstep.study.report.view import compare_with_baseline, view_run
 from tests.unit.report_planted import MACHINE, START, event_line, session, steps, timeline_line, write_run
 
 HOSTILE = '<script>alert("1")</script>$\\frac{<img src=x onerror=alert(2)>'
@@ -51,7 +51,7 @@ def planted(folder, **changes):
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    return render([look_at(planted(tmp_path_factory.mktemp("page") / "run"))])
+    return render(view_run(planted(tmp_path_factory.mktemp("page") / "run")))
 
 
 def test_the_page_needs_nothing_from_elsewhere(page):
@@ -72,7 +72,7 @@ def test_the_page_suits_phones_dark_rooms_keyboards_and_those_who_do_not_see_it(
     assert all(len(found["aria-label"]) > 40 for found in drawings)
     assert sum(tag == "svg" for tag, _ in outline.elements) == 7
     folds = sum(tag == "summary" for tag, _ in outline.elements)
-    assert folds == sum(tag == "table" for tag, _ in outline.elements) == 9
+    assert folds == sum(tag == "table" for tag, _ in outline.elements) == 7
     scrolls = [found for tag, found in outline.elements if "scroll" in (found.get("class") or "")]
     assert all(found["tabindex"] == "0" and found["aria-label"] for found in scrolls)
     ids = [found["id"] for _, found in outline.elements if "id" in found]
@@ -112,21 +112,19 @@ def test_no_text_of_a_record_becomes_markup(tmp_path):
         path.write_text(text.replace('"device": "cpu"', f'"device": {json.dumps(HOSTILE)}') + "<b>no JSON</b>\n")
         with path.open("a") as file:
             file.write(json.dumps(event_line("error", HOSTILE, 20)) + "\n")
-    outline = Outline(render([look_at(folder)]))
+    outline = Outline(render(view_run(folder)))
     tags = {tag for tag, _ in outline.elements}
     assert tags.isdisjoint({"script", "img", "b", "iframe"})
     assert not any(name.startswith("on") for _, found in outline.elements for name in found)
     assert sum(HOSTILE in words for words in outline.words) > 5
 
 
-def test_two_runs_are_side_by_side(tmp_path):
-    first = look_at(planted(tmp_path / "first"), "A")
-    second = look_at(planted(tmp_path / "second", settings={"strategy": "ddp", "workers": 4}), "B")
-    page = render([first, second])
-    words = " ".join(Outline(page).words)
-    assert "A and B are as fast as each other, within 3%." in words
+def test_settings_that_differ_from_the_baseline_are_marked(tmp_path):
+    view = view_run(planted(tmp_path / "run"))
+    other = view_run(planted(tmp_path / "other", settings={"strategy": "ddp", "workers": 4}))
+    page = render(view, compare_with_baseline(view, other))
     assert page.count('<tr class="differs"><th scope="row">workers</th>') == 1
-    assert page.count('role="img"') == 7  # a timeline each
+    assert ">2 devices</th>" in page
 
 
 @pytest.mark.parametrize(
@@ -135,13 +133,13 @@ def test_two_runs_are_side_by_side(tmp_path):
 def test_records_with_little_in_them_make_a_page_too(tmp_path, ranks):
     folder = write_run(tmp_path / "run", ranks)
     (folder / "run.json").unlink()
-    assert "What is missing in this record" in " ".join(Outline(render([look_at(folder)])).words)
+    assert "What is missing in this record" in " ".join(Outline(render(view_run(folder))).words)
 
 
 def test_many_ranks_and_long_runs_stay_a_page(tmp_path):
     lines = steps(400)
     folder = write_run(tmp_path / "run", [[*lines, MACHINE]] * 20)
-    page = render([look_at(folder)])
+    page = render(view_run(folder))
     assert len(page) < 600_000
     assert page.count(">rank 19<") >= 1
 
@@ -165,17 +163,6 @@ def test_the_command_says_the_verdict_and_writes_page_and_trace(tmp_path):
     assert first["args"] == {"step": 5}
     assert {entry["name"] for entry in spans} == {"forward", "backward", "waiting", "bucket 0"}
     assert sum(entry["ph"] == "i" for entry in entries) == 4
-
-
-def test_the_command_compares_two_at_most(tmp_path):
-    folder = planted(tmp_path / "run")
-    assert command(folder, folder, folder) == "ConfigurationError: 3 runs are given.\nName one, or two to compare."
-    assert command(folder, folder, "--trace", tmp_path / "x") == (
-        "ConfigurationError: A trace is of one run, but two are given.\nName one."
-    )
-    out = command(folder, folder, "--out", tmp_path / "both.html").splitlines()
-    assert out[0] == "A and B are as fast as each other, within 3%."
-    assert out[1].startswith("A: digits trains")
 
 
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):

@@ -433,64 +433,48 @@ Examples:
   lockstep train examples/digits.py --devices 2 --run-dir runs/digits
   lockstep report runs/digits
       runs/digits/report.html: how fast, where the time goes, what to change first
-  lockstep report runs/before runs/after --out both.html
-      two runs side by side
   lockstep report runs/digits --against runs/single
-      with the loss of a run on one device beside it, and how much more devices gave
+      with another run beside it: are the losses the same, how much faster is it, which settings differ
   lockstep report runs/digits --trace digits.json
       the timeline for ui.perfetto.dev or chrome://tracing
 """
 
 
 @click.command(context_settings={"max_content_width": 110}, epilog=REPORT_EXAMPLES)
-@click.argument("folders", metavar="RUN [RUN2]", nargs=-1, required=True)
+@click.argument("folder", metavar="RUN")
 @click.option("--out", "out_file", metavar="FILE", help="Where the page goes; report.html in the folder of the run.")
-@click.option("--trace", "trace_file", metavar="FILE", help="Write the timeline as a Chrome trace, too; of one run.")
+@click.option("--trace", "trace_file", metavar="FILE", help="Write the timeline as a Chrome trace, too.")
 @click.option(
     "--against",
-    "other_folder",
+    "baseline_folder",
     metavar="RUN",
-    help="A run of the same on one device: whether the losses are the same, and how much more devices gave.",
+    help="Another run to compare with, as on one device: whether the losses are the same, and how much faster this is.",
 )
-def report(folders: tuple[str, ...], out_file: str | None, trace_file: str | None, other_folder: str | None) -> None:
+def report(folder: str, out_file: str | None, trace_file: str | None, baseline_folder: str | None) -> None:
     """Say of a run that was recorded with --run-dir: how fast it was, where the time went, and what to change first.
 
-    Prints three sentences, and writes a page that opens offline in any browser. With two runs, they are compared.
+    Prints three sentences, and writes a page that opens offline in any browser.
     """
     from lockstep.study.report.run_page import render
-    from lockstep.study.report.view import against, compare_with_baseline, look_at, sentences
+    from lockstep.study.report.view import compare_with_baseline, sentences, to_trace, view_run
 
-    if len(folders) > 2:
-        raise ConfigurationError(f"{len(folders)} runs are given.\nName one, or two to compare.")
-    for flag, value in (("A trace is of", trace_file), ("--against is for", other_folder)):
-        if value is not None and len(folders) > 1:
-            raise ConfigurationError(f"{flag} one run, but two are given.\nName one.")
-    views = [look_at(Path(folder), label) for folder, label in zip(folders, _labels(len(folders)), strict=True)]
-    beside = None if other_folder is None else compare_with_baseline(views[0], look_at(Path(other_folder)))
-    page_file = out_file or str(Path(folders[0]) / "report.html")
+    view = view_run(Path(folder))
+    baseline = None if baseline_folder is None else compare_with_baseline(view, view_run(Path(baseline_folder)))
+    page_file = out_file or str(Path(folder) / "report.html")
     for file in (page_file, trace_file):
         check_writable(file)
     if trace_file is not None:
-        from lockstep.study.report.view import to_trace
-
-        Path(trace_file).write_text(to_trace(views[0].run), encoding="utf-8")
-    Path(page_file).write_text(render(views, beside), encoding="utf-8")
-    if len(views) > 1:
-        click.echo(against(*views))
-    for view in views:
-        for sentence in sentences(view, beside):
-            click.echo(view.named(sentence))
-        for gap in view.run.gaps:
-            click.echo(view.named(f"Missing: {gap}"))
-    if beside is not None:
-        click.echo(beside.loss_note)
+        Path(trace_file).write_text(to_trace(view.run), encoding="utf-8")
+    Path(page_file).write_text(render(view, baseline), encoding="utf-8")
+    for sentence in sentences(view, baseline):
+        click.echo(sentence)
+    for gap in view.run.gaps:
+        click.echo(f"Missing: {gap}")
+    if baseline is not None:
+        click.echo(baseline.loss_note)
     if trace_file is not None:
         click.echo(f"trace written to {trace_file}")
     click.echo(f"page written to {page_file}")
-
-
-def _labels(count: int) -> list[str]:
-    return [""] if count == 1 else ["A", "B"]
 
 
 # ``lockstep rehearse``: meet faults on the CPU before the cluster shows them.

@@ -7,8 +7,22 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from lockstep.study.drawing import BLUE, GREEN, PURPLE, SKY, TEXT, VERMILION, Plot, finish_plot, make_axes, make_bars
-from lockstep.study.report.figures import Bar, Traffic, Window
+from lockstep.study.drawing import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SKY,
+    TEXT,
+    VERMILION,
+    Plot,
+    finish_plot,
+    label_rows,
+    make_axes,
+    make_bars,
+)
+from lockstep.study.report.figures import Bar, Figures, Parts, Traffic, Window
 from lockstep.study.report.run_reader import Step
 from lockstep.study.report.view import BaselineComparison, View
 
@@ -21,7 +35,7 @@ MOST_ROWS = 16
 
 MOST_POINTS = 240
 STYLES = ((BLUE, "-"), (VERMILION, "--"))
-"""Of the first run and of the second."""
+"""Of the run and of its baseline."""
 
 RANK_STYLES = ((BLUE, "-"), (VERMILION, "--"), (GREEN, "-."), (PURPLE, ":"))
 """Of ranks that share axes, while they are few; dashes tell them apart without colours."""
@@ -73,16 +87,169 @@ def in_bytes(count: int) -> str:
     return f"{count} bytes"
 
 
+# Where the time goes: the parts of a step, what all devices together do, throughput and events.
+#
+# Nothing that a record holds as text gets into a drawing.
+
+PART_COLOURS = {
+    "data_wait_s": ("data wait", PURPLE),
+    "forward_s": ("forward", SKY),
+    "backward_s": ("backward", BLUE),
+    "wire_s": ("exchange", VERMILION),
+    "peers_s": ("waits for ranks", ORANGE),
+    "optimizer_s": ("optimizer", GREEN),
+    "other_s": ("other", GREY),
+}
+
+_EDGE = {"edgecolor": TEXT, "linewidth": 0.5}
+"""Around what is filled, as light colours alone are hard to see on a light ground."""
+
+_HATCHES = {"wire_s": "////", "peers_s": "...."}
+
+EVENT_MARKS = {
+    "checkpoint": ("s", BLUE, "checkpoint"),
+    "evaluation": ("^", GREEN, "evaluation"),
+    "restart": ("X", VERMILION, "restart"),
+    "resume": ("P", SKY, "resumed"),
+    "skipped": ("v", PURPLE, "skipped"),
+    "straggler": ("D", ORANGE, "slow rank"),
+    "spike": ("o", ORANGE, "slow step"),
+    "profile": ("d", GREY, "profiled"),
+    "stop": ("*", VERMILION, "stopped"),
+    "error": ("x", VERMILION, "error"),
+}
+"""By event, its mark, and what it is called."""
+
+
+def draw(view: View, baseline: BaselineComparison | None = None) -> list[Plot]:
+    """Return the drawings that there are figures for."""
+    plots = [
+        _devices(view),
+        _parts(view),
+        _throughput(view),
+        draw_loss(view, baseline),
+        draw_learning_rate(view),
+        draw_grad_norm(view),
+        draw_latency(view),
+        draw_memory(view),
+        draw_loads(view),
+    ]
+    return [plot for plot in plots if plot is not None]
+
+
+def _devices(view: View) -> Plot | None:
+    """Return what all devices together do: the reason why so many are not as many times as fast."""
+    found = view.figures
+    if found is None or len(found.by_rank) < 2:
+        return None
+    count = len(found.by_rank)
+    devices = devices_by_part(found)
+    figure, axes = make_axes(1.7)
+    left = 0.0
+    for name, number in devices.items():
+        text, colour = PART_COLOURS[name]
+        style = {**_EDGE, "height": 0.6, "hatch": _HATCHES.get(name)}
+        axes.barh(0, number, left=left, color=colour, label=text if number >= 0.005 * count else None, **style)
+        left += number
+    axes.set_yticks([])
+    axes.set_xlim(0, count)
+    axes.set_xlabel("devices")
+    legend_above(axes, ncols=3, left=-0.02)
+    computing = devices["forward_s"] + devices["backward_s"]
+    listed = ", ".join(f"{PART_COLOURS[name][0]} {number:.2f}" for name, number in devices.items())
+    lost = {name: number for name, number in devices.items() if name not in ("forward_s", "backward_s")}
+    most = max(lost, key=lambda name: lost[name])
+    note = f"On average {computing:.2g} of {count} devices compute forward and backward"
+    if lost[most] >= 0.02 * count:
+        note += f"; most of the rest goes into {PART_NAMES[most]} ({lost[most]:.2g})"
+    alt = f"One bar, {count} devices long, by what they do on average: {listed}."
+    return finish_plot(f"Why {count} devices are not {count} times as fast", alt, figure, f"{note}.")
+
+
+PART_NAMES = {
+    "data_wait_s": "waiting for data",
+    "wire_s": "the exchange of gradients",
+    "peers_s": "waiting for other ranks",
+    "optimizer_s": "the optimizer, which each of them runs",
+    "other_s": "what is between and beside these",
+}
+"""What is not forward and backward, in words."""
+
+
+def devices_by_part(figures: Figures) -> dict[str, float]:
+    """Return as how many devices' worth of time goes into each part of a step."""
+    total_s = fmean(parts.total_s for parts in figures.by_rank.values()) or 1.0
+    return {name: sum(getattr(parts, name) for parts in figures.by_rank.values()) / total_s for name in PART_COLOURS}
+
+
+def _throughput(view: View) -> Plot | None:
+    steps = steps_of(view)
+    if view.figures is None or not steps:
+        return None
+    figure, axes = make_axes(3.1)
+    zero = steps[0].time
+    points = [(step.time - zero, step.samples / (step.lasted_s or math.nan)) for step in steps]
+    line = binned(points[1:] or points)
+    axes.plot(*zip(*line, strict=True), color=BLUE, linewidth=1.4)
+    high = max((value for _, value in line if math.isfinite(value)), default=1.0)
+    marked: dict[str, list[float]] = {}
+    for event in view.run.events:
+        if event.event in EVENT_MARKS:
+            marked.setdefault(event.event, []).append(event.time - zero)
+    for place, (kind, times) in enumerate(marked.items()):
+        marker, colour, name = EVENT_MARKS[kind]
+        style = {"linestyle": "none", "markersize": 6, "clip_on": False, "label": name}
+        style |= {} if marker in "xX" else {"markeredgecolor": TEXT, "markeredgewidth": 0.6}
+        height = high * (1.08 + 0.07 * place)
+        axes.plot(times[:300], [height] * len(times[:300]), marker, color=colour, **style)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("seconds since the first step")
+    axes.set_ylabel("samples per second")
+    axes.grid(axis="y", linewidth=0.6)
+    if marked:
+        legend_above(axes, ncols=3)
+    events = ", ".join(f"{len(times)} x {EVENT_MARKS[kind][2]}" for kind, times in marked.items()) or "no events"
+    words = f"{view.figures.samples_per_s:,.0f} on average; {events}"
+    return finish_plot("Throughput and events", f"Curve of samples per second: {words}.", figure)
+
+
+def _parts(view: View) -> Plot | None:
+    if view.figures is None:
+        return None
+    is_one = len(view.figures.by_rank) == 1
+    rows: list[tuple[str, Parts]] = [] if is_one else [("critical", view.figures.critical)]
+    rows += [(f"rank {rank}", view.figures.by_rank[rank]) for rank in shown_ranks(view)]
+    figure, axes = make_bars(len(rows), legend_rows=3)
+    words = []
+    for row, (label, parts) in enumerate(rows):
+        left = 0.0
+        for name, seconds in parts.by_name().items():
+            text, colour = PART_COLOURS[name]
+            style = {**_EDGE, "height": 0.62, "label": text if row == 0 else None}
+            axes.barh(row, seconds * 1e3, left=left, color=colour, hatch=_HATCHES.get(name), **style)
+            left += seconds * 1e3
+        listed = ", ".join(f"{PART_COLOURS[name][0]} {value * 1e3:.2f}" for name, value in parts.by_name().items())
+        words.append(f"{label} {left:.2f} ({listed})")
+    label_rows(axes, [label for label, _ in rows])
+    axes.set_xlabel("milliseconds per step, mean")
+    legend_above(axes, ncols=3, left=-0.18)
+    note = (
+        "" if is_one else "The bar on top is the work that the others waited for: what shortens it shortens the step."
+    )
+    alt = f"Stacked bars of milliseconds per step: {'; '.join(words)}."
+    return finish_plot("Where the time of a step goes", alt, figure, note)
+
+
 # How training went: the loss, the learning rate and the norm of the gradient over the steps.
 
 Points = list[tuple[float, float]]
 
 
-def draw_loss(views: Sequence[View], beside: BaselineComparison | None) -> Plot | None:
-    """Return the loss over the steps, and that of the run on one device if it is known."""
-    curves = [(view.label or "this run", points) for view in views if (points := _points(view, lambda s: s.loss))]
-    if beside is not None and (points := _points(beside.view, lambda s: s.loss)):
-        curves.append((beside.name, points))
+def draw_loss(view: View, baseline: BaselineComparison | None) -> Plot | None:
+    """Return the loss over the steps, and that of the baseline if there is one."""
+    curves = [("this run", _points(view, lambda step: step.loss))]
+    if baseline is not None:
+        curves.append((baseline.name, _points(baseline.view, lambda step: step.loss)))
     curves = [(name, points) for name, points in curves if any(math.isfinite(loss) for _, loss in points)]
     if not curves:
         return None
@@ -94,29 +261,30 @@ def draw_loss(views: Sequence[View], beside: BaselineComparison | None) -> Plot 
         if len(known) < len(points):
             words.append(f"not finite in {len(points) - len(known)} steps")
     alt = f"Curve of the loss over the steps: {'; '.join(words)}."
-    note = beside.loss_note if beside is not None else ""
+    note = baseline.loss_note if baseline is not None else ""
     return _curves("Loss", "loss of the global batch", curves, alt, note, inches_high=2.8)
 
 
-def draw_learning_rate(views: Sequence[View]) -> Plot | None:
+def draw_learning_rate(view: View) -> Plot | None:
     """Return the learning rate over the steps; None if it never changed, which the settings say."""
-    curves = [(view.label, _points(view, lambda s: s.learning_rate)) for view in views]
-    curves = [(name, points) for name, points in curves if len({rate for _, rate in points}) > 1]
-    words = [f"from {points[0][1]:.3g} to {points[-1][1]:.3g}" for _, points in curves]
-    alt = f"Curve of the learning rate over the steps: {'; '.join(words)}."
-    return _curves("Learning rate", "learning rate", curves, alt) if curves else None
+    points = _points(view, lambda step: step.learning_rate)
+    if len({rate for _, rate in points}) < 2:
+        return None
+    alt = f"Curve of the learning rate over the steps: from {points[0][1]:.3g} to {points[-1][1]:.3g}."
+    return _curves("Learning rate", "learning rate", [("", points)], alt)
 
 
-def draw_grad_norm(views: Sequence[View]) -> Plot | None:
+def draw_grad_norm(view: View) -> Plot | None:
     """Return the norm of the gradient before clipping; None if nothing needed it."""
-    curves = [(view.label, _points(view, lambda s: s.grad_norm)) for view in views]
-    curves = [(name, points) for name, points in curves if any(math.isfinite(norm) for _, norm in points)]
-    words = []
-    for _, points in curves:
-        known = [(norm, step) for step, norm in points if math.isfinite(norm)]
-        words.append(f"last {known[-1][0]:.3g}, largest {max(known)[0]:.3g} in step {max(known)[1]:.0f}")
-    alt = f"Curve of the norm of the gradient over the steps: {'; '.join(words)}."
-    return _curves("Gradient norm", "before clipping", curves, alt) if curves else None
+    points = _points(view, lambda step: step.grad_norm)
+    known = [(norm, step) for step, norm in points if math.isfinite(norm)]
+    if not known:
+        return None
+    (largest, step), last = max(known), known[-1][0]
+    alt = (
+        f"Curve of the norm of the gradient over the steps: last {last:.3g}, largest {largest:.3g} in step {step:.0f}."
+    )
+    return _curves("Gradient norm", "before clipping", [("", points)], alt)
 
 
 def _points(view: View, read: Callable[[Step], float | None]) -> Points:
@@ -132,7 +300,7 @@ def _curves(
     axes.set_xlabel("step")
     axes.set_ylabel(label)
     axes.grid(axis="y", linewidth=0.6)
-    if len(curves) > 1 or curves[0][0] not in ("", "this run"):
+    if len(curves) > 1:
         axes.legend(frameon=False)
     return finish_plot(heading, alt, figure, note)
 
@@ -152,15 +320,13 @@ _FEWEST_POINTS = 3
 """Below, there is nothing to see over time; the tables have the means."""
 
 
-def draw_memory(views: Sequence[View]) -> Plot | None:
+def draw_memory(view: View) -> Plot | None:
     """Return the most memory that each rank held, and what it held at the end."""
     rows: list[tuple[str, float, float]] = []
-    on_gpu = any(view.device == "cuda" for view in views)
-    for view in views:
-        for rank in shown_ranks(view):
-            peak, now = memory_of(view, rank)
-            if peak is not None:
-                rows.append((f"{view.label} rank {rank}".strip(), peak / MIB, (now or peak) / MIB))
+    for rank in shown_ranks(view):
+        peak, now = memory_of(view, rank)
+        if peak is not None:
+            rows.append((f"rank {rank}", peak / MIB, (now or peak) / MIB))
     if not rows:
         return None
     figure, axes = make_bars(len(rows), legend_rows=1)
@@ -169,10 +335,8 @@ def draw_memory(views: Sequence[View]) -> Plot | None:
         axes.barh(row, now, color=BLUE, height=0.3, label="at the end" if row == 0 else None)
         axes.annotate(f" {peak:,.0f}", (peak, row), va="center", xytext=(3, 0), textcoords="offset points")
     axes.margins(x=0.2)
-    axes.set_yticks(range(len(rows)), [label for label, _, _ in rows])
-    axes.tick_params(axis="y", length=0)
-    axes.invert_yaxis()
-    what = "of tensors on the device" if on_gpu else "of resident memory of the process"
+    label_rows(axes, [label for label, _, _ in rows])
+    what = "of tensors on the device" if view.device == "cuda" else "of resident memory of the process"
     axes.set_xlabel(f"MiB {what}")
     legend_above(axes, ncols=2)
     words = [f"{label} {peak:,.0f}, at the end {now:,.0f}" for label, peak, now in rows]
@@ -203,7 +367,7 @@ def draw_loads(view: View) -> Plot | None:
         legend_above(grid[0][0], ncols=4)
     alt = f"Curves over time, a line for each rank; means: {'; '.join(words)}."
     heading = "Devices over time" if any(name.startswith("gpu") for name in known) else "Processes over time"
-    return finish_plot(view.named(heading), alt, figure)
+    return finish_plot(heading, alt, figure)
 
 
 def _draw_series(axes: Any, series: dict[int, list[tuple[float, float]]]) -> None:
@@ -251,26 +415,17 @@ _BUSY = 2.0
 """From here on a median trip is worth a sentence, in times of the fastest."""
 
 
-def draw_latency(views: Sequence[View]) -> Plot | None:
+def draw_latency(view: View) -> Plot | None:
     """Return how the buckets' trips are distributed, beside the fastest of them; all of them, the slowest too."""
-    known = [(view, view.traffic) for view in views if view.traffic is not None]
-    if not known:
+    traffic = view.traffic
+    if traffic is None:
         return None
     figure, axes = make_axes(2.8)
-    words, notes = [], []
-    for (view, traffic), (colour, _) in zip(known, STYLES, strict=False):
-        times = sorted(trip.wire_s * 1e3 for trip in traffic.trips)
-        best_ms = min(traffic.best_s.values()) * 1e3
-        shares = [100 * (place + 1) / len(times) for place in range(len(times))]
-        axes.step(times, shares, where="post", color=colour, linewidth=1.8, label=view.named("buckets"))
-        axes.axvline(best_ms, color=GREEN, linestyle=":", linewidth=1.6, label=view.named("the fastest"))
-        words.append(
-            view.named(
-                f"{len(times)} trips of {traffic.num_buckets} buckets, median {traffic.median_s * 1e3:.3g}, best "
-                f"{best_ms:.3g}, slowest {traffic.slowest.wire_s * 1e3:.3g} in step {traffic.slowest.step + 1}"
-            )
-        )
-        notes.append(view.named(_note(traffic)))
+    times = sorted(trip.wire_s * 1e3 for trip in traffic.trips)
+    best_ms = min(traffic.best_s.values()) * 1e3
+    shares = [100 * (place + 1) / len(times) for place in range(len(times))]
+    axes.step(times, shares, where="post", color=BLUE, linewidth=1.8, label="buckets")
+    axes.axvline(best_ms, color=GREEN, linestyle=":", linewidth=1.6, label="the fastest")
     axes.set_xscale("log")
     for which in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
         which(plain_number)
@@ -279,8 +434,12 @@ def draw_latency(views: Sequence[View]) -> Plot | None:
     axes.grid(linewidth=0.6)
     axes.legend(frameon=False, loc="lower right")
     axes.tick_params(which="both", color=TEXT)
-    alt = f"Share of buckets over milliseconds: {'; '.join(words)}."
-    return finish_plot("Communication", alt, figure, " ".join(notes))
+    alt = (
+        f"Share of buckets over milliseconds: {len(times)} trips of {traffic.num_buckets} buckets, median "
+        f"{traffic.median_s * 1e3:.3g}, best {best_ms:.3g}, slowest {traffic.slowest.wire_s * 1e3:.3g} in step "
+        f"{traffic.slowest.step + 1}."
+    )
+    return finish_plot("Communication", alt, figure, _note(traffic))
 
 
 def _note(traffic: Traffic) -> str:
@@ -292,40 +451,9 @@ def _note(traffic: Traffic) -> str:
     return f"{text} A trip takes {times:.1f} times what the fastest took." if times >= _BUSY else text
 
 
-def draw_bandwidth(views: Sequence[View]) -> Plot | None:
-    """Return the bus bandwidth of each bucket; None with one of them, whose figures are in the table."""
-    known = [(view, view.traffic) for view in views if view.traffic is not None and view.traffic.num_buckets > 1]
-    if len(known) != 1:  # bars of two runs hide each other; the tables have both
-        return None
-    view, traffic = known[0]
-    figure, axes = make_axes(2.3)
-    usual = [bus_bytes_per_s(traffic, number, len(view.run.ranks)) / 1e9 for number in range(traffic.num_buckets)]
-    best = [
-        bus_bytes_per_s(traffic, number, len(view.run.ranks), of_best=True) / 1e9
-        for number in range(traffic.num_buckets)
-    ]
-    places = range(traffic.num_buckets)
-    axes.bar(places, best, width=0.8, color=SKY, edgecolor=TEXT, linewidth=0.5, label="fastest trip")
-    axes.bar(places, usual, width=0.5, color=BLUE, label="median trip")
-    axes.set_xlabel("bucket, in the order in which they leave")
-    axes.set_ylabel("GB/s on the bus")
-    axes.grid(axis="y", linewidth=0.6)
-    axes.legend(frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(-0.1, 1.0), handlelength=1.2)
-    low, high = min(usual), max(usual)
-    alt = (
-        f"Bars of bus bandwidth by bucket: at the median trip from {low:.3g} GB/s (bucket {usual.index(low)}) to "
-        f"{high:.3g} (bucket {usual.index(high)})."
-    )
-    return finish_plot("Bus bandwidth by bucket", alt, figure)
-
-
-def bus_bytes_per_s(traffic: Traffic, number: int, num_ranks: int, *, of_best: bool = False) -> float:
-    """Return the bus bandwidth of a bucket at its median trip, or its best: 2 (n - 1) / n of its bytes over the time.
-
-    Zero if the time is.
-    """
-    times = [trip.wire_s for trip in traffic.trips if trip.number == number]
-    seconds = min(times) if of_best else median(times)
+def bus_bytes_per_s(traffic: Traffic, number: int, num_ranks: int) -> float:
+    """Return the bus bandwidth of a bucket at its median trip: 2 (n - 1) / n of its bytes over the time; or 0."""
+    seconds = median(trip.wire_s for trip in traffic.trips if trip.number == number)
     return 2 * (num_ranks - 1) / num_ranks * traffic.sizes_bytes[number] / seconds if seconds > 0 else 0.0
 
 
@@ -361,15 +489,14 @@ def draw_timeline(view: View) -> Plot | None:
     _draw_bars(axes, window, rows)
     _draw_buckets(axes, window, rows)
     _draw_critical(axes, window.critical, rows)
-    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
-    axes.tick_params(axis="y", length=0)
+    label_rows(axes, [f"rank {rank}" for rank in ranks])
     axes.set_ylim(len(ranks) - 0.45, -0.55)
     axes.set_xlim(0, window.end_s * 1e3 or 1.0)
     axes.set_xlabel("milliseconds")
     axes.grid(axis="x", linewidth=0.6)
     place = {"loc": "lower left", "bbox_to_anchor": (-0.01, 1.0), "columnspacing": 1.0, "handlelength": 1.2}
     axes.legend(ncols=7, frameon=False, fontsize=9, **place)
-    return finish_plot(view.named(f"Timeline of {_steps(window)}"), describe(window), figure, NOTE)
+    return finish_plot(f"Timeline of {_steps(window)}", describe(window), figure, NOTE)
 
 
 def describe(window: Window) -> str:

@@ -26,18 +26,13 @@ from lockstep.study.report.run_reader import Recorded, read_run
 
 @dataclass(frozen=True)
 class View:
-    """A run, and what is known of it; ``label`` tells it from the other one, and is empty if there is no other."""
+    """A run, and what is known of it."""
 
-    label: str
     run: Recorded
     figures: Figures | None
     traffic: Traffic | None
     window: Window | None
     advice: list[Advice]
-
-    def named(self, text: str) -> str:
-        """Return ``text`` with the label before it."""
-        return f"{self.label}: {text}" if self.label else text
 
     @property
     def task(self) -> str:
@@ -62,7 +57,7 @@ class View:
         return "cuda" if first is not None and first.device.startswith("cuda") else "cpu"
 
 
-def look_at(folder: Path, label: str = "") -> View:
+def view_run(folder: Path) -> View:
     """Read a run, and find what there is to say of it.
 
     Raises:
@@ -70,10 +65,10 @@ def look_at(folder: Path, label: str = "") -> View:
     """
     run = read_run(folder)
     figures, traffic = find_figures(run), find_traffic(run)
-    view = View(label, run, figures, traffic, find_window(run), [])
+    view = View(run, figures, traffic, find_window(run), [])
     if figures is None:
         return view
-    return View(label, run, figures, traffic, view.window, advise(find_facts(run, view.device, figures, traffic)))
+    return View(run, figures, traffic, view.window, advise(find_facts(run, view.device, figures, traffic)))
 
 
 def setting_values(session: dict[str, Any]) -> dict[str, Any]:
@@ -204,8 +199,8 @@ GOOD_BUSY = 0.9
 """Devices that compute for this share of a step are kept well."""
 
 
-def sentences(view: View, beside: BaselineComparison | None = None) -> tuple[str, str, str]:
-    """Return the three sentences; with a run ``beside`` it, the first says how much more devices gave."""
+def sentences(view: View, baseline: BaselineComparison | None = None) -> tuple[str, str, str]:
+    """Return the three sentences; with a ``baseline``, the first says how much more devices gave."""
     figures = view.figures
     if figures is None:
         return (
@@ -213,14 +208,14 @@ def sentences(view: View, beside: BaselineComparison | None = None) -> tuple[str
             "So nothing is known of where the time goes.",
             "Record a run of some more steps, and look again.",
         )
-    return _how_fast(view, figures, beside), _where(figures), _what_first(view)
+    return _how_fast(view, figures, baseline), _where(figures), _what_first(view)
 
 
-def _how_fast(view: View, figures: Figures, beside: BaselineComparison | None) -> str:
+def _how_fast(view: View, figures: Figures, baseline: BaselineComparison | None) -> str:
     where = f"{view.num_devices} {'GPU' if view.device == 'cuda' else 'CPU process'}"
     plural = "" if view.num_devices == 1 else ("s" if view.device == "cuda" else "es")
     slow = f"; one step in twenty takes more than {ms(figures.slow_step_s)}"
-    scaling = f"; {beside.scaling}" if beside is not None and beside.scaling else ""
+    scaling = f"; {baseline.scaling}" if baseline is not None and baseline.scaling else ""
     return (
         f"{view.task} trains {rates(view, figures)} on {where}{plural}, "
         f"{ms(figures.step_s)} a step{scaling}{slow if figures.slow_step_s > 1.1 * figures.step_s else ''}."
@@ -254,21 +249,6 @@ def _what_first(view: View) -> str:
     if not view.advice:
         return "Nothing that was measured promises more than 3%: leave it as it is."
     return f"Change first: {view.advice[0].text}"
-
-
-def against(first: View, second: View) -> str:
-    """Return how two runs compare, in one sentence."""
-    if first.figures is None or second.figures is None or not first.figures.samples_per_s:
-        return "The two cannot be compared: one of them has no steps."
-    ratio = second.figures.samples_per_s / first.figures.samples_per_s
-    if 0.97 <= ratio <= 1.03:
-        return f"{first.label} and {second.label} are as fast as each other, within 3%."
-    faster, slower = (second, first) if ratio > 1 else (first, second)
-    assert faster.figures is not None and slower.figures is not None
-    parts = {name: getattr(slower.figures.critical, name) - getattr(faster.figures.critical, name) for name in NAMES}
-    part = max(parts, key=lambda name: parts[name])
-    why = f"; most of it is {NAMES[part]}, {ms(parts[part])} a step" if parts[part] > 0 else ""
-    return f"{faster.label} is {max(ratio, 1 / ratio):.2f} times as fast as {slower.label}{why}."
 
 
 def ms(seconds: float) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lockstep.study.report.advice import Advice, advise, find_facts
-from lockstep.study.report.view import look_at
+from lockstep.study.report.view import view_run
 from lockstep.study.tune.ask import Ask
 from lockstep.study.tune.bf16 import bf16_speed
 from lockstep.study.tune.candidates import Known, to_strategy
@@ -52,7 +52,7 @@ def describe(folder: Path, base: Values, ask: Ask, num_samples: int | None) -> d
         ask: What tuning is to do.
         num_samples: Of the data set; None for a stream.
     """
-    view = look_at(folder)
+    view = view_run(folder)
     if view.figures is None:
         return {"skipped": "the recorded run has no steps that all ranks have in common"}
     facts = find_facts(view.run, view.device, view.figures, view.traffic)

@@ -45,7 +45,7 @@ def task_facts(spec: str, plan: Plan, seconds: float = ALL_S) -> tuple[TaskFacts
     deadline = time.monotonic() + seconds
     fields: dict[str, Any] = {}
     missed: list[NotChecked] = []
-    with Aside(look_at, spec) as aside:
+    with Aside(view_run, spec) as aside:
         for number, (what, limit_s) in enumerate(STEPS):
             try:
                 kind, told = aside.receive(min(limit_s, deadline - time.monotonic()))
@@ -66,7 +66,7 @@ def task_facts(spec: str, plan: Plan, seconds: float = ALL_S) -> tuple[TaskFacts
     return TaskFacts(world_size=plan.world_size, **fields) if fields else None, missed
 
 
-def look_at(tell: Tell, spec: str) -> None:
+def view_run(tell: Tell, spec: str) -> None:
     """Tell the facts of `STEPS`, or why there are none. Runs the user's code."""
     try:
         task = load_task(spec)
