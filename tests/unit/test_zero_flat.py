@@ -4,17 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.parallel.zero import partition as shard_module
-from lockstep.parallel.zero.partition import (
-    ELEMENTWISE,
-    FlatBuffer,
-    FlatShard,
-    OptimizerFactory,
-    ShardRange,
-    cut_ranges,
-    lay_flat,
-    shard_bounds,
-)
+from lockstep.parallel.zero import shard as shard_module
+from lockstep.parallel.zero.partition import FlatBuffer, ShardRange, cut_ranges, flatten_like, shard_bounds
+from lockstep.parallel.zero.shard import ELEMENTWISE, OptimizerFactory, ShardOptimizer
 
 SHAPES = [(7, 5), (5,), (), (3, 4, 2, 2), (1,), (11, 3)]
 OPTIONS = {
@@ -39,24 +31,19 @@ def groups_of(made):
 
 
 class Sharded:
-    """All owners' shards of one flat buffer, in this process."""
+    """The shards of all ranks of one flat buffer, in this process."""
 
-    def __init__(self, made, recipe, num_owners):
+    def __init__(self, made, factory, num_ranks):
         group_of = [0, 0, 1, 1, 0, 1]
-        spans = [ShardRange(index, group_of[index], 0, each.numel()) for index, each in enumerate(made)]
-        numel = sum(span.numel for span in spans)
-        self.buffer = FlatBuffer(made, spans, torch.empty(numel, dtype=torch.float64), num_owners=num_owners)
-        self.shards = [
-            FlatShard(recipe, [self.buffer.slice_of(owner)], [self.buffer.spans_of(owner)], [{}, {"lr": 0.003}])
-            for owner in range(num_owners)
-        ]
+        members = [(each, ShardRange(index, 0, each.numel(), group_of[index])) for index, each in enumerate(made)]
+        numel = sum(each.numel() for each in made)
+        self.buffer = FlatBuffer(members, torch.empty(numel, dtype=torch.float64), num_ranks=num_ranks)
+        self.shards = [ShardOptimizer(factory, [self.buffer], rank, [{}, {"lr": 0.003}]) for rank in range(num_ranks)]
 
     def step(self):
         present = [each.grad is not None for each in self.buffer.parameters]
-        for owner, shard in enumerate(self.shards):
-            gradient = torch.full_like(self.buffer.slice_of(owner), torch.nan)
-            self.buffer.gather_gradients(owner, gradient)
-            shard.set_gradients([gradient], present)
+        for rank, shard in enumerate(self.shards):
+            shard.set_gradients([self.buffer.gradients_of(rank)], present)
             shard.optimizer.step()
             shard.drop_gradients()
 
@@ -75,33 +62,33 @@ def test_an_owner_has_an_equal_slice_and_the_last_one_the_remainder():
     assert shard_bounds(2, 3) == [(0, 0), (0, 0), (0, 2)]
 
 
-def test_a_slice_holds_parts_of_parameters():
-    spans = [ShardRange(4, 0, 0, 5), ShardRange(2, 1, 0, 3), ShardRange(0, 0, 0, 4)]
-    assert cut_ranges(spans, 3, 9) == [ShardRange(4, 0, 3, 5), ShardRange(2, 1, 0, 3), ShardRange(0, 0, 0, 1)]
-    assert cut_ranges(cut_ranges(spans, 3, 12), 1, 3) == [ShardRange(4, 0, 4, 5), ShardRange(2, 1, 0, 1)]
-    assert cut_ranges(spans, 8, 8) == []
+def test_a_shard_holds_parts_of_parameters():
+    ranges = [ShardRange(4, 0, 5), ShardRange(2, 0, 3, group=1), ShardRange(0, 0, 4)]
+    assert cut_ranges(ranges, 3, 9) == [ShardRange(4, 3, 5), ShardRange(2, 0, 3, group=1), ShardRange(0, 0, 1)]
+    assert cut_ranges(cut_ranges(ranges, 3, 12), 1, 3) == [ShardRange(4, 4, 5), ShardRange(2, 0, 1, group=1)]
+    assert cut_ranges(ranges, 8, 8) == []
 
 
 def test_elements_are_laid_flat_as_the_parameter_has_them():
     parameter = torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)
     value = torch.randn(2, 3, 4, 5)
-    assert torch.equal(lay_flat(value, parameter), value.permute(0, 2, 3, 1).reshape(-1))
-    assert torch.equal(lay_flat(value, torch.empty(2, 3, 4, 5)), value.reshape(-1))
+    assert torch.equal(flatten_like(value, parameter), value.permute(0, 2, 3, 1).reshape(-1))
+    assert torch.equal(flatten_like(value, torch.empty(2, 3, 4, 5)), value.reshape(-1))
 
 
-@pytest.mark.parametrize("num_owners", [1, 2, 3, 7])
+@pytest.mark.parametrize("num_ranks", [1, 3, 7])
 @pytest.mark.parametrize("optimizer_class", sorted(ELEMENTWISE, key=lambda each: each.__name__))
-def test_slices_are_updated_as_whole_parameters_are(optimizer_class, num_owners):
+def test_slices_are_updated_as_whole_parameters_are(optimizer_class, num_ranks):
     """Also where some parameters have no gradient in some steps, and so have made fewer steps than others."""
     options = {"lr": 0.01, **OPTIONS.get(optimizer_class, {})}
     ours, theirs = parameters(), parameters()
     expected = optimizer_class(groups_of(theirs), **options)
-    sharded = Sharded(ours, OptimizerFactory.make(optimizer_class, options, None), num_owners)
+    sharded = Sharded(ours, OptimizerFactory.make(optimizer_class, options, None), num_ranks)
     for step in range(7):
         give_gradients(ours, theirs, step=step)
         expected.step()
         sharded.step()
-    assert sharded.buffer.is_whole
+    assert sharded.buffer.is_intact
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.stride() == other.stride()
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
@@ -132,7 +119,7 @@ def test_slices_that_exceed_a_cache_are_updated_in_parts(monkeypatch):
         expected.step()
         sharded.step()
     sizes = [each.numel() for group in sharded.shards[0].optimizer.param_groups for each in group["params"]]
-    assert sum(sizes) == sharded.buffer.slice_of(0).numel()
+    assert sum(sizes) == sharded.buffer.shard_of(0).numel()
     assert max(sizes) == 7
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
@@ -140,10 +127,10 @@ def test_slices_that_exceed_a_cache_are_updated_in_parts(monkeypatch):
     assert max(each.numel() for each in whole.shards[0].optimizer.param_groups[0]["params"]) > 7
 
 
-def test_state_moves_to_another_number_of_owners():
+def test_state_moves_to_another_number_of_ranks():
     made, others = parameters(), parameters()
-    recipe = OptimizerFactory.make(torch.optim.Adam, {"lr": 0.01}, None)
-    first, second = Sharded(made, recipe, 3), Sharded(others, recipe, 2)
+    factory = OptimizerFactory.make(torch.optim.Adam, {"lr": 0.01}, None)
+    first, second = Sharded(made, factory, 3), Sharded(others, factory, 2)
     for step in range(5):
         give_gradients(made, step=step)
         first.step()

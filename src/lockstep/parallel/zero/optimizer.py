@@ -1,4 +1,12 @@
-"""``ZeroRedundancyOptimizer``: each rank keeps the state of its shard of the parameters and updates that shard."""
+"""``ZeroRedundancyOptimizer``: each rank keeps the state of its shard of the parameters and updates that shard.
+
+Design: docs/design/zero.md.
+
+[Note: when buffers are laid]
+Flat buffers are laid in the constructor. With ``shard_gradients`` they lie as the buckets of the
+`DistributedDataParallel` do, and these are rebuilt once, after the first backward. So the first `step` lays them again,
+and reads a state that was loaded before a second time.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +23,7 @@ from lockstep.comm.collectives import (
     Join,
     Joinable,
     JoinHook,
+    Waitable,
     all_gather_object,
     all_reduce,
     default_group,
@@ -26,377 +35,28 @@ from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.consistency import check_models_agree
 from lockstep.parallel.ddp.buckets import Bucket
+from lockstep.parallel.ddp.reducer import Reducer
 from lockstep.parallel.flat import combine_norms, list_norms, multiply_
 from lockstep.parallel.zero.partition import (
     FlatBuffer,
-    FlatShard,
-    OptimizerFactory,
-    ParameterGather,
     ShardRange,
-    WholeShard,
-    buckets_of,
-    regions_of,
-    slices_of,
+    partition_by_parameter,
+    partition_evenly,
+    partition_like_buckets,
+    start_parameter_gather,
+    wait_for_all,
 )
-from lockstep.parallel.zero.reduce_scatter import ReduceScatterTransport, SecondBackward, find_reducer
+from lockstep.parallel.zero.reduce_scatter import ReduceScatterMean, SecondBackwardCheck, find_reducer
+from lockstep.parallel.zero.shard import Entries, OptimizerFactory, Read, ShardOptimizer, options_of
 from lockstep.parallel.zero.state_dict import (
-    FullEntries,
-    ShardedEntries,
     ShardedState,
+    StateReader,
     StateShard,
     check_shards,
-    make_state_shards,
+    copy_to_cpu,
+    layout_of,
+    shards_of_full,
 )
-
-# What callers may give as parameters, and whether all ranks gave the same.
-
-
-def as_param_list(params: Any) -> list[Any]:
-    """Return ``params`` as a list of tensors, named tensors or param groups.
-
-    Raises:
-        TypeError: It is something else.
-        ValueError: It is empty.
-    """
-    if isinstance(params, Tensor):
-        raise TypeError(
-            f"`params` argument should be an iterable of Tensors, but got {torch.typename(params)}.\n"
-            "Give model.parameters()."
-        )
-    try:
-        given = list(params)
-    except TypeError as error:
-        raise TypeError(
-            f"`params` argument should be an iterable of Tensors or dicts, but got {torch.typename(params)}.\n"
-            "Give model.parameters(), or a list of param groups."
-        ) from error
-    if not given:
-        raise ValueError("ZeroRedundancyOptimizer got an empty parameter list.\nGive model.parameters().")
-    for kind in (Tensor, dict, tuple):
-        if all(isinstance(each, kind) for each in given):
-            break
-    else:
-        raise TypeError("`params` argument should be an iterable of Tensors or dicts.\nGive model.parameters().")
-    for each in given:
-        if isinstance(each, dict) and "params" not in each:
-            raise ValueError("A param group has no 'params' key.\nGive each group as {'params': [...], 'lr': ...}.")
-    return given
-
-
-def check_dense(parameters: Sequence[Tensor]) -> None:
-    """Check that all parameters can lie in flat memory.
-
-    Raises:
-        ValueError: One is sparse.
-    """
-    for index, parameter in enumerate(parameters):
-        if parameter.layout is not torch.strided:
-            raise ValueError(
-                f"Parameter {index} is sparse, which ZeroRedundancyOptimizer cannot divide.\n"
-                "Give it to an optimizer of its own."
-            )
-
-
-def check_ranks_agree(
-    parameters: Sequence[Tensor], groups: Sequence[int], how: str, *, group: Group, device: torch.device
-) -> None:
-    """Check that all ranks divide the same parameters in the same way. Collective: every rank. Blocks.
-
-    Args:
-        parameters: By index.
-        groups: By index, the param group.
-        how: In words, what else must be the same.
-        group: The ranks that take part.
-        device: Where tensors lie that this group can send.
-
-    Raises:
-        ModelMismatch: On every rank: parameters differ; names the first.
-        ConfigurationError: On every rank: param groups or arguments differ.
-    """
-    check_models_agree(
-        [(f"{index} of the optimizer", each) for index, each in enumerate(parameters)], (), group=group, device=device
-    )
-    described = (
-        f"{how}, param groups of {', '.join(str(groups.count(each)) for each in sorted(set(groups)))} parameters"
-    )
-    everybody: list[str] = all_gather_object(described, group=group, device=device)
-    for rank, theirs in enumerate(everybody):
-        if theirs != everybody[0]:
-            raise ConfigurationError(
-                f"The optimizers differ between ranks: rank 0 has {everybody[0]}; rank {rank} has {theirs}.\n"
-                "Make the optimizer on every rank with the same arguments."
-            )
-
-
-# The norm of gradients of which each rank has a part.
-
-
-def norm_of_shards(gradients: Sequence[Tensor], like: Tensor, norm_type: float = 2.0, *, group: Group) -> Tensor:
-    """Return the norm of all ranks' ``gradients`` together, a 0-dimensional tensor; the same bits on every rank.
-
-    Collective: every rank, one number. Blocks (on CUDA: the current stream waits).
-
-    Args:
-        gradients: This rank's part, maybe none.
-        like: A parameter; the result is on its device, and in its dtype, or float32 if that is narrower.
-        norm_type: Above 0; may be infinite.
-        group: The ranks that take part.
-    """
-    wide = torch.float32 if like.device.type == "mps" else torch.float64
-    total = combine_norms(list_norms(gradients, norm_type), norm_type).to(like.device, wide)
-    if math.isinf(norm_type):
-        all_reduce(total, group=group, op="max")
-    else:
-        total = total**norm_type
-        all_reduce(total, group=group)
-        total = total ** (1.0 / norm_type)
-    return total.to(torch.promote_types(like.dtype.to_real(), torch.float32))
-
-
-def clip_shards_(
-    gradients: Sequence[Tensor], like: Tensor, max_norm: float, norm_type: float, *, group: Group
-) -> Tensor:
-    """Cut all ranks' ``gradients`` together to ``max_norm`` in place; return what their norm was.
-
-    Collective: every rank. Blocks (on CUDA: the current stream waits).
-    """
-    norm = norm_of_shards(gradients, like, norm_type, group=group)
-    multiply_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-    return norm
-
-
-# How parameters are divided now: flat buffers, this rank's optimizer, and where its gradients come from.
-#
-# [Note: when buffers are laid]
-# With ``shard_gradients`` buffers lie as the buckets of the `DistributedDataParallel` do, and these are built anew
-# after the first backward. So they are laid at the first step, and what is loaded before is kept until then. Should
-# buckets change later all the same, ranks exchange their states once and start from them.
-#
-# [Note: what is in param.grad]
-# A bucket that was reduced to slices holds the mean in this rank's slice, and this rank's own gradients elsewhere.
-# `step` takes the slice and sets ``param.grad`` to None. A backward before that would add to both, of which no right
-# sum can be made, so it is refused; see `SecondBackward`.
-
-Read = Callable[[ShardRange], Mapping[str, Any] | None]
-
-
-class PartitionedParameters:
-    """The parameters of ``param_groups`` divided among the ranks of ``group``.
-
-    Args:
-        recipe: Of the optimizer.
-        param_groups: As optimizers have them, the same on every rank.
-        group: The ranks.
-        shard_gradients: Whether buckets are reduced to slices.
-
-    Collective: the constructor, `collect_gradients` with ``shard_gradients``, `finish_step` and `add_group`.
-    """
-
-    def __init__(
-        self, recipe: OptimizerFactory, param_groups: Sequence[dict[str, Any]], group: Group, *, shard_gradients: bool
-    ) -> None:
-        self._recipe, self._group, self._rank = recipe, group, group.rank()
-        self._gather = ParameterGather(group)
-        self._shard: FlatShard | WholeShard | None = None
-        self._buffers: list[FlatBuffer] = []
-        self._buckets: list[Bucket] = []
-        self._row_buckets: list[Bucket] | None = None
-        self._read: Read | None = None
-        self._has_collected = False
-        self._take(param_groups)
-        self._reducer = None
-        if shard_gradients and group.size() > 1:
-            self._reducer = find_reducer(self._parameters, group)
-            self._reducer.set_transport(ReduceScatterTransport(self._reducer.row, group))
-            self._second_backward = SecondBackward(self._reducer)
-        else:
-            self._build()
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer of this rank's part."""
-        return self._built.optimizer
-
-    def options(self) -> list[dict[str, Any]]:
-        """Return the optimizer's options, by param group."""
-        if self._shard is None:  # not yet; what would it say?
-            probe = self._recipe.build([[nn.Parameter(torch.empty(0))] for _ in self._options], self._options)
-            return [_options_of(group) for group in probe.param_groups]
-        return [_options_of(group) for group in self._shard.optimizer.param_groups]
-
-    def set_options(self, options: Sequence[Mapping[str, Any]]) -> None:
-        """Give the optimizer these options, by param group."""
-        self._options = [dict(each) for each in options]
-        if self._shard is not None:
-            for group, each in zip(self._shard.optimizer.param_groups, options, strict=True):
-                group.update(each)
-
-    # --- a step ----------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def collect_gradients(self) -> None:
-        """Let the optimizer have its gradients until `finish_step` or `forget_gradients`; once.
-
-        Collective with ``shard_gradients``, when buckets have changed: every rank.
-
-        Raises:
-            LockstepError: A gradient is sparse.
-        """
-        if self._has_collected:
-            return
-        self._lay_anew_if_needed()
-        shard = self._built
-        if isinstance(shard, FlatShard):
-            present = [parameter.grad is not None for parameter in self._parameters]
-            self._refuse_sparse()
-            shard.set_gradients([self._gradient_of(place) for place in range(len(self._buffers))], present)
-        self._has_collected = True
-
-    def local_gradients(self) -> list[Tensor]:
-        """Return the gradients that were collected."""
-        return self._built.gradients()
-
-    def finish_step(self, *, overlap: bool) -> None:
-        """Send the updated part to all ranks, and with ``overlap`` leave it to `wait` to receive theirs.
-
-        Collective: every rank. Blocks, unless ``overlap``.
-        """
-        self.forget_gradients()
-        if self._reducer is not None:  # see [Note: what is in param.grad]
-            for parameter in self._reducer.row.parameters:
-                parameter.grad = None
-        trained = [each for each in self._buffers if any(parameter.requires_grad for parameter in each.parameters)]
-        for buffer in trained:  # autograd must notice that what it has saved has changed
-            torch.autograd.graph.increment_version(buffer.parameters)
-        self._gather.start(trained, alone=not overlap)
-        if not overlap:
-            self._gather.wait()
-
-    def forget_gradients(self) -> None:
-        """Let go of gradients that were collected."""
-        self._has_collected = False
-        if self._reducer is not None:
-            self._second_backward.allow()
-        if isinstance(self._shard, FlatShard):
-            self._shard.drop_gradients()
-
-    def wait(self) -> None:
-        """Block until all parameters are there."""
-        self._gather.wait()
-
-    # --- state -----------------------------------------------------------------------------------------------------
-
-    def pieces(self) -> list[StateShard]:
-        """Return what this rank keeps."""
-        if self._shard is None:
-            self._build()
-        return make_state_shards(self._built.state(), flat=self._recipe.elementwise)
-
-    def load(self, read: Read, options: Sequence[Mapping[str, Any]]) -> None:
-        """Take over this rank's part of a state, and the options."""
-        self.set_options(options)
-        if self._shard is None:
-            self._read = read
-        else:
-            self._shard.load(read, self._options)
-
-    def add_group(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """Divide anew, with one more group. Collective: every rank. Blocks."""
-        had = self._shard is not None
-        state = self._everybodys_state() if had else None
-        self._take(param_groups)
-        if state is not None:
-            self._read = state
-            self._build()
-
-    def _everybodys_state(self) -> Read:
-        states = gather_states(self.pieces(), group=self._group, device=self._parameters[0].device, to=None)
-        assert states is not None
-        return ShardedEntries([piece for pieces in states for piece in pieces], self._parameters).read
-
-    # --- how it is laid --------------------------------------------------------------------------------------------
-
-    @property
-    def _built(self) -> FlatShard | WholeShard:
-        if self._shard is None:
-            self._build()
-        assert self._shard is not None
-        return self._shard
-
-    def _take(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        self._options = [_options_of(group) for group in param_groups]
-        self._places: list[tuple[nn.Parameter, ShardRange]] = []
-        for index, group in enumerate(param_groups):
-            for parameter in group["params"]:
-                self._places.append((parameter, ShardRange(len(self._places), index, 0, parameter.numel())))
-        self._parameters = [parameter for parameter, _ in self._places]
-
-    def _lay_anew_if_needed(self) -> None:
-        """Follow buckets that were built anew, and parameters that were given other memory. Collective: every rank."""
-        if self._shard is None:
-            self._build()
-        elif self._reducer is not None and self._row_buckets is not self._reducer.row.buckets:
-            self._read = self._everybodys_state()
-            self._build()
-        elif moved := [buffer for buffer in self._buffers if not buffer.is_whole]:
-            for buffer in moved:
-                buffer.take_back()
-
-    def _build(self) -> None:
-        """Lay the buffers and make the optimizer. Collective: every rank."""
-        how = (self._group.size(), self._allocate)
-        rest = self._places
-        self._buckets, self._row_buckets = [], None
-        self._buffers = []
-        if self._reducer is not None:
-            self._row_buckets = self._reducer.row.buckets
-            self._buckets = list(self._row_buckets)
-            self._buffers = buckets_of(self._places, self._buckets, *how)
-            inside = {id(parameter) for parameter in self._reducer.row.parameters}
-            rest = [place for place in self._places if id(place[0]) not in inside]
-        if self._recipe.elementwise:
-            self._buffers += slices_of(rest, *how)
-            self._shard = FlatShard(
-                self._recipe,
-                [buffer.slice_of(self._rank) for buffer in self._buffers],
-                [buffer.spans_of(self._rank) for buffer in self._buffers],
-                self._options,
-            )
-        else:
-            self._buffers = regions_of(self._places, *how)
-            spans = [span for buffer in self._buffers for span in buffer.spans_of(self._rank)]
-            own = [self._parameters[span.parameter] for span in spans]
-            self._shard = WholeShard(self._recipe, own, spans, self._options)
-        if self._read is not None:
-            self._shard.load(self._read, self._options)
-            self._read = None
-
-    def _gradient_of(self, place: int) -> Tensor:
-        """Return this rank's slice of the gradients of a buffer."""
-        buffer = self._buffers[place]
-        if place < len(self._buckets):
-            return buffer.slice_of(self._rank, self._buckets[place].gradients)
-        out = torch.empty_like(buffer.slice_of(self._rank))
-        buffer.gather_gradients(self._rank, out)
-        return out
-
-    def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return empty_buffer(numel, dtype=dtype, device=device, group=self._group)
-
-    def _refuse_sparse(self) -> None:
-        for index, parameter in enumerate(self._parameters):
-            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-                raise LockstepError(
-                    f"Parameter {index} of the optimizer received a sparse gradient, which cannot be divided.\n"
-                    "Build nn.Embedding and nn.EmbeddingBag with sparse=False, or give them an optimizer of their own."
-                )
-
-
-def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
-
-
-# ``ZeroRedundancyOptimizer``: each rank updates its part of the parameters. Design: docs/design/zero.md.
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -448,37 +108,41 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         shard_gradients: bool = False,
         **defaults: Any,
     ) -> None:
-        given = as_param_list(params)
         if overlap_with_ddp:
             raise ConfigurationError(
                 "overlap_with_ddp=True is not supported.\n"
                 "Leave it out; shard_gradients=True with lockstep.DistributedDataParallel is the faster way."
             )
-        recipe = OptimizerFactory.make(optimizer_class, defaults, elementwise)
-        if shard_gradients and not recipe.elementwise:
+        factory = OptimizerFactory.make(optimizer_class, defaults, elementwise)
+        if shard_gradients and not factory.elementwise:
             raise ConfigurationError(
                 f"shard_gradients=True needs an element-wise optimizer, which {optimizer_class.__name__} is not known "
                 "to be.\nLeave it out, or say elementwise=True if its update of an element depends on nothing else."
             )
         self.initialized = False
-        Optimizer.__init__(self, given, dict(defaults))
+        Optimizer.__init__(self, params, dict(defaults))
         Joinable.__init__(self)
         self.process_group: Group = default_group() if process_group is None else process_group
         self.world_size, self.rank = self.process_group.size(), self.process_group.rank()
         self.parameters_as_bucket_view, self.overlaps = parameters_as_bucket_view, False
-        self._recipe, self._shard_gradients = recipe, shard_gradients
+        self._factory, self._shard_gradients = factory, shard_gradients
+        self._has_gradients = False
+        self._gathers: list[Waitable] = []  # parameters that are on their way
         self._consolidated: dict[int, dict[str, Any]] | None = None
-        self._agree()
-        self._division = PartitionedParameters(
-            recipe, self.param_groups, self.process_group, shard_gradients=shard_gradients
-        )
-        self._adopt_options(self._division.options())
+        self._loaded: Read | None = None
+        self._check_ranks_agree()
+        self._reducer: Reducer | None = None
+        if shard_gradients and self.world_size > 1:
+            self._reducer = find_reducer(self._parameters)
+            self._reducer.set_transport(ReduceScatterMean(self._reducer.row, self.process_group))
+            self._second_backward = SecondBackwardCheck(self._reducer)
+        self._build()
         self.initialized = True
 
     @property
     def optim(self) -> Optimizer:
-        """The optimizer of this rank's part. Collective before the first step with ``shard_gradients``: every rank."""
-        return self._division.optimizer
+        """The optimizer of this rank's shard."""
+        return self._shard.optimizer
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -498,7 +162,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @keep_out_of_graphs
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
-        """Update this rank's part of the parameters and give it to all ranks; return what ``closure`` does.
+        """Update this rank's shard of the parameters and give it to all ranks; return what ``closure`` does.
 
         Collective: every rank. Blocks until all parameters are there, unless `overlaps`.
 
@@ -507,7 +171,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             **kwargs: What the optimizer's own ``step`` gets.
 
         Raises:
-            RuntimeError: A gradient is sparse.
+            LockstepError: A gradient is sparse.
         """
         Join.notify_join_context(self)
         return self._step(closure, kwargs)
@@ -516,27 +180,34 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _step(self, closure: Callable[[], float] | None, kwargs: Mapping[str, Any]) -> float | None:
         self.wait()
         loss = None
-        if closure is not None and self._recipe.elementwise:
+        if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            closure = None
-        self._division.collect_gradients()
-        self._division.set_options(self._options())
-        if closure is None:
-            self.optim.step(**kwargs)
-        else:
-            loss = self.optim.step(closure=closure, **kwargs)
-        self._adopt_options(self._division.options())
-        self._division.finish_step(overlap=self.overlaps)
+        self._collect_gradients()
+        self._set_options()
+        self.optim.step(**kwargs)
+        self._adopt_options()
+        self._drop_gradients()
+        if self._reducer is not None:  # see [Note: what is in param.grad]
+            for parameter in self._reducer.row.parameters:
+                parameter.grad = None
+        trained = [each for each in self._buffers if any(parameter.requires_grad for parameter in each.parameters)]
+        for buffer in trained:  # autograd must notice that what it has saved has changed
+            torch.autograd.graph.increment_version(buffer.parameters)
+        self._gathers = start_parameter_gather(trained, self.process_group, alone=not self.overlaps)
+        self._loaded = None
+        if not self.overlaps:
+            self.wait()
         return loss
 
     def wait(self) -> None:
         """Block until the parameters that the last `step` updated are there (on CUDA: let the current stream wait)."""
-        self._division.wait()
+        gathers, self._gathers = self._gathers, []
+        wait_for_all(gathers)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters."""
-        self._division.forget_gradients()
+        self._drop_gradients()
         super().zero_grad(set_to_none=set_to_none)
 
     def local_gradients(self) -> list[Tensor]:
@@ -544,8 +215,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Collective the first time, with ``shard_gradients``: every rank.
         """
-        self._division.collect_gradients()
-        return self._division.local_gradients()
+        self._collect_gradients()
+        return self._shard.gradients()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Cut the gradients of all parameters together to ``max_norm``; return what their norm was.
@@ -554,17 +225,52 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if not self._shard_gradients:
             return torch.nn.utils.clip_grad_norm_(self._parameters, max_norm, norm_type)
-        like = self._parameters[0]
-        return clip_shards_(self.local_gradients(), like, max_norm, norm_type, group=self.process_group)
+        gradients = self.local_gradients()
+        norm = norm_of_shards(gradients, self._parameters[0], norm_type, group=self.process_group)
+        multiply_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to those that are trained. Collective: every rank, with the same ones. Blocks."""
         super().add_param_group(param_group)
         if self.initialized:
             self.wait()
-            self._agree()
-            self._division.add_group(self.param_groups)
-            self._adopt_options(self._division.options())
+            self._check_ranks_agree()
+            self._rebuild()
+
+    @torch.no_grad()
+    def _collect_gradients(self) -> None:
+        """Let the optimizer of the shard have its gradients until the step is over; once.
+
+        Collective with ``shard_gradients``, when buckets were rebuilt: every rank.
+
+        Raises:
+            LockstepError: A gradient is sparse.
+        """
+        if self._has_gradients:
+            return
+        if self._reducer is not None and self._laid_for is not self._reducer.row.buckets:
+            self._rebuild()
+        for buffer in self._buffers:
+            if not buffer.is_intact:
+                buffer.take_back()
+        if self._factory.elementwise:
+            present = [parameter.grad is not None for parameter in self._parameters]
+            self._refuse_sparse()
+            buckets: Sequence[Bucket] = self._laid_for or ()
+            sliced = [
+                buffer.shard_of(self.rank, bucket.gradients)
+                for buffer, bucket in zip(self._buffers, buckets, strict=False)
+            ]
+            others = [buffer.gradients_of(self.rank) for buffer in self._buffers[len(sliced) :]]
+            self._shard.set_gradients([*sliced, *others], present)
+        self._has_gradients = True
+
+    def _drop_gradients(self) -> None:
+        self._has_gradients = False
+        self._shard.drop_gradients()
+        if self._reducer is not None:
+            self._second_backward.reset()
 
     # --- what is kept ----------------------------------------------------------------------------------------------
 
@@ -573,13 +279,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Collective: every rank. Blocks. The state lies on the CPU.
         """
-        device = self._parameters[0].device
-        self._division.set_options(self._options())
-        states = gather_states(self._division.pieces(), group=self.process_group, device=device, to=to)
-        if states is not None:
-            self._consolidated = ShardedEntries(
-                (piece for pieces in states for piece in pieces), self._parameters
-            ).whole()
+        reader = self._gather_state(to)
+        if reader is not None:
+            self._consolidated = reader.full()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as it was consolidated last: that of the bare optimizer, which can load it.
@@ -595,30 +297,30 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return {**super().state_dict(), "state": dict(self._consolidated)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over this rank's part of a state that is whole, from here or from the bare optimizer.
+        """Take over this rank's shard of a full state, from here or from the bare optimizer.
 
         Every rank gets the same one; no communication.
 
         Raises:
             ValueError: It is of other parameters.
         """
-        super().load_state_dict({**state_dict, "state": {}})
-        state = FullEntries(state_dict["state"], self._parameters, flat=self._recipe.elementwise)
-        self._division.load(state.read, self._options())
+        self._load_options(state_dict["param_groups"])
+        shards = shards_of_full(state_dict["state"], self._parameters, flat=self._factory.elementwise)
+        self._load(StateReader(shards, self._parameters).read)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return what this rank keeps, on the CPU, for each rank to save in a file of its own; see `load_sharded`."""
         sharded = ShardedState(
             rank=self.rank,
             world_size=self.world_size,
-            layout=[[list(each.shape), list(each.stride())] for each in self._parameters],
+            layout=layout_of(self._parameters),
             param_groups=super().state_dict()["param_groups"],
-            pieces=self._division.pieces(),
+            pieces=copy_to_cpu(self._shard.state(), flat=self._factory.elementwise),
         )
         return dict(sharded)
 
     def load_sharded(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Take over this rank's part of what the ranks of another run kept, however many they were.
+        """Take over this rank's shard of what the ranks of another run kept, however many they were.
 
         Every rank gets all of it; files opened with ``torch.load(..., mmap=True)`` are read only where needed.
 
@@ -626,12 +328,134 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ConfigurationError: It is not all there, or of parameters with another layout.
         """
         given = check_shards(states, self._parameters)
-        super().load_state_dict({"state": {}, "param_groups": given[0]["param_groups"]})
-        self.load_pieces(piece for each in given for piece in each["pieces"])
+        reader = StateReader((shard for each in given for shard in each["pieces"]), self._parameters)
+        self.load_shards(reader.read, given[0]["param_groups"])
 
-    def load_pieces(self, pieces: Iterable[StateShard]) -> None:
-        """Take over the ``pieces`` that `sharded_state_dict` returned, of this rank at least, not its options."""
-        self._division.load(ShardedEntries(pieces, self._parameters).read, self._options())
+    def local_shards(self) -> list[tuple[ShardRange, Entries]]:
+        """Return what this rank keeps, where it lies: by elements of a parameter, see `load_shards`. Copies nothing."""
+        return list(self._shard.state())
+
+    def load_shards(self, read: Read, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take over this rank's shard of a state.
+
+        Args:
+            read: Returns what was kept of a `ShardRange`, which is in this rank's shard: entries per element flat, in
+                the order in which the elements of the parameter lie in memory, if the optimizer is element-wise; None:
+                nothing. Called now, and with ``shard_gradients`` maybe once more, in the first `step`.
+            param_groups: As the bare optimizer's ``state_dict`` has them.
+
+        Raises:
+            ValueError: They are of other parameters.
+        """
+        self._load_options(param_groups)
+        self._load(read)
+
+    def _load_options(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        super().load_state_dict({"state": {}, "param_groups": list(param_groups)})
+
+    def _load(self, read: Read) -> None:
+        self._loaded = read if self._reducer is not None else None
+        self._shard.load(read, options_of(self.param_groups))
+
+    def _gather_state(self, to: int | None) -> StateReader | None:
+        """Return what all ranks keep, on rank ``to`` or on all. Collective: every rank. Blocks."""
+        mine = copy_to_cpu(self._shard.state(), flat=self._factory.elementwise)
+        states: list[list[StateShard]] | None = gather_states(
+            mine, group=self.process_group, device=self._parameters[0].device, to=to
+        )
+        if states is None:
+            return None
+        return StateReader((shard for each in states for shard in each), self._parameters)
+
+    # --- how it is laid --------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        """Lay the flat buffers and make the shard's optimizer. Collective: every rank."""
+        members = [
+            (parameter, ShardRange(index, 0, parameter.numel(), group))
+            for index, (parameter, group) in enumerate(zip(self._parameters, self._group_indices, strict=True))
+        ]
+        self._buffers: list[FlatBuffer] = []
+        self._laid_for: Sequence[Bucket] | None = None
+        how = (self.world_size, self._allocate)
+        if not self._factory.elementwise:
+            self._buffers = partition_by_parameter(members, *how)
+        else:
+            if self._reducer is not None:
+                self._laid_for = self._reducer.row.buckets
+                self._buffers = partition_like_buckets(members, [each.parameters for each in self._laid_for], *how)
+            laid = {id(parameter) for buffer in self._buffers for parameter in buffer.parameters}
+            self._buffers += partition_evenly([each for each in members if id(each[0]) not in laid], *how)
+        self._shard = ShardOptimizer(self._factory, self._buffers, self.rank, options_of(self.param_groups))
+        self._adopt_options()
+
+    def _rebuild(self) -> None:
+        """Lay the buffers anew, with the state as it is. Collective: every rank. Blocks."""
+        read = self._loaded
+        if read is None:
+            reader = self._gather_state(to=None)
+            assert reader is not None
+            read = reader.read
+        self._build()
+        self._shard.load(read, options_of(self.param_groups))
+
+    def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return empty_buffer(numel, dtype=dtype, device=device, group=self.process_group)
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    @property
+    def _group_indices(self) -> list[int]:
+        return [index for index, group in enumerate(self.param_groups) for _ in group["params"]]
+
+    def _set_options(self) -> None:
+        for group, options in zip(self.optim.param_groups, options_of(self.param_groups), strict=True):
+            group.update(options)
+
+    def _adopt_options(self) -> None:
+        """Take over what the optimizer's constructor or step has set, such as defaults."""
+        for group, options in zip(self.param_groups, options_of(self.optim.param_groups), strict=True):
+            group.update(options)
+
+    def _check_ranks_agree(self) -> None:
+        """Check that all ranks partition the same parameters in the same way. Collective: every rank. Blocks.
+
+        Raises:
+            ValueError: A parameter is sparse.
+            ModelMismatch: On every rank: parameters differ; names the first.
+            ConfigurationError: On every rank: param groups or arguments differ.
+        """
+        for index, parameter in enumerate(self._parameters):
+            if parameter.layout is not torch.strided:
+                raise ValueError(
+                    f"Parameter {index} is sparse, which ZeroRedundancyOptimizer cannot divide.\n"
+                    "Give it to an optimizer of its own."
+                )
+        named = [(f"{index} of the optimizer", each) for index, each in enumerate(self._parameters)]
+        group, device = self.process_group, self._parameters[0].device
+        check_models_agree(named, (), group=group, device=device)
+        described = (
+            self._factory.optimizer_class.__name__
+            + ", shard_gradients" * self._shard_gradients
+            + f", param groups of {', '.join(str(len(group['params'])) for group in self.param_groups)} parameters"
+        )
+        everybody: list[str] = all_gather_object(described, group=group, device=device)
+        for rank, theirs in enumerate(everybody):
+            if theirs != everybody[0]:
+                raise ConfigurationError(
+                    f"The optimizers differ between ranks: rank 0 has {everybody[0]}; rank {rank} has {theirs}.\n"
+                    "Make the optimizer on every rank with the same arguments."
+                )
+
+    def _refuse_sparse(self) -> None:
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                raise LockstepError(
+                    f"Parameter {index} of the optimizer received a sparse gradient, which cannot be divided.\n"
+                    "Build nn.Embedding and nn.EmbeddingBag with sparse=False, or give them an optimizer of their own."
+                )
 
     # --- uneven inputs ---------------------------------------------------------------------------------------------
 
@@ -649,27 +473,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """The ranks that take part."""
         return self.process_group
 
-    # --- options and parameters ------------------------------------------------------------------------------------
-
-    @property
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
-
-    def _options(self) -> list[dict[str, Any]]:
-        return [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
-
-    def _adopt_options(self, options: list[dict[str, Any]]) -> None:
-        for group, each in zip(self.param_groups, options, strict=True):
-            group.update(each)
-
-    def _agree(self) -> None:
-        """Check that all ranks divide the same. Collective: every rank. Blocks."""
-        check_dense(self._parameters)
-        groups = [index for index, group in enumerate(self.param_groups) for _ in group["params"]]
-        how = self._recipe.optimizer_class.__name__ + ", shard_gradients" * self._shard_gradients
-        device = self._parameters[0].device
-        check_ranks_agree(self._parameters, groups, how, group=self.process_group, device=device)
-
 
 class _StepJoinHook(JoinHook):
     """Takes part in the steps of ranks that still have data."""
@@ -682,11 +485,30 @@ class _StepJoinHook(JoinHook):
         self._optimizer._step(None, {})  # not step(), which says that this rank has data
 
 
-# A divided optimizer in the place of a bare one.
+def norm_of_shards(gradients: Sequence[Tensor], like: Tensor, norm_type: float = 2.0, *, group: Group) -> Tensor:
+    """Return the norm of all ranks' ``gradients`` together, a 0-dimensional tensor; the same bits on every rank.
+
+    Collective: every rank, one number. Blocks (on CUDA: the current stream waits).
+
+    Args:
+        gradients: This rank's part, maybe none.
+        like: A parameter; the result is on its device, and in its dtype, or float32 if that is narrower.
+        norm_type: Above 0; may be infinite.
+        group: The ranks that take part.
+    """
+    wide = torch.float32 if like.device.type == "mps" else torch.float64
+    total = combine_norms(list_norms(gradients, norm_type), norm_type).to(like.device, wide)
+    if math.isinf(norm_type):
+        all_reduce(total, group=group, op="max")
+    else:
+        total = total**norm_type
+        all_reduce(total, group=group)
+        total = total ** (1.0 / norm_type)
+    return total.to(torch.promote_types(like.dtype.to_real(), torch.float32))
 
 
 def shard_optimizer(optimizer: Optimizer, *, group: Group) -> ZeroRedundancyOptimizer:
-    """Return an optimizer that does what ``optimizer``, which has made no step yet, would do; divided among the ranks.
+    """Return an optimizer that does what ``optimizer``, which has made no step yet, would do; sharded over the ranks.
 
     Its parameters' gradients are averaged by a `DistributedDataParallel`, in slices where that pays.
 
@@ -695,12 +517,12 @@ def shard_optimizer(optimizer: Optimizer, *, group: Group) -> ZeroRedundancyOpti
     Raises:
         ConfigurationError: It cannot be made anew from its class and its param groups, or cannot be divided.
     """
-    recipe = OptimizerFactory.of(optimizer)
+    factory = OptimizerFactory.of(optimizer)
     device = optimizer.param_groups[0]["params"][0].device
     return ZeroRedundancyOptimizer(
         [dict(param_group) for param_group in optimizer.param_groups],
         type(optimizer),
         process_group=group,
-        shard_gradients=recipe.elementwise and has_reduce_scatter(group, device),
-        **recipe.defaults,
+        shard_gradients=factory.elementwise and has_reduce_scatter(group, device),
+        **factory.defaults,
     )

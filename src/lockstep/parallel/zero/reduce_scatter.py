@@ -1,7 +1,14 @@
-"""Buckets of `DistributedDataParallel` that are reduced to each rank's slice only."""
+"""Buckets of `DistributedDataParallel` that are reduce-scattered: each rank gets its slice of the mean gradients.
+
+[Note: what is in param.grad]
+A bucket that was reduce-scattered holds the mean in this rank's slice, and this rank's own gradients elsewhere. The
+optimizer's ``step`` takes the slice and sets ``param.grad`` to None. A backward before that would add to both, of which
+no right sum can be made, so it is refused; see `SecondBackwardCheck`.
+"""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast, final
@@ -19,14 +26,14 @@ from lockstep.parallel.ddp.reducer import Reducer, live_reducers
 from lockstep.parallel.zero.partition import even_end
 
 
-class _Both:
-    """Collectives as one, with the methods of a future that a transport's caller uses."""
+class _Works:
+    """Several collectives as one, with the methods of a future that the reducer uses."""
 
     def __init__(self, works: Sequence[Waitable]) -> None:
         self._works = works
 
     def done(self) -> bool:
-        """Tell whether all are complete."""
+        """Return whether all are complete."""
         return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
@@ -36,13 +43,13 @@ class _Both:
 
 
 @final
-class ReduceScatterTransport(BucketReduction):
+class ReduceScatterMean(BucketReduction):
     """The mean over ranks, of which each rank gets its slice; tail and remainder reach all.
 
-    In the first step, whose buckets are built anew when it is over, all of it reaches all ranks.
+    In the first step, whose buckets are rebuilt when it is over, all of it reaches all ranks.
 
     Args:
-        row: The buckets.
+        buckets: Of the model.
         group: The ranks that take part.
     """
 
@@ -50,34 +57,31 @@ class ReduceScatterTransport(BucketReduction):
     counts_in_tails = True
     leaves_whole = False
 
-    def __init__(self, row: Buckets, group: Group) -> None:
-        self._row, self._group = row, group
+    def __init__(self, buckets: Buckets, group: Group) -> None:
+        self._buckets, self._group = buckets, group
         self._first_step = AllReduceMean(group)
 
     @override
     def start(self, bucket: Bucket, position: int, *, is_last: bool) -> Future[Any]:
-        if not self._row.is_rebuilt:
+        if not self._buckets.is_rebuilt:
             return self._first_step.start(bucket, position, is_last=is_last)
-        return cast("Future[Any]", _Both(self._works(bucket, alone=False)))
+        return cast("Future[Any]", self._start(bucket, alone=False))
 
     @override
     def start_alone(self, bucket: Bucket, position: int) -> Future[Any]:
-        if not self._row.is_rebuilt or not bucket.payload.is_cpu:
+        if not self._buckets.is_rebuilt or not bucket.payload.is_cpu:
             return self.start(bucket, position, is_last=True)
-        for work in self._works(bucket, alone=True):
-            wait_for(work)
+        self._start(bucket, alone=True).wait()
         done: Future[Any] = Future()
         done.set_result(None)
         return done
 
-    def _works(self, bucket: Bucket, *, alone: bool) -> list[Waitable]:
-        """Start what a bucket needs."""
+    def _start(self, bucket: Bucket, *, alone: bool) -> _Works:
         end = even_end(bucket.gradients.numel(), self._group.size())
-        rest = bucket.payload[end:]
-        if not end:
-            return [all_reduce_work(rest, group=self._group, alone=alone)]
-        scattered = reduce_scatter_slices(bucket.payload[:end], group=self._group, alone=alone)
-        return [scattered, all_reduce_work(rest, group=self._group, alone=alone)]
+        works = [reduce_scatter_slices(bucket.payload[:end], group=self._group, alone=alone)] if end else []
+        # The remainder has fewer elements than there are ranks; the tail behind it is what every rank must know.
+        works.append(all_reduce_work(bucket.payload[end:], group=self._group, alone=alone))
+        return _Works(works)
 
     @override
     def finish(self, bucket: Bucket, future: Future[Any]) -> None:
@@ -88,32 +92,34 @@ class ReduceScatterTransport(BucketReduction):
         return None
 
 
-class SecondBackward:
+class SecondBackwardCheck:
     """Refuses to add to gradients of which a rank has only its slice.
 
-    Seen on one parameter of each bucket that is used, as its gradient is added to where the bucket holds it.
+    It watches one parameter of each bucket that was used, just before its gradient is added to ``param.grad``: a hook
+    for each parameter would cost in every backward, and at the launch of a bucket it is no longer known whether
+    ``param.grad`` was reset before.
 
     Args:
-        reducer: Whose buckets are reduced to slices.
+        reducer: Whose buckets are reduce-scattered.
     """
 
     def __init__(self, reducer: Reducer) -> None:
-        self._row = reducer.row
-        self._reduced: dict[int, Bucket] = {}
-        self._watched: dict[int, torch.nn.Parameter] = {}
+        self._buckets = reducer.row
+        self._reduced: set[int] = set()
+        self._watched: set[int] = set()
         reducer.on_reduced.append(self._on_reduced)
 
-    def allow(self) -> None:
-        """Take notice that the gradients have been used, or thrown away."""
+    def reset(self) -> None:
+        """Note that the gradients have been used, or thrown away."""
         self._reduced.clear()
 
     def _on_reduced(self, bucket: Bucket) -> None:
-        if not self._row.is_rebuilt:  # the first step, whose gradients all ranks have
+        if not self._buckets.is_rebuilt:  # the first step, whose gradients all ranks have
             return
-        self._reduced[id(bucket)] = bucket
+        self._reduced.add(id(bucket))
         used = [parameter for parameter in bucket.parameters if parameter.grad is not None]
-        if used and not any(id(parameter) in self._watched for parameter in used):
-            self._watched[id(used[0])] = used[0]
+        if used and self._watched.isdisjoint(map(id, used)):
+            self._watched.add(id(used[0]))
             used[0].register_hook(partial(self._before_gradient, bucket, used[0]))
 
     @keep_out_of_graphs
@@ -129,35 +135,47 @@ class SecondBackward:
             )
 
 
-def find_reducer(parameters: Sequence[torch.nn.Parameter], group: Group) -> Reducer:
+def find_reducer(parameters: Sequence[torch.nn.Parameter]) -> Reducer:
     """Return the reducer of the `DistributedDataParallel` that averages the gradients of ``parameters``.
 
     Raises:
-        ConfigurationError: There is none, or it cannot reduce to slices.
+        ConfigurationError: There is none, or more than one, or it cannot reduce to slices.
     """
     given = {id(parameter) for parameter in parameters}
-    for reducer in live_reducers:
-        trained = {id(parameter) for parameter in reducer.row.parameters}
-        if not trained & given:
-            continue
-        if missing := trained - given:
-            raise ConfigurationError(
-                f"shard_gradients=True, but {len(missing)} of the {len(trained)} trained parameters of the "
-                "DistributedDataParallel are not in this optimizer.\n"
-                "Give it all of model.parameters(), or leave shard_gradients out."
-            )
-        if any(bucket.spec.sparse for bucket in reducer.row.buckets):
-            raise ConfigurationError(
-                "shard_gradients=True, but the model has layers with sparse gradients.\n"
-                "Build them with sparse=False, or train them with an optimizer of their own."
-            )
-        if not isinstance(reducer.departures.transport, AllReduceMean):
-            raise ConfigurationError(
-                "shard_gradients=True, but the DistributedDataParallel has a communication hook, or another optimizer "
-                "with shards.\nUse one or the other."
-            )
-        return reducer
-    raise ConfigurationError(
-        "shard_gradients=True, but no lockstep.DistributedDataParallel averages these parameters' gradients.\n"
-        "Wrap the model before the optimizer is made, or leave shard_gradients out."
-    )
+
+    def find_all() -> list[Reducer]:
+        return [each for each in live_reducers if any(id(parameter) in given for parameter in each.row.parameters)]
+
+    if len(find_all()) > 1:
+        gc.collect()  # a wrapper that is no longer used may be left in a cycle, on some ranks and not on others
+    found = find_all()
+    if not found:
+        raise ConfigurationError(
+            "shard_gradients=True, but no lockstep.DistributedDataParallel averages these parameters' gradients.\n"
+            "Wrap the model before the optimizer is made, or leave shard_gradients out."
+        )
+    if len(found) > 1:
+        raise ConfigurationError(
+            f"shard_gradients=True, but {len(found)} live lockstep.DistributedDataParallel wrappers average gradients "
+            "of these parameters, and only one can leave slices.\n"
+            "Delete the wrappers that are no longer used, or leave shard_gradients out."
+        )
+    (reducer,) = found
+    trained = {id(parameter) for parameter in reducer.row.parameters}
+    if missing := trained - given:
+        raise ConfigurationError(
+            f"shard_gradients=True, but {len(missing)} of the {len(trained)} trained parameters of the "
+            "DistributedDataParallel are not in this optimizer.\n"
+            "Give it all of model.parameters(), or leave shard_gradients out."
+        )
+    if any(bucket.spec.sparse for bucket in reducer.row.buckets):
+        raise ConfigurationError(
+            "shard_gradients=True, but the model has layers with sparse gradients.\n"
+            "Build them with sparse=False, or train them with an optimizer of their own."
+        )
+    if not isinstance(reducer.departures.transport, AllReduceMean):
+        raise ConfigurationError(
+            "shard_gradients=True, but the DistributedDataParallel has a communication hook, or another optimizer "
+            "with shards.\nUse one or the other."
+        )
+    return reducer

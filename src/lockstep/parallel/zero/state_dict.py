@@ -1,4 +1,11 @@
-"""The state of a sharded optimizer: as shards that any number of ranks can load, and whole, in torch's format."""
+"""The state of a sharded optimizer: in shards that any number of ranks can load, and full, in torch's format.
+
+[Note: formats]
+*Full* is torch's: by index of the parameter, a dict with tensors of the parameter's shape and with numbers. A *state
+shard* holds elements ``start`` to ``stop`` of one parameter, in the order in which they lie in memory: tensors of one
+dimension, and the numbers, which are the same in all shards of a parameter. An optimizer that is not element-wise keeps
+one shard for each parameter, whose entries are as they are (``flat`` is False).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +17,10 @@ from torch import Tensor
 
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.flat import view_like
-from lockstep.parallel.zero.partition import SCALARS, ShardRange, lay_flat
+from lockstep.parallel.zero.partition import ShardRange, flatten_like
+
+_SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
+"""Names of numbers for the whole parameter; of use only where a parameter is one number itself."""
 
 
 class StateShard(TypedDict):
@@ -26,7 +36,7 @@ class StateShard(TypedDict):
 class ShardedState(TypedDict):
     """What one rank saves.
 
-    ``layout`` has the shape and the strides of every parameter, since pieces are cut from memory.
+    ``layout`` has the shape and the strides of every parameter, since shards are cut from memory.
     """
 
     rank: int
@@ -34,6 +44,11 @@ class ShardedState(TypedDict):
     layout: list[list[list[int]]]
     param_groups: list[dict[str, Any]]
     pieces: list[StateShard]
+
+
+def layout_of(parameters: Sequence[Tensor]) -> list[list[list[int]]]:
+    """Return shape and strides of every parameter."""
+    return [[list(each.shape), list(each.stride())] for each in parameters]
 
 
 def check_shards(states: Iterable[Mapping[str, Any]], parameters: Sequence[Tensor]) -> list[Mapping[str, Any]]:
@@ -51,8 +66,7 @@ def check_shards(states: Iterable[Mapping[str, Any]], parameters: Sequence[Tenso
             f"{num_ranks} ranks saved a sharded state, but those given are of ranks {', '.join(map(str, ranks))}.\n"
             "Give the states of all of them, each once."
         )
-    layout = [[list(each.shape), list(each.stride())] for each in parameters]
-    if any(state["layout"] != layout for state in given):
+    if any(state["layout"] != layout_of(parameters) for state in given):
         raise ConfigurationError(
             "The sharded state is of parameters with other shapes or another memory format.\n"
             "Use the model that it was saved with, or save whole: consolidate_state_dict() and state_dict()."
@@ -60,107 +74,99 @@ def check_shards(states: Iterable[Mapping[str, Any]], parameters: Sequence[Tenso
     return given
 
 
-def make_state_shards(state: Iterable[tuple[ShardRange, Mapping[str, Any]]], *, flat: bool) -> list[StateShard]:
-    """Return what a shard keeps as pieces, on the CPU, without more memory than they need."""
+def copy_to_cpu(state: Iterable[tuple[ShardRange, Mapping[str, Any]]], *, flat: bool) -> list[StateShard]:
+    """Return what an optimizer keeps as state shards on the CPU, without more memory than they need."""
     return [
         StateShard(
-            parameter=span.parameter,
-            start=span.start,
-            stop=span.stop,
+            parameter=each.parameter,
+            start=each.start,
+            stop=each.stop,
             flat=flat,
             entries={name: _to_cpu(value) for name, value in entries.items()},
         )
-        for span, entries in state
+        for each, entries in state
     ]
 
 
-class ShardedEntries:
-    """The pieces of all shards of one optimizer.
+def shards_of_full(
+    state: Mapping[int, Mapping[str, Any]], parameters: Sequence[Tensor], *, flat: bool
+) -> list[StateShard]:
+    """Return a state in torch's format as state shards, one for each parameter."""
+    shards = []
+    for index, entries in state.items():
+        parameter = parameters[index]
+        laid = {
+            name: flatten_like(value, parameter) if flat and _is_like(name, value, parameter) else value
+            for name, value in entries.items()
+        }
+        shards.append(StateShard(parameter=index, start=0, stop=parameter.numel(), flat=flat, entries=laid))
+    return shards
+
+
+class StateReader:
+    """The state shards of all ranks together.
 
     Args:
-        pieces: In any order, of any number of shards.
+        shards: In any order, of any number of ranks.
         parameters: What they belong to, by index.
     """
 
-    def __init__(self, pieces: Iterable[StateShard], parameters: Sequence[Tensor]) -> None:
+    def __init__(self, shards: Iterable[StateShard], parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
-        self._pieces: dict[int, list[StateShard]] = {}
-        for piece in pieces:
-            self._pieces.setdefault(piece["parameter"], []).append(piece)
-        for each in self._pieces.values():
-            each.sort(key=lambda piece: piece["start"])
+        self._shards: dict[int, list[StateShard]] = {}
+        for shard in sorted(shards, key=lambda shard: shard["start"]):
+            self._shards.setdefault(shard["parameter"], []).append(shard)
 
-    def read(self, span: ShardRange) -> dict[str, Any] | None:
-        """Return what was kept of the elements of ``span``; None: nothing.
+    def read(self, wanted: ShardRange) -> dict[str, Any] | None:
+        """Return what was kept of these elements; None: nothing.
 
         Raises:
             ConfigurationError: Only of a part of them something is here.
         """
-        pieces = self._pieces.get(span.parameter)
-        if pieces is None:
+        shards = self._shards.get(wanted.parameter)
+        if shards is None:
             return None
-        if not pieces[0]["flat"]:
-            return pieces[0]["entries"]
-        parts = [piece for piece in pieces if piece["start"] < span.stop and piece["stop"] > span.start]
-        cuts = [(max(span.start, piece["start"]), min(span.stop, piece["stop"])) for piece in parts]
-        if sum(stop - start for start, stop in cuts) != span.numel:
+        if not shards[0]["flat"]:
+            return shards[0]["entries"]
+        parts = [shard for shard in shards if shard["start"] < wanted.stop and shard["stop"] > wanted.start]
+        cuts = [
+            slice(max(wanted.start - shard["start"], 0), min(wanted.stop, shard["stop"]) - shard["start"])
+            for shard in parts
+        ]
+        if sum(cut.stop - cut.start for cut in cuts) != wanted.numel:
             raise ConfigurationError(
-                f"The state of parameter {span.parameter} is not whole: pieces of it are missing, or there twice.\n"
+                f"The state of parameter {wanted.parameter} is not whole: pieces of it are missing, or there twice.\n"
                 "Give the states of all ranks that saved, each once."
             )
-        entries: dict[str, Any] = {}
-        for name, value in parts[0]["entries"].items():
-            entries[name] = value
-            if isinstance(value, Tensor) and value.dim() == 1:
-                cut = zip(parts, cuts, strict=True)
-                entries[name] = torch.cat(
-                    [part["entries"][name][first - part["start"] : last - part["start"]] for part, (first, last) in cut]
-                )
-        return entries
+        return {
+            name: torch.cat([part["entries"][name][cut] for part, cut in zip(parts, cuts, strict=True)])
+            if _is_flat(value)
+            else value
+            for name, value in parts[0]["entries"].items()
+        }
 
-    def whole(self) -> dict[int, dict[str, Any]]:
+    def full(self) -> dict[int, dict[str, Any]]:
         """Return the state in torch's format, by index."""
         state = {}
-        for index in sorted(self._pieces):
+        for index in sorted(self._shards):
             parameter = self._parameters[index]
-            entries = self.read(ShardRange(index, 0, 0, parameter.numel()))
+            entries = self.read(ShardRange(index, 0, parameter.numel()))
             assert entries is not None
-            if self._pieces[index][0]["flat"]:
+            if self._shards[index][0]["flat"]:
                 entries = {
-                    name: view_like(value, parameter) if isinstance(value, Tensor) and value.dim() == 1 else value
-                    for name, value in entries.items()
+                    name: view_like(value, parameter) if _is_flat(value) else value for name, value in entries.items()
                 }
             state[index] = entries
         return state
 
 
-class FullEntries:
-    """A state in torch's format.
-
-    Args:
-        state: By index.
-        parameters: What it belongs to, by index.
-        flat: Whether `read` returns flat elements, or all of a parameter's entries as they are.
-    """
-
-    def __init__(self, state: Mapping[int, Mapping[str, Any]], parameters: Sequence[Tensor], *, flat: bool) -> None:
-        self._state, self._parameters, self._flat = state, parameters, flat
-
-    def read(self, span: ShardRange) -> Mapping[str, Any] | None:
-        """Return what was kept of the elements of ``span``; None: nothing."""
-        entries = self._state.get(span.parameter)
-        if entries is None or not self._flat:
-            return entries
-        parameter = self._parameters[span.parameter]
-        return {
-            name: lay_flat(value, parameter)[span.start : span.stop] if _is_like(name, value, parameter) else value
-            for name, value in entries.items()
-        }
+def _is_flat(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 1
 
 
 def _is_like(name: str, value: object, parameter: Tensor) -> bool:
-    """Whether ``value`` has a number for each element of ``parameter``."""
-    return isinstance(value, Tensor) and value.shape == parameter.shape and (value.dim() > 0 or name not in SCALARS)
+    """Return whether ``value`` has a number for each element of ``parameter``."""
+    return isinstance(value, Tensor) and value.shape == parameter.shape and (value.dim() > 0 or name not in _SCALARS)
 
 
 def _to_cpu(value: Any) -> Any:
