@@ -1,58 +1,122 @@
-"""The files by which the launcher and its ranks talk in the run's folder. Standard library only."""
+"""The files by which a launcher and its ranks talk to each other, in the folder of the run. Standard library only.
+
+Each kind of file has one writer and may be read at any moment, so every file is written beside its place and renamed
+into it, or written in one piece. The folder goes with the run: nothing in it is a record.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import json
 import os
+import re
+import shlex
 import signal
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 RUN_DIR = "LOCKSTEP_RUN_DIR"
-"""The environment variable that tells a rank where the files are."""
+"""The environment variable that names the folder to the ranks."""
+
+HEARTBEAT = "beacon"
+STEP = "step"
+STACKS = "stacks"
+FAILURE = "failure"
+CRASH = "crash"
+"""Kinds of files that each rank has one of: what it does now, the step that it is in, its Python stacks, the
+exception that ended it, and the Python stack that a fatal signal left."""
+
+
+def current_run_folder() -> Path | None:
+    """Return the folder of the run that this process is a rank of; ``None`` if no launcher of ours started it."""
+    name = os.environ.get(RUN_DIR)
+    return Path(name) if name is not None and os.path.isdir(name) else None
+
+
+def rank_file(folder: str | os.PathLike[str], kind: str, rank: int | str) -> Path:
+    """Return the path of a rank's file."""
+    return Path(folder) / f"{kind}-{rank}"
+
+
+def rank_files(folder: Path, kind: str) -> dict[int, Path]:
+    """Return the files of a kind that are there, by rank; not those that are being written."""
+    named = {path.name.partition("-")[2]: path for path in folder.glob(f"{kind}-*")}
+    return {int(number): path for number, path in named.items() if number.isdigit()}
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a whole file at once: who reads meanwhile finds the old text or the new one."""
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def forget_ranks(folder: Path) -> None:
+    """Remove what ranks that have ended wrote about themselves; there may be fewer of them after a restart."""
+    for kind in (HEARTBEAT, STEP, FAILURE, CRASH):
+        for path in rank_files(folder, kind).values():
+            path.unlink(missing_ok=True)
+
+
+# Failures: a rank writes why it ends, for the launcher to read even if the process goes on or is killed meanwhile.
+
+
+def write_failure(folder: str | os.PathLike[str], rank: int | str, failure: dict[str, Any]) -> None:
+    """Leave why a rank failed: ``message``, ``type`` and what else the launcher's report shows."""
+    with contextlib.suppress(OSError):  # a full disk must not hide the exception itself
+        replace_file(rank_file(folder, FAILURE, rank), json.dumps(failure))
+
+
+def read_failure(folder: Path, rank: int | str) -> dict[str, Any]:
+    """Return why a rank failed; empty if it left nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        failure = json.loads(rank_file(folder, FAILURE, rank).read_bytes())
+        return failure if isinstance(failure, dict) else {}
+    return {}
+
+
+# Graceful stop: a rank that can stop and save announces it; the launcher requests it; each rank then reports what it
+# did.
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""What a run may be stopped with in order: SIGUSR1 is what schedulers are told to send ahead of time."""
+"""What a run may be stopped with gracefully: SIGUSR1 is what schedulers are told to send ahead of time."""
 
 FIRST_CTRL_C_MESSAGE = b"lockstep: stopping after this step; Ctrl-C again stops at once\n"
 
 ANOTHER_MACHINE = "another machine"
-"""What ranks are asked to stop for, if it is not a signal: they are started again with it."""
+"""What ranks are requested to stop for, if it is not a signal: they are started again with it."""
 
-_REQUEST = "stop"
-
-
-def current_run_folder() -> Path | None:
-    """Return the folder of the run that this process is a rank of; None if no launcher of ours started it."""
-    name = os.environ.get(RUN_DIR)
-    folder = None if name is None else Path(name)
-    return folder if folder is not None and folder.is_dir() else None
+_STOP, _CAN_STOP, _STOPPED = "stop", "stops", "stopped"
 
 
 def announce_graceful_stop(folder: Path, rank: int) -> None:
-    """Tell the launcher that this rank stops in order when asked."""
-    (folder / f"stops-{rank}").touch()
+    """Let the launcher know that this rank stops gracefully when requested."""
+    rank_file(folder, _CAN_STOP, rank).touch()
 
 
 def withdraw_graceful_stop(folder: Path, rank: int) -> None:
-    """Tell the launcher that this rank no longer does."""
+    """Let the launcher know that this rank no longer does."""
     with contextlib.suppress(OSError):
-        (folder / f"stops-{rank}").unlink(missing_ok=True)
+        rank_file(folder, _CAN_STOP, rank).unlink(missing_ok=True)
 
 
 def num_graceful_ranks(folder: Path) -> int:
-    """Return how many ranks of this machine would stop in order."""
-    return len(list(folder.glob("stops-*")))
+    """Return how many ranks of this machine would stop gracefully."""
+    return len(rank_files(folder, _CAN_STOP))
 
 
-def request_stop(folder: Path, why: str) -> None:
-    """Ask the ranks to stop; ``why`` is the name of a signal, or `ANOTHER_MACHINE`."""
-    _replace_file(folder / _REQUEST, why)
+def request_stop(folder: Path, reason: str) -> None:
+    """Request the ranks to stop; ``reason`` is the name of a signal, or `ANOTHER_MACHINE`."""
+    replace_file(folder / _STOP, reason)
 
 
 def stop_reason(folder: Path) -> str | None:
-    """Return why the launcher wants the ranks to stop, or None if it does not."""
+    """Return why the launcher wants the ranks to stop; ``None`` if it does not."""
     try:
-        return (folder / _REQUEST).read_text()
+        return (folder / _STOP).read_text()
     except OSError:
         return None
 
@@ -63,24 +127,112 @@ def is_stopped_by_signal(folder: Path) -> bool:
 
 
 def report_stopped(folder: Path, rank: int, text: str) -> None:
-    """Tell the launcher that this rank has stopped in order, and what it saved."""
+    """Let the launcher know that this rank has stopped gracefully, and what it saved."""
     with contextlib.suppress(OSError):
-        _replace_file(folder / f"stopped-{rank}", text)
+        replace_file(rank_file(folder, _STOPPED, rank), text)
 
 
 def stop_reports(folder: Path) -> list[str]:
-    """Return what the ranks have reported."""
-    return [file.read_text() for file in sorted(folder.glob("stopped-*"))]
-
-
-def _replace_file(path: Path, text: str) -> None:
-    temporary = path.with_name(f"new-{path.name}")
-    temporary.write_text(text)
-    temporary.replace(path)
+    """Return what the ranks have reported, by rank."""
+    return [path.read_text() for _, path in sorted(rank_files(folder, _STOPPED).items())]
 
 
 def forget_stop(folder: Path) -> None:
-    """Forget what ranks that have ended were asked and told; what a signal asked for concerns the next ones, too."""
-    for name in ("stops-*", "stopped-*", *([] if is_stopped_by_signal(folder) else [_REQUEST])):
-        for path in folder.glob(name):
-            path.unlink(missing_ok=True)
+    """Forget what ranks that have ended announced and reported; a signal's request concerns the next ones, too."""
+    for path in [*rank_files(folder, _CAN_STOP).values(), *rank_files(folder, _STOPPED).values()]:
+        path.unlink(missing_ok=True)
+    if not is_stopped_by_signal(folder):
+        (folder / _STOP).unlink(missing_ok=True)
+
+
+# The terminal: rank zero's live view and the launcher's lines share it.
+
+TERMINAL = "LOCKSTEP_TERMINAL"
+"""The environment variable that names the launcher's terminal to the ranks; rank zero draws its live view there."""
+
+_LOCK_S = 0.5
+
+
+class TerminalRegion:
+    """The rows of the terminal that the live view takes, as both of its writers know them.
+
+    The cursor rests at the start of the row below the view, so whoever is killed leaves a clean prompt. Before the
+    launcher prints, it erases the view; rank zero draws it again at its next refresh.
+
+    Args:
+        folder: Of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = open(folder / "terminal", "a+")  # noqa: SIM115 - stays open as long as the process
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[int]:
+        """Give the rows that the view takes now, which nobody else changes meanwhile; -1 while a line is unfinished.
+
+        Blocks half a second at most: a rank that is stopped (SIGSTOP) in the midst of a refresh must not hold the
+        launcher up.
+        """
+        deadline, is_locked = time.monotonic() + _LOCK_S, False
+        while not is_locked and time.monotonic() < deadline:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_locked = True
+            except BlockingIOError:
+                time.sleep(0.005)
+        try:
+            self._file.seek(0)
+            text = self._file.read()
+            yield int(text) if text else 0
+        finally:
+            if is_locked:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _set_rows(self, rows: int) -> None:
+        self._file.truncate(0)
+        self._file.write(str(rows))
+        self._file.flush()
+
+    rows = property(fset=_set_rows, doc="The rows that the view takes from now on; to be set inside `locked`.")
+
+
+def erase_rows(rows: int) -> str:
+    """Return what erases so many rows above the cursor on a terminal, and puts the cursor where they began."""
+    return f"\r\x1b[{rows}A\x1b[J" if rows > 0 else ""
+
+
+# Secrets: command lines are kept in records, which people share.
+
+_SECRET_NAME = re.compile(
+    r"(?i)(?:token|passw(?:or)?d|passphrase|secret|credentials?|api[-_]?key|(?:access|private)[-_]?key"
+    r"|(?:^|[-_])(?:auth|bearer|pwd))(?:$|[-_])"
+)
+"""Ends at a border of words: ``--hf-token`` and ``AWS_SECRET_ACCESS_KEY``, but neither ``--tokenizer`` nor
+``--author``."""
+_SECRET_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*(?=@)")
+_HIDDEN = "HIDDEN"
+
+
+def hide_secrets(command: Sequence[str]) -> str:
+    """Return a command line for a record, without the values of flags and variables whose names look like secrets.
+
+    Args:
+        command: Such as ``["train.py", "--api-key", "k", "HF_TOKEN=t", "--lr", "0.1"]``, of which ``k`` and ``t`` go.
+    """
+    shown: list[str] = []
+    hides_next = False
+    for part in command:
+        name, equals, _ = part.partition("=")
+        is_secret = _SECRET_NAME.search(name) is not None
+        if hides_next and not part.startswith("-"):
+            shown.append(_HIDDEN)
+        elif equals and is_secret:
+            shown.append(f"{name}={_HIDDEN}")
+        else:
+            shown.append(_SECRET_IN_ADDRESS.sub(_HIDDEN, part))
+        hides_next = is_secret and not equals and part.startswith("-")
+    return shlex.join(shown)

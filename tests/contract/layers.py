@@ -12,13 +12,10 @@ LAYERS = [
     {"parallel", "data", "launcher"},
     {"train"},
     {"study", "adoption", "observe"},
-    {"cli", "bootstrap"},
+    {"cli"},
     {"__main__"},
 ]
 """Lowest first. A part imports from layers below its own; parts of one layer do not import each other."""
-
-ENTRY_POINTS = {"launcher/bootstrap.py": "bootstrap"}
-"""Files that are a part of their own: a rank's interpreter starts in these, as the command line does in cli."""
 
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 
@@ -31,8 +28,7 @@ TORCH_DISTRIBUTED = {
 
 def part_of(path: Path, package: Path) -> str:
     """The part that a file belongs to: as a rule the first folder or file name below the package."""
-    relative = path.relative_to(package)
-    return ENTRY_POINTS.get(relative.as_posix(), relative.parts[0].removesuffix(".py"))
+    return path.relative_to(package).parts[0].removesuffix(".py")
 
 
 def violations(source: str, part: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.contract.layers import ENTRY_POINTS, RANK, circle, part_of, violations
+from tests.contract.layers import RANK, circle, part_of, violations
 from tests.contract.tree import PACKAGE, sources
 
 
@@ -24,10 +24,6 @@ def test_the_package_follows_the_layers():
 def test_a_circle_is_found():
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
     assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
-
-
-def test_entry_points_exist():
-    assert [file for file in ENTRY_POINTS if not (PACKAGE / file).exists()] == []
 
 
 @pytest.mark.parametrize(

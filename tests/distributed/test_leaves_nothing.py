@@ -27,6 +27,8 @@ if sys.argv[2] == "loader":
     next(batches)
     children = [worker.pid for worker in batches._workers]
 else:
+    import multiprocessing.util
+    multiprocessing.util.get_temp_dir()  # for sockets: pymp-...
     children = [subprocess.Popen(["sleep", "100"]).pid]
 ready = folder / f"ready-{os.environ['RANK']}"
 ready.with_suffix(".new").write_text(" ".join(map(str, [os.getpid(), *children])))
@@ -72,7 +74,7 @@ def job(tmp_path):
         files = [tmp_path / f"ready-{rank}" for rank in range(2)]
         wait_for(lambda: all(file.exists() for file in files), 90)
         pids = {int(pid) for file in files for pid in file.read_text().split()}
-        # The guardian too.
+        # The reaper too.
         pids |= {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
         assert len(alive(pids)) >= 5
         return process, pids, scratch
@@ -86,7 +88,7 @@ def job(tmp_path):
 
 def assert_nothing_left(pids, scratch):
     wait_for(lambda: not alive(pids), 30)
-    wait_for(lambda: not [entry for entry in scratch.iterdir() if entry.name.startswith("lockstep-")], 30)
+    wait_for(lambda: not [entry for entry in scratch.iterdir() if entry.name.startswith(("lockstep-", "pymp-"))], 30)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +112,42 @@ def test_a_killed_launcher_takes_everything_along(job, kind):
     process, pids, scratch = job(kind)
     process.kill()
     assert_nothing_left(pids, scratch)
+
+
+def test_a_launcher_that_is_killed_with_its_reaper_takes_everything_along(job):
+    process, pids, _ = job("stubborn")
+    for child in psutil.Process(process.pid).children():
+        if "reaper.py" in " ".join(child.cmdline()):
+            child.kill()
+    process.kill()
+    wait_for(lambda: not alive(pids), 30)
+
+
+def test_what_ranks_left_behind_on_purpose_may_stay(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import os, sys\n"
+        "if child := os.fork(): print(child)\n"
+        "else: os.close(1); os.close(2); os.execvp('sleep', ['sleep', '100'])\n"
+    )
+    done = commands.lockstep("run", "--devices", "1", str(tmp_path / "train.py"))
+    left = int(done.out)
+    time.sleep(0.5)
+    assert alive([left]) == [left]
+    os.kill(left, signal.SIGKILL)
+
+
+def test_a_rank_that_ignores_sigterm_is_not_waited_for_long(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "time.sleep(1)\n"
+        "if os.environ['RANK'] == '1': print(time.monotonic()); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(100)\n"
+    )
+    done = commands.lockstep("run", "--devices", "2", str(tmp_path / "train.py"))
+    assert time.monotonic() - float(done.out.removeprefix("[rank 1] ")) < 20  # torch elastic waits for 30
+    assert "lockstep: Rank 1 was killed by SIGKILL" in done.err
+    assert done.err.endswith("rank 0: stopped by the launcher\n")
 
 
 def test_a_second_ctrl_c_does_not_wait_for_stubborn_ranks(job):

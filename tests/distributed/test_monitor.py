@@ -1,11 +1,9 @@
 """`lockstep.monitor` on several ranks, and ``lockstep run --monitor`` on a script that knows nothing of it."""
 
 import json
-import os
 import subprocess
 import sys
 import time
-from argparse import Namespace
 
 import pytest
 import torch
@@ -14,9 +12,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
+from lockstep.cli.run import start
 from lockstep.errors import ConfigurationError
-from lockstep.launcher import bootstrap
-from lockstep.launcher.cli import monitoring, run
 from lockstep.study.report.figures import find_traffic
 from lockstep.study.report.view import sentences, view_run
 from tests.distributed.commands import lockstep as command
@@ -235,18 +232,19 @@ def test_wrong_uses_of_the_flag_are_named_before_anything_starts(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     with pytest.raises(ConfigurationError) as error:
-        run(["--devices", "1", "--monitor=train.py", "train.py"])
+        start(["--devices", "1", "--monitor=train.py", "train.py"])
     assert str(error.value) == (
-        "--monitor train.py: that is a file.\n"
-        "Give the folder for the record, and then the script: lockstep run --monitor runs/first train.py"
+        "Cannot record the run in train.py: that is a file.\n"
+        "Name a folder, and then the script: lockstep run --monitor runs/first train.py"
     )
     with pytest.raises(ConfigurationError) as error:
-        run(["--devices", "1", "--monitor", "train.py/runs", "train.py"])
+        start(["--devices", "1", "--monitor", "train.py/runs", "train.py"])
     assert str(error.value) == (
-        "Cannot record the run in train.py/runs: Not a directory.\nName another folder (--monitor DIR)."
+        "Cannot record the run in train.py/runs: Not a directory.\n"
+        "Name a folder, and then the script: lockstep run --monitor runs/first train.py"
     )
     with pytest.raises(ConfigurationError) as error:
-        run(["--devices", "1", "--no-python", "--monitor", "runs", "true"])
+        start(["--devices", "1", "--no-python", "--monitor", "runs", "true"])
     assert str(error.value) == ("--monitor records Python scripts, but --no-python starts anything.\nLeave one out.")
 
 
@@ -275,11 +273,8 @@ def test_a_script_that_records_itself_is_left_to_that(tmp_path):
         assert f"{record.events[-1].event}: {record.events[-1].text}" == last
 
 
-def test_that_nothing_was_recorded_is_said(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with monitoring(Namespace(monitor="none", no_python=False, quiet=False, log_level="info")):
-        assert os.environ[bootstrap.MONITOR] == str(tmp_path / "none")
-    assert bootstrap.MONITOR not in os.environ
-    assert capsys.readouterr().err == (
-        "lockstep: nothing was recorded in none: no rank ran forward and backward of a torch model that could be seen\n"
-    )
+def test_that_nothing_was_recorded_is_said(tmp_path):
+    (tmp_path / "idle.py").touch()
+    done = command("run", "--devices", "1", "--monitor", "none", "idle.py", cwd=tmp_path)
+    reason = "no rank ran forward and backward of a torch model that could be seen"
+    assert (done.code, done.err) == (0, f"lockstep: nothing was recorded in none: {reason}\n")

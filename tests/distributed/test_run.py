@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.cli.run import start
 from lockstep.errors import ConfigurationError
-from lockstep.launcher.cli import run
 from tests.distributed.commands import lockstep
 
 OMP_NOTE = "lockstep: OMP_NUM_THREADS="
@@ -203,6 +203,24 @@ def test_restarts_show_every_failure_and_meet_anew(script, how):
     assert (done.code, done.out) == (0, "sum 2.0\n")
 
 
+def test_a_restart_names_the_rank_that_was_killed_however_late_its_end_is_noted(script):
+    # The reaper is stopped meanwhile: it notes the ends of all ranks at once, those that the launcher stopped, too.
+    path = script(
+        "import os, psutil, signal, subprocess, time\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1': raise SystemExit\n"
+        "time.sleep(1)\n"
+        "if os.environ['RANK'] == '3':\n"
+        "    for child in psutil.Process(os.getppid()).children():\n"
+        "        if 'reaper.py' in ' '.join(child.cmdline()):\n"
+        "            child.send_signal(signal.SIGSTOP)\n"
+        "            subprocess.Popen(['sh', '-c', f'sleep 0.6; kill -CONT {child.pid}'], start_new_session=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(60)\n"
+    )
+    done = lockstep("run", "--devices", "4", "--max-restarts", "1", path)
+    assert done.err.endswith("lockstep: rank 3 was killed by SIGKILL (signal 9); restart 1 of 1\n"), done.err
+
+
 def test_logs_go_where_torchrun_puts_them(script, tmp_path):
     path = script("import os; print('hello', os.environ['RANK'])")
     done = lockstep("run", "--devices", "2", "--log-dir", str(tmp_path / "logs"), "-r", "1", path)
@@ -252,7 +270,7 @@ def test_what_cannot_be_started(script, tmp_path, monkeypatch, args, message):
     script("")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigurationError) as raised:
-        run(args)
+        start(args)
     assert str(raised.value) == message.format(cwd=os.getcwd())
 
 
@@ -260,7 +278,7 @@ def test_a_port_in_use_is_named(script):
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError) as raised:
-            run(["--devices", "2", "--master-port", str(port), script("")])
+            start(["--devices", "2", "--master-port", str(port), script("")])
     assert str(raised.value) == (
         f"Port {port} on this machine is already in use.\n"
         "Choose another with --master-port, the same on every machine; on one machine leave it out for a free one."

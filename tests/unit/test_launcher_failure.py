@@ -7,11 +7,15 @@ import pytest
 
 from lockstep.launcher.failure_report import (
     ERROR_HINTS,
+    NodeFailure,
     RankExit,
     failure_report,
     first_failure,
     headline,
     hint_for,
+    remote_cause,
+    remote_report,
+    restart_report,
     tidy_crash,
 )
 
@@ -44,10 +48,15 @@ def test_an_abort_after_an_exception_is_not_the_cause():
     assert first_failure([aborted, error]) is error
 
 
-def test_ranks_that_the_launcher_stopped_are_never_the_cause():
-    stopped = RankExit(0, 10, -signal.SIGTERM, ended_at_ns=60)
-    left = RankExit(1, 11, 3, ended_at_ns=50)
-    assert first_failure([stopped, left]) is left
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_that_the_launcher_stopped_are_never_the_cause(number):
+    # Their ends may be noted before that of the rank that failed, which the kernel takes longer to take down.
+    stopped = RankExit(2, 10, -number, ended_at_ns=40, was_stopped=True)
+    killed = RankExit(3, 11, -signal.SIGKILL, ended_at_ns=50)
+    assert first_failure([stopped, killed]) is killed
+    assert restart_report(killed, 5, "restart 1 of 2") == (
+        "lockstep: rank 3 was killed by SIGKILL (signal 9) in step 5; restart 1 of 2"
+    )
 
 
 def test_a_rank_that_was_terminated_from_outside_is_the_cause():
@@ -56,16 +65,11 @@ def test_a_rank_that_was_terminated_from_outside_is_the_cause():
     assert first_failure([noticed, terminated]) is terminated
 
 
-def test_without_times_a_terminated_rank_is_the_least_likely_cause():
-    ends = [RankExit(0, 10, -signal.SIGTERM), RankExit(1, 11, -signal.SIGSEGV)]
-    assert first_failure(ends).rank == 1
-
-
 def test_report():
     ends = [
         raised(2, "ValueError: boom\nmore", 10),
         raised(0, f"{GONE} {'x' * 300}", 20, error_type="RuntimeError"),
-        RankExit(3, 13, -signal.SIGTERM, ended_at_ns=90),
+        RankExit(3, 13, -signal.SIGTERM, ended_at_ns=90, was_stopped=True),
         RankExit(4, 14, -signal.SIGKILL, ended_at_ns=95),
         RankExit(5, 15, 7, ended_at_ns=96),
     ]
@@ -167,12 +171,20 @@ def test_a_rank_that_caught_its_exception_and_finished_is_the_cause():
     )
 
 
-@pytest.mark.parametrize("meaning", ERROR_HINTS, ids=lambda meaning: meaning.marks[0])
-def test_errors_are_explained_in_the_report_and_on_the_page(meaning):
-    for mark in meaning.marks:
-        assert hint_for(f"RuntimeError: x {mark} y") == f"What that means: {meaning.means}\n{meaning.do}"
+def test_a_reason_on_the_second_line_is_not_cut_off():
+    message = "CollectiveError: Rank 0 in all_reduce on shm waited for rank 1, which gave up:\nit read too much\nat x"
+    exits = [raised(1, "ValueError: boom", 10), raised(0, message, 20, error_type="CollectiveError")]
+    line = "rank 0: CollectiveError: Rank 0 in all_reduce on shm waited for rank 1, which gave up: it read too much"
+    assert failure_report(exits, range(2)).endswith(f"{line} (/x/train.py:0)")
+
+
+@pytest.mark.parametrize("hint", ERROR_HINTS, ids=lambda hint: hint[0][0])
+def test_errors_are_explained_in_the_report_and_on_the_page(hint):
+    marks, means, advice = hint
+    for mark in marks:
+        assert hint_for(f"RuntimeError: x {mark} y") == f"What that means: {means}\n{advice}"
         assert f"`{mark}`" in PAGE
-    assert meaning.means in PAGE
+    assert means in PAGE
 
 
 def test_the_meaning_follows_the_traceback():
@@ -193,3 +205,42 @@ def test_crash_is_shown_without_our_own_frames():
         "Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n"
         '  File "/x/train.py", line 12 in <module>\n'
     )
+
+
+ECHO = NodeFailure(0, is_consequence=True, text="Rank 0 failed: Connection closed by peer")
+CAUSE = NodeFailure(5, is_consequence=False, text="Rank 5 failed: ValueError: boom\nAt a.py:3, on host1.")
+HANG = NodeFailure(7, is_consequence=True, text="Rank 7 ...", hang="The job hangs: ...")
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "cause"),
+    [
+        (ECHO, [], None),
+        (ECHO, [NodeFailure(3, is_consequence=True, text="")], None),
+        (ECHO, [NodeFailure(3, is_consequence=True, text=""), CAUSE], CAUSE),
+        (ECHO, [CAUSE, HANG], HANG),
+        (CAUSE, [NodeFailure(6, is_consequence=False, text="")], None),
+        (HANG, [CAUSE], None),
+    ],
+)
+def test_the_cause_may_lie_on_another_machine(mine, others, cause):
+    assert remote_cause(mine, others) == cause
+
+
+def test_the_report_of_another_machine_begins_with_the_cause():
+    noticed = RankExit(0, 10, 1, message="Connection closed by peer", where="/x/a.py:1")
+    assert remote_report(CAUSE, [noticed], range(2)) == (
+        "Rank 5 failed: ValueError: boom\nAt a.py:3, on host1.\nThe report of that machine has more.\n\n"
+        "rank 0: Connection closed by peer (/x/a.py:1)\nrank 1: finished"
+    )
+
+
+def test_the_memory_of_other_machines_is_added_for_a_rank_that_had_none_left():
+    memory = "Memory ...:\nrank 4: 1 MiB\nrank 5: 2 MiB\nAt the worst, ..."
+    others = [NodeFailure(4, is_consequence=True, text="", memory=memory)]
+    facts = "Memory of the ranks of this machine, as last seen:\nrank 1: 3 MiB"
+    short = RankExit(1, 7, 1, message="MemoryError", facts=facts)
+    assert failure_report([short], range(1, 2), others).splitlines()[1:] == [
+        *facts.splitlines(), "Of the other machines:", "rank 4: 1 MiB", "rank 5: 2 MiB",
+    ]  # fmt: skip
+    assert "other machines" not in failure_report([short], range(1, 2))

@@ -6,10 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lockstep.launcher.live_view import LiveView
-from lockstep.telemetry.live import remote
-from lockstep.telemetry.metrics import EventFigures, Snapshot
-from lockstep.train.display import Lines, Live, Remote, Said, Silence, format_metrics, make_display
+from lockstep.telemetry.metrics import Snapshot
+from lockstep.train.display import Lines, Live, Said, Silence, format_metrics, make_display
 from lockstep.train.recording import Throughput
 from lockstep.train.timing import StepRecord, Stopwatch
 
@@ -70,41 +68,6 @@ def test_a_view_where_there_is_a_terminal(monkeypatch, capsys):
             patch.setenv(name, value)
             assert isinstance(make_display(silent=False), Lines)
     assert isinstance(make_display("lines", silent=False), Lines)
-
-
-def test_a_rank_sends_its_view_to_the_launcher_that_offers_to_show_it(monkeypatch, tmp_path):
-    shown = []
-
-    class Region:
-        size = (80, 30)
-
-        def show(self, lines):
-            shown.append([line.plain for line in lines])
-
-        def refresh(self):
-            pass
-
-        def close(self):
-            shown.append("closed")
-
-    monkeypatch.setenv("LOCKSTEP_RUN_DIR", str(tmp_path))
-    assert isinstance(make_display(silent=False), Lines)
-    view = LiveView(tmp_path, Region())
-    display = make_display(silent=False)
-    assert isinstance(display, Remote)
-    view.look()
-    kept = EventFigures(event="checkpoint", step=9, time=0.0, seconds=0.5, text="checkpoint after step 9")
-    said = EventFigures(event="evaluation", step=9, time=0.0, seconds=0.5, text="loss 0.5", metrics={"loss": 0.5})
-    display.update(replace(SNAPSHOT, events=(kept, said)))
-    view.look()
-    view.look()
-    display.close()
-    display.update(SNAPSHOT)
-    view.look()
-    view.close()
-    assert len(shown) == 3 and shown[1:] == [[], "closed"]
-    assert shown[0][0].startswith("step 15/20 ") and shown[0][-1].endswith("checkpoint: checkpoint after step 9")
-    assert not remote.is_offered(None)
 
 
 def test_metrics_as_words():

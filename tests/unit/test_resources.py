@@ -4,7 +4,6 @@ import os
 
 import pytest
 
-from lockstep.launcher.failure_report import RankExit, RemoteFailure, remote_cause, remote_report, with_memory
 from lockstep.telemetry import resources
 from lockstep.telemetry.resources import DeviceMemory, Resources
 
@@ -81,49 +80,3 @@ def test_shared_memory(tmp_path, monkeypatch):
     found.look({})
     assert found.shm_least_free_bytes == 2**20
     assert found.of_shm().startswith("Of /dev/shm, 1 MiB of ")
-
-
-ECHO = RemoteFailure(0, is_consequence=True, says="Rank 0 failed: Connection closed by peer")
-CAUSE = RemoteFailure(5, is_consequence=False, says="Rank 5 failed: ValueError: boom\nAt a.py:3, on host1.")
-HANG = RemoteFailure(7, is_consequence=True, says="Rank 7 ...", hang="The job hangs: ...")
-
-
-@pytest.mark.parametrize(
-    ("mine", "others", "cause"),
-    [
-        (ECHO, [], None),
-        (ECHO, [RemoteFailure(3, is_consequence=True, says="")], None),
-        (ECHO, [RemoteFailure(3, is_consequence=True, says=""), CAUSE], CAUSE),
-        (ECHO, [CAUSE, HANG], HANG),
-        (CAUSE, [RemoteFailure(6, is_consequence=False, says="")], None),
-        (HANG, [CAUSE], None),
-    ],
-)
-def test_the_cause_may_lie_on_another_machine(mine, others, cause):
-    assert remote_cause(mine, others) == cause
-
-
-def test_how_it_is_retold():
-    assert remote_report(CAUSE, "rank 0: Connection closed by peer") == (
-        "Rank 5 failed: ValueError: boom\nAt a.py:3, on host1.\nThe report of that machine has more.\n\n"
-        "rank 0: Connection closed by peer"
-    )
-
-
-def test_the_memory_of_other_machines_is_added_for_a_rank_that_had_none_left():
-    others = [
-        RemoteFailure(
-            4, is_consequence=True, says="", memory="Memory ...:\nrank 4: 1 MiB\nrank 5: 2 MiB\nAt the worst, ..."
-        )
-    ]
-    short = RankExit(1, 7, 1, facts="Memory of the ranks of this machine, as last seen:\nrank 1: 3 MiB")
-    other = RankExit(0, 8, -15)
-    found = with_memory([other, short], others)
-    assert found[0] == other
-    assert found[1].facts.splitlines()[1:] == [
-        "rank 1: 3 MiB",
-        "Of the other machines:",
-        "rank 4: 1 MiB",
-        "rank 5: 2 MiB",
-    ]
-    assert with_memory([short], []) == [short]

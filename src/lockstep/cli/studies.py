@@ -533,7 +533,7 @@ def rehearse(
 
     rules = [parse(text) for text in texts]
     check_ranks(rules, devices)
-    command = [sys.executable, "-m", "lockstep.cli.tied", str(os.getpid())]
+    command = [sys.executable, "-m", "lockstep"]
     flags = ["--devices", str(devices), "--watchdog", f"{watchdog:g}", "--max-restarts", str(max_restarts)]
     if is_task(file):
         command += ["train", file, *flags, *args]

@@ -211,7 +211,7 @@ def train(
     os.environ.setdefault("LOCKSTEP_COMMAND", shlex.join(["lockstep", *sys.argv[1:]]))  # for the record of the run
     logs = take_logs(values)
     settings = settings_from(values, settings_file)
-    if _starts_ranks(settings, even_one=max_restarts > 0 or bool(logs.names)):
+    if _starts_ranks(settings, even_one=max_restarts > 0 or bool(logs.flags)):
         _launch(
             task_file,
             settings,
@@ -222,9 +222,9 @@ def train(
             logs=logs,
         )
         return 0
-    if logs.names:
+    if logs.flags:
         raise ConfigurationError(
-            f"{' and '.join(logs.names)} is for ranks that this command starts, and it starts none.\n"
+            f"{' and '.join(logs.flags)} is for ranks that this command starts, and it starts none.\n"
             f"Give it to the command that does; the output of strategy {settings.strategy} in one process can be "
             "redirected."
         )
@@ -272,7 +272,7 @@ def _launch(
             max_restarts=max_restarts,
             min_ranks=min_ranks,
             logs=logs,
-            watch=watchdog_policy(watchdog, action),
+            policy=watchdog_policy(watchdog, action),
         )
     except RankFailed as error:
         # What a rank found wrong with task or settings needs no traceback; the other ranks found the same.

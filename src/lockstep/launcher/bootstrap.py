@@ -1,4 +1,12 @@
-"""The first file that a rank's interpreter runs: ties its life to the launcher's, then becomes the user's program."""
+"""The first file that a rank's interpreter runs: ties its life to the launcher's, then becomes the user's program.
+
+Started by path, as ``python -u bootstrap.py ORDERS TARGET [ARGS]``, and free of imports beyond the standard library:
+what it imports, every script pays for. The program then runs as it would under ``python -u TARGET ARGS``: it is
+``__main__``, found under that name by pickle and by spawned children, with its own ``sys.argv`` and ``sys.path[0]``.
+
+What ends the program early is written into the run's folder before peers notice; the launcher's message is made of
+that, in failure_report.py.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +14,9 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import fcntl
 import json
+import linecache
 import os
 import runpy
 import signal
@@ -15,146 +25,144 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-# What a rank is equipped with before its program runs, by the launcher or by variables of its environment.
+from lockstep.run_folder import CRASH, RUN_DIR, rank_file, write_failure
 
-REHEARSAL = "LOCKSTEP_REHEARSAL"
-"""The variable with which `lockstep rehearse` tells the ranks what is to go wrong in them."""
+RANK_SETUP = "LOCKSTEP_RANK_SETUP"
+"""The environment variable that names what each rank calls before the program: a JSON list of ["module:function",
+arguments].
 
-_SHORT_ENOUGH = 64
-"""The name of a folder for temporary files that loader processes have no trouble with, for sure."""
-
-MONITOR = "LOCKSTEP_MONITOR"
-"""The variable with which ``lockstep run --monitor`` tells the ranks into which folder they are recorded."""
-
-
-def set_up_rank(orders: dict[str, Any], record: Callable[[BaseException], None]) -> None:
-    """Equip this rank.
-
-    Args:
-        orders: Of the launcher.
-        record: Writes down what has ended this rank.
-    """
-    if orders["patience_s"] > 0:
-        _start_heartbeat(orders["run_dir"], orders["patience_s"], record)
-    if len(os.environ.get("TMPDIR", "")) > _SHORT_ENOUGH:
-        _make_sockets_possible(orders["run_dir"])
-    if REHEARSAL in os.environ:
-        from lockstep.study.rehearse.injection import activate
-
-        activate(os.environ[REHEARSAL])
-    if orders["adopt"]:
-        from lockstep.adoption import adopt
-
-        adopt()
-    if MONITOR in os.environ:
-        folder = os.environ.pop(MONITOR)  # programs that this one starts are not recorded
-        from lockstep.observe.monitor import attach
-
-        attach(folder)
-
-
-def _make_sockets_possible(run_dir: str) -> None:
-    """Have loader processes of the program make their sockets where their names are not too long."""
-    from lockstep.env import ensure_short_socket_folder
-    from lockstep.errors import ConfigurationError
-
-    with contextlib.suppress(ConfigurationError):  # it may have no loader processes
-        ensure_short_socket_folder(run_dir)
-
-
-def _start_heartbeat(run_dir: str, patience_s: float, record: Callable[[BaseException], None]) -> None:
-    """Have the launcher's watchdog see what this rank is doing."""
-    from lockstep import activity
-    from lockstep.telemetry.heartbeat import Heartbeat
-
-    beacon = Heartbeat(run_dir, int(os.environ["RANK"]), patience_s=patience_s)
-
-    def tell(error: BaseException) -> None:
-        record(error)
-        beacon.write()
-
-    activity.callbacks.on_failure = tell
-    beacon.start()
-
-
-# The first file that a rank's interpreter runs: ties its life to the launcher's, then becomes the user's program.
-#
-# Started by path, as ``python -u bootstrap.py ORDERS TARGET [ARGS]``, and free of imports beyond the standard library:
-# what it loads, every script would pay for. The program then runs as it would under ``python -u TARGET ARGS``: it is
-# ``__main__``, found under that name by pickle and by spawned children, with its own ``sys.argv`` and ``sys.path[0]``.
+The launcher does not know what that is: ``--adopt``, ``--monitor`` and ``lockstep rehearse`` come this way.
+"""
 
 _PR_SET_PDEATHSIG = 1
-
-RUN_DIR = "LOCKSTEP_RUN_DIR"
-"""The variable that tells a rank where it and the launcher leave files for each other, as `requests` does."""
+_F_SETSIG = 10
+"""Of Linux's fcntl.h; Python's own name for it differs from version to version."""
 
 
 def main(argv: list[str]) -> None:
-    """Follow the orders in ``argv[1]``: a JSON object, written by `lockstep.launcher.supervise`."""
+    """Follow the orders in ``argv[1]``: a JSON object, written by supervise.py."""
     orders = json.loads(argv[1])
-    die_with(orders["launcher_pid"])
-    enlist(orders["run_dir"])
-    os.environ[RUN_DIR] = orders["run_dir"]
-    if orders["captures"]:
-        lead_output(orders["run_dir"], f"{{}}-{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    if orders["streams"]:
-        lead_output(orders["run_dir"], f"pipe-{{}}-{os.environ['LOCAL_RANK']}", os.O_WRONLY | os.O_NOCTTY)
-    mode, target, args = orders["mode"], argv[2], argv[3:]
+    mode, target, args, run_dir = orders["mode"], argv[2], argv[3:], orders["run_dir"]
+    end_with_launcher(run_dir, orders["launcher_pid"])
+    os.environ[RUN_DIR] = run_dir
+    if orders["has_pipes"]:
+        redirect_output(run_dir)
     if mode == "command":
         os.execvp(target, [target, *args])
-    log_crashes(orders["run_dir"])
-    _run_dir.append(orders["run_dir"])
-    with contextlib.suppress(OSError):
-        os.unlink(failure_file())  # of this rank before a restart
+    if not faulthandler.is_enabled():
+        path = rank_file(run_dir, CRASH, os.environ["RANK"])
+        faulthandler.enable(open(path, "w"))  # noqa: SIM115 - stays open until the process ends
     sys.argv = [target, *args]
-
-    set_up_rank(orders, record)
     runners: dict[str, Callable[[str], None]] = {"script": run_script, "module": run_module, "call": run_call}
-    run_recorded(lambda: runners[mode](target))
+
+    def program() -> None:
+        set_up_rank(run_dir, orders["watchdog_s"])
+        runners[mode](target)
+
+    run_recorded(program)
 
 
-def die_with(launcher_pid: int) -> None:
-    """Have the kernel end this process when the launcher ends, however that happens (Linux)."""
+# The life of the process: it ends when the launcher ends, however that happens.
+
+
+def end_with_process(pid: int) -> None:
+    """Have the kernel end this process when its parent ``pid`` ends (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher_pid:  # It died before the line above.
+    if os.getppid() != pid:  # it ended before the line above
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def enlist(run_dir: str) -> None:
-    """Tell the guardian of this process, whose session it clears when the launcher is gone."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as guardian:
-        guardian.connect(os.path.join(run_dir, "guard"))
-        guardian.send(str(os.getpid()).encode())
+def end_with_launcher(run_dir: str, launcher_pid: int) -> None:
+    """Have the kernel end this rank, and what it starts, with the launcher; and register with the reaper.
 
+    The reaper clears this rank's session when the launcher is gone, but may have been killed along with it, as by a
+    broad ``pkill``. So each rank, which leads a process group (torch elastic starts it so), has the launcher's FIFO
+    open: the kernel signals the whole group when the last writer is gone. PR_SET_PDEATHSIG ends this process alone,
+    and would do so before the FIFO is closed; it is for systems without the former.
 
-def lead_output(run_dir: str, name: str, flags: int) -> None:
-    """Lead what this process and its children write into files or pipes in the run's folder, for the launcher to show.
-
-    Args:
-        run_dir: The folder.
-        name: Of the file, with {} for the stream.
-        flags: How it is opened.
+    The reaper gets a copy of the descriptor, to call that off after a job that ended well: what ranks left behind on
+    purpose may stay.
     """
+    alive = os.open(os.path.join(run_dir, "alive"), os.O_RDONLY | os.O_NONBLOCK)
+    os.set_inheritable(alive, True)  # another program that this process becomes keeps it
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reaper:
+        reaper.connect(os.path.join(run_dir, "reaper"))
+        socket.send_fds(reaper, [str(os.getpid()).encode()], [alive])
+    try:
+        if sys.platform != "linux" or os.getpgrp() != os.getpid():
+            raise OSError("no process group to signal")
+        fcntl.fcntl(alive, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(alive, _F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(alive, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    except OSError:
+        end_with_process(launcher_pid)
+    if os.getppid() != launcher_pid:  # it ended before the lines above
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def redirect_output(run_dir: str) -> None:
+    """Lead what this process and its children write into the pipes that the launcher reads."""
     for descriptor, stream in ((1, "stdout"), (2, "stderr")):
-        file = os.open(os.path.join(run_dir, name.format(stream)), flags, 0o600)
-        os.dup2(file, descriptor)
-        os.close(file)
+        pipe = os.open(rank_file(run_dir, stream, os.environ["LOCAL_RANK"]), os.O_WRONLY)
+        os.dup2(pipe, descriptor)
+        os.close(pipe)
 
 
-def log_crashes(run_dir: str) -> None:
-    """Have a fatal signal leave the Python stack in a file for the launcher to show."""
-    if not faulthandler.is_enabled():
-        path = os.path.join(run_dir, f"crash-{os.environ.get('RANK', os.getpid())}")
-        faulthandler.enable(open(path, "w"))  # noqa: SIM115 - stays open until the process ends
+# Setting up the rank, before the program.
+
+
+def set_up_rank(run_dir: str, watchdog_s: float) -> None:
+    """Start the heartbeat, and call what `RANK_SETUP` names."""
+    if watchdog_s > 0:
+        start_heartbeat(run_dir, watchdog_s)
+    keep_sockets_in(run_dir)
+    for name, *arguments in json.loads(os.environ.pop(RANK_SETUP, "[]")):  # not for programs that this one starts
+        module, _, function = name.partition(":")
+        getattr(import_module(module), function)(*arguments)
+
+
+def start_heartbeat(run_dir: str, watchdog_s: float) -> None:
+    """Let the launcher's watchdog see what this rank is doing."""
+    from lockstep import activity
+    from lockstep.telemetry.heartbeat import Heartbeat
+
+    heartbeat = Heartbeat(run_dir, int(os.environ["RANK"]), patience_s=watchdog_s)
+
+    def record(error: BaseException) -> None:
+        record_failure(error)
+        heartbeat.write()  # peers are released at once, not at the next beat
+
+    activity.callbacks.on_failure = record
+    heartbeat.start()
+
+
+def keep_sockets_in(run_dir: str) -> None:
+    """Have `multiprocessing` make its folder for sockets, ``pymp-...``, in the run's folder, which goes with the run.
+
+    In the folder for temporary files, a killed rank would leave it behind; and where that folder has a long name,
+    loader processes could not bind their sockets, whose names are at most 107 bytes long.
+    """
+    import multiprocessing.util
+    import tempfile
+
+    before, tempfile.tempdir = tempfile.tempdir, run_dir
+    try:
+        multiprocessing.util.get_temp_dir()  # is made once; child processes use the same
+    finally:
+        tempfile.tempdir = before
+
+
+# Running the program as the interpreter itself would.
 
 
 def run_script(path: str) -> None:
-    """Run a file, or a folder or archive with a ``__main__.py``, as the interpreter itself would."""
+    """Run a file, or a folder or archive with a ``__main__.py``."""
     if os.path.isdir(path) or path.endswith((".pyz", ".zip")):
         _replace_first_path(os.path.abspath(path))
         _fresh_main()
@@ -178,23 +186,51 @@ def run_module(name: str) -> None:
 
 
 def run_call(run_dir: str) -> None:
-    """Run the function that `lockstep.launch` left in ``run_dir`` and leave its result there."""
+    """Make the call that `lockstep.launch` left in ``run_dir``, and leave the result there, or the exception."""
     _fresh_main()
-    sys.path[:1] = []
+    rank = int(os.environ["RANK"])
+    if rank == 0:  # after a restart there may be fewer
+        with open(os.path.join(run_dir, "world_size"), "w") as file:
+            file.write(os.environ["WORLD_SIZE"])
     with open(os.path.join(run_dir, "sys_path.json")) as file:
         sys.path[:] = json.load(file)
-    from lockstep.launcher.api import run_call
+    with open(os.path.join(run_dir, "sources.json")) as file:
+        for name, lines in json.load(file).items():
+            linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+    import cloudpickle
 
-    run_call(run_dir)
+    def leave(kind: str, value: object) -> None:
+        with open(rank_file(run_dir, kind, rank), "wb") as left:
+            cloudpickle.dump(value, left)
+
+    with open(os.path.join(run_dir, "call"), "rb") as sent:
+        fn, args = cloudpickle.load(sent)
+    try:
+        result = fn(*args)
+    except Exception as error:
+        # The traceback travels as text in any case; some exceptions cannot be pickled.
+        with contextlib.suppress(Exception):
+            leave("error", error)
+        raise
+    try:
+        leave("result", result)
+    except Exception as error:
+        from lockstep.errors import LockstepError
+
+        raise LockstepError(
+            f"What {getattr(fn, '__name__', 'the function')} returned on rank {rank} cannot be sent back: {error}\n"
+            "Return numbers, CPU tensors or other data that can be pickled."
+        ) from error
 
 
 def _fresh_main() -> ModuleType:
     # A new module for good, unlike runpy's: what runs after the script, such as exit handlers, still finds its names.
     module = ModuleType("__main__")
     module.__dict__.update(__builtins__=__builtins__, __cached__=None)
-    if sys.version_info < (3, 14):  # From then on annotations are made when somebody asks for them.
+    if sys.version_info < (3, 14):  # from then on annotations are made when somebody asks for them
         module.__annotations__ = {}
-    sys.modules["__main__"] = module
+    # The second is what `multiprocessing`, which has been imported by now, calls it in spawned children.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
     return module
 
 
@@ -203,41 +239,71 @@ def _replace_first_path(path: str) -> None:
         sys.path[0] = path
 
 
+# Recording why the program ended.
+
+_recorded: list[tuple[BaseException, int]] = []
+"""The exceptions that were written down, and when each was raised, in nanoseconds."""
+_exit_codes: list[int] = []
+
+
 def run_recorded(program: Callable[[], None]) -> None:
-    """Run the program; what ends it early goes into the error file that torch elastic reads, before peers notice."""
+    """Run the program; an exception that leaves it is written down before exit handlers run, which may take long."""
     sys.excepthook = print_unless_recorded
-    # Registered first, so it runs after all others.
-    atexit.register(lambda: skip_destructors(_failed_with[-1]) if _failed_with else None)
+    # Registered first, so it runs after all others. Destructors of process groups may wait for peers that wait for
+    # this rank: a failed rank would hang instead of ending.
+    atexit.register(lambda: _exit_now(_exit_codes[-1]) if _exit_codes else None)
     try:
         program()
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
-            record(leaving)
-            _failed_with.append(leaving.code & 0xFF if isinstance(leaving.code, int) else 1)
+            record_failure(leaving)
+            _exit_codes.append(leaving.code & 0xFF if isinstance(leaving.code, int) else 1)
         raise
     except BaseException as error:
-        trace = own_frames_removed(error.__traceback__)
-        error.__traceback__ = trace
-        fail(error)
+        trace = error.__traceback__ = own_frames_removed(error.__traceback__)
+        report_failure(error)
         # As the interpreter would: exit handlers look at it to learn that the program failed.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         sys.excepthook(type(error), error, trace)
-        _failed_with.append(130 if isinstance(error, KeyboardInterrupt) else 1)
-        sys.exit(_failed_with[-1])
+        _exit_codes.append(130 if isinstance(error, KeyboardInterrupt) else 1)
+        sys.exit(_exit_codes[-1])
+
+
+def report_failure(error: BaseException) -> None:
+    """Write down what ended the program, through the heartbeat if there is one."""
+    activity = sys.modules.get("lockstep.activity")
+    if activity is not None and activity.callbacks.on_failure is not None:
+        activity.now.fail(error)
+    else:
+        record_failure(error)
+
+
+def record_failure(error: BaseException) -> None:
+    """Write an exception into the run's folder, for the launcher's report."""
+    now_ns = time.time_ns()
+    # It may come twice: as it leaves the block of `lockstep.init`, and at the top. What counts is when it came first.
+    raised_at_ns = next((at_ns for seen, at_ns in _recorded if seen is error), now_ns)
+    if raised_at_ns == now_ns:
+        _recorded.append((error, now_ns))
+    trace = own_frames_removed(error.__traceback__)
+    failure = {
+        "message": f"{type(error).__name__}: {error}" if str(error) else type(error).__name__,
+        "type": type(error).__name__,
+        "trace": "".join(traceback.format_exception(type(error), error, trace)),
+        "where": user_line(traceback.extract_tb(trace)),
+        "time_ns": raised_at_ns,
+        **_current_step(),
+    }
+    write_failure(os.environ[RUN_DIR], os.environ["RANK"], failure)
 
 
 def print_unless_recorded(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Stand in for the interpreter's hook: the launcher will show the first rank's traceback, once.
+    """Stand in for the interpreter's hook: the launcher prints the first rank's traceback, once.
 
     Hooks of the user or of a library replace or wrap this one, and still run.
     """
     if not any(error is seen for seen, _ in _recorded):
         sys.__excepthook__(kind, error, trace)
-
-
-_recorded: list[tuple[BaseException, int]] = []
-_run_dir: list[str] = []
-_failed_with: list[int] = []
 
 
 def own_frames_removed(trace: TracebackType | None) -> TracebackType | None:
@@ -252,64 +318,7 @@ def own_frames_removed(trace: TracebackType | None) -> TracebackType | None:
     return theirs or trace
 
 
-def record(error: BaseException) -> None:
-    """Write ``error`` where torch elastic expects it, in its format."""
-    paths = [path for path in (os.environ.get("TORCHELASTIC_ERROR_FILE"), failure_file()) if path]
-    now_ns = time.time_ns()
-    # It may be seen twice: as it leaves the block of `lockstep.init`, and at the top.
-    failed_at_ns = next((at_ns for seen, at_ns in _recorded if seen is error), now_ns)
-    trace = own_frames_removed(error.__traceback__)
-    frames = traceback.extract_tb(trace)
-    text = "".join(traceback.format_exception(type(error), error, trace))
-    data = {
-        "message": {
-            "message": f"{type(error).__name__}: {error}" if str(error) else type(error).__name__,
-            "extraInfo": {
-                "py_callstack": text,
-                "timestamp": str(int(time.time())),
-                "time_ns": failed_at_ns,
-                "type": type(error).__name__,
-                "where": place_of(frames),
-                **marks(),
-            },
-        }
-    }
-    try:
-        for path in paths:
-            # Renamed into place: the launcher may read at any moment.
-            with open(f"{path}.new", "w") as file:
-                json.dump(data, file)
-            os.replace(f"{path}.new", path)
-    except OSError:
-        return
-    if failed_at_ns == now_ns and paths:
-        _recorded.append((error, now_ns))
-
-
-def fail(error: BaseException) -> None:
-    """Record what ended the program, and let the launcher know now, as exit handlers may take long."""
-    activity = sys.modules.get("lockstep.activity")
-    if activity is not None and activity.callbacks.on_failure is not None:
-        activity.now.fail(error)
-    else:
-        record(error)
-
-
-def failure_file() -> str:
-    """Return where this rank leaves its exception, for the launcher to find even if the program goes on."""
-    return os.path.join(_run_dir[0], f"failure-{os.environ.get('RANK')}") if _run_dir else ""
-
-
-def marks() -> dict[str, object]:
-    """Return in which step this rank is, as far as it is known."""
-    activity = sys.modules.get("lockstep.activity")
-    if activity is None:
-        return {}
-    now = activity.now
-    return {"step": now.step, "phase": now.phase, "num_steps": now.num_steps}
-
-
-def place_of(frames: traceback.StackSummary) -> str:
+def user_line(frames: traceback.StackSummary) -> str:
     """Return file and line of the innermost frame that is neither an installed package, this one, nor Python itself."""
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     libraries = ("site-packages", "dist-packages", os.path.dirname(os.__file__), package)
@@ -318,11 +327,15 @@ def place_of(frames: traceback.StackSummary) -> str:
     return f"{last[0].filename}:{last[0].lineno}" if last else ""
 
 
-def skip_destructors(code: int) -> None:
-    """End the process here and now: the last exit handler of a failed rank.
+def _current_step() -> dict[str, Any]:
+    activity = sys.modules.get("lockstep.activity")
+    if activity is None:
+        return {}
+    now = activity.now
+    return {"step": now.step, "phase": now.phase, "num_steps": now.num_steps}
 
-    Destructors of process groups may wait for peers that wait for this rank: the job would hang instead of failing.
-    """
+
+def _exit_now(code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

@@ -1,14 +1,25 @@
-"""How a rank's exception or exit status becomes the launcher's message: who failed first, why, and what to do."""
+"""How a rank's exception or exit status becomes the launcher's message: who failed first, why, where, and what to do.
+
+[Note: the way of an exception]
+1. In the rank, `record_failure` of bootstrap.py writes the exception into the run's folder as soon as it leaves the
+   program (or the block of `lockstep.init`), before exit handlers run and before peers notice. A fatal signal leaves
+   the Python stack in a file there (faulthandler). A rank that is killed leaves its last heartbeat and the step that
+   it was in.
+2. torch elastic's agent (elastic.py) sees that a process has ended, and stops the others; which ones is noted.
+3. `rank_exits` puts together how each rank ended; `first_failure` decides which of them is the cause.
+4. If the cause may lie on another machine, the launchers `exchange_failures` before they leave.
+5. `failure_report` writes the message: the cause on its first line, where it was, its traceback, a hint, and a line
+   for each of the other ranks. supervise.py raises it.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,171 +28,10 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from lockstep.comm.store import InterNodeStore
 from lockstep.launcher.reaper import Reaper
+from lockstep.run_folder import CRASH, FAILURE, HEARTBEAT, rank_file, rank_files, read_failure
 from lockstep.telemetry.heartbeat import read_step_counter
 from lockstep.telemetry.rank_state import user_frame
 from lockstep.telemetry.resources import OF_EACH, Resources, says_out_of_memory
-
-# What the errors of NCCL, Gloo and the store mean, in plain words, and what to do. The same list: docs/failures.md.
-
-
-@dataclass(frozen=True)
-class ErrorHint:
-    """What one of several marks in an error's text means, and what to do about it."""
-
-    marks: tuple[str, ...]
-    means: str
-    do: str
-
-
-ERROR_HINTS = (
-    ErrorHint(
-        ("Connection closed by peer", "Connection reset by peer", "remote process exited", "ncclRemoteError"),
-        "Another rank's process has ended, or the network has dropped the connection to it.",
-        "Look for the rank that failed first, here or on the other machines; this one only noticed.",
-    ),
-    ErrorHint(
-        ("Duplicate GPU detected",),
-        "Two ranks use the same GPU.",
-        "Let each rank use the GPU of its LOCAL_RANK, as lockstep.init() does, and start at most one rank a GPU.",
-    ),
-    ErrorHint(
-        ("unhandled system error", "ncclSystemError"),
-        "A call of the operating system failed inside NCCL: mostly the network, or too little shared memory.",
-        "Set NCCL_DEBUG=WARN to see which; check `df /dev/shm` (docker run --shm-size=8g) and NCCL_SOCKET_IFNAME.",
-    ),
-    ErrorHint(
-        ("unhandled cuda error", "ncclUnhandledCudaError"),
-        "CUDA failed inside NCCL: often an earlier error of the same process, or GPUs that cannot reach each other.",
-        "Set NCCL_DEBUG=INFO and CUDA_LAUNCH_BLOCKING=1 to see where; NCCL_P2P_DISABLE=1 tells whether it is the link.",
-    ),
-    ErrorHint(
-        ("ncclInternalError", "NCCL internal error"),
-        "NCCL itself failed: mostly different versions of it or of the driver on the machines.",
-        "Compare torch.cuda.nccl.version() and `nvidia-smi` on all machines; set NCCL_DEBUG=INFO.",
-    ),
-    ErrorHint(
-        (
-            "Watchdog caught collective operation timeout",
-            "CollectiveFingerPrint",
-            "Detected mismatch between collectives",
-        ),
-        "The ranks did not all call the same collective: one was skipped, or stuck elsewhere.",
-        "Look for code behind `if rank == 0`, and use `lockstep run`, whose watchdog names the rank and the line.",
-    ),
-    ErrorHint(
-        ("op.preamble.length <= op.nbytes",),
-        "Two ranks sent tensors of different sizes in the same collective.",
-        "Look for collectives behind `if rank == 0`, and for shapes that depend on a rank's own data.",
-    ),
-    ErrorHint(
-        ("Socket Timeout", "wait timeout after", "Timed out waiting", "Timed out after"),
-        "A rank or the store did not answer in time: it never started, has died, or is stuck.",
-        "Look for the rank that is missing; check that all were started with the same MASTER_ADDR and MASTER_PORT.",
-    ),
-    ErrorHint(
-        ("no socket interface found", "Unable to find interface", "Unable to find address for"),
-        "NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names a network interface that this machine does not have.",
-        "Take the name from `ip -brief address`, or unset the variable.",
-    ),
-    ErrorHint(
-        ("No route to host", "Network is unreachable"),
-        "The address of another machine cannot be reached from here: a wrong interface, or a firewall.",
-        "Choose the interface with NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME; try `ping` to MASTER_ADDR.",
-    ),
-    ErrorHint(
-        ("Connection refused",),
-        "Nothing listens at that address: rank zero has not started, has ended, or has another address.",
-        "Check MASTER_ADDR and MASTER_PORT on every machine, and that the first machine's job runs.",
-    ),
-    ErrorHint(
-        ("Connection timed out",),
-        "No answer came from that address: mostly a firewall that drops what it does not know.",
-        "Open the ports between the machines, or choose another interface with NCCL_SOCKET_IFNAME.",
-    ),
-    ErrorHint(
-        ("Address already in use", "EADDRINUSE"),
-        "Another program, maybe an earlier run of this one, listens on that port.",
-        "End it, or choose another port with --master-port; on one machine `lockstep run` finds a free one.",
-    ),
-    ErrorHint(
-        ("Name or service not known", "Temporary failure in name resolution"),
-        "A machine's name leads to no address.",
-        "Use an IP address for --master-addr, or put the name into /etc/hosts on all machines.",
-    ),
-    ErrorHint(
-        ("out of memory",),
-        "The device's memory is full.",
-        "Use a smaller batch or more micro-batches (accumulate); `nvidia-smi` shows who else uses the device.",
-    ),
-    ErrorHint(
-        ("device-side assert", "illegal memory access"),
-        "A kernel on the GPU failed some time ago; the line above is only where that was noticed.",
-        "Run again with CUDA_LAUNCH_BLOCKING=1 to see the right line; mostly an index is out of range.",
-    ),
-    ErrorHint(
-        ("Too many open files",),
-        "This process may not open more files: mostly many DataLoader workers that share tensors.",
-        "Raise the limit with `ulimit -n 65536`, or use fewer workers.",
-    ),
-    ErrorHint(
-        ("No space left on device",),
-        "A disk, or shared memory, is full.",
-        "Look at `df` and `df /dev/shm`; DataLoader workers need shared memory (docker run --shm-size=8g).",
-    ),
-    ErrorHint(
-        ("Expected to have finished reduction in the prior iteration",),
-        "torch's DistributedDataParallel waits for gradients of parameters that took no part in the loss.",
-        "Run the script with --adopt, as Lockstep's engine needs no flag, or pass find_unused_parameters=True.",
-    ),
-)
-
-
-def hint_for(error: str) -> str:
-    """Return what the text of an error means and what to do, in two lines; empty if it is none of these."""
-    for meaning in ERROR_HINTS:
-        if any(mark in error for mark in meaning.marks):
-            return f"What that means: {meaning.means}\n{meaning.do}"
-    return ""
-
-
-# Say what happened when ranks failed: who was first, with its traceback, and one line for each other.
-
-_LIKELY = {
-    signal.SIGKILL: "most likely the machine ran out of memory.\n"
-    "Look for 'Out of memory' in `dmesg`; use fewer ranks, a smaller batch or fewer DataLoader workers.",
-    signal.SIGSEGV: "native code touched memory that is not its own.\n"
-    "An extension module or a driver may be broken; the Python stack says who called it.",
-    signal.SIGBUS: "most likely shared memory is full.\n"
-    "Look at `df /dev/shm`; use fewer DataLoader workers, or more shared memory (docker run --shm-size).",
-    signal.SIGABRT: "native code gave up.\nIts own message is further up.",
-    signal.SIGTERM: "something outside the job asked it to end.\nA scheduler, a time limit or `kill` does that.",
-}
-
-
-_SHORT_OF_MEMORY = (
-    "the kernel ended it, as memory ran out.\nUse fewer ranks, a smaller batch or fewer DataLoader workers."
-)
-_NOT_SHORT = (
-    "something outside the job did that, such as a scheduler or `kill -9`.\n"
-    "The kernel has ended nothing for lack of memory meanwhile."
-)
-
-_CONSEQUENCES = (
-    "CollectiveError",
-    "DistBackendError",
-    "DistNetworkError",
-    "DistStoreError",
-    "BrokenPipeError",
-    "ConnectionResetError",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "remote process exited",
-    "gloo/transport",
-    "NCCL error",
-)
-"""What errors say that tell no more than that another rank is gone or silent."""
-
-_LINE_LIMIT = 200
 
 
 @dataclass(frozen=True)
@@ -197,9 +47,10 @@ class RankExit:
         where: File and line of the exception, in the user's code.
         trace: Its whole traceback.
         crash: The Python stack that a fatal signal left.
-        place: A sentence that says in which step, at which line and on which machine.
+        place: A sentence with the step, the line and the machine.
         facts: A sentence with figures, such as those of memory.
         was_short: Whether the kernel has ended processes for lack of memory meanwhile; ``None`` if it does not say.
+        was_stopped: Whether it still ran when the launcher began to stop the ranks, as another one had failed.
     """
 
     rank: int
@@ -215,111 +66,326 @@ class RankExit:
     place: str = ""
     facts: str = ""
     was_short: bool | None = None
+    was_stopped: bool = False
 
 
-def first_failure(ends: list[RankExit]) -> RankExit:
-    """Return the rank that failed before the others, and made them fail."""
-    first_gone = min((end.ended_at_ns for end in ends if end.ended_at_ns is not None), default=None)
-    return min(ends, key=lambda end: (_blame(end, first_gone), end.failed_at_ns or end.ended_at_ns or 0, end.rank))
+# 3. How the ranks of this machine ended, and which was first.
 
 
-def _blame(end: RankExit, first_gone_ns: int | None) -> int:
-    """Say how likely a rank is the cause: 0 for its own fault, 1 for noticing another's, 2 for being stopped.
+def rank_exits(
+    failures: Mapping[int, ProcessFailure], stopped_pids: Set[int], reaper: Reaper, resources: Resources
+) -> list[RankExit]:
+    """Return how the ranks ended that did not end well, and those that ended well after an exception of their own.
 
-    Time alone does not tell: the kernel closes a killed process's connections, which its peers notice at once, well
-    before it has taken down its memory and reports the end.
+    Args:
+        failures: What torch elastic knows, by rank.
+        stopped_pids: Processes that still ran when the launcher began to stop the ranks.
+        reaper: Knows when they ended.
+        resources: What they held.
     """
-    if end.exit_code == -signal.SIGTERM and not end.message:
-        # The launcher stops the others only after one has ended, so the first to go was stopped from outside.
-        return 0 if end.ended_at_ns is not None and end.ended_at_ns == first_gone_ns else 2
-    return 1 if is_consequence(end) else 0
+    folder = reaper.run_dir
+    ended_at_ns = reaper.ended_at_ns({failure.pid for failure in failures.values()})
+    exits = []
+    for rank, failure in failures.items():
+        known = RankExit(
+            rank,
+            failure.pid,
+            failure.exitcode,
+            ended_at_ns.get(failure.pid),
+            was_stopped=failure.pid in stopped_pids,
+        )
+        # A program that is no Python of ours may have used elastic's own `record`.
+        record = read_failure(folder, rank) or _record_of_elastic(failure.message)
+        exits.append(_with_exception(known, record, resources) if record else _with_signs(known, folder, resources))
+    for rank in rank_files(folder, FAILURE).keys() - failures.keys():
+        exits.append(_with_exception(RankExit(rank, 0, 0), read_failure(folder, rank), resources))
+    return exits
 
 
-def is_consequence(end: RankExit) -> bool:
-    """Tell whether a rank's error says no more than that another rank is gone or silent."""
-    return any(mark in f"{end.error_type}: {end.message}" for mark in _CONSEQUENCES)
+def _with_exception(known: RankExit, record: Mapping[str, Any], resources: Resources) -> RankExit:
+    """Return how a rank ended that left an exception."""
+    error_type, message, where = record.get("type", ""), record.get("message", ""), record.get("where", "")
+    is_short = error_type.endswith(("MemoryError", "OutOfMemory")) or says_out_of_memory(message)
+    return replace(
+        known,
+        failed_at_ns=record.get("time_ns"),
+        message=message,
+        error_type=error_type,
+        where=where,
+        # An exit on purpose has printed what it had to.
+        trace="" if error_type == "SystemExit" else record.get("trace", ""),
+        place=_place(record, where),
+        facts=resources.of_each() if is_short else "",
+    )
+
+
+def _with_signs(known: RankExit, folder: Path, resources: Resources) -> RankExit:
+    """Return how a rank ended that left no exception, as it was killed or is no Python: what is known from outside."""
+    number = -known.exit_code if known.exit_code < 0 else known.exit_code - 128
+    facts, was_short = "", None
+    if number == signal.SIGKILL:
+        was_short = resources.was_short_of_memory()
+        facts = resources.of_each() if was_short else resources.of_memory(known.rank)
+    elif number == signal.SIGBUS:
+        facts = resources.of_shm()
+    try:
+        heartbeat = json.loads(rank_file(folder, HEARTBEAT, known.rank).read_bytes())
+    except (OSError, ValueError):
+        heartbeat = {}
+    # The step counter is of the moment of the end; the heartbeat, with its phase, is up to half a second older.
+    step, num_steps = read_step_counter(folder, known.rank)
+    phase = heartbeat.get("phase") if step == heartbeat.get("step") else ""
+    file, line, _ = user_frame(heartbeat.get("frames", []))
+    where = f"{file}:{line}" if os.path.isabs(file) else ""
+    place = _place({"step": step, "num_steps": num_steps, "phase": phase}, where)
+    crash = rank_file(folder, CRASH, known.rank)
+    return replace(
+        known,
+        place=f"Last seen {place[0].lower()}{place[1:]}",
+        crash=tidy_crash(crash.read_text(), own_folder=str(Path(__file__).parent)) if crash.is_file() else "",
+        facts=facts,
+        was_short=was_short,
+    )
+
+
+def _place(step: Mapping[str, Any], where: str) -> str:
+    """Return where a rank was: the step, file and line, and the machine."""
+    phase = f" ({step['phase']})" if step.get("phase") else ""
+    parts = []
+    if step.get("step") is not None:
+        parts.append(f"in step {step['step'] + 1}{phase}")
+    elif step.get("num_steps"):
+        parts.append(f"after {step['num_steps']} optimizer step{'s' * (step['num_steps'] != 1)}")
+    if where:
+        parts.append(f"at {where}")
+    text = ", ".join([*parts, f"on {socket.gethostname()}"])
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _record_of_elastic(message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict) or not message.get("message"):
+        return {}
+    return {"message": message["message"], "trace": message.get("extraInfo", {}).get("py_callstack", "")}
 
 
 def tidy_crash(stack: str, *, own_folder: str) -> str:
     """Return what faulthandler wrote without our own frames and the list of extension modules."""
-    rank_lines = stack.splitlines()
-    return "\n".join(
-        line for line in rank_lines if own_folder not in line and not line.startswith("Extension modules:")
-    )
+    lines = stack.splitlines()
+    return "\n".join(line for line in lines if own_folder not in line and not line.startswith("Extension modules:"))
 
 
-def failure_report(ends: list[RankExit], local_ranks: range) -> str:
+_CONSEQUENCES = (
+    "CollectiveError",
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+    "BrokenPipeError",
+    "ConnectionResetError",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "remote process exited",
+    "gloo/transport",
+    "NCCL error",
+)
+"""What is in errors that tell no more than that another rank is gone or silent."""
+
+
+def first_failure(exits: list[RankExit]) -> RankExit:
+    """Return the rank that failed before the others, and made them fail."""
+    return min(exits, key=lambda exit: (_blame(exit), exit.failed_at_ns or exit.ended_at_ns or 0, exit.rank))
+
+
+def _blame(exit: RankExit) -> int:
+    """Return how likely a rank is the cause: 0 for its own fault, 1 for noticing another's, 2 for being stopped.
+
+    Time alone does not tell: the kernel closes a killed process's connections, which its peers notice at once, well
+    before it has taken down its memory and reports the end.
+    """
+    if exit.was_stopped and not exit.message and exit.exit_code in (-signal.SIGTERM, -signal.SIGKILL):
+        return 2
+    return 1 if is_consequence(exit) else 0
+
+
+def is_consequence(exit: RankExit) -> bool:
+    """Return whether a rank's error says no more than that another rank is gone or silent."""
+    return any(mark in f"{exit.error_type}: {exit.message}" for mark in _CONSEQUENCES)
+
+
+# 4. Several machines.
+
+_EXCHANGE_S = 3.0
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class NodeFailure:
+    """How the job ended on one machine, for the launchers of the others.
+
+    Attributes:
+        rank: The rank that failed first there.
+        is_consequence: Whether that only noticed that another was gone.
+        text: Why that rank ended, and where it was.
+        hang: The watchdog's report, if that ended the job.
+        memory: What its ranks held, as `Resources.of_each` returns it.
+    """
+
+    rank: int
+    is_consequence: bool
+    text: str
+    hang: str = ""
+    memory: str = ""
+
+
+def node_failure(first: RankExit, *, hang: str = "", memory: str = "") -> NodeFailure:
+    """Return what to write for the other machines about the rank that failed first on this one."""
+    text = "\n".join(filter(None, (headline(first), first.place)))
+    return NodeFailure(first.rank, is_consequence(first), text, hang, memory)
+
+
+def exchange_failures(store: InterNodeStore | None, mine: NodeFailure, *, num_nodes: int) -> list[NodeFailure]:
+    """Write how the job ended here, and return what the other machines wrote.
+
+    Blocks until all have written, and if this machine hosts the store, until all have read it; at most three seconds.
+    """
+    if store is None:
+        return []
+    is_host = store.is_host()
+    store.post("ended", asdict(mine))
+    deadline = time.monotonic() + _EXCHANGE_S
+
+    def notes_of(topic: str) -> list[Any]:
+        while len(notes := store.others(topic)) < num_nodes - 1 and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return notes
+
+    notes = notes_of("ended")
+    if is_host:  # the store ends with this process
+        notes_of("read")
+    else:
+        store.post("read", True)
+    return [NodeFailure(**note) for note in notes]
+
+
+def remote_cause(mine: NodeFailure, others: list[NodeFailure]) -> NodeFailure | None:
+    """Return how the job ended on the machine that is the cause; ``None`` if that is this one, or nobody knows."""
+    if not mine.is_consequence or mine.hang:
+        return None
+    causes = [other for other in others if other.hang or not other.is_consequence]
+    return min(causes, key=lambda other: (not other.hang, other.rank), default=None)
+
+
+# 5. The message.
+
+
+def failure_report(exits: list[RankExit], ranks: range, others: Iterable[NodeFailure] = ()) -> str:
     """Return the whole report, the cause on its first line.
 
     Args:
-        ends: The ranks of this machine that did not end well.
-        local_ranks: All ranks of this machine.
+        exits: The ranks of this machine that did not end well, one of which is the cause.
+        ranks: All ranks of this machine.
+        others: How the job ended on other machines.
     """
-    first = first_failure(ends)
-    by_rank = {end.rank: end for end in ends}
-    others = rank_lines(ends, [rank for rank in local_ranks if rank != first.rank])
-    elsewhere = _elsewhere([rank for rank in local_ranks if rank not in by_rank]) if is_consequence(first) else ""
-    top = [headline(first), first.place, first.facts, _WENT_ON if first.exit_code == 0 else ""]
-    trace, meaning = (first.trace or first.crash).rstrip(), "" if elsewhere else hint_for(first.message)
-    parts = ["\n".join(filter(None, top)), trace, meaning, others, elsewhere]
-    return "\n\n".join(part for part in parts if part)
+    first = first_failure(exits)
+    facts = first.facts
+    elsewhere = [line for other in others for line in other.memory.splitlines() if line.startswith("rank ")]
+    if elsewhere and facts.startswith(OF_EACH):
+        facts = "\n".join([facts, "Of the other machines:", *elsewhere])
+    finished = [rank for rank in ranks if rank not in {exit.rank for exit in exits}]
+    look = _where_to_look(finished) if is_consequence(first) else ""
+    top = [headline(first), first.place, facts, _WENT_ON if first.exit_code == 0 else ""]
+    parts = [
+        "\n".join(filter(None, top)),
+        (first.trace or first.crash).rstrip(),
+        "" if look else hint_for(first.message),
+        rank_lines(exits, [rank for rank in ranks if rank != first.rank]),
+        look,
+    ]
+    return "\n\n".join(filter(None, parts))
 
 
 _WENT_ON = "The program caught that and went on to its end, while other ranks waited for this one."
 
 
-def rank_lines(ends: list[RankExit], ranks: Iterable[int]) -> str:
+def remote_report(cause: NodeFailure, exits: list[RankExit], ranks: range) -> str:
+    """Return the report of a machine on which the cause does not lie."""
+    return f"{cause.text}\nThe report of that machine has more.\n\n{rank_lines(exits, ranks)}"
+
+
+def restart_report(first: RankExit, step: int | None, restart: str) -> str:
+    """Return the traceback and the line for a rank that failed first, before the ranks are started again."""
+    how = f"failed: {_in_a_line(first)}" if first.message else _in_a_line(first)
+    where = "" if step is None else f" in step {step}"
+    trace = (first.trace or first.crash).rstrip()
+    return "\n".join(filter(None, [trace, f"lockstep: rank {first.rank} {how}{where}; {restart}"]))
+
+
+def rank_lines(exits: list[RankExit], ranks: Iterable[int]) -> str:
     """Return a line for each of ``ranks``."""
-    by_rank = {end.rank: end for end in ends}
-    return "\n".join(f"rank {rank}: {_rank_line(by_rank.get(rank))}" for rank in ranks)
+    by_rank = {exit.rank: exit for exit in exits}
+    lines = {rank: _in_a_line(by_rank[rank]) if rank in by_rank else "finished" for rank in ranks}
+    return "\n".join(f"rank {rank}: {line}" for rank, line in lines.items())
 
 
-def _elsewhere(finished: list[int]) -> str:
-    if not finished:  # No rank of this machine is the cause.
+def _where_to_look(finished: list[int]) -> str:
+    if not finished:  # no rank of this machine is the cause
         return "It says only that another rank is gone: look at the other machines."
     ranks = f"rank{'s' * (len(finished) > 1)} {', '.join(map(str, finished))}"
     return f"It says only that another rank is gone: {ranks} finished while others waited, or look at other machines."
 
 
-def headline(end: RankExit) -> str:
-    """Say in one line, or two with what to do, why a rank ended."""
-    if end.error_type == "SystemExit":
-        return f"Rank {end.rank} left with exit code {end.exit_code} ({end.message} at {end.where})."
-    if end.message:
-        # The rest of a long message stands in the traceback below.
-        return f"Rank {end.rank} failed: {end.message.splitlines()[0]}"
-    if end.exit_code - 128 in _LIKELY:  # a shell, or a wrapper like it, tells a signal this way
-        return f"Rank {end.rank} left with exit code {end.exit_code}: {_a_child(end.exit_code - 128)}"
-    if end.exit_code >= 0:
-        return (
-            f"Rank {end.rank} left with exit code {end.exit_code}, without an exception.\n"
-            "What it wrote before is further up."
-        )
-    likely = _likely(-end.exit_code)
-    if end.exit_code == -signal.SIGKILL and end.was_short is not None:
-        likely = _SHORT_OF_MEMORY if end.was_short else _NOT_SHORT
-    return f"Rank {end.rank} {_killed_by(-end.exit_code)}: {likely}"
+_LIKELY = {
+    signal.SIGKILL: "most likely the machine ran out of memory.\n"
+    "Look for 'Out of memory' in `dmesg`; use fewer ranks, a smaller batch or fewer DataLoader workers.",
+    signal.SIGSEGV: "native code touched memory that is not its own.\n"
+    "An extension module or a driver may be broken; the Python stack says who called it.",
+    signal.SIGBUS: "most likely shared memory is full.\n"
+    "Look at `df /dev/shm`; use fewer DataLoader workers, or more shared memory (docker run --shm-size).",
+    signal.SIGABRT: "native code gave up.\nIts own message is further up.",
+    signal.SIGTERM: "something outside the job asked it to end.\nA scheduler, a time limit or `kill` does that.",
+}
+_SHORT_OF_MEMORY = (
+    "the kernel ended it, as memory ran out.\nUse fewer ranks, a smaller batch or fewer DataLoader workers."
+)
+_NOT_SHORT = (
+    "something outside the job did that, such as a scheduler or `kill -9`.\n"
+    "The kernel has ended nothing for lack of memory meanwhile."
+)
 
 
-def brief(end: RankExit) -> str:
-    """Say in a few words how a rank ended, to be put behind its name."""
-    return f"failed: {_rank_line(end)}" if end.message else _rank_line(end)
+def headline(exit: RankExit) -> str:
+    """Return why a rank ended, in one line, or two with what to do."""
+    name, code = f"Rank {exit.rank}", exit.exit_code
+    if exit.error_type == "SystemExit":
+        return f"{name} left with exit code {code} ({exit.message} at {exit.where})."
+    if exit.message:  # the rest of a long one stands in the traceback below
+        return f"{name} failed: {_first_line(exit.message)}"
+    if code - 128 in _LIKELY:  # a shell, or a wrapper like it, passes a signal on in this way
+        return f"{name} left with exit code {code}: what it ran {_killed_by(code - 128)}, {_likely(code - 128)}"
+    if code >= 0:
+        return f"{name} left with exit code {code}, without an exception.\nWhat it wrote before is further up."
+    likely = _likely(-code)
+    if code == -signal.SIGKILL and exit.was_short is not None:
+        likely = _SHORT_OF_MEMORY if exit.was_short else _NOT_SHORT
+    return f"{name} {_killed_by(-code)}: {likely}"
 
 
-def _rank_line(end: RankExit | None) -> str:
-    if end is None:
-        return "finished"
-    if end.message:
-        text = end.message.splitlines()[0]
-        text = text if len(text) <= _LINE_LIMIT else f"{text[:_LINE_LIMIT]} ..."
-        return f"{text} ({end.where})" if end.where else text
-    if end.exit_code == -signal.SIGTERM:
+_LONGEST_LINE = 200
+
+
+def _in_a_line(exit: RankExit) -> str:
+    if exit.message:
+        text = _first_line(exit.message)
+        text = text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]} ..."
+        return f"{text} ({exit.where})" if exit.where else text
+    if exit.was_stopped and exit.exit_code in (-signal.SIGTERM, -signal.SIGKILL):
         return "stopped by the launcher"
-    return f"left with exit code {end.exit_code}" if end.exit_code >= 0 else _killed_by(-end.exit_code)
+    return f"left with exit code {exit.exit_code}" if exit.exit_code >= 0 else _killed_by(-exit.exit_code)
 
 
-def _a_child(number: int) -> str:
-    return f"what it ran {_killed_by(number)}, {_likely(number)}"
+def _first_line(message: str) -> str:
+    """Return the first line of an error; if it ends in a colon, with the line that it announces."""
+    first, _, rest = message.partition("\n")
+    return f"{first} {rest.splitlines()[0].strip()}" if first.endswith(":") and rest.strip() else first
 
 
 def _killed_by(number: int) -> str:
@@ -333,192 +399,116 @@ def _likely(number: int) -> str:
     return _LIKELY.get(number, "what it wrote before is further up.")  # type: ignore[call-overload, no-any-return]
 
 
-# How ranks ended, put together from what torch elastic, the ranks themselves and the watchdog have left.
+# Hints: what the errors of NCCL, Gloo, the store and CUDA mean.
 
 
-def rank_exits(failures: Mapping[int, ProcessFailure], guard: Reaper, resources: Resources) -> list[RankExit]:
-    """Return how the ranks ended that did not end well, and those that ended well after an exception of their own."""
-    ended = guard.ended_at_ns({failure.pid for failure in failures.values()})
-    ends = [_end(rank, failure, ended, guard.run_dir, resources) for rank, failure in failures.items()]
-    for path in guard.run_dir.glob("failure-*"):
-        number = path.name.partition("-")[2]  # of one that is being written, it ends in .new
-        if number.isdigit() and int(number) not in failures and (record := _record_of(_read(path))):
-            ends.append(_raised(int(number), 0, 0, None, record, guard.run_dir))
-    return ends
+ERROR_HINTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (
+        ("Connection closed by peer", "Connection reset by peer", "remote process exited", "ncclRemoteError"),
+        "Another rank's process has ended, or the network has dropped the connection to it.",
+        "Look for the rank that failed first, here or on the other machines; this one only noticed.",
+    ),
+    (
+        ("Duplicate GPU detected",),
+        "Two ranks use the same GPU.",
+        "Let each rank use the GPU of its LOCAL_RANK, as lockstep.init() does, and start at most one rank a GPU.",
+    ),
+    (
+        ("unhandled system error", "ncclSystemError"),
+        "A call of the operating system failed inside NCCL: mostly the network, or too little shared memory.",
+        "Set NCCL_DEBUG=WARN to see which; check `df /dev/shm` (docker run --shm-size=8g) and NCCL_SOCKET_IFNAME.",
+    ),
+    (
+        ("unhandled cuda error", "ncclUnhandledCudaError"),
+        "CUDA failed inside NCCL: often an earlier error of the same process, or GPUs that cannot reach each other.",
+        "Set NCCL_DEBUG=INFO and CUDA_LAUNCH_BLOCKING=1 to see where; NCCL_P2P_DISABLE=1 tells whether it is the link.",
+    ),
+    (
+        ("ncclInternalError", "NCCL internal error"),
+        "NCCL itself failed: mostly different versions of it or of the driver on the machines.",
+        "Compare torch.cuda.nccl.version() and `nvidia-smi` on all machines; set NCCL_DEBUG=INFO.",
+    ),
+    (
+        (
+            "Watchdog caught collective operation timeout",
+            "CollectiveFingerPrint",
+            "Detected mismatch between collectives",
+        ),
+        "The ranks did not all call the same collective: one was skipped, or stuck elsewhere.",
+        "Look for code behind `if rank == 0`, and use `lockstep run`, whose watchdog names the rank and the line.",
+    ),
+    (
+        ("op.preamble.length <= op.nbytes",),
+        "Two ranks sent tensors of different sizes in the same collective.",
+        "Look for collectives behind `if rank == 0`, and for shapes that depend on a rank's own data.",
+    ),
+    (
+        ("Socket Timeout", "wait timeout after", "Timed out waiting", "Timed out after"),
+        "A rank or the store did not answer in time: it never started, has died, or is stuck.",
+        "Look for the rank that is missing; check that all were started with the same MASTER_ADDR and MASTER_PORT.",
+    ),
+    (
+        ("no socket interface found", "Unable to find interface", "Unable to find address for"),
+        "NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names a network interface that this machine does not have.",
+        "Take the name from `ip -brief address`, or unset the variable.",
+    ),
+    (
+        ("No route to host", "Network is unreachable"),
+        "The address of another machine cannot be reached from here: a wrong interface, or a firewall.",
+        "Choose the interface with NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME; try `ping` to MASTER_ADDR.",
+    ),
+    (
+        ("Connection refused",),
+        "Nothing listens at that address: rank zero has not started, has ended, or has another address.",
+        "Check MASTER_ADDR and MASTER_PORT on every machine, and that the first machine's job runs.",
+    ),
+    (
+        ("Connection timed out",),
+        "No answer came from that address: mostly a firewall that drops what it does not know.",
+        "Open the ports between the machines, or choose another interface with NCCL_SOCKET_IFNAME.",
+    ),
+    (
+        ("Address already in use", "EADDRINUSE"),
+        "Another program, maybe an earlier run of this one, listens on that port.",
+        "End it, or choose another port with --master-port; on one machine `lockstep run` finds a free one.",
+    ),
+    (
+        ("Name or service not known", "Temporary failure in name resolution"),
+        "A machine's name leads to no address.",
+        "Use an IP address for --master-addr, or put the name into /etc/hosts on all machines.",
+    ),
+    (
+        ("out of memory",),
+        "The device's memory is full.",
+        "Use a smaller batch or more micro-batches (accumulate); `nvidia-smi` shows who else uses the device.",
+    ),
+    (
+        ("device-side assert", "illegal memory access"),
+        "A kernel on the GPU failed some time ago; the line above is only where that was noticed.",
+        "Run again with CUDA_LAUNCH_BLOCKING=1 to see the right line; mostly an index is out of range.",
+    ),
+    (
+        ("Too many open files",),
+        "This process may not open more files: mostly many DataLoader workers that share tensors.",
+        "Raise the limit with `ulimit -n 65536`, or use fewer workers.",
+    ),
+    (
+        ("No space left on device",),
+        "A disk, or shared memory, is full.",
+        "Look at `df` and `df /dev/shm`; DataLoader workers need shared memory (docker run --shm-size=8g).",
+    ),
+    (
+        ("Expected to have finished reduction in the prior iteration",),
+        "torch's DistributedDataParallel waits for gradients of parameters that took no part in the loss.",
+        "Run the script with --adopt, as Lockstep's engine needs no flag, or pass find_unused_parameters=True.",
+    ),
+)
+"""Marks in an error's text, what they mean, and what to do about it."""
 
 
-def _end(rank: int, failure: ProcessFailure, ended: Mapping[int, int], run_dir: Path, resources: Resources) -> RankExit:
-    # Written by our bootstrap, or by elastic's own `record`, which has less; else a text of elastic's.
-    record = _record_of(failure.message) or _record_of(_read(run_dir / f"failure-{rank}"))
-    ended_at_ns = ended.get(failure.pid)
-    if record:
-        end = _raised(rank, failure.pid, failure.exitcode, ended_at_ns, record, run_dir)
-        return replace(end, facts=resources.of_each()) if _ran_out_of_memory(end) else end
-    number = -failure.exitcode if failure.exitcode < 0 else failure.exitcode - 128
-    facts, was_short = "", None
-    if number == signal.SIGKILL:
-        was_short = resources.was_short_of_memory()
-        facts = resources.of_each() if was_short else resources.of_memory(rank)
-    elif number == signal.SIGBUS:
-        facts = resources.of_shm()
-    beacon = _with_step(_read(run_dir / f"beacon-{rank}"), *read_step_counter(run_dir, rank))
-    file, line, _ = user_frame(beacon.get("frames", []))
-    crash = run_dir / f"crash-{rank}"
-    return RankExit(
-        rank=rank,
-        pid=failure.pid,
-        exit_code=failure.exitcode,
-        ended_at_ns=ended_at_ns,
-        place=_place(beacon, f"{file}:{line}" if os.path.isabs(file) else "", seen=True),
-        crash=tidy_crash(crash.read_text(), own_folder=str(Path(__file__).parent)) if crash.is_file() else "",
-        facts=facts,
-        was_short=was_short,
-    )
-
-
-def _raised(
-    rank: int, pid: int, exit_code: int, ended_at_ns: int | None, record: Mapping[str, Any], run_dir: Path
-) -> RankExit:
-    where = record.get("where", "")
-    return RankExit(
-        rank=rank,
-        pid=pid,
-        exit_code=exit_code,
-        ended_at_ns=ended_at_ns,
-        failed_at_ns=record.get("time_ns"),
-        message=record.get("message", ""),
-        error_type=record.get("type", ""),
-        where=where,
-        # An exit on purpose has said what it had to say.
-        trace="" if record.get("type") == "SystemExit" else record.get("py_callstack", ""),
-        place=_place(record, where, seen=False),
-    )
-
-
-def _ran_out_of_memory(end: RankExit) -> bool:
-    """Tell whether an error says so."""
-    return end.error_type.endswith(("MemoryError", "OutOfMemory")) or says_out_of_memory(end.message)
-
-
-def _with_step(beacon: dict[str, Any], step: int | None, num_steps: int) -> dict[str, Any]:
-    """Return what a beacon said with the step that the rank was in at its end; the beacon's is half a second old."""
-    phase = beacon.get("phase") if step == beacon.get("step") else ""
-    return {**beacon, "step": step, "num_steps": num_steps, "phase": phase}
-
-
-def _place(marks: Mapping[str, Any], where: str, *, seen: bool) -> str:
-    """Say where a rank was: the step, file and line, and the machine."""
-    phase = f" ({marks['phase']})" if marks.get("phase") else ""
-    parts = []
-    if marks.get("step") is not None:
-        parts.append(f"in step {marks['step'] + 1}{phase}")
-    elif marks.get("num_steps"):
-        parts.append(f"after {marks['num_steps']} optimizer step{'s' * (marks['num_steps'] != 1)}")
-    if where:
-        parts.append(f"at {where}")
-    parts.append(f"on {socket.gethostname()}")
-    text = ", ".join(parts)
-    return f"Last seen {text}." if seen else f"{text[0].upper()}{text[1:]}."
-
-
-def _record_of(said: Any) -> dict[str, Any]:
-    if not isinstance(said, dict):
-        return {}
-    inner = said.get("message", said)
-    said = inner if isinstance(inner, dict) else said
-    return {"message": said.get("message", ""), **said.get("extraInfo", {})} if said.get("message") else {}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        said = json.loads(path.read_bytes())
-        return said if isinstance(said, dict) else {}
-    return {}
-
-
-def write_failure(run_dir: Path, rank: int, message: str) -> None:
-    """Say in a rank's name why it failed, as it is ended for that and cannot say so itself."""
-    data = {"message": {"message": message, "extraInfo": {"type": message.partition(":")[0]}}}
-    with contextlib.suppress(OSError):
-        (run_dir / f"failure-{rank}.new").write_text(json.dumps(data))
-        os.replace(run_dir / f"failure-{rank}.new", run_dir / f"failure-{rank}")
-
-
-# How the job ended on the other machines: the launchers tell each other before they leave, so all name the cause.
-
-_ENDED, _READ = "ended", "read"
-_LIMIT_S = 3.0
-_PAUSE_S = 0.1
-
-
-@dataclass(frozen=True)
-class RemoteFailure:
-    """How the job ended on one machine.
-
-    Attributes:
-        rank: The rank that failed first there.
-        is_consequence: Whether that only noticed that another was gone.
-        says: Why that rank ended, and where it was.
-        hang: The watchdog's report, if that ended the job.
-        memory: What its ranks held, as `Resources.of_each` says it.
-    """
-
-    rank: int
-    is_consequence: bool
-    says: str
-    hang: str = ""
-    memory: str = ""
-
-
-def remote_failure_of(first: RankExit) -> RemoteFailure:
-    """Return what to tell the other machines of the rank that failed first on this one."""
-    return RemoteFailure(first.rank, is_consequence(first), "\n".join(filter(None, (headline(first), first.place))))
-
-
-def exchange_failures(bulletin: InterNodeStore | None, mine: RemoteFailure, *, num_nodes: int) -> list[RemoteFailure]:
-    """Tell the other machines how the job ended here, and return what they tell.
-
-    Blocks until all have told, and if this machine hosts the store in which they do, until all have read it; at most
-    three seconds.
-    """
-    if bulletin is None:
-        return []
-    is_host = bulletin.is_host()
-    bulletin.post(_ENDED, asdict(mine))
-    deadline = time.monotonic() + _LIMIT_S
-    notes = _await(bulletin, _ENDED, num_nodes - 1, deadline)
-    if is_host:
-        _await(bulletin, _READ, num_nodes - 1, deadline)
-    else:
-        bulletin.post(_READ, True)
-    return [RemoteFailure(**note) for note in notes]
-
-
-def _await(bulletin: InterNodeStore, topic: str, count: int, deadline: float) -> list[Any]:
-    while True:
-        notes = bulletin.others(topic)
-        if len(notes) >= count or time.monotonic() >= deadline:
-            return notes
-        time.sleep(_PAUSE_S)
-
-
-def remote_cause(mine: RemoteFailure, others: list[RemoteFailure]) -> RemoteFailure | None:
-    """Return how the job ended on the machine that is the cause; ``None`` if that is this one, or nobody says."""
-    if not mine.is_consequence or mine.hang:
-        return None
-    causes = [other for other in others if other.hang or not other.is_consequence]
-    return min(causes, key=lambda other: (not other.hang, other.rank), default=None)
-
-
-def remote_report(cause: RemoteFailure, lines: str) -> str:
-    """Return the report of this machine, with a line for each of its ranks; the cause lies elsewhere."""
-    return f"{cause.says}\nThe report of that machine has more.\n\n{lines}"
-
-
-def with_memory(ends: list[RankExit], others: list[RemoteFailure]) -> list[RankExit]:
-    """Return how ranks ended, for one that had no memory left with what the ranks of other machines held as well."""
-    there = [line for other in others for line in other.memory.splitlines() if line.startswith("rank ")]
-    if not there:
-        return ends
-    more = "\n".join(["Of the other machines:", *there])
-    return [replace(end, facts=f"{end.facts}\n{more}") if end.facts.startswith(OF_EACH) else end for end in ends]
+def hint_for(error: str) -> str:
+    """Return what the text of an error means and what to do, in two lines; empty if it is none of these."""
+    for marks, means, advice in ERROR_HINTS:
+        if any(mark in error for mark in marks):
+            return f"What that means: {means}\n{advice}"
+    return ""

@@ -1,4 +1,19 @@
-"""Where the launchers of a job's machines meet, and the store in which their ranks find each other."""
+"""Where the launchers of a job's machines meet, and the store in which their ranks find each other.
+
+[Note: a store for each restart]
+Machines meet anew whenever ranks are started again. Ranks then meet in a store that the launcher of the first machine
+hosts. torch's launchers host one when they first meet, and remember where it is for as long as they live. Two things
+go wrong with that:
+
+- A launcher that joins later, in place of a machine that was lost, waits until somebody writes the address into the
+  store of its rendezvous, and those who know it do not write it again. Or it is the first by name, hosts another one,
+  and the others never ask there. Either way the ranks wait for each other in vain.
+- What ranks wrote before they were started again is still there. Scripts that call torch's own init_process_group
+  find the addresses of ranks that are gone: "Connection refused".
+
+So here the first machine of each rendezvous hosts a new store, and writes its address there. Machines also agree on one
+number of restarts, which torch's launchers count each for itself.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +24,10 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, cast
 
+from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -28,100 +43,43 @@ from lockstep.comm.network import GLOO_INTERFACE, gloo_interface, is_local, reac
 from lockstep.comm.rendezvous import LOOPBACK, prefixed_store, start_store_server
 from lockstep.errors import ConfigurationError, LockstepError
 
-# How the launcher of a single machine meets: with nobody, at a port of the loopback interface.
-
 LOCAL_BACKEND = "lockstep-local"
-"""The name under which torch elastic knows it."""
+"""The rendezvous of a single machine, as torch elastic knows it."""
 
-_STORE_TIMEOUT_S = 600.0
-
-
-class LocalRendezvous(RendezvousHandler):
-    """Stands in for elastic's ``c10d`` rendezvous, whose store listens at every address of the machine."""
-
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-
-    def get_backend(self) -> str:
-        """Return the name of this kind of rendezvous."""
-        return LOCAL_BACKEND
-
-    @property
-    def use_agent_store(self) -> bool:
-        """The ranks meet in the launcher's store."""
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Begin the next round, in a store of its own: see [Note: a store for each round] in rounds.py."""
-        self._store, port = start_store_server(LOOPBACK, _STORE_TIMEOUT_S)
-        return RendezvousInfo(prefixed_store(self._store, "launcher"), 0, 1, RendezvousStoreInfo(LOOPBACK, port))
-
-    def is_closed(self) -> bool:
-        """Nobody else can close it."""
-        return False
-
-    def set_closed(self) -> None:
-        """Nobody else needs to know."""
-
-    def num_nodes_waiting(self) -> int:
-        """Nobody else can join."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """Return the name of the job."""
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        """Do nothing: the port closes with this object."""
-        return True
-
-
-def _make(parameters: RendezvousParameters) -> RendezvousHandler:
-    return LocalRendezvous(parameters.run_id)
-
-
-rendezvous_handler_registry.register(LOCAL_BACKEND, _make)
-
-
-# torch elastic's rendezvous, with a store for each round in which the ranks of all its machines find each other.
-#
-# [Note: a store for each round]
-# Machines meet anew whenever ranks are started again: that is a round. Ranks then meet in a store that the launcher of
-# the first machine hosts. torch's launchers host one when they first meet, and remember where it is for as long as they
-# live. Two things go wrong with that:
-#
-# - A launcher that joins later, in place of a machine that was lost, waits until somebody writes the address into the
-# store of its round, and those who know it do not write it again. Or it is the first by name, hosts another one, and
-# the others never ask there. Either way the ranks wait for each other in vain. - What ranks wrote before they were
-# started again is still there. Scripts that call torch's own init_process_group find the addresses of ranks that are
-# gone: "Connection refused".
-#
-# So here the first machine of each round hosts a new store, and says so in that round. Ranks of one round also share
-# one number of restarts, which torch's launchers count each for itself.
+DEFAULT_PORT = 29500
+"""torchrun's default; only of interest to several machines, as a single one takes a free port."""
 
 _NO_SHARING = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """torch's own variable: no store of a launcher is used by ranks, and so none is remembered."""
 
-_PORT = "lockstep/port"
-_RESTARTS = "lockstep/restarts"
+_STORE_TIMEOUT_S = 600.0
+_RENDEZVOUS_TIMEOUT_S = 900.0
+"""torchrun's default for how long a machine waits for the others."""
+_RETRY_S = 0.3
 
 
 class RendezvousPerRestart(RendezvousHandler):
-    """Stands before a handler of torch's.
+    """Brings the launchers together by a handler of torch's, and gives the ranks a new store each time.
+
+    See [Note: a store for each restart].
 
     Args:
-        inner: What brings the machines together.
-        is_ending: Tells whether the ranks have been asked to end, so that no machine can join any more.
+        run_id: The name of the job.
+        inner: What brings the machines together; ``None`` on a single one, which meets nobody. torch's own would host a
+            store there, too, which listens at every address of the machine.
+        is_ending: Returns whether the ranks have been requested to end, so that no machine can join any more.
     """
 
-    def __init__(self, inner: RendezvousHandler, is_ending: Callable[[], bool]) -> None:
-        self._inner, self._is_ending = inner, is_ending
-        self._round: RendezvousInfo | None = None
-        self._hosted: object = None
+    def __init__(
+        self, run_id: str, inner: RendezvousHandler | None = None, is_ending: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._run_id, self._inner, self._is_ending = run_id, inner, is_ending
+        self._current: RendezvousInfo | None = None
+        self._hosted: Store | None = None
 
     def get_backend(self) -> str:
         """Return the name of the kind of rendezvous."""
-        return self._inner.get_backend()
+        return LOCAL_BACKEND if self._inner is None else self._inner.get_backend()
 
     @property
     def use_agent_store(self) -> bool:
@@ -129,90 +87,82 @@ class RendezvousPerRestart(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other machines in the next round, and agree on a new store for the ranks. Blocks until they came."""
-        with _without_sharing():
-            found = self._inner.next_rendezvous()
+        """Meet the other machines again, and agree on a new store for the ranks. Blocks until they came."""
+        if self._inner is None:
+            self._hosted, port = start_store_server(LOOPBACK, _STORE_TIMEOUT_S)
+            launchers = prefixed_store(self._hosted, "launcher")
+            self._current = RendezvousInfo(launchers, 0, 1, RendezvousStoreInfo(LOOPBACK, port))
+            return self._current
+        found = self._inner.next_rendezvous()
         assert found.bootstrap_store_info is not None
         host = found.bootstrap_store_info.master_addr
-        self._hosted = None  # that of the round before: its ranks have ended
+        self._hosted = None  # the one before, whose ranks have ended
         if found.rank == 0:
             self._hosted, port = start_store_server(host, _STORE_TIMEOUT_S)
-            found.store.set(_PORT, str(port))
+            found.store.set("lockstep/port", str(port))
         else:
-            port = int(found.store.get(_PORT))
-        self._round = RendezvousInfo(found.store, found.rank, found.world_size, RendezvousStoreInfo(host, port))
-        return self._round
+            port = int(found.store.get("lockstep/port"))
+        self._current = RendezvousInfo(found.store, found.rank, found.world_size, RendezvousStoreInfo(host, port))
+        return self._current
 
     def agree_on_restarts(self, number: int) -> int:
-        """Return the largest ``number`` that a machine of this round knows. Blocks until all have told theirs."""
-        assert self._round is not None
-        store = self._round.store
-        store.set(f"{_RESTARTS}/{self._round.rank}", str(number))
-        return max(int(store.get(f"{_RESTARTS}/{rank}")) for rank in range(self._round.world_size))
+        """Return the largest ``number`` that a machine knows. Blocks until all of this rendezvous have written one."""
+        assert self._current is not None
+        store = self._current.store
+        store.set(f"lockstep/restarts/{self._current.rank}", str(number))
+        return max(int(store.get(f"lockstep/restarts/{rank}")) for rank in range(self._current.world_size))
 
     def num_nodes_waiting(self) -> int:
         """Return how many machines wait to join; this one counts if the others have gone on without it."""
-        if self._is_ending():
+        if self._inner is None or self._is_ending():
             return 0
         return self._inner.num_nodes_waiting() or int(self._is_forgotten())
 
     def _is_forgotten(self) -> bool:
-        """Tell whether the others took this machine for dead, as its signs of life came late, and began a new round."""
+        """Return whether the others took this machine for dead, as its keepalives came late, and have met anew."""
         with contextlib.suppress(AttributeError):  # torch's own affairs, which may look different in another version
             state = cast(Any, self._inner)._state_holder.state
             return state.complete and cast(Any, self._inner)._this_node not in state.participants
         return False
 
     def is_closed(self) -> bool:
-        """Tell whether the job is over."""
-        return self._inner.is_closed()
+        """Return whether the job is over."""
+        return self._inner is not None and self._inner.is_closed()
 
     def set_closed(self) -> None:
-        """Say that the job is over."""
-        self._inner.set_closed()
+        """Note that the job is over."""
+        if self._inner is not None:
+            self._inner.set_closed()
 
     def get_run_id(self) -> str:
         """Return the name of the job."""
-        return self._inner.get_run_id()
+        return self._run_id
 
     def shutdown(self) -> bool:
-        """Leave for good, and end the job, unless it is only this machine that was told to end."""
-        return self._is_ending() or self._inner.shutdown()
+        """Leave for good, and end the job, unless it is only this machine that was requested to end."""
+        return self._inner is None or self._is_ending() or self._inner.shutdown()
+
+
+def _local_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
+    return RendezvousPerRestart(parameters.run_id)
+
+
+rendezvous_handler_registry.register(LOCAL_BACKEND, _local_rendezvous)
 
 
 def rendezvous_per_restart(handler: RendezvousHandler, is_ending: Callable[[], bool]) -> RendezvousHandler:
     """Return ``handler`` behind `RendezvousPerRestart`, if machines may come and go and the user does not object."""
-    if isinstance(handler, DynamicRendezvousHandler) and os.environ.get(_NO_SHARING, "0") != "1":
-        return RendezvousPerRestart(handler, is_ending)
-    return handler
+    if not isinstance(handler, DynamicRendezvousHandler) or os.environ.get(_NO_SHARING, "0") == "1":
+        return handler
+    os.environ[_NO_SHARING] = "1"  # undone by `environment_restored`
+    return RendezvousPerRestart(handler.get_run_id(), handler, is_ending)
 
 
-@contextmanager
-def _without_sharing() -> Iterator[None]:
-    before = os.environ.get(_NO_SHARING)
-    os.environ[_NO_SHARING] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_NO_SHARING]
-        else:
-            os.environ[_NO_SHARING] = before
-
-
-# Where the launchers of a job's machines meet, and whether they can.
-
-DEFAULT_PORT = 29500
-"""torchrun's default; only of interest to several machines, as a single one takes a free port."""
-
-_TIMEOUT_S = 900.0
-"""torchrun's default for how long a machine waits for the others."""
-
-_RETRY_S = 0.3
+# What the command line asks for.
 
 
 def choose_rendezvous(args: argparse.Namespace) -> None:
-    """Fill in where the launchers meet: as torchrun does, at a free port when there is only this machine.
+    """Fill in where the launchers meet: as torchrun does, at a free port if there is only this machine.
 
     Raises:
         ConfigurationError: The number of machines cannot be read, or the port is taken.
@@ -221,18 +171,23 @@ def choose_rendezvous(args: argparse.Namespace) -> None:
     if args.standalone or (is_static and args.master_port is None and max_nodes(args) == 1):
         args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = LOCAL_BACKEND, "localhost:0", str(uuid.uuid4())
         # Not the host's name, which may resolve to nothing or to an address that is filtered.
-        args.local_addr = args.local_addr or "127.0.0.1"
+        args.local_addr = args.local_addr or LOOPBACK
     if args.master_port is None:
         args.master_port = DEFAULT_PORT
     host, port = _endpoint(args)
-    if args.rdzv_backend == "static" and args.node_rank == 0:
-        _check_port(port)
-    elif args.rdzv_backend == "c10d" and port and "is_host" not in args.rdzv_conf and _is_overlooked_host(host, port):
-        args.rdzv_conf = ",".join(part for part in (args.rdzv_conf, "is_host=1") if part)
+    if args.rdzv_backend == "static" and args.node_rank == 0 and (reason := _why_not_bindable(port)):
+        raise ConfigurationError(
+            f"Port {port} on this machine {reason}.\n"
+            "Choose another with --master-port, the same on every machine; on one machine leave it out for a free one."
+        )
+    # torch compares the host with what this machine's name leads to, which need not be all of its addresses.
+    is_chosen = "is_host" in args.rdzv_conf or _matches_machine_hostname(host)
+    if args.rdzv_backend == "c10d" and port and not is_chosen and is_local(host) and _why_not_bindable(port) is None:
+        args.rdzv_conf = f"{args.rdzv_conf},is_host=1".lstrip(",")
 
 
-def prepare_for_others(args: argparse.Namespace) -> list[str]:
-    """Set which interfaces the ranks use, in ``args`` and the environment; returns what to tell the user."""
+def choose_interfaces(args: argparse.Namespace) -> list[str]:
+    """Set which interfaces the ranks use, in ``args`` and the environment; return what the user should know."""
     host, port = _endpoint(args)
     if max_nodes(args) == 1:
         # Otherwise Gloo would listen where the host's name leads to, which may be open to others.
@@ -240,7 +195,7 @@ def prepare_for_others(args: argparse.Namespace) -> list[str]:
             os.environ.setdefault(GLOO_INTERFACE, loopback)
         return []
     notes = []
-    # By default the ranks of the others are told this host's name.
+    # By default the ranks of the others are given this host's name.
     args.local_addr = args.local_addr or reachable_address(host)
     interface = gloo_interface(host, one_machine=False)
     if interface is not None and GLOO_INTERFACE not in os.environ:
@@ -249,10 +204,10 @@ def prepare_for_others(args: argparse.Namespace) -> list[str]:
     return [*notes, f"waiting for the other machines of --nnodes {args.nnodes} at {host}:{port}"]
 
 
-def await_host(args: argparse.Namespace) -> None:
-    """Wait until the machine that hosts the meeting answers.
+def wait_for_host(args: argparse.Namespace) -> None:
+    """Wait until the machine that hosts the rendezvous answers.
 
-    Blocks at most as long as the rendezvous may take. Asked here since torch's own client logs every attempt with the
+    Blocks at most as long as the rendezvous may take. Tried here since torch's own client logs every attempt with the
     stack of its C++ code, and holds back Ctrl-C.
 
     Raises:
@@ -276,14 +231,6 @@ def await_host(args: argparse.Namespace) -> None:
                     "same on every machine, and that no firewall lies between."
                 ) from None
         time.sleep(_RETRY_S)
-
-
-def _is_overlooked_host(host: str, port: int) -> bool:
-    """Say whether this machine should host the meeting, but torch would not see that.
-
-    torch compares with what this host's name leads to, which need not be all of its addresses.
-    """
-    return is_local(host) and not _matches_machine_hostname(host) and _why_not_bindable(port) is None
 
 
 def max_nodes(args: argparse.Namespace) -> int:
@@ -313,16 +260,7 @@ def _timeout_s(args: argparse.Namespace) -> float:
         name, _, value = part.partition("=")
         if name.strip() in ("timeout", "join_timeout") and value.strip().isdigit():
             return float(value)
-    return _TIMEOUT_S
-
-
-def _check_port(port: int) -> None:
-    reason = _why_not_bindable(port)
-    if reason is not None:
-        raise ConfigurationError(
-            f"Port {port} on this machine {reason}.\n"
-            "Choose another with --master-port, the same on every machine; on one machine leave it out for a free one."
-        )
+    return _RENDEZVOUS_TIMEOUT_S
 
 
 def _why_not_bindable(port: int) -> str | None:

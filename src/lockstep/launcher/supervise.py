@@ -1,4 +1,4 @@
-"""Run ranks under torch elastic's agent, answer the watchdog, and turn what goes wrong into one error."""
+"""Run ranks under torch elastic's agent, answer signals and the watchdog, and turn what goes wrong into one error."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Literal
 
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -25,108 +26,36 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from lockstep import run_folder
+from lockstep.comm.network import set_keepalive
 from lockstep.comm.store import InterNodeStore
-from lockstep.errors import JobHangs, LockstepError, RankFailed, Stopped
-from lockstep.launcher import bootstrap
-from lockstep.launcher.elastic import GracefulShutdown, RestartReport, StoppedWhileRestarting, extended_agent
-from lockstep.launcher.failure_report import (
-    exchange_failures,
-    failure_report,
-    first_failure,
-    rank_exits,
-    rank_lines,
-    remote_cause,
-    remote_failure_of,
-    remote_report,
-    with_memory,
-    write_failure,
-)
+from lockstep.errors import RESUME_EXIT_CODE, JobHangs, LockstepError, RankFailed, Stopped
+from lockstep.launcher import bootstrap, failure_report
+from lockstep.launcher.elastic import Failures, Restart, StoppedWhileRestarting, extended_agent, stop_timeout_s
 from lockstep.launcher.output import LogTail
 from lockstep.launcher.reaper import Reaper
+from lockstep.telemetry.heartbeat import read_step_counter
 from lockstep.telemetry.resources import Resources
 from lockstep.telemetry.watchdog import Verdict, Watchdog
 
-# What torch elastic's agent does to the process that it runs in, undone or kept away.
 
-_ELASTIC_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+@dataclass(frozen=True)
+class Program:
+    """What each rank becomes.
 
+    Attributes:
+        mode: ``script``, ``module``, ``command`` (any executable) or ``call`` (a pickled function).
+        target: The path, the name, or for a call the folder with the function.
+        args: What it finds in ``sys.argv[1:]``.
+        min_ranks: After a rank was killed, a restart goes on with one fewer, but no fewer than this.
+        log_tail: Reads the pipes that its output goes into, if it does not write to the terminal itself.
+    """
 
-@contextmanager
-def signals_restored() -> Iterator[None]:
-    """Undo the handlers that the agent installs and never removes."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Only the main thread may, and so the agent does not.
-        return
-    before = {number: signal.getsignal(number) for number in _ELASTIC_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-
-
-@contextmanager
-def second_signal_kills(guard: Reaper) -> Iterator[None]:
-    """Kill the ranks at the second signal: after the first, the agent waits long for them to end by themselves."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-
-    def watch() -> None:
-        count = 0
-        while number := theirs.recv(1):
-            count += number[0] in _ELASTIC_SIGNALS
-            if count > 1:
-                guard.kill_ranks()
-
-    with ours, theirs:
-        # The interpreter writes the number of each signal there, beside calling its handler.
-        before = signal.set_wakeup_fd(ours.fileno(), warn_on_full_buffer=False)
-        thread = threading.Thread(target=watch, name="lockstep-signals", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(before)
-            ours.shutdown(socket.SHUT_WR)
-            thread.join()
-
-
-@contextmanager
-def environment_restored() -> Iterator[None]:
-    """Undo all changes to ``os.environ`` made inside."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
-
-
-@contextmanager
-def elastic_quiet() -> Iterator[None]:
-    """Keep the agent's warnings to itself unless the user asked for its log: our report replaces them."""
-    if "LOGLEVEL" in os.environ or "TORCH_LOGS" in os.environ:
-        yield
-        return
-    prefixes = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
-    names = [name for name in list(logging.Logger.manager.loggerDict) if name.startswith(prefixes)]
-    # This one is made later, with a level of its own; so loggers are disabled here, not lowered.
-    loggers = [logging.getLogger(name) for name in (*names, "torchelastic-events-null")]
-    before = [logger.disabled for logger in loggers]
-    for logger in loggers:
-        logger.disabled = True
-    try:
-        yield
-    finally:
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled
-
-
-# What the launcher does about ranks that wait for each other: tell, end the job, or start the ranks again.
+    mode: str
+    target: str
+    args: Sequence[str] = ()
+    min_ranks: int | None = None
+    log_tail: LogTail | None = None
 
 
 @dataclass(frozen=True)
@@ -137,119 +66,27 @@ class WatchdogPolicy:
         patience_s: How long they may wait for one that does nothing; not watched if zero.
         action: ``end`` the job, also if a rank that computes keeps the others waiting five times as long; end it only
             if ``certain`` that nothing moves, and warn else; or ``warn`` only.
-        tells_slow: Whether it is said if one rank is persistently slower than the others.
+        reports_slow: Whether it is reported if one rank is persistently slower than the others.
     """
 
     patience_s: float = 60.0
     action: Literal["end", "certain", "warn"] = "certain"
-    tells_slow: bool = True
+    reports_slow: bool = True
 
 
-DEFAULT_WATCHDOG_POLICY = WatchdogPolicy()
+DEFAULT_POLICY = WatchdogPolicy()
 
 
 def watchdog_policy(patience_s: float | None, action: str | None) -> WatchdogPolicy:
     """Return what the user asked for; who sets a patience is taken to mean it for ranks that compute as well."""
     if patience_s is None and action is None:
-        return DEFAULT_WATCHDOG_POLICY
-    return WatchdogPolicy(
-        DEFAULT_WATCHDOG_POLICY.patience_s if patience_s is None else patience_s, "warn" if action == "warn" else "end"
-    )
-
-
-class WatchdogResponse:
-    """Answers the watchdog's reports for one run.
-
-    Attributes:
-        hangs: The report for which the job was ended, if it was.
-        bulletin: Where the launchers of several machines tell each other what they see.
-    """
-
-    def __init__(self, watch: WatchdogPolicy, config: LaunchConfig, guard: Reaper) -> None:
-        self.hangs: list[str] = []
-        self._watch, self._config, self._guard = watch, config, guard
-        self._num_restarts_left = 0
-        # Other backends meet in something else than a store of torch's.
-        has_store = config.max_nodes > 1 and config.rdzv_backend in ("static", "c10d")
-        self.bulletin = InterNodeStore(config.rdzv_endpoint, config.run_id) if has_store else None
-
-    def started(self, num_restarts_left: int) -> None:
-        """Take note that ranks have been started, and how often that may be done again after a failure."""
-        self._num_restarts_left = num_restarts_left
-
-    def watchdog(self, resources: Resources) -> Watchdog:
-        """Return what watches the ranks, to be entered while they run."""
-        config, watch = self._config, self._watch
-        return Watchdog(
-            self._guard.run_dir,
-            watch.patience_s,
-            is_strict=watch.action == "end",
-            num_nodes=config.max_nodes,
-            bulletin=self.bulletin,
-            resources=resources,
-            on_report=self._answer,
-            on_slow=_print if watch.tells_slow else _ignore,
-        )
-
-    def _answer(self, text: str, verdict: Verdict, awaited: dict[int, int]) -> bool:
-        """Act on a report; return whether to go on watching."""
-        if self._watch.action == "warn":
-            _print(f"{text}\nThe job goes on, as --watchdog-action warn says.")
-            return True
-        if verdict is not Verdict.HANGS:
-            _print(f"{text}\nThe job goes on for now; it ends if this lasts and nothing moves.")
-            return True
-        if self._num_restarts_left and awaited:
-            _print(f"{text}\nThe ranks are started again.")
-            for rank, pid in awaited.items():
-                write_failure(self._guard.run_dir, rank, "JobHangs: it kept the others waiting; the report is above")
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            return True
-        self.hangs.append(text)
-        self._guard.kill_ranks()
-        return False
-
-
-def _ignore(text: str) -> None:
-    """Take ``text`` and keep it."""
-
-
-def _print(text: str) -> None:
-    print(f"lockstep: {text}", file=sys.stderr, flush=True)
-
-
-# Run ranks under torch elastic's agent, and turn what goes wrong into one message.
-
-
-@dataclass(frozen=True)
-class Program:
-    """What each rank becomes.
-
-    Attributes:
-        mode: ``script``, ``module``, ``command`` (any executable) or ``call`` (a pickled function).
-        target: The path, the name, or for a call the folder with the function.
-        captures: Whether its output goes into files in the run's folder.
-        min_ranks: After a rank was killed, a restart goes on with one fewer, but no fewer than this.
-        streams: Reads the pipes that its output goes into, if it does not write to the terminal itself.
-    """
-
-    mode: str
-    target: str
-    args: Sequence[str] = ()
-    adopt: bool = False
-    captures: bool = False
-    min_ranks: int | None = None
-    streams: LogTail | None = None
+        return DEFAULT_POLICY
+    patience_s = DEFAULT_POLICY.patience_s if patience_s is None else patience_s
+    return WatchdogPolicy(patience_s, "warn" if action == "warn" else "end")
 
 
 def supervise(
-    config: LaunchConfig,
-    program: Program,
-    guard: Reaper,
-    *,
-    python: str,
-    watch: WatchdogPolicy = DEFAULT_WATCHDOG_POLICY,
+    config: LaunchConfig, program: Program, reaper: Reaper, *, python: str, policy: WatchdogPolicy = DEFAULT_POLICY
 ) -> None:
     """Start the ranks of this machine and wait until all have ended well.
 
@@ -258,50 +95,38 @@ def supervise(
     Args:
         config: Of torch elastic: how many ranks, and where the machines meet.
         program: What each rank becomes.
-        guard: Watches the ranks.
+        reaper: Clears the ranks away.
         python: The interpreter of the ranks.
-        watch: What is done about ranks that wait for each other.
+        policy: What is done about ranks that wait for each other.
 
     Raises:
         JobHangs: Ranks waited for each other for too long.
         RankFailed: A rank failed; the message has the first one's traceback.
         LockstepError: The machines of the job did not come together.
-        Stopped: This process was told to end, and has ended the ranks, or all of them have stopped in order.
+        Stopped: This process was requested to end, and has ended the ranks, or all of them have stopped gracefully.
     """
     orders = {
         "launcher_pid": os.getpid(),
-        "run_dir": str(guard.run_dir),
+        "run_dir": str(reaper.run_dir),
         "mode": program.mode,
-        "adopt": program.adopt,
-        "captures": program.captures,
-        "patience_s": watch.patience_s,
-        "streams": program.streams is not None,
+        "watchdog_s": policy.patience_s,
+        "has_pipes": program.log_tail is not None,
     }
     args = ["-u", bootstrap.__file__, json.dumps(orders), program.target, *program.args]
-    resources, response = Resources(), WatchdogResponse(watch, config, guard)
+    job = _Job(config, program, reaper, policy)
+    stop = job.stop
     with ExitStack() as stack:
-        stack.enter_context(signals_restored())
-        stack.enter_context(second_signal_kills(guard))
-        stack.enter_context(elastic_quiet())
-        stop = GracefulShutdown(guard.run_dir, config.nproc_per_node)
         config = stack.enter_context(stop.handling(config))
-
-        def started(ranks: range, num_restarts_left: int) -> None:
-            stop.num_ranks = len(ranks)
-            response.started(num_restarts_left)
-
-        report = RestartReport(
-            guard.run_dir, lambda failures: rank_exits(failures, guard, resources), started, program.streams
-        )
+        stack.enter_context(elastic_quiet())
         may_shrink = config.min_nodes < config.max_nodes
-        stack.enter_context(extended_agent(report, guard.run_dir, min_ranks=program.min_ranks, may_shrink=may_shrink))
+        stack.enter_context(extended_agent(job, reaper.run_dir, min_ranks=program.min_ranks, may_shrink=may_shrink))
         try:
-            with response.watchdog(resources):
+            with job.watchdog():
                 elastic_launch(config, python)(*args)
         except ChildFailedError as error:
             exit_codes = {failure.exitcode for failure in error.failures.values()}
-            stopped = None if response.hangs else stop.outcome(exit_codes)
-            raise stopped or _failure(error, config, guard, resources, response) from None
+            stopped = None if job.hangs else stop.outcome(exit_codes)
+            raise stopped or job.failure(error.failures) from None
         except StoppedWhileRestarting as error:
             raise stop.outcome({0}) or _stopped(error.sigval) from None
         except SignalException as error:
@@ -314,31 +139,126 @@ def supervise(
             raise stopped
 
 
+class _Job:
+    """What the launcher knows of the ranks of this machine; the agent and the watchdog call it.
+
+    Attributes:
+        stop: Answers signals.
+        hangs: The watchdog's report for which the job was ended, if it was.
+    """
+
+    def __init__(self, config: LaunchConfig, program: Program, reaper: Reaper, policy: WatchdogPolicy) -> None:
+        self.stop = GracefulShutdown(reaper, config.nproc_per_node, program.log_tail)
+        self.hangs: list[str] = []
+        self._config, self._reaper, self._policy = config, reaper, policy
+        self._log_tail = program.log_tail
+        self._resources = Resources()
+        self._num_restarts_left = 0
+        self._stopped_pids: set[int] = set()
+        # Other backends meet in something else than a store of torch's.
+        has_store = config.max_nodes > 1 and config.rdzv_backend in ("static", "c10d")
+        self._store = InterNodeStore(config.rdzv_endpoint, config.run_id) if has_store else None
+
+    # Called by the agent.
+
+    def on_start(self, ranks: range, *, num_restarts_left: int) -> None:
+        set_keepalive()  # to the launchers of other machines
+        if self._log_tail is not None:
+            self._log_tail.started(ranks)
+        self.stop.num_ranks, self._num_restarts_left = len(ranks), num_restarts_left
+        self._stopped_pids.clear()
+
+    def on_stop(self, pids: set[int]) -> None:
+        self._stopped_pids |= pids
+
+    def on_stop_request(self) -> None:
+        _print("another machine waits to join; the ranks stop after this step, and start again with it")
+
+    def on_restart(self, restart: Restart) -> None:
+        """Report why, and clear away what the old ranks wrote about themselves."""
+        if self._log_tail is not None:
+            self._log_tail.settle()
+        folder, first = self._reaper.run_dir, restart.first
+        if first is None:
+            text = "lockstep: machines came or left; the ranks start again"
+        else:
+            number = f"restart {restart.number} of {restart.limit}"
+            if restart.is_fewer:
+                number += f" with {restart.num_ranks} rank{'s' * (restart.num_ranks != 1)}"
+            step, num_steps = read_step_counter(folder, first.rank)
+            in_step = step if step is not None else num_steps or None
+            text = failure_report.restart_report(first, None if in_step is None else in_step + 1, number)
+        run_folder.forget_ranks(folder)
+        run_folder.forget_stop(folder)
+        print(text, file=sys.stderr, flush=True)
+
+    def first_failure(self, failures: Failures) -> failure_report.RankExit:
+        return failure_report.first_failure(self._exits(failures))
+
+    # Called by the watchdog.
+
+    def watchdog(self) -> Watchdog:
+        """Return what watches the ranks, to be entered while they run."""
+        return Watchdog(
+            self._reaper.run_dir,
+            self._policy.patience_s,
+            is_strict=self._policy.action == "end",
+            num_nodes=self._config.max_nodes,
+            bulletin=self._store,
+            resources=self._resources,
+            on_report=self._on_report,
+            on_slow=_print if self._policy.reports_slow else lambda text: None,
+        )
+
+    def _on_report(self, text: str, verdict: Verdict, awaited: dict[int, int]) -> bool:
+        """Act on a report about the ranks ``awaited``, with their processes; return whether to go on watching."""
+        if self._policy.action == "warn":
+            _print(f"{text}\nThe job goes on, as --watchdog-action warn says.")
+            return True
+        if verdict is not Verdict.HANGS:
+            _print(f"{text}\nThe job goes on for now; it ends if this lasts and nothing moves.")
+            return True
+        if self._num_restarts_left and awaited:
+            _print(f"{text}\nThe ranks are started again.")
+            failure = {"message": "JobHangs: it kept the others waiting; the report is above", "type": "JobHangs"}
+            for rank, pid in awaited.items():
+                run_folder.write_failure(self._reaper.run_dir, rank, failure)
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            return True
+        self.hangs.append(text)
+        self._reaper.kill_ranks()
+        return False
+
+    # Called at the end.
+
+    def failure(self, failures: Failures) -> LockstepError:
+        """Return what to raise after ranks have failed. With several machines, waits some seconds for the others."""
+        exits = self._exits(failures)
+        some_rank, some_failure = next(iter(failures.items()))
+        lowest = some_rank - some_failure.local_rank
+        ranks = range(lowest, lowest + self._config.nproc_per_node)
+        first = failure_report.first_failure(exits)
+        mine = failure_report.node_failure(first, hang="\n".join(self.hangs), memory=self._resources.of_each())
+        others = failure_report.exchange_failures(self._store, mine, num_nodes=self._config.max_nodes)
+        cause = failure_report.remote_cause(mine, others)
+        if hang := (cause or mine).hang:
+            return JobHangs(hang)
+        if cause is not None:
+            return RankFailed(failure_report.remote_report(cause, exits, ranks), rank=cause.rank)
+        return RankFailed(failure_report.failure_report(exits, ranks, others), rank=first.rank)
+
+    def _exits(self, failures: Failures) -> list[failure_report.RankExit]:
+        return failure_report.rank_exits(failures, self._stopped_pids, self._reaper, self._resources)
+
+
+def _print(text: str) -> None:
+    print(f"lockstep: {text}", file=sys.stderr, flush=True)
+
+
 def _stopped(number: signal.Signals) -> Stopped:
     name = "Ctrl-C" if number == signal.SIGINT else number.name
     return Stopped(f"Stopped by {name}; no rank is left.", signal=number)
-
-
-def _failure(
-    error: ChildFailedError, config: LaunchConfig, guard: Reaper, resources: Resources, response: WatchdogResponse
-) -> LockstepError:
-    """Return what to raise after ranks have failed. With several machines, waits some seconds for what they say."""
-    ends = rank_exits(error.failures, guard, resources)
-    some_rank, some_failure = next(iter(error.failures.items()))
-    lowest = some_rank - some_failure.local_rank
-    first = first_failure(ends)
-    mine = replace(remote_failure_of(first), hang="\n".join(response.hangs), memory=resources.of_each())
-    others = exchange_failures(response.bulletin, mine, num_nodes=config.max_nodes)
-    cause = remote_cause(mine, others)
-    if hang := (cause or mine).hang:
-        return JobHangs(hang)
-    ranks = range(lowest, lowest + config.nproc_per_node)
-    report = (
-        failure_report(with_memory(ends, others), ranks)
-        if cause is None
-        else remote_report(cause, rank_lines(ends, ranks))
-    )
-    return RankFailed(report, rank=(cause or first).rank)
 
 
 def _not_met(error: Exception, config: LaunchConfig) -> LockstepError:
@@ -360,3 +280,126 @@ def _not_met(error: Exception, config: LaunchConfig) -> LockstepError:
         f"This is {socket.gethostname()}. Start the same command on all {config.max_nodes} machines, {place}, and "
         "check that they reach that address and that the port is free on the first of them."
     )
+
+
+# Signals.
+
+_SIGNALS_OF_ELASTIC = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+_LEFT_TO_ELASTIC = "SIGHUP,SIGQUIT"
+
+
+class GracefulShutdown:
+    """Requests the ranks to stop at the first signal, if all of them can; ends them at the next or when the time is up.
+
+    Ranks that cannot stop gracefully get the signal at once, as under torch elastic, which waits for half a minute; a
+    further signal kills them.
+
+    Args:
+        reaper: Kills the ranks.
+        num_ranks: On this machine, to begin with.
+        log_tail: Owns the terminal, if there is one.
+    """
+
+    def __init__(self, reaper: Reaper, num_ranks: int, log_tail: LogTail | None) -> None:
+        self.num_ranks = num_ranks
+        self._reaper, self._folder, self._log_tail = reaper, reaper.run_dir, log_tail
+        self._num_signals = 0
+        self._requested_for: signal.Signals | None = None
+        self._timer: threading.Timer | None = None
+
+    @contextmanager
+    def handling(self, config: LaunchConfig) -> Iterator[LaunchConfig]:
+        """Take the signals over, and give what makes torch elastic leave them alone. Only the main thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            yield config
+            return
+        # elastic installs handlers for all of these, and never removes them.
+        numbers = {*run_folder.STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT}
+        before = {number: signal.getsignal(number) for number in numbers}
+        is_ours = config.signals_to_handle == _SIGNALS_OF_ELASTIC  # else the user chose
+        try:
+            if is_ours:
+                for number in run_folder.STOP_SIGNALS:
+                    signal.signal(number, self._on_signal)
+            yield replace(config, signals_to_handle=_LEFT_TO_ELASTIC) if is_ours else config
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()  # or it would signal this process, which may live on
+                self._timer.join(1.0)
+            for number, handler in before.items():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def outcome(self, exit_codes: set[int]) -> Stopped | None:
+        """Return what to raise after ranks ended with ``exit_codes``; ``None`` if they did not stop gracefully."""
+        reports = run_folder.stop_reports(self._folder)
+        if self._requested_for is None and exit_codes != {RESUME_EXIT_CODE}:
+            return None  # ranks of other machines may have been requested to
+        if not reports or not exit_codes <= {0, RESUME_EXIT_CODE}:
+            return None
+        return Stopped(reports[0], signal=self._requested_for or signal.SIGTERM, saved=True)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        sigval = signal.Signals(number)
+        self._num_signals += sigval != signal.SIGUSR1  # which comes ahead of SIGTERM
+        if self._requested_for is None and self._can_stop():
+            self._requested_for = sigval
+            if sigval is signal.SIGINT:
+                self._print_first()
+            run_folder.request_stop(self._folder, sigval.name)
+            self._timer = threading.Timer(stop_timeout_s(), self._give_up, [sigval])
+            self._timer.daemon = True
+            self._timer.start()
+        elif self._requested_for is None or self._num_signals > 1:
+            if self._num_signals > 1:
+                self._reaper.kill_ranks()
+            raise SignalException(f"Process {os.getpid()} got signal: {sigval}", sigval=sigval)
+
+    def _print_first(self) -> None:
+        if self._log_tail is not None:
+            self._log_tail.print(run_folder.FIRST_CTRL_C_MESSAGE.decode())
+        else:
+            os.write(2, run_folder.FIRST_CTRL_C_MESSAGE)
+
+    def _can_stop(self) -> bool:
+        """Return whether all ranks of this machine stop gracefully if requested, or have done so already."""
+        folder = self._folder
+        return self.num_ranks in (run_folder.num_graceful_ranks(folder), len(run_folder.stop_reports(folder)))
+
+    def _give_up(self, sigval: signal.Signals) -> None:
+        self._num_signals += 2
+        os.kill(os.getpid(), sigval)
+
+
+# What torch elastic's agent does to the process that it runs in, undone or kept away.
+
+
+@contextmanager
+def environment_restored() -> Iterator[None]:
+    """Undo all changes to ``os.environ`` made inside."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@contextmanager
+def elastic_quiet() -> Iterator[None]:
+    """Keep the agent's warnings away unless the user asked for its log: our report replaces them."""
+    if "LOGLEVEL" in os.environ or "TORCH_LOGS" in os.environ:
+        yield
+        return
+    prefixes = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
+    names = [name for name in list(logging.Logger.manager.loggerDict) if name.startswith(prefixes)]
+    # The last is made later, with a level of its own; so loggers are disabled here, not lowered.
+    loggers = [logging.getLogger(name) for name in (*names, "torchelastic-events-null")]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import json
 import os
 import sys
 import threading
@@ -27,6 +25,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.observe.hooks import Hook, has_compiled_call, in_backward, updates
 from lockstep.observe.observation import Observation, Place, find_place
 from lockstep.observe.steps import Value
+from lockstep.run_folder import current_run_folder, read_failure
 from lockstep.telemetry.provenance import Provenance, gather
 
 # ``lockstep run --monitor``: finds the training loop of a script that knows nothing of it.
@@ -37,8 +36,6 @@ from lockstep.telemetry.provenance import Provenance, gather
 # would do the same, but compiled models warn of those. What is compiled while calls are looked at may be compiled
 # again later, so as soon as a compiled model is found, no further ones are looked for.
 
-RUN_DIR = "LOCKSTEP_RUN_DIR"
-"""Where the launcher and a rank leave files for each other."""
 
 _NUM_STEPS = 3
 """After so many steps of optimizers all models have been seen."""
@@ -202,10 +199,9 @@ def _after_init(kind: Any, then: Hook) -> None:
 
 def _failure() -> str | None:
     """Return what ended this rank, as the launcher's bootstrap has written it down; None if nothing did."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        found = json.loads((Path(os.environ[RUN_DIR]) / f"failure-{os.environ['RANK']}").read_text())
-        return str(found["message"]["message"]).splitlines()[0]
-    return None
+    folder = current_run_folder()
+    failure = {} if folder is None else read_failure(folder, os.environ["RANK"])
+    return str(failure["message"]).splitlines()[0] if failure.get("message") else None
 
 
 # `Watch`: what a script that is recorded is given to say.

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -21,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.errors import ConfigurationError
+from lockstep.launcher.bootstrap import RANK_SETUP, end_with_process
 from lockstep.launcher.reaper import Reaper
 from lockstep.study.rehearse import fault_rules
 from lockstep.study.rehearse.fault_rules import Note, Rule
@@ -48,6 +50,7 @@ def observe(command: Sequence[str], environ: Mapping[str, str], *, shows: bool) 
     with subprocess.Popen(
         command,
         env=environ,
+        preexec_fn=partial(end_with_process, os.getpid()),  # a rehearsal that is killed leaves no job behind
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -210,9 +213,6 @@ def _tidy(text: str) -> str:
 
 # Run a job with faults in it, and find out what became of each.
 
-ORDERS = "LOCKSTEP_REHEARSAL"
-"""The variable of the environment with what the ranks are to do to themselves; their bootstrap looks for it."""
-
 _HIDES_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
@@ -246,7 +246,9 @@ def rehearse(command: Sequence[str], rules: Sequence[Rule], *, shows: bool = Tru
     """
     with Reaper() as guard:  # clears its folder away, however this process ends
         orders = json.dumps({"folder": str(guard.run_dir), "rules": [asdict(rule) for rule in rules]})
-        environ = {**os.environ, ORDERS: orders, **dict.fromkeys(_HIDES_GPUS, "")}
+        # Each rank calls that before its program.
+        setup = json.dumps([["lockstep.study.rehearse.injection:activate", orders]])
+        environ = {**os.environ, RANK_SETUP: setup, **dict.fromkeys(_HIDES_GPUS, "")}
         code, lines, seconds = observe(command, environ, shows=shows)
         struck = [fault_rules.read(guard.run_dir, number) for number in range(len(rules))]
     return Rehearsal(judge_all(rules, struck, lines, code), code, seconds)

@@ -41,7 +41,7 @@ POSSIBLE = (*STRATEGIES, "fsdp")
 
 _GAVE_UP = "Gave up after"
 
-_WATCH = WatchdogPolicy(tells_slow=False)
+_WATCH = WatchdogPolicy(reports_slow=False)
 """Some changes make a rank slow: that is for us to find."""
 
 _USABLE = 0.8
@@ -150,7 +150,7 @@ class _Runner:
                     return False
                 try:
                     devices, args = self._ask.num_devices, (self._ask, str(self._folder))
-                    launch_with(run_ranks, args, devices=devices, timeout_s=left_s, watch=_WATCH)
+                    launch_with(run_ranks, args, devices=devices, timeout_s=left_s, policy=_WATCH)
                     return False
                 except LaunchTimeout:
                     continue

@@ -1,4 +1,4 @@
-"""The launcher asks ranks to stop in order only if all can, gives up at the second signal, and knows how they ended."""
+"""The launcher requests ranks to stop only if all can, gives up at the second signal, and knows how they ended."""
 
 import os
 import signal
@@ -11,10 +11,17 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from lockstep import run_folder
 from lockstep.errors import Stopped, exit_code_after
-from lockstep.launcher import bootstrap
-from lockstep.launcher.elastic import GracefulShutdown
+from lockstep.launcher.supervise import GracefulShutdown
 
 CONFIG = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2)
+
+
+class FakeReaper:
+    def __init__(self, run_dir):
+        self.run_dir, self.num_kills = run_dir, 0
+
+    def kill_ranks(self):
+        self.num_kills += 1
 
 
 def outcome(stop, *exit_codes):
@@ -24,7 +31,7 @@ def outcome(stop, *exit_codes):
 
 def test_it_asks_once_all_ranks_can_and_gives_up_at_the_second_signal(tmp_path):
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
-    stop = GracefulShutdown(tmp_path, 2)
+    stop = GracefulShutdown(FakeReaper(tmp_path), 2, None)
     with stop.handling(CONFIG) as config:
         assert config.signals_to_handle == "SIGHUP,SIGQUIT"
         run_folder.announce_graceful_stop(tmp_path, 0)
@@ -32,7 +39,8 @@ def test_it_asks_once_all_ranks_can_and_gives_up_at_the_second_signal(tmp_path):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(1)
         assert ended.value.sigval is signal.SIGTERM, "rank 1 cannot"
-    stop = GracefulShutdown(tmp_path, 2)
+    reaper = FakeReaper(tmp_path)
+    stop = GracefulShutdown(reaper, 2, None)
     with stop.handling(CONFIG):
         run_folder.announce_graceful_stop(tmp_path, 1)
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -41,7 +49,7 @@ def test_it_asks_once_all_ranks_can_and_gives_up_at_the_second_signal(tmp_path):
         with pytest.raises(SignalException) as ended:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1)
-        assert ended.value.sigval is signal.SIGINT
+        assert (ended.value.sigval, reaper.num_kills) == (signal.SIGINT, 1)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
     assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
 
@@ -49,7 +57,7 @@ def test_it_asks_once_all_ranks_can_and_gives_up_at_the_second_signal(tmp_path):
 def test_it_gives_up_when_the_time_is_up(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_STOP_TIMEOUT_S", "0.1")
     run_folder.announce_graceful_stop(tmp_path, 0)
-    with GracefulShutdown(tmp_path, 1).handling(CONFIG), pytest.raises(SignalException) as ended:
+    with GracefulShutdown(FakeReaper(tmp_path), 1, None).handling(CONFIG), pytest.raises(SignalException) as ended:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)
     assert ended.value.sigval is signal.SIGTERM
@@ -58,13 +66,13 @@ def test_it_gives_up_when_the_time_is_up(tmp_path, monkeypatch):
 def test_handlers_that_the_user_chose_are_left_to_torch_elastic(tmp_path):
     config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, signals_to_handle="SIGTERM")
     before = signal.getsignal(signal.SIGTERM)
-    with GracefulShutdown(tmp_path, 2).handling(config) as same:
+    with GracefulShutdown(FakeReaper(tmp_path), 2, None).handling(config) as same:
         assert same is config
         assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_how_the_ranks_ended(tmp_path):
-    stop = GracefulShutdown(tmp_path, 2)
+    stop = GracefulShutdown(FakeReaper(tmp_path), 2, None)
     assert outcome(stop, 0) is None
     assert outcome(stop, 75) is None, "a script's own 75, for all that is known"
     run_folder.report_stopped(tmp_path, 0, "Stopped by SIGTERM after step 4.")
@@ -87,10 +95,20 @@ def test_exit_codes():
 
 
 def test_both_sides_name_the_folder_alike(tmp_path, monkeypatch):
-    assert bootstrap.RUN_DIR == run_folder.RUN_DIR
     monkeypatch.delenv(run_folder.RUN_DIR, raising=False)
     assert run_folder.current_run_folder() is None
     monkeypatch.setenv(run_folder.RUN_DIR, str(tmp_path))
     assert run_folder.current_run_folder() == tmp_path
     monkeypatch.setenv(run_folder.RUN_DIR, str(tmp_path / "gone"))
     assert run_folder.current_run_folder() is None
+
+
+def test_command_lines_are_kept_without_secrets():
+    command = [
+        *("train.py", "--api-key", "k1", "HF_TOKEN=t1", "--lr", "0.1", "--tokenizer", "gpt2", "--max-tokens", "5"),
+        *("--author", "ada", "--password=p 1", "AWS_SECRET_ACCESS_KEY=s1", "--log", "postgres://user:pw1@host/db"),
+    ]
+    assert run_folder.hide_secrets(command) == (
+        "train.py --api-key HIDDEN HF_TOKEN=HIDDEN --lr 0.1 --tokenizer gpt2 --max-tokens 5 --author ada "
+        "--password=HIDDEN AWS_SECRET_ACCESS_KEY=HIDDEN --log postgres://HIDDEN@host/db"
+    )

@@ -1,6 +1,5 @@
 """Each round of a rendezvous has a store of its own, and one number of restarts for all of its machines."""
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -8,7 +7,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from lockstep import run_folder
-from lockstep.launcher.node_rendezvous import LocalRendezvous, RendezvousPerRestart, rendezvous_per_restart
+from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_per_restart
 
 
 class Meeting(RendezvousHandler):
@@ -18,7 +17,6 @@ class Meeting(RendezvousHandler):
         self.store, self.rank, self.num_rounds, self.calls = store, rank, 0, []
 
     def next_rendezvous(self):
-        assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
         self.num_rounds += 1
         store = PrefixStore(str(self.num_rounds), self.store)
         return RendezvousInfo(store, self.rank, 2, RendezvousStoreInfo("127.0.0.1", 1))
@@ -51,11 +49,10 @@ def together():
 
 def test_each_round_has_a_store_of_its_own_and_one_number(together):
     shared = HashStore()
-    sides = [RendezvousPerRestart(Meeting(shared, rank), lambda: False) for rank in range(2)]
+    sides = [RendezvousPerRestart("job", Meeting(shared, rank)) for rank in range(2)]
     places = []
     for known in ((0, 0), (3, 0)):  # the second one is new in the second round
-        # One after the other, as both set a variable of this process.
-        found = [side.next_rendezvous().bootstrap_store_info for side in sides]
+        found = together(lambda side: side.next_rendezvous().bootstrap_store_info, sides)
         assert found[0] == found[1]
         places.append(found[0])
         assert together(RendezvousPerRestart.agree_on_restarts, sides, known) == [max(known)] * 2
@@ -63,12 +60,11 @@ def test_each_round_has_a_store_of_its_own_and_one_number(together):
         assert not store.check(["address"]), "of the round before"
         store.set("address", "here")
     assert places[0].master_port != places[1].master_port
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in os.environ
 
 
 def test_a_machine_that_was_told_to_end_takes_up_no_other_and_does_not_end_the_job(tmp_path):
     inner = Meeting(HashStore(), 0)
-    side = RendezvousPerRestart(inner, lambda: run_folder.is_stopped_by_signal(tmp_path))
+    side = RendezvousPerRestart("job", inner, lambda: run_folder.is_stopped_by_signal(tmp_path))
     run_folder.request_stop(tmp_path, run_folder.ANOTHER_MACHINE)
     assert side.num_nodes_waiting() == 1
     run_folder.request_stop(tmp_path, "SIGTERM")
@@ -87,5 +83,5 @@ def test_a_machine_that_was_told_to_end_takes_up_no_other_and_does_not_end_the_j
 
 
 def test_only_rendezvous_in_which_machines_come_and_go_are_changed():
-    alone = LocalRendezvous("job")
+    alone = RendezvousPerRestart("job")
     assert rendezvous_per_restart(alone, lambda: False) is alone
