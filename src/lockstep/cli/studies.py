@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lockstep.errors import EXIT_CODE, ConfigurationError
+from lockstep.run_folder import hide_secrets
 from lockstep.study.rehearse.fault_rules import taught
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def compare(
         num_warmup=warmup,
         settings=Settings(seed=seed, global_batch_size=global_batch_size, precision=precision, workers=workers),  # type: ignore[arg-type]
         memory=memory,
-        command=shlex.join(["lockstep", *sys.argv[1:]]),
+        command=hide_secrets(["lockstep", *sys.argv[1:]]),
     )
     verdict = judge(comparison)
     terminal = table.console()

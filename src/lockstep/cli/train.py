@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,6 +14,7 @@ from click.core import ParameterSource
 from lockstep.cli.run import log_options, take_logs
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, RankFailed
 from lockstep.launcher.output import LogSettings
+from lockstep.run_folder import hide_secrets
 from lockstep.train.settings import FitSettings, Setting, Settings, merge_settings, read_settings, settings_of
 
 # Command-line flags from a dataclass of settings, with a section of ``--help`` for each class.
@@ -208,7 +208,7 @@ def train(
 
     The attribute is a lockstep.Task, or a function that returns one. A task says what to train, the options say how.
     """
-    os.environ.setdefault("LOCKSTEP_COMMAND", shlex.join(["lockstep", *sys.argv[1:]]))  # for the record of the run
+    os.environ.setdefault("LOCKSTEP_COMMAND", hide_secrets(["lockstep", *sys.argv[1:]]))  # for the record of the run
     logs = take_logs(values)
     settings = settings_from(values, settings_file)
     if _starts_ranks(settings, even_one=max_restarts > 0 or bool(logs.flags)):

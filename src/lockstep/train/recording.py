@@ -6,7 +6,6 @@ import inspect
 import json
 import os
 import platform
-import shlex
 import sys
 import threading
 import time
@@ -29,6 +28,7 @@ from lockstep.comm.world import World
 from lockstep.data.batch_iterator import Copy
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.bucket_events import BucketStamps, StepStamps
+from lockstep.run_folder import hide_secrets
 from lockstep.telemetry.aggregator import (
     Aggregator,
     DirectDispatch,
@@ -141,7 +141,7 @@ def meet(opened: Opened, mine: dict[str, Any], gather: Callable[[Any], list[Any]
 
 def how_called() -> dict[str, str]:
     """Return how this process was called, for the record of the run."""
-    command = os.environ.get(COMMAND_VARIABLE) or shlex.join(sys.orig_argv)
+    command = os.environ.get(COMMAND_VARIABLE) or hide_secrets(sys.orig_argv)
     return {"command": command, "working_directory": str(Path.cwd())}
 
 
