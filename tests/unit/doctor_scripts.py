@@ -2,10 +2,7 @@
 
 from typing import NamedTuple
 
-from lockstep.study.doctor.finding import Severity
-from lockstep.study.doctor.kinds import Kind
-
-HANG, WRONG, SLOW, NOTE = Severity.HANG, Severity.WRONG, Severity.SLOW, Severity.NOTE
+from lockstep.study.doctor.findings import HANG, WRONG, Severity
 
 SOUND = """\
 import os
@@ -75,7 +72,7 @@ class Change(NamedTuple):
 
     old: str
     new: str
-    kind: Kind
+    kind: str
     severity: Severity
     line: str
     found: str
@@ -85,7 +82,7 @@ CHANGES = [
     Change(
         "shuffle=(sampler is None), sampler=sampler",
         "shuffle=True",
-        Kind.SHUFFLE_WITHOUT_SAMPLER,
+        "sampler-missing",
         WRONG,
         "loader = DataLoader(train_set",
         "DataLoader(shuffle=True) has no sampler that knows of ranks.",
@@ -93,7 +90,7 @@ CHANGES = [
     Change(
         "shuffle=(sampler is None), sampler=sampler",
         "sampler=None",
-        Kind.SAMPLER_MISSING,
+        "sampler-missing",
         WRONG,
         "loader = DataLoader(train_set",
         "DataLoader has no sampler that knows of ranks.",
@@ -101,47 +98,15 @@ CHANGES = [
     Change(
         "        sampler.set_epoch(epoch)\n",
         "",
-        Kind.SET_EPOCH_MISSING,
+        "set-epoch-missing",
         WRONG,
         "sampler = DistributedSampler",
         "sampler is a DistributedSampler that shuffles, and nothing calls set_epoch.",
     ),
     Change(
-        "DistributedSampler(train_set)",
-        "DistributedSampler(train_set, seed=rank)",
-        Kind.SAMPLER_SEED_BY_RANK,
-        WRONG,
-        "sampler = DistributedSampler",
-        "DistributedSampler(seed=rank) has another seed on each rank.",
-    ),
-    Change(
-        "    torch.manual_seed(0)\n",
-        "",
-        Kind.SPLIT_BY_CHANCE,
-        WRONG,
-        "train_set, val_set",
-        "random_split draws the parts at random, and the ranks' seeds are not the same.",
-    ),
-    Change(
-        "    dist.destroy_process_group()\n",
-        "    torch.cuda.manual_seed(args.seed + rank)\n",
-        Kind.SEED_BY_RANK,
-        NOTE,
-        "torch.cuda.manual_seed",
-        "torch.cuda.manual_seed(args.seed + rank) gives each rank another seed.",
-    ),
-    Change(
-        "    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)\n",
-        "",
-        Kind.BATCHNORM_NOT_SYNCHRONISED,
-        NOTE,
-        "model = nn.Sequential",
-        "BatchNorm (nn.BatchNorm2d) will normalise with the 32 samples of its own rank.",
-    ),
-    Change(
         '        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))\n',
         "",
-        Kind.DEVICE_NOT_SET,
+        "device-not-set",
         HANG,
         "model = nn.Sequential",
         "torch.device('cuda') means the current GPU, and nothing makes each rank's own the current one.",
@@ -149,7 +114,7 @@ CHANGES = [
     Change(
         'torch.device("cuda")',
         'torch.device("cuda:0")',
-        Kind.DEVICE_FIXED,
+        "device-fixed",
         HANG,
         "model = nn.Sequential",
         "torch.device('cuda:0') names the same GPU on every rank.",
@@ -157,23 +122,15 @@ CHANGES = [
     Change(
         'device_ids=[int(os.environ["LOCAL_RANK"])]',
         "device_ids=[0]",
-        Kind.DEVICE_FIXED,
+        "device-fixed",
         HANG,
         "model = DDP",
         "DDP(model, device_ids=[0]) names the same GPU on every rank.",
     ),
     Change(
-        '"nccl" if torch.cuda.is_available() else "gloo"',
-        '"nccl"',
-        Kind.BACKEND_WITHOUT_GPU,
-        HANG,
-        "dist.init_process_group",
-        'init_process_group("nccl") on 2 ranks, but this machine has no GPU for them.',
-    ),
-    Change(
         "        if is_main_process():\n            save_checkpoint",
         "        if epoch % 2 == 0:\n            save_checkpoint",
-        Kind.SAVES_ON_ALL_RANKS,
+        "saves-on-all-ranks",
         WRONG,
         "torch.save(model.state_dict(), path)",
         "torch.save writes path on every rank.",
@@ -181,7 +138,7 @@ CHANGES = [
     Change(
         'f"random_{rank}.pt"',
         '"random.pt"',
-        Kind.SAVES_ON_ALL_RANKS,
+        "saves-on-all-ranks",
         WRONG,
         "torch.save(torch.get_rng_state()",
         "torch.save writes 'random.pt' on every rank.",
@@ -189,7 +146,7 @@ CHANGES = [
     Change(
         "        evaluate(model, val_loader, rank)\n",
         "        if rank == 0:\n            evaluate(model.module, val_loader, rank)\n",
-        Kind.COLLECTIVE_ON_ONE_RANK,
+        "collective-on-one-rank",
         HANG,
         "dist.all_reduce(total)",
         "dist.all_reduce is for all ranks, but only those with `rank == 0` come to it, "
@@ -198,7 +155,7 @@ CHANGES = [
     Change(
         "        if is_main_process():\n",
         "        if is_main_process():\n            dist.barrier()\n",
-        Kind.COLLECTIVE_ON_ONE_RANK,
+        "collective-on-one-rank",
         HANG,
         "            dist.barrier()",
         "dist.barrier is for all ranks, but only those with `is_main_process()` come to it.",
@@ -206,7 +163,7 @@ CHANGES = [
     Change(
         "    dist.destroy_process_group()\n",
         "    if rank > 0:\n        return\n    dist.broadcast(x, 0)\n",
-        Kind.COLLECTIVE_ON_ONE_RANK,
+        "collective-on-one-rank",
         HANG,
         "dist.broadcast(x, 0)",
         "dist.broadcast is for all ranks, but only those with `not (rank > 0)` come to it.",
@@ -214,51 +171,10 @@ CHANGES = [
     Change(
         "print(model.module(x))",
         "print(model(x))",
-        Kind.MODEL_ON_ONE_RANK,
+        "model-on-one-rank",
         HANG,
         "print(model(x))",
         "The wrapped model is called where only ranks with `rank == 0 and epoch == 2` come.",
-    ),
-    Change(
-        ", weights_only=True",
-        "",
-        Kind.UNSAFE_LOAD,
-        NOTE,
-        "model.load_state_dict",
-        "torch.load is called without weights_only.",
-    ),
-    Change(
-        ', map_location="cpu"',
-        "",
-        Kind.LOADS_ON_GPU_ZERO,
-        SLOW,
-        "model.load_state_dict",
-        "torch.load has no map_location.",
-    ),
-    Change(
-        "            (model(x) - y).square().mean().backward()\n",
-        "            (model(x) - y).square().mean().backward()\n            if (i + 1) % accumulate == 0:\n"
-        "                optimizer.step()\n",
-        Kind.ACCUMULATION_WITH_SYNC,
-        SLOW,
-        "if (i + 1) % accumulate == 0:",
-        "Gradients are accumulated (`if (i + 1) % accumulate == 0`), and each backward averages them over all ranks.",
-    ),
-    Change(
-        "def main(dataset):\n",
-        "digits = MNIST('data', download=True)\n\n\ndef main(dataset):\n",
-        Kind.DOWNLOADS_ON_ALL_RANKS,
-        WRONG,
-        "digits = MNIST",
-        "MNIST(download=True) is called on every rank at the same time.",
-    ),
-    Change(
-        "DDP(model, ",
-        "DDP(model, find_unused_parameters=True, ",
-        Kind.UNUSED_PARAMETERS_SEARCH,
-        SLOW,
-        "model = DDP",
-        "DistributedDataParallel(find_unused_parameters=True) walks the whole graph after every forward.",
     ),
 ]
 """One finding each."""

@@ -380,12 +380,8 @@ def doctor(
     """
     from lockstep.env import RankEnv
     from lockstep.study.compare.table import console
-    from lockstep.study.doctor.examine import examine
-    from lockstep.study.doctor.gather.plan import make_plan
-    from lockstep.study.doctor.record import to_json
-    from lockstep.study.doctor.report import Report
-    from lockstep.study.doctor.show import show
-    from lockstep.study.doctor.together import examine_together
+    from lockstep.study.doctor.examine import examine, examine_job, make_plan, show
+    from lockstep.study.doctor.findings import Report
 
     try:
         env = RankEnv.from_environ(os.environ)
@@ -398,21 +394,21 @@ def doctor(
             workers=workers,
             master_addr=master_addr,
             master_port=master_port,
-            checkpoint=None if checkpoint is None else Path(checkpoint),
+            checkpoint=checkpoint,
         )
         report: Report | None
         if env.world_size == 1:
             report = examine(plan, os.environ, task_s=_time_left_s())
             code = report.exit_code
         else:
-            report, code = examine_together(plan, env, os.environ)
+            report, code = examine_job(plan, env, os.environ)
     except ConfigurationError as error:
         click.echo(f"lockstep: {error}", err=True)
         return USAGE
     if report is None:  # rank zero tells
         return code
     if as_json:
-        click.echo(to_json(report))
+        click.echo(report.to_json())
     else:
         show(report, console())
     return code

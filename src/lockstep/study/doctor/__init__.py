@@ -1,3 +1,1 @@
 """What on this machine, and in a script, will slow or hang training, each with its fix."""
-
-from lockstep.study.doctor.examine import examine as examine

@@ -1,0 +1,288 @@
+"""What the doctor can find: a table of checks, each one function whose docstring is its entry in the documentation."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+PAGE = "docs/doctor.md"
+"""Where each finding is explained, under a heading of its own; `tools/findings.py` writes that part of the page."""
+
+KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+
+
+class Severity(Enum):
+    """How bad a finding is for the run that is planned, worst first."""
+
+    HANG = "hang"
+    WRONG = "wrong"
+    SLOW = "slow"
+    NOTE = "note"
+
+
+HANG, WRONG, SLOW, NOTE = Severity
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was found.
+
+    Attributes:
+        kind: The name of the check; also its heading in the documentation.
+        severity: How bad it is for the run that is planned.
+        found: What was seen, with the measured values.
+        cost: What it does to the run.
+        fix: What to do, in a sentence.
+        paste: The fix as lines to paste, into a shell, or into the script where ``where`` names one.
+        where: ``FILE:LINE`` for what was found in a script, or the machine in a job of several.
+    """
+
+    kind: str
+    severity: Severity
+    found: str
+    cost: str
+    fix: str
+    paste: str
+    where: str = ""
+
+    @property
+    def link(self) -> str:
+        """Where the documentation explains it."""
+        return f"{PAGE}#{self.kind}"
+
+
+@dataclass(frozen=True)
+class NotChecked:
+    """Something that could not be seen, and why."""
+
+    what: str
+    because: str
+
+
+class Facts:
+    """What was read of one part of the machine or the program; `check` functions judge it and read nothing else.
+
+    Attributes:
+        section: Heading in the documentation that its checks stand under.
+        topic: Its name in the report.
+    """
+
+    section: ClassVar[str]
+    topic: ClassVar[str]
+
+    @property
+    def summary(self) -> str:
+        """What was seen, in a line; empty if there is nothing to say."""
+        return ""
+
+
+F = TypeVar("F", bound=Facts)
+
+
+class Problem(NamedTuple):
+    """What a check function yields: what differs from one machine to another; the rest stands in its docstring.
+
+    Attributes:
+        severity: How bad it is for the run that is planned.
+        found: What was seen, with the measured values.
+        paste: The fix as lines to paste.
+        where: ``FILE:LINE`` for what was found in a script.
+        cost: What it does to the run, if that is not what the docstring says.
+    """
+
+    severity: Severity
+    found: str
+    paste: str
+    where: str = ""
+    cost: str = ""
+
+
+@dataclass(frozen=True)
+class Check:
+    """An entry of the table: what it judges, its name, and its documentation.
+
+    Attributes:
+        facts: What it judges.
+        kind: Its name; also its heading in the documentation.
+        explanation: What it means, for the documentation.
+        cost: What it does to the run.
+        fix: What to do.
+        function: Yields what is found.
+    """
+
+    facts: type[Facts]
+    kind: str
+    explanation: str
+    cost: str
+    fix: str
+    function: Callable[[Any], Iterator[Problem]]
+
+
+CHECKS: list[Check] = []
+"""All checks, in the order in which the modules that hold them are imported."""
+
+
+def check(facts: type[F]) -> Callable[[Callable[[F], Iterator[Problem]]], Callable[[F], Iterator[Problem]]]:
+    """Add a function to the table, under its own name with dashes.
+
+    Its docstring ends with a paragraph of two entries, ``Cost:`` and ``Fix:``; report and documentation show them.
+    """
+
+    def register(function: Callable[[F], Iterator[Problem]]) -> Callable[[F], Iterator[Problem]]:
+        explanation, _, rest = (inspect.getdoc(function) or "").rpartition("\n\nCost: ")
+        cost, _, fix = rest.partition("\nFix: ")
+        kind = function.__name__.replace("_", "-")
+        CHECKS.append(Check(facts, kind, explanation, " ".join(cost.split()), " ".join(fix.split()), function))
+        return function
+
+    return register
+
+
+def judge(facts: Facts) -> list[Finding]:
+    """Return what all checks of these facts find."""
+    return [
+        Finding(entry.kind, severity, found, cost or entry.cost, entry.fix, paste, where)
+        for entry in CHECKS
+        if entry.facts is type(facts)
+        for severity, found, paste, where, cost in entry.function(facts)
+    ]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The run that the machine is examined for.
+
+    Attributes:
+        devices: Ranks on this machine.
+        machines: Machines of the job.
+        on_gpus: Whether each rank has a GPU.
+        workers: Loader processes of each rank; ``None`` if nobody said.
+        master_addr: Where the ranks of several machines meet.
+        master_port: The port there; ``None`` if the launcher is to find one.
+        checkpoint: Folder that checkpoints are to go to.
+        target: The script or task, as it was named.
+        is_running: Whether this process is a rank of a job that has begun.
+    """
+
+    devices: int
+    machines: int = 1
+    on_gpus: bool = False
+    workers: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    checkpoint: str = "."
+    target: str | None = None
+    is_running: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks, if all machines have equally many."""
+        return self.devices * self.machines
+
+    def describe(self) -> str:
+        """Say what is planned, such as ``2 ranks on CPU cores``."""
+        where = ("GPU" if self.on_gpus else "CPU core") + "s" * (self.devices != 1)
+        if self.machines > 1:
+            return f"{self.world_size} ranks on {self.machines} machines with {self.devices} {where} each"
+        return f"{plural(self.devices, 'rank')} on {where}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an examination came to.
+
+    Attributes:
+        plan: The run that it is about.
+        host: The machine.
+        seen: A line for each topic.
+        findings: Worst first.
+        not_checked: What could not be seen.
+        seconds: That the examination took.
+    """
+
+    plan: Plan
+    host: str
+    seen: dict[str, str]
+    findings: tuple[Finding, ...]
+    not_checked: tuple[NotChecked, ...]
+    seconds: float = 0.0
+
+    def count(self, severity: Severity) -> int:
+        """Return how many findings are so bad."""
+        return sum(finding.severity is severity for finding in self.findings)
+
+    @property
+    def exit_code(self) -> int:
+        """1 if the run will hang, fail, be wrong or be slow; 0 if there is nothing worse than notes."""
+        return int(any(finding.severity is not NOTE for finding in self.findings))
+
+    @property
+    def verdict(self) -> str:
+        """How it stands, in one sentence."""
+        words = {HANG: "will hang or fail", WRONG: "will be wrong", SLOW: "will be slow", NOTE: "to note"}
+        counts = [f"{self.count(severity)} {text}" for severity, text in words.items() if self.count(severity)]
+        if self.exit_code:
+            return f"Found: {', '.join(counts)}."
+        return "; ".join(["Nothing was found that would hang, falsify or slow this run", *counts]) + "."
+
+    def to_record(self) -> dict[str, Any]:
+        """Return everything in numbers, texts, lists and dicts; the names of the fields stay as they are."""
+        findings = [
+            asdict(finding) | {"severity": finding.severity.value, "link": finding.link} for finding in self.findings
+        ]
+        return {
+            "verdict": self.verdict,
+            "exit_code": self.exit_code,
+            "counts": {severity.value: self.count(severity) for severity in Severity},
+            "host": self.host,
+            "plan": asdict(self.plan),
+            "seen": self.seen,
+            "findings": findings,
+            "not_checked": [asdict(missed) for missed in self.not_checked],
+            "seconds": round(self.seconds, 2),
+        }
+
+    def to_json(self) -> str:
+        """Return the record as text."""
+        return json.dumps(self.to_record(), indent=2)
+
+
+def report_from(record: dict[str, Any]) -> Report:
+    """Return the report of which `Report.to_record` made ``record``."""
+    findings = []
+    for texts in record["findings"]:
+        own = {name: text for name, text in texts.items() if name != "link"}
+        findings.append(Finding(**own | {"severity": Severity(own["severity"])}))
+    missed = tuple(NotChecked(**texts) for texts in record["not_checked"])
+    plan = Plan(**record["plan"])
+    return Report(plan, record["host"], record["seen"], tuple(findings), missed, record["seconds"])
+
+
+def worst_first(findings: list[Finding]) -> tuple[Finding, ...]:
+    """Return the findings by severity; those of one severity stay in their order."""
+    order = list(Severity)
+    return tuple(sorted(findings, key=lambda finding: order.index(finding.severity)))
+
+
+def size(num_bytes: float) -> str:
+    """Write bytes in the unit that fits, such as ``1.5 GiB``."""
+    for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if num_bytes >= unit:
+            amount = num_bytes / unit
+            return f"{amount:.0f} {name}" if amount >= 99.5 or amount == int(amount) else f"{amount:.1f} {name}"
+    return f"{num_bytes:.0f} bytes"
+
+
+def plural(count: int, noun: str, ending: str = "s") -> str:
+    """Write a count with its noun, such as ``2 ranks``."""
+    return f"{count} {noun}{ending if count != 1 else ''}"
+
+
+def listed(names: list[str], most: int = 4) -> str:
+    """Write names with commas, the first few of many."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
