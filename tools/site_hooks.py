@@ -13,7 +13,7 @@ from mkdocs.structure.files import File
 REPO = Path(__file__).parents[1]
 sys.path.insert(0, str(REPO))
 
-from tools import messages, settings  # noqa: E402  # tools/ is found only now
+from tools import findings, messages, settings  # noqa: E402  # tools/ is found only now
 
 _LINK = re.compile(r"(?<=\]\()([^)#\s:]+)")
 
@@ -36,4 +36,6 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
         markdown = markdown.replace(messages.MARKER, messages.as_table(REPO / "src" / "lockstep"))
     if settings.MARKER in markdown:
         markdown = markdown.replace(settings.MARKER, settings.as_table())
+    if findings.MARKER in markdown:
+        markdown = markdown.replace(findings.MARKER, findings.as_sections())
     return markdown
