@@ -1,4 +1,14 @@
-"""One binary tree in which the virtual shards' gradients are summed: the same bits on any number of devices."""
+"""One binary tree in which the virtual shards' gradients are summed: the same bits on any number of devices.
+
+[Note: the tree]
+Floating-point addition is not associative, so the bits of a sum depend on who adds what to what. Here that is fixed:
+the gradients of the virtual shards, the *leaves* 0 to n-1, are added in one binary tree, which is a pure function of n.
+A *node* is the range of leaves under it. A node of more than one leaf splits after the largest power of two that is
+smaller than its size, so that equal parts of a power of two are nodes themselves: each device sums the nodes within its
+own leaves (`PairwiseAccumulator`), and only the additions above those are done between devices (`TreeReduction`).
+
+Design: docs/design/reproducible.md.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +27,18 @@ from typing_extensions import override
 from lockstep.comm.collectives import Group, all_gather_flat_async, all_to_all_async
 from lockstep.parallel.flat import view_like
 
-# The binary tree in which the leaves 0 to n-1 are summed: a pure function of n.
-#
-# A node is the range of leaves under it. A node of more than one leaf splits after the largest power of two that is
-# smaller than its size, so that equal parts of a power of two are nodes themselves, whoever computes them.
-
 T = TypeVar("T")
+
+_ALIGNMENT_BYTES = 512
+"""Where each gradient starts: some kernels sum in an order that depends on how the numbers are aligned."""
+
+_CHUNK_BYTES = 25 * 2**20
+
+_MAX_CHUNKS_IN_FLIGHT = 3
+"""Chunks that travel at the same time: enough to keep the network busy, and a bound for the memory."""
+
+
+# --- which additions --------------------------------------------------------------------------------------------------
 
 
 def split(node: range) -> tuple[range, range]:
@@ -33,7 +49,7 @@ def split(node: range) -> tuple[range, range]:
 
 @dataclass(frozen=True)
 class ReductionTree:
-    """The tree over ``num_leaves`` leaves."""
+    """The tree over ``num_leaves`` leaves; see [Note: the tree]."""
 
     num_leaves: int
 
@@ -44,7 +60,16 @@ class ReductionTree:
 
     def roots(self, leaves: range) -> list[range]:
         """Return the largest nodes that lie within ``leaves``, in order: what can be summed without the others."""
-        return _within(self.root, leaves)
+
+        def within(node: range) -> list[range]:
+            if leaves.start <= node.start and node.stop <= leaves.stop:
+                return [node]
+            if node.stop <= leaves.start or leaves.stop <= node.start:
+                return []
+            left, right = split(node)
+            return within(left) + within(right)
+
+        return within(self.root)
 
     def parent(self, left: range, right: range) -> range | None:
         """Return the node whose children are ``left`` and ``right``, or None if there is none."""
@@ -52,23 +77,11 @@ class ReductionTree:
 
     def combine(self, parts: Mapping[range, T], add: Callable[[T, T], T], *, root: range | None = None) -> T:
         """Return the sum of all leaves, or of those under ``root``, from nodes that together hold each of them once."""
-        return _combine(self.root if root is None else root, parts, add)
-
-
-def _within(node: range, leaves: range) -> list[range]:
-    if leaves.start <= node.start and node.stop <= leaves.stop:
-        return [node]
-    if node.stop <= leaves.start or leaves.stop <= node.start:
-        return []
-    left, right = split(node)
-    return _within(left, leaves) + _within(right, leaves)
-
-
-def _combine(node: range, parts: Mapping[range, T], add: Callable[[T, T], T]) -> T:
-    if node in parts:
-        return parts[node]
-    left, right = split(node)
-    return add(_combine(left, parts, add), _combine(right, parts, add))
+        node = self.root if root is None else root
+        if node in parts:
+            return parts[node]
+        left, right = split(node)
+        return add(self.combine(parts, add, root=left), self.combine(parts, add, root=right))
 
 
 @lru_cache(maxsize=8)
@@ -84,162 +97,6 @@ def _parents(num_leaves: int) -> dict[tuple[range, range], range]:
     return parents
 
 
-# Flat memory for one gradient of every parameter, laid out the same way whoever sums it.
-
-_ALIGNMENT_BYTES = 512
-"""Where each gradient starts: some kernels sum in an order that depends on how the numbers are aligned."""
-
-_CHUNK_BYTES = 25 * 2**20
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a parameter's gradient lies."""
-
-    chunk: int
-    offset: int
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """One flat buffer: gradients of one dtype on one device."""
-
-    numel: int
-    dtype: torch.dtype
-
-
-class GradientLayout:
-    """Cuts the gradients of ``parameters`` into chunks of about 25 MiB, the last parameters first.
-
-    Args:
-        parameters: All on one device.
-        multiple_of: What the numel of each chunk divides by: the number of ranks that share its sum.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor], *, multiple_of: int = 1) -> None:
-        self.parameters = list(parameters)
-        self._places: list[_Place] = [_Place(0, 0)] * len(self.parameters)
-        sizes: list[list[int]] = []
-        dtypes: list[torch.dtype] = []
-        open_chunks: dict[torch.dtype, int] = {}
-        for index in reversed(range(len(self.parameters))):
-            parameter = self.parameters[index]
-            padded = _round_up(parameter.numel(), _ALIGNMENT_BYTES // parameter.itemsize)
-            chunk = open_chunks.get(parameter.dtype)
-            if chunk is None or (sum(sizes[chunk]) + padded) * parameter.itemsize > _CHUNK_BYTES:
-                chunk = open_chunks[parameter.dtype] = len(sizes)
-                sizes.append([])
-                dtypes.append(parameter.dtype)
-            self._places[index] = _Place(chunk, sum(sizes[chunk]))
-            sizes[chunk].append(padded)
-        self._chunks = [
-            _Chunk(_round_up(sum(size), multiple_of), dtype) for size, dtype in zip(sizes, dtypes, strict=True)
-        ]
-
-    def new_row(self, device: torch.device) -> GradientRow:
-        """Return zeros for every gradient."""
-        flats = [torch.zeros(chunk.numel, dtype=chunk.dtype, device=device) for chunk in self._chunks]
-        views = [
-            view_like(flats[place.chunk][place.offset : place.offset + parameter.numel()], parameter)
-            for place, parameter in zip(self._places, self.parameters, strict=True)
-        ]
-        return GradientRow(flats, views)
-
-
-@dataclass(frozen=True)
-class GradientRow:
-    """A gradient of every parameter: ``views[i]`` is that of parameter i, in the memory of one of ``flats``."""
-
-    flats: list[Tensor]
-    views: list[Tensor]
-
-    def fill(self, gradients: Sequence[Tensor | None]) -> None:
-        """Take in the gradients of a leaf; None is zero."""
-        present = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        missing = [self.views[index] for index, gradient in enumerate(gradients) if gradient is None]
-        if present:
-            torch._foreach_copy_([self.views[index] for index in present], _present(gradients))
-        if missing:
-            torch._foreach_zero_(missing)
-
-    def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add the gradients of a leaf; None is zero, which is added too: it makes 0 of -0, as a row of zeros does."""
-        for dtype in {view.dtype for view in self.views}:
-            present = [i for i, g in enumerate(gradients) if g is not None and self.views[i].dtype is dtype]
-            if present:
-                torch._foreach_add_([self.views[i] for i in present], _present([gradients[i] for i in present]))
-        missing = [self.views[index] for index, gradient in enumerate(gradients) if gradient is None]
-        if missing:
-            torch._foreach_add_(missing, 0)
-
-    def add_row(self, other: GradientRow) -> None:
-        """Add ``other``, which is on the same device."""
-        for flat, addend in zip(self.flats, other.flats, strict=True):
-            flat.add_(addend)
-
-
-def _present(gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    return [gradient for gradient in gradients if gradient is not None]
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
-# The gradients of leaves that come one after the other, summed in the tree with as little memory as that takes.
-
-
-class PairwiseAccumulator:
-    """Sums leaf after leaf, from left to right; whatever makes a whole node is one row.
-
-    So n leaves take about log2(n) rows and not n. Rows are kept from step to step; those that `take` gave away are to
-    be given back.
-
-    Args:
-        tree: Of all leaves.
-        layout: Of a row.
-        device: Where the rows are.
-    """
-
-    def __init__(self, tree: ReductionTree, layout: GradientLayout, device: torch.device) -> None:
-        self._tree, self._layout, self._device = tree, layout, device
-        self._free: list[GradientRow] = []
-        self._rungs: list[tuple[range, GradientRow]] = []
-
-    def push(self, leaf: int, gradients: Sequence[Tensor | None]) -> None:
-        """Take in the gradients of the next leaf, one a parameter; None is zero. They are free afterwards."""
-        node = range(leaf, leaf + 1)
-        parent = self._tree.parent(self._rungs[-1][0], node) if self._rungs else None
-        if parent is None:
-            row = self._free.pop() if self._free else self._layout.new_row(self._device)
-            row.fill(gradients)
-        else:
-            _, row = self._rungs.pop()
-            row.add(gradients)
-            node = parent
-        while self._rungs and (parent := self._tree.parent(self._rungs[-1][0], node)) is not None:
-            _, left = self._rungs.pop()
-            left.add_row(row)
-            self._free.append(row)
-            node, row = parent, left
-        self._rungs.append((node, row))
-
-    def take(self) -> dict[range, GradientRow]:
-        """Return the sums of what was pushed, by node, and begin anew."""
-        rungs, self._rungs = dict(self._rungs), []
-        return rungs
-
-    def give_back(self, rows: Sequence[GradientRow]) -> None:
-        """Take rows that nobody uses any more, for later leaves."""
-        self._free += rows
-
-
-# The last additions of the tree, between those who computed its parts: replicas of one process, or ranks.
-
-_NUM_UNDER_WAY = 3
-"""Chunks whose parts travel at the same time: enough to keep the wire busy, and bounds the memory."""
-
-
 @dataclass(frozen=True)
 class LeafPlacement:
     """Who computes which leaves: a contiguous range each, in order, that together are all leaves."""
@@ -253,6 +110,140 @@ class LeafPlacement:
     def tree(self) -> ReductionTree:
         """The tree over all leaves."""
         return ReductionTree(self.ranges[-1].stop)
+
+
+# --- where the gradients lie ------------------------------------------------------------------------------------------
+
+
+class GradientLayout:
+    """Flat memory for one gradient of every parameter, laid out the same way whoever sums it.
+
+    The gradients are cut into chunks of about 25 MiB, the last parameters first.
+
+    Args:
+        parameters: All on one device.
+        multiple_of: What the numel of each chunk divides by: the number of ranks that share its sum.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], *, multiple_of: int = 1) -> None:
+        self.parameters = list(parameters)
+        self._places: dict[int, tuple[int, int]] = {}  # by parameter, its chunk and where it begins there
+        numels: list[int] = []
+        dtypes: list[torch.dtype] = []
+        open_chunks: dict[torch.dtype, int] = {}
+        for index in reversed(range(len(self.parameters))):
+            parameter = self.parameters[index]
+            padded = _round_up(parameter.numel(), _ALIGNMENT_BYTES // parameter.itemsize)
+            chunk = open_chunks.get(parameter.dtype)
+            if chunk is None or (numels[chunk] + padded) * parameter.itemsize > _CHUNK_BYTES:
+                chunk = open_chunks[parameter.dtype] = len(numels)
+                numels.append(0)
+                dtypes.append(parameter.dtype)
+            self._places[index] = (chunk, numels[chunk])
+            numels[chunk] += padded
+        self._chunks = [(_round_up(numel, multiple_of), dtype) for numel, dtype in zip(numels, dtypes, strict=True)]
+
+    def new_row(self, device: torch.device) -> GradientRow:
+        """Return zeros for every gradient."""
+        flats = [torch.zeros(numel, dtype=dtype, device=device) for numel, dtype in self._chunks]
+        views = []
+        for index, parameter in enumerate(self.parameters):
+            chunk, offset = self._places[index]
+            views.append(view_like(flats[chunk][offset : offset + parameter.numel()], parameter))
+        return GradientRow(flats, views)
+
+
+@dataclass(frozen=True)
+class GradientRow:
+    """A gradient of every parameter: ``views[i]`` is that of parameter i, in the memory of one of ``flats``."""
+
+    flats: list[Tensor]
+    views: list[Tensor]
+
+    def fill(self, gradients: Sequence[Tensor | None]) -> None:
+        """Take in the gradients of a leaf; None is zero."""
+        pairs = [(view, each) for view, each in zip(self.views, gradients, strict=True) if each is not None]
+        if pairs:
+            torch._foreach_copy_([view for view, _ in pairs], [each for _, each in pairs])
+        if missing := self._views_without(gradients):
+            torch._foreach_zero_(missing)
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add the gradients of a leaf; None is zero."""
+        for dtype in {view.dtype for view in self.views}:
+            pairs = [
+                (view, each)
+                for view, each in zip(self.views, gradients, strict=True)
+                if each is not None and view.dtype is dtype
+            ]
+            if pairs:
+                torch._foreach_add_([view for view, _ in pairs], [each for _, each in pairs])
+        if missing := self._views_without(gradients):
+            # -0 + 0 is 0: were it left out, the sign of a zero would tell whether a leaf was added or was the first.
+            torch._foreach_add_(missing, 0)
+
+    def add_row(self, other: GradientRow) -> None:
+        """Add ``other``, which is on the same device."""
+        for flat, addend in zip(self.flats, other.flats, strict=True):
+            flat.add_(addend)
+
+    def _views_without(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        return [view for view, each in zip(self.views, gradients, strict=True) if each is None]
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+# --- the additions of one device --------------------------------------------------------------------------------------
+
+
+class PairwiseAccumulator:
+    """Sums the gradients of leaf after leaf, from left to right; whatever makes a whole node is one row.
+
+    So n leaves take about log2(n) rows and not n. Rows are kept from step to step; those that `take` gave away are to
+    be given back.
+
+    Args:
+        tree: Of all leaves.
+        layout: Of a row.
+        device: Where the rows are.
+    """
+
+    def __init__(self, tree: ReductionTree, layout: GradientLayout, device: torch.device) -> None:
+        self._tree, self._layout, self._device = tree, layout, device
+        self._free: list[GradientRow] = []
+        self._pending: list[tuple[range, GradientRow]] = []  # nodes that wait for their right neighbour
+
+    def push(self, leaf: int, gradients: Sequence[Tensor | None]) -> None:
+        """Take in the gradients of the next leaf, one for each parameter; None is zero. They are free afterwards."""
+        node = range(leaf, leaf + 1)
+        parent = self._tree.parent(self._pending[-1][0], node) if self._pending else None
+        if parent is None:
+            row = self._free.pop() if self._free else self._layout.new_row(self._device)
+            row.fill(gradients)
+        else:  # a right leaf needs no row of its own
+            _, row = self._pending.pop()
+            row.add(gradients)
+            node = parent
+        while self._pending and (parent := self._tree.parent(self._pending[-1][0], node)) is not None:
+            _, left = self._pending.pop()
+            left.add_row(row)
+            self._free.append(row)
+            node, row = parent, left
+        self._pending.append((node, row))
+
+    def take(self) -> dict[range, GradientRow]:
+        """Return the sums of what was pushed, by node, and begin anew."""
+        sums, self._pending = dict(self._pending), []
+        return sums
+
+    def give_back(self, rows: Sequence[GradientRow]) -> None:
+        """Take rows that nobody uses any more, for later leaves."""
+        self._free += rows
+
+
+# --- the additions between devices ------------------------------------------------------------------------------------
 
 
 class TreeReduction(ABC):
@@ -287,7 +278,7 @@ class LocalReduction(TreeReduction):
 
 @final
 class RankReduction(TreeReduction):
-    """Between ranks: each receives its slice of everybody's parts, sums it in the tree, and hands it to all.
+    """Between ranks: each receives its slice of everybody's parts, sums it in the tree, and gives it to all.
 
     Moves as many bytes as an all-reduce does where each rank's leaves make one node.
 
@@ -297,8 +288,8 @@ class RankReduction(TreeReduction):
     """
 
     def __init__(self, placement: LeafPlacement, group: Group) -> None:
-        self._placement, self._group = placement, group
-        self._nodes = [placement.tree.roots(leaves) for leaves in placement.ranges]
+        self._tree, self._group = placement.tree, group
+        self._nodes = [self._tree.roots(leaves) for leaves in placement.ranges]
 
     @override
     def sum(self, parts: Sequence[Mapping[range, GradientRow]]) -> GradientRow:
@@ -308,27 +299,26 @@ class RankReduction(TreeReduction):
         """
         (mine,) = parts
         rows = [mine[node] for node in self._nodes[self._group.rank()]]
-        under_way: deque[tuple[Tensor, Any]] = deque()
-        handing_out: list[Any] = []
-        totals = iter(rows[0].flats)
+        scattering: deque[tuple[Tensor, Tensor, Any]] = deque()
+        gathering: list[Any] = []
 
         def sum_oldest() -> None:
-            received, work = under_way.popleft()
+            total, received, work = scattering.popleft()
             work.wait()
-            handing_out.append(self._share(received, next(totals)))
+            gathering.append(self._sum_slice(received, total))
 
         for flats in zip(*(row.flats for row in rows), strict=True):
-            if len(under_way) == _NUM_UNDER_WAY:
+            if len(scattering) == _MAX_CHUNKS_IN_FLIGHT:
                 sum_oldest()
-            under_way.append(self._send(flats))
-        while under_way:
+            scattering.append((flats[0], *self._scatter(flats)))
+        while scattering:
             sum_oldest()
-        for work in handing_out:
+        for work in gathering:
             work.wait()
         return rows[0]
 
-    def _send(self, flats: Sequence[Tensor]) -> tuple[Tensor, Any]:
-        """Start to send each rank its slice of my parts, and to receive my slice of theirs."""
+    def _scatter(self, flats: Sequence[Tensor]) -> tuple[Tensor, Any]:
+        """Start to send each rank its slice of this rank's parts, and to receive this rank's slice of theirs."""
         num_ranks = self._group.size()
         numel = flats[0].numel() // num_ranks
         sent = flats[0] if len(flats) == 1 else torch.stack([flat.view(num_ranks, numel) for flat in flats], dim=1)
@@ -342,9 +332,9 @@ class RankReduction(TreeReduction):
         )
         return received, work
 
-    def _share(self, received: Tensor, flat: Tensor) -> Any:
-        """Sum my slice in the tree and start to hand it to all, into ``flat``; return what to wait for."""
+    def _sum_slice(self, received: Tensor, flat: Tensor) -> Any:
+        """Sum this rank's slice in the tree and start to give it to all, into ``flat``; return what to wait for."""
         nodes = [node for nodes in self._nodes for node in nodes]
         pieces = dict(zip(nodes, received.chunk(len(nodes)), strict=True))
-        total = self._placement.tree.combine(pieces, Tensor.add_)
+        total = self._tree.combine(pieces, Tensor.add_)
         return all_gather_flat_async(flat, total, group=self._group)

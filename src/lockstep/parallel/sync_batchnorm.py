@@ -1,4 +1,8 @@
-"""``SyncBatchNorm``: batch normalisation over the samples of all ranks, also of ranks with fewer samples or none."""
+"""``SyncBatchNorm``: batch normalisation over the samples of all ranks, also of ranks with fewer samples or none.
+
+The layer comes last. Before it comes what it is made of: how it learns from the engine what other ranks do, the
+statistics and their exchange, the kernels, and the function that autograd sees. Design: docs/design/batchnorm.md.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,11 @@ from lockstep.comm.collectives import Group, all_gather, all_reduce, default_gro
 from lockstep.errors import CollectiveError, ConfigurationError
 from lockstep.parallel.compile import keep_out_of_graphs
 
-# What a layer knows of the engine that trains it: whom to tell what comes next, and what a backward counts for.
+TorchSyncBatchNorm = nn.SyncBatchNorm
+"""torch's own class, also after ``adopt()`` has put ours in its place."""
+
+
+# --- the engine that trains the layer ---------------------------------------------------------------------------------
 
 
 class Event(IntEnum):
@@ -33,7 +41,7 @@ class Event(IntEnum):
 
 
 class TrainingEngine(Protocol):
-    """Trains the layer's model; see follow.py."""
+    """Trains the layer's model; see `SyncLayerShadow` in ddp/uneven_inputs.py."""
 
     @property
     def is_open(self) -> bool:
@@ -72,16 +80,18 @@ def register_engine(engine: TrainingEngine, layers: Sequence[nn.Module]) -> None
         _engines[layer] = weakref.ref(engine)
 
 
-# Mean and variance by channel over the values of several ranks, from each rank's own.
-#
-# [Note: one layout, one dtype]
-# A rank's statistics are one float64 vector, whatever the dtype of its input: the number of values in a channel, then
-# the means of the C channels, then their M2, the sums of squared distances from the mean. So ranks can exchange them
-# without knowing each other's dtypes, a count beyond 2**24 stays exact, and a rank without any input has zeros to send.
+# --- statistics, and their exchange between ranks ---------------------------------------------------------------------
 
 
 class Statistics(NamedTuple):
-    """Of the values of all ranks: mean and biased variance by channel, and how many values a channel has in float64."""
+    """Of the values of all ranks: mean and biased variance by channel, and how many values a channel has in float64.
+
+    [Note: what travels]
+    A rank's statistics travel as one float64 vector, whatever the dtype of its input: the number of values in a
+    channel, then the means of the C channels, then their M2, the sums of squared distances from the mean. So ranks can
+    exchange them without knowing each other's dtypes, a count beyond 2**24 stays exact, and a rank without any input
+    has zeros to send.
+    """
 
     mean: Tensor
     var: Tensor
@@ -102,13 +112,8 @@ def compute_dtype(input: Tensor) -> torch.dtype:
     return torch.float64 if input.dtype is torch.float64 else torch.float32
 
 
-def num_values(input: Tensor) -> int:
-    """Return how many values each channel of ``input`` has."""
-    return input.numel() // input.size(1)
-
-
 def measure(input: Tensor) -> Tensor:
-    """Return count, means and M2 of ``input``, whose second dimension is the channels; see the note above."""
+    """Return count, means and M2 of ``input``, whose second dimension is the channels; see [Note: what travels]."""
     num_channels = input.size(1)
     if input.numel() == 0:
         return empty_statistics(num_channels, input.device)
@@ -117,7 +122,7 @@ def measure(input: Tensor) -> Tensor:
         # The kernel rounds its results to half precision unless running statistics tell it another dtype.
         like = torch.zeros(num_channels), torch.ones(num_channels)
     mean, var = torch.batch_norm_update_stats(input, *like, 1.0)
-    count = num_values(input)
+    count = input.numel() // num_channels
     vector = torch.cat([mean.new_full((1,), count, dtype=torch.float64), mean, var])
     vector[1 + num_channels :] *= count
     return vector
@@ -147,15 +152,116 @@ def merge(vectors: Tensor) -> Statistics:
     return Statistics(mean, (within.sum(0) + between) / divisor, total)
 
 
-def update_running(running: Tensor, value: Tensor, factor: float) -> None:
-    """Replace ``factor`` of a running statistic by a new value, in place."""
-    running.lerp_(value.to(running.dtype), factor)
+_ADVICE = (
+    "Every rank must run the same SyncBatchNorm layers in the same order, on as many channels, forward and backward; "
+    "if another rank ended or failed, look at the first error of the job."
+)
 
 
-# What is computed for each element: torch's own kernels, given the statistics of all ranks.
-#
-# On the CPU those of ``batch_norm`` in evaluation mode serve, which normalise with statistics that they are given and
-# whose backward yields the two sums that all ranks need. Elsewhere those that torch's ``SyncBatchNorm`` is made of do.
+class LayerPlace(NamedTuple):
+    """Where a layer is in its model; not assigned in a model that is not wrapped."""
+
+    number: int = -1
+    name: str = "a SyncBatchNorm layer"
+
+
+_compared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The layers that are known to have as many channels on every rank."""
+
+
+class StatisticsExchange:
+    """One forward of ``layer`` and its backward, as the ranks of ``group`` do them together.
+
+    [Note: the same layer everywhere]
+    Collectives are matched by their order alone. Where a layer runs on some ranks only, or ranks use layers in
+    different orders, statistics of two layers would be merged without an error if they have as many channels. So each
+    vector carries the layer's place in the model, which `DistributedDataParallel` assigns. On the CPU it is compared;
+    on other devices reading it would make the processor wait for the device in every layer.
+
+    Backends cope badly with tensors of different sizes: Gloo ends the process. So the first use of a layer compares the
+    number of channels.
+
+    Args:
+        layer: The layer.
+        place: Where it is in the model.
+        group: The ranks that take part.
+    """
+
+    def __init__(self, layer: nn.Module, place: LayerPlace, group: Group) -> None:
+        self._layer, self._place, self._group = layer, place, group
+        self._engine = engine_of(layer)
+        self._announces = self._engine is not None and self._engine.is_open
+        self._step = 0 if self._engine is None else self._engine.step
+
+    def announce(self, event: Event) -> None:
+        """Tell ranks without a batch, if there may be any. Collective then: every rank. Blocks until complete."""
+        if self._announces:
+            assert self._engine is not None
+            self._engine.announce(event, self._layer, self._step)
+
+    def compare_channels(self, num_channels: int, device: torch.device) -> None:
+        """Make sure, once for each layer, that it has as many channels on every rank.
+
+        Collective the first time: every rank. Blocks until complete.
+
+        Raises:
+            CollectiveError: On every rank: it has not, or other ranks do something else.
+        """
+        if self._layer in _compared:
+            return
+        rows = self._gather(torch.tensor([num_channels], device=device), check=True)
+        on_rank = [int(each) for each in rows.flatten().tolist()]
+        if any(each != num_channels for each in on_rank):
+            channels = ", ".join(f"{each} on rank {rank}" for rank, each in enumerate(on_rank))
+            raise self._failed("forward", f"it has different numbers of channels: {channels}.")
+        _compared.add(self._layer)
+
+    def gather(self, vector: Tensor) -> Tensor:
+        """Return every rank's ``vector``, one below the other.
+
+        Collective: every rank. Blocks until complete (on CUDA: the current stream waits).
+
+        Raises:
+            CollectiveError: Other ranks run another layer, or ended, or did not take part in time.
+        """
+        return self._gather(vector, check=vector.is_cpu)
+
+    def sum(self, vector: Tensor) -> Tensor:
+        """Return the sum of every rank's ``vector``, in this rank's unit. Collective: as `gather`."""
+        unit = 1.0 if self._engine is None else self._engine.unit
+        marked = self._marked(vector if unit == 1 else vector * unit)
+        try:
+            all_reduce(marked, group=self._group)
+        except RuntimeError as error:
+            raise self._failed("backward", error) from error
+        if vector.is_cpu:
+            self._check([float(marked[-1]) / self._group.size()], "backward")
+        return marked[:-1] if unit == 1 else marked[:-1] / unit
+
+    def _gather(self, vector: Tensor, *, check: bool) -> Tensor:
+        try:
+            rows = torch.stack(all_gather(self._marked(vector), group=self._group))
+        except RuntimeError as error:
+            raise self._failed("forward", error) from error
+        if check:
+            self._check(rows[:, -1].tolist(), "forward")
+        return rows[:, :-1]
+
+    def _marked(self, vector: Tensor) -> Tensor:
+        return torch.cat([vector, vector.new_full((1,), self._place.number)])
+
+    def _check(self, numbers: list[float], phase: str) -> None:
+        if any(number != self._place.number for number in numbers):
+            raise self._failed(phase, "other ranks run another layer.")
+
+    def _failed(self, phase: str, cause: object) -> CollectiveError:
+        return CollectiveError(
+            f"Rank {self._group.rank()}: the {phase} of {self._place.name} could not be done together with the other "
+            f"ranks: {cause}\n{_ADVICE}"
+        )
+
+
+# --- kernels: torch's own, given the statistics of all ranks ----------------------------------------------------------
 
 
 def contiguous_like(tensor: Tensor, like: Tensor | None = None) -> Tensor:
@@ -168,6 +274,11 @@ def _memory_format(tensor: Tensor) -> torch.memory_format:
     if last is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last):
         return last
     return torch.contiguous_format
+
+
+# On the CPU the kernels of ``batch_norm`` in evaluation mode serve, which normalise with statistics that they are given
+# and whose backward yields the two sums that all ranks need. Elsewhere those do that torch's ``SyncBatchNorm`` is made
+# of.
 
 
 def normalise(input: Tensor, weight: Tensor | None, bias: Tensor | None, batch: Statistics, eps: float) -> Tensor:
@@ -251,131 +362,7 @@ def _cast(tensor: Tensor | None, batch: Statistics) -> Tensor | None:
     return None if tensor is None else tensor.to(batch.mean.dtype)
 
 
-# How one use of a layer talks to the same layer on the other ranks.
-#
-# [Note: the same layer everywhere]
-# Collectives are matched by their order alone. Where a layer runs on some ranks only, or ranks use layers in different
-# orders, statistics of two layers would be merged without an error if they have as many channels. So each vector
-# carries the layer's place in the model, which `DistributedDataParallel` assigns. On the CPU it is compared; on other
-# devices reading it would make the processor wait for the device in every layer.
-#
-# Backends cope badly with tensors of different sizes: Gloo ends the process. So the first use of a layer compares the
-# number of channels.
-
-_ADVICE = (
-    "Every rank must run the same SyncBatchNorm layers in the same order, on as many channels, forward and backward; "
-    "if another rank ended or failed, look at the first error of the job."
-)
-
-
-class LayerPlace(NamedTuple):
-    """Where a layer is in its model; not assigned in a model that is not wrapped."""
-
-    number: int = -1
-    name: str = "a SyncBatchNorm layer"
-
-
-_compared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""The layers that are known to have as many channels on every rank."""
-
-
-class StatisticsExchange:
-    """One forward of ``layer`` and its backward, as the ranks of ``group`` do them together.
-
-    Args:
-        layer: The layer.
-        place: Where it is in the model.
-        group: The ranks that take part.
-    """
-
-    def __init__(self, layer: nn.Module, place: LayerPlace, group: Group) -> None:
-        self._layer, self._place, self._group = layer, place, group
-        self._engine = engine_of(layer)
-        self._announces = self._engine is not None and self._engine.is_open
-        self._step = 0 if self._engine is None else self._engine.step
-
-    @property
-    def unit(self) -> float:
-        """What this rank's gradients will be multiplied by, relative to those of the other ranks."""
-        return 1.0 if self._engine is None else self._engine.unit
-
-    def announce(self, event: Event) -> None:
-        """Tell ranks without a batch, if there may be any. Collective then: every rank. Blocks until complete."""
-        if self._announces:
-            assert self._engine is not None
-            self._engine.announce(event, self._layer, self._step)
-
-    def compare_channels(self, num_channels: int, device: torch.device) -> None:
-        """Make sure, once for each layer, that it has as many channels on every rank.
-
-        Collective the first time: every rank. Blocks until complete.
-
-        Raises:
-            CollectiveError: On every rank: it has not, or other ranks do something else.
-        """
-        if self._layer in _compared:
-            return
-        mine = torch.tensor([num_channels, self._place.number], device=device)
-        try:
-            rows = torch.stack(all_gather(mine, group=self._group)).tolist()
-        except RuntimeError as error:
-            raise self._failed("forward", error) from error
-        self._check([number for _, number in rows], "forward")
-        if any(other != num_channels for other, _ in rows):
-            channels = ", ".join(f"{other} on rank {rank}" for rank, (other, _) in enumerate(rows))
-            raise self._failed("forward", f"it has different numbers of channels: {channels}.")
-        _compared.add(self._layer)
-
-    def gather(self, vector: Tensor) -> Tensor:
-        """Return every rank's ``vector``, one below the other.
-
-        Collective: every rank. Blocks until complete (on CUDA: the current stream waits).
-
-        Raises:
-            CollectiveError: Other ranks run another layer, or ended, or did not take part in time.
-        """
-        try:
-            rows = torch.stack(all_gather(self._marked(vector), group=self._group))
-        except RuntimeError as error:
-            raise self._failed("forward", error) from error
-        if vector.device.type == "cpu":
-            self._check(rows[:, -1].tolist(), "forward")
-        return rows[:, :-1]
-
-    def sum(self, vector: Tensor) -> Tensor:
-        """Return the sum of every rank's ``vector``.
-
-        Collective: every rank. Blocks until complete (on CUDA: the current stream waits).
-
-        Raises:
-            CollectiveError: Other ranks run another layer, or ended, or did not take part in time.
-        """
-        marked = self._marked(vector)
-        try:
-            all_reduce(marked, group=self._group)
-        except RuntimeError as error:
-            raise self._failed("backward", error) from error
-        if vector.device.type == "cpu":
-            mean = float(marked[-1]) / self._group.size()
-            self._check([mean], "backward")
-        return marked[:-1]
-
-    def _marked(self, vector: Tensor) -> Tensor:
-        return torch.cat([vector, vector.new_full((1,), self._place.number)])
-
-    def _check(self, numbers: list[float], phase: str) -> None:
-        strangers = [rank for rank, number in enumerate(numbers) if number != self._place.number]
-        if strangers:
-            raise self._failed(phase, "other ranks run another layer.")
-
-    def _failed(self, phase: str, cause: object) -> CollectiveError:
-        return CollectiveError(
-            f"Rank {self._group.rank()}: the {phase} of {self._place.name} could not be done together with the other "
-            f"ranks: {cause}\n{_ADVICE}"
-        )
-
-
-# The part of the layer that autograd sees.
+# --- what autograd sees -----------------------------------------------------------------------------------------------
 
 
 class NormaliseFunction(torch.autograd.Function):
@@ -385,7 +372,7 @@ class NormaliseFunction(torch.autograd.Function):
     channel over the ranks. The gradients of weight and bias are this rank's part only.
 
     If an engine multiplies a rank's gradients by a weight when backward is over, so as to give the gradient of the
-    weighted sum of the ranks' losses, the other ranks' terms must be in that unit already.
+    weighted sum of the ranks' losses, the other ranks' terms must be in that unit already: `StatisticsExchange.sum`.
     """
 
     @staticmethod
@@ -417,8 +404,7 @@ class NormaliseFunction(torch.autograd.Function):
         of_input = None
         if ctx.needs_input_grad[0]:
             ctx.exchange.announce(Event.BACKWARD)
-            sums = _all_reduce_sums(ctx.exchange, mine)
-            of_input = gradient_of_input(gradient, input, weight, batch, sums, ctx.eps)
+            of_input = gradient_of_input(gradient, input, weight, batch, ctx.exchange.sum(mine), ctx.eps)
         return (
             of_input,
             of_weight.to(ctx.dtypes[0]) if ctx.needs_input_grad[1] else None,
@@ -429,86 +415,7 @@ class NormaliseFunction(torch.autograd.Function):
         )
 
 
-def _all_reduce_sums(exchange: StatisticsExchange, mine: Tensor) -> Tensor:
-    """Return the sums over the ranks, in this rank's unit. Collective: every rank. Blocks."""
-    unit = exchange.unit
-    return exchange.sum(mine) if unit == 1 else exchange.sum(mine * unit) / unit
-
-
-# Replaces the batch norms of a model by another class of them.
-
-_Layer = TypeVar("_Layer", bound=nn.SyncBatchNorm)
-
-_PLAIN_FORWARDS = {_BatchNorm.forward, nn.SyncBatchNorm.forward}
-
-
-def convert(module: nn.Module, to: type[_Layer], process_group: Group | None) -> nn.Module:
-    """Return ``module`` with every batch norm in it replaced by one of class ``to`` with the same tensors.
-
-    Args:
-        module: A model, which is changed, or a batch norm, in whose place a new layer is returned.
-        to: The class.
-        process_group: The ranks that take part; None: as the layer says if it is synchronised already, else all.
-
-    Raises:
-        ConfigurationError: A lazy layer has not seen its first batch.
-    """
-    return _convert(module, to, process_group, "", {})
-
-
-def _convert(
-    module: nn.Module, to: type[_Layer], group: Group | None, name: str, done: dict[nn.Module, nn.Module]
-) -> nn.Module:
-    if module in done:  # a layer that the model holds twice stays one layer
-        return done[module]
-    done[module] = module
-    if isinstance(module, _BatchNorm):
-        done[module] = _layer_like(module, to, group, name or "the layer")
-        done[done[module]] = done[module]
-    for child_name, child in module._modules.items():
-        if child is not None:
-            done[module]._modules[child_name] = _convert(child, to, group, f"{name}.{child_name}".lstrip("."), done)
-    return done[module]
-
-
-def _layer_like(old: _BatchNorm, to: type[_Layer], group: Group | None, name: str) -> _Layer:
-    if isinstance(old, _LazyNormBase) and old.has_uninitialized_params():
-        raise ConfigurationError(
-            f"{name} is a {type(old).__name__} that has not seen a batch, so its number of channels is not known yet.\n"
-            "Run one batch through the model before converting it."
-        )
-    if type(old).forward not in _PLAIN_FORWARDS and not isinstance(old, to):
-        warnings.warn(
-            f"{name} is a {type(old).__name__} with a forward of its own, which the layer in its place does not have.",
-            stacklevel=4,
-        )
-    layer = to(
-        old.num_features,
-        old.eps,
-        old.momentum,
-        old.affine,
-        old.track_running_stats,
-        getattr(old, "process_group", None) if group is None else group,
-    )
-    if old.affine:
-        layer.weight, layer.bias = old.weight, old.bias
-    layer.running_mean, layer.running_var = old.running_mean, old.running_var
-    layer.num_batches_tracked = old.num_batches_tracked
-    layer.training = old.training
-    _copy_qconfig(old, layer)
-    return layer
-
-
-def _copy_qconfig(old: nn.Module, new: nn.Module) -> None:
-    qconfig: Any = old.__dict__.get("qconfig")
-    if qconfig is not None:
-        new.qconfig = qconfig
-
-
-# ``SyncBatchNorm``: batch normalisation over the samples of all ranks. Design: docs/design/batchnorm.md.
-
-TorchSyncBatchNorm = nn.SyncBatchNorm
-"""torch's own class, also after ``adopt()`` has put ours in its place."""
+# --- the layer --------------------------------------------------------------------------------------------------------
 
 
 class SyncBatchNorm(TorchSyncBatchNorm):
@@ -550,7 +457,7 @@ class SyncBatchNorm(TorchSyncBatchNorm):
     @override
     @keep_out_of_graphs
     def forward(self, input: Tensor) -> Tensor:
-        """NormaliseFunction ``input``, of shape (N, C, ...). Collective in training mode: every rank."""
+        """Normalise ``input``, of shape (N, C, ...). Collective in training mode: every rank."""
         group = self.group_in_use()
         if group is None or not self.training:
             return _BatchNorm.forward(self, input)
@@ -562,7 +469,7 @@ class SyncBatchNorm(TorchSyncBatchNorm):
         exchange = StatisticsExchange(self, self.place, group)
         exchange.announce(Event.TRACKED_FORWARD if self._tracks else Event.FORWARD)
         with torch.no_grad():
-            batch = self._take_part(exchange, measure(input), num_values(input), tracked=self._tracks)
+            batch = self._take_part(exchange, measure(input), input.numel() // input.size(1), tracked=self._tracks)
         output: Tensor = NormaliseFunction.apply(input, self.weight, self.bias, batch, self.eps, exchange)  # type: ignore[no-untyped-call]
         return output
 
@@ -582,9 +489,8 @@ class SyncBatchNorm(TorchSyncBatchNorm):
             device: Where tensors can be exchanged.
             tracked: Whether the others move their running statistics.
         """
-        self._take_part(
-            StatisticsExchange(self, self.place, group), empty_statistics(self.num_features, device), 0, tracked=tracked
-        )
+        nothing = empty_statistics(self.num_features, device)
+        self._take_part(StatisticsExchange(self, self.place, group), nothing, 0, tracked=tracked)
 
     @torch.no_grad()
     def backward_without_input(self, group: Group, device: torch.device) -> None:
@@ -613,8 +519,8 @@ class SyncBatchNorm(TorchSyncBatchNorm):
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
             factor = 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
-            update_running(self.running_mean, batch.mean, factor)
-            update_running(self.running_var, batch.unbiased_var, factor)
+            self.running_mean.lerp_(batch.mean.to(self.running_mean.dtype), factor)
+            self.running_var.lerp_(batch.unbiased_var.to(self.running_var.dtype), factor)
         return batch
 
     @override
@@ -627,7 +533,8 @@ class SyncBatchNorm(TorchSyncBatchNorm):
 
         Args:
             module: A model, which is changed, or a batch norm, in whose place a new layer is returned.
-            process_group: The ranks that take part. Default: all.
+            process_group: The ranks that take part. Default: as the layer says if it is synchronised already, else
+                all.
 
         Returns:
             The model, or the new layer.
@@ -635,4 +542,56 @@ class SyncBatchNorm(TorchSyncBatchNorm):
         Raises:
             ConfigurationError: A lazy layer has not seen its first batch.
         """
-        return convert(module, cls, process_group)
+        return _convert(module, cls, process_group, "", {})
+
+
+# --- conversion of a model --------------------------------------------------------------------------------------------
+
+
+_Layer = TypeVar("_Layer", bound=nn.SyncBatchNorm)
+
+_PLAIN_FORWARDS = {_BatchNorm.forward, nn.SyncBatchNorm.forward}
+
+
+def _convert(
+    module: nn.Module, to: type[_Layer], group: Group | None, name: str, done: dict[nn.Module, nn.Module]
+) -> nn.Module:
+    if module in done:  # a layer that the model holds twice stays one layer
+        return done[module]
+    done[module] = module
+    if isinstance(module, _BatchNorm):
+        done[module] = _layer_like(module, to, group, name or "the layer")
+        done[done[module]] = done[module]
+    for child_name, child in module._modules.items():
+        if child is not None:
+            done[module]._modules[child_name] = _convert(child, to, group, f"{name}.{child_name}".lstrip("."), done)
+    return done[module]
+
+
+def _layer_like(old: _BatchNorm, to: type[_Layer], group: Group | None, name: str) -> _Layer:
+    if isinstance(old, _LazyNormBase) and old.has_uninitialized_params():
+        raise ConfigurationError(
+            f"{name} is a {type(old).__name__} that has not seen a batch, so its number of channels is not known yet.\n"
+            "Run one batch through the model before converting it."
+        )
+    if type(old).forward not in _PLAIN_FORWARDS and not isinstance(old, to):
+        warnings.warn(
+            f"{name} is a {type(old).__name__} with a forward of its own, which the layer in its place does not have.",
+            stacklevel=4,
+        )
+    layer = to(
+        old.num_features,
+        old.eps,
+        old.momentum,
+        old.affine,
+        old.track_running_stats,
+        getattr(old, "process_group", None) if group is None else group,
+    )
+    if old.affine:
+        layer.weight, layer.bias = old.weight, old.bias
+    layer.running_mean, layer.running_var = old.running_mean, old.running_var
+    layer.num_batches_tracked = old.num_batches_tracked
+    layer.training = old.training
+    if (qconfig := vars(old).get("qconfig")) is not None:
+        layer.qconfig = qconfig
+    return layer
