@@ -4,7 +4,6 @@ A round gives every contender one turn of a few steps, in an order that rotates,
 AdamW (``-clip`` contenders cut the norm, too).
 
     usual         lockstep.DistributedDataParallel as it comes
-    auto          bucket_cap_mb="auto"; warmed up until the search is over, its report is printed
     1 MiB, one    buckets of 1 MiB, and one for all
     within        model.overlap_optimizer(optimizer): each bucket is stepped as soon as it is reduced
     bf16          wire_dtype=torch.bfloat16
@@ -33,15 +32,12 @@ from bench.models import MODELS, Batch, Workload, loss_of
 from lockstep import DistributedDataParallel, init, launch
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "auto": {"bucket_cap_mb": "auto"},
     "1 MiB": {"bucket_cap_mb": 1},
     "one": {"bucket_cap_mb": 4096},
     "bf16": {"wire_dtype": torch.bfloat16},
 }
-CONTENDERS = ("usual", "auto", "1 MiB", "one", "within", "bf16", "bf16-hook", "clip", "clip-torch")
+CONTENDERS = ("usual", "1 MiB", "one", "within", "bf16", "bf16-hook", "clip", "clip-torch")
 WARM_UP_STEPS = 30
-SEARCH_STEPS = 60
-"""What bucket_cap_mb="auto" takes at most."""
 
 
 def make_step(contender: str, workload: Workload, batch: Batch) -> tuple[DistributedDataParallel, Callable[[], None]]:
@@ -67,19 +63,18 @@ def make_step(contender: str, workload: Workload, batch: Batch) -> tuple[Distrib
     return model, step
 
 
-def measure(name: str, contenders: list[str], backend: str, num_rounds: int, turn_s: float) -> tuple[Rounds, str]:
-    """Return the seconds of a step, a round each, by contender; and what the search for buckets found."""
+def measure(name: str, contenders: list[str], backend: str, num_rounds: int, turn_s: float) -> Rounds:
+    """Return the seconds of a step, a round each, by contender."""
     torch.set_num_threads(1)
     with init(backend=backend) as world:
         torch.manual_seed(1 + world.rank)
         batch = MODELS[name].batch()
         made = {contender: make_step(contender, MODELS[name], batch) for contender in contenders}
-        for contender, (_, step) in made.items():
-            timed(step, SEARCH_STEPS if contender == "auto" else WARM_UP_STEPS)
+        for _, step in made.values():
+            timed(step, WARM_UP_STEPS)
         count = max(2, math.ceil(turn_s / slowest(timed(made["usual"][1], 5))))
         turns = {each: functools.partial(turn, step, count) for each, (_, step) in made.items()}
-        report = made["auto"][0].bucket_report if "auto" in made else ""
-        return run_rounds(turns, num_rounds, name, shown=world.is_rank_zero), report
+        return run_rounds(turns, num_rounds, name, shown=world.is_rank_zero)
 
 
 def turn(step: Callable[[], None], count: int) -> float:
@@ -109,11 +104,8 @@ def main() -> None:
         for name in options.only or MODELS:
             how = (name, contenders, options.backend, num_rounds, turn_s)
             found = launch(measure, *how, devices=2, timeout_s=SECTION_TIMEOUT_S)
-            seconds, report = found[0]
-            figures[name] = summarize(seconds) | {"report": report}
-            show(f"{name}: 2 ranks on {options.backend}, {num_rounds} rounds", seconds, ("usual", "clip-torch"))
-            if report:
-                print(f"  auto: {report}")
+            figures[name] = summarize(found[0])
+            show(f"{name}: 2 ranks on {options.backend}, {num_rounds} rounds", found[0], ("usual", "clip-torch"))
         return {"backend": options.backend, "models": figures}
 
     record(options.json, measure_all)

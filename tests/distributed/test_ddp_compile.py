@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import lockstep
+from lockstep.parallel.ddp.reducer import Event
 from tests.models import assert_gradients_equal, build, global_batch, share, squared_error
 
 
@@ -47,6 +48,17 @@ class Deep(nn.Sequential):
         return super().forward(x)
 
 
+class Launches:
+    """Notes how many gradients were missing when each bucket was launched."""
+
+    def __init__(self, model, missing):
+        self.model, self.missing = model, missing
+
+    def on_event(self, kind, bucket):
+        if kind is Event.READY:
+            self.missing.append(sum(parameter.grad is None for parameter in self.model.parameters()))
+
+
 def overlap_compiled(world, inside, which):
     """Return how many graphs were compiled, and how many gradients were missing when the first bucket left."""
     from torch._dynamo.testing import CompileCounterWithBackend
@@ -65,14 +77,8 @@ def overlap_compiled(world, inside, which):
         model = torch.compile(wrapper, backend=counter)
     missing = []
     if which == "ours":
-        launch = wrapper._reducer.departures.launch
-
-        def noting_launch(used, **kwargs):
-            missing.append(sum(parameter.grad is None for parameter in bare.parameters()))
-            launch(used, **kwargs)
-
-        wrapper._reducer.departures.launch = noting_launch
-    for step in range(7):  # the last ones with few hooks
+        wrapper._reducer.observers.append(Launches(bare, missing))
+    for step in range(4):
         missing.clear()
         batch = torch.randn(4, 400, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
         bare.zero_grad()

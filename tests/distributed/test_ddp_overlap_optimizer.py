@@ -34,7 +34,7 @@ def groups(model, name):
 class AtOnce(AllReduceMean):
     """Reduces before it returns, so that a bucket is stepped when the next one leaves, however busy the machine is."""
 
-    def start(self, bucket, position, *, is_last):
+    def start(self, bucket, *, alone):
         all_reduce(bucket.payload, group=self._group)
         future = Future()
         future.set_result(None)
@@ -48,7 +48,7 @@ def side_by_side(world, name, kind, at_once):
     optimizers = [OPTIMIZERS[kind](groups(model.module, name)) for model in models]
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) for optimizer in optimizers]
     if at_once:
-        models[0]._reducer.set_transport(AtOnce(models[0].process_group))
+        models[0]._reducer.set_reduction(AtOnce(models[0].process_group))
     models[0].overlap_optimizer(optimizers[0])
     events = []
     names = {id(parameter): key for key, parameter in models[0].module.named_parameters()}
@@ -269,9 +269,7 @@ def test_fit_refuses_losses_whose_divisor_comes_late(ranks):
     )
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"), [("overlap_optimizer", True), ("wire", "bf16"), ("bucket_cap_mb", "auto")]
-)
+@pytest.mark.parametrize(("setting", "value"), [("overlap_optimizer", True), ("wire", "bf16"), ("bucket_cap_mb", 5.0)])
 def test_other_engines_refuse_it(ranks, setting, value):
     with pytest.raises(ConfigurationError) as caught:
         train(None, "single", Settings(**{setting: value}))

@@ -237,27 +237,6 @@ def test_ignored_parameters_stay_local(ranks):
     assert ranks(2)(ignored_parameters) == [(1.5, 1.0, 0.0), (1.5, 2.0, 1.0)]
 
 
-def delayed_parameters(world):
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
-    model = lockstep.DistributedDataParallel(
-        module,
-        delay_all_reduce_named_params=[("1.weight", module[1].weight)],
-        param_to_hook_all_reduce=module[0].weight,
-    )
-    for _ in range(2):
-        model.zero_grad()
-        model(torch.full((1, 1), 1.0 + world.rank)).sum().backward()
-    return module[0].weight.grad.item() / module[1].weight.item(), module[1].weight.grad.item() / module[
-        0
-    ].weight.item()
-
-
-def test_delayed_parameters(ranks):
-    for result in ranks(2)(delayed_parameters):
-        assert result == pytest.approx((1.5, 1.5))
-
-
 def uneven(world, by_initial):
     model = lockstep.DistributedDataParallel(nn.Linear(1, 1, bias=False))
     nn.init.zeros_(model.module.weight)

@@ -58,16 +58,13 @@ def half(world, dtype):
         inputs, targets = (tensor.to(dtype) for tensor in part)
         return nn.functional.mse_loss(model(inputs), targets) * 1000
 
-    error = train(world, model, oracle, loss, [[[n] for n in (2000, 3000)], [[4096], [0]], *SIZES, [[2003], [1]]])
-    return error, model._reducer.weights.sum
+    return train(world, model, oracle, loss, [[[n] for n in (2000, 3000)], [[4096], [0]], *SIZES, [[2003], [1]]])
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 1e-2), (torch.bfloat16, 5e-2)])
 def test_half_precision_holds_no_weight_but_gets_the_mean(ranks, dtype, tolerance):
     """Weights as large as 4096 would overflow float16 in a product with the gradients."""
-    for error, sum_of_weights in ranks(2)(half, dtype):
-        assert error < tolerance
-        assert sum_of_weights == pytest.approx(2004.0, rel=1e-12)
+    assert max(ranks(2)(half, dtype)) < tolerance
 
 
 class OnlySparse(nn.Module):
@@ -228,39 +225,6 @@ def test_a_wrapper_inside_a_checkpoint(ranks, use_reentrant):
 
 
 # --- other ways to reduce and step ------------------------------------------------------------------------------------
-
-
-def delayed(world):
-    module = build("mlp")
-    model = lockstep.DistributedDataParallel(
-        module,
-        delay_all_reduce_named_params=[("4.weight", module[4].weight), ("2.bias", module[2].bias)],
-        param_to_hook_all_reduce=module[0].weight,
-    )
-    return train(world, model, build("mlp"), squared_error, SIZES)
-
-
-def test_delayed_parameters(ranks):
-    assert max(ranks(2)(delayed)) < 1e-12
-
-
-def all_delayed(world):
-    module = build("mlp")
-    model = lockstep.DistributedDataParallel(
-        module,
-        delay_all_reduce_named_params=list(module.named_parameters()),
-        param_to_hook_all_reduce=module[0].weight,
-    )
-    with pytest.raises(ConfigurationError) as caught:
-        model.weight(1)
-    return str(caught.value)
-
-
-def test_weights_need_a_parameter_that_is_not_delayed(ranks):
-    assert ranks(1)(all_delayed) == [
-        "Weights need a parameter whose gradient is not delayed, but delay_all_reduce_named_params holds all.\n"
-        "Leave one out."
-    ]
 
 
 def optimizer_in_backward(world):
@@ -482,7 +446,7 @@ def unreached(world):
             lockstep.backward(squared_error(plain, part), count=2)
         texts.append(str(caught.value))
     squared_error(model, part).backward()  # the count of a backward that did not reach it is forgotten
-    return texts, model._reducer.weights.sum
+    return texts
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -491,4 +455,4 @@ def test_a_count_that_reaches_no_wrapped_model(ranks, num_ranks):
         "The backward reached no model that is wrapped in DistributedDataParallel, so the count had no effect.\n"
         "Compute the loss with the wrapped model, not with its .module, or call loss.backward()."
     )
-    assert ranks(num_ranks)(unreached) == [([text, text], 0.0)] * num_ranks
+    assert ranks(num_ranks)(unreached) == [[text, text]] * num_ranks

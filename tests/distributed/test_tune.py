@@ -95,7 +95,7 @@ def test_it_finds_workers_and_pieces_that_fit_and_the_training_stays_the_same(ra
             return lockstep.fit(task, steps=6, quiet=True, **settings).losses
 
         same = {"accumulate": 2, **start}
-        return losses(**same), losses(**same, workers=1, prefetch=4), losses(**same, bucket_cap_mb="auto", threads=2)
+        return losses(**same), losses(**same, workers=1, prefetch=4), losses(**same, bucket_cap_mb=5.0, threads=2)
 
     for at_first, with_workers, rounded in ranks(2)(tune_and_train):
         assert with_workers == at_first

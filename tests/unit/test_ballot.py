@@ -1,4 +1,4 @@
-"""What ranks say of their weights: numbers that are summed, and what the sum tells."""
+"""What ranks send of their weights: numbers that are summed, and what the sum tells."""
 
 import math
 
@@ -10,16 +10,16 @@ from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.weighting import WeightMessage, WeightSum, check_weight
 
 
-def add_up(ballots, world_size, dtype=torch.float64):
+def add_up(messages, world_size, dtype=torch.float64):
     """Add up as a reduction in ``dtype`` does, rank by rank."""
     total = torch.zeros(len(WeightMessage().encode(0, world_size)), dtype=dtype)
     for rank in range(world_size):
-        total += torch.tensor(ballots(rank).encode(rank, world_size), dtype=dtype)
+        total += torch.tensor(messages(rank).encode(rank, world_size), dtype=dtype)
     return WeightSum.decode(total.tolist())
 
 
 @pytest.mark.parametrize(("world_size", "length"), [(1, 3), (8, 3), (9, 4), (64, 10)])
-def test_a_ballot_is_a_weight_a_flag_and_one_number_per_eight_ranks(world_size, length):
+def test_a_message_is_a_weight_a_flag_and_one_number_per_eight_ranks(world_size, length):
     assert WeightMessage(2.5, is_weighed=True).encode(0, world_size) == [2.5, 1.0] + [0.0] * (length - 2)
     last = WeightMessage(is_missing=True).encode(world_size - 1, world_size)
     assert last == [0.0] * (length - 1) + [float(2 ** ((world_size - 1) % 8))]
@@ -28,12 +28,12 @@ def test_a_ballot_is_a_weight_a_flag_and_one_number_per_eight_ranks(world_size, 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("missing", [(), (0,), (7, 8, 15, 16, 299), tuple(range(300))])
 def test_the_sum_names_the_ranks_in_every_dtype(dtype, missing):
-    tally = add_up(lambda rank: WeightMessage(1.0, rank not in missing, rank in missing), 300, dtype)
-    assert tally.missing == missing
-    assert tally.is_weighed == (len(missing) < 300)
+    weights = add_up(lambda rank: WeightMessage(1.0, rank not in missing, rank in missing), 300, dtype)
+    assert weights.missing == missing
+    assert weights.is_weighed == (len(missing) < 300)
 
 
-def test_a_rank_without_data_says_nothing():
+def test_a_rank_without_data_sends_zeros():
     assert add_up(lambda rank: WeightMessage(), 3) == WeightSum(0.0, False, ())
     assert add_up(lambda rank: WeightMessage(2.0, is_weighed=True) if rank else WeightMessage(), 3) == WeightSum(
         4.0, True, ()

@@ -153,9 +153,9 @@ def test_torchs_layer_cannot_be_followed_nor_weighed():
         f"0 is a torch.nn.SyncBatchNorm, which would wait for ever for ranks without a batch.\n{advice}"
     )
     weights = Weights(group, torch.device("cpu"))
-    follow.weigh_with(weights)
+    follow.use_weights(weights)
     with pytest.raises(ConfigurationError) as caught:
-        weights.give(2.0, [], [])
+        weights.set_weight(2.0, [], [])
     assert str(caught.value) == (
         f"0 is a torch.nn.SyncBatchNorm, which mixes the ranks' gradients regardless of weights.\n{advice}"
     )
@@ -167,11 +167,11 @@ def test_torchs_layer_cannot_be_followed_nor_weighed():
 def test_buckets_wait_where_they_could_meet_an_exchange(device, uneven, expected):
     for layer, holds in ((lockstep.SyncBatchNorm(3), expected), (nn.BatchNorm1d(3), False)):
         follow = SyncLayerShadow(nn.Sequential(layer), group=TwoRanks(), device=torch.device(device))
-        assert follow.must_hold_buckets(uneven=uneven) is holds
+        assert follow.must_delay_buckets(uneven=uneven) is holds
     follow = SyncLayerShadow(nn.Sequential(lockstep.SyncBatchNorm(3)), group=TwoRanks(), device=torch.device(device))
     follow._check_layers = lambda: None  # there is no such group
     follow.open(has_batch=True)
-    assert follow.must_hold_buckets(uneven=False)
+    assert follow.must_delay_buckets(uneven=False)
 
 
 @pytest.mark.parametrize("sizes", [[7], [3, 4], [0, 7, 0], [1, 5, 1]])

@@ -9,7 +9,7 @@ from lockstep.parallel.ddp.bucket_plan import ParameterSpec, plan_buckets
 from lockstep.parallel.ddp.buckets import DenseBucket, GradientScale
 
 SMALL, LARGE = (3, 5), (256, 256)
-BALLOT = [0.0, 0.0, 1.0]
+MESSAGE = [0.0, 0.0, 1.0]
 
 
 def divided_by(divisor):
@@ -25,7 +25,7 @@ def make_bucket(*shapes):
     specs = [ParameterSpec(parameter.numel(), parameter.dtype, parameter.device) for parameter in parameters]
     (spec,) = plan_buckets(specs, range(len(specs)), (2**30,))
     names = [str(index) for index in range(len(specs))]
-    return parameters, DenseBucket(spec, parameters, names, keep_held_gradients=False, ballot=BALLOT)
+    return parameters, DenseBucket(spec, parameters, names, keep_held_gradients=False, message=MESSAGE)
 
 
 @pytest.mark.parametrize("shapes", [[SMALL, SMALL], [LARGE], [SMALL, LARGE, SMALL, LARGE]])
@@ -37,8 +37,8 @@ def test_every_gradient_is_divided_once_and_becomes_a_view(shapes, divisor):
     for parameter, view, gradient in zip(parameters, bucket.gradient_views(), expected, strict=True):
         assert parameter.grad.is_set_to(view)
         assert torch.equal(view, gradient)
-    assert bucket.payload[-len(shapes) - 3 :].tolist() == [1.0] * len(shapes) + BALLOT
-    assert bucket.absent == []
+    assert bucket.payload[-len(shapes) - 3 :].tolist() == [1.0] * len(shapes) + MESSAGE
+    assert bucket.missing == []
 
 
 def test_gradients_that_are_in_the_bucket_already_are_divided_as_those_that_come_in():
@@ -55,7 +55,7 @@ def test_a_gradient_that_never_came_counts_as_zero():
     parameters[1].grad = None
     bucket.gather([1, 0], divided_by(2.0))
     assert bucket.gradient_views()[1].count_nonzero() == 0
-    assert bucket.payload[-5:].tolist() == [1.0, 0.0, *BALLOT]
+    assert bucket.payload[-5:].tolist() == [1.0, 0.0, *MESSAGE]
     bucket.settle([1, 0])
     assert parameters[1].grad is None
 
@@ -73,14 +73,14 @@ def test_an_unexpected_sparse_gradient_is_named(shape, divisor):
     )
 
 
-def test_a_share_tells_gradients_of_this_step_from_those_before_and_casts_the_ballot():
+def test_the_scale_tells_gradients_of_this_step_from_those_before_and_casts_the_message():
     parameters, bucket = make_bucket(SMALL, SMALL)
     fresh, before = (parameter.grad.clone() for parameter in parameters)
-    bucket.gather([1, 0], GradientScale(factor=0.5, unused_factor=2.0, ballot=[3.0, 1.0, 0.0]))
+    bucket.gather([1, 0], GradientScale(factor=0.5, unused_factor=2.0, message=[3.0, 1.0, 0.0]))
     first, second = bucket.gradient_views()
     assert torch.equal(first, fresh * 0.5) and torch.equal(second, before * 2.0)
     assert bucket.payload[-5:].tolist() == [1.0, 0.0, 3.0, 1.0, 0.0]
-    assert bucket.ballot.tolist() == [3.0, 1.0, 0.0]
+    assert bucket.weight_message.tolist() == [3.0, 1.0, 0.0]
     bucket.scale(4.0)
     bucket.settle(None)
     assert torch.equal(parameters[0].grad, fresh * 2.0) and torch.equal(parameters[1].grad, before)

@@ -72,8 +72,8 @@ def test_each_field_declares_its_kind():
         ({"shares": "2,1"}, "shares='2,1' is not allowed.\nGive numbers above 0, such as (2, 1, 1)."),
         ({"shares": (1, float("inf"))}, "shares=(1, inf) is not allowed.\nGive numbers above 0, such as (2, 1, 1)."),
         ({"wire": "fp8"}, "wire='fp8' is not allowed.\nGive one of bf16, fp16."),
-        ({"bucket_cap_mb": 0}, "bucket_cap_mb=0 is no size.\nGive a number of MiB above 0, or auto."),
-        ({"bucket_cap_mb": "big"}, "bucket_cap_mb='big' is not allowed.\nGive a number, or auto."),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb=0 is no size.\nGive a number of MiB above 0."),
+        ({"bucket_cap_mb": "big"}, "bucket_cap_mb='big' is not allowed.\nGive a number."),
         (
             {"overlap_optimizer": True, "clip": 1.0},
             "With clip no parameter can be stepped before the norm of the whole gradient is known, so "

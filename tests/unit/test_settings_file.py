@@ -103,12 +103,12 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(file, tmp_path, monk
     monkeypatch.setattr(fit, "fit_with", lambda task, settings: seen.append(settings) or SimpleNamespace(exit_code=0))
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "mine.py").write_text("from tests.training import make_task\ntask = make_task()\n")
-    file('epochs = 3\nworkers = 2\nprefetch = 4\nstrategy = "dp"\ndevices = 2\nbucket_cap_mb = "auto"\n')
+    file('epochs = 3\nworkers = 2\nprefetch = 4\nstrategy = "dp"\ndevices = 2\nbucket_cap_mb = 5.0\n')
     # A flag wins even where it says what is the default anyway.
     flags = ["--settings", "mine.toml", "--strategy", "single", "--devices", "1", "--steps", "7", "--workers", "0"]
     assert main(["train", "mine.py", *flags]) == 0
     assert seen == [
-        FitSettings(steps=7, workers=0, prefetch=4, strategy="single", devices=1, bucket_cap_mb="auto"),
+        FitSettings(steps=7, workers=0, prefetch=4, strategy="single", devices=1, bucket_cap_mb=5.0),
     ]
     assert main(["train", "mine.py", "--settings", "mine.toml", "--reproducible", "2", "--workers", "1"]) == 1
     assert capfd.readouterr().err == (

@@ -355,7 +355,6 @@ def test_what_is_tried_depends_on_what_is_known():
     assert changes("threads") == [{"threads": 1}, {"threads": 2}, {"threads": 8}]
     assert changes("threads", on_cuda=True) == "GPUs compute"
     assert changes("buckets") == [
-        {"bucket_cap_mb": "auto"},
         {"bucket_cap_mb": 5.0},
         {"bucket_cap_mb": 100.0},
         {"overlap_optimizer": True},

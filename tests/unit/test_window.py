@@ -20,11 +20,11 @@ class Script:
 
     def give(self, weight):
         self.window.on_forward()
-        self.window.give(weight)
+        self.window.set_weight(weight)
 
     def backward(self, *gradients, accumulates=True, enters=True):
         if enters:
-            self.window.enter(self.used, accumulates=accumulates)
+            self.window.begin_backward(self.used, accumulates=accumulates)
         for index, value in enumerate(gradients):
             if value is not None:
                 parameter, gradient = self.parameters[index], torch.full((2,), float(value))
@@ -34,13 +34,13 @@ class Script:
                     parameter.grad += gradient
                 self.used[index] = 1
                 if accumulates:
-                    self.window.on_arrival(index, self.used)
+                    self.window.on_local_gradient(index, self.used)
 
     def gradients(self):
         return [None if each.grad is None else each.grad[0].item() for each in self.parameters]
 
-    def leave(self):
-        self.window.leave(range(NUM_PARAMETERS), self.used)
+    def end(self):
+        self.window.end(range(NUM_PARAMETERS), self.used)
         return self.gradients()
 
 
@@ -52,7 +52,7 @@ def test_gradients_are_kept_in_units_of_the_latest_weight():
     script.backward(1, None, 5)
     assert script.gradients() == [4.0, 6.0, 5.0]
     assert (script.window.unit, script.window.total) == (2.0, 8.0)
-    assert script.window.ballot(4.0) == WeightMessage(2.0, is_weighed=True)
+    assert script.window.message(4.0) == WeightMessage(2.0, is_weighed=True)
 
 
 def test_equal_weights_leave_gradients_alone():
@@ -61,7 +61,7 @@ def test_equal_weights_leave_gradients_alone():
     script.backward(1)
     version = script.parameters[0].grad._version
     script.give(3)
-    script.window.enter(script.used, accumulates=True)
+    script.window.begin_backward(script.used, accumulates=True)
     assert script.parameters[0].grad._version == version
 
 
@@ -73,7 +73,7 @@ def test_a_weight_of_zero_keeps_nan_out():
     script.backward(float("nan"), None, float("nan"))
     script.give(1)
     script.backward(1)
-    assert script.leave() == [3.0, 14.0, 0.0]
+    assert script.end() == [3.0, 14.0, 0.0]
     assert (script.window.unit, script.window.total) == (1.0, 3.0)
 
 
@@ -83,7 +83,7 @@ def test_a_last_weight_of_zero_leaves_what_was_accumulated_in_its_own_unit():
     script.backward(1, 7)
     script.give(0)
     script.backward(float("nan"), accumulates=False)
-    assert script.leave() == [1.0, 7.0, None]
+    assert script.end() == [1.0, 7.0, None]
     assert (script.window.unit, script.window.total) == (2.0, 2.0)
 
 
@@ -91,7 +91,7 @@ def test_nothing_but_zeros():
     script = Script()
     script.give(0)
     script.backward(float("inf"), accumulates=False)
-    assert script.leave() == [0.0, None, None]
+    assert script.end() == [0.0, None, None]
     assert (script.window.unit, script.window.total) == (0.0, 0.0)
 
 
@@ -129,7 +129,7 @@ def test_gradients_from_before_are_sent_with_the_total_weight():
     script.backward(1)
     assert script.gradients() == [4.0, 0.0, 0.0]
     # In units of 2 with a total of 8, 10 is 40; what received no gradient is as it was.
-    assert script.leave() == [44.0, 10.0, 10.0]
+    assert script.end() == [44.0, 10.0, 10.0]
 
 
 def test_a_weight_counts_once_for_all_backwards_of_its_micro_batch():
@@ -143,22 +143,22 @@ def test_a_weight_counts_once_for_all_backwards_of_its_micro_batch():
     assert script.window.total == 3.0
     script.window.on_forward()
     script.backward(1)
-    assert script.window.ballot(1.0) == WeightMessage(3.0, is_weighed=True, is_missing=True)
+    assert script.window.message(1.0) == WeightMessage(3.0, is_weighed=True, is_missing=True)
 
 
 def test_a_weight_that_no_backward_used_can_be_withdrawn_and_replaced():
     script = Script()
     script.give(3)
-    assert script.window.withdraw()
-    assert not script.window.withdraw()
+    assert script.window.discard_weight()
+    assert not script.window.discard_weight()
     script.backward(1)
-    assert script.window.ballot(1.0) == WeightMessage(0.0, is_missing=True)
+    assert script.window.message(1.0) == WeightMessage(0.0, is_missing=True)
     script.window.close()
     script.give(3)
     script.give(5)
     script.backward(1)
     assert script.window.total == 5.0
-    assert not script.window.withdraw()
+    assert not script.window.discard_weight()
 
 
 def test_gradients_that_arrive_before_any_output_was_noticed():
@@ -184,7 +184,7 @@ def test_zero_weight_for_gradients_that_arrive_before_any_output_was_noticed():
     script.backward(float("nan"), float("nan"), enters=False)
     script.give(2)
     script.backward(1)
-    assert script.leave() == [1.0, 0.0, None]
+    assert script.end() == [1.0, 0.0, None]
 
 
 def test_all_zero():

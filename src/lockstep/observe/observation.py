@@ -143,7 +143,9 @@ def _waited_s(stamps: StepStamps) -> float:
 def find_engine(models: Sequence[nn.Module], num_ranks: int) -> Engine:
     """Return what exchanges the gradients of ``models`` among so many ranks."""
     modules = [module for model in models for module in model.modules()]
-    ours = [each for each in modules if isinstance(each, _class("lockstep.parallel.ddp.wrapper", "PerBucket"))]
+    ours = [
+        each for each in modules if isinstance(each, _class("lockstep.parallel.ddp.wrapper", "DistributedDataParallel"))
+    ]
     if ours:
         return Engine("ddp", ours)
     theirs = [each for each in modules if isinstance(each, TorchDistributedDataParallel)]

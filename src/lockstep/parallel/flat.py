@@ -9,8 +9,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-# Views of flat memory for gradients.
-
 
 def view_like(piece: Tensor, parameter: Tensor) -> Tensor:
     """Return the flat ``piece`` in the shape of ``parameter``; dense strides such as channels_last are kept.
@@ -22,14 +20,6 @@ def view_like(piece: Tensor, parameter: Tensor) -> Tensor:
         return piece.as_strided(parameter.shape, parameter.stride())
     return piece.view(parameter.shape)  # it overlaps itself or has gaps
 
-
-# The norm of gradients and a factor on them: few kernels, accurate, the same bits with any number of threads.
-#
-# [Note: rows]
-# torch's ``vector_norm`` adds the squares of millions of numbers to a few running sums, which in float32 loses four
-# digits, and how many running sums there are depends on the threads. Ranks with other threads would then clip by
-# other factors. So the tensor is cut into rows, each of which is summed by one thread, and the rows' norms are one
-# short vector (or again rows of them). That takes the same time and loses nothing.
 
 _ROW = 4096
 _SHORT = 2**15
@@ -46,6 +36,10 @@ def flat_norm(flat: Tensor, norm_type: float = 2.0) -> Tensor:
     if flat.numel() == 0:
         return torch.zeros((), dtype=flat.dtype.to_real(), device=flat.device)
     dtype = torch.float32 if flat.dtype in (torch.float16, torch.bfloat16) else None
+    # torch's ``vector_norm`` adds the squares of millions of numbers to a few running sums, which in float32 loses four
+    # digits, and how many running sums there are depends on the threads. Ranks with other threads would then clip by
+    # other factors. So the tensor is cut into rows, each of which is summed by one thread, and the rows' norms are one
+    # short vector (or again rows of them). That takes the same time and loses nothing.
     while flat.numel() > _SHORT:
         num_rows = flat.numel() // _ROW
         rows, rest = flat[: num_rows * _ROW].view(num_rows, _ROW), flat[num_rows * _ROW :]

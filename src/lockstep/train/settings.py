@@ -272,8 +272,7 @@ class Settings:
     ] = None
     wire: Annotated[Wire | None, Flag("Round gradients to bf16 or fp16 for the way between the ranks.")] = None
     bucket_cap_mb: Annotated[
-        float | Literal["auto"] | None,
-        Flag("Size of a bucket of gradients; auto measures which pays; 25, the first 1, if not given.", "MIB|auto"),
+        float | None, Flag("Size of a bucket of gradients; 25, the first 1, if not given.", "MIB")
     ] = None
     overlap_optimizer: Annotated[bool, Flag("Step each bucket of parameters as soon as it is reduced.")] = False
     threads: Annotated[
@@ -306,8 +305,8 @@ def check_combinations(settings: Settings) -> None:
         ConfigurationError: Names both, and says why.
     """
     cap_mb = settings.bucket_cap_mb
-    if isinstance(cap_mb, int | float) and not 0 < cap_mb < math.inf:
-        raise ConfigurationError(f"bucket_cap_mb={cap_mb} is no size.\nGive a number of MiB above 0, or auto.")
+    if cap_mb is not None and not 0 < cap_mb < math.inf:
+        raise ConfigurationError(f"bucket_cap_mb={cap_mb} is no size.\nGive a number of MiB above 0.")
     needs_the_end = {
         "clip": (settings.clip is not None, "the norm of the whole gradient is known"),
         "precision=fp16": (settings.precision == "fp16", "the whole gradient is known to be finite"),

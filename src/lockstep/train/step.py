@@ -598,7 +598,7 @@ def watch_part(module: nn.Module) -> Callable[[], bool]:
     """Return what tells whether this rank's part of the last gradient was not finite, if the wrapper is ours."""
     from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 
-    return module.watch_part() if isinstance(module, DistributedDataParallel) else nobody_knows
+    return module.monitor_local_gradients() if isinstance(module, DistributedDataParallel) else nobody_knows
 
 
 def nobody_knows() -> bool:
@@ -627,11 +627,6 @@ def make_updater(
         in_backward=settings.overlap_optimizer,
         looks_later=settings.on_nan == "raise" and next(model.parameters()).device.type == "cuda",
     )
-
-
-def remarks_of(gradients: Gradients | None) -> list[str]:
-    """Return what the engine has found out since it was asked last."""
-    return gradients.model.take_remarks() if isinstance(gradients, BucketGradients) else []
 
 
 def leave_alone(model: nn.Module) -> None:

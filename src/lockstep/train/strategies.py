@@ -208,9 +208,9 @@ class Distributed(Strategy):
 
     def stamp_buckets(self, stamps: BucketStamps) -> bool:
         """Have them taken, unless the engine is torch's."""
-        from lockstep.parallel.ddp.wrapper import PerBucket
+        from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 
-        if isinstance(self._module, PerBucket):
+        if isinstance(self._module, DistributedDataParallel):
             self._module.stamp_buckets(stamps)
             return True
         return False
@@ -249,9 +249,9 @@ class Distributed(Strategy):
         """
         if not self._has_sync_layers or how.all_have_samples():
             return contextlib.nullcontext()
-        from lockstep.parallel.ddp.uneven_inputs import UnevenInputs
+        from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 
-        if not isinstance(self._module, UnevenInputs):
+        if not isinstance(self._module, DistributedDataParallel):
             raise ConfigurationError(
                 "A batch leaves ranks without samples, for which the model's SyncBatchNorm layers would wait for ever."
                 "\nUse strategy ddp, or leave the last batch of an epoch out (drop_last=True in the task)."

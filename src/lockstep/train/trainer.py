@@ -49,7 +49,6 @@ from lockstep.train.step import (
     Updater,
     explain_out_of_memory,
     make_updater,
-    remarks_of,
 )
 from lockstep.train.stopping import ControlFlags
 from lockstep.train.strategies import Pass, Strategy, divide, make_strategy
@@ -399,7 +398,6 @@ class Trainer:
         self.num_steps_done += 1
         if self._sync:
             self.drift.after_step(self.num_steps_done)
-        self.remarks += remarks_of(self._strategy.gradients)
         return record
 
     def heard(self) -> tuple[bool, bool]:

@@ -1,23 +1,24 @@
-"""What a script can ask of the gradients of whole buckets: norms, clipping, finite or not."""
+"""What a script can ask of the gradients of whole buckets: norms, clipping, finite or not, an optimizer in backward."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lockstep.comm.collectives import all_gather
+from lockstep.errors import ConfigurationError, NonFiniteGradient
+from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.parallel.ddp.buckets import Bucket
-from lockstep.parallel.ddp.reducer import Reducer
-from lockstep.parallel.flat import combine_norms, flat_norm, list_norms, multiply_
-
-
-class Pieces(NamedTuple):
-    """All gradients: the buckets whose parameters' gradients all lie in them, and the other gradients one by one."""
-
-    buckets: list[Bucket]
-    others: list[Tensor]
+from lockstep.parallel.ddp.reducer import Event, Reducer
+from lockstep.parallel.ddp.torch_compat import TorchCompat
+from lockstep.parallel.flat import are_finite, combine_norms, flat_norm, list_norms, multiply_, total
 
 
 class FlatGradients:
@@ -33,7 +34,7 @@ class FlatGradients:
 
     def __init__(self, reducer: Reducer, parameters: Iterable[nn.Parameter]) -> None:
         self._reducer = reducer
-        bucketed = {id(parameter) for parameter in reducer.row.parameters}
+        bucketed = {id(parameter) for parameter in reducer.bucket_set.parameters}
         self._outside = [parameter for parameter in parameters if id(parameter) not in bucketed]
         self._norms: dict[Bucket, Tensor] = {}
 
@@ -42,46 +43,326 @@ class FlatGradients:
 
         Only for a loop in which nothing changes gradients in between.
         """
-        if self._note_reduced not in self._reducer.on_reduced:
-            self._reducer.on_reduced.append(self._note_reduced)
+        if self not in self._reducer.observers:
+            self._reducer.observers.append(self)
 
     @torch.no_grad()
-    def _note_reduced(self, bucket: Bucket) -> None:
-        if not bucket.spec.sparse:
+    def on_event(self, kind: Event, bucket: Bucket | None) -> None:
+        """Take note of an event of the reducer."""
+        if kind is Event.REDUCED and bucket is not None and not bucket.spec.sparse:
             self._norms[bucket] = flat_norm(bucket.gradients)
-
-    def pieces(self) -> Pieces:
-        """Return the gradients as they are now."""
-        found = Pieces([], [parameter.grad for parameter in self._outside if parameter.grad is not None])
-        for bucket in self._reducer.row.buckets:
-            if bucket.holds_all:
-                found.buckets.append(bucket)
-            else:
-                grads = [parameter.grad for parameter in bucket.parameters]
-                found.others.extend(grad for grad in grads if grad is not None)
-        return found
 
     @torch.no_grad()
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """Return the norm of all gradients together, a 0-dimensional tensor; does not block."""
-        pieces = self.pieces()
+        buckets, others = self._pieces()
         known, self._norms = self._norms if norm_type == 2.0 else {}, {}  # they hold once: gradients may be changed
-        norms = [
-            known[bucket] if bucket in known else flat_norm(bucket.gradients, norm_type) for bucket in pieces.buckets
-        ]
-        return combine_norms(norms + list_norms(pieces.others, norm_type), norm_type)
+        norms = [known[bucket] if bucket in known else flat_norm(bucket.gradients, norm_type) for bucket in buckets]
+        return combine_norms(norms + list_norms(self._unreduced() + others, norm_type), norm_type)
 
     def tensors(self) -> list[Tensor]:
         """Return tensors that together hold all gradients."""
-        pieces = self.pieces()
-        return [bucket.gradients for bucket in pieces.buckets] + pieces.others
+        return self._unreduced() + self.reduced()
 
     def reduced(self) -> list[Tensor]:
         """Return tensors that together hold all gradients that are the same on every rank: those of the buckets."""
-        pieces = self.pieces()
-        num_outside = sum(parameter.grad is not None for parameter in self._outside)  # which come first
-        return [bucket.gradients for bucket in pieces.buckets] + pieces.others[num_outside:]
+        buckets, others = self._pieces()
+        return [bucket.gradients for bucket in buckets] + others
 
     def multiply_(self, factor: Tensor) -> None:
         """Multiply all gradients in place by a 0-dimensional tensor; not at all by one that is known to be 1."""
         multiply_(self.tensors(), factor)
+
+    def _unreduced(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self._outside if parameter.grad is not None]
+
+    def _pieces(self) -> tuple[list[Bucket], list[Tensor]]:
+        """Return the buckets that hold all gradients of their parameters, and the gradients of the other buckets."""
+        whole: list[Bucket] = []
+        others: list[Tensor] = []
+        for bucket in self._reducer.bucket_set.buckets:
+            if bucket.holds_all:
+                whole.append(bucket)
+            else:
+                others += [parameter.grad for parameter in bucket.parameters if parameter.grad is not None]
+        return whole, others
+
+
+class LocalGradientMonitor:
+    """Whether this rank's own gradients were finite when their buckets were launched.
+
+    A reduced gradient tells that it is not finite, but not whose fault that is: the part of this rank is gone. So each
+    bucket is looked at when it is launched: one pass over it, whose result stays on the device until it is needed.
+    """
+
+    def __init__(self) -> None:
+        self._totals: WeakKeyDictionary[Bucket, Tensor] = WeakKeyDictionary()  # buckets are rebuilt now and then
+
+    @torch.no_grad()
+    def on_event(self, kind: Event, bucket: Bucket | None) -> None:
+        """Take note of an event of the reducer. Does not block."""
+        if kind is Event.GATHERED and bucket is not None and not bucket.spec.sparse:
+            self._totals[bucket] = total(bucket.gradients)
+
+    def saw_nonfinite(self, buckets: Iterable[Bucket]) -> bool:
+        """Return whether one of ``buckets`` was not finite when it was launched last. Blocks."""
+        return any(not bool(self._totals[bucket].isfinite()) for bucket in buckets if bucket in self._totals)
+
+
+_Plan = list[tuple[int, list[nn.Parameter]]]
+"""Which parameters of which groups are stepped together."""
+
+
+class BucketOptimizer:
+    """Steps ``optimizer`` a bucket at a time inside backward; an observer of the reducer.
+
+    A parameter's gradient is complete when all that backward computes with the parameter has run, so it may change
+    while backward goes on. Where something else still needs its old value, autograd says so ("modified by an inplace
+    operation").
+
+    Args:
+        optimizer: Of parameters that the reducer holds, and maybe others: those are stepped when the step closes.
+        reduced: The parameters that the reducer holds.
+
+    Raises:
+        ConfigurationError: The optimizer cannot step without being called with a closure.
+    """
+
+    def __init__(self, optimizer: Optimizer, reduced: Sequence[nn.Parameter]) -> None:
+        name = type(optimizer).__name__
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigurationError(
+                f"{name} computes the loss anew within its step, so it cannot step within backward.\n"
+                "Call its step(closure) after backward."
+            )
+        self._optimizer = optimizer
+        self._reduced = {id(parameter) for parameter in reduced}
+        self._plans: WeakKeyDictionary[Bucket, _Plan] = WeakKeyDictionary()
+        self._plan_outside: _Plan = []
+        self._sizes: list[int] = []
+        self._done: list[Bucket] = []
+        self._changed: dict[int, dict[str, Any]] = {}
+        self._is_stepping = False
+        self._handle = optimizer.register_step_pre_hook(self._refuse_others)
+
+    def remove(self) -> None:
+        """Let the optimizer be stepped as before."""
+        self._handle.remove()
+
+    def on_event(self, kind: Event, bucket: Bucket | None) -> None:
+        """Take note of an event of the reducer."""
+        if kind is Event.BACKWARD:
+            self._done, self._changed = [], {}  # of a backward that failed
+        elif kind is Event.REDUCED and bucket is not None:
+            self._step_bucket(bucket)
+        elif kind is Event.CLOSED:
+            self._step_rest()
+
+    def _step_bucket(self, bucket: Bucket) -> None:
+        self._update_plans()
+        plan = self._plans.get(bucket)
+        if plan is None:
+            plan = self._plans[bucket] = self._part({id(parameter) for parameter in bucket.parameters})
+        self._step(plan)
+        self._done.append(bucket)
+
+    def _step_rest(self) -> None:
+        """Step what no bucket had; write back what the optimizer counts in its groups."""
+        self._update_plans()
+        self._step(self._plan_outside)
+        if sum(len(bucket.parameters) for bucket in self._done) < len(self._reduced):  # some buckets were skipped
+            done = {id(parameter) for bucket in self._done for parameter in bucket.parameters}
+            self._step(self._part(self._reduced - done))
+        for place, values in self._changed.items():
+            self._optimizer.param_groups[place].update(values)
+        self._done, self._changed = [], {}
+
+    def _update_plans(self) -> None:
+        """Follow parameters that were added to the optimizer."""
+        sizes = [len(group["params"]) for group in self._optimizer.param_groups]
+        if sizes != self._sizes:
+            self._sizes = sizes
+            self._plans.clear()
+            everything = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+            self._plan_outside = self._part(everything - self._reduced)
+
+    def _part(self, members: Set[int]) -> _Plan:
+        """Return by place of a group which of ``members``, parameters by ``id``, are in it."""
+        mine = [[each for each in group["params"] if id(each) in members] for group in self._optimizer.param_groups]
+        return [(place, parameters) for place, parameters in enumerate(mine) if parameters]
+
+    def _step(self, plan: _Plan) -> None:
+        if not plan:
+            return
+        # The optimizer gets ``param_groups`` that hold these parameters and copies of all else. So its state stays
+        # where it is, schedulers see nothing of it, and what a step counts in a group is counted once, when the step
+        # closes. Whatever treats each parameter on its own gives the same bits as one step over all.
+        optimizer, whole = self._optimizer, self._optimizer.param_groups
+        parts = [{**whole[place], "params": parameters} for place, parameters in plan]
+        self._is_stepping = True
+        optimizer.param_groups = parts
+        try:
+            optimizer.step()
+        finally:
+            self._is_stepping = False
+            optimizer.param_groups = whole
+        for (place, _), part in zip(plan, parts, strict=True):
+            changed = {key: part[key] for key in part if key != "params" and part[key] is not whole[place].get(key)}
+            if changed:
+                self._changed.setdefault(place, {}).update(changed)
+
+    def _refuse_others(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._is_stepping:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__}.step() was called, but it steps within backward since "
+                "overlap_optimizer() was called.\nLeave the call out."
+            )
+
+
+class BucketApi(TorchCompat):
+    """The part of ``DistributedDataParallel`` that works on the gradients of whole buckets."""
+
+    flat_gradients: FlatGradients
+    """For `fit`: the gradients, a tensor for each bucket."""
+
+    _monitor: LocalGradientMonitor | None
+    _tied_to_reducer: ClassVar = {"flat_gradients", "_monitor"}
+    """Attributes that belong to the reducer, and neither to a copy nor to a pickle."""
+
+    def _attach_bucket_api(self) -> None:
+        """Attach to the reducer, when it is new."""
+        self.flat_gradients = FlatGradients(self._reducer, self.module.parameters())
+        self._monitor = None
+
+    def stamp_buckets(self, stamps: BucketStamps | None) -> None:
+        """For whoever records steps: have the moments of buckets taken from now on, or with None not any more."""
+        observers = self._reducer.observers
+        observers[:] = [each for each in observers if not isinstance(each, BucketStamps)]
+        if stamps is not None:
+            observers.append(stamps)
+
+    def gradients_are_finite(self) -> bool:
+        """Return whether no gradient is NaN or infinite: the same verdict on every rank, after the same backward.
+
+        Not collective: NaN and infinity survive the sum over the ranks, all of which hold the same bits of it. So all
+        can skip the same step without asking each other. Parameters that are not synchronised are left out. Blocks
+        until backward is done.
+
+        Raises:
+            ConfigurationError: This rank has only a slice of the gradients.
+        """
+        if not self._reducer.reduction.leaves_whole:
+            raise ConfigurationError(
+                "gradients_are_finite() needs all gradients, but with shard_gradients=True each rank has a slice of "
+                "them.\nCall clip_grad_norm_() of the optimizer with max_norm=math.inf, which returns the norm of all."
+            )
+        reduced = self.flat_gradients.reduced()
+        return are_finite(reduced, combine_norms(list_norms(reduced)))
+
+    def check_gradients(self) -> None:
+        """Raise an error that names rank and parameter if a gradient is NaN or infinite.
+
+        Call it between backward and ``optimizer.step()``. From the first call on each bucket is looked at when it
+        is launched, so the ranks are known in all steps behind the first. Blocks until backward is done.
+
+        Collective if a gradient is not finite: every rank.
+
+        Raises:
+            NonFiniteGradient: On every rank.
+            ConfigurationError: This rank has only a slice of the gradients.
+        """
+        was_monitored = self._monitor is not None
+        local_is_nonfinite = self.monitor_local_gradients()
+        if self.gradients_are_finite():
+            return
+        bad = {
+            id(parameter)
+            for parameter in self._reducer.bucket_set.parameters
+            if parameter.grad is not None and not are_finite([parameter.grad], torch.tensor(math.nan))
+        }
+        first = next(name for name, parameter in self.module.named_parameters() if id(parameter) in bad)
+        flag = torch.tensor([int(was_monitored and local_is_nonfinite())], device=self.device)
+        ranks = [rank for rank, bad in enumerate(all_gather(flag, group=self.process_group)) if int(bad)]
+        where = f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
+        raise NonFiniteGradient(
+            f"The gradient is not finite{where}: first that of parameter {first}.\n"
+            "Look at the loss and the samples of this step there. To go on without the step, ask "
+            "gradients_are_finite() and call optimizer.step() only if they are.",
+            ranks=tuple(ranks),
+        )
+
+    def monitor_local_gradients(self) -> Callable[[], bool]:
+        """For `fit`: look at each bucket when it is launched, from now on.
+
+        Returns:
+            What tells whether this rank's part of the last backward was not finite. Blocks.
+        """
+        if self._monitor is None:
+            self._monitor = LocalGradientMonitor()
+            self._reducer.observers.append(self._monitor)
+        monitor = self._monitor
+        return lambda: monitor.saw_nonfinite(self._reducer.bucket_set.buckets)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients down so that their norm is at most ``max_norm``; return the norm they had.
+
+        As ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)``, but a bucket at a time, which takes far fewer
+        kernels, and the norm is as accurate for large parameters as for small ones. Not collective: after a
+        synchronised backward all ranks hold the same gradients and find the same norm. Does not block.
+
+        Args:
+            max_norm: The largest norm allowed.
+            norm_type: The p of the p-norm; may be infinite.
+
+        Raises:
+            ConfigurationError: This rank has only a slice of the gradients.
+        """
+        if not self._reducer.reduction.leaves_whole:
+            raise ConfigurationError(
+                "clip_grad_norm_() needs all gradients, but with shard_gradients=True each rank has a slice of them."
+                "\nCall clip_grad_norm_() of the optimizer."
+            )
+        norm_type = float(norm_type)
+        if norm_type <= 0:
+            return torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
+        norm = self.flat_gradients.norm(norm_type)
+        self.flat_gradients.multiply_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def overlap_optimizer(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Let ``optimizer`` step within backward from now on, each bucket as soon as it is reduced.
+
+        Each synchronised backward then ends with the parameters updated, to the same bits as ``optimizer.step()`` after
+        it would, for every optimizer that treats each parameter on its own and draws no random numbers. Gradients
+        stay until they are zeroed. Nothing may look at or change gradients in between: no clipping, no loss scaling.
+        ``optimizer.step()`` raises as long as this holds; learning-rate schedulers step after backward as ever.
+
+        With weights (`weight`) and with communication hooks all buckets are stepped when backward ends.
+
+        Args:
+            optimizer: Of this model's parameters.
+
+        Returns:
+            What ends it.
+
+        Raises:
+            ConfigurationError: The optimizer cannot step without a closure, or divides its work among the ranks.
+        """
+        reducer = self._reducer
+        if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
+            raise ConfigurationError(
+                "overlap_optimizer() cannot be had with ZeroRedundancyOptimizer, which divides a step among ranks."
+                "\nCall optimizer.step() after backward."
+            )
+        stepping = BucketOptimizer(optimizer, reducer.bucket_set.parameters)
+        reducer.set_reduction(reducer.reduction)  # a rank alone begins to watch its gradients
+        reducer.observers.append(stepping)
+        reducer.finishes_early = True
+
+        def end() -> None:
+            reducer.observers.remove(stepping)
+            stepping.remove()
+
+        return end

@@ -10,8 +10,6 @@ import torch
 
 from lockstep.comm.collectives import Group, all_gather
 
-# Which gradients travel together: the plan of the buckets, a pure function.
-
 MIB = 2**20
 DEFAULT_CAP_BYTES = 25 * MIB
 FIRST_CAP_BYTES = 1 * MIB  # small, so that communication starts early
@@ -94,9 +92,6 @@ def _cut(
     for key, members in open_buckets.items():
         close(members, sizes_bytes[key])
     return finished
-
-
-# What the first synchronised backward teaches: the order in which gradients arrive, agreed by all ranks.
 
 
 @dataclass(frozen=True)

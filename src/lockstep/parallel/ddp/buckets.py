@@ -1,4 +1,17 @@
-"""Gradient buckets: how gradients get in and out of flat buffers, and the list of all buckets of a model."""
+"""Gradient buckets: how gradients get in and out of flat buffers, and the set of all buckets of a model.
+
+[Note: layout of a bucket]
+One flat buffer: the gradients of the parameters, back to back, then a tail that travels in the same collective: one
+element per parameter, which counts on how many ranks it received a gradient, and the ranks' weight messages (see
+[Note: weight messages] in weighting.py). ``views[k]`` has the shape and the strides of parameter k and becomes its
+``.grad``.
+
+[Note: held gradients]
+In torch, a gradient that a script keeps after ``zero_grad()`` stays as it is. Ours are views of a buffer that the next
+step overwrites, so a bucket whose views are still held takes new memory and leaves the old to its holders. This rank
+does so alone, so the new memory is ordinary; shm reduces buckets of which only some lie in shared memory as it reduces
+any other tensor.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +21,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import cast, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
+from torch.futures import Future
 from typing_extensions import override
 
 from lockstep.comm.collectives import Group, empty_buffer
@@ -19,7 +33,11 @@ from lockstep.errors import LockstepError
 from lockstep.parallel.ddp.bucket_plan import BucketSpec, ParameterSpec, agree_on_order, plan_buckets
 from lockstep.parallel.flat import view_like
 
-# What a bucket is: the gradients of some parameters on their way through one collective.
+_LARGE_NUMEL = 2**15
+"""Gradients of this size are divided while they are copied; smaller ones all in one go, which takes fewer calls."""
+
+_OWN_REFERENCES = max(map(sys.getrefcount, map([object()].__getitem__, range(1))))
+"""Of a view that nobody else holds, as sys.getrefcount counts them where it is called the same way."""
 
 
 @dataclass(frozen=True)
@@ -37,22 +55,32 @@ class GradientScale:
     Attributes:
         factor: What gradients are multiplied by.
         unused_factor: The same for the gradients from before, of parameters that received none in this step.
-        ballot: What the tail ends with, see [Note: ballots]; None: what a rank without weights says.
+        message: What the tail ends with, see [Note: weight messages]; None: what a rank without weights sends.
     """
 
     factor: float
     unused_factor: float
-    ballot: Sequence[float] | None = None
+    message: Sequence[float] | None = None
 
 
 class Bucket(ABC):
-    """The gradients of ``spec.parameters`` on their way through one collective."""
+    """The gradients of ``spec.parameters`` on their way through one collective.
+
+    Attributes:
+        position, is_last: Its place among the buckets of the model, which is the order in which they are launched.
+        missing: What this rank lacks, from `gather` to `settle`.
+        future: Of the reduction, once it is launched; done when the bucket is reduced.
+        sent_dtype: In what the tail travels; that of the gradients unless they are compressed.
+    """
 
     def __init__(self, spec: BucketSpec, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
         self.spec = spec
         self.parameters = [parameters[index] for index in spec.parameters]
         self.names = [names[index] for index in spec.parameters]
-        self.absent: list[MissingGradient] = []
+        self.position, self.is_last = 0, False
+        self.missing: list[MissingGradient] = []
+        self.future: Future[Any] | None = None
+        self.sent_dtype = spec.dtype
 
     @property
     @abstractmethod
@@ -68,22 +96,27 @@ class Bucket(ABC):
     def payload(self) -> Tensor:
         """What the collective sums: the gradients and what travels with them."""
 
+    @property
+    @abstractmethod
+    def weight_message(self) -> Tensor | None:
+        """The end of the tail, see [Note: weight messages]; None if there is no tail."""
+
+    @property
+    @abstractmethod
+    def holds_all(self) -> bool:
+        """Whether `gradients` is what all its parameters have as their gradients."""
+
     @abstractmethod
     def gradient_views(self) -> list[Tensor]:
         """Return the gradients one by one, by place."""
 
-    @property
     @abstractmethod
-    def ballot(self) -> Tensor | None:
-        """The end of the tail, see [Note: ballots]; None if there is no tail."""
-
-    @abstractmethod
-    def gather(self, used: Sequence[int], share: GradientScale) -> None:
+    def gather(self, used: Sequence[int], scale: GradientScale) -> None:
         """Bring this rank's gradients in.
 
         Args:
             used: At place k, whether that parameter received a gradient since the last step.
-            share: What they are multiplied by.
+            scale: What they are multiplied by.
         """
 
     @abstractmethod
@@ -102,57 +135,15 @@ class Bucket(ABC):
     def adopt(self) -> None:
         """Take over the gradients that the parameters have now, from a bucket of an earlier plan."""
 
-    @abstractmethod
-    def arrived(self, *, even_in_place: bool) -> list[bool]:
-        """Return by place whether a gradient is there that the bucket did not leave there; a sparse one always is.
-
-        Args:
-            even_in_place: Whether a gradient that the bucket left counts if it was changed since `seal`.
-        """
-
-    @property
-    @abstractmethod
-    def holds_all(self) -> bool:
-        """Whether `gradients` is what all its parameters have as their gradients."""
-
-    @abstractmethod
-    def seal(self) -> None:
-        """Take the gradients in the bucket for unchanged, as they are now; `gather` does."""
-
-
-# A bucket in one flat buffer: how gradients get in and out.
-#
-# [Note: layout]
-# One flat buffer: the gradients of the parameters, back to back, then a tail that travels in the same collective: one
-# element per parameter, which counts on how many ranks it received a gradient (see [Note: parameters without a
-# gradient] in reducer.py), and the ranks' ballots (see [Note: ballots] in ballot.py). ``views[k]`` has the shape and
-# the strides of parameter k and becomes its ``.grad``; ``slots[k]`` is the same memory for our own use. Views have
-# version counters of their own, which what we write through ``slots`` or the flat buffer leaves alone: so a counter
-# that moved tells that somebody else, autograd or the script, has changed that gradient in place.
-#
-# [Note: held gradients]
-# In torch, a gradient that somebody keeps after ``zero_grad()`` stays as it is. Ours are views of a buffer that the
-# next step overwrites, so a bucket whose views somebody still holds takes new memory and leaves the old to its
-# holders. This rank does so alone, so it is ordinary memory; a reduction in which some ranks' buckets lie in shared
-# memory and others' do not takes the ordinary way.
-
-_LARGE_NUMEL = 2**15
-"""Gradients of this size are divided while they are copied; smaller ones all in one go, which takes fewer calls."""
-
-_OWN_REFERENCES = max(map(sys.getrefcount, map([object()].__getitem__, range(1))))
-"""Of a view that nobody else holds, as sys.getrefcount counts them where it is called the same way."""
-
-_version = operator.attrgetter("_version")
-
 
 @final
 class DenseBucket(Bucket):
-    """Gradients in one flat buffer; see [Note: layout].
+    """Gradients in one flat buffer; see [Note: layout of a bucket].
 
     Args:
-        spec, parameters, names: See `BucketRow`.
+        spec, parameters, names: See `BucketSet`.
         keep_held_gradients: See [Note: held gradients].
-        ballot: What the tail ends with on this rank in a step without weights.
+        message: What the tail ends with on this rank in a step without weights.
         group: The ranks that make this bucket at the same time, so that it can lie in memory which they all see; see
             `empty_buffer`. None: this rank makes it alone.
     """
@@ -164,12 +155,13 @@ class DenseBucket(Bucket):
         names: Sequence[str],
         *,
         keep_held_gradients: bool,
-        ballot: Sequence[float],
+        message: Sequence[float],
         group: Group | None = None,
     ) -> None:
         super().__init__(spec, parameters, names)
         self._keep_held_gradients = keep_held_gradients
-        self._usual_tail = torch.tensor([1.0] * len(self.parameters) + list(ballot)).to(spec.device, spec.dtype)
+        self._usual_tail = torch.tensor([1.0] * len(self.parameters) + list(message)).to(spec.device, spec.dtype)
+        self._large = {place for place, each in enumerate(self.parameters) if each.numel() >= _LARGE_NUMEL}
         self._allocate(group)
 
     def _allocate(self, group: Group | None) -> None:
@@ -181,13 +173,13 @@ class DenseBucket(Bucket):
             self._buffer = empty_buffer(size, dtype=dtype, device=device, group=group).zero_()
         self._data = self._buffer[:numel]
         self._tail = self._buffer[numel:]
-        self._ballot = self._tail[len(self.parameters) :]
+        self._message = self._tail[len(self.parameters) :]
+        # Two tensors for each gradient. What we write through a slot does not move the version counter of its view, so
+        # a counter that moved tells that autograd or the script has changed that gradient in place.
         self._slots = cut_views(self._data, self.parameters)
         self._views = [slot.data for slot in self._slots]
-        self._num_aliases = self._count_aliases()
-        self._large = {place for place, view in enumerate(self._views) if view.numel() >= _LARGE_NUMEL}
         self._small_slots = [slot for place, slot in enumerate(self._slots) if place not in self._large]
-        self.seal()
+        self._num_aliases = self._count_aliases()
 
     @property
     @override
@@ -204,54 +196,58 @@ class DenseBucket(Bucket):
     def payload(self) -> Tensor:
         return self._buffer
 
+    @property
+    @override
+    def weight_message(self) -> Tensor:
+        return self._message.real
+
+    @property
+    @override
+    def holds_all(self) -> bool:
+        return not any(map(operator.is_not, [parameter.grad for parameter in self.parameters], self._views))
+
     @override
     def gradient_views(self) -> list[Tensor]:
         return list(self._slots)
 
-    @property
     @override
-    def ballot(self) -> Tensor:
-        return self._ballot.real
-
-    @override
-    def gather(self, used: Sequence[int], share: GradientScale) -> None:
+    def gather(self, used: Sequence[int], scale: GradientScale) -> None:
         gradients = [parameter.grad for parameter in self.parameters]
         is_none = map(operator.is_, gradients, repeat(None))
         if any(is_none) or not all(used) or any(map(operator.is_, gradients, self._views)):
-            self._gather_some(gradients, used, share)
-        else:  # the usual case, without a look at each
-            self.absent = []
+            self._gather_some(gradients, used, scale)
+        else:  # the usual case, without a Python loop over the parameters but the one that hands out the views
+            self.missing = []
             if self._keep_held_gradients and self._is_held(range(len(self._views))):
                 self._renew()
-            self._copy_in(cast("list[Tensor]", gradients), share.factor)
+            self._copy_in(cast("list[Tensor]", gradients), scale.factor)
             for parameter, view in zip(self.parameters, self._views, strict=True):
                 parameter.grad = view
-        self._fill_tail(share)
-        self.seal()
+        self._fill_tail(scale)
 
-    def _gather_some(self, gradients: Sequence[Tensor | None], used: Sequence[int], share: GradientScale) -> None:
+    def _gather_some(self, gradients: Sequence[Tensor | None], used: Sequence[int], scale: GradientScale) -> None:
         """Gather where gradients are missing or in the bucket already."""
-        self.absent = [
+        self.missing = [
             MissingGradient(place, None if gradient is None else gradient.clone())
             for place, gradient in enumerate(gradients)
             if gradient is None or not used[place]
         ]
-        fresh = {
-            place: gradient
-            for place, (gradient, view) in enumerate(zip(gradients, self._views, strict=True))
-            if gradient is not None and gradient is not view
-        }
-        if fresh and self._keep_held_gradients and self._is_held(fresh):
+        # Slots that will be overwritten, though the parameter does not have them as its gradient now. One without any
+        # gradient is overwritten, too: by zeros, and by what other ranks send.
+        outside = [place for place, gradient in enumerate(gradients) if gradient is not self._views[place]]
+        if outside and self._keep_held_gradients and self._is_held(outside):
             self._renew()
-        self._copy_in([fresh.get(place, slot) for place, slot in enumerate(self._slots)], share.factor)
-        for place in fresh:
-            self.parameters[place].grad = self._views[place]
-        for absent in self.absent:
-            slot = self._slots[absent.place]
-            if absent.previous is None:
+        sources = zip(gradients, self._views, self._slots, strict=True)
+        self._copy_in([s if g is None or g is view else g for g, view, s in sources], scale.factor)
+        for place in outside:
+            if gradients[place] is not None:
+                self.parameters[place].grad = self._views[place]
+        for missing in self.missing:
+            slot = self._slots[missing.place]
+            if missing.previous is None:
                 slot.zero_()
-            elif share.unused_factor != share.factor:
-                torch.mul(absent.previous, share.unused_factor, out=slot)
+            elif scale.unused_factor != scale.factor:
+                torch.mul(missing.previous, scale.unused_factor, out=slot)
 
     @torch.no_grad()  # backward with create_graph=True records what we do
     def _copy_in(self, gradients: list[Tensor], factor: float) -> None:
@@ -271,15 +267,6 @@ class DenseBucket(Bucket):
         elif small and factor != 1:
             torch._foreach_mul_(self._small_slots, factor)
 
-    @torch.no_grad()
-    def _fill_tail(self, share: GradientScale) -> None:
-        self._tail.copy_(self._usual_tail)
-        for absent in self.absent:
-            self._tail[absent.place] = 0
-        if share.ballot is not None:
-            ballot = torch.tensor(share.ballot, dtype=torch.float64).to(self.spec.dtype)
-            self._ballot.copy_(ballot, non_blocking=True)  # from pageable memory: read before this returns
-
     def _explain_sparse(self, gradients: Sequence[Tensor], error: RuntimeError) -> None:
         for name, gradient in zip(self.names, gradients, strict=True):
             if gradient.layout is not torch.strided:
@@ -288,8 +275,17 @@ class DenseBucket(Bucket):
                     "Only nn.Embedding and nn.EmbeddingBag with sparse=True may produce sparse gradients."
                 ) from error
 
+    @torch.no_grad()
+    def _fill_tail(self, scale: GradientScale) -> None:
+        self._tail.copy_(self._usual_tail)
+        for missing in self.missing:
+            self._tail[missing.place] = 0
+        if scale.message is not None:
+            message = torch.tensor(scale.message, dtype=torch.float64).to(self.spec.dtype)
+            self._message.copy_(message, non_blocking=True)  # from pageable memory: read before this returns
+
     def _is_held(self, places: Iterable[int]) -> bool:
-        """Tell whether somebody has kept the gradients ``places``, or tensors made from them."""
+        """Return whether somebody else holds the gradients ``places``, or tensors made from any of the buffer."""
         if self._count_aliases() > self._num_aliases:
             return True
         return max(map(sys.getrefcount, map(self._views.__getitem__, places))) > _OWN_REFERENCES
@@ -313,35 +309,17 @@ class DenseBucket(Bucket):
 
     @override
     def settle(self, num_users: Sequence[int] | None) -> None:
-        if not self.absent:
+        if not self.missing:
             return
         counts = self._tail.real.tolist() if num_users is None else [num_users[each] for each in self.spec.parameters]
-        for absent in self.absent:
-            parameter, view = self.parameters[absent.place], self._views[absent.place]
-            if round(counts[absent.place]):
+        for missing in self.missing:
+            parameter, view = self.parameters[missing.place], self._views[missing.place]
+            if round(counts[missing.place]):
                 parameter.grad = view
-            elif absent.previous is None:
+            elif missing.previous is None:
                 parameter.grad = None
             else:
-                view.copy_(absent.previous)
-
-    @override
-    def arrived(self, *, even_in_place: bool) -> list[bool]:
-        gradients = [parameter.grad for parameter in self.parameters]
-        versions = list(map(_version, self._views)) if even_in_place else self._sealed
-        if versions == self._sealed and not any(map(operator.is_not, gradients, self._views)):
-            return [False] * len(gradients)
-        facts = zip(gradients, self._views, versions, self._sealed, strict=True)
-        return [grad is not None and (grad is not view or now != sealed) for grad, view, now, sealed in facts]
-
-    @property
-    @override
-    def holds_all(self) -> bool:
-        return not any(map(operator.is_not, [parameter.grad for parameter in self.parameters], self._views))
-
-    @override
-    def seal(self) -> None:
-        self._sealed = list(map(_version, self._views))
+                view.copy_(missing.previous)
 
     @override
     def adopt(self) -> None:
@@ -355,9 +333,6 @@ def cut_views(flat: Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[Te
     """Cut ``flat`` into views like the parameters; see `view_like`."""
     pieces = flat.split([parameter.numel() for parameter in parameters])
     return [view_like(piece, parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
-
-
-# A bucket that holds one sparse gradient.
 
 
 @final
@@ -392,22 +367,27 @@ class SparseBucket(Bucket):
 
     @property
     @override
-    def ballot(self) -> None:
+    def weight_message(self) -> None:
         return None
+
+    @property
+    @override
+    def holds_all(self) -> bool:
+        return False
 
     @override
     def gradient_views(self) -> list[Tensor]:
         return [self._gradient]
 
     @override
-    def gather(self, used: Sequence[int], share: GradientScale) -> None:
+    def gather(self, used: Sequence[int], scale: GradientScale) -> None:
         gradient = self.parameters[0].grad
         if gradient is None:
             self._gradient = self._empty()
         else:
-            factor = share.factor if used[0] else share.unused_factor
+            factor = scale.factor if used[0] else scale.unused_factor
             self._gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).detach().coalesce() * factor
-        self.absent = [] if gradient is not None and used[0] else [MissingGradient(0, gradient)]
+        self.missing = [] if gradient is not None and used[0] else [MissingGradient(0, gradient)]
 
     @override
     def scale(self, factor: float) -> None:
@@ -416,48 +396,30 @@ class SparseBucket(Bucket):
     @override
     def settle(self, num_users: Sequence[int] | None) -> None:
         reduced, self._gradient = self._gradient.coalesce(), self._empty()
-        if not self.absent or reduced._nnz() > 0:
+        if not self.missing or reduced._nnz() > 0:
             self.parameters[0].grad = reduced
 
     @override
     def adopt(self) -> None:
         """Do nothing: the parameter's gradient is a tensor of its own."""
 
-    @override
-    def arrived(self, *, even_in_place: bool) -> list[bool]:
-        return [self.parameters[0].grad is not None]
 
-    @property
-    @override
-    def holds_all(self) -> bool:
-        return False
-
-    @override
-    def seal(self) -> None:
-        """Do nothing: `arrived` does not remember."""
-
-
-# The buckets in the order in which they leave, and where each parameter's gradient lies.
-
-
-class Buckets:
+class BucketSet:
     """All buckets of a model: first in reverse order of registration, then, once, in the order that was observed.
 
     Args:
         parameters: All parameters to reduce, by name, each once; the same order, shapes and dtypes on every rank.
         sparse: Those among them that receive sparse gradients.
         caps_bytes: See :func:`plan_buckets`.
-        keep_held_gradients: See [Note: held gradients] in dense_bucket.py.
-        ballot: What this rank says of weights where it gives none, see [Note: ballots] in ballot.py.
+        keep_held_gradients: See [Note: held gradients].
+        message: What this rank sends of weights where it gives none, see [Note: weight messages] in weighting.py.
 
     Attributes:
         parameters, names: By index, which is how a bucket names them.
-        buckets: In the order in which they leave, the same on every rank.
+        buckets: In the order in which they are launched, the same on every rank. A new list when they are rebuilt.
         position_of: By parameter, the position of its bucket.
-        first_sizes_bytes: Of the first buckets.
         on_rebuilt: What to call with new buckets when the ranks have made them, all ranks in the same order.
         is_rebuilt: Whether the order is the observed one.
-        arrivals: The order in which gradients arrived on this rank in the first step; empty before.
         is_uneven: Whether ranks then observed different things.
     """
 
@@ -468,77 +430,68 @@ class Buckets:
         sparse: Set[torch.Tensor],
         caps_bytes: Sequence[int],
         keep_held_gradients: bool,
-        ballot: Sequence[float],
+        message: Sequence[float],
     ) -> None:
-        self.is_rebuilt = self.is_uneven = False
-        self.arrivals: tuple[int, ...] = ()
-        self.on_rebuilt: list[Callable[[Sequence[Bucket]], None]] = []
-        self._group: Group | None = None  # not before the first step: a copy of the model may be made on one rank alone
         self.parameters, self.names = list(parameters.values()), list(parameters)
+        self.is_rebuilt = self.is_uneven = False
+        self.on_rebuilt: list[Callable[[Sequence[Bucket]], None]] = []
         self._caps_bytes = tuple(caps_bytes)
         self._keep_held_gradients = keep_held_gradients
-        self._ballot = tuple(ballot)
+        self._message = tuple(message)
         self._specs = [
             ParameterSpec(parameter.numel(), parameter.dtype, parameter.device, sparse=parameter in sparse)
             for parameter in self.parameters
         ]
         self._default_order = tuple(reversed(range(len(self.parameters))))
-        self._install(self._default_order)
-        self.first_sizes_bytes = [bucket.spec.size_bytes for bucket in self.buckets]
+        # Not yet with the group: a copy of the model may be made on one rank alone.
+        self._install(self._default_order, None)
 
     @property
     def device(self) -> torch.device:
         """A device whose tensors the ranks can exchange."""
-        return self._specs[0].device if self._specs else torch.device("cpu")
+        return self._specs[0].device if self._specs else torch.device("cpu")  # a copy of a model that was frozen since
 
-    def rebuild(self, arrivals: Sequence[int], *, group: Group) -> None:
+    def rebuild(self, ready_order: Sequence[int], *, group: Group) -> None:
         """Build the buckets anew from what the first step showed. Collective: every rank. Blocks until complete.
 
         Args:
-            arrivals: Indices of the parameters as their gradients arrived on this rank; empty if it had no data.
+            ready_order: Indices of the parameters as their gradients arrived on this rank; empty if it had no data.
             group: The ranks that take part.
         """
-        self._group, self.arrivals = group, tuple(arrivals)
-        agreed = agree_on_order(arrivals, self._default_order, group=group, device=self.device)
+        agreed = agree_on_order(ready_order, self._default_order, group=group, device=self.device)
         self._specs = [replace(spec, deferred=index in agreed.repeated) for index, spec in enumerate(self._specs)]
-        self._install(agreed.order)
+        self._install(agreed.order, group)
         for bucket in self.buckets:
             bucket.adopt()
         self.is_rebuilt, self.is_uneven = True, agreed.is_uneven
-
-    def plan(self, caps_bytes: Sequence[int]) -> tuple[BucketSpec, ...]:
-        """Return the buckets that other caps would make of the order as it is; changes nothing."""
-        return plan_buckets(self._specs, self._order, caps_bytes)
-
-    def replan(self, caps_bytes: Sequence[int]) -> None:
-        """Build the buckets anew with other caps, between steps. Collective: every rank, with the same caps. Blocks."""
-        self._caps_bytes = tuple(caps_bytes)
-        self._install(self._order)
-        for bucket in self.buckets:
-            bucket.adopt()
+        for callback in self.on_rebuilt:
+            callback(self.buckets)
 
     def scratch(self) -> list[Bucket]:
         """Return buckets like these that hold zeros; this rank may be the only one to ask."""
-        return [self._make(bucket.spec, None) for bucket in self.buckets]
+        return self._make([bucket.spec for bucket in self.buckets], None)
 
-    def _install(self, order: Sequence[int]) -> None:
-        self._order = tuple(order)
-        self.buckets = [self._make(spec, self._group) for spec in self.plan(self._caps_bytes)]
+    def _install(self, order: Sequence[int], group: Group | None) -> None:
+        self.buckets = self._make(plan_buckets(self._specs, order, self._caps_bytes), group)
         self.position_of = [0] * len(self.parameters)
-        for position, bucket in enumerate(self.buckets):
+        for bucket in self.buckets:
             for index in bucket.spec.parameters:
-                self.position_of[index] = position
-        for callback in self.on_rebuilt if self._group is not None else ():
-            callback(self.buckets)
+                self.position_of[index] = bucket.position
 
-    def _make(self, spec: BucketSpec, group: Group | None) -> Bucket:
-        if spec.sparse:
-            return SparseBucket(spec, self.parameters, self.names)
-        return DenseBucket(
-            spec,
-            self.parameters,
-            self.names,
-            keep_held_gradients=self._keep_held_gradients,
-            ballot=self._ballot,
-            group=group,
-        )
+    def _make(self, specs: Sequence[BucketSpec], group: Group | None) -> list[Bucket]:
+        buckets: list[Bucket] = [
+            SparseBucket(spec, self.parameters, self.names)
+            if spec.sparse
+            else DenseBucket(
+                spec,
+                self.parameters,
+                self.names,
+                keep_held_gradients=self._keep_held_gradients,
+                message=self._message,
+                group=group,
+            )
+            for spec in specs
+        ]
+        for position, bucket in enumerate(buckets):
+            bucket.position, bucket.is_last = position, position == len(buckets) - 1
+        return buckets

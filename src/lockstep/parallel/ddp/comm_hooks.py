@@ -21,16 +21,159 @@ from lockstep.comm.collectives import (
     all_reduce_async,
     empty_buffer,
     is_native,
-    overlapped_optimizer,
     stock_comm_hooks,
 )
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.ddp.buckets import Bucket, Buckets, cut_views
+from lockstep.parallel.ddp.buckets import Bucket, BucketSet, cut_views
 
-__all__ = ["builtin_comm_hook", "check_comm_hook", "overlapped_optimizer"]
+CommHook = Callable[[Any, Any], Future[Any]]
 
 
-# What a communication hook sees of a bucket: the methods of torch's ``GradBucket``.
+class UseCounts(NamedTuple):
+    """On how many ranks each parameter was used, and the sum of the ranks' weight messages."""
+
+    num_users: list[int]
+    messages: Tensor
+
+
+class BucketReduction(ABC):
+    """Starts the reduction of buckets and takes the results in."""
+
+    divides_first: bool
+    """Whether gradients are to be divided by the number of ranks before `start`."""
+
+    counts_in_tails: bool
+    """Whether a finished bucket's tail holds the sum over the ranks; else `count_users` asks for it."""
+
+    leaves_whole = True
+    """Whether every rank then has all of the reduced gradients, and not only a part."""
+
+    @abstractmethod
+    def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
+        """Start to reduce ``bucket`` over all ranks. Collective: every rank, in bucket order.
+
+        Args:
+            bucket: Holds this rank's gradients.
+            alone: This rank has nothing else to do until the bucket is reduced: this may block until then. Does not
+                block otherwise. Other ranks may say otherwise.
+        """
+
+    @abstractmethod
+    def finish(self, bucket: Bucket, future: Future[Any]) -> None:
+        """Block until ``bucket`` holds the reduced gradients."""
+
+    def count_users(self, used: Sequence[int], message: Sequence[float], device: torch.device) -> UseCounts:
+        """Return what the buckets' tails would say, where they do not.
+
+        Collective: every rank, when all buckets of the step are finished. Blocks until complete.
+
+        Args:
+            used: By parameter, whether it received a gradient on this rank.
+            message: This rank's weight message.
+            device: Where tensors lie that this group can send.
+        """
+        raise NotImplementedError("the buckets' tails say it")
+
+
+@final
+class AllReduceMean(BucketReduction):
+    """The mean over ranks: divided first, so that fp16 does not overflow, then summed together with the tail."""
+
+    divides_first = True
+    counts_in_tails = True
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._may_block = is_native(group)  # of others only the future is known to tell when they are done
+
+    @override
+    def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
+        payload = bucket.payload
+        if not (alone and payload.is_cpu and self._may_block):
+            return all_reduce_async(payload, group=self._group)  # on CUDA a future that other streams can wait for
+        all_reduce(payload, group=self._group)  # saves two hand-overs between threads
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return done
+
+    @override
+    def finish(self, bucket: Bucket, future: Future[Any]) -> None:
+        future.wait()
+
+
+# --- compression ------------------------------------------------------------------------------------------------------
+
+CompressionName = Literal["bf16", "fp16"]
+WireDtype = torch.dtype | CompressionName | None
+_NAMES: dict[CompressionName, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def compression_dtype(value: WireDtype) -> torch.dtype | None:
+    """Return the dtype that gradients travel in; None: their own.
+
+    Raises:
+        ConfigurationError: It is none of those that can be.
+    """
+    for name, dtype in _NAMES.items():
+        if value in (name, dtype):
+            return dtype
+    if value is None:
+        return None
+    raise ConfigurationError(
+        f"wire_dtype={value!r} is not allowed.\n"
+        "Give torch.bfloat16 or torch.float16 ('bf16', 'fp16'), or None to send gradients as they are."
+    )
+
+
+@final
+class CompressedAllReduce(BucketReduction):
+    """The mean over ranks, rounded to ``dtype`` before it is summed; for buckets of float32 and float64 only.
+
+    The tail travels in the same message. It counts ranks, exactly as far as ``dtype`` can count (256 ranks in bfloat16)
+    and never to zero beyond; a sum of weights follows apart, as for a model whose parameters are that narrow.
+    """
+
+    divides_first = True
+    counts_in_tails = True
+
+    def __init__(self, bucket_set: BucketSet, group: Group, dtype: torch.dtype) -> None:
+        self._group, self._dtype = group, dtype
+        self._buffers: weakref.WeakKeyDictionary[Bucket, Tensor] = weakref.WeakKeyDictionary()
+        bucket_set.on_rebuilt.append(self._allocate)
+
+    def _allocate(self, buckets: Sequence[Bucket]) -> None:
+        """Give buckets that all ranks make now a buffer where all can see it. Collective: every rank."""
+        for bucket in filter(_is_compressible, buckets):
+            payload = bucket.payload
+            self._buffers[bucket] = empty_buffer(
+                payload.numel(), dtype=self._dtype, device=payload.device, group=self._group
+            )
+
+    @override
+    def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
+        if not _is_compressible(bucket):
+            return all_reduce_async(bucket.payload, group=self._group)
+        buffer = self._buffers.get(bucket)
+        if buffer is None:  # a bucket of the first step, or one that this rank made alone
+            buffer = self._buffers[bucket] = torch.empty_like(bucket.payload, dtype=self._dtype)
+        bucket.sent_dtype = self._dtype
+        with torch.no_grad():
+            buffer.copy_(bucket.payload)
+        return all_reduce_async(buffer, group=self._group)
+
+    @override
+    def finish(self, bucket: Bucket, future: Future[Any]) -> None:
+        future.wait()
+        if _is_compressible(bucket):
+            with torch.no_grad():
+                bucket.payload.copy_(self._buffers[bucket])
+
+
+def _is_compressible(bucket: Bucket) -> bool:
+    return not bucket.spec.sparse and bucket.spec.dtype in (torch.float32, torch.float64)
+
+
+# --- communication hooks ----------------------------------------------------------------------------------------------
 
 
 class GradBucket:
@@ -39,15 +182,17 @@ class GradBucket:
     Source: the interface is that of ``torch.distributed.GradBucket``, so that torch's stock hooks work unchanged.
     """
 
-    def __init__(self, bucket: Bucket, index: int, *, is_last: bool) -> None:
+    def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self._index = index
-        self._is_last = is_last
         self._replacement: Tensor | None = None
 
     def index(self) -> int:
         """Return the position of the bucket in the order of launches, from 0."""
-        return self._index
+        return self._bucket.position
+
+    def is_last(self) -> bool:
+        """Tell whether this is the last bucket of the step."""
+        return self._bucket.is_last
 
     def buffer(self) -> Tensor:
         """Return the gradients of this rank, not yet divided by anything: 1-D, or the sparse gradient."""
@@ -69,117 +214,24 @@ class GradBucket:
         """Return the parameters whose gradients the bucket holds."""
         return list(self._bucket.parameters)
 
-    def is_last(self) -> bool:
-        """Tell whether this is the last bucket of the step."""
-        return self._is_last
-
-
-# How a bucket travels: one all-reduce, or what a communication hook makes of it.
-
-CommHook = Callable[[Any, Any], Future[Any]]
-
-
-class Counts(NamedTuple):
-    """On how many ranks each parameter was used, and the sum of the ranks' ballots."""
-
-    num_users: list[int]
-    ballots: Tensor
-
-
-class BucketReduction(ABC):
-    """Starts the reduction of buckets and takes the results in."""
-
-    takes_divided: bool
-    """Whether gradients are to be divided before `start`."""
-
-    counts_in_tails: bool
-    """Whether a finished bucket's tail holds the sum over the ranks; `count` then returns None."""
-
-    leaves_whole = True
-    """Whether every rank then has all of the reduced gradients, and not only a part."""
-
-    @abstractmethod
-    def start(self, bucket: Bucket, position: int, *, is_last: bool) -> Future[Any]:
-        """Start to reduce ``bucket`` over all ranks; does not block. Collective: every rank, in bucket order."""
-
-    def start_alone(self, bucket: Bucket, position: int) -> Future[Any]:
-        """Do as `start` for the last bucket of a step, when this rank has nothing else to do: may block until reduced.
-
-        Collective: every rank, in bucket order. Others may call `start` meanwhile.
-        """
-        return self.start(bucket, position, is_last=True)
-
-    @abstractmethod
-    def finish(self, bucket: Bucket, future: Future[Any]) -> None:
-        """Block until ``bucket`` holds the reduced gradients."""
-
-    @abstractmethod
-    def count(self, used: Sequence[int], ballot: Sequence[float], device: torch.device) -> Counts | None:
-        """Return what the buckets' tails would say; None where they do.
-
-        Collective: every rank, when all buckets of the step are finished. Blocks until complete.
-
-        Args:
-            used: By parameter, whether it received a gradient on this rank.
-            ballot: What this rank says of weights.
-            device: Where tensors lie that this group can send.
-        """
-
-    def ballot_of(self, bucket: Bucket) -> Tensor | None:
-        """Return the sum of the ranks' ballots of a finished ``bucket``, in the dtype that it travelled in."""
-        return bucket.ballot
-
-
-@final
-class AllReduceMean(BucketReduction):
-    """The mean over ranks: divided first, so that fp16 does not overflow, then summed together with the tail."""
-
-    takes_divided = True
-    counts_in_tails = True
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._may_block = is_native(group)  # of others only the future is known to tell when they are done
-
-    @override
-    def start(self, bucket: Bucket, position: int, *, is_last: bool) -> Future[Any]:
-        return all_reduce_async(bucket.payload, group=self._group)
-
-    @override
-    def start_alone(self, bucket: Bucket, position: int) -> Future[Any]:
-        if not (bucket.payload.is_cpu and self._may_block):
-            return self.start(bucket, position, is_last=True)  # a future that other streams can wait for
-        all_reduce(bucket.payload, group=self._group)  # saves two hand-overs between threads
-        done: Future[Any] = Future()
-        done.set_result(None)
-        return done
-
-    @override
-    def finish(self, bucket: Bucket, future: Future[Any]) -> None:
-        future.wait()
-
-    @override
-    def count(self, used: Sequence[int], ballot: Sequence[float], device: torch.device) -> None:
-        return None
-
 
 @final
 class CommHookReduction(BucketReduction):
     """A communication hook: it owns the gradients and divides them itself, and the counts travel on their own."""
 
-    takes_divided = False
+    divides_first = False
     counts_in_tails = False
 
     def __init__(self, group: Group, hook: CommHook, state: object) -> None:
         self._group = group
         self._hook = hook
         self._state = state
-        self._said: list[float] = []
+        self._last_sent: list[float] = []
         self._on_device = torch.empty(0)
 
     @override
-    def start(self, bucket: Bucket, position: int, *, is_last: bool) -> Future[Any]:
-        future = self._hook(self._state, GradBucket(bucket, position, is_last=is_last))
+    def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
+        future = self._hook(self._state, GradBucket(bucket))
         if not isinstance(future, torch._C.Future):
             raise ConfigurationError(
                 f"A communication hook: the callback must return a torch.futures.Future object, but got {type(future)}."
@@ -193,122 +245,15 @@ class CommHookReduction(BucketReduction):
         bucket.gradients = result[0] if isinstance(result, list | tuple) else result
 
     @override
-    def count(self, used: Sequence[int], ballot: Sequence[float], device: torch.device) -> Counts:
+    def count_users(self, used: Sequence[int], message: Sequence[float], device: torch.device) -> UseCounts:
         # Not earlier: hooks start collectives of their own when others finish, at a time that differs between ranks.
-        said = [*used, *ballot]
-        if said != self._said:  # the same in most steps, and a copy to a GPU would block
-            self._said, self._on_device = said, torch.tensor(said, dtype=torch.float64, device=device)
+        mine = [*used, *message]
+        if mine != self._last_sent:  # the same in most steps, and a copy to a GPU would block
+            self._last_sent, self._on_device = mine, torch.tensor(mine, dtype=torch.float64, device=device)
         sums = self._on_device.clone()
         all_reduce(sums, group=self._group)
-        counts, ballots = sums[: len(used)], sums[len(used) :]
-        return Counts([1] * len(used) if all(used) else [int(count) for count in counts.tolist()], ballots)
-
-
-# Gradients that travel in fewer bits than they have.
-
-WireName = Literal["bf16", "fp16"]
-WireDtype = torch.dtype | WireName | None
-_NAMES: dict[WireName, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_WIDE = (torch.float32, torch.float64)
-
-
-def compression_dtype(value: WireDtype) -> torch.dtype | None:
-    """Return the dtype that gradients travel in; None: their own.
-
-    Raises:
-        ConfigurationError: It is none of those that can be.
-    """
-    for name, dtype in _NAMES.items():
-        if value in (name, dtype):
-            return dtype
-    if value is None:
-        return None
-    raise ConfigurationError(
-        f"wire_dtype={value!r} is not allowed.\n"
-        "Give torch.bfloat16 or torch.float16 ('bf16', 'fp16'), or None to send gradients as they are."
-    )
-
-
-def width_of(dtype: torch.dtype | None, buckets: Sequence[Bucket]) -> float:
-    """Return how many bytes travel for each byte of the gradients in ``buckets`` if they are rounded to ``dtype``."""
-    total = sum(bucket.spec.size_bytes for bucket in buckets)
-    if dtype is None or not total:
-        return 1.0
-    return (
-        sum(
-            bucket.spec.size_bytes * (dtype.itemsize / bucket.spec.dtype.itemsize if _narrows(bucket) else 1.0)
-            for bucket in buckets
-        )
-        / total
-    )
-
-
-def _narrows(bucket: Bucket) -> bool:
-    return not bucket.spec.sparse and bucket.spec.dtype in _WIDE
-
-
-@final
-class CompressedAllReduce(BucketReduction):
-    """The mean over ranks, rounded to ``dtype`` before it is summed; for buckets of wider gradients only.
-
-    The tail travels in the same message. It counts ranks, exactly as far as ``dtype`` can count (256 ranks in bfloat16)
-    and never to zero beyond; a sum of weights follows apart, as for a model whose parameters are that narrow.
-    """
-
-    takes_divided = True
-    counts_in_tails = True
-
-    def __init__(self, row: Buckets, group: Group, dtype: torch.dtype) -> None:
-        self._group, self._dtype = group, dtype
-        self._buffers: weakref.WeakKeyDictionary[Bucket, Tensor] = weakref.WeakKeyDictionary()
-        row.on_rebuilt.append(self._allocate)
-
-    def _allocate(self, buckets: Sequence[Bucket]) -> None:
-        """Give buckets that all ranks make now what they travel in, where all can see it. Collective: every rank."""
-        for bucket in filter(_narrows, buckets):
-            payload = bucket.payload
-            self._buffers[bucket] = empty_buffer(
-                payload.numel(), dtype=self._dtype, device=payload.device, group=self._group
-            )
-
-    @override
-    def start(self, bucket: Bucket, position: int, *, is_last: bool) -> Future[Any]:
-        wire = self._buffer_for(bucket)
-        if wire is None:
-            return all_reduce_async(bucket.payload, group=self._group)
-        with torch.no_grad():
-            wire.copy_(bucket.payload)
-        return all_reduce_async(wire, group=self._group)
-
-    @override
-    def finish(self, bucket: Bucket, future: Future[Any]) -> None:
-        future.wait()
-        wire = self._buffer_for(bucket)
-        if wire is not None:
-            with torch.no_grad():
-                bucket.payload.copy_(wire)
-
-    @override
-    def count(self, used: Sequence[int], ballot: Sequence[float], device: torch.device) -> None:
-        return None
-
-    @override
-    def ballot_of(self, bucket: Bucket) -> Tensor | None:
-        wire, ballot = self._buffer_for(bucket), bucket.ballot
-        return ballot if wire is None or ballot is None else wire[wire.numel() - ballot.numel() :]
-
-    def _buffer_for(self, bucket: Bucket) -> Tensor | None:
-        """Return what ``bucket`` travels in; None: as it is."""
-        if not _narrows(bucket):
-            return None
-        buffer = self._buffers.get(bucket)
-        if buffer is None:  # of the first step, or made by this rank alone
-            buffer = torch.empty_like(bucket.payload, dtype=self._dtype)
-            self._buffers[bucket] = buffer
-        return buffer
-
-
-# Check communication hooks, and find the Python form of torch's built-in ones.
+        counts, messages = sums[: len(used)], sums[len(used) :]
+        return UseCounts([1] * len(used) if all(used) else [int(count) for count in counts.tolist()], messages)
 
 
 def check_comm_hook(hook: Any, wire_dtype: torch.dtype | None) -> None:

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Move the tensors in a forward's arguments to a device.
-
 
 def move_to(value: Any, device: torch.device) -> Any:
     """Return ``value`` with its tensors on ``device``; other things, and containers of unknown type, as they are.
@@ -29,9 +27,6 @@ def move_to(value: Any, device: torch.device) -> Any:
         moved = {field.name: move_to(getattr(value, field.name), device) for field in fields(value) if field.init}
         return replace(value, **moved)
     return value
-
-
-# The tensors inside whatever a module returns, and how a backward that starts from them is noticed.
 
 
 def find_tensors(value: Any) -> Iterator[Tensor]:

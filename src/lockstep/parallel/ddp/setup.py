@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
 from lockstep.comm.collectives import Group, RepeatedBroadcast, broadcast_coalesced
-from lockstep.errors import ConfigurationError
+from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.parallel.consistency import check_models_agree
 from lockstep.parallel.ddp.bucket_plan import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB
 from lockstep.parallel.sync_batchnorm import SyncBatchNorm, TorchSyncBatchNorm
 
-# Checks of what ``DistributedDataParallel`` is given, before anything is sent to another rank.
+# --- checks of the arguments, before anything is sent to another rank -------------------------------------------------
 
 
 def ignored_names(module: nn.Module) -> set[str]:
@@ -25,30 +26,19 @@ def ignored_names(module: nn.Module) -> set[str]:
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
-def check_combination(mixed_precision: object, delayed: object, trigger: object) -> None:
-    """Refuse arguments that cannot be had, or not without each other.
-
-    Raises:
-        ConfigurationError: ``mixed_precision`` was asked for.
-        ValueError: Only one of the two arguments for delayed parameters was given.
-    """
+def refuse_unsupported(mixed_precision: object, delayed: object, trigger: object) -> None:
+    """Raise ConfigurationError if the caller asked for what torch's class has and ours does not."""
     if mixed_precision is not None:
         raise ConfigurationError(
             "mixed_precision is not supported by lockstep.DistributedDataParallel.\n"
             "Run forward under torch.autocast, or fit() with precision='bf16'."
         )
-    if (delayed is None) != (trigger is None):
-        raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
-
-
-def check_group(process_group: object, device_mesh: object) -> None:
-    """Refuse two answers to the question which ranks take part.
-
-    Raises:
-        RuntimeError: Both were given.
-    """
-    if process_group is not None and device_mesh is not None:
-        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if delayed is not None or trigger is not None:
+        raise ConfigurationError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce are not supported by "
+            "lockstep.DistributedDataParallel.\nLeave both out: these gradients are then reduced with the others, and "
+            "buckets are launched as soon as they are complete."
+        )
 
 
 def check_parameters(parameters: Sequence[nn.Parameter]) -> None:
@@ -121,13 +111,10 @@ def _device_index(device: Any) -> int:
     return torch.accelerator.current_device_index() if index is None else index
 
 
-BucketCap = float | Literal["auto"] | None
-
-
 def bucket_caps_bytes(
-    bucket_cap_mb: BucketCap, bucket_cap_mb_list: Sequence[float] | None, *, can_overlap: bool = True
+    bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None, *, can_overlap: bool = True
 ) -> tuple[int, ...]:
-    """Return one cap per bucket, the last for all that follow; for "auto", those to begin with.
+    """Return one cap per bucket, the last for all that follow.
 
     Args:
         bucket_cap_mb: As the user gave it.
@@ -135,22 +122,21 @@ def bucket_caps_bytes(
         can_overlap: Whether buckets travel while backward goes on at its pace.
 
     Raises:
-        ValueError: Both are given, or a cap is neither positive nor "auto".
+        ValueError: Both are given, or a cap is not positive.
     """
     if bucket_cap_mb_list:
         if bucket_cap_mb is not None:
             raise ValueError("bucket_cap_mb and bucket_cap_mb_list cannot both be given.\nUse one of them.")
         caps = list(bucket_cap_mb_list)
-    elif isinstance(bucket_cap_mb, str) and bucket_cap_mb != "auto":
-        raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} is no size.\nGive a number of MiB, or 'auto'.")
-    elif bucket_cap_mb is not None and bucket_cap_mb != "auto":
+    elif bucket_cap_mb is not None:
         caps = [bucket_cap_mb]
-    elif can_overlap or bucket_cap_mb == "auto":
+    elif can_overlap:
         return FIRST_CAP_BYTES, DEFAULT_CAP_BYTES
     else:
         return (DEFAULT_CAP_BYTES,)  # an early start gains nothing, and a bucket costs two changes of threads
-    if any(cap <= 0 for cap in caps):
-        raise ValueError(f"A bucket's size must be positive, but got {caps} (MiB).")
+    for cap in caps:
+        if not isinstance(cap, int | float) or cap <= 0:
+            raise ValueError(f"A bucket's size must be a positive number of MiB, but got {cap!r}.")
     return tuple(int(cap * MIB) for cap in caps)
 
 
@@ -163,18 +149,27 @@ class BufferPolicy:
 
 
 def buffer_policy(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> BufferPolicy:
-    """Combine torch's two flags: ``forward_sync_buffers`` (2.13) leaves the broadcast at construction on."""
+    """Combine torch's two flags, and warn of the older one as torch 2.13 does."""
     if forward_sync_buffers is not None:
         if broadcast_buffers is not None:
-            warnings.warn(
+            _warn_of_broadcast_buffers(
                 "Both `broadcast_buffers` and `forward_sync_buffers` were specified. `broadcast_buffers` is deprecated "
-                "and its value is ignored when `forward_sync_buffers` is provided.",
-                FutureWarning,
-                stacklevel=3,
+                "and its value is ignored when `forward_sync_buffers` is provided."
             )
         return BufferPolicy(at_start=True, before_forward=forward_sync_buffers)
-    both = broadcast_buffers is None or broadcast_buffers
-    return BufferPolicy(at_start=both, before_forward=both)
+    if broadcast_buffers is None:
+        return BufferPolicy(at_start=True, before_forward=True)
+    _warn_of_broadcast_buffers(
+        "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead. IMPORTANT: unlike "
+        "`broadcast_buffers=False`, `forward_sync_buffers=False` still syncs buffers at init. If you rely on buffers "
+        "NOT being synced at init (e.g. rank-local buffers), keep using `broadcast_buffers=False` until "
+        "`init_sync_buffers` is available."
+    )
+    return BufferPolicy(at_start=broadcast_buffers, before_forward=broadcast_buffers)
+
+
+def _warn_of_broadcast_buffers(text: str) -> None:
+    warnings.warn(text, FutureWarning, stacklevel=4)  # of whoever wraps a model
 
 
 def check_batch_norms(module: nn.Module, device_type: str) -> None:
@@ -195,7 +190,49 @@ def sparse_parameters(module: nn.Module) -> set[torch.Tensor]:
     }
 
 
-# Keeps parameters (once) and buffers (around ``forward``) equal on all ranks.
+# --- the same model on every rank -------------------------------------------------------------------------------------
+
+
+class WrappedParameters:
+    """Notices that a parameter was put into ``module`` after it was wrapped, whose gradient nobody would average.
+
+    Where each parameter and each layer is registered is noted once, and compared before each forward: no Python loop,
+    since it runs in every step.
+
+    Args:
+        module: The model.
+        ignore: Names of parameters that are not reduced.
+    """
+
+    def __init__(self, module: nn.Module, ignore: set[str]) -> None:
+        self._module, self._ignore = module, ignore
+        self._known = set(module.parameters())
+        self._take()
+
+    def _take(self) -> None:
+        homes: list[dict[str, Any]] = []
+        for layer in self._module.modules():
+            homes += [layer._parameters, layer._modules]
+        self._homes = homes
+        self._num_entries = sum(map(len, homes))
+        self._home_of = [home for home in homes for _ in home]
+        self._names = [name for home in homes for name in home]
+        self._entries = [home[name] for home in homes for name in home]
+
+    def check(self) -> None:
+        """Raise LockstepError if there is a trainable parameter that was not there when the model was wrapped."""
+        entries = map(dict[str, Any].get, self._home_of, self._names)
+        if sum(map(len, self._homes)) == self._num_entries and not any(map(operator.is_not, entries, self._entries)):
+            return
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad and parameter not in self._known and name not in self._ignore:
+                raise LockstepError(
+                    f"Parameter {name} was put into the model after it was wrapped: its gradient would not be averaged "
+                    "over the ranks.\nReplace parameters and layers before wrapping, or wrap again: "
+                    "model = DistributedDataParallel(model.module)."
+                )
+        self._take()
+
 
 BufferHook = Callable[[Any, dict[str, Tensor]], list[Future[Any]] | None]
 
@@ -219,8 +256,12 @@ class ModelSync:
         self._group = group
         self._device = device
         self._broadcast = RepeatedBroadcast(group)
-        # Asked once: walking a large model takes long. A module that assigns a buffer anew changes what its dict holds.
-        self._homes = [self._home(name) for name in self.named_buffers()]
+        # By buffer, the dict that holds it, and its name there. Asked once: walking a large model takes long. A module
+        # that assigns a buffer anew changes what its dict holds.
+        self._homes: list[tuple[dict[str, Any], str]] = []
+        for full_name in self.named_buffers():
+            module_name, _, name = full_name.rpartition(".")
+            self._homes.append((module.get_submodule(module_name)._buffers, name))
         self.has_buffers = bool(self._homes)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -230,11 +271,6 @@ class ModelSync:
     def named_buffers(self) -> dict[str, Tensor]:
         """Return the buffers by name. To be asked anew each time, since modules may assign new ones."""
         return {name: value for name, value in self._module.named_buffers() if name not in self._ignore}
-
-    def _home(self, full_name: str) -> tuple[dict[str, Any], str]:
-        """Return the dict that holds a buffer, and its name there."""
-        module_name, _, name = full_name.rpartition(".")
-        return self._module.get_submodule(module_name)._buffers, name
 
     def check(self, *, with_buffers: bool) -> None:
         """Raise ModelMismatch on every rank if shapes or dtypes differ. Collective: every rank. Blocks."""

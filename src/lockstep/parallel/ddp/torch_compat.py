@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,120 +18,11 @@ from lockstep.parallel.ddp.bucket_plan import MIB
 from lockstep.parallel.ddp.comm_hooks import GradBucket
 from lockstep.parallel.ddp.module_io import move_to
 from lockstep.parallel.ddp.reducer import Reducer
-from lockstep.parallel.ddp.setup import BufferHook, ModelSync, RegisteredBufferHook, bucket_caps_bytes
-
-# The keys of state dicts: with ``module.`` from a wrapper, without from a bare model.
-
-
-def accept_bare_keys(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Let ``load_state_dict`` take the keys of a bare model: those without ``module.``."""
-    here = [key for key in state_dict if key.startswith(prefix)]
-    if any(key.startswith(f"{prefix}module.") for key in here):
-        return
-    for key in here:
-        state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
-
-
-# Which attributes of a wrapped module may be read through its wrapper.
-
-
-def forward_attribute(wrapper: nn.Module, module: nn.Module, name: str) -> Any:
-    """Return ``module.name`` where that cannot bypass the reduction of gradients.
-
-    Plain values (``model.config``, ``model.dtype``) pass. Methods, submodules and tensors that require a gradient
-    do not: a forward through them would train without synchronisation, and nobody would notice.
-
-    Raises:
-        AttributeError: The module has no such attribute, or reading it here would not be safe.
-    """
-    wrapper_name = type(wrapper).__name__
-    missing = f"'{wrapper_name}' object has no attribute '{name}'"
-    if name.startswith("_"):
-        raise AttributeError(missing)
-    try:
-        value = getattr(module, name)
-    except AttributeError:
-        raise AttributeError(missing) from None
-    trains = isinstance(value, nn.Module) or (isinstance(value, Tensor) and value.requires_grad)
-    if trains or (callable(value) and not isinstance(value, type)):
-        raise AttributeError(
-            f"{missing}\nThe wrapped {type(module).__name__} has one, but a forward through it would not synchronise "
-            f"gradients. If that is what you want, write `.module.{name}`."
-        )
-    return value
-
-
-# What torch's ``_get_ddp_logging_data()`` reports, as far as it means something here.
-#
-# Times are those of step_times.py. The order in which gradients become ready is noted in the first step and not later,
-# when few parameters have hooks.
-
-_ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
-_OF_BACKENDS = {
-    "gloo": ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
-    "nccl": ("NCCL_SOCKET_IFNAME", "NCCL_BLOCKING_WAIT", "NCCL_ASYNC_ERROR_HANDLING", "NCCL_DEBUG", "NCCL_NTHREADS"),
-}
-_DTYPES = {
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.float16: "c10::Half",
-    torch.bfloat16: "c10::BFloat16",
-    torch.complex64: "c10::complex<float>",
-    torch.complex128: "c10::complex<double>",
-}
-"""As C++ names them."""
-
-
-def logging_data(ddp: TorchCompat, reducer: Reducer) -> dict[str, str | int]:
-    """Return torch's keys with our values. Blocks on CUDA until the last step that was looked at is over."""
-    trainable = [parameter for parameter in ddp._module_parameters if parameter.requires_grad]
-    specs, rebuilt = [bucket.spec for bucket in reducer.row.buckets], reducer.row.is_rebuilt
-    sizes = ", ".join(str(spec.size_bytes) for spec in specs)
-    backend = backend_name(ddp.process_group)
-    return {
-        "module_name": type(ddp.module).__name__,
-        "world_size": ddp.process_group.size(),
-        "rank": ddp.process_group.rank(),
-        "backend_name": backend,
-        "is_multi_device_module": int(ddp.is_multi_device_module),
-        "output_device": -1 if ddp.output_device is None else ddp.output_device,
-        "device_ids": "" if ddp.device_ids is None else ", ".join(str(index) for index in ddp.device_ids),
-        "broadcast_buffers": int(ddp.forward_sync_buffers),
-        "find_unused_parameters": int(ddp.find_unused_parameters),
-        "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
-        "static_graph": int(ddp.static_graph),
-        "can_set_static_graph": 0,  # it would gain nothing; Lightning advises it where this says 1
-        "bucket_cap_bytes": ddp.bucket_bytes_cap,
-        "bucket_sizes": ", ".join(str(size) for size in reducer.row.first_sizes_bytes),
-        "has_rebuilt_buckets": int(rebuilt),
-        "rebuilt_bucket_sizes": sizes if rebuilt else "",
-        "rebuilt_per_bucket_param_indices": ", ".join(" ".join(map(str, spec.parameters)) for spec in specs if rebuilt),
-        "prev_iteration_grad_ready_order_indices": ", ".join(map(str, reducer.row.arrivals)),
-        "has_sync_bn": int(any(isinstance(each, nn.SyncBatchNorm) for each in ddp.module.modules())),
-        "join_uneven_inputs": int(ddp._joins_uneven_inputs),
-        "num_parameter_tensors": len(trainable),
-        "total_parameter_size_bytes": sum(parameter.nbytes for parameter in trainable),
-        "dtypes": ", ".join(sorted({_DTYPES.get(parameter.dtype, str(parameter.dtype)) for parameter in trainable})),
-        **({"comm_hook": ddp._comm_hook_name} if ddp._comm_hooks else {}),
-        **({"has_error": 1, "error": ddp._last_error} if ddp._last_error else {}),
-        **(_gloo_threads(ddp.process_group) if backend == "gloo" else {}),
-        **{name.lower(): os.environ.get(name, "N/A") for name in (*_ENVIRONMENT, *_OF_BACKENDS.get(backend, ()))},
-        **reducer.times.figures(),
-    }
-
-
-def _gloo_threads(group: Group) -> dict[str, int]:
-    try:
-        return {"gloo_num_threads": group._get_backend(torch.device("cpu")).options._threads}  # type: ignore[attr-defined]
-    except (AttributeError, RuntimeError):  # a wrapper around Gloo, as TORCH_DISTRIBUTED_DEBUG=DETAIL puts there
-        return {}
-
-
-# The part of torch's C++ ``Reducer`` that programs call through ``ddp.reducer``.
+from lockstep.parallel.ddp.setup import BufferHook, ModelSync, RegisteredBufferHook
 
 
 class TorchReducer:
-    """Answers to torch's private names with our reducer. Used by Accelerate, Lightning and torch's own hooks."""
+    """The part of torch's C++ ``Reducer`` that Accelerate, Lightning and torch's own hooks call by ``ddp.reducer``."""
 
     def __init__(self, reducer: Reducer, group: Group) -> None:
         self._reducer = reducer
@@ -162,9 +52,6 @@ class TorchReducer:
         self._reducer.check_finished()
 
 
-# The private and deprecated names of torch's class that libraries and torch's own tools rely on.
-
-
 class TorchCompat(nn.Module, Joinable):
     """What ``DistributedDataParallel`` answers to besides its documented interface."""
 
@@ -192,31 +79,34 @@ class TorchCompat(nn.Module, Joinable):
     _reducer: Reducer
     _active_ddp_module: ClassVar[nn.Module | None] = None  # set by torch's ``replicate`` while it runs on this class
 
-    def will_sync_module_buffers(self) -> bool:
-        """Tell whether the next ``forward`` synchronises buffers."""
-        return self.require_forward_param_sync and self.forward_sync_buffers and self._model_sync.has_buffers
+    # --- attributes -------------------------------------------------------------------------------------------------
 
-    @classmethod
-    def _get_active_ddp_module(cls) -> nn.Module | None:
-        """Answer torch.compile, which asks this of the class that stands where torch's name is."""
-        return cls._active_ddp_module or TorchDistributedDataParallel._active_ddp_module
+    def __getattr__(self, name: str) -> Any:
+        """Return plain attributes of the wrapped module, such as ``model.config``.
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what a pickle holds: an object of this class, or one of torch's, written before ``adopt()``."""
-        if "_bucket_caps_bytes" not in state:
-            cap_mb = None if state["bucket_bytes_cap_default"] else state["bucket_bytes_cap"] / MIB
-            device_ids = state["device_ids"]
-            absent = {  # the latter four in some versions of torch
-                "_bucket_caps_bytes": bucket_caps_bytes(cap_mb, None),
-                "_divide_by_initial_world_size": True,
-                "_input_device": torch.device(state["device_type"], device_ids[0]) if device_ids else None,
-                "bucket_bytes_cap_list": [],
-                "skip_all_reduce_unused_params": False,
-                "batched_grad_copy": False,
-                "forward_sync_buffers": state.get("broadcast_buffers", True),
-            }
-            state = absent | state
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        Methods, submodules and tensors that require a gradient do not pass: a forward through them would train without
+        synchronisation, and nobody would notice.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
+                raise
+        missing = f"'{type(self).__name__}' object has no attribute '{name}'"
+        if name.startswith("_"):
+            raise AttributeError(missing)
+        try:
+            value = getattr(module, name)
+        except AttributeError:
+            raise AttributeError(missing) from None
+        trains = isinstance(value, nn.Module) or (isinstance(value, Tensor) and value.requires_grad)
+        if trains or (callable(value) and not isinstance(value, type)):
+            raise AttributeError(
+                f"{missing}\nThe wrapped {type(module).__name__} has one, but a forward through it would not "
+                f"synchronise gradients. If that is what you want, write `.module.{name}`."
+            )
+        return value
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -237,50 +127,24 @@ class TorchCompat(nn.Module, Joinable):
         """The buffers that are synchronised, by name."""
         return self._model_sync.named_buffers()
 
-    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> tuple[tuple[Any], tuple[Any]]:
-        """Return inputs and keyword arguments on a device, in torch's wrapping."""
-        device = self.device if self.device.type == "cpu" else torch.device(self.device.type, device_id)
-        return (move_to(inputs, device),), (move_to(kwargs, device),)
-
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        return self._reducer.row.is_rebuilt
+        return self._reducer.bucket_set.is_rebuilt
 
     @property
     def _distributed_rank(self) -> int:
         return self.process_group.rank()
 
-    def _get_ddp_logging_data(self) -> dict[str, str | int]:
-        """Return torch's facts for debugging, and the times of some steps; on CUDA the last of these must be over."""
-        return logging_data(self, self._reducer)
+    @classmethod
+    def _get_active_ddp_module(cls) -> nn.Module | None:
+        """Answer torch.compile, which asks this of the class that stands where torch's name is."""
+        return cls._active_ddp_module or TorchDistributedDataParallel._active_ddp_module
 
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Take the times of one of so many steps, after the first ones."""
-        with self._noting_errors():
-            if sample_rate < 1:
-                raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
-        self._reducer.times.rate = sample_rate
+    # --- buffers ----------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _noting_errors(self) -> Iterator[None]:
-        """Let `_get_ddp_logging_data` tell of an error inside, as it does of some with torch's class."""
-        try:
-            yield
-        except (TypeError, ValueError, RuntimeError) as error:
-            self._last_error = f"{type(error)}: {error}"
-            raise
-
-    def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Do nothing: outputs are never cloned."""
-
-    def _set_static_graph(self) -> None:
-        self.static_graph = True
-
-    def _remove_autograd_hooks(self) -> None:
-        self._reducer.remove_hooks()
-
-    def _check_reducer_finalized(self) -> None:
-        self._reducer.check_finished()
+    def will_sync_module_buffers(self) -> bool:
+        """Tell whether the next ``forward`` synchronises buffers."""
+        return self.require_forward_param_sync and self.forward_sync_buffers and self._model_sync.has_buffers
 
     def _default_broadcast_coalesced(
         self, bufs: Sequence[Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
@@ -294,10 +158,68 @@ class TorchCompat(nn.Module, Joinable):
         after_forward = comm_hook_location is None or comm_hook_location.name == "POST_FORWARD"
         self._model_sync.registered = RegisteredBufferHook(hook, state, after_forward)
 
+    # --- debugging --------------------------------------------------------------------------------------------------
+
+    def _get_ddp_logging_data(self) -> dict[str, str | int]:
+        """Return those of torch's keys that libraries read."""
+        data: dict[str, str | int] = {
+            "module_name": type(self.module).__name__,
+            "world_size": self.process_group.size(),
+            "rank": self.process_group.rank(),
+            "backend_name": backend_name(self.process_group),
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "static_graph": int(self.static_graph),
+            "can_set_static_graph": 0,  # it would gain nothing; Lightning advises it where this says 1
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "has_rebuilt_buckets": int(self._has_rebuilt_buckets),
+            "join_uneven_inputs": int(self._joins_uneven_inputs),
+        }
+        if self._comm_hooks:
+            data["comm_hook"] = self._comm_hook_name
+        if self._last_error:
+            data |= {"has_error": 1, "error": self._last_error}
+        return data
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Check the number as torch does; steps are timed where a run is recorded, see docs/record.md."""
+        with self._noting_errors():
+            if sample_rate < 1:
+                raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
+
+    @contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        """Let `_get_ddp_logging_data` tell of an error inside, as it does of some with torch's class."""
+        try:
+            yield
+        except (TypeError, ValueError, RuntimeError) as error:
+            self._last_error = f"{type(error)}: {error}"
+            raise
+
+    def _check_reducer_finalized(self) -> None:
+        self._reducer.check_finished()
+
+    def _remove_autograd_hooks(self) -> None:
+        self._reducer.remove_hooks()
+
+    # --- settings ---------------------------------------------------------------------------------------------------
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> tuple[tuple[Any], tuple[Any]]:
+        """Return inputs and keyword arguments on a device, in torch's wrapping."""
+        device = self.device if self.device.type == "cpu" else torch.device(self.device.type, device_id)
+        return (move_to(inputs, device),), (move_to(kwargs, device),)
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Do nothing: outputs are never cloned."""
+
+    def _set_static_graph(self) -> None:
+        self.static_graph = True
+
     def _update_process_group(self, new_process_group: Any) -> None:
         """Average over the ranks of another group from the next forward on; a rank that is not in it changes nothing.
 
-        Not collective by itself. Buckets are built anew after the first backward. Parameters are not compared or
+        Not collective by itself. Buckets are rebuilt after the first backward. Parameters are not compared or
         broadcast, and communication hooks keep the group that they use themselves, as with torch's class.
 
         Raises:
@@ -305,8 +227,7 @@ class TorchCompat(nn.Module, Joinable):
         """
         if not isinstance(new_process_group, Group) or new_process_group.rank() < 0:
             return
-        departures = self._reducer.departures
-        if departures.eager or not departures.transport.leaves_whole:
+        if self._reducer.finishes_early or not self._reducer.reduction.leaves_whole:
             raise ConfigurationError(
                 "The process group cannot change while an optimizer steps within backward, or has slices of the "
                 "gradients.\nWrap the model again, with a new optimizer."
@@ -314,18 +235,10 @@ class TorchCompat(nn.Module, Joinable):
         self._reducer.remove_hooks()
         self.process_group = new_process_group
         self._connect()
-        self._watch_parameters()
-        for hook, state in self._comm_hooks:
-            self._reducer.set_comm_hook(hook, state)
 
     @abstractmethod
-    def _connect(self) -> None: ...
-
-    @abstractmethod
-    def _watch_parameters(self) -> None: ...
-
-    @abstractmethod
-    def _sync_buffers(self, *, after_forward: bool, src: int) -> None: ...
+    def _connect(self) -> None:
+        """Make everything that holds the process group, and watch the parameters."""
 
     @staticmethod
     def _get_data_parallel_params(
@@ -342,3 +255,12 @@ class TorchCompat(nn.Module, Joinable):
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if name in params_and_buffers_to_ignore:
                 tensor._ddp_ignored = True  # type: ignore[attr-defined]
+
+
+def accept_bare_keys(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let ``load_state_dict`` take the keys of a bare model: those without ``module.``."""
+    here = [key for key in state_dict if key.startswith(prefix)]
+    if any(key.startswith(f"{prefix}module.") for key in here):
+        return
+    for key in here:
+        state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)

@@ -1,4 +1,15 @@
-"""Uneven inputs: what a rank that has run out of data does while others still train."""
+"""Uneven inputs: what a rank that has run out of data does while others still train.
+
+[Note: shadowing]
+A rank without a batch takes part in the collectives of the others with zeros. A `SyncBatchNorm` layer exchanges
+statistics in the middle of forward and of backward; a rank without a batch runs neither and cannot know which layers
+the others run, how often, and when they are through. So in a step in which some rank may be without a batch, the others
+announce before each exchange what comes, and at the end of forward and of backward that nothing more does: one small
+all-gather each. The rank without a batch answers to each exchange with zeros, and moves its running statistics as the
+others do. No bucket is launched before the end of backward in such a step, for else it would meet an exchange of a rank
+that is not as far. Everything happens in one group, in one order, which is the same on every rank. Design:
+docs/design/batchnorm.md.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +30,6 @@ from lockstep.parallel.ddp.module_io import find_tensors
 from lockstep.parallel.ddp.torch_compat import TorchCompat
 from lockstep.parallel.ddp.weighting import Weights
 from lockstep.parallel.sync_batchnorm import Event, LayerPlace, SyncBatchNorm, TorchSyncBatchNorm, register_engine
-
-# Keeps the collectives inside a model matched while some ranks have no batch. Design: docs/design/batchnorm.md.
-#
-# [Note: how a rank without a batch follows]
-# A `SyncBatchNorm` layer exchanges statistics in the middle of forward and of backward. A rank without a batch runs
-# neither and cannot know which layers the others run, how often, and when they are through. So in a step in which some
-# rank may be without a batch, the others say before each exchange what comes, and at the end of forward and of backward
-# that nothing more does: one small all-gather each. The rank without a batch answers to each exchange with zeros, and
-# moves its running statistics as the others do. No bucket leaves before the end of backward in such a step, for else
-# it would meet an exchange of a rank that is not as far.
-#
-# Everything happens in one group, in one order, which is the same on every rank.
 
 _CONVERT = "Convert the model: model = lockstep.SyncBatchNorm.convert_sync_batchnorm(model)."
 
@@ -83,8 +82,8 @@ class SyncLayerShadow:
         window = None if self._weights is None else self._weights.window
         return 1.0 if window is None else window.unit_of_backward
 
-    def must_hold_buckets(self, *, uneven: bool) -> bool:
-        """Return whether no bucket may leave before the end of backward, as it would meet an exchange of a layer.
+    def must_delay_buckets(self, *, uneven: bool) -> bool:
+        """Return whether no bucket may be launched before the end of backward, as it would meet an exchange of a layer.
 
         That is so in an open step. In others, a rank that does not use some parameter completes that bucket late, so
         that buckets and exchanges would come in another order than on other ranks. It shows too late. So on the CPU,
@@ -97,7 +96,7 @@ class SyncLayerShadow:
         is_exposed = bool(self._layers) and self._group.size() > 1 and (uneven or self._device.type == "cpu")
         return self.is_open or is_exposed
 
-    def weigh_with(self, weights: Weights) -> None:
+    def use_weights(self, weights: Weights) -> None:
         """Let layers know what this rank's micro-batches count, and the weights that there are such layers."""
         self._weights = weights
         if self._group.size() > 1:
@@ -158,7 +157,7 @@ class SyncLayerShadow:
     # --- what ranks with a batch do, and those without one alongside -------------------------------------------------
 
     def announce(self, event: Event, layer: nn.Module, step: int) -> None:
-        """Say that ``layer`` is about to exchange something. Collective: every rank. Blocks until complete.
+        """Announce that ``layer`` is about to exchange something. Collective: every rank. Blocks until complete.
 
         Raises:
             CollectiveError: Not all ranks do the same, or one did not take part in time.
@@ -170,10 +169,10 @@ class SyncLayerShadow:
                 "forward, while other ranks have no batch.\nThey follow the SyncBatchNorm layers of one forward and "
                 "one backward at a time."
             )
-        self._agree(event, self._layers.index(layer))
+        self._exchange_events(event, self._layers.index(layer))
 
     def end_forward(self, *, backward_follows: bool) -> None:
-        """Say that forward is over; or, without a batch, take part in it until the others say so.
+        """Announce that forward is over; or, without a batch, take part in it until the others announce that.
 
         Collective in an open step: every rank. Blocks until complete.
         """
@@ -181,9 +180,9 @@ class SyncLayerShadow:
             return
         end = Event.END_OF_FORWARD if backward_follows else Event.END
         if not self._has_batch:
-            end = self._attend()
+            end = self._shadow()
         else:
-            self._agree(end, 0)
+            self._exchange_events(end, 0)
         if end is Event.END:
             self.abandon()
         else:
@@ -191,22 +190,22 @@ class SyncLayerShadow:
 
     @keep_out_of_graphs
     def end_backward(self) -> None:
-        """Say that backward is over; or, without a batch, take part in it until the others say so.
+        """Announce that backward is over; or, without a batch, take part in it until the others announce that.
 
         Collective in a step that is open after its forward: every rank. Blocks until complete.
         """
         if self._phase is not _Phase.BACKWARD:
             return
         if self._has_batch:
-            self._agree(Event.END, 0)
+            self._exchange_events(Event.END, 0)
         else:
-            self._attend()
+            self._shadow()
         self.abandon()
 
-    def _attend(self) -> Event:
-        """Take part in what the others do until they say that it is over; return in which words."""
+    def _shadow(self) -> Event:
+        """Take part in what the others do until they announce that it is over; return which end it is."""
         while True:
-            event, number = self._agree(Event.NOTHING, 0)
+            event, number = self._exchange_events(Event.NOTHING, 0)
             if event in (Event.END, Event.END_OF_FORWARD):
                 return event
             if event is Event.NOTHING:  # no rank has a batch
@@ -218,7 +217,7 @@ class SyncLayerShadow:
             else:
                 layer.forward_without_input(self._group, self._device, tracked=event is Event.TRACKED_FORWARD)
 
-    def _agree(self, event: Event, number: int) -> tuple[Event, int]:
+    def _exchange_events(self, event: Event, number: int) -> tuple[Event, int]:
         """Return what the ranks with a batch do next. Collective: every rank. Blocks until complete."""
         mine = torch.tensor([event, number], device=self._device)
         try:
@@ -229,25 +228,25 @@ class SyncLayerShadow:
                 f"failed: {error}\nAnother rank ended, or ran no backward after its forward while some ranks have no "
                 "batch; look at the first error of the job."
             ) from error
-        said = {(event, number) for event, number in rows if event != Event.NOTHING}
-        if len(said) > 1:
-            self._disagree(rows)
-        event, number = next(iter(said), (Event.NOTHING, 0))
+        announced = {(event, number) for event, number in rows if event != Event.NOTHING}
+        if len(announced) > 1:
+            self._raise_mismatch(rows)
+        event, number = next(iter(announced), (Event.NOTHING, 0))
         return Event(event), number
 
-    def _disagree(self, rows: list[list[int]]) -> NoReturn:
-        spoken = [(rank, event, number) for rank, (event, number) in enumerate(rows) if event != Event.NOTHING]
-        (first_rank, *first), *others = spoken
+    def _raise_mismatch(self, rows: list[list[int]]) -> NoReturn:
+        active = [(rank, event, number) for rank, (event, number) in enumerate(rows) if event != Event.NOTHING]
+        (first_rank, *first), *others = active
         rank, *second = next(other for other in others if list(other[1:]) != first)
         message = (
-            f"The ranks do different things: rank {first_rank} comes to {self._in_words(*first)}, "
-            f"rank {rank} to {self._in_words(*second)}.\n"
+            f"The ranks do different things: rank {first_rank} comes to {self._describe(*first)}, "
+            f"rank {rank} to {self._describe(*second)}.\n"
             "Every rank with a batch must run the same SyncBatchNorm layers in the same order."
         )
         self.abandon()
         raise CollectiveError(message)
 
-    def _in_words(self, event: int, number: int) -> str:
+    def _describe(self, event: int, number: int) -> str:
         if event == Event.END_OF_FORWARD:
             return "the end of a forward that a backward follows"
         if event == Event.END:
@@ -258,14 +257,11 @@ class SyncLayerShadow:
         return f"SyncBatchNorm {self._names[self._layers.index(layer)]}"
 
 
-# ``join()``: what a rank that has run out of data does while others still train.
-
-
 class UnevenInputs(TorchCompat):
     """The part of ``DistributedDataParallel`` that lets ranks have different numbers of batches."""
 
     _divide_by_initial_world_size: bool
-    _follow: SyncLayerShadow
+    _sync_layers: SyncLayerShadow
     _authoritative_rank: int
     """After ``join()``: whose model all ranks hold (torch's name)."""
 
@@ -311,17 +307,17 @@ class UnevenInputs(TorchCompat):
         """Tell ranks without data that another step begins. Collective inside ``join()``, else nothing."""
         if not self._join_config.enable:
             return
-        self._follow.require_closed()  # or else they still wait for that step's end
+        self._sync_layers.require_closed()  # or else they still wait for that step's end
         work = Join.notify_join_context(self)
         if work is None:  # the first of several participants knows who is left, this one does not
-            self._follow.open(has_batch=True)
+            self._sync_layers.open(has_batch=True)
             return
         work.wait()
         num_active = float(work.result()[0].item())
         num_ranks = float(self.process_group.size())
-        self._reducer.departures.divisor = num_ranks if self._divide_by_initial_world_size else num_active
+        self._reducer.divisor = num_ranks if self._divide_by_initial_world_size else num_active
         if num_active < self.process_group.size():
-            self._follow.open(has_batch=True)
+            self._sync_layers.open(has_batch=True)
 
     @contextmanager
     def some_without_batch(self, *, has_batch: bool) -> Iterator[None]:
@@ -338,26 +334,26 @@ class UnevenInputs(TorchCompat):
         Raises:
             ConfigurationError: On every rank: a layer of torch's class, or over another group than the gradients.
         """
-        self._follow.open(has_batch=has_batch)
+        self._sync_layers.open(has_batch=has_batch)
         try:
             yield
-            self._follow.end_backward()
+            self._sync_layers.end_backward()
         finally:
-            self._follow.abandon()
+            self._sync_layers.abandon()
 
     def _end_forward(self, output: Any) -> None:
         """End forward towards ranks without a batch; see that the end of its backward reaches them too."""
-        self._follow.end_forward(backward_follows=torch.is_grad_enabled())
-        holds = self._follow.must_hold_buckets(uneven=self._reducer.row.is_uneven)
-        self._reducer.at_end = self._follow.end_backward if holds else None
-        if self._follow.is_open and not self.require_backward_grad_sync:
+        self._sync_layers.end_forward(backward_follows=torch.is_grad_enabled())
+        delays = self._sync_layers.must_delay_buckets(uneven=self._reducer.bucket_set.is_uneven)
+        self._reducer.before_launch = self._sync_layers.end_backward if delays else None
+        if self._sync_layers.is_open and not self.require_backward_grad_sync:
             for tensor in find_tensors(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._on_local_backward)
 
     @keep_out_of_graphs
     def _on_local_backward(self, _gradient: Tensor) -> None:
-        Variable._execution_engine.queue_callback(self._follow.end_backward)  # a second time it does nothing
+        Variable._execution_engine.queue_callback(self._sync_layers.end_backward)  # a second time it does nothing
 
 
 class DDPJoinHook(JoinHook):
@@ -370,12 +366,12 @@ class DDPJoinHook(JoinHook):
     def main_hook(self) -> None:
         """Take part in one step with zero gradients. Collective."""
         ddp = self._ddp
-        ddp._follow.open(has_batch=False)
+        ddp._sync_layers.open(has_batch=False)
         if ddp.will_sync_module_buffers():
             ddp._sync_buffers(after_forward=False, src=common_rank(ddp, candidate=False))
         ddp.require_forward_param_sync = announce_backward(ddp, will_sync=False)
-        ddp._follow.end_forward(backward_follows=False)
-        ddp._follow.end_backward()
+        ddp._sync_layers.end_forward(backward_follows=False)
+        ddp._sync_layers.end_backward()
         if ddp.require_forward_param_sync:
             ddp._reducer.shadow_step()
 

@@ -134,7 +134,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._reducer: Reducer | None = None
         if shard_gradients and self.world_size > 1:
             self._reducer = find_reducer(self._parameters)
-            self._reducer.set_transport(ReduceScatterMean(self._reducer.row, self.process_group))
+            self._reducer.set_reduction(ReduceScatterMean(self._reducer.bucket_set, self.process_group))
             self._second_backward = SecondBackwardCheck(self._reducer)
         self._build()
         self.initialized = True
@@ -189,7 +189,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._adopt_options()
         self._drop_gradients()
         if self._reducer is not None:  # see [Note: what is in param.grad]
-            for parameter in self._reducer.row.parameters:
+            for parameter in self._reducer.bucket_set.parameters:
                 parameter.grad = None
         trained = [each for each in self._buffers if any(parameter.requires_grad for parameter in each.parameters)]
         for buffer in trained:  # autograd must notice that what it has saved has changed
@@ -249,7 +249,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if self._has_gradients:
             return
-        if self._reducer is not None and self._laid_for is not self._reducer.row.buckets:
+        if self._reducer is not None and self._laid_for is not self._reducer.bucket_set.buckets:
             self._rebuild()
         for buffer in self._buffers:
             if not buffer.is_intact:
@@ -382,7 +382,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._buffers = partition_by_parameter(members, *how)
         else:
             if self._reducer is not None:
-                self._laid_for = self._reducer.row.buckets
+                self._laid_for = self._reducer.bucket_set.buckets
                 self._buffers = partition_like_buckets(members, [each.parameters for each in self._laid_for], *how)
             laid = {id(parameter) for buffer in self._buffers for parameter in buffer.parameters}
             self._buffers += partition_evenly([each for each in members if id(each[0]) not in laid], *how)

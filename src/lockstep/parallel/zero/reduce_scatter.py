@@ -20,9 +20,9 @@ from typing_extensions import override
 from lockstep.comm.collectives import Group, Waitable, all_reduce_work, reduce_scatter_slices, wait_for
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.compile import keep_out_of_graphs
-from lockstep.parallel.ddp.buckets import Bucket, Buckets
+from lockstep.parallel.ddp.buckets import Bucket, BucketSet
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
-from lockstep.parallel.ddp.reducer import Reducer, live_reducers
+from lockstep.parallel.ddp.reducer import Event, Reducer, live_reducers
 from lockstep.parallel.zero.partition import even_end
 
 
@@ -49,28 +49,24 @@ class ReduceScatterMean(BucketReduction):
     In the first step, whose buckets are rebuilt when it is over, all of it reaches all ranks.
 
     Args:
-        buckets: Of the model.
+        bucket_set: The buckets of the model.
         group: The ranks that take part.
     """
 
-    takes_divided = True
+    divides_first = True
     counts_in_tails = True
     leaves_whole = False
 
-    def __init__(self, buckets: Buckets, group: Group) -> None:
-        self._buckets, self._group = buckets, group
+    def __init__(self, bucket_set: BucketSet, group: Group) -> None:
+        self._bucket_set, self._group = bucket_set, group
         self._first_step = AllReduceMean(group)
 
     @override
-    def start(self, bucket: Bucket, position: int, *, is_last: bool) -> Future[Any]:
-        if not self._buckets.is_rebuilt:
-            return self._first_step.start(bucket, position, is_last=is_last)
-        return cast("Future[Any]", self._start(bucket, alone=False))
-
-    @override
-    def start_alone(self, bucket: Bucket, position: int) -> Future[Any]:
-        if not self._buckets.is_rebuilt or not bucket.payload.is_cpu:
-            return self.start(bucket, position, is_last=True)
+    def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
+        if not self._bucket_set.is_rebuilt:
+            return self._first_step.start(bucket, alone=alone)
+        if not alone or not bucket.payload.is_cpu:
+            return cast("Future[Any]", self._start(bucket, alone=False))
         self._start(bucket, alone=True).wait()
         done: Future[Any] = Future()
         done.set_result(None)
@@ -87,10 +83,6 @@ class ReduceScatterMean(BucketReduction):
     def finish(self, bucket: Bucket, future: Future[Any]) -> None:
         future.wait()
 
-    @override
-    def count(self, used: Sequence[int], ballot: Sequence[float], device: torch.device) -> None:
-        return None
-
 
 class SecondBackwardCheck:
     """Refuses to add to gradients of which a rank has only its slice.
@@ -104,17 +96,20 @@ class SecondBackwardCheck:
     """
 
     def __init__(self, reducer: Reducer) -> None:
-        self._buckets = reducer.row
+        self._bucket_set = reducer.bucket_set
         self._reduced: set[int] = set()
         self._watched: set[int] = set()
-        reducer.on_reduced.append(self._on_reduced)
+        reducer.observers.append(self)
 
     def reset(self) -> None:
         """Note that the gradients have been used, or thrown away."""
         self._reduced.clear()
 
-    def _on_reduced(self, bucket: Bucket) -> None:
-        if not self._buckets.is_rebuilt:  # the first step, whose gradients all ranks have
+    def on_event(self, kind: Event, bucket: Bucket | None) -> None:
+        """Take note of an event of the reducer."""
+        if kind is not Event.REDUCED or bucket is None:
+            return
+        if not self._bucket_set.is_rebuilt:  # the first step, whose gradients all ranks have
             return
         self._reduced.add(id(bucket))
         used = [parameter for parameter in bucket.parameters if parameter.grad is not None]
@@ -144,7 +139,11 @@ def find_reducer(parameters: Sequence[torch.nn.Parameter]) -> Reducer:
     given = {id(parameter) for parameter in parameters}
 
     def find_all() -> list[Reducer]:
-        return [each for each in live_reducers if any(id(parameter) in given for parameter in each.row.parameters)]
+        return [
+            reducer
+            for reducer in live_reducers()
+            if any(id(parameter) in given for parameter in reducer.bucket_set.parameters)
+        ]
 
     if len(find_all()) > 1:
         gc.collect()  # a wrapper that is no longer used may be left in a cycle, on some ranks and not on others
@@ -161,19 +160,19 @@ def find_reducer(parameters: Sequence[torch.nn.Parameter]) -> Reducer:
             "Delete the wrappers that are no longer used, or leave shard_gradients out."
         )
     (reducer,) = found
-    trained = {id(parameter) for parameter in reducer.row.parameters}
+    trained = {id(parameter) for parameter in reducer.bucket_set.parameters}
     if missing := trained - given:
         raise ConfigurationError(
             f"shard_gradients=True, but {len(missing)} of the {len(trained)} trained parameters of the "
             "DistributedDataParallel are not in this optimizer.\n"
             "Give it all of model.parameters(), or leave shard_gradients out."
         )
-    if any(bucket.spec.sparse for bucket in reducer.row.buckets):
+    if any(bucket.spec.sparse for bucket in reducer.bucket_set.buckets):
         raise ConfigurationError(
             "shard_gradients=True, but the model has layers with sparse gradients.\n"
             "Build them with sparse=False, or train them with an optimizer of their own."
         )
-    if not isinstance(reducer.departures.transport, AllReduceMean):
+    if not isinstance(reducer.reduction, AllReduceMean):
         raise ConfigurationError(
             "shard_gradients=True, but the DistributedDataParallel has a communication hook, or another optimizer "
             "with shards.\nUse one or the other."

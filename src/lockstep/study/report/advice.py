@@ -324,7 +324,7 @@ def buckets(facts: Facts) -> list[Advice]:
         f"Gradients travel in {facts.num_buckets} buckets of {_size(size)}, and {facts.share(facts.critical.wire_s)} "
         "of the step waits for them"
     )
-    change = f"{number} of at most 25 MiB (leave --bucket-cap-mb out, or try auto)"
+    change = f"{number} of at most 25 MiB (leave --bucket-cap-mb out)"
     return [Advice(cause, change, facts.gain(saved_s), settings={"bucket_cap_mb": None})]
 
 

@@ -192,7 +192,6 @@ def _buckets(base: Values, known: Known) -> list[Values] | str:
     if now is not None:
         found.append({"bucket_cap_mb": None})
     if mib is None or mib > _FIRST_CAP_MIB:
-        found += [{"bucket_cap_mb": "auto"}] if now != "auto" else []
         found += [{"bucket_cap_mb": 5.0}] if (mib is None or mib > 10) and now != 5.0 else []
         found += [{"bucket_cap_mb": 100.0}] if (mib is None or mib > _USUAL_CAP_MIB) and now != 100.0 else []
     if value_of(base, "clip") is None and not value_of(base, "overlap_optimizer"):

@@ -12,7 +12,6 @@ from statistics import median
 import torch
 from torch.utils.data import IterableDataset
 
-from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import World
 from lockstep.data.loader import LoadOptions
 from lockstep.study.tune.values import Values, loop_settings, strategy_of, value_of
@@ -22,9 +21,6 @@ from lockstep.train.trainer import Trainer
 
 NUM_WARMUP = 4
 """Buckets are built anew after the first step, and the optimizer makes its state in it."""
-
-NUM_SEARCHED = 64
-"""Steps in which ``bucket_cap_mb="auto"`` has found what it looks for."""
 
 
 def task_to_tune(task: Task, batch_size: int, *, seed: int, device: torch.device) -> Task:
@@ -67,17 +63,10 @@ class Entrant:
         if is_here:
             self.loop = Trainer(task, loop_settings(values), world, strategy=self.strategy, devices=devices)
 
-    def warm_up(self, limit_s: float) -> None:
-        """Run the steps that are not measured, and take the time of the last ones.
-
-        Args:
-            limit_s: A search for buckets goes on no longer than that; rank zero's word counts, as all count its steps.
-        """
+    def warm_up(self) -> None:
+        """Run the steps that are not measured, and take the time of the last ones."""
         assert self.loop is not None
         seconds = [self._step() for _ in range(NUM_WARMUP)]
-        if value_of(self._values, "bucket_cap_mb") == "auto":
-            count = min(NUM_SEARCHED, math.floor(limit_s / max(self._slowest(min(seconds)), 1e-6)))
-            seconds += [self._step() for _ in range(count)]
         self.step_s = median(seconds[-3:])
         self.rest()
 
@@ -114,10 +103,3 @@ class Entrant:
         begin = time.perf_counter()
         self.loop.step().loss.item()
         return time.perf_counter() - begin
-
-    def _slowest(self, seconds: float) -> float:
-        """Return the slowest rank's time. Collective if there is a group: every rank."""
-        assert self.loop is not None
-        group = self.loop.group
-        ranks = [seconds] if group is None else all_gather_object(seconds, group=group, device=self.loop.device)
-        return float(max(ranks))

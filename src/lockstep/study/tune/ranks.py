@@ -195,7 +195,7 @@ class Ranks:
         is_here = takes_part(strategy, self._world)
         self._entrants[key] = Entrant(self._task, values, self._world, devices, count, is_here=is_here)
         if start_together(strategy, count, self._world):
-            self._entrants[key].warm_up(self._ask.longest_s / 3)
+            self._entrants[key].warm_up()
 
     def _keep(self, keys: set[str]) -> None:
         """Let go of all contenders but some."""

@@ -1,0 +1,241 @@
+"""Steps that differ from those before: gradients stay those of one process, whatever comes after some usual steps."""
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from tests.models import assert_gradients_equal
+
+CAP_MB = 0.0003  # a bucket a layer
+
+
+class Branches(nn.Module):
+    """Uses the layers that are named in the call, in that order."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleDict({name: nn.Linear(6, 6, dtype=torch.float64) for name in "abcd"})
+
+    def forward(self, x, path="abcd"):
+        for name in path:
+            x = torch.tanh(self.layers[name](x))
+        return x
+
+
+def inputs(world, step):
+    whole = torch.randn(4 * world.world_size, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+    return whole, whole.chunk(world.world_size)[world.rank]
+
+
+def usual_steps(world, cap_mb=CAP_MB):
+    """Return our model and one that is not trained in parallel, after some steps; no weights are changed."""
+    model, oracle = lockstep.DistributedDataParallel(Branches(), bucket_cap_mb=cap_mb), Branches()
+    for step in range(2):
+        one_step(world, model, oracle, step)
+    return model, oracle
+
+
+def one_step(world, model, oracle, step, path="abcd", zero=True):
+    if zero:
+        model.zero_grad()
+        oracle.zero_grad()
+    whole, mine = inputs(world, step)
+    model(mine, path).square().mean().backward()
+    oracle(whole, path).square().mean().backward()
+    assert_gradients_equal(model.module, oracle)
+
+
+def zeroed_in_place(world):
+    model, oracle = usual_steps(world)
+    for step in range(2):
+        model.zero_grad(set_to_none=False)
+        oracle.zero_grad()
+        one_step(world, model, oracle, step, zero=False)
+
+
+def several_backwards(world):
+    model, oracle = usual_steps(world)
+    one_step(world, model, oracle, 0)
+    one_step(world, model, oracle, 50, zero=False)
+    model.zero_grad()
+    oracle.zero_grad()
+    whole, mine = inputs(world, 9)
+    loss, expected = model(mine).square().mean(), oracle(whole).square().mean()
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+        expected.backward(retain_graph=True)
+    assert_gradients_equal(model.module, oracle)
+
+
+def other_paths(world):
+    """Layers that are unused, used twice, or in another order than in the first step."""
+    model, oracle = usual_steps(world, 2 * CAP_MB)
+    for step, path in enumerate(["abc", "d", "badc", "abab", "aabbccdd", "ddca", "abcd"]):
+        one_step(world, model, oracle, step, path)
+
+
+def double(parameter):
+    parameter.grad.mul_(2.0)
+
+
+def hooks_of_the_script(world):
+    """They stay, and run before ours, so that what they leave is reduced."""
+    model, oracle = usual_steps(world)
+    for each in (model.module, oracle):
+        for parameter in each.parameters():
+            parameter.register_post_accumulate_grad_hook(double)
+    for step in range(3):
+        one_step(world, model, oracle, step)
+        model.zero_grad(set_to_none=False)
+        oracle.zero_grad()
+        one_step(world, model, oracle, step, zero=False)
+    assert [len(parameter._post_accumulate_grad_hooks) for parameter in model.parameters()] == [2] * 8
+
+
+def ranks_differ(world):
+    """Ranks use different layers: the gradient of the mean of their losses."""
+    model, oracle = usual_steps(world)
+    for step, paths in enumerate([("ab", "cd"), ("abcd", "d"), ("dcba", "abcd")]):
+        model.zero_grad()
+        oracle.zero_grad()
+        whole, mine = inputs(world, step)
+        model(mine, paths[world.rank]).square().mean().backward()
+        losses = [oracle(part, path).square().mean() for part, path in zip(whole.chunk(2), paths, strict=True)]
+        (sum(losses) / 2).backward()
+        assert_gradients_equal(model.module, oracle)
+
+
+def first_weights(world):
+    model, oracle = usual_steps(world)
+    for step in range(2):
+        model.zero_grad()
+        oracle.zero_grad()
+        whole, _ = inputs(world, step)
+        parts = whole.split([3, 5])
+        model.weight(len(parts[world.rank]))
+        model(parts[world.rank]).square().mean().backward()
+        oracle(whole).square().mean().backward()
+        assert_gradients_equal(model.module, oracle)
+
+
+def hidden_outputs(world):
+    """A backward from a tensor that the wrapper never saw: gradients open the step."""
+    model, oracle = usual_steps(world)
+    seen = {}
+    model.module.layers["c"].register_forward_hook(lambda _module, _inputs, output: seen.update(ours=output))
+    oracle.layers["c"].register_forward_hook(lambda _module, _inputs, output: seen.update(theirs=output))
+    for step in range(3):
+        model.zero_grad(set_to_none=step != 1)
+        oracle.zero_grad()
+        whole, mine = inputs(world, step)
+        model(mine)
+        oracle(whole)
+        seen["ours"].square().mean().backward()
+        seen["theirs"].square().mean().backward()
+        for name in "abc":
+            actual, expected = model.module.layers[name].weight.grad, oracle.layers[name].weight.grad
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+
+
+def bare_module(world):
+    """What the bare module has accumulated is sent with the next step, also where that does not touch it."""
+    for path, zero in [("abcd", True), ("abcd", False), ("cd", True)]:
+        model, oracle = usual_steps(world)
+        whole, mine = inputs(world, 1)
+        if zero:
+            model.zero_grad()
+            oracle.zero_grad()
+        model.module(mine, path).square().mean().backward()
+        oracle(whole, path).square().mean().backward()
+        one_step(world, model, oracle, 2, "ab", zero=False)
+
+
+def changed_gradient_of_nobody(world):
+    """The gradient of a parameter that no rank uses stays as the script has made it."""
+    model, _ = usual_steps(world)
+    _, mine = inputs(world, 0)
+    for parameter in model.module.layers["d"].parameters():
+        parameter.grad.fill_(0.1 + world.rank)
+    model(mine, "abc").sum().backward()
+    assert model.module.layers["d"].bias.grad.tolist() == [0.1 + world.rank] * 6
+
+
+def frozen_for_a_while(world):
+    model, oracle = usual_steps(world)
+    for step, requires_grad in enumerate([False, False, True]):
+        for each in (model.module, oracle):
+            each.layers["b"].requires_grad_(requires_grad)
+        one_step(world, model, oracle, step)
+
+
+def failed_backward(world):
+    model, oracle = usual_steps(world)
+
+    def fail(_gradient):
+        raise ArithmeticError("planted")
+
+    _, mine = inputs(world, 0)
+    model.zero_grad()
+    handle = model.module.layers["b"].weight.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        model(mine).square().mean().backward()
+    handle.remove()
+    for step in range(2):
+        one_step(world, model, oracle, step)
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        zeroed_in_place,
+        several_backwards,
+        other_paths,
+        hooks_of_the_script,
+        ranks_differ,
+        first_weights,
+        hidden_outputs,
+        bare_module,
+        changed_gradient_of_nobody,
+        frozen_for_a_while,
+        failed_backward,
+    ],
+)
+def test_gradients_are_those_of_one_process(ranks, scenario):
+    ranks(2)(scenario)
+
+
+def made_into_a_graph(world):
+    model, oracle = usual_steps(world)
+    for step in range(2):
+        model.zero_grad()
+        oracle.zero_grad()
+        whole, mine = inputs(world, step)
+        model(mine).square().mean().backward(create_graph=True)
+        oracle(whole).square().mean().backward()
+        assert_gradients_equal(model.module, oracle)
+    model.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_graph_of_the_backward(ranks):
+    ranks(2, warnings="ignore")(made_into_a_graph)
+
+
+def two_wrappers(world):
+    """One backward through two wrappers: what each holds back must be launched in the same order on all ranks."""
+    first, second = usual_steps(world), usual_steps(world)
+    for step in range(4):
+        whole, mine = inputs(world, step)
+        for model, oracle in (first, second):
+            model.zero_grad()
+            oracle.zero_grad()
+        second[0](first[0](mine)).square().mean().backward()
+        second[1](first[1](whole)).square().mean().backward()
+        for model, oracle in (first, second):
+            assert_gradients_equal(model.module, oracle)
+
+
+def test_two_wrappers_in_one_backward(ranks):
+    ranks(2)(two_wrappers)
