@@ -21,7 +21,7 @@ from typing import Any
 RUN_DIR = "LOCKSTEP_RUN_DIR"
 """The environment variable that names the folder to the ranks."""
 
-HEARTBEAT = "beacon"
+HEARTBEAT = "heartbeat"
 STEP = "step"
 STACKS = "stacks"
 FAILURE = "failure"

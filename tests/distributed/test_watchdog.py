@@ -54,6 +54,22 @@ if mode == "torch":
         optimizer.step()
 if mode == "asleep":
     load()
+if mode == "reproducible":
+    calls = []
+    def loss(model, batch):
+        calls.append(1)
+        output = model(batch[0])
+        if rank == 1 and len(calls) == 5:
+            output.register_hook(stop)
+        return output.square().mean()
+    def stop(_):
+        time.sleep(1); signal.raise_signal(signal.SIGSTOP)
+    data = torch.utils.data.TensorDataset(torch.ones(64, 4))
+    task = lockstep.Task(
+        model=lambda: torch.nn.Linear(4, 2), dataset=lambda: data, loss=loss, global_batch_size=8,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    lockstep.fit(task, strategy="ddp", reproducible=2, steps=50, quiet=True)
 if mode == "exits" and rank == 1:
     atexit.register(time.sleep, 90)
     raise KeyError("boom")
@@ -69,31 +85,43 @@ def at(text):
 
 HEAD = "lockstep: The job hangs: ranks have waited for each other for more than 2 s.\n"
 EXPECTED = {
-    "stop": f"rank 1 was stopped by a signal (SIGSTOP), last seen at {at('SIGSTOP')}; "
+    "stop": f"rank 1 was stopped by a signal (SIGSTOP), last seen at {at('getpid(), signal.SIGSTOP')}; "
     f"rank 0 waits in barrier ({at('barrier()')}) for N s\n",
     "alone": f"rank 0 waits in recv ({at('recv(')}) for N s; ranks 1, 2 wait in barrier ({at('barrier()')}) for N s\n"
     "The ranks call different collectives: each must be called by all ranks, in the same order.\n",
     "torch": f"rank 1 is in load ({at('sleep(90)')}) for N s [after 8 optimizer steps]; rank 0 waits in backward "
     f"(gradient exchange: all_reduce of bucket 0 (2.*), 4160 elements) ({at('autograd.backward')}) for N s "
     "[after 8 optimizer steps]\n",
+    "reproducible": f"rank 1 was stopped by a signal (SIGSTOP), last seen at {at('raise_signal')} [step 5, backward]; "
+    f"rank 0 waits in all_gather ({at('lockstep.fit(')}) for N s [step 5, loader]\n",
     "ours": f"rank 1 is in load ({at('sleep(90)')}) for N s; "
     f"rank 0 waits in all_reduce of bucket 0 (1.bias ... 0.weight) ({at('backward()')}) for N s\n",
 }
 PATIENCE = {"asleep": "0.7", "busy": "1.5"}
-RUNS = [*EXPECTED, "gil", "busy", "download", "asleep", "exits"]
+RUNS = ["torch", "ours", "reproducible", "exits"]
+SOAK_RUNS = ["stop", "alone", "gil", "busy", "download", "asleep"]
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    path = tmp_path_factory.mktemp("watchdog") / "train.py"
+def run_all(folder, modes):
+    path = folder / "train.py"
     path.write_text(SCRIPT)
 
     def start(mode):
         options = ["--devices", "3" if mode == "alone" else "2", "--watchdog", PATIENCE.get(mode, "2")]
-        return mode, lockstep("run", *options, str(path), mode, timeout=80)
+        return mode, lockstep("run", *options, str(path), mode, timeout=150)
 
     with ThreadPoolExecutor(4) as pool:  # they mostly sleep
-        return dict(pool.map(start, RUNS))
+        return dict(pool.map(start, modes))
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    return run_all(tmp_path_factory.mktemp("watchdog"), RUNS)
+
+
+@pytest.fixture(scope="module")
+def soak_outcomes(tmp_path_factory):
+    return run_all(tmp_path_factory.mktemp("watchdog"), SOAK_RUNS)
 
 
 def told(text):
@@ -107,49 +135,64 @@ def told(text):
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("mode", EXPECTED)
+@pytest.mark.parametrize("mode", [mode for mode in RUNS if mode in EXPECTED])
 def test_who_waits_for_whom(outcomes, mode):
+    check_report(outcomes, mode)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("mode", [mode for mode in SOAK_RUNS if mode in EXPECTED])
+def test_who_waits_for_whom_in_more_cases(soak_outcomes, mode):
+    check_report(soak_outcomes, mode)
+
+
+def check_report(outcomes, mode):
     report, stacks = told(outcomes[mode].err)
     assert report == HEAD + EXPECTED[mode]
     assert outcomes[mode].code == 83
     assert "train.py" in stacks["rank-0.txt"]
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(240)
-def test_a_call_that_holds_the_interpreter_still_leaves_its_stack(outcomes):
-    report, stacks = told(outcomes["gil"].err)
+def test_a_call_that_holds_the_interpreter_still_leaves_its_stack(soak_outcomes):
+    report, stacks = told(soak_outcomes["gil"].err)
     assert report.startswith(HEAD + "rank 1 does not answer: native code holds the interpreter, last seen at ")
     assert report.endswith(f"; rank 0 waits in barrier ({at('barrier()')}) for N s\n")
     assert f", line {at('pthread').partition(':')[2]} in <module>" in stacks["rank-1.txt"]
-    assert outcomes["gil"].code == 83
+    assert soak_outcomes["gil"].code == 83
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(240)
-def test_ranks_that_all_compute_are_left_alone(outcomes):
-    assert outcomes["busy"].code == 0
-    assert "The job" not in outcomes["busy"].err
+def test_ranks_that_all_compute_are_left_alone(soak_outcomes):
+    assert soak_outcomes["busy"].code == 0
+    assert "The job" not in soak_outcomes["busy"].err
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(240)
-def test_a_rank_that_may_be_only_slow_is_told_of_and_not_ended(outcomes):
-    report, _ = told(outcomes["download"].err)
+def test_a_rank_that_may_be_only_slow_is_told_of_and_not_ended(soak_outcomes):
+    report, _ = told(soak_outcomes["download"].err)
     assert report.startswith(
         "lockstep: The job may hang: ranks have waited for each other for N s.\nrank 1 is in <module> ("
         f"{at('flush()')})"
     )
     assert "rank 1 may be only slow: it " in report
-    assert "The job goes on for now; it ends if this lasts and nothing moves.\n" in outcomes["download"].err
-    assert outcomes["download"].code == 0
+    assert "The job goes on for now; it ends if this lasts and nothing moves.\n" in soak_outcomes["download"].err
+    assert soak_outcomes["download"].code == 0
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(240)
-def test_ranks_that_all_do_nothing_are_noticed_though_none_waits(outcomes):
+def test_ranks_that_all_do_nothing_are_noticed_though_none_waits(soak_outcomes):
     head = "lockstep: The job hangs: no rank has done anything for more than 3.5 s.\n"
-    ended = outcomes["asleep"].err[outcomes["asleep"].err.index(head) :]
+    ended = soak_outcomes["asleep"].err[soak_outcomes["asleep"].err.index(head) :]
     report, _ = told(ended)
-    told(outcomes["asleep"].err)  # the first warning, whose folder goes as well
+    told(soak_outcomes["asleep"].err)  # the first warning, whose folder goes as well
     assert report == f"{head}ranks 0, 1 are in load ({at('sleep(90)')}) for N s\n"
-    assert outcomes["asleep"].code == 83
+    assert soak_outcomes["asleep"].code == 83
 
 
 @pytest.mark.timeout(240)

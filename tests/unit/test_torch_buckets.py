@@ -4,7 +4,7 @@ import pytest
 
 from lockstep.telemetry.heartbeat import Bucket, Call, Parameter, awaited, buckets_at, plan_of
 
-PARAMETERS = [Parameter(f"layers.{index}.weight", 10 + index, 4 * (10 + index)) for index in range(4)]
+PARAMETERS = [Parameter(f"layers.{index}.weight", 10 + index) for index in range(4)]
 
 
 def test_buckets_that_were_built_anew():
@@ -15,21 +15,11 @@ def test_buckets_that_were_built_anew():
     ]
 
 
-def test_buckets_that_stay_are_runs_of_the_parameters():
-    logged = {"find_unused_parameters": 1, "bucket_sizes": "100, 84"}
-    assert [bucket.names for bucket in plan_of(logged, PARAMETERS)] == [
-        ("layers.2.weight", "layers.3.weight"),
-        ("layers.0.weight", "layers.1.weight"),
-    ]
-
-
 @pytest.mark.parametrize(
     "logged",
     [
         {},
         {"bucket_sizes": "100, 84"},  # they will be built anew
-        {"find_unused_parameters": 1, "bucket_sizes": "100, 80"},
-        {"find_unused_parameters": 1, "bucket_sizes": "100"},
         {"rebuilt_per_bucket_param_indices": "3 1, 0"},
         {"rebuilt_per_bucket_param_indices": "3 1, 0 2 4"},
     ],

@@ -59,6 +59,10 @@ DEBUGGED = RankState(1, [("/lib/python3.11/pdb.py", 9, "interaction"), ("/x/trai
         ([waits(0, 4, name="send"), waits(1, 4, name="recv")], HANGS, HANGS),
         ([waits(0, 4, bucket="bucket 1 (a.*)"), waits(1, 4, bucket="bucket 2 (b.*)")], FINE, FINE),  # on its way
         ([waits(0, 4), waits(1, 4, bucket="bucket 2 (b.*)")], HANGS, HANGS),
+        ([works(0, 4, collective="all_to_all"), works(1, 4)], HANGS, HANGS),  # as our collectives mark it
+        ([works(0, 16, has_trained=True), RankState(1, has_left=True)], HANGS, SUSPECT),  # left alone at its end
+        ([works(0, 16, has_trained=True, life="it reads or writes"), RankState(1, has_left=True)], FINE, FINE),
+        ([works(0, 16, has_trained=True)], FINE, FINE),  # a single rank may wait for anything
         ([works(0, 4), works(1, 4)], SUSPECT, FINE),  # nobody waits for anybody
         ([works(0, 16), works(1, 16)], HANGS, FINE),
         ([works(0, 16, has_trained=True), works(1, 16, has_trained=True)], HANGS, HANGS),

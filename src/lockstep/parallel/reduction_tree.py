@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lockstep import activity
 from lockstep.comm.collectives import Group, all_gather_flat_async, all_to_all_async
 from lockstep.parallel.flat import view_like
 
@@ -33,6 +34,9 @@ _ALIGNMENT_BYTES = 512
 """Where each gradient starts: some kernels sum in an order that depends on how the numbers are aligned."""
 
 _CHUNK_BYTES = 25 * 2**20
+
+_EXCHANGE = "exchange of the reduction tree"
+"""What the watchdog reports of a rank that waits in it: one name, as one rank may be a chunk ahead of another."""
 
 _MAX_CHUNKS_IN_FLIGHT = 3
 """Chunks that travel at the same time: enough to keep the network busy, and a bound for the memory."""
@@ -304,7 +308,8 @@ class RankReduction(TreeReduction):
 
         def sum_oldest() -> None:
             total, received, work = scattering.popleft()
-            work.wait()
+            with activity.waiting(_EXCHANGE):
+                work.wait()
             gathering.append(self._sum_slice(received, total))
 
         for flats in zip(*(row.flats for row in rows), strict=True):
@@ -313,8 +318,9 @@ class RankReduction(TreeReduction):
             scattering.append((flats[0], *self._scatter(flats)))
         while scattering:
             sum_oldest()
-        for work in gathering:
-            work.wait()
+        with activity.waiting(_EXCHANGE):
+            for work in gathering:
+                work.wait()
         return rows[0]
 
     def _scatter(self, flats: Sequence[Tensor]) -> tuple[Tensor, Any]:

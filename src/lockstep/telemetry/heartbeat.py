@@ -1,7 +1,13 @@
-"""In a rank: a thread that writes twice a second what the rank is doing, for the launcher's watchdog."""
+"""In a rank: a thread that writes twice a second what the rank is doing, for the launcher's watchdog to read.
+
+Standard library only, as every script would pay for more. Nothing of the program is wrapped: the thread reads the main
+thread's Python frames, the calls that torch's process groups have counted, what the engines write into
+`lockstep.activity`, and torch's own record of collectives (its flight recorder).
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import json
@@ -21,60 +27,244 @@ from typing import Any, NamedTuple
 
 from lockstep import activity
 from lockstep.activity import name_of_bucket
-from lockstep.comm.network import set_keepalive
+from lockstep.run_folder import HEARTBEAT, STACKS, STEP, rank_file, replace_file
 
-# Modules that the program has imported already: what a rank is watched with imports none by itself.
+STACKS_SIGNAL_OFFSET = 11
+"""Above SIGRTMIN: the signal at which a rank writes its stacks; programs use SIGUSR1 and SIGUSR2 themselves."""
+
+_PERIOD_S = 0.5
+_MEMORY_PERIOD_S = 2.0
+_NUM_FRAMES = 120
+_RECORDED_AFTER = 0.5
+"""After this part of the patience at one place, a rank asks torch once which collective was the last."""
 
 
 def imported(name: str) -> Any:
-    """Return a module that is there and whole, else None."""
+    """Return a module that the program has imported, if it is whole by now; else None. Imports nothing."""
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)
     return None if spec is None or getattr(spec, "_initializing", False) else module
 
 
-# What this process holds on its GPUs, by the figures of torch's allocator: no call of the driver, none waits.
+# --- the files --------------------------------------------------------------------------------------------------------
 
-
-def device_memory() -> list[tuple[str, int, int, int]]:
-    """Return for each GPU in use its name and the bytes in tensors, taken at most, and there; see `DeviceMemory`."""
-    cuda = imported("torch.cuda")
-    found = []
-    if getattr(cuda, "_initialized", False):
-        with contextlib.suppress(Exception):  # a device that has failed
-            for index in range(cuda.device_count()):
-                figures: Any = cuda.memory_stats_as_nested_dict(index)
-                taken = figures["reserved_bytes"]["all"]["peak"] if figures else 0
-                if taken:
-                    held = figures["allocated_bytes"]["all"]["current"]
-                    found.append((f"cuda:{index}", held, taken, cuda.get_device_properties(index).total_memory))
-    return found
-
-
-# The step that a rank is in, in memory that outlives it: a rank that is killed cannot say it any more.
-
-_FORM = struct.Struct("qq")
+_COUNTER = struct.Struct("qq")
 """The step in a loop of ours, counted from 1; optimizer steps done in any other. 0 for neither."""
 
 
 def make_step_counter(run_dir: str, rank: int) -> memoryview:
-    """Make the file ``run_dir/step-RANK``; what is written to the two numbers returned is in it at once."""
-    path = os.path.join(run_dir, f"step-{rank}")
-    with open(path, "wb+") as file:
-        file.truncate(_FORM.size)
-        return memoryview(mmap.mmap(file.fileno(), _FORM.size)).cast("q")
+    """Make the file ``run_dir/step-RANK``; what is written to the two numbers returned is in it at once.
+
+    It is shared memory, which outlives the rank: one that is killed cannot tell its step any more.
+    """
+    with rank_file(run_dir, STEP, rank).open("wb+") as file:
+        file.truncate(_COUNTER.size)
+        return memoryview(mmap.mmap(file.fileno(), _COUNTER.size)).cast("q")
 
 
 def read_step_counter(run_dir: Path, rank: int) -> tuple[int | None, int]:
     """Return the step that a rank is or was in, counted from 0, and the optimizer steps that it had done."""
     try:
-        step, num_updates = _FORM.unpack((run_dir / f"step-{rank}").read_bytes())
+        step, num_updates = _COUNTER.unpack(rank_file(run_dir, STEP, rank).read_bytes())
     except (OSError, struct.error):
         return None, 0
     return (step - 1 if step else None), num_updates
 
 
-# Torch's own record of the collectives that a process has called, if it keeps one (its flight recorder).
+def read_heartbeat(run_dir: Path, rank: int) -> dict[str, Any]:
+    """Return what a rank wrote last; empty if there is nothing, or nothing that can be read."""
+    try:
+        content = json.loads(rank_file(run_dir, HEARTBEAT, rank).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+class Heartbeat:
+    """Writes what the main thread does into ``run_dir/heartbeat-RANK``.
+
+    Args:
+        run_dir: The run's folder.
+        rank: Of this process.
+        patience_s: After how long the launcher asks what the rank waits for.
+    """
+
+    def __init__(self, run_dir: str, rank: int, *, patience_s: float) -> None:
+        self._path = rank_file(run_dir, HEARTBEAT, rank)
+        self._stacks = rank_file(run_dir, STACKS, rank).open("w")  # open as long as the process
+        activity.now.step_counter = make_step_counter(run_dir, rank)
+        self._num_bytes = 0
+        self._recorded_after_ns = _RECORDED_AFTER * patience_s * 1e9
+        self._last: tuple[Any, ...] = ()
+        self._moved_at_ns = time.monotonic_ns()
+        self._buckets = TorchBuckets()
+        self._devices: list[tuple[str, int, int, int]] = []
+        self._recorded_call: str | None = None
+        self._pid = os.getpid()
+        self._writing = threading.Lock()
+        if hasattr(signal, "SIGRTMIN"):  # Linux
+            faulthandler.register(signal.SIGRTMIN + STACKS_SIGNAL_OFFSET, self._stacks, all_threads=True)
+
+    def start(self) -> None:
+        """Start the thread, which ends with the process."""
+        activity.callbacks.wants_pace = True
+        self.write()
+        threading.Thread(target=self._run, name="lockstep-heartbeat", daemon=True).start()
+
+    def write(self) -> None:
+        """Write what this rank does now: from the heartbeat's thread, or from that of an exception that ends it."""
+        if os.getpid() != self._pid:
+            return  # A forked child does not speak for this rank, and would wait for a lock that nobody releases there.
+        ident = threading.main_thread().ident or 0
+        frame = sys._current_frames().get(ident)
+        frames, now, calls = _frames(frame), activity.now, _num_calls()
+        place = (now.num_steps, calls, now.step, now.phase, now.collective, frame.f_lasti if frame else 0, frames)
+        now_ns = time.monotonic_ns()
+        if place != self._last:
+            self._last, self._moved_at_ns, self._recorded_call = place, now_ns, None
+        elif self._recorded_call is None and now_ns - self._moved_at_ns > self._recorded_after_ns:
+            self._recorded_call = self._awaited_call()
+        bucket = now.bucket
+        content = {
+            "pid": os.getpid(),
+            "beat_ns": now_ns,
+            "moved_ns": self._moved_at_ns,
+            "frames": frames,
+            "step": now.step,
+            "phase": now.phase,
+            "num_steps": now.num_steps,
+            "num_calls": calls,
+            "bucket": "" if bucket is None else f"bucket {bucket[0]} ({name_of_bucket(bucket[1])})",
+            "collective": now.collective,
+            "recorded_call": self._recorded_call or "",
+            "handles": _handled_exception(ident),
+            "failure": now.failure or "",
+            "uses_gpu": bool(getattr(imported("torch.cuda"), "_initialized", False)),
+            "pace": now.pace,
+            "devices": self._devices,
+            "num_bytes": self._num_bytes,
+        }
+        text = json.dumps(content)
+        # Replaced as a whole: a mixture of two heartbeats, read while one is written over the other, may parse as JSON.
+        with contextlib.suppress(OSError), self._writing:
+            replace_file(self._path, text)
+            self._num_bytes += len(text)
+
+    def _run(self) -> None:
+        measured_at, is_hooked, ends_children = 0.0, False, False
+        keepalive = _KeepAlive()
+        while True:
+            time.sleep(_PERIOD_S)
+            if not is_hooked and (optim := imported("torch.optim.optimizer")) and imported("torch"):
+                is_hooked = True
+                optim.register_optimizer_step_post_hook(_count_step)
+            if not ends_children and imported("multiprocessing.util"):
+                ends_children = True
+                atexit.register(_end_stopped_children)
+            keepalive.check()
+            self._buckets.check(activity.now.num_steps)
+            if time.monotonic() - measured_at >= _MEMORY_PERIOD_S:
+                self._devices, measured_at = device_memory(), time.monotonic()
+            self.write()
+
+    def _awaited_call(self) -> str:
+        """Return the collective that this rank waits in, by torch's own record of them, if it keeps one."""
+        calls = recorded_calls()
+        if (place := awaited(calls)) is None:
+            return ""
+        bucket = self._buckets.name(calls, place)
+        return f"{calls[place].name} of {bucket and f'{bucket}, '}{calls[place].numel} elements"
+
+
+def _count_step(*_: Any) -> None:
+    activity.now.num_steps += 1
+
+
+def _end_stopped_children() -> None:
+    """Kill loader processes that are stopped, when the program ends.
+
+    The exit handler of multiprocessing sends SIGTERM to daemonic children and joins them without a limit; a process
+    that SIGSTOP holds does not act on SIGTERM, so the rank would never end. Registered after that handler, this one
+    runs before it.
+    """
+    from lockstep.telemetry.rank_state import STOPPED, process_state
+
+    for child in imported("multiprocessing").active_children():
+        if child.daemon and process_state(child.pid)[0] in STOPPED:
+            child.kill()
+
+
+class _KeepAlive:
+    """Has the kernel probe connections to other machines as soon as a new process group has made some."""
+
+    def __init__(self) -> None:
+        self._has_peers = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+        self._groups: set[int] = set()
+
+    def check(self) -> None:
+        """Set keepalive on new connections, if there are other machines."""
+        if not self._has_peers:
+            return
+        world = getattr(imported("torch.distributed.distributed_c10d"), "_world", None)
+        with contextlib.suppress(RuntimeError):  # another thread makes or destroys one just now
+            groups = {id(group) for group in getattr(world, "pg_map", ())}
+            if groups - self._groups:
+                from lockstep.comm.network import set_keepalive
+
+                set_keepalive()
+            self._groups = groups
+
+
+def _num_calls() -> int:
+    """Return how often this process has called collectives, as far as its process groups count them."""
+    c10d, total = imported("torch.distributed.distributed_c10d"), activity.now.num_calls
+    groups = getattr(getattr(c10d, "_world", None), "pg_map", ())
+    with contextlib.suppress(RuntimeError):  # another thread makes or destroys one just now
+        for group in list(groups):
+            with contextlib.suppress(Exception):  # groups written in Python need not count
+                total += group._get_sequence_number_for_group()
+    return total
+
+
+def _handled_exception(ident: int) -> str:
+    """Return the exception that a thread is handling, in an ``except`` or ``finally`` block; empty if there is none."""
+    found = sys._current_exceptions().get(ident)
+    error = found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
+    if not isinstance(error, Exception):
+        return ""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}{place}"
+
+
+def _frames(frame: FrameType | None) -> list[tuple[str, int, str]]:
+    """Return file, line and function of the innermost frames, innermost first."""
+    found: list[tuple[str, int, str]] = []
+    while frame is not None and len(found) < _NUM_FRAMES:
+        found.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+        frame = frame.f_back
+    return found
+
+
+def device_memory() -> list[tuple[str, int, int, int]]:
+    """Return for each GPU in use its name and the bytes in tensors, taken at most, and there; see `DeviceMemory`.
+
+    By the figures of torch's allocator: no call of the driver, none waits.
+    """
+    cuda = imported("torch.cuda")
+    found = []
+    if getattr(cuda, "_initialized", False):
+        with contextlib.suppress(Exception):  # a device that has failed
+            for index in range(cuda.device_count()):
+                stats: Any = cuda.memory_stats_as_nested_dict(index)
+                taken = stats["reserved_bytes"]["all"]["peak"] if stats else 0
+                if taken:
+                    held = stats["allocated_bytes"]["all"]["current"]
+                    found.append((f"cuda:{index}", held, taken, cuda.get_device_properties(index).total_memory))
+    return found
+
+
+# --- torch's flight recorder ------------------------------------------------------------------------------------------
 
 
 class Call(NamedTuple):
@@ -87,7 +277,7 @@ class Call(NamedTuple):
 
 def recorded_calls() -> list[Call]:
     """Return the collectives of this process that torch remembers, oldest first; none if it keeps no record."""
-    c10d = imported("torch._C._distributed_c10d") or sys.modules.get("torch._C._distributed_c10d")
+    c10d = sys.modules.get("torch._C._distributed_c10d")
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         with contextlib.suppress(Exception):  # an interface of torch's own, which changes
             entries = [entry for entry in json.loads(getattr(c10d, name)())["entries"] if not entry.get("is_p2p")]
@@ -97,10 +287,21 @@ def recorded_calls() -> list[Call]:
     return []
 
 
-def awaited(calls: list[Call]) -> int | None:
+def _call(entry: dict[str, Any]) -> Call:
+    numel = 0
+    for size in entry["input_sizes"]:
+        product = 1
+        for length in size:
+            product *= length
+        numel += product
+    is_over = bool(entry.get("retired")) or entry.get("state") == "completed"  # Gloo says the one, NCCL both
+    return Call(entry["profiling_name"].rpartition(":")[2], numel, is_over)
+
+
+def awaited(calls: Sequence[Call]) -> int | None:
     """Return the place of the collective that holds up the others: the first of the last that are not over.
 
-    Where torch does not say which are over, it is the last.
+    Where torch does not record which are over, it is the last.
     """
     if not calls:
         return None
@@ -111,29 +312,7 @@ def awaited(calls: list[Call]) -> int | None:
     return place
 
 
-def _call(entry: dict[str, Any]) -> Call:
-    numel = sum(_numel(size) for size in entry["input_sizes"])
-    is_over = bool(entry.get("retired")) or entry.get("state") == "completed"  # Gloo says the one, NCCL both
-    return Call(entry["profiling_name"].rpartition(":")[2], numel, is_over)
-
-
-def _numel(size: list[int]) -> int:
-    total = 1
-    for length in size:
-        total *= length
-    return total
-
-
-# Which parameters are in the buckets of torch's DistributedDataParallel, which does not say what it waits for.
-#
-# [Note: without wrapping anything]
-# While its forward runs, torch's class keeps the instance in an attribute of its own; the beacon looks there now and
-# then. A few steps later it asks for what the reducer logs: the sizes of the buckets, and the numbers of their
-# parameters once they have been built anew. That takes a lock which backward holds while it waits for other ranks; so
-# it is asked for early, and in a thread of its own, which may wait for ever without any harm.
-#
-# Afterwards, a collective that a rank waits in is told by its size, and by the sizes of those before it: backward sends
-# the buckets in their order, so the k-th is the one behind the first k. If that leaves a choice, no bucket is named.
+# --- the buckets of torch's DistributedDataParallel -------------------------------------------------------------------
 
 _ASK_AFTER = (3, 12)
 """Optimizer steps: by then buckets were built anew, which is logged in the second step or, after a warm-up, later."""
@@ -144,7 +323,6 @@ class Parameter(NamedTuple):
 
     name: str
     numel: int
-    num_bytes: int
 
 
 class Bucket(NamedTuple):
@@ -155,21 +333,33 @@ class Bucket(NamedTuple):
 
 
 class TorchBuckets:
-    """The buckets of the program's model, as soon as they are known."""
+    """Which parameters are in the buckets of torch's class, which does not report what it waits for.
+
+    [Note: without wrapping anything]
+    While its forward runs, torch's class keeps the instance in an attribute of its own; the heartbeat looks there now
+    and then. A few steps later it asks for what the reducer logs: the numbers of the parameters in each bucket. That
+    takes a lock which backward holds while it waits for other ranks; so it is asked for early, and in a thread of its
+    own, which may wait for ever without any harm.
+
+    Afterwards, a collective that a rank waits in is recognised by its size, and by the sizes of those before it:
+    backward sends the buckets in their order, so the k-th is the one after the first k. If that leaves a choice, no
+    bucket is named.
+    """
 
     def __init__(self) -> None:
         self._model: weakref.ref[Any] | None = None
         self._num_asked = 0
         self._plan: list[Bucket] = []
 
-    def look(self, num_steps: int) -> None:
+    def check(self, num_steps: int) -> None:
         """Look for the model, and ask it once it has trained for some steps. Does not block.
 
         Args:
             num_steps: Optimizer steps so far.
         """
         if self._model is None:
-            active = getattr(_class(), "_active_ddp_module", None)
+            kind = getattr(imported("torch.nn.parallel.distributed"), "DistributedDataParallel", None)
+            active = getattr(kind, "_active_ddp_module", None)
             self._model = None if active is None else weakref.ref(active)
         elif self._num_asked < len(_ASK_AFTER) and num_steps >= _ASK_AFTER[self._num_asked] and not self._plan:
             self._num_asked += 1
@@ -182,7 +372,7 @@ class TorchBuckets:
         with contextlib.suppress(Exception):  # an interface of torch's own, which changes
             ignored = set(getattr(model, "parameters_to_ignore", ()))
             parameters = [
-                Parameter(name, each.numel(), each.numel() * each.element_size())
+                Parameter(name, each.numel())
                 for name, each in model.module.named_parameters()
                 if each.requires_grad and name not in ignored
             ]
@@ -195,36 +385,16 @@ class TorchBuckets:
 
 
 def plan_of(logged: Mapping[str, Any], parameters: Sequence[Parameter]) -> list[Bucket]:
-    """Return the buckets that a reducer logs after some steps, in the order in which they leave.
+    """Return the buckets that a reducer logs after some steps, in the order in which they are launched.
 
     They are built anew after the first step, unless it looks for unused parameters. What does not add up is left out.
     """
-    if logged.get("find_unused_parameters") and not logged.get("static_graph"):
-        sizes = [int(size) for size in str(logged.get("bucket_sizes", "")).split(",") if size.strip()]
-        return _runs(sizes, parameters)
     rebuilt = str(logged.get("rebuilt_per_bucket_param_indices", ""))
     numbers = [[int(number) for number in part.split()] for part in rebuilt.split(",") if part.strip()]
     if sorted(number for part in numbers for number in part) != list(range(len(parameters))):
         return []
-    return [_bucket([parameters[number] for number in part]) for part in numbers]
-
-
-def _runs(sizes: Sequence[int], parameters: Sequence[Parameter]) -> list[Bucket]:
-    """Return the buckets of ``sizes`` in bytes: runs of parameters, of which the last ones are in the first bucket."""
-    buckets, place = [], 0
-    for size in reversed(sizes):
-        run: list[Parameter] = []
-        while place < len(parameters) and sum(each.num_bytes for each in run) < size:
-            run.append(parameters[place])
-            place += 1
-        if sum(each.num_bytes for each in run) != size:
-            return []
-        buckets.append(_bucket(run))
-    return buckets[::-1] if place == len(parameters) else []
-
-
-def _bucket(parameters: Sequence[Parameter]) -> Bucket:
-    return Bucket(tuple(each.name for each in parameters), sum(each.numel for each in parameters))
+    buckets = [[parameters[number] for number in part] for part in numbers]
+    return [Bucket(tuple(each.name for each in part), sum(each.numel for each in part)) for part in buckets]
 
 
 def buckets_at(calls: Sequence[Call], place: int, plan: Sequence[Bucket]) -> list[int]:
@@ -251,194 +421,3 @@ def _may_begin(calls: Sequence[Call], place: int, plan: Sequence[Bucket]) -> boo
 
 def _carries(call: Call, bucket: Bucket) -> bool:
     return call.name == "all_reduce" and call.numel == bucket.numel
-
-
-def _class() -> Any:
-    return getattr(imported("torch.nn.parallel.distributed"), "DistributedDataParallel", None)
-
-
-# In a rank: a thread that looks five times a second for what should be known soon.
-#
-# That is an exception that will end the program, but is held up in a ``finally``; and connections to other machines
-# that a new process group has made, so that the kernel probes them: see `lockstep.comm.network`. Standard library
-# only.
-
-_LOOKOUT_PERIOD_S = 0.2
-
-
-class Lookout:
-    """Looks at the main thread and at torch's process groups, from a thread of its own that ends with the process."""
-
-    def __init__(self) -> None:
-        self._num_machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-        self._groups: set[int] = set()
-
-    def start(self) -> None:
-        """Start the thread."""
-        threading.Thread(target=self._run, name="lockstep-lookout", daemon=True).start()
-
-    def _run(self) -> None:
-        pid = os.getpid()
-        while os.getpid() == pid:
-            time.sleep(_LOOKOUT_PERIOD_S)
-            if self._num_machines > 1:
-                self._look_for_groups()
-
-    def _look_for_groups(self) -> None:
-        world = getattr(imported("torch.distributed.distributed_c10d"), "_world", None)
-        with contextlib.suppress(RuntimeError):  # another thread makes or destroys one just now
-            groups = {id(group) for group in getattr(world, "pg_map", ())}
-            if groups - self._groups:
-                set_keepalive()
-            self._groups = groups
-
-
-# In a rank: a thread that writes twice a second what the rank is doing, for the launcher's watchdog to read.
-#
-# Standard library only, as every script would pay for more. What it knows it finds by looking, not by wrapping
-# anything: the main thread's Python frames, the calls that torch's process groups have counted, and the marks of
-# progress.py.
-
-STACKS_SIGNAL_OFFSET = 11
-"""Above SIGRTMIN: the signal at which a rank writes its stacks; programs use SIGUSR1 and SIGUSR2 themselves."""
-
-_PERIOD_S = 0.5
-_MEMORY_PERIOD_S = 2.0
-_NUM_FRAMES = 120
-_RECORDED_AFTER = 0.5
-"""After this part of the patience at one place, a rank asks torch once which collective was the last."""
-
-
-class Heartbeat:
-    """Writes what the main thread does into ``run_dir/beacon-RANK``.
-
-    Args:
-        run_dir: The run's folder.
-        rank: Of this process.
-        patience_s: After how long the launcher asks what the rank waits for.
-    """
-
-    def __init__(self, run_dir: str, rank: int, *, patience_s: float) -> None:
-        self._file = os.open(os.path.join(run_dir, f"beacon-{rank}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        self._stacks = open(os.path.join(run_dir, f"stacks-{rank}"), "w")  # noqa: SIM115 - open as long as the process
-        activity.now.step_counter = make_step_counter(run_dir, rank)
-        self._num_bytes = 0
-        self._recorded_after_ns = _RECORDED_AFTER * patience_s * 1e9
-        self._last: tuple[Any, ...] = ()
-        self._moved_at_ns = time.monotonic_ns()
-        self._counts_steps = False
-        self._buckets = TorchBuckets()
-        self._devices: list[tuple[str, int, int, int]] = []
-        self._collective: str | None = None
-        if hasattr(signal, "SIGRTMIN"):  # Linux
-            faulthandler.register(signal.SIGRTMIN + STACKS_SIGNAL_OFFSET, self._stacks, all_threads=True)
-
-    def start(self) -> None:
-        """Start the thread, and one that looks for what should be known sooner; they end with the process."""
-        activity.callbacks.wants_pace = True
-        self.write()
-        threading.Thread(target=self._run, name="lockstep-beacon", daemon=True).start()
-        Lookout().start()
-
-    def write(self) -> None:
-        """Write what this rank does now."""
-        ident = threading.main_thread().ident or 0
-        frame = sys._current_frames().get(ident)
-        frames, now, calls = _frames(frame), activity.now, _num_calls()
-        place = (now.num_steps, calls, now.step, now.phase, frame.f_lasti if frame else 0, frames)
-        now_ns = time.monotonic_ns()
-        if place != self._last:
-            self._last, self._moved_at_ns, self._collective = place, now_ns, None
-        elif self._collective is None and now_ns - self._moved_at_ns > self._recorded_after_ns:
-            self._collective = self._awaited()
-        bucket = now.bucket
-        data = {
-            "pid": os.getpid(),
-            "beat_ns": now_ns,
-            "moved_ns": self._moved_at_ns,
-            "frames": frames,
-            "step": now.step,
-            "phase": now.phase,
-            "num_steps": now.num_steps,
-            "num_calls": calls,
-            "bucket": "" if bucket is None else f"bucket {bucket[0]} ({activity.name_of_bucket(bucket[1])})",
-            "collective": self._collective or "",
-            "handles": _handled(ident),
-            "failure": now.failure,
-            "uses_gpu": _uses_gpu(),
-            "pace": now.pace,
-            "devices": self._devices,
-            "num_bytes": self._num_bytes,
-        }
-        with contextlib.suppress(OSError):
-            text = json.dumps(data).encode()
-            os.pwrite(self._file, text, 0)
-            os.ftruncate(self._file, len(text))
-            self._num_bytes += len(text)
-
-    def _run(self) -> None:
-        pid, looked_at = os.getpid(), 0.0
-        while os.getpid() == pid:
-            time.sleep(_PERIOD_S)
-            self._count_steps()
-            self._buckets.look(activity.now.num_steps)
-            if time.monotonic() - looked_at >= _MEMORY_PERIOD_S:
-                self._devices, looked_at = device_memory(), time.monotonic()
-            self.write()
-
-    def _count_steps(self) -> None:
-        """Count optimizer steps from now on, if torch has been imported by now."""
-        optim = imported("torch.optim.optimizer")
-        if not self._counts_steps and optim is not None and imported("torch") is not None:
-            self._counts_steps = True
-            optim.register_optimizer_step_post_hook(self._stepped)
-
-    def _stepped(self, *_: Any) -> None:
-        activity.now.num_steps += 1
-
-    def _awaited(self) -> str:
-        """Return the collective that this rank waits in, by torch's own record of them, if it keeps one."""
-        calls = recorded_calls()
-        if (place := awaited(calls)) is None:
-            return ""
-        bucket = self._buckets.name(calls, place)
-        return f"{calls[place].name} of {bucket and f'{bucket}, '}{calls[place].numel} elements"
-
-
-def _num_calls() -> int:
-    """Return how often this process has called collectives, as far as its process groups count them."""
-    c10d, total = imported("torch.distributed.distributed_c10d"), activity.now.num_calls
-    groups = getattr(getattr(c10d, "_world", None), "pg_map", ())
-    with contextlib.suppress(RuntimeError):  # another thread makes or destroys one just now
-        for group in list(groups):
-            with contextlib.suppress(Exception):  # groups written in Python need not count
-                total += group._get_sequence_number_for_group()
-    return total
-
-
-def _handled(ident: int) -> str:
-    """Return the exception that the main thread is handling, in an ``except`` or ``finally`` block."""
-    if sys.version_info >= (3, 12):
-        error = sys._current_exceptions().get(ident)
-    else:
-        error = sys._current_exceptions().get(ident, (None, None, None))[1]
-    if not isinstance(error, Exception):
-        return ""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    text = (str(error).splitlines() or [""])[0][:200]
-    return f"{type(error).__name__}: {text}{place}"
-
-
-def _uses_gpu() -> bool:
-    cuda = imported("torch.cuda")
-    return bool(getattr(cuda, "_initialized", False))
-
-
-def _frames(frame: FrameType | None) -> list[tuple[str, int, str]]:
-    """Return file, line and function of the innermost frames, innermost first."""
-    found: list[tuple[str, int, str]] = []
-    while frame is not None and len(found) < _NUM_FRAMES:
-        found.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
-        frame = frame.f_back
-    return found

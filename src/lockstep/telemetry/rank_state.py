@@ -1,4 +1,7 @@
-"""What the launcher sees of a rank: where its main thread is, what it waits in, and signs of life from /proc."""
+"""What the launcher sees of a rank: where its main thread is, what it waits in, and signs of life from /proc.
+
+Standard library only: the launcher and each rank's heartbeat import it.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Signs of life of a rank whose main thread stands still, from /proc: its processor time, its input and output ...
+# --- signs of life of a rank whose main thread stands still -----------------------------------------------------------
+
+HAS_PROC = os.path.isdir("/proc/self")
+
+STOPPED = ("T", "t")
+"""States of a process that a signal such as SIGSTOP, or a debugger, holds."""
 
 BUSY = 0.2
 """The share of a core above which a rank is taken to compute."""
 
 WAKES_UP = "it wakes up again and again"
-"""Somebody who looks now and then whether a file has come does so; and so does who waits in our shared memory."""
+"""A process that polls for a file does so; and so does one that waits in our shared memory."""
 
 _STIRS = 0.02
 """The share of a core that idle threads of torch and its backends stay well below."""
@@ -27,8 +35,6 @@ _WAKEUPS_PER_S = 0.5
 """DataLoader's own waiting wakes up every five seconds."""
 _MOST = 0.5
 """The part of the samples in which a thread is in one state, for that to be what it is in."""
-
-HAS_PROC = os.path.isdir("/proc/self")
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ class Liveness:
     @property
     def is_busy(self) -> bool:
         """Whether it computes, or would on a machine that has less to do."""
-        return self._share() > BUSY or self._part_of("is_ready") > _MOST
+        return self._core_share() > BUSY or self._part_of("is_ready") > _MOST
 
     def _part_of(self, name: str) -> float:
         """Return in which part of the samples something was so; 0 where there are not two of them."""
@@ -82,7 +88,7 @@ class Liveness:
             return 0.0
         return sum(1 for each in self._samples if getattr(each, name)) / len(self._samples)
 
-    def _share(self) -> float:
+    def _core_share(self) -> float:
         """Return the share of a core that it used since the first sample."""
         if len(self._samples) < 2:
             return 0.0
@@ -90,7 +96,7 @@ class Liveness:
         return (last.cpu_s - first.cpu_s) / max(last.at_s - first.at_s, 1e-9)
 
     def signs(self) -> str:
-        """Return what says that it may be moving, as a sentence; empty if nothing does."""
+        """Return what indicates that it may be moving, as a sentence; empty if nothing does."""
         if len(self._samples) < 2:
             return ""
         first, last = self._samples[0], self._samples[-1]
@@ -102,7 +108,7 @@ class Liveness:
             return "it waits for a disk or a network file system"
         if last.num_wakeups - first.num_wakeups > 3 + _WAKEUPS_PER_S * (last.at_s - first.at_s):
             return WAKES_UP
-        return "it uses the processor a little" if self._share() > _STIRS else ""
+        return "it uses the processor a little" if self._core_share() > _STIRS else ""
 
 
 def process_state(pid: int) -> tuple[str, float]:
@@ -116,11 +122,11 @@ def process_state(pid: int) -> tuple[str, float]:
 
 
 def sample(pid: int, *, own_bytes: int) -> Sample:
-    """Look at a rank and what it has started.
+    """Take a sample of a rank and of what it has started.
 
     Args:
         pid: The rank's process.
-        own_bytes: What its beacon has written, which is no sign of life.
+        own_bytes: What its heartbeat has written, which is no sign of life.
     """
     at_s = time.monotonic()
     pids = frozenset(process_tree(pid))
@@ -130,8 +136,9 @@ def sample(pid: int, *, own_bytes: int) -> Sample:
         cpu_s += used_s
         is_in_disk |= state == "D"
         is_ready |= state == "R"
-        num_bytes += _bytes(each)
-        num_wakeups += _wakeups(each)
+        num_bytes += _counted(f"/proc/{each}/io", "rchar", "wchar")
+        # The main thread's alone: how often it has let go of the processor of its own accord.
+        num_wakeups += _counted(f"/proc/{each}/task/{each}/status", "voluntary_ctxt_switches")
     return Sample(at_s, cpu_s, num_bytes, num_wakeups, pids, is_in_disk, is_ready)
 
 
@@ -145,35 +152,28 @@ def process_tree(pid: int, *, of_all_threads: bool = True) -> Iterator[int]:
                 yield from process_tree(int(child), of_all_threads=of_all_threads)
 
 
-def _bytes(pid: int) -> int:
+def _counted(path: str, *names: str) -> int:
+    """Return the sum of some numbers in a file of ``name: number`` lines; 0 if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
-        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
-        return sum(int(line.partition(":")[2]) for line in lines if line.startswith(("rchar", "wchar")))
+        lines = [line.partition(":") for line in Path(path).read_text().splitlines()]
+        return sum(int(number) for name, _, number in lines if name in names)
     return 0
 
 
-def _wakeups(pid: int) -> int:
-    """Return how often the main thread has let go of the processor of its own accord."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path(f"/proc/{pid}/task/{pid}/status").read_text().splitlines():
-            if line.startswith("voluntary_ctxt_switches"):
-                return int(line.partition(":")[2])
-    return 0
-
-
-# What the launcher sees of a rank, and what that means: pure functions of frames and figures.
+# --- what its heartbeat shows -----------------------------------------------------------------------------------------
 
 Frames = Sequence[Sequence[str | int]]
 
 SILENT_S = 2.0
-"""A beacon beats twice a second: after this long, no Python thread of the rank runs."""
+"""A heart beats twice a second: after this long, no Python thread of the rank runs."""
 
 _STDLIB = os.path.dirname(os.__file__)
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _LIBRARIES = ("site-packages", "dist-packages", "<frozen", f"{os.sep}lockstep{os.sep}launcher{os.sep}")
-_COLLECTIVE_FILES = ("torch/distributed/distributed_c10d.py", "lockstep/comm/collectives.py", "comm/world.py")
 _KNOWN = (f"{_PACKAGE}train{os.sep}", f"{_PACKAGE}data{os.sep}", f"{_PACKAGE}parallel{os.sep}")
 """What of the package users may have heard of: named where none of their own lines is under way."""
+_COLLECTIVE_FILES = ("torch/distributed/distributed_c10d.py", "lockstep/comm/collectives.py", "lockstep/comm/world.py")
+"""What a script calls itself; our own collectives mark that they wait, see `lockstep.activity.waiting`."""
 _NOT_CALLED = ("_", "wrapper", "call")
 _WAITS = (".wait(", ".synchronize(")
 _GPU_WAITS = (*_WAITS, ".item(", ".cpu(", ".tolist(", ".numpy(", "float(", "print(", ".backward(")
@@ -193,9 +193,9 @@ class RankState:
     Attributes:
         frames: File, line and function of the main thread, innermost first.
         still_s: For how long its main thread has been at the same place, with no step and no collective done.
-        silent_s: For how long its beacon has not been heard.
+        silent_s: For how long it has had no heartbeat.
         is_busy: Whether it, or a process that it has started, used the processor meanwhile.
-        life: What says that it may move although its main thread does not, such as ``it reads or writes``.
+        life: What indicates that it may move although its main thread does not, such as ``it reads or writes``.
         is_stopped: Whether a signal such as SIGSTOP holds it.
         has_left: Whether it has ended.
         step: The step of ``fit``, counted from 0.
@@ -203,7 +203,8 @@ class RankState:
         num_steps: Optimizer steps that it has done.
         has_trained: Whether it has done an optimizer step or a collective.
         bucket: The bucket that it waits for, with the names of its parameters.
-        collective: The last collective by torch's own record.
+        collective: The collective of ours that its main thread waits in, as that marks it.
+        recorded_call: The last collective by torch's own record.
         handles: The exception that it is handling.
         failure: The exception that ended its part in the job, although its process goes on.
         uses_gpu: Whether it has a CUDA context.
@@ -223,13 +224,14 @@ class RankState:
     has_trained: bool = False
     bucket: str = ""
     collective: str = ""
+    recorded_call: str = ""
     handles: str = ""
     failure: str = ""
     uses_gpu: bool = False
 
     @property
     def idle_s(self) -> float:
-        """For how long nothing of it has moved, as far as its place tells."""
+        """For how long nothing of it has moved, as far as its place shows."""
         return max(self.still_s, self.silent_s)
 
 
@@ -239,15 +241,18 @@ def operation(seen: RankState) -> str | None:
         return None
     if seen.bucket:
         return f"all_reduce of {seen.bucket}"
+    if seen.collective:
+        return seen.collective
     for file, _, function in reversed(seen.frames):
         if str(file).endswith(_COLLECTIVE_FILES) and not str(function).startswith(_NOT_CALLED):
             return str(function)
     if not seen.frames:
         return None
+    # torch's engines wait in native code: what is left to go by is the line of the script that called for it.
     file, line, _ = user_frame(seen.frames)
     text = linecache.getline(file, line)
-    if in_backward(seen) and (not seen.is_busy or seen.uses_gpu):
-        what = f": {seen.collective}" if seen.collective else ""
+    if seen.frames[0][2] == "_engine_run_backward" and (not seen.is_busy or seen.uses_gpu):
+        what = f": {seen.recorded_call}" if seen.recorded_call else ""
         return f"backward (gradient exchange{what})"
     if seen.frames[0][0] != file:
         return None
@@ -256,20 +261,15 @@ def operation(seen: RankState) -> str | None:
     return next((mark[1:-1] for mark in _WAITS if mark in text and not seen.is_busy), None)
 
 
-def in_backward(seen: RankState) -> bool:
-    """Tell whether a rank is in autograd, at a line that calls for it, and not in a hook of somebody's."""
-    return bool(seen.frames) and seen.frames[0][2] == "_engine_run_backward"
-
-
 def is_debugged(seen: RankState) -> bool:
-    """Tell whether the rank waits for a person: in a debugger, or in ``input()``."""
+    """Return whether the rank waits for a person: in a debugger, or in ``input()``."""
     if seen.frames and "input(" in linecache.getline(str(seen.frames[0][0]), int(seen.frames[0][1])):
         return True
     return any(os.path.basename(str(file)) in _DEBUGGERS for file, _, _ in seen.frames)
 
 
 def waits_outside(frames: Frames) -> str:
-    """Return what outside of the job a rank waits for, as far as its frames tell; empty if nothing."""
+    """Return what outside of the job a rank waits for, as far as its frames show; empty if nothing."""
     for file, _, _ in frames[:4]:
         if what := _OUTSIDE.get(os.path.basename(str(file))):
             return what
@@ -300,7 +300,7 @@ def user_frame(frames: Frames) -> tuple[str, int, str]:
 
 
 def place(seen: RankState) -> str:
-    """Say where a rank is, with the verb of a single rank."""
+    """Return where a rank is in words, with the verb of a single rank."""
     if seen.has_left:
         return "has finished already"
     file, line, function = user_frame(seen.frames)

@@ -1,0 +1,197 @@
+"""What a rank writes of itself, and a watchdog that no wrong file, note or error of its own stops."""
+
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep import activity
+from lockstep.telemetry import watchdog as module
+from lockstep.telemetry.heartbeat import STACKS_SIGNAL_OFFSET, Heartbeat, read_heartbeat, read_step_counter
+from lockstep.telemetry.resources import Resources
+from lockstep.telemetry.watchdog import Verdict, Watchdog
+
+
+@pytest.fixture
+def heartbeat(tmp_path):
+    before = activity.now.step_counter
+    made = Heartbeat(str(tmp_path), 0, patience_s=60.0)
+    yield made
+    activity.now.step_counter = before
+    faulthandler.unregister(signal.SIGRTMIN + STACKS_SIGNAL_OFFSET)
+    made._stacks.close()
+
+
+def test_a_heartbeat_is_replaced_as_a_whole(tmp_path, heartbeat):
+    """A reader that polls meanwhile only ever finds whole ones, be they long or short."""
+    over, wrong = threading.Event(), []
+
+    def read():
+        while not over.is_set():
+            found = read_heartbeat(tmp_path, 0)
+            if found and (found["collective"] not in ("", "x" * 20_000) or len(found["frames"]) < 2):
+                wrong.append(found)
+
+    heartbeat.write()
+    reader = threading.Thread(target=read)
+    reader.start()
+    for number in range(300):
+        with activity.waiting("x" * 20_000 if number % 2 else ""):
+            heartbeat.write()
+    over.set()
+    reader.join()
+    assert wrong == []
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".new")]
+
+
+def test_what_a_rank_does_is_in_its_heartbeat(tmp_path, heartbeat):
+    activity.now.step = 4
+    try:
+        with activity.waiting("all_to_all"), activity.waiting("barrier"):
+            heartbeat.write()
+        inner = read_heartbeat(tmp_path, 0)
+        heartbeat.write()
+    finally:
+        activity.now.step = None
+    outer = read_heartbeat(tmp_path, 0)
+    assert (inner["collective"], outer["collective"], inner["step"]) == ("barrier", "", 4)
+    assert inner["frames"][0][2] == "write" and inner["pid"] == os.getpid()
+    assert read_step_counter(tmp_path, 0) == (None, activity.now.num_steps)
+    assert read_heartbeat(tmp_path, 7) == {}
+
+
+def test_other_threads_do_not_mark_what_the_main_thread_waits_in():
+    seen = []
+
+    def wait():
+        with activity.waiting("all_gather"):
+            seen.append(activity.now.collective)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+    assert seen == [""]
+
+
+GOOD = {
+    "pid": os.getpid(),
+    "frames": [
+        ["/x/site-packages/torch/distributed/distributed_c10d.py", 3, "all_reduce"],
+        ["/x/train.py", 7, "<module>"],
+    ],
+    "step": None,
+    "phase": "",
+    "num_steps": 3,
+    "num_calls": 3,
+    "bucket": "",
+    "collective": "",
+    "recorded_call": "",
+    "handles": "",
+    "failure": "",
+    "uses_gpu": False,
+    "pace": None,
+    "devices": [],
+    "num_bytes": 0,
+}
+
+
+def write(folder, rank, **content):
+    now_ns = time.monotonic_ns()
+    text = json.dumps({**GOOD, "beat_ns": now_ns, "moved_ns": now_ns - int(9e9), **content})
+    (folder / f"heartbeat-{rank}").write_text(text)
+
+
+@pytest.fixture
+def watched(tmp_path, monkeypatch):
+    """A watchdog of two ranks, one of which waits in a collective and the other in code of its own."""
+    reports, reported = [], threading.Event()
+
+    def on_report(text, verdict, awaited):
+        reports.append((text, verdict, awaited))
+        reported.set()
+        return False
+
+    monkeypatch.setattr(module, "_PERIOD_S", 0.05)
+    monkeypatch.setattr(module, "keep_stacks", lambda *_: str(tmp_path / "none"))
+    options = {"is_strict": True, "num_nodes": 1, "bulletin": None, "resources": Resources()}
+    dog = Watchdog(tmp_path, 1.0, **options, on_report=on_report, on_slow=print)
+    return dog, reports, reported
+
+
+@pytest.mark.parametrize(
+    "content", ['[1, "a"]', "{}", '{"pid": 1}', json.dumps({**GOOD, "beat_ns": "x", "moved_ns": []}), "\x00"]
+)
+def test_a_file_that_is_no_heartbeat_does_not_end_the_watchdog(tmp_path, watched, content, capfd):
+    dog, reports, reported = watched
+    (tmp_path / "heartbeat-0").write_text(content)
+    write(tmp_path, 1)
+    with dog:
+        time.sleep(0.3)
+        assert not reported.is_set()
+        write(tmp_path, 0, collective="all_reduce")
+        write(tmp_path, 1, frames=[["/x/train.py", 9, "load"]])
+        assert reported.wait(5.0), capfd.readouterr()
+    ((text, verdict, awaited),) = reports
+    assert verdict is Verdict.HANGS and awaited == {1: os.getpid()}
+    assert "rank 1 is in load (train.py:9) for " in text
+
+
+def test_an_error_of_its_own_is_printed_once_and_the_ranks_are_watched_on(tmp_path, watched, capfd, monkeypatch):
+    dog, _, reported = watched
+    errors = [RuntimeError("planted")] * 3
+
+    def fail(*args):
+        if errors:
+            raise errors.pop()
+
+    monkeypatch.setattr(dog._resources, "look", fail, raising=False)
+    write(tmp_path, 0, collective="all_reduce")
+    write(tmp_path, 1, frames=[["/x/train.py", 9, "load"]])
+    with dog:
+        assert reported.wait(5.0)
+    said = "lockstep: the watchdog goes on after an error of its own: RuntimeError: planted\n"
+    assert capfd.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    "note", [7, "x", {}, {"count": 1}, {"count": "a", "ranks": [1]}, {"count": 1, "ranks": [{"rank": 1, "x": 2}]}]
+)
+def test_a_wrong_note_of_another_machine_is_left_out(tmp_path, watched, note):
+    class Store:
+        def post(self, topic, note):
+            pass
+
+        def others(self, topic):
+            return [note]
+
+    dog, reports, reported = watched
+    dog._bulletin, dog._num_nodes = Store(), 2
+    write(tmp_path, 0, collective="all_reduce")
+    write(tmp_path, 1, frames=[["/x/train.py", 9, "load"]])
+    with dog:
+        assert reported.wait(5.0)
+    assert "Only 1 of 2 machines could be seen" in reports[0][0]
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_a_stopped_loader_process_does_not_keep_a_rank_from_ending(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing, os, signal, sys, time\n"
+        "from lockstep.telemetry.heartbeat import Heartbeat\n"
+        "Heartbeat(sys.argv[1], 0, patience_s=60.0).start()\n"
+        "child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,), daemon=True)\n"
+        "child.start()\n"
+        "time.sleep(1.2)\n"
+        "os.kill(child.pid, signal.SIGSTOP)\n"
+        "time.sleep(0.2)\n"
+    )
+    done = subprocess.run([sys.executable, script, tmp_path], timeout=20, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
