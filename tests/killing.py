@@ -1,10 +1,13 @@
 """A process that ends in the middle of a save: nothing reaches the disk from some byte or operation on."""
 
+import contextlib
+import os
 import shutil
+import threading
 
-from lockstep.train import checkpoint_storage
+from lockstep.errors import CheckpointError
 
-OPERATIONS = ("make_folder", "create", "rename", "remove", "remove_folder")
+OPERATIONS = ("mkdir", "replace", "unlink", "rmdir")
 
 
 class Killed(BaseException):
@@ -15,36 +18,48 @@ class Killer:
     """Counts what reaches the disk, a byte or an operation at a time, and lets nothing through once that is enough."""
 
     def __init__(self, monkeypatch, limit):
-        self.count, self._limit = 0, limit
-        real = {name: getattr(checkpoint_storage, name) for name in (*OPERATIONS, "write")}
+        self.count, self.has_killed = 0, False
+        self._limit, self._lock = limit, threading.Lock()
+        real = {name: getattr(os, name) for name in (*OPERATIONS, "open", "write")}
 
         def operation(name):
-            def run(*args):
+            def run(*args, **kwargs):
                 self._spend(1)
-                return real[name](*args)
+                return real[name](*args, **kwargs)
 
             return run
 
-        def write(file, piece):
-            left = self._limit - self.count
+        def create(path, flags, *args, **kwargs):
+            if flags & os.O_CREAT:
+                self._spend(1)
+            return real["open"](path, flags, *args, **kwargs)
+
+        def write(descriptor, piece):
+            with self._lock:
+                left = self._limit - self.count
+                self.count += min(left, len(piece))
             if len(piece) > left:
-                real["write"](file, piece[:left])
-                self.count = self._limit
-                raise Killed
-            self.count += len(piece)
-            real["write"](file, piece)
+                real["write"](descriptor, piece[:left])
+                self._kill()
+            return real["write"](descriptor, piece)
 
         for name in OPERATIONS:
-            monkeypatch.setattr(checkpoint_storage, name, operation(name))
-        monkeypatch.setattr(checkpoint_storage, "write", write)
-        # As these change nothing that the process can see, they need not be counted, nor cost time.
-        monkeypatch.setattr(checkpoint_storage, "flush", lambda file: None)
-        monkeypatch.setattr(checkpoint_storage, "flush_folder", lambda path: None)
+            monkeypatch.setattr(os, name, operation(name))
+        monkeypatch.setattr(os, "open", create)
+        monkeypatch.setattr(os, "write", write)
+        # As this changes nothing that the process can see, it need not be counted, nor cost time.
+        monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
     def _spend(self, number):
-        if self.count + number > self._limit:
-            raise Killed
-        self.count += number
+        with self._lock:
+            has_left = self.count + number <= self._limit
+            self.count = self.count + number if has_left else self._limit
+        if not has_left:
+            self._kill()
+
+    def _kill(self):
+        self.has_killed = True
+        raise Killed
 
 
 def kill_everywhere(monkeypatch, original, scratch, save, check, stride=1):
@@ -59,13 +74,10 @@ def kill_everywhere(monkeypatch, original, scratch, save, check, stride=1):
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(original, copy)
         with monkeypatch.context() as patch:
-            Killer(patch, limit)
-            try:
+            killer = Killer(patch, limit)
+            with contextlib.suppress(Killed, CheckpointError):
                 save(copy)
-                done = True
-            except Killed:
-                done = False
         found.append(check(copy))
-        if done:
+        if not killer.has_killed:
             return len(found) - 1, found
         limit += stride

@@ -21,6 +21,7 @@ RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 
 TORCH_DISTRIBUTED = {
     "comm": ["torch.distributed"],
+    "train": ["torch.distributed.checkpoint"],
     "launcher": ["torch.distributed.run", "torch.distributed.launcher", "torch.distributed.elastic"],
 }
 """What each part may use of torch.distributed; parts that are not named may use nothing of it."""

@@ -1,6 +1,8 @@
 """A run that was stopped and resumed ends in the same bits as one that was not."""
 
+import os
 import socket
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,8 +12,8 @@ from torch.utils.data import Dataset
 
 import lockstep
 from lockstep.errors import CheckpointError, ConfigurationError
-from lockstep.train import checkpoint, checkpoint_storage
-from lockstep.train.checkpoint import Checkpoints, choose, read_chosen, read_state
+from lockstep.train import checkpoint
+from lockstep.train.checkpoint import Checkpoints, read_state
 from tests.training import make_task, mean_loss, samples
 
 NUM_STEPS = 11
@@ -176,46 +178,51 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     assert fit_plain(seed=1, resume=True, steps=3).first_step == 2
 
 
-def test_a_write_that_fails_ends_the_run_on_all_ranks_and_leaves_the_one_before(ranks, tmp_path):
+@pytest.mark.parametrize(("strategy", "failing"), [("ddp", 0), ("ddp-zero1", 1)])
+def test_a_write_that_fails_ends_the_run_on_all_ranks_and_leaves_the_one_before(ranks, tmp_path, strategy, failing):
     def run(world):
-        write, calls = checkpoint_storage.write, []
+        write, calls = os.write, []
 
-        def full(file, piece):
-            if "step-0000000004" in str(file.name):
+        def full(descriptor, piece):
+            if world.rank == failing and "step-0000000004" in os.readlink(f"/proc/self/fd/{descriptor}"):
                 raise OSError(28, "No space left on device")
-            write(file, piece)
+            return write(descriptor, piece)
 
-        def task():
-            return make_task(loss=lambda model, batch: calls.append(None) or mean_loss(model, batch))
+        def loss(model, batch):
+            calls.append(None)
+            return mean_loss(model, batch)
 
-        checkpoint_storage.write = full
-        try:
-            lockstep.fit(task(), checkpoint=tmp_path, checkpoint_every=2, steps=50, quiet=True)
-        except CheckpointError as error:
-            return str(error), len(calls)
-        finally:
-            checkpoint_storage.write = write
+        task = make_task(loss=loss, optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+        with patch("os.write", full), pytest.raises(CheckpointError) as caught:
+            lockstep.fit(task, strategy=strategy, checkpoint=tmp_path, checkpoint_every=2, steps=50, quiet=True)
+        return str(caught.value), len(calls)
 
     newest = tmp_path / "step-0000000004"
     text = f"Cannot write the checkpoint {newest}: No space left on device.\nThe one before it is as it was."
     outcomes = ranks(2)(run)
-    assert [outcome[0] for outcome in outcomes] == [text] * 2
+    assert [outcome[0] for outcome in outcomes] == [f"Rank {failing}: {text}" if failing else text] * 2
     assert all(4 < outcome[1] < 50 for outcome in outcomes), "at one of the next steps, not at the end"
-    again = lockstep.fit(make_task(), strategy="single", checkpoint=tmp_path, steps=3, quiet=True)
+    again = lockstep.fit(
+        make_task(optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)),
+        strategy="single",
+        checkpoint=tmp_path,
+        steps=3,
+        quiet=True,
+    )
     assert again.first_step == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "step-0000000002", "step-0000000003"]
 
 
 def test_folders_that_are_not_shared_are_noticed(ranks, tmp_path):
     def run(world, folder, patience_s):
-        before, checkpoint._PATIENCE_S = checkpoint._PATIENCE_S, patience_s
+        before, checkpoint.SHARED_TIMEOUT_S = checkpoint.SHARED_TIMEOUT_S, patience_s
         name = folder if world.is_rank_zero else folder.with_name(f"{folder.name}-elsewhere")
         try:
             Checkpoints(name, world).close()
         except ConfigurationError as error:
             return str(error)
         finally:
-            checkpoint._PATIENCE_S = before
+            checkpoint.SHARED_TIMEOUT_S = before
 
     host = socket.gethostname()
     assert ranks(2)(run, tmp_path / "run", 0.1) == [
@@ -226,16 +233,27 @@ def test_folders_that_are_not_shared_are_noticed(ranks, tmp_path):
     ]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
 
-    for name in ("one", "other"):
-        lockstep.fit(make_task(), strategy="single", checkpoint=tmp_path / name, steps=1, quiet=True)
-    other = tmp_path / "other" / "step-0000000001"
 
-    with pytest.raises(CheckpointError) as error:
-        read_chosen(tmp_path / "other", choose(tmp_path / "one")[0])
-    assert str(error.value) == (
-        f"{other} on {host} is another checkpoint than on rank 0's host {host}.\n"
-        "The folder must be one that every rank sees, such as on a network drive."
-    )
+def test_ranks_that_see_other_checkpoints_than_rank_zero_are_noticed(ranks, tmp_path):
+    for name in ("0", "1"):
+        lockstep.fit(make_task(), strategy="single", checkpoint=tmp_path / name, steps=1, quiet=True)
+
+    def run(world):
+        with (
+            patch.object(checkpoint, "require_shared"),
+            Checkpoints(tmp_path / str(world.rank), world) as checkpoints,
+            pytest.raises(CheckpointError) as caught,
+        ):
+            checkpoints.load(required=True)
+        return str(caught.value)
+
+    host = socket.gethostname()
+    for rank, text in enumerate(ranks(2)(run)):
+        assert text == (
+            f"{tmp_path / str(rank) / 'step-0000000001'} on {host} is another checkpoint than on rank 0's "
+            f"host {host}.\n"
+            "The folder must be one that every rank sees, such as on a network drive."
+        )
 
 
 def test_a_newest_one_that_is_damaged_is_passed_over_in_so_many_words(ranks, tmp_path, capfd):
@@ -244,7 +262,7 @@ def test_a_newest_one_that_is_damaged_is_passed_over_in_so_many_words(ranks, tmp
         return lockstep.fit(make_task(), **how).first_step
 
     assert ranks(2)(run, 4) == [0, 0]
-    file = next((tmp_path / "step-0000000004").glob("tensors-*"))
+    file = next((tmp_path / "step-0000000004").glob("shard-*"))
     file.write_bytes(file.read_bytes()[:-8])
     capfd.readouterr()
     result = lockstep.fit(make_task(), strategy="single", checkpoint=tmp_path, steps=5)

@@ -1,10 +1,12 @@
-"""`lockstep.save` and `lockstep.load` over ranks: one writes, all read, and all hear of a problem."""
+"""`lockstep.save` and `lockstep.load` over ranks: each writes its shards, all read, and all hear of a problem."""
 
 import socket
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import lockstep
 from lockstep.train.checkpoint import CheckpointError
@@ -48,3 +50,87 @@ def test_ranks_that_read_different_folders_are_told_apart(ranks, tmp_path):
         for name in ("0", "1")
     ]
     assert list(ranks(2)(load)) == texts
+
+
+def network():
+    """Return a model with parameters that cannot be cut evenly."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 5, 2), nn.Flatten(), nn.Linear(20, 3), nn.Linear(3, 2))
+
+
+def trained(world, kind):
+    """Return a model and an optimizer after a step: sharded by ``fully_shard``, by ZeRO-1, or not at all."""
+    model = network()
+    if kind == "fsdp":  # which refuses channels_last
+        model = fully_shard(model, mesh=init_device_mesh("cpu", (world.world_size,)))
+    else:
+        model = lockstep.DistributedDataParallel(model.to(memory_format=torch.channels_last))
+    if kind == "zero":
+        parameters = model.parameters()
+        optimizer = lockstep.ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=0.1, shard_gradients=True)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(2, 3, 3, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def whole_state(model, optimizer):
+    """Return all tensors of the state of model and optimizer, of every rank."""
+    if isinstance(optimizer, lockstep.ZeroRedundancyOptimizer):
+        optimizer.consolidate_state_dict(to=None)
+    state = {f"model.{name.removeprefix('module.')}": value for name, value in model.state_dict().items()}
+    for index, entries in optimizer.state_dict()["state"].items():
+        state |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in entries.items()}
+    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
+
+
+def save_sharded(world, path, kind):
+    model, optimizer = trained(world, kind)
+    lockstep.save(path, model=model, optimizer=optimizer, step=1)
+    return {name: value.tolist() for name, value in whole_state(model, optimizer).items()}
+
+
+def load_sharded(world, path, kind):
+    model, optimizer = trained(world, kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert lockstep.load(path, model=model, optimizer=optimizer) == {"step": 1}
+    model(torch.ones(2, 3, 3, 3)).sum().backward()  # with ZeRO-1 shards may be laid only now
+    optimizer.zero_grad()
+    return {name: value.tolist() for name, value in whole_state(model, optimizer).items()}
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "zero", "plain"])
+def test_every_rank_writes_its_shards_and_any_number_of_ranks_reads_them(ranks, tmp_path, kind):
+    path = tmp_path / "c"
+    saved, *others = ranks(3)(save_sharded, path, kind)
+    assert all(other == saved for other in others)
+    assert len(saved) == 6 * 4
+    shards = sorted(path.glob("shard-*"))
+    assert len(shards) == (1 if kind == "plain" else 3)
+    if kind == "fsdp":
+        sizes = [shard.stat().st_size for shard in shards]
+        assert max(sizes) < 0.6 * sum(sizes), "no rank has written all"
+    for num_ranks, other in ((2, "fsdp"), (2, "zero"), (1, "plain")):
+        for found in ranks(num_ranks)(load_sharded, path, other):
+            assert found == saved
+
+
+def test_a_shard_that_is_damaged_is_noticed_by_all(ranks, tmp_path):
+    path = tmp_path / "c"
+    ranks(2)(save_sharded, path, "fsdp")
+    shard = next(path.glob("shard-00001-*"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+
+    def load(world):
+        with pytest.raises(CheckpointError) as caught:
+            lockstep.load(path)
+        return str(caught.value)
+
+    text = f"The checkpoint {path} is damaged: {shard.name} does not match its checksum.\nLoad another one."
+    for found in ranks(2)(load):
+        assert found in (text, f"Rank 1: {text}")

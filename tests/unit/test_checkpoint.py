@@ -1,5 +1,6 @@
 """The checkpoints of a run: whole or not there, the newest whole one is loaded, some are kept, written on the side."""
 
+import os
 import shutil
 import threading
 
@@ -8,9 +9,8 @@ import torch
 
 import lockstep
 from lockstep.errors import CheckpointError, ConfigurationError
-from lockstep.train import checkpoint, checkpoint_storage
+from lockstep.train import checkpoint
 from lockstep.train.checkpoint import (
-    BackgroundWriter,
     Checkpoints,
     FolderLock,
     FoundCheckpoint,
@@ -18,6 +18,7 @@ from lockstep.train.checkpoint import (
     read_state,
 )
 from lockstep.train.export import whole_file
+from lockstep.train.model_state import read_tensors
 from tests.killing import kill_everywhere
 
 pytestmark = pytest.mark.timeout(60)
@@ -48,7 +49,7 @@ def save(world, folder, *steps, **how):
 def load(world, folder, **how):
     """Return the step of what is loaded, and what was passed over for it."""
     with Checkpoints(folder, world, **how) as checkpoints:
-        state = checkpoints.load(required=False)
+        state = read_tensors(checkpoints.load(required=False))
     if state is not None:
         assert state["model"]["weight"].tolist() == [float(state["step"])] * 4
         assert state["optimizer"] == {"lr": 0.1}
@@ -89,7 +90,7 @@ def test_the_last_ones_are_kept_and_the_newest_is_loaded(tmp_path, world):
 
 def test_which_are_to_go():
     def found(step, loss=None, problem=None):
-        return FoundCheckpoint(checkpoint.Path(f"step-{step}"), step, step, loss, problem)
+        return FoundCheckpoint(checkpoint.Path(f"step-{step}"), step, step, loss, problem=problem)
 
     all_of_them = [found(6, problem="bad"), found(5), found(4, 0.3), found(3, 0.2), found(2, 0.1), found(1, 0.1)]
 
@@ -141,7 +142,7 @@ def test_what_is_damaged_is_passed_over_and_named(tmp_path, world):
     save(world, tmp_path / "run", 1, 2, keep=3)
     newest = "step-0000000002"
     expected = {
-        "tensors": "{} does not match its checksum",
+        "shard": "{} does not match its checksum",
         "state": "{} does not match its checksum",
         "manifest": "manifest.json does not match its checksum",
     }
@@ -196,7 +197,6 @@ def test_the_format_before_this_one_is_refused(tmp_path, world):
 def test_killed_at_every_byte_a_whole_one_is_left(tmp_path, world, monkeypatch):
     """With one that is there, and with one of the same step that is damaged and leftovers of another kill."""
     save(world, tmp_path / "run", 1)
-    monkeypatch.setattr(BackgroundWriter, "start", lambda writer, job: job())
 
     def killed_in(folder, step):
         with Checkpoints(folder, world, keep=1, blocking=True) as checkpoints:
@@ -238,12 +238,12 @@ def test_what_cannot_be_kept_is_told_to_all(tmp_path, world):
         f"The checkpoint {tmp_path / 'step-0000000001'} cannot hold builtins.object at model.bad.\n"
         "Give numbers, strings, bytes, None, dense tensors, and lists, tuples and dicts of them."
     )
-    assert names(tmp_path) == []
+    assert load(world, tmp_path) == (None, [])
 
 
 @pytest.mark.parametrize("kind", ["full", "gone"])
 def test_a_write_that_fails_is_told_to_all_and_leaves_the_one_before(tmp_path, world, monkeypatch, kind):
-    def full(file, piece):
+    def full(descriptor, piece):
         raise OSError(28, "No space left on device")
 
     folder, reason = tmp_path / "run", "No space left on device"
@@ -251,7 +251,7 @@ def test_a_write_that_fails_is_told_to_all_and_leaves_the_one_before(tmp_path, w
     with Checkpoints(folder, world) as checkpoints:
         with monkeypatch.context() as patch:
             if kind == "full":
-                patch.setattr(checkpoint_storage, "write", full)
+                patch.setattr(os, "write", full)
             else:
                 folder.rename(tmp_path / "elsewhere")
                 reason = "No such file or directory"
@@ -267,47 +267,52 @@ def test_a_write_that_fails_is_told_to_all_and_leaves_the_one_before(tmp_path, w
     assert load(world, folder) == (1, [])
 
 
-def test_the_step_waits_for_the_copy_only_and_the_next_save_for_the_one_before(tmp_path, world, monkeypatch):
-    written, go_on = [], threading.Event()
-    write_kept = checkpoint.write_kept
+def slow_commit(monkeypatch):
+    """Have checkpoints wait for an event before they are made of their parts; return it, and the steps made."""
+    go_on, made = threading.Event(), []
+    commit = checkpoint.commit
 
-    def slow(folder, step, files, **about):
+    def slow(*args):
         assert go_on.wait(10)
-        write_kept(folder, step, files, **about)
-        written.append(step)
+        commit(*args)
+        made.append(args[-1]["step"])
 
-    monkeypatch.setattr(checkpoint, "write_kept", slow)
+    monkeypatch.setattr(checkpoint, "commit", slow)
+    return go_on, made
+
+
+def test_the_step_waits_for_the_copy_only_and_the_next_save_for_the_one_before(tmp_path, world, monkeypatch):
+    go_on, made = slow_commit(monkeypatch)
     state = state_of(1)
     with Checkpoints(tmp_path, world) as checkpoints:
         checkpoints.save(state, step=1)
-        assert written == []
-        memory = checkpoints._memory._flat.data_ptr()
+        memory = checkpoints._stager._copies[0].data_ptr()
         state["model"]["weight"].fill_(7.0)  # as the next step would
+        assert made == []
         threading.Timer(0.1, go_on.set).start()
         checkpoints.save(state_of(2), step=2)
-        assert written == [1]
-        assert checkpoints._memory._flat.data_ptr() == memory, "the same memory takes each copy"
+        assert made == [1]
+        assert checkpoints._stager._copies[0].data_ptr() == memory, "the same memory takes each copy"
         checkpoints.finish()
-        assert written == [1, 2]
+        assert made == [1, 2]
         assert find_checkpoints(tmp_path)[1].path == tmp_path / "step-0000000001"
     assert read_state(tmp_path / "step-0000000001")["model"]["weight"].tolist() == [1.0] * 4
     assert read_state(tmp_path / "step-0000000002")["model"]["weight"].tolist() == [2.0] * 4
     with Checkpoints(tmp_path, world, blocking=True) as checkpoints:
         checkpoints.save(state_of(3), step=3)
-        assert written == [1, 2, 3]
+        assert made == [1, 2, 3]
 
 
 def test_a_write_that_hangs_is_an_error_in_the_end(tmp_path, world, monkeypatch):
-    go_on = threading.Event()
-    monkeypatch.setattr("lockstep.train.checkpoint.WRITE_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(checkpoint, "write_kept", lambda *args, **about: go_on.wait(10))
+    go_on, _ = slow_commit(monkeypatch)
+    monkeypatch.setattr("lockstep.train.checkpoint.WRITE_TIMEOUT_S", 0.2)
     with Checkpoints(tmp_path, world) as checkpoints:
         checkpoints.save(state_of(1), step=1)
         with pytest.raises(CheckpointError) as error:
             checkpoints.finish()
         go_on.set()
     assert str(error.value) == (
-        f"The checkpoint {tmp_path / 'step-0000000001'} has not been written within 0.1 s.\n"
+        f"The checkpoint {tmp_path / 'step-0000000001'} has not been written within 0.2 s.\n"
         "The disk or the network to it hangs; the one before it is as it was."
     )
 
@@ -330,22 +335,16 @@ def test_ranks_that_are_started_again_wait_for_the_folder(tmp_path, world, monke
 
 
 def test_a_folder_is_given_up_once_nothing_is_written_any_more(tmp_path, world, monkeypatch):
-    go_on = threading.Event()
-    write_kept = checkpoint.write_kept
-
-    def slow(*args, **about):
-        assert go_on.wait(10)
-        write_kept(*args, **about)
-
-    monkeypatch.setattr(checkpoint, "write_kept", slow)
-    monkeypatch.setattr("lockstep.train.checkpoint.CTRL_C_TIMEOUT_S", 0.05)
+    go_on, made = slow_commit(monkeypatch)
+    monkeypatch.setattr("lockstep.train.checkpoint.CTRL_C_TIMEOUT_S", 1.0)
     with pytest.raises(KeyboardInterrupt), Checkpoints(tmp_path, world) as checkpoints:
         checkpoints.save(state_of(1), step=1)
         raise KeyboardInterrupt
     with pytest.raises(CheckpointError, match="Another process is writing the checkpoint"):
         Checkpoints(tmp_path, world)
     go_on.set()
-    assert checkpoints._writer.wait(10)
+    checkpoints.finish()
+    assert made == [1]
     assert load(world, tmp_path) == (1, [])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -147,11 +148,11 @@ def sum_gradients(root: nn.Module, *, over_ranks: bool) -> None:
     root.set_requires_gradient_sync(over_ranks)  # type: ignore[operator]
 
 
-def is_divided(tensor: object) -> bool:
+def is_sharded(tensor: object) -> bool:
     """Tell whether a rank holds only a part of ``tensor``."""
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
+    # Its import takes a second; where nobody has imported it, there are no such tensors.
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(tensor, tensors.DTensor)
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
@@ -164,18 +165,16 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 
 def local_part(tensor: Any) -> Tensor:
     """Return this rank's part of a divided tensor, which shares its memory; others as they are."""
-    part: Tensor = tensor.to_local() if is_divided(tensor) else tensor
+    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return part
+
+
+def local_chunk(tensor: Any) -> tuple[tuple[int, ...], Tensor]:
+    """Return this rank's part of a sharded tensor, which shares its memory, and at which offsets it begins."""
+    (chunk,) = tensor.__create_chunk_list__()
+    return tuple(chunk.offsets), tensor.to_local()
 
 
 def whole(tensor: Any) -> Any:
     """Return all of a divided tensor; anything else as it is. Collective: every rank. Blocks."""
-    return tensor.full_tensor() if is_divided(tensor) else tensor
-
-
-def divided_like(value: Tensor, divided: Any) -> Tensor:
-    """Return ``value``, which every rank has whole, divided as ``divided`` is. No communication."""
-    from torch.distributed.tensor import distribute_tensor
-
-    on_device = value.to(divided.device)
-    return distribute_tensor(on_device, divided.device_mesh, divided.placements, src_data_rank=None)
+    return tensor.full_tensor() if is_sharded(tensor) else tensor

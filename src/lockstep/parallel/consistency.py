@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from lockstep.comm.collectives import Group, all_gather, all_gather_object, broadcast
-from lockstep.comm.fully_shard import is_divided
+from lockstep.comm.fully_shard import is_sharded
 from lockstep.errors import ModelMismatch, ReplicasDiffer
 from lockstep.parallel.flat import flatten
 
@@ -272,7 +272,7 @@ def _divides_state(optimizer: Optimizer) -> bool:
 
 
 def _is_comparable(tensor: Tensor) -> bool:
-    return not is_divided(tensor) and tensor.layout is torch.strided and tensor.numel() > 0 and not tensor.is_meta
+    return not is_sharded(tensor) and tensor.layout is torch.strided and tensor.numel() > 0 and not tensor.is_meta
 
 
 # Do all ranks still hold the same bits? If not: the first tensor that differs, where in it, and who is on which side.

@@ -1,4 +1,12 @@
-"""The checkpoints of a run: which there are, which is loaded, and how every rank writes its shard."""
+"""The checkpoints of a run, written by every rank beside the training; and `save` and `load` for a script of one's own.
+
+[Note: one save]
+Main thread, every rank:  wait for the save before; get folder and token from rank zero; plan; copy shards to the host
+Thread, every rank:       write shard file, flush it, rename its record into place
+Thread, rank zero:        wait for all records; write the state; rename the manifest, then the folder; remove old ones
+Threads communicate by files only: a collective beside those of the steps would meet another one on another rank.
+Whoever fails says so in the sums of the next step's losses (`ControlFlags`), then all raise the same error in `agree`.
+"""
 
 from __future__ import annotations
 
@@ -13,43 +21,75 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.comm.collectives import all_gather_object, backend_name, broadcast_object, default_group, is_initialized
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError, ConfigurationError, LockstepError
-from lockstep.train import checkpoint_storage
 from lockstep.train.checkpoint_storage import (
-    STATE,
-    TENSORS,
-    HostCopy,
-    Pieces,
+    TreePacker,
     UnfitValueError,
+    commit,
     pack_parts,
-    pieces_of,
+    part_file,
     read_manifest,
     read_parts,
-    unfit_message,
-    unwritable_message,
-    write_folder,
+    remove_leftover_files,
+    sync_folder,
+    verify_files,
+    write_shard,
 )
-from lockstep.train.model_state import names_as_in, plain_names, unwrap
+from lockstep.train.model_state import (
+    TensorChunks,
+    load_model_state_dict,
+    load_optimizer_state_dict,
+    optimizer_state_dict,
+    plain_names,
+    read_tensors,
+    unwrap,
+)
 
-# One writer at a time in a folder.
+WRITE_TIMEOUT_S = 1800.0
+"""How long a checkpoint may take to be written until that counts as a failure."""
 
+LAST_WRITE_TIMEOUT_S = 60.0
+"""How long a checkpoint may take that is being written when the run ends with an error."""
+
+LAST_PARTS_TIMEOUT_S = 10.0
+"""How long rank zero then waits for what other ranks write: the one that failed may have been killed."""
+
+CTRL_C_TIMEOUT_S = 2.0
+"""How long it may take if somebody waits for it."""
+
+RESTART_TIMEOUT_S = 120.0
+"""How long ranks that were started again wait for the folder: network drives hold a dead machine's lock for a while."""
+
+SHARED_TIMEOUT_S = 15.0
+"""How long a new file may take to be seen by all: network drives may show it late."""
+
+_POLL_S = 0.05
+_MARK = "seen-by-all-"
 _LOCK_NAME = "lock"
-_UNKNOWN = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 """What file systems without locks answer."""
-_held: set[str] = set()
-"""By this process, whose own locks the system would grant twice."""
+_NAME = re.compile(r"step-(\d{10})")
+_LEFTOVER = re.compile(r"step-\d{10}(\.[0-9a-f]{16})?\.(partial|removed)")
+_OLD_FORMAT = re.compile(r"step-\d{10}\.pt")
+_TOP_LEVEL = ("model", "optimizer")
+
+State = dict[str, Any]
+T = TypeVar("T")
+
+
+# --- a folder: one writer at a time, and the same for all ranks ---
 
 
 class FolderLock:
@@ -62,44 +102,46 @@ class FolderLock:
         OSError: The lock's file cannot be made.
     """
 
+    _held: ClassVar[set[str]] = set()
+    """By this process, whose own locks the system would grant twice."""
+
     def __init__(self, folder: Path) -> None:
         self._name = os.path.realpath(folder)
-        if self._name in _held:
+        if self._name in self._held:
             raise _taken(folder)
         self._file = FileIO(folder / _LOCK_NAME, "ab")
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno not in _UNKNOWN:
+            if error.errno not in _NO_LOCKS:
                 self._file.close()
                 if error.errno in (errno.EACCES, errno.EAGAIN):
                     raise _taken(folder) from None
                 raise
-        _held.add(self._name)
+        self._held.add(self._name)
 
     def release(self) -> None:
         """Let others have the folder; again has no effect."""
         if not self._file.closed:
             self._file.close()
-            _held.discard(self._name)
-
-    def __enter__(self) -> FolderLock:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
+            self._held.discard(self._name)
 
 
 def _taken(folder: Path) -> CheckpointError:
     return CheckpointError(f"Another process is writing the checkpoint {folder}.\nGive each run a folder of its own.")
 
 
-# Whether all ranks see the same folder.
-
-_PATIENCE_S = 15.0
-"""Network drives may show a new file late."""
-_PAUSE_S = 0.05
-_MARK = "seen-by-all-"
+def _lock_folder(folder: Path) -> FolderLock:
+    """Return the lock; ranks that were started again wait for it, as a server may know late that a machine is gone."""
+    patience_s = RESTART_TIMEOUT_S if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) else 0.0
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return FolderLock(folder)
+        except CheckpointError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(0.2)
 
 
 def require_shared(folder: Path, world: World) -> None:
@@ -119,9 +161,9 @@ def require_shared(folder: Path, world: World) -> None:
                 left.unlink(missing_ok=True)  # by a run that was killed
             (folder / name).touch()
     name = broadcast_object(name, group=world.group, device=world.device)
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + SHARED_TIMEOUT_S
     while not (is_there := (folder / name).exists()) and not world.is_rank_zero and time.monotonic() < deadline:
-        time.sleep(_PAUSE_S)
+        time.sleep(_POLL_S)
     answers = all_gather_object([socket.gethostname(), is_there], group=world.group, device=world.device)
     if world.is_rank_zero:
         (folder / name).unlink(missing_ok=True)
@@ -133,14 +175,7 @@ def require_shared(folder: Path, world: World) -> None:
             )
 
 
-# The checkpoints of a run in its folder: which there are, which are to stay, and how a new one comes to be there.
-#
-# Each is a folder such as ``step-0000000100``, written under another name and renamed. Those that are to go are renamed
-# first as well, so that whatever has a checkpoint's name was whole once.
-
-_CHECKPOINT_NAME = re.compile(r"step-(\d{10})")
-_LEFTOVER = re.compile(r"step-\d{10}\.(partial|removed)")
-_OLD_FORMAT = re.compile(r"step-\d{10}\.pt")
+# --- which checkpoints there are ---
 
 
 @dataclass(frozen=True)
@@ -151,14 +186,16 @@ class FoundCheckpoint:
         step: After how many steps it was taken.
         number: Of the save, in the order in which they happened in this folder; infinite if it does not say.
         loss: What the evaluation after that step found, or None.
+        digest: Of its manifest.
         problem: Why it cannot be loaded, as far as its manifest tells.
     """
 
     path: Path
     step: int
-    number: float
-    loss: float | None
-    problem: str | None
+    number: float = math.inf
+    loss: float | None = None
+    digest: str = ""
+    problem: str | None = None
 
 
 def checkpoint_name(step: int) -> str:
@@ -168,17 +205,28 @@ def checkpoint_name(step: int) -> str:
 
 def find_checkpoints(folder: Path) -> list[FoundCheckpoint]:
     """Return the checkpoints in a run's ``folder``, newest first. Reads their manifests only."""
-    found = [
-        _read_about(path, int(match[1]))
-        for path in folder.iterdir()
-        if (match := _CHECKPOINT_NAME.fullmatch(path.name))
-    ]
+    found = []
+    for path in folder.iterdir():
+        if match := _NAME.fullmatch(path.name):
+            found.append(_read_about(path, int(match[1])))
     return sorted(found, key=lambda each: (each.number, each.step), reverse=True)
 
 
-def find_old_format(folder: Path) -> list[Path]:
-    """Return the checkpoints that Lockstep wrote before it had this format, oldest first."""
-    return sorted(path for path in folder.iterdir() if _OLD_FORMAT.fullmatch(path.name))
+def _read_about(path: Path, step: int) -> FoundCheckpoint:
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return FoundCheckpoint(path, step, problem=_reason(error))
+    number, loss = manifest.about.get("number"), manifest.about.get("loss")
+    if type(number) is not int or manifest.about.get("step") != step:
+        return FoundCheckpoint(path, step, problem="it is not a checkpoint of a run")
+    return FoundCheckpoint(path, step, number, loss if type(loss) is float else None, manifest.digest)
+
+
+def _reason(error: CheckpointError) -> str:
+    """Return why a checkpoint cannot be loaded, without its path."""
+    cause = str(error).splitlines()[0].removesuffix(".")
+    return cause.partition(" is damaged: ")[2] or cause
 
 
 def best_of(found: Sequence[FoundCheckpoint]) -> FoundCheckpoint | None:
@@ -193,14 +241,14 @@ def to_remove(
     """Return which of a run's checkpoints are to go now that the first of them was written.
 
     Args:
-        found: All of them, as `find` returns them.
+        found: All of them, as `find_checkpoints` returns them.
         keep: So many of the newest whole ones stay.
         keep_best: Whether the best one stays, too.
         damaged: Those that are known not to be whole.
     """
     bad = set(damaged)
     whole = [each for each in found if each.problem is None and each.path not in bad]
-    stay = [*whole[:keep]]
+    stay = whole[:keep]
     if keep_best and (best := best_of(whole)) is not None:
         stay.append(best)
     # A damaged one ahead of the newest may be one that can be read later.
@@ -208,220 +256,97 @@ def to_remove(
     return [each for each in found if each not in stay and (each in whole or each.step <= newest)]
 
 
-def write_kept(
-    folder: Path, step: int, files: Mapping[str, Pieces], *, number: int, loss: float | None, anew: bool = False
-) -> None:
-    """Write the checkpoint after ``step`` steps into a run's ``folder``. Blocks until it is on disk.
-
-    Args:
-        folder: Of the run.
-        step: Of the run.
-        files: The content of each.
-        number: Of the save.
-        loss: What an evaluation after that step found.
-        anew: Whether one of that step is of another run: then it is not changed, but moved out of the way.
-
-    Raises:
-        OSError: It cannot be written; the others, and one of that name, are as they were.
-    """
-    path = folder / checkpoint_name(step)
-    about = {"step": step, "number": number, "loss": loss if loss is None or math.isfinite(loss) else None}
-    if path.exists() and not anew:
-        write_folder(path, files, about)
-        return
-    partial = folder / f"{path.name}.partial"
-    write_folder(partial, files, about)
-    if path.exists():
-        checkpoint_storage.rename(path, folder / f"{path.name}.removed")  # a leftover, cleared away with the others
-    checkpoint_storage.rename(partial, path)
-    checkpoint_storage.flush_folder(folder)
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove what writes and removals left that were not finished. What cannot be removed stays."""
-    for path in folder.iterdir():
-        if _LEFTOVER.fullmatch(path.name):
-            _remove_tree(path)
-
-
-def remove_kept(path: Path) -> None:
-    """Remove a checkpoint. What cannot be removed stays, under another name."""
+def _remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint. What cannot be removed stays, under another name: what has a checkpoint's was whole once."""
     aside = path.with_name(f"{path.name}.removed")
     with contextlib.suppress(OSError):
-        checkpoint_storage.rename(path, aside)
+        path.replace(aside)
         _remove_tree(aside)
 
 
 def _remove_tree(folder: Path) -> None:
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
-            checkpoint_storage.remove(path)
-        checkpoint_storage.remove_folder(folder)
+            path.unlink(missing_ok=True)
+        folder.rmdir()
 
 
-def _read_about(path: Path, step: int) -> FoundCheckpoint:
-    try:
-        about = read_manifest(path).about
-    except CheckpointError as error:
-        # "The checkpoint PATH is damaged: FILE WHY." or that there is none
-        return FoundCheckpoint(path, step, math.inf, None, reason(error))
-    number, loss = about.get("number"), about.get("loss")
-    if type(number) is not int or about.get("step") != step:
-        return FoundCheckpoint(path, step, math.inf, None, "it is not a checkpoint of a run")
-    return FoundCheckpoint(path, step, number, loss if type(loss) is float else None, None)
+# --- what is written ---
 
 
-def reason(error: CheckpointError) -> str:
-    """Return why a checkpoint cannot be loaded, without its path."""
-    return str(error).splitlines()[0].removesuffix(".").partition(" is damaged: ")[2] or str(error).splitlines()[0]
+class HostStager:
+    """Memory on the host that takes copies of a rank's chunks; the same memory each time, as long as shapes stay.
 
-
-# Writing beside the training: one job at a time, in a thread.
-
-
-class BackgroundWriter:
-    """Runs one job at a time in a thread, and keeps what went wrong in one until somebody asks.
-
-    The thread does not keep the process alive: who ends it without `wait` gives up the job.
-
-    Attributes:
-        error: What the last job raised, or None.
+    DCP's stager is not used: it copies all memory behind a view, which is the whole model for the shards of ZeRO-1, and
+    blocks until the device is done.
     """
 
     def __init__(self) -> None:
-        self.error: Exception | None = None
-        self._thread: threading.Thread | None = None
-        self._guard = threading.Lock()
-        self._is_running = False
-        self._afterwards: Callable[[], None] | None = None
+        self._layout: Any = None
+        self._copies: list[Tensor] = []
 
-    def start(self, job: Callable[[], None]) -> None:
-        """Start a job, which `wait` has to be called before."""
-        assert self._thread is None, "one at a time"
-        self._is_running = True
-        self._thread = threading.Thread(target=self._run, args=[job], name="lockstep-checkpoint", daemon=True)
-        self._thread.start()
+    @torch.no_grad()
+    def stage(self, tensors: Mapping[str, TensorChunks]) -> tuple[dict[str, TensorChunks], Callable[[], None]]:
+        """Return a copy, and what blocks until it is made; valid until the next is taken.
 
-    def run(self, job: Callable[[], None]) -> None:
-        """Run a job in this thread; what it raises is kept all the same."""
-        self._is_running = True
-        self._run(job)
+        With CUDA it is made by the device: what is queued there later, such as the next step, waits for it there.
+        """
+        chunks = [chunk for held in tensors.values() for chunk in held.chunks.values()]
+        layout = [(chunk.shape, chunk.dtype, chunk.device) for chunk in chunks]
+        if layout != self._layout:
+            self._copies.clear()  # first: there may be no room for both
+            self._copies = [torch.empty(chunk.shape, dtype=chunk.dtype, pin_memory=chunk.is_cuda) for chunk in chunks]
+            self._layout = layout
+        pairs: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+        for copy, chunk in zip(self._copies, chunks, strict=True):
+            into, outof = pairs.setdefault(chunk.device, ([], []))
+            into.append(copy)
+            outof.append(chunk)
+        events = []
+        for device, (into, outof) in pairs.items():
+            torch._foreach_copy_(into, outof, non_blocking=device.type == "cuda")
+            if device.type == "cuda":
+                events.append(torch.cuda.Event())
+                events[-1].record(torch.cuda.current_stream(device))
+        copies = iter(self._copies)
+        taken = {
+            name: TensorChunks(held.size, held.dtype, {offsets: next(copies) for offsets in held.chunks})
+            for name, held in tensors.items()
+        }
 
-    def wait(self, timeout_s: float) -> bool:
-        """Block until no job is running, at most so long; return whether none is."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                return False
-            self._thread = None
-        return True
+        def wait_for_device() -> None:
+            for event in events:
+                event.synchronize()
 
-    def leave(self, afterwards: Callable[[], None]) -> None:
-        """Have ``afterwards`` called once no job is running, be that now or later, by the thread. No job follows."""
-        with self._guard:
-            if self._is_running:
-                self._afterwards = afterwards
-                return
-        afterwards()
+        return taken, wait_for_device
 
-    def _run(self, job: Callable[[], None]) -> None:
+
+def _unfit_message(what: object, error: UnfitValueError) -> str:
+    return (
+        f"The checkpoint {what} cannot hold {error}.\n"
+        "Give numbers, strings, bytes, None, dense tensors, and lists, tuples and dicts of them."
+    )
+
+
+def _unwritable_message(what: object, error: BaseException) -> str:
+    why = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+    return f"Cannot write the checkpoint {what}: {why}.\nThe one before it is as it was."
+
+
+def _run_in_background(job: Callable[[], None]) -> Future[None]:
+    """Run ``job`` in a thread that does not keep the process alive: who ends it without a wait gives up the job."""
+    future: Future[None] = Future()
+
+    def run() -> None:
         try:
             job()
-        except Exception as error:  # told to all ranks by whoever looks at it
-            self.error = error
-        finally:
-            with self._guard:
-                self._is_running, afterwards = False, self._afterwards
-            if afterwards is not None:
-                afterwards()
+        except BaseException as error:  # reported by whoever looks at the future
+            future.set_exception(error)
+        else:
+            future.set_result(None)
 
-
-# Which of a run's checkpoints is loaded: the newest that is whole, and the same one by every rank.
-
-
-@dataclass
-class Choice:
-    """What rank zero has found, for the others to do the same.
-
-    Attributes:
-        name: Of the checkpoint; empty if there is none.
-        checksum: Of its manifest.
-        host: Where rank zero runs.
-        passed_over: The names of those that are newer and not whole, each with why.
-        problem: Why there is nothing to load though something is there.
-    """
-
-    name: str = ""
-    checksum: str = ""
-    host: str = field(default_factory=socket.gethostname)
-    passed_over: dict[str, str] = field(default_factory=dict)
-    problem: str | None = None
-
-
-def choose(folder: Path) -> tuple[Choice, dict[str, Any] | None]:
-    """Read the newest checkpoint in ``folder`` that is whole; return which that is, and its parts if there is one."""
-    choice = Choice()
-    try:
-        found, old = find_checkpoints(folder), find_old_format(folder)
-    except OSError as error:
-        choice.problem = f"Cannot look into the checkpoint folder {folder}: {error.strerror}.\nCheck its permissions."
-        return choice, None
-    for each in found:
-        why = each.problem
-        if why is None:
-            try:
-                parts, manifest = read_parts(each.path)
-                choice.name, choice.checksum = each.path.name, manifest.checksum
-                return choice, parts
-            except CheckpointError as error:
-                why = reason(error)
-        choice.passed_over[each.path.name] = why
-    if found:
-        reasons = "\n".join(f"{name}: {why}" for name, why in choice.passed_over.items())
-        choice.problem = (
-            f"No checkpoint in {folder} is whole.\n{reasons}\nPut back the files of one, or start anew (resume=False)."
-        )
-    elif old:
-        choice.problem = (
-            f"The checkpoints in {folder}, such as {old[-1].name}, are of an older Lockstep, whose format is "
-            "no longer read.\nEnd that run with the version it was started with, or start anew (resume=False)."
-        )
-    return choice, None
-
-
-def read_chosen(folder: Path, choice: Choice) -> dict[str, Any]:
-    """Return the parts of the checkpoint that rank zero chose.
-
-    Raises:
-        CheckpointError: It cannot be read here, or is another one.
-    """
-    path = folder / choice.name
-    parts, manifest = read_parts(path)
-    if manifest.checksum != choice.checksum:
-        raise CheckpointError(
-            f"{path} on {socket.gethostname()} is another checkpoint than on rank 0's host {choice.host}.\n"
-            "The folder must be one that every rank sees, such as on a network drive."
-        )
-    return parts
-
-
-# The checkpoints of a run, over its ranks: rank zero writes them beside the training, every rank reads them.
-
-WRITE_TIMEOUT_S = 1800.0
-"""How long a checkpoint may take to be written until that counts as a failure."""
-
-LAST_WRITE_TIMEOUT_S = 60.0
-"""How long a checkpoint may take that is being written when the run ends with an error."""
-
-CTRL_C_TIMEOUT_S = 2.0
-"""How long it may take if somebody waits for it."""
-
-RESTART_TIMEOUT_S = 120.0
-"""How long ranks that were started again wait for the folder: network drives hold a dead machine's lock for a while."""
-
-_TOP_LEVEL = ("model", "optimizer")
-
-State = dict[str, Any]
+    threading.Thread(target=run, name="lockstep-checkpoint", daemon=True).start()
+    return future
 
 
 @dataclass
@@ -432,7 +357,7 @@ class Checkpoints:
 
     Args:
         folder: Made if it is not there. All ranks must see the same one. This run has it alone until `close`.
-        world: Rank zero writes; every rank reads.
+        world: Every rank writes its shards and reads what it needs.
         fresh: Whether to start anew: those that are there are ignored, and removed once there is a new one.
         keep: So many of the newest are kept.
         keep_best: Whether that of the best evaluation is kept, too.
@@ -455,12 +380,15 @@ class Checkpoints:
     passed_over: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._writer, self._memory = BackgroundWriter(), HostCopy()
+        self._stager = HostStager()
         self._problem: str | None = None
         self._lock: FolderLock | None = None
         self._stale: list[Path] = []
         self._damaged: list[Path] = []
         self._number = 0
+        self._path = self.folder
+        self._writes: list[Future[None]] = []  # of this rank's shard; on rank zero then of the checkpoint
+        self._no_more_parts = threading.Event()
         problem: tuple[str, str] | None = None
         if self.world.is_rank_zero:
             try:
@@ -484,39 +412,78 @@ class Checkpoints:
             self.close()
             raise
 
+    # --- loading ---
+
     def load(self, *, required: bool) -> State | None:
         """Return the state in the newest whole checkpoint, or None if there is none or the run starts anew.
 
-        Collective: every rank. Blocks until all have read it.
+        Tensors of model and optimizer are read when the state is given to them: each rank reads what it needs.
+
+        Collective: every rank. Blocks until all files have been compared with their digests, by all ranks together.
 
         Raises:
             CheckpointError: On every rank: none of them is whole, or a rank does not see the same one; or
                 ``required`` and there is none.
         """
-        choice, parts = Choice(), None
-        if self.world.is_rank_zero and not self.fresh:
-            choice, parts = choose(self.folder)
-        choice = Choice(**self._from_rank_zero(asdict(choice)))
-        self.passed_over = [f"{name}: {why}" for name, why in choice.passed_over.items()]
-        self._damaged = [self.folder / name for name in choice.passed_over]
-        if choice.problem is not None:
-            raise CheckpointError(choice.problem)
-        if not choice.name:
-            if required:
+        problem, candidates = self._from_rank_zero(self._list() if self.world.is_rank_zero else None)
+        if problem is not None:
+            raise CheckpointError(problem)
+        for name, digest, why in candidates:
+            parts = None
+            if why is None:
+                parts, why = self._read(self.folder / name, digest)
+            if why is None:
+                assert parts is not None
+                return _state_in(parts)
+            self.passed_over.append(f"{name}: {why}")
+            self._damaged.append(self.folder / name)
+        if self.passed_over:
+            reasons = "\n".join(self.passed_over)
+            raise CheckpointError(
+                f"No checkpoint in {self.folder} is whole.\n{reasons}\n"
+                "Put back the files of one, or start anew (resume=False)."
+            )
+        if required:
+            raise CheckpointError(
+                f"There is no checkpoint in {self.folder} to resume from.\nName another folder, or leave out resume."
+            )
+        return None
+
+    def _list(self) -> tuple[str | None, list[tuple[str, str, str | None]]]:
+        """Return why there is nothing to load though something is there; and all that there is, newest first."""
+        if self.fresh:
+            return None, []
+        try:
+            found = find_checkpoints(self.folder)
+            old = sorted(path.name for path in self.folder.iterdir() if _OLD_FORMAT.fullmatch(path.name))
+        except OSError as error:
+            text = f"Cannot look into the checkpoint folder {self.folder}: {error.strerror}.\nCheck its permissions."
+            return text, []
+        if old and not found:
+            return (
+                f"The checkpoints in {self.folder}, such as {old[-1]}, are of an older Lockstep, whose format is "
+                "no longer read.\nEnd that run with the version it was started with, or start anew (resume=False)."
+            ), []
+        return None, [(each.path.name, each.digest, each.problem) for each in found]
+
+    def _read(self, path: Path, digest: str) -> tuple[State | None, str | None]:
+        """Return the parts of a checkpoint, or why it cannot be loaded. Collective: every rank, with rank zero's."""
+        parts, problem, is_other = None, None, False
+        try:
+            manifest = read_manifest(path)
+            is_other = manifest.digest != digest
+            verify_files(path, manifest, rank=self.world.rank, world_size=self.world.world_size)
+            parts = read_parts(path, manifest)
+        except CheckpointError as error:
+            problem = _reason(error)
+        answers = self._gather([socket.gethostname(), problem, is_other])
+        for host, _, differs in answers:
+            if differs:
                 raise CheckpointError(
-                    f"There is no checkpoint in {self.folder} to resume from.\n"
-                    "Name another folder, or leave out resume."
+                    f"{path} on {host} is another checkpoint than on rank 0's host {answers[0][0]}.\n"
+                    "The folder must be one that every rank sees, such as on a network drive."
                 )
-            return None
-        problem = None
-        if parts is None:
-            try:
-                parts = read_chosen(self.folder, choice)
-            except CheckpointError as error:
-                problem = str(error)
-        self._raise_first(problem)
-        assert parts is not None
-        return state_in(parts)
+        return parts, next((problem for _, problem, _ in answers if problem is not None), None)
 
     def path(self, step: int) -> Path:
         """Return where the checkpoint after ``step`` steps is."""
@@ -528,49 +495,122 @@ class Checkpoints:
         best = best_of([each for each in find_checkpoints(self.folder) if each.problem is None])
         return None if best is None else best.path
 
-    def save(self, state: Mapping[str, Any], *, step: int, loss: float | None = None) -> Path:
-        """Start to write ``state`` as the checkpoint after ``step`` steps, on rank zero; return its path.
+    # --- saving ---
 
-        Blocks rank zero until the one before is on disk and ``state`` is copied (on CUDA: until the copies are
-        queued). The others do nothing. What goes wrong, here or later, is kept for `failed`, `agree` and `finish`.
+    def save(self, state: Mapping[str, Any], *, step: int, loss: float | None = None) -> Path:
+        """Start to write ``state`` as the checkpoint after ``step`` steps; return its path.
+
+        Collective: every rank. Blocks until the one before is on disk and this rank's shards are copied (on CUDA:
+        until the copies are queued). What goes wrong, here or later, is kept for `failed`, `agree` and `finish`.
 
         Args:
-            state: ``model`` and ``optimizer`` and whatever else there is to keep.
+            state: ``model`` and ``optimizer`` and whatever else there is to keep. Rank zero's is written, and every
+                rank's shards of sharded tensors.
             step: Of the run.
             loss: What an evaluation after this step found.
         """
         path = self.path(step)
-        if not self.world.is_rank_zero or not self._is_idle(WRITE_TIMEOUT_S) or self.failed:
-            return path
-        try:
-            tensors, rest = pack_parts(parts_of(state))
-            content = partial(pieces_of, tensors) if self.blocking else self._memory.take(tensors)
-        except UnfitValueError as error:
-            self._problem = unfit_message(str(path), error)
-            return path
-        except Exception as error:  # such as no memory for the copy
-            self._problem = unwritable_message(str(path), error)
-            return path
-        self._number += 1
-        number = self._number
-
-        def write() -> None:
-            files = {TENSORS: content(), STATE: [rest]}
-            remove_leftovers(self.folder)
-            write_kept(self.folder, step, files, number=number, loss=loss, anew=path in self._stale)
-            self._remove_others(path)
-
-        self._writing = path
+        self._wait_until_written(WRITE_TIMEOUT_S)
+        place = self._from_rank_zero(self._make_place(path) if self.world.is_rank_zero else None)
+        if place is not None and not self.failed:  # otherwise all hear of it in `agree`
+            name, token = place
+            self._path = path
+            finite_loss = None if loss is None or not math.isfinite(loss) else loss
+            try:
+                self._start(state, self.folder / name, token, {"step": step, "loss": finite_loss})
+            except UnfitValueError as error:
+                self._problem = _unfit_message(path, error)
+            except Exception as error:  # such as no memory for the copy
+                self._problem = _unwritable_message(path, error)
         if self.blocking:
-            self._writer.run(write)
-        else:
-            self._writer.start(write)
+            self.finish()
         return path
+
+    def _start(self, state: Mapping[str, Any], folder: Path, token: str, about: Mapping[str, Any]) -> None:
+        """Copy what this rank holds, and start the threads that write it into ``folder``; see [Note: one save]."""
+        path, world = self._path, self.world
+        packer, packed = pack_parts(_parts_of(state), is_coordinator=world.is_rank_zero)
+        if not world.is_rank_zero and not packer.is_sharded:
+            return
+        if self.blocking:
+            tensors, wait_for_device = packer.tensors, None
+        else:
+            tensors, wait_for_device = self._stager.stage(packer.tensors)
+
+        def write_part() -> None:
+            if wait_for_device is not None:
+                wait_for_device()
+            write_shard(folder, token, world.rank, tensors)
+
+        def complete() -> None:
+            self._clear(folder, token)
+            ranks = range(world.world_size if packer.is_sharded else 1)
+            if self._wait_for_parts(folder, token, ranks):
+                commit(folder, token, packed, packer.tensors, ranks, {**about, "number": number})
+                self._take_name(folder, path)
+                self._remove_others(path)
+
+        self._writes = [_run_in_background(write_part)]
+        if world.is_rank_zero:
+            self._number += 1
+            number = self._number
+            self._writes.append(_run_in_background(complete))
+
+    def _make_place(self, path: Path) -> tuple[str, str] | None:
+        """Return the name of the folder that all write into, and the token of this save; None if it cannot be."""
+        token = secrets.token_hex(8)
+        # A checkpoint of the same step is replaced by one rename, that of its manifest. One of another run stays as it
+        # is until the new one is whole.
+        in_place = path.exists() and path not in self._stale
+        name = path.name if in_place else f"{path.name}.{token}.partial"
+        try:
+            (self.folder / name).mkdir(exist_ok=in_place)
+        except OSError as error:
+            self._problem = self._problem or _unwritable_message(path, error)
+        return None if self.failed else (name, token)
+
+    def _clear(self, folder: Path, token: str) -> None:
+        """Remove what saves and removals left that did not come to their end."""
+        for path in self.folder.iterdir():
+            if _LEFTOVER.fullmatch(path.name) and path != folder:
+                _remove_tree(path)
+        remove_leftover_files(folder, token)
+
+    def _wait_for_parts(self, folder: Path, token: str, ranks: Iterable[int]) -> bool:
+        """Wait until all ranks have written their parts; return whether they have."""
+        deadline = time.monotonic() + WRITE_TIMEOUT_S
+        while True:
+            is_last_look = self._no_more_parts.is_set()
+            missing = [rank for rank in ranks if not part_file(folder, token, rank).exists()]
+            if not missing or is_last_look:
+                return not missing
+            if time.monotonic() > deadline:
+                raise TimeoutError(0, f"rank {missing[0]} has not written its part within {WRITE_TIMEOUT_S:g} s")
+            self._no_more_parts.wait(_POLL_S)
+
+    def _take_name(self, folder: Path, path: Path) -> None:
+        if folder == path:
+            return
+        if path.exists():  # of another run, which this one has started over
+            path.replace(path.with_name(f"{path.name}.removed"))
+        folder.replace(path)
+        sync_folder(self.folder)
+
+    def _remove_others(self, newest: Path) -> None:
+        for path in self._stale:
+            if path != newest:
+                _remove_checkpoint(path)
+        _remove_tree(newest.with_name(f"{newest.name}.removed"))
+        self._stale = []
+        self._damaged = [path for path in self._damaged if path != newest]
+        found = find_checkpoints(self.folder)
+        for each in to_remove(found, keep=self.keep, keep_best=self.keep_best, damaged=self._damaged):
+            _remove_checkpoint(each.path)
 
     @property
     def failed(self) -> bool:
         """Whether this rank knows of a failure that the others may not know of."""
-        return self._problem is not None or self._writer.error is not None
+        return self._problem is not None or any(write.done() and write.exception() for write in self._writes)
 
     def agree(self) -> None:
         """Raise what went wrong with a checkpoint, if anything did.
@@ -581,28 +621,44 @@ class Checkpoints:
             CheckpointError: On every rank.
         """
         problem = self._problem
-        if problem is None and self._writer.error is not None:
-            problem = unwritable_message(str(self._writing), self._writer.error)
-        self._raise_first(problem)
+        for write in self._writes:
+            if problem is None and write.done() and (error := write.exception()) is not None:
+                problem = _unwritable_message(self._path, error)
+        problems = self._gather(problem)
+        if any(problems):
+            self._no_more_parts.set()  # for rank zero would wait for those of the rank that failed
+        _raise_first(problems)
 
     def finish(self) -> None:
         """Wait until all is written.
 
-        Collective: every rank. Blocks until rank zero has.
+        Collective: every rank. Blocks until every rank's shard is written and rank zero has made them a checkpoint.
 
         Raises:
             CheckpointError: On every rank: something could not be written.
         """
-        self._is_idle(WRITE_TIMEOUT_S)
+        # Rank zero would wait in vain for the shard of a rank that failed, so all agree on the shards first.
+        self._wait_until_written(WRITE_TIMEOUT_S, self._writes[:1])
+        self.agree()
+        self._wait_until_written(WRITE_TIMEOUT_S)
         self.agree()
 
     def close(self, *, wait_s: float = LAST_WRITE_TIMEOUT_S) -> None:
         """Wait for what is being written, at most so long; once it is, others can have the folder."""
         try:
-            self._writer.wait(wait_s)
+            wait(self._writes[:1], wait_s)
+            wait(self._writes, min(wait_s, LAST_PARTS_TIMEOUT_S))
+            self._no_more_parts.set()
+            wait(self._writes, wait_s)
         finally:
-            if self._lock is not None:
-                self._writer.leave(self._lock.release)
+            if self._lock is not None and self._writes:
+                self._writes[-1].add_done_callback(lambda _: self._release())
+            else:
+                self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -611,74 +667,46 @@ class Checkpoints:
         """After an error a checkpoint that is being written gets some time, after Ctrl-C little."""
         self.close(wait_s=CTRL_C_TIMEOUT_S if kind is KeyboardInterrupt else LAST_WRITE_TIMEOUT_S)
 
-    def _is_idle(self, timeout_s: float) -> bool:
-        if self._writer.wait(timeout_s):
-            return True
-        self._problem = (
-            f"The checkpoint {self._writing} has not been written within {timeout_s:g} s.\n"
-            "The disk or the network to it hangs; the one before it is as it was."
-        )
-        return False
-
-    def _remove_others(self, newest: Path) -> None:
-        for path in self._stale:
-            if path != newest:
-                remove_kept(path)
-        if newest in self._stale:
-            remove_leftovers(self.folder)
-        self._stale = []
-        self._damaged = [path for path in self._damaged if path != newest]
-        found = find_checkpoints(self.folder)
-        for each in to_remove(found, keep=self.keep, keep_best=self.keep_best, damaged=self._damaged):
-            remove_kept(each.path)
+    def _wait_until_written(self, timeout_s: float, writes: Sequence[Future[None]] | None = None) -> None:
+        if wait(self._writes if writes is None else writes, timeout_s).not_done:
+            self._problem = (
+                f"The checkpoint {self._path} has not been written within {timeout_s:g} s.\n"
+                "The disk or the network to it hangs; the one before it is as it was."
+            )
 
     def _from_rank_zero(self, value: Any) -> Any:
         return broadcast_object(value, group=self.world.group, device=self.world.device)
 
-    def _raise_first(self, problem: str | None) -> None:
-        problems: list[str | None] = all_gather_object(problem, group=self.world.group, device=self.world.device)
-        for rank, text in enumerate(problems):
-            if text is not None:
-                raise CheckpointError(text if rank == 0 else f"Rank {rank}: {text}")
-
-
-def _lock_folder(folder: Path) -> FolderLock:
-    """Return the lock; ranks that were started again wait for it, as a server may know late that a machine is gone."""
-    patience_s = RESTART_TIMEOUT_S if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) else 0.0
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            return FolderLock(folder)
-        except CheckpointError:
-            if time.monotonic() >= deadline:
-                raise
-        time.sleep(0.2)
+    def _gather(self, value: Any) -> list[Any]:
+        return all_gather_object(value, group=self.world.group, device=self.world.device)
 
 
 def read_state(path: Path) -> State:
-    """Return the state in one checkpoint of a run, such as ``FitResult.checkpoint``.
+    """Return the state in one checkpoint of a run, such as ``FitResult.checkpoint``, whole and on the CPU.
 
     Raises:
         CheckpointError: There is none, or it is damaged.
     """
-    parts, _ = read_parts(path)
-    return state_in(parts)
+    manifest = read_manifest(path)
+    verify_files(path, manifest)
+    state: State = read_tensors(_state_in(read_parts(path, manifest)))
+    return state
 
 
-def parts_of(state: Mapping[str, Any]) -> dict[str, Any]:
+def _parts_of(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``state`` as the parts that are written."""
     parts: dict[str, Any] = {name: state[name] for name in _TOP_LEVEL if name in state}
     return parts | {"state": {name: value for name, value in state.items() if name not in parts}}
 
 
-def state_in(parts: Mapping[str, Any]) -> State:
-    """Return what `parts_of` took apart."""
-    return {**parts["state"], **{name: parts[name] for name in _TOP_LEVEL if name in parts}}
+def _state_in(parts: Mapping[str, Any]) -> State:
+    """Return what `_parts_of` took apart, with tensors of model and optimizer that are not read yet."""
+    return {**read_tensors(parts["state"]), **{name: parts[name] for name in _TOP_LEVEL if name in parts}}
 
 
-# `save` and `load`: checkpoints for a script of one's own.
+# --- for a script of one's own ---
 
-_NUM_TRIES, _RETRY_PAUSE_S = 3, 0.5
+_NUM_TRIES, _RETRY_PAUSE_S = 5, 0.1
 """So often, and so far apart, all ranks read again if they read different checkpoints: one may just be replaced."""
 
 
@@ -689,37 +717,47 @@ def save(
 
     A checkpoint that is there is replaced in one rename; a save that fails or is killed leaves it as it was.
 
-    Collective: every rank, if there is a process group. Rank zero writes its state; all block until it is on disk.
+    Collective: every rank, if there is a process group. Rank zero writes its state, every rank its shards of what is
+    sharded (``fully_shard``, `ZeroRedundancyOptimizer`); all block until it is on disk.
 
     Args:
-        path: Only rank zero's need exist.
+        path: A folder; where something is sharded, one that every rank sees.
         model: Bare, compiled, or in any of Lockstep's or PyTorch's data-parallel wrappers; written as the bare one.
-        optimizer: Its state must be whole on rank zero.
+        optimizer: Its state must be whole on rank zero, or sharded over the ranks.
         state: Numbers, strings, bytes, None, dense tensors, and lists, tuples and dicts of them.
 
     Raises:
         CheckpointError: On every rank, if something cannot be written; nothing is replaced then.
     """
-    problem = None
-    try:
-        parts: dict[str, Any] = {"state": state}
-        if model is not None:
-            parts["model"] = plain_names(unwrap(model).state_dict())
-        if optimizer is not None:
-            parts["optimizer"] = optimizer.state_dict()
-        if not is_initialized() or default_group().rank() == 0:
-            tensors, rest = pack_parts(parts)
-            folder = Path(path)
-            folder.mkdir(parents=True, exist_ok=True)
-            with FolderLock(folder):
-                write_folder(folder, {TENSORS: pieces_of(tensors), STATE: [rest]})
-    except CheckpointError as error:
-        problem = str(error)
-    except UnfitValueError as error:
-        problem = unfit_message(str(path), error)
-    except Exception as error:  # the other ranks wait for the verdict, whatever it is
-        problem = unwritable_message(str(path), error)
-    _gather(problem)
+    folder, (rank, world_size) = Path(path), _rank_and_size()
+    with contextlib.ExitStack() as stack:
+
+        def begin() -> tuple[TreePacker, dict[str, Any]]:
+            parts: dict[str, Any] = {"state": state}
+            if model is not None:
+                parts["model"] = plain_names(unwrap(model).state_dict())
+            if optimizer is not None:
+                parts["optimizer"] = optimizer_state_dict(optimizer)
+            packed = pack_parts(parts, is_coordinator=rank == 0)
+            if rank == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                stack.callback(FolderLock(folder).release)
+                remove_leftover_files(folder)
+            return packed
+
+        packer, packed = _on_all_ranks(folder, begin)
+        token = _gather(secrets.token_hex(8))[0]
+
+        def write_part() -> None:
+            if rank == 0 or packer.is_sharded:
+                write_shard(folder, token, rank, packer.tensors)
+
+        def complete() -> None:
+            if rank == 0:
+                commit(folder, token, packed, packer.tensors, range(world_size if packer.is_sharded else 1), {})
+
+        _on_all_ranks(folder, write_part)
+        _on_all_ranks(folder, complete)
 
 
 def load(
@@ -727,10 +765,11 @@ def load(
 ) -> dict[str, Any]:
     """Read a checkpoint into ``model`` and ``optimizer``; return the rest of what was saved, on the CPU.
 
-    Every checksum is compared before anything is taken over. No code from the files runs. One that `fit` wrote, a
-    folder such as ``runs/mine/step-0000000100``, can be read as well.
+    Every checksum is compared before anything is taken over, each file's by one of the ranks. No code from the files
+    runs. Ranks read what they need, however many had saved. One that `fit` wrote, a folder such as
+    ``runs/mine/step-0000000100``, can be read as well.
 
-    Collective: every rank, if there is a process group; each reads the folder. Blocks until all have.
+    Collective: every rank, if there is a process group. Blocks until all have read.
 
     Raises:
         CheckpointError: On every rank, if there is none, or it is damaged, or does not fit; or if the ranks read
@@ -738,54 +777,91 @@ def load(
     """
     folder = Path(path)
     parts = _read_alike(folder)
-    problem = None
-    try:
-        for name, part in (("model", None if model is None else unwrap(model)), ("optimizer", optimizer)):
-            if part is None:
-                continue
-            if name not in parts:
-                raise ValueError(f"it was saved without {name}")
-            state = names_as_in(part.state_dict(), parts[name]) if isinstance(part, nn.Module) else parts[name]
-            part.load_state_dict(state)
-    except Exception as error:
-        problem = f"The checkpoint {folder} does not fit: {error}\nLoad it into the model and optimizer it is of."
-    _gather(problem)
-    rest: dict[str, Any] = parts["state"]
-    return rest
+
+    def fill() -> dict[str, Any]:
+        try:
+            for name, given in (("model", model), ("optimizer", optimizer)):
+                if given is not None and name not in parts:
+                    raise ValueError(f"it was saved without {name}")
+            if model is not None:
+                load_model_state_dict(unwrap(model), parts["model"])
+            if optimizer is not None:
+                load_optimizer_state_dict(optimizer, parts["optimizer"])
+        except CheckpointError:
+            raise
+        except Exception as error:
+            text = f"The checkpoint {folder} does not fit: {error}\nLoad it into the model and optimizer it is of."
+            raise CheckpointError(text) from error
+        rest: dict[str, Any] = parts["state"]
+        return rest
+
+    return _on_all_ranks(folder, fill)
 
 
 def _read_alike(folder: Path) -> dict[str, Any]:
-    """Return the parts that every rank has read, each on its own, before anything is changed on any rank."""
+    """Return the parts of the checkpoint, the same one on every rank, before anything is changed on any rank."""
+    rank, world_size = _rank_and_size()
     for attempt in range(_NUM_TRIES):
-        problem, checksum = None, ""
         parts: dict[str, Any] = {}
+        digest, problem, is_replaced = "", None, False
         try:
-            parts, manifest = read_parts(folder)
-            checksum = manifest.checksum
+            manifest = read_manifest(folder)
+            digest = manifest.digest
+            verify_files(folder, manifest, rank=rank, world_size=world_size)
+            parts = read_parts(folder, manifest)
+            parts["state"] = read_tensors(parts["state"])
         except CheckpointError as error:
             problem = str(error)
+            with contextlib.suppress(CheckpointError):  # a save removes the files of the checkpoint that it replaces
+                is_replaced = bool(digest) and read_manifest(folder).digest != digest
         except Exception as error:
             problem = f"Cannot read the checkpoint {folder}: {type(error).__name__}: {error}\nLoad another one."
-        read = _gather(problem, checksum)
-        others = [rank for rank, (_, theirs) in enumerate(read) if theirs != read[0][1]]
-        if not others:
-            return parts
-        if attempt + 1 < _NUM_TRIES:
+        answers = _gather([problem, is_replaced, digest, socket.gethostname()])
+        if not any(replaced for _, replaced, _, _ in answers):
+            _raise_first([text for text, _, _, _ in answers])
+            others = [other for other, (_, _, theirs, _) in enumerate(answers) if theirs != answers[0][2]]
+            if not others:
+                return parts
+            if attempt + 1 == _NUM_TRIES:
+                raise CheckpointError(
+                    f"Rank {others[0]} on {answers[others[0]][3]} reads another checkpoint {folder} than rank 0 on "
+                    f"{answers[0][3]}.\nIt must be one folder that every rank sees, such as on a network drive, and no "
+                    "save may be replacing it."
+                )
             time.sleep(_RETRY_PAUSE_S)
-    raise CheckpointError(
-        f"Rank {others[0]} on {read[others[0]][0]} reads another checkpoint {folder} than rank 0 on {read[0][0]}.\n"
-        "It must be one folder that every rank sees, such as on a network drive, and no save may be replacing it."
-    )
+    raise CheckpointError(f"The checkpoint {folder} is replaced faster than it can be read.\nTry again.")
 
 
-def _gather(problem: str | None, checksum: str = "") -> list[tuple[str, str]]:
-    """Return each rank's host and ``checksum``, or raise the first rank's problem on every rank, if there is one."""
-    answers: list[Any] = [[problem, socket.gethostname(), checksum]]
-    if is_initialized():
-        group = default_group()
-        device = torch.device("cuda") if backend_name(group) == "nccl" else torch.device("cpu")
-        answers = all_gather_object(answers[0], group=group, device=device)
-    for rank, (text, _, _) in enumerate(answers):
+def _on_all_ranks(folder: Path, act: Callable[[], T]) -> T:
+    """Return what ``act`` does here; or raise, on every rank, what went wrong on the first one. Collective."""
+    value: T | None = None
+    problem = None
+    try:
+        value = act()
+    except CheckpointError as error:
+        problem = str(error)
+    except UnfitValueError as error:
+        problem = _unfit_message(folder, error)
+    except Exception as error:  # the other ranks wait for the verdict, whatever it is
+        problem = _unwritable_message(folder, error)
+    _raise_first(_gather(problem))
+    return cast(T, value)
+
+
+def _raise_first(problems: Sequence[str | None]) -> None:
+    for rank, text in enumerate(problems):
         if text is not None:
             raise CheckpointError(text if rank == 0 else f"Rank {rank}: {text}")
-    return [(host, theirs) for _, host, theirs in answers]
+
+
+def _gather(value: Any) -> list[Any]:
+    """Return each rank's ``value``. Collective if there is a process group: every rank."""
+    if not is_initialized():
+        return [value]
+    group = default_group()
+    device = torch.device("cuda") if backend_name(group) == "nccl" else torch.device("cpu")
+    return all_gather_object(value, group=group, device=device)
+
+
+def _rank_and_size() -> tuple[int, int]:
+    return (default_group().rank(), default_group().size()) if is_initialized() else (0, 1)

@@ -1,4 +1,15 @@
-"""One checkpoint on disk: safetensors files and JSON with digests."""
+"""One checkpoint on disk: safetensors files and JSON with digests, behind DCP's planner and storage interfaces.
+
+[Note: files of a checkpoint]
+    shard-00000-TOKEN.safetensors   the tensors, or the boxes of tensors (DCP: chunks), that one rank holds
+    state-TOKEN.json                everything else, with the names of tensors in their places, and where each chunk is
+    manifest.json                   format, digest and size of each file that counts; its own digest in the first line
+    part-00000-TOKEN.json           while it is written: what one rank has put into its shard file
+
+All files of a save have its token in their names. So they never take the place of a file that a whole checkpoint needs,
+and one rename, that of the manifest, makes the new checkpoint out of the old one. Nothing is pickled: DCP's own
+``.metadata`` file is, and so are the values that are no tensors, which is why neither is used.
+"""
 
 from __future__ import annotations
 
@@ -6,81 +17,56 @@ import base64
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
-import secrets
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from io import FileIO
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, StorageReader, StorageWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from typing_extensions import override
 
+from lockstep.comm.fully_shard import is_sharded
 from lockstep.errors import CheckpointError
+from lockstep.train.model_state import StoredTensor, TensorChunks
 
-# The few operations with which a checkpoint changes what is on disk: tests stop the process at each of them.
-
-
-def make_folder(path: Path) -> None:
-    """Make a folder and those above it, where they are not there."""
-    path.mkdir(parents=True, exist_ok=True)
-
-
-def create(path: Path) -> FileIO:
-    """Open a file that is not there yet, for writing without a buffer."""
-    return open(path, "xb", buffering=0)
-
-
-def write(file: FileIO, piece: memoryview) -> None:
-    """Write all of ``piece``."""
-    while len(piece):
-        num_bytes = file.write(piece)
-        assert num_bytes is not None, "the file blocks"
-        piece = piece[num_bytes:]
-
-
-def flush(file: FileIO) -> None:
-    """Block until the file is on disk."""
-    os.fsync(file.fileno())
-
-
-def flush_folder(path: Path) -> None:
-    """Block until the names in a folder are on disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def rename(path: Path, new: Path) -> None:
-    """Give a file or folder another name, in one go; a file takes the place of the one that has the name."""
-    path.replace(new)
-
-
-def remove(path: Path) -> None:
-    """Remove a file, if it is there."""
-    path.unlink(missing_ok=True)
-
-
-def remove_folder(path: Path) -> None:
-    """Remove an empty folder."""
-    path.rmdir()
-
-
-# Tensors as the bytes of a safetensors file, without a second copy in memory; and a copy on the host to write from.
-#
-# Written here rather than by the safetensors package, which returns a file as one object of bytes: a large state
-# would be in memory once more, and could not be copied into memory that is kept from save to save. It is read by that
-# package.
-
-Pieces = Iterable[bytes | memoryview]
-"""The content of a file, in order."""
+MANIFEST = "manifest.json"
+FORMAT = "lockstep checkpoint 2"
+_WRITTEN_BY = {"lockstep checkpoint 1": "0.1.0.dev0 before it saved shards"}
+"""Formats that are no longer read, and the versions that wrote them."""
+_STATE = "state"
+_MAX_MANIFEST_BYTES = 1 << 20
+_WRITE_BYTES = 1 << 22
+_OURS = re.compile(r"((state|shard-\d{5,}|part-\d{5,}|tensors)-[0-9a-f]{16}\.(json|safetensors)|.*-[0-9a-f]{16}\.tmp)")
+"""Names of files that a save may remove; ``tensors`` is that of format 1."""
 
 SAFETENSORS_DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -88,305 +74,7 @@ SAFETENSORS_DTYPES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-"""What can be written, and safetensors' name for it."""
-
-
-@dataclass(frozen=True)
-class FileLayout:
-    """Where tensors lie in a file.
-
-    Attributes:
-        header: What comes before them.
-        order: Their names, as they follow each other: wide dtypes first, so that each lies at a multiple of its width.
-        starts: Of each, from the end of the header.
-        num_bytes: Of all, without the header.
-    """
-
-    header: bytes
-    order: tuple[str, ...]
-    starts: tuple[int, ...]
-    num_bytes: int
-
-
-def file_layout(tensors: Mapping[str, Tensor]) -> FileLayout:
-    """Return how ``tensors`` lie in a file."""
-    order = sorted(tensors, key=lambda name: -tensors[name].itemsize)
-    starts, entries, end = [], {}, 0
-    for name in order:
-        tensor, start = tensors[name], end
-        end += tensor.nbytes
-        starts.append(start)
-        entries[name] = {
-            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return FileLayout(len(text).to_bytes(8, "little") + text, tuple(order), tuple(starts), end)
-
-
-def pieces_of(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """Yield a file's content: each tensor from where it lies, if that is on the host in one piece."""
-    layout = file_layout(tensors)
-    yield layout.header
-    for name in layout.order:
-        if tensors[name].numel():
-            yield _bytes_of(tensors[name].cpu().contiguous().reshape(-1).view(torch.uint8))
-
-
-class HostCopy:
-    """Memory on the host that takes a copy of tensors; the same memory again as long as they are of the same shapes."""
-
-    def __init__(self) -> None:
-        self._layout: FileLayout | None = None
-        self._flat = torch.empty(0, dtype=torch.uint8)
-        self._views: list[Tensor] = []
-
-    def take(self, tensors: Mapping[str, Tensor]) -> Callable[[], Iterator[bytes | memoryview]]:
-        """Copy ``tensors``; return what gives a file's content, once, from any thread, before the next copy is taken.
-
-        Blocks until the copy is made; with CUDA not at all: what is queued on a device later waits for it there.
-        """
-        layout = file_layout(tensors)
-        devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
-        if layout != self._layout or self._flat.is_pinned() != bool(devices):
-            # Let go of the old one first; there may be no room for both.
-            self._views, self._flat = [], torch.empty(0, dtype=torch.uint8)
-            self._flat = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=bool(devices))
-            self._views = views_of(self._flat, layout, tensors)
-            self._layout = layout
-        copy_tensors(self._views, [tensors[name] for name in layout.order])
-        arrivals = []
-        for device in devices:
-            arrivals.append(torch.cuda.Event())
-            arrivals[-1].record(torch.cuda.current_stream(device))
-        flat = self._flat
-
-        def content() -> Iterator[bytes | memoryview]:
-            for arrival in arrivals:
-                arrival.synchronize()
-            yield layout.header
-            if flat.numel():
-                yield _bytes_of(flat)
-
-        return content
-
-
-def views_of(flat: Tensor, layout: FileLayout, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return where ``tensors`` lie in ``flat``, the bytes behind a file's header, in the order in the file."""
-    return [
-        flat[start : start + tensors[name].nbytes].view(tensors[name].dtype).view(tensors[name].shape)
-        for name, start in zip(layout.order, layout.starts, strict=True)
-    ]
-
-
-@torch.no_grad()
-def copy_tensors(views: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy ``sources`` into ``views`` on the host; with CUDA does not wait for it, if these are page-locked."""
-    pairs: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-    for view, source in zip(views, sources, strict=True):
-        into, outof = pairs.setdefault(source.device, ([], []))
-        into.append(view)
-        outof.append(source)
-    for device, (into, outof) in pairs.items():
-        torch._foreach_copy_(into, outof, non_blocking=device.type == "cuda")
-
-
-def _bytes_of(flat: Tensor) -> memoryview:
-    array: Any = flat.detach().numpy()  # a buffer, though its annotations do not say so
-    return memoryview(array)
-
-
-# A checkpoint's folder: files with checksums, and a manifest, written last, that names those that count.
-#
-# The files of a save have names of their own, so that those of the one before stay as they are until the new manifest
-# takes the place of the old one in one rename. Whatever is interrupted before that leaves the old checkpoint.
-
-MANIFEST = "manifest.json"
-FORMAT = "lockstep checkpoint 1"
-_MAX_MANIFEST_BYTES = 1 << 16
-_CHUNK_BYTES = 1 << 22
-_MAX_REPLACED = 5
-"""So often may a save replace a checkpoint while it is read."""
-_OURS = re.compile(r"(state|tensors)-[0-9a-f]{16}\.(json|safetensors)|manifest-[0-9a-f]{16}\.tmp")
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint's folder says of itself.
-
-    Attributes:
-        entries: Of each file, by its name: ``file``, ``bytes`` and ``blake2b``.
-        about: What the writer added.
-        checksum: Of the manifest, which tells this checkpoint from all others.
-    """
-
-    entries: Mapping[str, Any]
-    about: Mapping[str, Any]
-    checksum: str
-
-
-def write_folder(folder: Path, files: Mapping[str, Pieces], about: Mapping[str, Any] | None = None) -> None:
-    """Make ``files``, by name such as ``state.json``, the content of the checkpoint ``folder``.
-
-    Blocks until they are on disk. Only one process may do so at a time.
-
-    Args:
-        folder: Made if it is not there.
-        files: The content of each, in pieces.
-        about: Small numbers and strings for the manifest.
-
-    Raises:
-        OSError: It cannot be written; the checkpoint that was there is as it was.
-    """
-    make_folder(folder)
-    _remove_leftovers(folder)
-    token = secrets.token_hex(8)
-    entries: dict[str, Any] = {}
-    for name, content in files.items():
-        stem, _, ending = name.partition(".")
-        own = f"{stem}-{token}.{ending}"
-        num_bytes, checksum = _write(folder / own, content)
-        entries[name] = {"file": own, "bytes": num_bytes, "blake2b": checksum}
-    body = json.dumps({"format": FORMAT, "files": entries, "about": dict(about or {})}).encode()
-    temporary = folder / f"manifest-{token}.tmp"
-    _write(temporary, [f"{_checksum(body)}\n".encode() + body + b"\n"])
-    flush_folder(folder)
-    rename(temporary, folder / MANIFEST)
-    flush_folder(folder)
-    flush_folder(folder.parent)
-    _remove_files_but(folder, {entry["file"] for entry in entries.values()})
-
-
-def read_folder(folder: Path) -> tuple[dict[str, bytes], Manifest]:
-    """Return the files of the checkpoint ``folder``, by name, each as it was written, and its manifest.
-
-    Raises:
-        CheckpointError: There is none, or it is damaged; names the file.
-    """
-    manifest = read_manifest(folder)
-    for _ in range(_MAX_REPLACED):
-        try:
-            return {name: _read_checked(folder, entry) for name, entry in manifest.entries.items()}, manifest
-        except CheckpointError:
-            now = read_manifest(folder)
-            if now.checksum == manifest.checksum:
-                raise
-            manifest = now  # a save has replaced the checkpoint meanwhile, and removed the files of the one before
-    raise CheckpointError(f"The checkpoint {folder} is replaced faster than it can be read.\nTry again.")
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Return what ``folder`` says of itself, without looking at its files.
-
-    Raises:
-        CheckpointError: There is no manifest, or it is damaged.
-    """
-    path = folder / MANIFEST
-    content = _read(path, None)
-    checksum, _, body = content.partition(b"\n")
-    body = body.removesuffix(b"\n")
-    if checksum != _checksum(body).encode():
-        raise CheckpointError(damaged_message(path, "does not match its checksum"))
-    try:
-        manifest = json.loads(body)
-        if manifest["format"] != FORMAT:
-            raise CheckpointError(damaged_message(path, f"is not of the format {FORMAT!r}"))
-        entries: dict[str, Any] = manifest["files"]
-        about = manifest.get("about", {})
-        well_formed = type(about) is dict and all(
-            _OURS.fullmatch(entry["file"]) and type(entry["bytes"]) is int and type(entry["blake2b"]) is str
-            for entry in entries.values()
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        well_formed = False
-    if not well_formed:  # also names that point out of the folder
-        raise CheckpointError(damaged_message(path, "is not of the form that Lockstep writes"))
-    return Manifest(entries, about, checksum.decode())
-
-
-def damaged_message(path: Path, why: str) -> str:
-    """Return the message that the checkpoint's file ``path`` is not what was written."""
-    return f"The checkpoint {path.parent} is damaged: {path.name} {why}.\nLoad another one."
-
-
-def _read_checked(folder: Path, entry: Mapping[str, Any]) -> bytes:
-    path = folder / entry["file"]
-    content = _read(path, entry["bytes"])
-    if _checksum(content) != entry["blake2b"]:
-        raise CheckpointError(damaged_message(path, "does not match its checksum"))
-    return content
-
-
-def _read(path: Path, num_bytes: int | None) -> bytes:
-    """Return the content of a file that is really one, of ``num_bytes`` if that is known."""
-    try:
-        # No link out of the folder, and no waiting for whoever writes to a pipe.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        if num_bytes is None and not _has_files(path.parent):
-            raise CheckpointError(
-                f"There is no checkpoint {path.parent}.\nIt must be a folder that every rank sees."
-            ) from None
-        raise CheckpointError(damaged_message(path, "is not there")) from None
-    except OSError as error:
-        raise CheckpointError(damaged_message(path, f"cannot be read: {error.strerror}")) from error
-    with open(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise CheckpointError(damaged_message(path, "is not a file"))
-        if num_bytes is None and found.st_size > _MAX_MANIFEST_BYTES:
-            raise CheckpointError(damaged_message(path, f"has {found.st_size} bytes, more than {_MAX_MANIFEST_BYTES}"))
-        if num_bytes is not None and found.st_size != num_bytes:
-            raise CheckpointError(damaged_message(path, f"has {found.st_size} bytes, not {num_bytes}"))
-        try:
-            return file.read()
-        except OSError as error:
-            raise CheckpointError(damaged_message(path, f"cannot be read: {error.strerror}")) from error
-
-
-def _has_files(folder: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return any(_OURS.fullmatch(path.name) for path in folder.iterdir())
-    return False
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Remove the files of saves that were not finished, if it is known which these are."""
-    # A manifest that cannot be read now may be one that can be read later, or by a later version: then nothing is.
-    with contextlib.suppress(CheckpointError):
-        named = read_manifest(folder) if (folder / MANIFEST).exists() else None
-        _remove_files_but(folder, set() if named is None else {entry["file"] for entry in named.entries.values()})
-
-
-def _remove_files_but(folder: Path, kept: set[str]) -> None:
-    for path in folder.iterdir():
-        if _OURS.fullmatch(path.name) and path.name not in kept:
-            remove(path)
-
-
-def _write(path: Path, content: Pieces) -> tuple[int, str]:
-    """Write a file; return its size in bytes and its checksum."""
-    digest, num_bytes = hashlib.blake2b(digest_size=32), 0
-    with create(path) as file:
-        for piece in content:
-            view = memoryview(piece)
-            for start in range(0, len(view), _CHUNK_BYTES):
-                chunk = view[start : start + _CHUNK_BYTES]
-                digest.update(chunk)
-                write(file, chunk)
-                num_bytes += len(chunk)
-        flush(file)
-    return num_bytes, digest.hexdigest()
-
-
-def _checksum(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=32).hexdigest()
-
-
-# A state as JSON and named tensors, and back: nothing else can be in it, so reading it runs no code.
-
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 _PLAIN = {type(None), bool, int, float, str}
 
 
@@ -394,27 +82,43 @@ class UnfitValueError(ValueError):
     """A value that cannot be written; names its type and place."""
 
 
-class Packer:
-    """Takes a state apart. Equal tensors stay one; those that merely overlap become separate.
+def damaged_message(path: Path, why: str) -> str:
+    """Return the message that the checkpoint's file ``path`` is not what was written."""
+    return f"The checkpoint {path.parent} is damaged: {path.name} {why}.\nLoad another one."
+
+
+# --- a state as JSON and named tensors ---
+
+
+class TreePacker:
+    """Takes a state apart into JSON and named tensors. Nothing else can be in it, so reading it runs no code.
+
+    DCP's own flattening is not used: it makes lists of dicts with integer keys, as optimizers have, and pickles leaves.
+
+    Args:
+        is_coordinator: Whether this rank holds what all ranks have alike; the others hold only their shards.
 
     Attributes:
-        tensors: By name, where they lie: not copies.
+        tensors: By name: what this rank holds of each, where it lies.
+        is_sharded: Whether other ranks hold a part of any; the same on every rank.
     """
 
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self._names: dict[tuple[Any, ...], str] = {}
+    def __init__(self, *, is_coordinator: bool) -> None:
+        self.tensors: dict[str, TensorChunks] = {}
+        self.is_sharded = False
+        self._is_coordinator = is_coordinator
+        self._packed: dict[tuple[Any, ...], dict[str, str]] = {}
 
     def pack(self, value: Any, place: str) -> Any:
         """Return ``value`` as JSON in which tensors are named by their place.
 
         Raises:
-            UnfitValueError: It holds more than numbers, strings, bytes, lists, tuples, dicts and dense tensors.
+            UnfitValueError: It holds more than numbers, strings, bytes, lists, tuples, dicts and tensors.
         """
         kind = type(value)
         if kind in _PLAIN:
             return value
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor | TensorChunks):
             return self._pack_tensor(value, place)
         if kind is complex:
             return {"complex": [value.real, value.imag]}
@@ -427,43 +131,59 @@ class Packer:
             return {"dict": [[_pack_key(key, place), self.pack(item, f"{place}.{key}")] for key, item in value.items()]}
         raise UnfitValueError(f"{kind.__module__}.{kind.__qualname__} at {place}")
 
-    def _pack_tensor(self, tensor: Tensor, place: str) -> Any:
-        if type(tensor) not in {Tensor, torch.nn.Parameter} or tensor.layout != torch.strided:
-            raise UnfitValueError(f"{type(tensor).__qualname__} of layout {tensor.layout} at {place}")
-        tensor = tensor.detach().resolve_conj().resolve_neg()
-        kind = "tensor"
-        if tensor.is_complex():
-            tensor, kind = torch.view_as_real(tensor), "complex tensor"
-        if tensor.dtype not in SAFETENSORS_DTYPES or tensor.device.type == "meta":
-            raise UnfitValueError(f"tensor of {tensor.dtype} on {tensor.device} at {place}")
-        return {kind: self._add(tensor, place)}
+    def _pack_tensor(self, value: Tensor | TensorChunks, place: str) -> dict[str, str]:
+        if isinstance(value, TensorChunks) or is_sharded(value):
+            self.is_sharded = True
+            return self._add(value if isinstance(value, TensorChunks) else TensorChunks.of(value), place)
+        if type(value) not in {Tensor, torch.nn.Parameter} or value.layout != torch.strided:
+            raise UnfitValueError(f"{type(value).__qualname__} of layout {value.layout} at {place}")
+        value = value.detach().resolve_conj().resolve_neg()
+        # Tied tensors are written once. Shards are not compared: where they are empty, ranks would find other ties.
+        memory = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
+        if value.numel() == 0 or memory not in self._packed:
+            held = TensorChunks.of(value)
+            self._packed[memory] = self._add(held if self._is_coordinator else held.without_chunks(), place)
+        return self._packed[memory]
 
-    def _add(self, tensor: Tensor, place: str) -> str:
-        memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() > 0 and memory in self._names:
-            return self._names[memory]
+    def _add(self, held: TensorChunks, place: str) -> dict[str, str]:
+        real = held.as_real()
+        on_meta = any(chunk.is_meta for chunk in held.chunks.values())
+        if real.dtype not in SAFETENSORS_DTYPES or on_meta:
+            raise UnfitValueError(f"tensor of {held.dtype}{' on meta' if on_meta else ''} at {place}")
         # A name goes into the file's header, whose reader knows no half characters.
         place = place.encode("utf-8", "backslashreplace").decode()
         name, number = place, 1
         while name in self.tensors:  # such as the keys 1 and "1" of one dict
             number += 1
             name = f"{place}#{number}"
-        self.tensors[name] = tensor
-        self._names[memory] = name
-        return name
+        self.tensors[name] = real
+        return {"complex tensor" if held.dtype.is_complex else "tensor": name}
 
 
 def _pack_key(key: Any, place: str) -> Any:
     if type(key) in {*_PLAIN, bytes, complex, tuple}:
-        packer = Packer()
+        packer = TreePacker(is_coordinator=True)
         packed = packer.pack(key, f"a key of {place}")
         if not packer.tensors:
             return packed
     raise UnfitValueError(f"{type(key).__qualname__} as a key of {place}")
 
 
-def unpack_tree(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return what `Packer.pack` took apart.
+def pack_parts(parts: Mapping[str, Any], *, is_coordinator: bool) -> tuple[TreePacker, dict[str, Any]]:
+    """Return the tensors in ``parts`` by name, where they lie, and the rest as JSON.
+
+    Raises:
+        UnfitValueError: They hold what cannot be written.
+    """
+    packer = TreePacker(is_coordinator=is_coordinator)
+    try:
+        return packer, {name: packer.pack(part, name) for name, part in parts.items()}
+    except RecursionError:
+        raise UnfitValueError("what holds itself or is nested too deep") from None
+
+
+def unpack_tree(packed: Any, tensors: Mapping[str, StoredTensor]) -> Any:
+    """Return what `TreePacker.pack` took apart, with tensors that are not read yet.
 
     Raises:
         ValueError: It is not of that form, or a tensor is not there.
@@ -477,7 +197,7 @@ def unpack_tree(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
         if kind == "tensor" and type(content) is str and content in tensors:
             return tensors[content]
         if kind == "complex tensor" and type(content) is str and content in tensors:
-            return _complex(tensors[content])
+            return tensors[content].as_complex()
         if kind == "tuple" and type(content) is list:
             return tuple(unpack_tree(item, tensors) for item in content)
         if kind == "dict" and type(content) is list and all(type(pair) is list and len(pair) == 2 for pair in content):
@@ -498,66 +218,518 @@ def _unpack_key(packed: Any) -> Any:
     return key
 
 
-def _complex(pairs: Tensor) -> Tensor:
-    if pairs.dtype not in {torch.float16, torch.float32, torch.float64} or pairs.shape[-1:] != (2,):
-        raise ValueError("a complex tensor in its state is not of the form that Lockstep writes")
-    return torch.view_as_complex(pairs)
+# --- what DCP plans ---
 
 
-# The parts of a checkpoint, such as model and optimizer, as the files of its folder, and back.
+class _SavePlanner(DefaultSavePlanner):
+    """Plans to write the chunks that this rank holds; what another rank holds is not in its plan."""
 
-TENSORS, STATE = "tensors.safetensors", "state.json"
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    @override
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for name, held in self.state_dict.items():
+            for offsets, chunk in held.chunks.items():
+                kind = WriteItemType.TENSOR if chunk.shape == held.size else WriteItemType.SHARD
+                place = ChunkStorageMetadata(torch.Size(offsets), chunk.shape)
+                data = TensorWriteData(place, TensorProperties(dtype=held.dtype), held.size)
+                items.append(WriteItem(MetadataIndex(name, offsets), kind, tensor_data=data))
+        self.plan = SavePlan(items)
+        return self.plan
+
+    @override
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        chunk: Tensor = self.state_dict[index.fqn].chunks[tuple(index.offset or ())]
+        return chunk
 
 
-def pack_parts(parts: Mapping[str, Any]) -> tuple[dict[str, Tensor], bytes]:
-    """Return the tensors in ``parts`` by name, where they lie, and the rest as JSON.
+class _LoadPlanner(DefaultLoadPlanner):
+    """Plans to read the chunks that this rank wants, out of those that the ranks of the save have written."""
+
+    @override
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    @override
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items = []
+        for name, wanted in self.state_dict.items():
+            stored = self.metadata.state_dict_metadata[name]
+            assert isinstance(stored, TensorStorageMetadata)
+            chunks = [ChunkStorageMetadata(torch.Size(offsets), each.shape) for offsets, each in wanted.chunks.items()]
+            items += create_read_items_for_chunk_list(name, stored, chunks)
+        return LoadPlan(items)
+
+    @override
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        chunk: Tensor = self.state_dict[index.fqn].chunks[tuple(index.offset or ())]
+        return chunk
+
+
+# --- what each rank writes ---
+
+
+class ShardWriter(StorageWriter):
+    """DCP's storage interface: writes what one rank holds as one safetensors file, and a record of what is in it.
+
+    Args:
+        folder: Of the checkpoint, which rank zero has made.
+        token: Of the save.
+        rank: Who writes.
+    """
+
+    def __init__(self, folder: Path, token: str, rank: int) -> None:
+        self._folder, self._token, self._rank = folder, token, rank
+        self._entry: dict[str, Any] = {}
+
+    @override
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        tensors, results = {}, []
+        for item in plan.items:
+            assert item.tensor_data is not None
+            # Whole tensors keep their name, so that the file of an unsharded model is one that others can read.
+            name, offsets = item.index.fqn, list(item.index.offset or ())
+            key = name if item.type == WriteItemType.TENSOR else f"{name} from {offsets}"
+            chunk = planner.resolve_data(item)
+            assert isinstance(chunk, Tensor)
+            tensors[key] = chunk
+            results.append(WriteResult(item.index, chunk.nbytes, [self._rank, key, offsets, list(chunk.shape)]))
+        file = f"shard-{self._rank:05d}-{self._token}.safetensors"
+        self._entry = {"file": file, **write_file(self._folder / file, safetensors_pieces(tensors))}
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    @override
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the record. It is there once the shard file is on disk, and in whole: rank zero waits for it."""
+        chunks: dict[str, list[Any]] = {}
+        for result in results[0]:
+            chunks.setdefault(result.index.fqn, []).append(result.storage_data)
+        record = part_file(self._folder, self._token, self._rank)
+        temporary = record.with_suffix(".tmp")
+        write_file(temporary, [json.dumps({"entry": self._entry, "chunks": chunks}).encode()])
+        temporary.replace(record)
+
+    @override
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    @override
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    @override
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    @override
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    @classmethod
+    @override
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def write_shard(folder: Path, token: str, rank: int, tensors: Mapping[str, TensorChunks]) -> None:
+    """Write what this rank holds of ``tensors``. Blocks until it is on disk; communicates nothing.
+
+    DCP's own loop is not used: it pickles the plans of all ranks over their group, and would do so in a thread, beside
+    the collectives of the steps. Plans need not meet: rank zero alone holds what is not sharded, and what the others
+    hold is in their records.
 
     Raises:
-        UnfitValueError: They hold more than numbers, strings, bytes, lists, tuples, dicts and dense tensors.
+        OSError: It cannot be written.
     """
-    packer = Packer()
+    planner, writer = _SavePlanner(), ShardWriter(folder, token, rank)
+    planner.set_up_planner(dict(tensors))
+    (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
+    results = writer.write_data(planner.finish_plan(plan), planner).wait()
+    writer.finish(metadata, [results])
+
+
+def part_file(folder: Path, token: str, rank: int) -> Path:
+    """Return where the record of what ``rank`` has written is."""
+    return folder / f"part-{rank:05d}-{token}.json"
+
+
+def safetensors_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """Yield the content of a safetensors file: each tensor from where it lies, if that is on the host in one piece.
+
+    The safetensors package returns a file as one object of bytes: a large state would be in memory once more.
+    """
+    order = sorted(tensors, key=lambda name: -tensors[name].itemsize)  # so that each lies at a multiple of its width
+    entries, end = {}, 0
+    for name in order:
+        tensor, start = tensors[name], end
+        end += tensor.nbytes
+        entries[name] = {
+            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in order:
+        if tensors[name].numel():
+            array: Any = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            yield memoryview(array)
+
+
+def write_file(path: Path, content: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Write a new file; return its size and digest. Blocks until it is on disk."""
+    digest, num_bytes = hashlib.blake2b(digest_size=32), 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        packed = {name: packer.pack(part, name) for name, part in parts.items()}
-    except RecursionError:
-        raise UnfitValueError("what holds itself or is nested too deep") from None
-    return packer.tensors, json.dumps(packed).encode()
+        for piece in content:
+            view = memoryview(piece)
+            for start in range(0, len(view), _WRITE_BYTES):
+                chunk = view[start : start + _WRITE_BYTES]
+                digest.update(chunk)
+                num_bytes += len(chunk)
+                while len(chunk):
+                    chunk = chunk[os.write(descriptor, chunk) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return {"bytes": num_bytes, "blake2b": digest.hexdigest()}
 
 
-def read_parts(folder: Path) -> tuple[dict[str, Any], Manifest]:
-    """Return the parts in the checkpoint ``folder``, on the CPU, and its manifest. Runs no code from it.
+def sync_folder(path: Path) -> None:
+    """Block until the names in a folder are on disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- what rank zero does before and after ---
+
+
+def remove_leftover_files(folder: Path, token: str | None = None) -> None:
+    """Remove what saves into ``folder`` have left that did not come to their end; not what save ``token`` writes."""
+    # A manifest that cannot be read now may be one that can be read later, or by a later version: then nothing goes.
+    with contextlib.suppress(CheckpointError):
+        named = read_manifest(folder).files if (folder / MANIFEST).exists() else set()
+        _remove_files_but(folder, named, token)
+
+
+def commit(
+    folder: Path,
+    token: str,
+    packed: Mapping[str, Any],
+    tensors: Mapping[str, TensorChunks],
+    ranks: Iterable[int],
+    about: Mapping[str, Any],
+) -> None:
+    """Make what the ranks have written the checkpoint ``folder``. Blocks until that is on disk.
+
+    Until the manifest is renamed the folder is what it was before.
+
+    Args:
+        folder: Where the ranks have written their parts, all of which are there.
+        token: Of the save.
+        packed: The state without its tensors.
+        tensors: All that are in it.
+        ranks: That wrote a part.
+        about: Small numbers and strings for the manifest.
 
     Raises:
-        CheckpointError: There is none, or it is damaged; names the file.
+        OSError, ValueError: It cannot be written, or parts of a tensor are missing.
     """
-    files, manifest = read_folder(folder)
-    return unpack_parts(files, folder), manifest
+    index: dict[str, dict[str, Any]] = {
+        name: {"dtype": SAFETENSORS_DTYPES[each.dtype], "size": list(each.size), "chunks": []}
+        for name, each in tensors.items()
+    }
+    entries: dict[str, Any] = {}
+    for rank in ranks:
+        part = json.loads(part_file(folder, token, rank).read_bytes())
+        entries[str(rank)] = part["entry"]
+        for name, chunks in part["chunks"].items():
+            index[name]["chunks"] += chunks
+    for name, each in index.items():
+        # Ranks may hold the same chunk, as they do on a mesh that also replicates: one of them counts.
+        each["chunks"] = list({tuple(chunk[2]): chunk for chunk in each["chunks"]}.values())
+        _check_cover(name, each)
+    state = f"{_STATE}-{token}.json"
+    content = json.dumps({"state": packed, "tensors": index}).encode()
+    entries[_STATE] = {"file": state, **write_file(folder / state, [content])}
+    body = json.dumps({"format": FORMAT, "version": _version(), "files": entries, "about": dict(about)}).encode()
+    temporary = folder / f"manifest-{token}.tmp"
+    write_file(temporary, [f"{_digest(body)}\n".encode() + body + b"\n"])
+    sync_folder(folder)  # all names are on disk before the manifest says that they are
+    temporary.replace(folder / MANIFEST)
+    sync_folder(folder)
+    sync_folder(folder.parent)
+    _remove_files_but(folder, {entry["file"] for entry in entries.values()})
 
 
-def unpack_parts(files: Mapping[str, bytes], folder: Path) -> dict[str, Any]:
-    """Return the parts in the content of the files of the checkpoint ``folder``, on the CPU. Runs no code from it.
+# --- reading ---
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint's folder says of itself.
+
+    Attributes:
+        entries: ``file``, ``bytes`` and ``blake2b`` of the state and of each rank's shard.
+        about: What the writer added.
+        digest: Of the manifest, which tells this checkpoint from all others.
+    """
+
+    entries: Mapping[str, Any]
+    about: Mapping[str, Any]
+    digest: str
+
+    @property
+    def files(self) -> set[str]:
+        """The names of the files that count."""
+        return {entry["file"] for entry in self.entries.values()}
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return what ``folder`` says of itself, without a look at its files.
+
+    Raises:
+        CheckpointError: There is no manifest, or it is damaged, or of an older version.
+    """
+    path = folder / MANIFEST
+    with _open_checked(path, limit=_MAX_MANIFEST_BYTES) as file:
+        try:
+            digest, _, body = file.read().partition(b"\n")
+        except OSError as error:
+            raise CheckpointError(damaged_message(path, f"cannot be read: {error.strerror}")) from error
+    body = body.removesuffix(b"\n")
+    if digest != _digest(body).encode():
+        raise CheckpointError(damaged_message(path, "does not match its checksum"))
+    try:
+        manifest = json.loads(body)
+        found, entries, about = manifest["format"], manifest["files"], manifest["about"]
+        if found in _WRITTEN_BY:
+            raise CheckpointError(
+                f"The checkpoint {folder} was written by Lockstep {_WRITTEN_BY[found]}, in a format that is no longer "
+                "read.\nLoad it with that version, or start anew (resume=False)."
+            )
+        if found != FORMAT:
+            written_by = f"Lockstep {manifest.get('version', 'of another version')}"
+            raise CheckpointError(damaged_message(path, f"is of the format {found!r} of {written_by}, not {FORMAT!r}"))
+        well_formed = (
+            type(about) is dict
+            and _STATE in entries
+            and all(
+                # No names that point out of the folder.
+                _OURS.fullmatch(entry["file"]) and type(entry["bytes"]) is int and type(entry["blake2b"]) is str
+                for entry in entries.values()
+            )
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        well_formed = False
+    if not well_formed:
+        raise CheckpointError(damaged_message(path, "is not of the form that Lockstep writes"))
+    return Manifest(entries, about, digest.decode())
+
+
+def verify_files(folder: Path, manifest: Manifest, *, rank: int = 0, world_size: int = 1) -> None:
+    """Compare size and digest of each file with the manifest; each rank takes its share of the shards.
+
+    Raises:
+        CheckpointError: A file is not what was written; names it.
+    """
+    for number, (name, entry) in enumerate(manifest.entries.items()):
+        if number % world_size != rank and name != _STATE:
+            continue
+        path = folder / entry["file"]
+        with _open_checked(path, entry["bytes"]) as file:
+            try:
+                digest = hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=32)).hexdigest()
+            except OSError as error:
+                raise CheckpointError(damaged_message(path, f"cannot be read: {error.strerror}")) from error
+        if digest != entry["blake2b"]:
+            raise CheckpointError(damaged_message(path, "does not match its checksum"))
+
+
+class ShardReader(StorageReader):
+    """DCP's storage interface: reads chunks out of the files of a checkpoint, whose digests were compared before.
+
+    Args:
+        folder: The checkpoint.
+        manifest: Of it.
+
+    Raises:
+        CheckpointError: Its state is not of the form that Lockstep writes.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder, self._manifest = folder, manifest
+        self._files: dict[str, Any] = {}
+        self._places: dict[MetadataIndex, tuple[str, str]] = {}
+        self._metadata = Metadata({}, storage_data=self._places)
+        path = folder / manifest.entries[_STATE]["file"]
+        try:
+            with _open_checked(path) as file:
+                content = json.load(file)
+            for name, each in content["tensors"].items():
+                self._add(name, each)
+            self.packed: dict[str, Any] = {**content["state"]}
+            for part, entry in manifest.entries.items():
+                if part != _STATE:  # open from here on: a save that replaces the checkpoint removes its files
+                    path = folder / entry["file"]
+                    self._files[entry["file"]] = safe_open(path, "pt")
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(damaged_message(path, f"cannot be read: {error}")) from error
+
+    def _add(self, name: str, stored: Mapping[str, Any]) -> None:
+        _check_cover(name, stored)
+        chunks = []
+        for file, key, offsets, sizes in stored["chunks"]:
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            self._places[MetadataIndex(name, offsets)] = self._manifest.entries[str(file)]["file"], key
+        properties = TensorProperties(dtype=_DTYPES[stored["dtype"]])
+        self._metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, torch.Size(stored["size"]), chunks)
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    @override
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            file, key = self._places[item.storage_index]
+            window = tuple(slice(start, start + n) for start, n in zip(item.storage_offsets, item.lengths, strict=True))
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(self._read(file, key, window, target.shape))
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read(self, file: str, key: str, window: tuple[slice, ...], shape: torch.Size) -> Tensor:
+        path = self._folder / file
+        try:
+            found: Tensor = self._files[file].get_slice(key)[window]
+        except (SafetensorError, OSError, ValueError, IndexError, TypeError) as error:
+            raise CheckpointError(damaged_message(path, f"cannot be read: {error}")) from error
+        if found.shape != shape:
+            raise CheckpointError(damaged_message(path, f"has another shape of {key} than the state says"))
+        return found
+
+    @override
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    @override
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    @override
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    @override
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    @override
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def read_parts(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """Return the parts of a state, with tensors that are read when somebody wants them. Runs no code from the files.
 
     Raises:
         CheckpointError: They are not of the form that Lockstep writes.
     """
+    reader = ShardReader(folder, manifest)
+    metadata = reader.read_metadata()
+
+    def load(name: str, wanted: TensorChunks) -> None:
+        planner = _LoadPlanner()
+        planner.set_up_planner({name: wanted}, metadata)
+        reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+
+    tensors = {
+        name: StoredTensor(stored.size, stored.properties.dtype, partial(load, name))
+        for name, stored in metadata.state_dict_metadata.items()
+        if isinstance(stored, TensorStorageMetadata)
+    }
     try:
-        tensors = safetensors.torch.load(files[TENSORS])
-        parts: dict[str, Any] = {name: unpack_tree(part, tensors) for name, part in json.loads(files[STATE]).items()}
+        parts = {name: unpack_tree(packed, tensors) for name, packed in reader.packed.items()}
         if type(parts["state"]) is not dict:
             raise ValueError("it holds no state")
-    except (SafetensorError, ValueError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(damaged_message(folder / "content", f"cannot be read: {error}")) from error
+    except (ValueError, KeyError, RecursionError) as error:
+        path = folder / manifest.entries[_STATE]["file"]
+        raise CheckpointError(damaged_message(path, f"cannot be read: {error}")) from error
     return parts
 
 
-def unfit_message(what: str, error: UnfitValueError) -> str:
-    """Return the message that ``what``, such as a checkpoint's path, cannot hold something."""
-    return (
-        f"The checkpoint {what} cannot hold {error}.\n"
-        "Give numbers, strings, bytes, None, dense tensors, and lists, tuples and dicts of them."
-    )
+def _check_cover(name: str, stored: Mapping[str, Any]) -> None:
+    """Check that the chunks of a tensor fill it: DCP leaves holes as they are, in memory that was never written.
+
+    Raises:
+        ValueError: They do not.
+    """
+    size, num_elements = stored["size"], 0
+    if any(type(length) is not int or length < 0 for length in size) or stored["dtype"] not in _DTYPES:
+        raise ValueError(f"{name} has the size {size}")
+    for _, _, offsets, sizes in stored["chunks"]:
+        inside = all(0 <= start <= start + n <= end for start, n, end in zip(offsets, sizes, size, strict=True))
+        num_elements += math.prod(sizes) if inside else 0
+    if num_elements != math.prod(size):
+        raise ValueError(f"{name} has chunks of {num_elements} of its {math.prod(size)} elements")
 
 
-def unwritable_message(what: str, error: Exception) -> str:
-    """Return the message that ``what`` cannot be written."""
-    why = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
-    return f"Cannot write the checkpoint {what}: {why}.\nThe one before it is as it was."
+def _open_checked(path: Path, num_bytes: int | None = None, *, limit: float = math.inf) -> BufferedReader:
+    """Open a file that is really one, of ``num_bytes`` if that is known."""
+    try:
+        # No link out of the folder, and no wait for whoever writes to a pipe.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if path.name == MANIFEST and not _has_files(path.parent):
+            raise CheckpointError(
+                f"There is no checkpoint {path.parent}.\nIt must be a folder that every rank sees."
+            ) from None
+        raise CheckpointError(damaged_message(path, "is not there")) from None
+    except OSError as error:
+        raise CheckpointError(damaged_message(path, f"cannot be read: {error.strerror}")) from error
+    found, why = os.fstat(descriptor), None
+    if not stat.S_ISREG(found.st_mode):
+        why = "is not a file"
+    elif num_bytes is not None and found.st_size != num_bytes:
+        why = f"has {found.st_size} bytes, not {num_bytes}"
+    elif found.st_size > limit:
+        why = f"has {found.st_size} bytes, more than {limit}"
+    if why is not None:
+        os.close(descriptor)
+        raise CheckpointError(damaged_message(path, why))
+    return open(descriptor, "rb")
+
+
+def _has_files(folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return any(_OURS.fullmatch(path.name) for path in folder.iterdir())
+    return False
+
+
+def _remove_files_but(folder: Path, kept: set[str], token: str | None = None) -> None:
+    for path in folder.iterdir():
+        is_of_save = token is not None and f"-{token}." in path.name
+        if _OURS.fullmatch(path.name) and path.name not in kept and not is_of_save:
+            path.unlink(missing_ok=True)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=32).hexdigest()
+
+
+def _version() -> str:
+    try:
+        return version("lockstep-torch")
+    except PackageNotFoundError:  # run from a source tree
+        return "unknown"

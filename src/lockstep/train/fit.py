@@ -7,17 +7,19 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from lockstep.comm.world import World, init
 from lockstep.data.loader import explaining_worker_failures
-from lockstep.train.checkpoint import Checkpoints
 from lockstep.train.evaluate import FitResult
 from lockstep.train.profiling import profiled
 from lockstep.train.run import Run
 from lockstep.train.settings import FitSettings
 from lockstep.train.stopping import StopSignals
 from lockstep.train.task import Task
+
+if TYPE_CHECKING:
+    from lockstep.train.checkpoint import Checkpoints
 
 # Functions that take settings as keywords, without listing them again.
 
@@ -74,6 +76,8 @@ def _checkpoints(settings: FitSettings, world: World) -> contextlib.AbstractCont
     """Return the checkpoints that ``settings`` ask for, if they do. Collective: every rank."""
     if settings.checkpoint is None:
         return contextlib.nullcontext()
+    from lockstep.train.checkpoint import Checkpoints  # not at the top: torch.distributed.checkpoint takes a second
+
     return Checkpoints(
         Path(settings.checkpoint),
         world,

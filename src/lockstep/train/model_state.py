@@ -1,29 +1,119 @@
-"""The state of model and optimizer as a checkpoint has it, and back into any strategy."""
+"""The state of model and optimizer as a checkpoint has it: without wrappers, each rank's shards of it, and back.
+
+[Note: shards]
+What ranks hold of a sharded tensor is boxes of it by their offsets (`TensorChunks`; DCP calls them chunks), and a
+checkpoint keeps those. So any number of ranks and any strategy can read what they need of it, and nothing is gathered:
+    fsdp        a DTensor has one box: rows of the parameter
+    ddp-zero1   a rank has neighbouring elements of a parameter in memory: a part of a row, rows, a part of a row
+    others      rank zero has all, the others nothing
+"""
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.comm.fully_shard import divided_like, is_divided, whole
+from lockstep.comm.collectives import all_gather_object
+from lockstep.comm.fully_shard import is_sharded, local_chunk, whole
 from lockstep.data.order import GlobalOrder
 from lockstep.data.stream import StreamOrder
-from lockstep.errors import ConfigurationError
+from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.dp.wrapper import DataParallel
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
+from lockstep.parallel.zero.partition import ShardRange
+from lockstep.parallel.zero.state_dict import SCALARS
 from lockstep.train.reproducible import Arithmetic
 from lockstep.train.settings import Settings
-
-# Models without what is wrapped around them, and names of their state without what wrappers put into them.
 
 _WRAPPERS = (DataParallel, DistributedDataParallel, nn.DataParallel, nn.parallel.DistributedDataParallel)
 _COMPILED = "_orig_mod"
 """Where ``torch.compile`` keeps the module that it compiles."""
+
+Offsets = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorChunks:
+    """What this rank holds of a tensor; nothing, if other ranks do.
+
+    Attributes:
+        size: Of the whole tensor.
+        dtype: Of the whole tensor.
+        chunks: Boxes of it by their offsets: views, so what is written to them is written to what they were cut from.
+    """
+
+    size: torch.Size
+    dtype: torch.dtype
+    chunks: Mapping[Offsets, Tensor]
+
+    @classmethod
+    def of(cls, tensor: Any) -> TensorChunks:
+        """Return this rank's chunk of a sharded tensor; of any other, all."""
+        offsets, local = local_chunk(tensor) if is_sharded(tensor) else ((0,) * tensor.dim(), tensor)
+        return cls(tensor.shape, tensor.dtype, {offsets: local.detach()} if local.numel() else {})
+
+    def without_chunks(self) -> TensorChunks:
+        """Return it as a rank has it that holds nothing of it."""
+        return TensorChunks(self.size, self.dtype, {})
+
+    def as_real(self) -> TensorChunks:
+        """Return complex numbers as pairs; others as they are."""
+        if not self.dtype.is_complex:
+            return self
+        chunks = {(*offsets, 0): torch.view_as_real(chunk) for offsets, chunk in self.chunks.items()}
+        return TensorChunks(torch.Size([*self.size, 2]), self.dtype.to_real(), chunks)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a checkpoint that was not read yet.
+
+    Attributes:
+        load: Reads the chunks that it is given.
+    """
+
+    size: torch.Size
+    dtype: torch.dtype
+    load: Callable[[TensorChunks], None]
+
+    def as_complex(self) -> StoredTensor:
+        """Return it as complex numbers, of which it has the pairs.
+
+        Raises:
+            ValueError: It has none.
+        """
+        if self.dtype not in {torch.float16, torch.float32, torch.float64} or self.size[-1:] != (2,):
+            raise ValueError("a complex tensor in its state is not of the form that Lockstep writes")
+        return StoredTensor(self.size[:-1], self.dtype.to_complex(), lambda wanted: self.load(wanted.as_real()))
+
+    def read(self, like: Any = None) -> Tensor:
+        """Return it on the CPU; sharded as ``like`` is, if that is sharded and of its shape. Blocks."""
+        if is_sharded(like) and like.shape == self.size:
+            tensor = torch.empty_like(like, dtype=self.dtype, requires_grad=False)
+        else:
+            tensor = torch.empty(self.size, dtype=self.dtype)
+        self.load(TensorChunks.of(tensor))
+        return tensor
+
+
+def read_tensors(value: Any) -> Any:
+    """Return a state with all its tensors read."""
+    if isinstance(value, StoredTensor):
+        return value.read()
+    if type(value) in (list, tuple):
+        return type(value)(read_tensors(item) for item in value)
+    return {key: read_tensors(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+# --- names ---
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -48,73 +138,166 @@ def plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
     return {plain_name(name): value for name, value in state.items()}
 
 
-def names_as_in(model_state: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``state`` under the names that ``model_state`` has, whatever is compiled in either of them."""
-    own = {plain_name(name): name for name in model_state}
-    return {own.get(plain_name(name), name): value for name, value in state.items()}
+# --- what a rank holds ---
 
 
-# The state of model and optimizer, whole and in torch's format, whoever holds which part of it.
+def local_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return what this rank holds of the state of model and optimizer: shards as they are, everything else whole.
 
-
-def full_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the state of model and optimizer, by name.
-
-    On ranks other than 0 that of the optimizer may be None.
-
-    Collective where something is divided among ranks: every rank. Blocks then.
+    Collective with `ZeroRedundancyOptimizer`: every rank. Blocks then.
     """
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        optimizer.wait()
-        optimizer.consolidate_state_dict(to=0)
-        state = optimizer.state_dict() if optimizer.rank == 0 else None
-        return {"model": plain_names(model.state_dict()), "optimizer": state}
-    state = optimizer.state_dict()
-    state["state"] = {
-        index: {name: whole(value) for name, value in entries.items()} for index, entries in state["state"].items()
-    }
-    return {"model": plain_names(full_model_state_dict(model)), "optimizer": state}
+        optimizer.wait()  # for the parameters of other ranks
+    return {"model": plain_names(model.state_dict()), "optimizer": optimizer_state_dict(optimizer)}
 
 
-def full_model_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Return the state of ``model``. Collective where its parameters are divided: every rank. Blocks then."""
-    return {name: whole(value) for name, value in model.state_dict().items()}
+def optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the state of an optimizer in torch's format, shards as `TensorChunks`.
+
+    Collective with `ZeroRedundancyOptimizer`: every rank. Blocks then.
+    """
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        return optimizer.state_dict()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    held: dict[tuple[int, str], Any] = {}
+    for shard, entries in optimizer.local_shards():
+        for name, value in entries.items():
+            key = shard.parameter, name
+            if isinstance(value, Tensor) and value.dim() == 1 and optimizer.is_elementwise:
+                parameter = parameters[shard.parameter]
+                chunks = dict(held[key].chunks) if key in held else {}
+                chunks |= boxes_in_memory(value, parameter, shard.start)
+                held[key] = TensorChunks(parameter.shape, value.dtype, chunks)
+            else:  # the same for all elements of the parameter
+                held[key] = TensorChunks.of(value) if isinstance(value, Tensor) else value
+    state = _name_all(held, optimizer)
+    return {"state": state, "param_groups": Optimizer.state_dict(optimizer)["param_groups"]}
 
 
-def load_full_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Give model and optimizer what `full_state_dict` returned, of which every rank has all.
+def _name_all(held: Mapping[tuple[int, str], Any], optimizer: ZeroRedundancyOptimizer) -> dict[int, dict[str, Any]]:
+    """Return the state of all parameters, of which this rank holds ``held``. Collective: every rank. Blocks.
+
+    A rank knows the state of the parameters of which it has elements only. But rank zero describes the whole state in a
+    checkpoint, so it needs the name and size of what any rank holds; all ranks build the same description.
+    """
+    mine = [
+        [*key, str(value.dtype).removeprefix("torch."), list(value.size)]
+        if isinstance(value, TensorChunks)
+        else [*key, None, value]
+        for key, value in held.items()
+    ]
+    state: dict[int, dict[str, Any]] = {}
+    for theirs in all_gather_object(mine, group=optimizer.process_group, device=optimizer.join_device):
+        for index, name, dtype, content in theirs:
+            absent = content if dtype is None else TensorChunks(torch.Size(content), getattr(torch, dtype), {})
+            state.setdefault(index, {}).setdefault(name, held.get((index, name), absent))
+    return dict(sorted(state.items()))
+
+
+def boxes_in_memory(flat: Tensor, parameter: Tensor, start: int) -> dict[Offsets, Tensor]:
+    """Return ``flat``, the elements of ``parameter`` from ``start`` on as they lie in memory, as boxes of its shape.
+
+    The boxes are views. A contiguous parameter's are parts of rows and whole rows; one in channels_last is cut in the
+    order of its strides.
+    """
+    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    if not parameter.permute(order).is_contiguous():
+        order = list(range(parameter.dim()))  # has gaps: its state lies as if it had none
+    back = [order.index(dim) for dim in range(parameter.dim())]
+    boxes, done = {}, 0
+    for offsets, sizes in _boxes([parameter.shape[dim] for dim in order], start, start + flat.numel()):
+        numel = math.prod(sizes)
+        box = flat[done : done + numel].view(sizes)
+        boxes[tuple(offsets[dim] for dim in back)] = box.permute(back)
+        done += numel
+    return boxes
+
+
+def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Offsets, Offsets]]:
+    """Yield offsets and sizes of boxes that hold the elements from ``start`` to ``stop`` in their order."""
+    if len(shape) < 2:
+        if start < stop:
+            yield ((start,), (stop - start,)) if shape else ((), ())
+        return
+    row = math.prod(shape[1:])
+    while start < stop:
+        index, within = divmod(start, row)
+        num_rows = 0 if within else (stop - start) // row
+        if num_rows:
+            yield (index, *[0] * (len(shape) - 1)), (num_rows, *shape[1:])
+            start += num_rows * row
+        else:
+            end = min(stop, start - within + row)
+            for offsets, sizes in _boxes(shape[1:], within, within + end - start):
+                yield (index, *offsets), (1, *sizes)
+            start = end
+
+
+# --- and back ---
+
+
+def load_local_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Give model and optimizer a state of any strategy and number of ranks. Each rank reads what it needs. Blocks.
 
     Raises:
+        CheckpointError: It cannot be read.
         RuntimeError, ValueError: It is of another model or optimizer.
     """
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.wait()
+    load_model_state_dict(model, state["model"])
+    load_optimizer_state_dict(optimizer, state["optimizer"])
+
+
+def load_model_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Give a model a state, whatever is compiled in either of them. Raises what `load_local_state_dict` does."""
     mine = model.state_dict()
-    theirs = names_as_in(mine, state["model"])
-    model.load_state_dict({name: _sharded_like(mine.get(name), value) for name, value in theirs.items()})
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(is_divided(parameter) for parameter in parameters):
+    names = {plain_name(name): name for name in mine}
+    theirs = {names.get(plain_name(name), name): value for name, value in state.items()}
+    model.load_state_dict({name: _read(value, mine.get(name)) for name, value in theirs.items()})
+
+
+def load_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Give an optimizer a state. Raises what `load_local_state_dict` does."""
+    parameters = dict(enumerate(parameter for group in optimizer.param_groups for parameter in group["params"]))
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
         entries = {
-            index: {
-                name: _sharded_like(parameters[index], value)
-                if getattr(value, "shape", None) == parameters[index].shape
-                else value
-                for name, value in each.items()
-            }
-            for index, each in state["optimizer"]["state"].items()
+            index: {name: _read(value, parameters.get(index)) for name, value in each.items()}
+            for index, each in state["state"].items()
         }
-        optimizer.load_state_dict({**state["optimizer"], "state": entries})
-    else:
-        optimizer.load_state_dict(state["optimizer"])
+        optimizer.load_state_dict({**state, "state": entries})
+        return
+
+    def read(shard: ShardRange) -> dict[str, Any] | None:
+        parameter, entries = parameters[shard.parameter], state["state"].get(shard.parameter)
+        if entries is None:
+            return None
+        if not optimizer.is_elementwise:  # a rank has whole parameters, and their state as it is
+            return {name: _read(value) for name, value in entries.items()}
+        return {name: _read_range(name, value, parameter, shard) for name, value in entries.items()}
+
+    optimizer.load_shards(read, state["param_groups"])
 
 
-def _sharded_like(divided: object, value: Any) -> Any:
-    if not is_divided(divided) or not isinstance(value, Tensor) or value.dim() == 0:
-        return value
-    return divided_like(value, divided)
+def _read(value: Any, like: Any = None) -> Any:
+    return value.read(like) if isinstance(value, StoredTensor) else value
 
 
-# Whether a checkpoint fits a run, and taking over what it holds.
+def _read_range(name: str, value: Any, parameter: Tensor, shard: ShardRange) -> Any:
+    """Return the elements of ``shard`` if ``value`` has one for each of the parameter; anything else whole."""
+    if not isinstance(value, StoredTensor) or value.size != parameter.shape or (not value.size and name in SCALARS):
+        return _read(value)
+    flat = torch.empty(shard.numel, dtype=value.dtype)
+    value.load(TensorChunks(value.size, value.dtype, boxes_in_memory(flat, parameter, shard.start)))
+    return flat
+
+
+def full_model_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Return the whole state of ``model``. Collective where its parameters are sharded: every rank. Blocks then."""
+    return {name: whole(value) for name, value in model.state_dict().items()}
+
+
+# --- whether a checkpoint fits a run ---
 
 
 def identity_of(order: GlobalOrder | StreamOrder, settings: Settings, arithmetic: Arithmetic) -> dict[str, Any]:
@@ -150,7 +333,9 @@ def load_into(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) 
         ConfigurationError: It is of another model or optimizer.
     """
     try:
-        load_full_state_dict(model, optimizer, state)
+        load_local_state_dict(model, optimizer, state)
+    except CheckpointError:
+        raise
     except (RuntimeError, ValueError) as error:
         raise ConfigurationError(
             f"The checkpoint does not fit the task's model or optimizer: {error}\n"

@@ -6,14 +6,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep import activity
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import World
 from lockstep.data.stream import check_same_length
 from lockstep.telemetry.run_record import Event
-from lockstep.train.checkpoint import Checkpoints
 from lockstep.train.display import (
     NUM_NAMED,
     RunLogger,
@@ -31,6 +30,9 @@ from lockstep.train.settings import FitSettings
 from lockstep.train.stopping import StopSignals, exit_code_of
 from lockstep.train.task import Task
 from lockstep.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from lockstep.train.checkpoint import Checkpoints
 
 
 class Run:

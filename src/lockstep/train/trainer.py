@@ -24,7 +24,7 @@ from lockstep.parallel.consistency import find_difference, replica_of
 from lockstep.parallel.reduction_tree import ReductionTree
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.train.bad_samples import BadSamples
-from lockstep.train.model_state import check_identity, full_state_dict, identity_of, load_into
+from lockstep.train.model_state import check_identity, identity_of, load_into, local_state_dict
 from lockstep.train.nonfinite import GuardContext, NonFiniteGuard, Replay
 from lockstep.train.plan import make_plan
 from lockstep.train.reproducible import (
@@ -435,14 +435,14 @@ class Trainer:
             self._sync = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a resumed run needs, on rank 0. Collective: every rank of the group."""
+        """Return what this rank holds of what a resumed run needs. Collective: every rank of the group."""
         scaler = self._updater.scaler
         return {
             "run": identity_of(self.plan.order, self.settings, self.arithmetic),
             "machine": describe_machine(self.device),
             "num_steps_done": self.num_steps_done,
             "num_updates": self._updater.num_updates,
-            **full_state_dict(self._model, self.optimizer),
+            **local_state_dict(self._model, self.optimizer),
             "scaler": scaler.state_dict() if scaler else None,
             "stream": self.feed.state(),
         }

@@ -331,6 +331,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         reader = StateReader((shard for each in given for shard in each["pieces"]), self._parameters)
         self.load_shards(reader.read, given[0]["param_groups"])
 
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether ranks have slices of parameters; otherwise each parameter is on one rank."""
+        return self._factory.elementwise
+
     def local_shards(self) -> list[tuple[ShardRange, Entries]]:
         """Return what this rank keeps, where it lies: by elements of a parameter, see `load_shards`. Copies nothing."""
         return list(self._shard.state())

@@ -19,7 +19,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.parallel.flat import view_like
 from lockstep.parallel.zero.partition import ShardRange, flatten_like
 
-_SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
+SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 """Names of numbers for the whole parameter; of use only where a parameter is one number itself."""
 
 
@@ -166,7 +166,7 @@ def _is_flat(value: object) -> bool:
 
 def _is_like(name: str, value: object, parameter: Tensor) -> bool:
     """Return whether ``value`` has a number for each element of ``parameter``."""
-    return isinstance(value, Tensor) and value.shape == parameter.shape and (value.dim() > 0 or name not in _SCALARS)
+    return isinstance(value, Tensor) and value.shape == parameter.shape and (value.dim() > 0 or name not in SCALARS)
 
 
 def _to_cpu(value: Any) -> Any:
