@@ -48,10 +48,10 @@ def test_a_circle_is_found():
             ["line 1: train imports lockstep.World: only cli uses the public names"],
         ),
         (
-            "train",
+            "study",
             "from torch import distributed",
             [
-                "line 1: train uses torch.distributed: it may use nothing of torch.distributed; "
+                "line 1: study uses torch.distributed: it may use nothing of torch.distributed; "
                 "take it from lockstep.comm"
             ],
         ),
