@@ -7,7 +7,7 @@ all alike. A turn lasts as long as its slowest rank takes.
     copy      every rank copies a tensor of so many bytes to another one of its own: the bound
     gloo      torch.distributed.all_reduce on Gloo
     shm       torch.distributed.all_reduce on shm
-    in place  the same, of a tensor from lockstep's empty_shared, which all ranks map
+    in place  the same, of a tensor from lockstep's empty_buffer, which all ranks map
 
 For each size: the median time of a call and, from the rounds' ratios with the range that holds the true median with 90%
 certainty, how many times as fast as Gloo shm is, and what part of the copy's speed it reaches. The sums are checked.
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import init, launch
-from lockstep.comm.shm.buffers import empty_shared
+from lockstep.comm.collectives import empty_buffer
 from lockstep.comm.shm.process_group import ShmProcessGroup
 from lockstep.study.common import Spread, paired_ratio
 from lockstep.telemetry.provenance import gather
@@ -51,7 +51,7 @@ def measure(sizes: list[int], rounds: int) -> dict[int, dict[str, list[float]]]:
 
 def of_size(size_bytes: int, rounds: int, group: dist.ProcessGroup) -> dict[str, list[float]]:
     plain, target = torch.zeros(size_bytes // 4), torch.zeros(size_bytes // 4)
-    shared = empty_shared(size_bytes // 4, dtype=torch.float32, group=group).zero_()
+    shared = empty_buffer(size_bytes // 4, dtype=torch.float32, device=torch.device("cpu"), group=group).zero_()
     calls: dict[str, Callable[[], object]] = {
         "copy": lambda: target.copy_(plain),
         "gloo": lambda: dist.all_reduce(plain),

@@ -1,11 +1,14 @@
 """A group on the backend shm beside the pool's Gloo group."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
+from lockstep.comm.collectives import empty_buffer
 from lockstep.comm.shm.process_group import ShmProcessGroup
 from lockstep.comm.shm.registration import register
 
@@ -22,3 +25,10 @@ def shm_group(ranks: Sequence[int] | None = None, *, timeout_s: float = 20.0) ->
         raise
     if isinstance(group, ShmProcessGroup):
         dist.destroy_process_group(group)
+
+
+def empty_shared(shape, *, dtype, group):
+    """Return a tensor of any shape in memory that all ranks map."""
+    sizes = (shape,) if isinstance(shape, int) else shape
+    numel = math.prod(sizes)
+    return empty_buffer(numel, dtype=dtype, device=torch.device("cpu"), group=group).view(sizes)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep
-from lockstep.comm.shm.buffers import empty_shared
+from lockstep.comm.collectives import empty_buffer
 
 NUM_RANKS, VICTIM = 3, 1
 TIMEOUT_S = {"stop": 2.0}
@@ -36,7 +36,9 @@ def work(scenario, folder, rank, index):
     sizes = [1, 5000, 1_000_000]
     tensor = torch.ones(sizes[index % 3])
     if index // 3 % 2:  # reduced where it lies
-        tensor = empty_shared(sizes[index % 3], dtype=torch.float32, group=dist.group.WORLD).fill_(1.0)
+        tensor = empty_buffer(
+            sizes[index % 3], dtype=torch.float32, device=torch.device("cpu"), group=dist.group.WORLD
+        ).fill_(1.0)
     Path(f"{folder}/ready{rank}").touch()
     while True:
         if scenario == "raise" and rank == VICTIM and Path(f"{folder}/harm").exists():

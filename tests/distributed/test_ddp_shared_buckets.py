@@ -13,7 +13,7 @@ from tests.shm import shm_group
 
 
 def is_shared(group, bucket):
-    return group.calls.buckets.find(bucket.payload)[0] >= 0
+    return group.shm_ops.buffers.find(bucket.payload)[0] >= 0
 
 
 def step_beside_oracle(world, model, oracle, name, seed):
@@ -115,7 +115,7 @@ def narrow_wire(world):
                 batch = global_batch("mlp", 4 * world.world_size, seed)
                 FAMILIES["mlp"].loss(model, share(batch, world.rank, world.world_size)).backward()
         buckets = model._reducer.bucket_set.buckets
-        assert all(group.calls.buckets.find(buffers[bucket])[0] >= 0 for bucket in buckets)
+        assert all(group.shm_ops.buffers.find(buffers[bucket])[0] >= 0 for bucket in buckets)
         return len(buckets), [parameter.grad for parameter in model.parameters()] if world.rank else None
 
 

@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 from lockstep.comm.collectives import all_gather_slices, reduce_scatter_slices, wait_for
 from lockstep.comm.shm import segment
-from lockstep.comm.shm.buffers import empty_shared
-from tests.shm import shm_group
+from tests.shm import empty_shared, shm_group
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -23,7 +22,7 @@ def test_all_reduce_in_place_has_the_bits_of_one_with_copies(ranks, num_ranks):
                     shared.copy_(torch.randn(size))
                     for view in (shared, shared[size // 3 :]):
                         copied = view.clone()
-                        assert group.calls.buckets.find(view)[0] >= 0 and group.calls.buckets.find(copied)[0] < 0
+                        assert group.shm_ops.buffers.find(view)[0] >= 0 and group.shm_ops.buffers.find(copied)[0] < 0
                         dist.all_reduce(view, dist.ReduceOp.AVG, group=group)
                         dist.all_reduce(copied, dist.ReduceOp.AVG, group=group)
                         if not torch.equal(view, copied):
@@ -42,7 +41,7 @@ def test_slices_are_reduced_and_gathered_in_place(ranks, num_ranks):
                 for mine in (empty_shared(size * num_ranks, dtype=torch.float64, group=group), None):
                     flat = torch.empty(size * num_ranks, dtype=torch.float64) if mine is None else mine
                     own = flat[world.rank * size : (world.rank + 1) * size]
-                    assert (group.calls.buckets.find(own)[0] >= 0) == (mine is not None)
+                    assert (group.shm_ops.buffers.find(own)[0] >= 0) == (mine is not None)
                     values = torch.arange(size * num_ranks, dtype=torch.float64)
                     flat.copy_(values * (world.rank + 1))
                     wait_for(reduce_scatter_slices(flat, group=group))
@@ -144,7 +143,7 @@ def test_without_room_the_tensor_is_an_ordinary_one_on_all_ranks(ranks):
                 segment.os.posix_fallocate = original
             tensor.fill_(1.0)
             dist.all_reduce(tensor, group=group)
-            return group.calls.buckets.find(tensor)[0], tensor.sum().item()
+            return group.shm_ops.buffers.find(tensor)[0], tensor.sum().item()
 
     assert ranks(2)(body) == [(-1, 2000.0)] * 2
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -94,7 +95,7 @@ def test_different_calls_are_told_apart_on_every_rank(ranks):
     first, second = ranks(2)(body)
     pairs = [
         ("all_reduce", "all_reduce(sum) of 3 float32", "all_reduce(sum) of 4 float32"),
-        ("barrier", "barrier", "broadcast from or to rank 0 of the group"),
+        ("barrier", "barrier", "broadcast of float32 from or to rank 0 of the group"),
         ("all_reduce", "all_reduce(sum) of 1 float32", "all_reduce(max) of 1 float64"),
     ]
     for here, there, (name, mine, theirs) in zip(first, second, pairs, strict=True):
@@ -205,3 +206,41 @@ def test_wrong_arguments_are_told_before_anything_is_sent(ranks):
         "Make the group with init_process_group('cpu:shm,meta:nccl').",
     ]
     assert fine == [2.0, 2.0]
+
+
+def test_a_wait_ends_when_its_own_time_is_up(ranks):
+    def body(world):
+        with shm_group() as group:
+            time.sleep(2.0 * world.rank)
+            works = [dist.all_reduce(torch.ones(1), group=group, async_op=True) for _ in range(3)]
+            began, message = time.monotonic(), ""
+            try:
+                if world.rank == 0:
+                    works[2].wait(timedelta(seconds=0.4))
+            except CollectiveError as error:
+                message = str(error)
+            waited_s = time.monotonic() - began
+            for work in works:  # they go on
+                work.wait()
+            return message, waited_s
+
+    message, waited_s = ranks(2)(body)[0]
+    assert message == "all_reduce on shm has not ended within 0.4 s.\nAnother rank may be late."
+    assert 0.4 <= waited_s < 1.5
+
+
+def test_a_broadcast_of_another_dtype_is_an_error(ranks):
+    def body(world):
+        try:
+            with shm_group() as group:
+                tensor = torch.ones(3, dtype=(torch.int32, torch.float32)[world.rank])
+                dist.broadcast(tensor, 0, group)
+        except CollectiveError as error:
+            return str(error).splitlines()[0]
+
+    calls = [f"broadcast of {dtype} from or to rank 0 of the group" for dtype in ("int32", "float32")]
+    assert ranks(2)(body) == [
+        f"Rank {rank} in broadcast on shm: the ranks do not call the same. "
+        f"This rank calls {calls[rank]}; rank {1 - rank} calls {calls[1 - rank]}."
+        for rank in range(2)
+    ]

@@ -5,7 +5,9 @@ import io
 import os
 import subprocess
 import sys
+import threading
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -154,7 +156,7 @@ def on_shm():
         tensor = torch.ones(3)
         dist.all_reduce(tensor)
         world.barrier()
-        return world.backend, type(world.group).__name__, world.group.calls.member.timeout_s, tensor.tolist()
+        return world.backend, type(world.group).__name__, world.group.comm.timeout_s, tensor.tolist()
 
 
 def test_init_takes_it_by_name():
@@ -172,3 +174,39 @@ work.get_future().wait()
 print("end")
 """
     assert run(code) == ["end"]
+
+
+class CountedStore:
+    """A store that counts its requests."""
+
+    def __init__(self, store):
+        self.store, self.num_requests = store, 0
+
+    def __getattr__(self, name):
+        self.num_requests += 1
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize(("size", "most"), [(4, 8), (32, 8), (65, 0)])
+def test_a_rank_asks_the_store_as_often_in_a_large_group_as_in_a_small_one(size, most):
+    shared = dist.HashStore()
+    stores = [CountedStore(shared) for _ in range(size)]
+    threads = [
+        threading.Thread(target=process_group.why_unavailable, args=(stores[rank], rank, size)) for rank in range(size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert max(store.num_requests for store in stores) <= most
+
+
+def test_the_segment_grows_with_the_ranks_not_with_their_square():
+    native = process_group.library()
+    sizes = {
+        n: native.lockstep_segment_bytes(n, process_group.CHUNK_BYTES, process_group._ring_bytes(n))
+        for n in (2, 16, 32, 64)
+    }
+    assert sizes[32] <= 40 * 2**20, "96 MiB with rings of one size"
+    assert all(sizes[n] / n < 1.4 * sizes[2] / 2 for n in sizes)

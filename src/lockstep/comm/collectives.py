@@ -1,4 +1,9 @@
-"""The collective operations that the engines and ``fit`` need, on any process group."""
+"""The collective operations that the engines and ``fit`` need, on any process group.
+
+Every function takes the group explicitly and talks to it directly, so that groups written in Python, groups that were
+never registered with c10d and groups of a part of the ranks all work. A ``src`` is a rank of the group. Whoever waits
+for others here is marked as waiting (`lockstep.activity`), for the watchdog, and has that time counted.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +24,10 @@ from torch.futures import Future
 
 from lockstep import activity
 from lockstep.comm.process import make_forks_safe
-from lockstep.comm.shm.buffers import empty_shared
 from lockstep.comm.shm.process_group import ShmProcessGroup
-from lockstep.errors import ConfigurationError
+from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 
-__all__ = ["Join", "JoinHook", "Joinable"]
-
-
-# The collective operations that the engines and ``fit`` need, on any process group.
-#
-# Every function takes the group explicitly and talks to it directly, so that groups written in Python, groups
-# that were never registered with c10d and groups of a part of the ranks all work. A ``src`` is a rank of the group.
+__all__ = ["Join", "JoinHook", "Joinable"]  # torch's protocol for uneven inputs, for the engines
 
 Group = dist.ProcessGroup
 GradBucketType = dist.GradBucket
@@ -43,7 +41,7 @@ NO_TIMEOUT = timedelta(0)
 
 
 def is_initialized() -> bool:
-    """Tell whether this process has a default process group."""
+    """Return whether this process has a default process group."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -102,12 +100,12 @@ def in_backward_hooks(parameter: torch.nn.Parameter) -> list[Any]:
 
 
 def is_native(group: Group) -> bool:
-    """Tell whether ``group`` is c10d's own class or shm's; others written in Python may do anything, alone or not."""
+    """Return whether ``group`` is c10d's own class or shm's; others written in Python may do anything, alone or not."""
     return type(group) is dist.ProcessGroup or isinstance(group, ShmProcessGroup)
 
 
 def reduces_on_its_own(group: Group, device: torch.device) -> bool:
-    """Tell whether something else than the ranks' cores sums tensors of ``device``, so that these compute meanwhile."""
+    """Return whether something else than the ranks' cores sums tensors of ``device``: these compute meanwhile."""
     return device.type != "cpu" or not isinstance(group, ShmProcessGroup)
 
 
@@ -140,11 +138,35 @@ def all_reduce_async(tensor: Tensor, *, group: Group, op: ReduceName = "sum") ->
     return group.allreduce([_real(tensor)], options).get_future()
 
 
-def _wait(start: Callable[[], Any], tensor: Tensor) -> None:
-    """Start a collective and wait for it; on the CPU, where that takes the host's time, count how long."""
+def wait_for(handle: Any, operation: str = "a collective") -> Any:
+    """Block until a work handle or a future is complete (on CUDA: the current stream waits); return its result.
+
+    Args:
+        handle: Of a collective that is under way; its group's time-out holds.
+        operation: What the watchdog and an error call it, such as ``all_reduce of weights``.
+
+    Raises:
+        CollectiveError: It failed: another rank ended, or did not take part in time.
+    """
+    return _blocking(operation, lambda: handle)
+
+
+def _blocking(operation: str, start: Callable[[], Any]) -> Any:
+    """Start a collective and wait for it: some groups carry it out while it is started."""
     started_s = time.perf_counter()
-    start().wait(NO_TIMEOUT)
-    if tensor.is_cpu:
+    try:
+        with activity.waiting(operation):
+            handle = start()
+            return handle.wait() if isinstance(handle, Future) else handle.wait(NO_TIMEOUT)
+    except LockstepError:
+        raise
+    except RuntimeError as error:  # Gloo's and NCCL's name a socket, but no rank
+        rank = f"Rank {dist.get_rank()}" if is_initialized() else "This rank"
+        raise CollectiveError(
+            f"{rank}: {operation} failed: {(str(error).splitlines() or [''])[0]}\n"
+            "Another rank ended, or did not take part in time: look at its output."
+        ) from error
+    finally:
         activity.now.waited_s += time.perf_counter() - started_s
 
 
@@ -156,7 +178,7 @@ def all_reduce(tensor: Tensor, *, group: Group, op: ReduceName = "sum") -> None:
     options = dist.AllreduceOptions()
     options.reduceOp = _OPERATIONS[op]
     options.asyncOp = False  # shm then carries it out in this thread
-    _wait(lambda: group.allreduce([_real(tensor)], options), tensor)
+    _blocking("all_reduce", lambda: group.allreduce([_real(tensor)], options))
 
 
 def broadcast(tensor: Tensor, *, group: Group, src: int = 0) -> None:
@@ -166,7 +188,7 @@ def broadcast(tensor: Tensor, *, group: Group, src: int = 0) -> None:
     """
     options = dist.BroadcastOptions()
     options.rootRank = src
-    _wait(lambda: group.broadcast([_real(tensor)], options), tensor)
+    _blocking("broadcast", lambda: group.broadcast([_real(tensor)], options))
 
 
 def broadcast_coalesced(tensors: Sequence[Tensor], *, group: Group, src: int = 0) -> None:
@@ -240,7 +262,8 @@ def all_gather(tensor: Tensor, *, group: Group) -> list[Tensor]:
     Collective: every rank, in the same order, with the same shape and dtype. Blocks until complete.
     """
     outputs = [torch.empty_like(tensor) for _ in range(group.size())]
-    _wait(lambda: group.allgather([outputs], [tensor], dist.distributed_c10d.AllgatherOptions()), tensor)
+    options = dist.distributed_c10d.AllgatherOptions()
+    _blocking("all_gather", lambda: group.allgather([outputs], [tensor], options))
     return outputs
 
 
@@ -254,12 +277,12 @@ def all_gather_object(value: Any, *, group: Group, device: torch.device | str = 
         group: The ranks that take part.
         device: Where the bytes lie while they travel: a CUDA device for NCCL.
     """
-    data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
+    data = _to_bytes(value, device)
     lengths = [int(length) for length in all_gather(torch.tensor([data.numel()], device=device), group=group)]
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: data.numel()] = data
     gathered = all_gather(padded, group=group)
-    return [json.loads(bytes(part[:length].tolist()).decode()) for part, length in zip(gathered, lengths, strict=True)]
+    return [_from_bytes(part[:length]) for part, length in zip(gathered, lengths, strict=True)]
 
 
 def broadcast_object(value: Any, *, group: Group, src: int = 0, device: torch.device | str = "cpu") -> Any:
@@ -267,10 +290,21 @@ def broadcast_object(value: Any, *, group: Group, src: int = 0, device: torch.de
 
     Collective: every rank, in the same order. Blocks until complete.
     """
-    return all_gather_object(value if group.rank() == src else None, group=group, device=device)[src]
+    data = _to_bytes(value, device) if group.rank() == src else None
+    length = torch.tensor([0 if data is None else data.numel()], device=device)
+    broadcast(length, group=group, src=src)
+    if data is None:
+        data = torch.empty(int(length), dtype=torch.uint8, device=device)
+    broadcast(data, group=group, src=src)
+    return _from_bytes(data)
 
 
-# Memory for what the engines send again and again.
+def _to_bytes(value: Any, device: torch.device | str) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+
+
+def _from_bytes(data: Tensor) -> Any:
+    return json.loads(data.cpu().numpy().tobytes())
 
 
 def empty_buffer(numel: int, *, dtype: torch.dtype, device: torch.device, group: Group) -> Tensor:
@@ -287,12 +321,12 @@ def empty_buffer(numel: int, *, dtype: torch.dtype, device: torch.device, group:
         device: Where the tensor lies.
         group: The ranks that exchange it.
     """
-    if device.type == "cpu":
-        return empty_shared(numel, dtype=dtype, group=group)
+    if device.type == "cpu" and isinstance(group, ShmProcessGroup) and numel:
+        return group.shm_ops.empty_shared((numel,), dtype)
     return torch.empty(numel, dtype=dtype, device=device)
 
 
-# Collectives that move pieces of flat tensors: from each rank to each, and from each to all.
+# --- Pieces of flat tensors: from each rank to each, and from each to all
 
 
 def all_gather_flat_async(output: Tensor, tensor: Tensor, *, group: Group) -> Any:
@@ -306,7 +340,8 @@ def all_gather_flat_async(output: Tensor, tensor: Tensor, *, group: Group) -> An
         group: The ranks that take part.
     """
     options = dist.distributed_c10d.AllgatherOptions()
-    return _PendingWork(group._allgather_base(_real_flat(output), _real_flat(tensor), options), tensor)
+    work = group._allgather_base(_real_flat(output), _real_flat(tensor), options)
+    return _PendingWork("all_gather", work, tensor)
 
 
 def all_to_all_async(
@@ -325,18 +360,15 @@ def all_to_all_async(
     """
     width = 2 if tensor.is_complex() else 1
     output_splits, input_splits = ([size * width for size in sizes] for sizes in (output_sizes, input_sizes))
+    options = dist.AllToAllOptions()
     if tensor.is_cuda and backend_name(group) == "gloo":  # which exchanges pieces of CPU tensors only
-        received = torch.empty_like(output, device="cpu")
-        tensor = tensor.cpu()
-        group.alltoall_base(
-            _real_flat(received), _real_flat(tensor), output_splits, input_splits, dist.AllToAllOptions()
-        ).wait(NO_TIMEOUT)
+        received, sent = torch.empty_like(output, device="cpu"), tensor.cpu()
+        flats = _real_flat(received), _real_flat(sent)
+        _blocking("all_to_all", lambda: group.alltoall_base(*flats, output_splits, input_splits, options))
         output.copy_(received)
-        return _PendingWork(None)
-    work = group.alltoall_base(
-        _real_flat(output), _real_flat(tensor), output_splits, input_splits, dist.AllToAllOptions()
-    )
-    return _PendingWork(work, tensor)
+        return _PendingWork("all_to_all", None)
+    work = group.alltoall_base(_real_flat(output), _real_flat(tensor), output_splits, input_splits, options)
+    return _PendingWork("all_to_all", work, tensor)
 
 
 def _real_flat(tensor: Tensor) -> Tensor:
@@ -347,17 +379,17 @@ def _real_flat(tensor: Tensor) -> Tensor:
 class _PendingWork:
     """Work under way, with the tensors that it reads: not every backend keeps them itself."""
 
-    def __init__(self, work: Any, *tensors: Tensor) -> None:
-        self._work, self._tensors = work, tensors
+    def __init__(self, operation: str, work: Any, *tensors: Tensor) -> None:
+        self._operation, self._work, self._tensors = operation, work, tensors
 
     def wait(self) -> None:
         """Block until complete (on CUDA: the current stream waits)."""
         if self._work is not None:
-            self._work.wait(NO_TIMEOUT)
+            wait_for(self._work, self._operation)
         self._tensors = ()
 
 
-# Collectives on flat tensors of which each rank has a slice, in place; and states that travel whole.
+# --- Flat tensors of which each rank has a slice, in place; and states that travel whole
 
 
 class Waitable(Protocol):
@@ -367,18 +399,18 @@ class Waitable(Protocol):
         """Block until it is complete (on CUDA: let the current stream wait)."""
 
     def is_completed(self) -> bool:
-        """Tell whether it is complete."""
+        """Return whether it is complete."""
 
 
 def has_reduce_scatter(group: Group, device: torch.device) -> bool:
-    """Tell whether a reduce-scatter costs ``group`` less than an all-reduce; Gloo does the one with the other."""
+    """Return whether a reduce-scatter costs ``group`` less than an all-reduce; Gloo does the one with the other."""
     if isinstance(group, ShmProcessGroup):
         return True
     return is_native(group) and "gloo" not in group._get_backend(device).name().lower()
 
 
 def has_all_gather(group: Group, device: torch.device) -> bool:
-    """Tell whether ``group`` gathers flat tensors of ``device``; Gloo only broadcasts those of GPUs."""
+    """Return whether ``group`` gathers flat tensors of ``device``; Gloo only broadcasts those of GPUs."""
     return device.type == "cpu" or has_reduce_scatter(group, device)
 
 
@@ -423,11 +455,6 @@ def all_reduce_work(tensor: Tensor, *, group: Group, alone: bool = False) -> Wai
     return work
 
 
-def wait_for(work: Waitable) -> None:
-    """Block until ``work`` is complete, as long as the group's time-out allows."""
-    work.wait(NO_TIMEOUT)  # type: ignore[call-arg]
-
-
 def gather_states(state: Any, *, group: Group, device: torch.device, to: int | None) -> list[Any] | None:
     """Return every rank's ``state`` by rank, on the CPU, on rank ``to`` (None: on all); None on the others.
 
@@ -469,6 +496,3 @@ def _real_view(tensor: Tensor) -> Tensor:
 def _own_slice(flat: Tensor, group: Group) -> Tensor:
     size = flat.numel() // group.size()
     return flat[group.rank() * size : (group.rank() + 1) * size]
-
-
-# torch's ``Join`` protocol, for the engines: uneven inputs over the ranks of a hand-written loop.

@@ -40,7 +40,7 @@ from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 from torch.distributed.run import parse_min_max_nnodes
 
 from lockstep.comm.network import GLOO_INTERFACE, gloo_interface, is_local, reachable_address
-from lockstep.comm.rendezvous import LOOPBACK, prefixed_store, start_store_server
+from lockstep.comm.store import LOOPBACK, prefixed_store, start_store_server
 from lockstep.errors import ConfigurationError, LockstepError
 
 LOCAL_BACKEND = "lockstep-local"

@@ -19,8 +19,6 @@ from torch import Tensor
 from lockstep.comm.shm.segment import Segment
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 
-# Load the C library that the ranks wait with; it is built with the package where it can be.
-
 INTERRUPTED_TYPE = ctypes.CFUNCTYPE(c_int)
 MAX_RANKS = 64
 OK, TIMED_OUT, DIED, WENT, BROKEN, MISMATCH, INTERRUPTED, STOPPED = range(8)
@@ -40,6 +38,8 @@ class CallRecord(ctypes.Structure):
     )
 
 
+_LOCATION = (c_int64, c_size_t, POINTER(c_void_p))  # allocation, offset, where the ranks' shares lie
+_TENSORS = (POINTER(c_void_p), POINTER(c_uint64))  # addresses, sizes
 _SIGNATURES = {
     "segment_bytes": (c_size_t, [c_int, c_size_t, c_size_t]),
     "format": (None, [c_void_p, c_size_t, c_size_t]),
@@ -57,42 +57,9 @@ _SIGNATURES = {
     "await_bell": (None, [c_void_p, c_uint32, c_int64]),
     "ring_write": (c_size_t, [c_void_p, c_int, c_void_p, c_size_t]),
     "ring_read": (c_size_t, [c_void_p, c_int, c_void_p, c_size_t]),
-    "all_reduce": (
-        c_int,
-        [c_void_p, c_void_p, c_size_t, c_int, c_int, c_int, c_int64, c_size_t, POINTER(c_void_p), c_int64],
-    ),
-    "reduce_scatter": (
-        c_int,
-        [
-            c_void_p,
-            POINTER(c_void_p),
-            POINTER(c_uint64),
-            c_void_p,
-            c_int,
-            c_int,
-            c_int64,
-            c_size_t,
-            POINTER(c_void_p),
-            c_int64,
-        ],
-    ),
-    "exchange": (
-        c_int,
-        [
-            c_void_p,
-            c_int,
-            c_int,
-            c_int,
-            POINTER(c_void_p),
-            POINTER(c_uint64),
-            POINTER(c_void_p),
-            POINTER(c_uint64),
-            c_int64,
-            c_size_t,
-            POINTER(c_void_p),
-            c_int64,
-        ],
-    ),
+    "all_reduce": (c_int, [c_void_p, c_void_p, c_size_t, c_int, c_int, c_int, *_LOCATION, c_int64]),
+    "reduce_scatter": (c_int, [c_void_p, *_TENSORS, c_void_p, c_int, c_int, *_LOCATION, c_int64]),
+    "exchange": (c_int, [c_void_p, c_int, c_int, c_int, *_TENSORS, *_TENSORS, *_LOCATION, c_int64]),
 }
 
 
@@ -144,22 +111,32 @@ DTYPES = (
     torch.uint64,
 )
 NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+"""Those that the C library computes with, by its own numbers."""
+
+_OTHERS = {value for value in vars(torch).values() if isinstance(value, torch.dtype)} - set(DTYPES)
+_ALL_DTYPES = (*DTYPES, *sorted(_OTHERS, key=str))
+NUMBERS_OF_ALL = {dtype: number for number, dtype in enumerate(_ALL_DTYPES)}
+"""All that can be moved."""
+
+EXCHANGED_DTYPE = 2**8
+"""The kind of an exchange has the dtype's number, plus one, in its upper bits. The library moves bytes, whatever they
+mean, but it compares the kinds: so a tensor never arrives as one of another dtype."""
+
 _LOGICAL = {"sum": "max", "product": "min", "band": "min", "bor": "max", "min": "min", "max": "max", "bxor": "bxor"}
 
 
 def describe(call: CallRecord) -> str:
     """Return a call in words, such as ``all_reduce(sum) of 10 float32``."""
-    name = KINDS.get(call.kind, f"operation {call.kind}")
-    if call.kind == ALL_REDUCE:
+    number, kind = divmod(call.kind, EXCHANGED_DTYPE)
+    name, number = KINDS[kind], number - 1 if number else call.dtype
+    dtype = "" if kind == BARRIER else str(_ALL_DTYPES[number]).removeprefix("torch.")
+    if kind == ALL_REDUCE:
         to = f" to rank {call.root} of the group" if call.root >= 0 else ""
-        return f"{name}({REDUCTIONS[call.op]}) of {call.extent} {_dtype_name(call.dtype)}{to}"
-    if call.kind == REDUCE_SCATTER:
-        return f"{name}({REDUCTIONS[call.op]}) of {_dtype_name(call.dtype)}"
-    return f"{name} from or to rank {call.root} of the group" if call.root >= 0 else str(name)
-
-
-def _dtype_name(number: int) -> str:
-    return str(DTYPES[number]).removeprefix("torch.")
+        return f"{name}({REDUCTIONS[call.op]}) of {call.extent} {dtype}{to}"
+    if kind == REDUCE_SCATTER:
+        return f"{name}({REDUCTIONS[call.op]}) of {dtype}"
+    what = f" of {dtype}" if dtype else ""
+    return f"{name}{what}" + (f" from or to rank {call.root} of the group" if call.root >= 0 else "")
 
 
 def reduction_of(op: Any, dtype: torch.dtype) -> int:
@@ -203,85 +180,12 @@ def as_numbers(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def dtype_number(dtype: torch.dtype) -> int:
-    """Return the number of a dtype that `as_numbers` gives."""
-    return NUMBERS[dtype]
-
-
 def operation_of(options: Any) -> Any:
     """Return the ``ReduceOp`` of a c10d options object, or of what callers pass in its place."""
     if options is None:
         return dist.ReduceOp.SUM
     return getattr(options, "reduceOp", options)
 
-
-# Say in words what the C library returns as a number.
-
-
-def error_of_code(
-    code: int, native: ctypes.CDLL, handle: int, *, operation: str, ranks: Sequence[int], me: int, timeout_s: float
-) -> CollectiveError:
-    """Return the error for ``code``; ranks are named as the whole job counts them.
-
-    Args:
-        code: What the library returned, not ``OK``.
-        native: The library.
-        handle: The group in it.
-        operation: What was called.
-        ranks: The global rank of each rank of the group.
-        me: This rank in the group.
-        timeout_s: How long it may have waited.
-    """
-    where = f"Rank {ranks[me]} in {operation} on shm"
-    if code == STOPPED:
-        return CollectiveError(f"{where}: the group was closed in this process meanwhile.")
-    if code == TIMED_OUT:
-        missing = native.lockstep_missing(handle)
-        names = ", ".join(str(rank) for index, rank in enumerate(ranks) if missing >> index & 1)
-        return CollectiveError(
-            f"{where} waited {timeout_s:g} s for rank {names}.\n"
-            "That process lives, but is stopped, stuck or slow, or does not call as many collectives as the others. "
-            "If it is only slow, pass a longer timeout when the group is made."
-        )
-    index = native.lockstep_culprit(handle)
-    culprit = ranks[index]
-    if code == MISMATCH:
-        return CollectiveError(_mismatch(where, native, handle, culprit, index, me))
-    return peer_failure(code, native, handle, where=where, culprit=culprit, index=index)
-
-
-def peer_failure(
-    code: int, native: ctypes.CDLL, handle: int, *, where: str, culprit: int, index: int
-) -> CollectiveError:
-    """Return the error about a rank that will never come."""
-    if code == DIED:
-        return CollectiveError(
-            f"{where} waited for rank {culprit}, whose process has ended.\n"
-            f"It was killed, or failed first: look at the output of rank {culprit}."
-        )
-    if code == WENT:
-        return CollectiveError(
-            f"{where} waited for rank {culprit}, which has left the group.\n"
-            "It destroyed its process group before this call; all ranks must call the same collectives."
-        )
-    reason = (native.lockstep_reason(handle, index) or b"").decode(errors="replace")
-    return CollectiveError(f"{where} waited for rank {culprit}, which gave up:\n{reason}")
-
-
-def _mismatch(where: str, native: ctypes.CDLL, handle: int, culprit: int, index: int, me: int) -> str:
-    mine, theirs = (describe(native.lockstep_call_of(handle, rank).contents) for rank in (me, index))
-    if mine == theirs:
-        return (
-            f"{where}: rank {culprit} sends another number of bytes than this rank has room for.\n"
-            "The tensors must have the same shapes and dtypes on all ranks."
-        )
-    return (
-        f"{where}: the ranks do not call the same. This rank calls {mine}; rank {culprit} calls {theirs}.\n"
-        "All ranks must call the same collectives in the same order, with the same shapes and dtypes."
-    )
-
-
-# This process as a member of a group: the segment, the C library's view of it, and its errors.
 
 SPINS = 2000
 """Looks at a word before going to sleep, some tens of microseconds; none where ranks must share cores."""
@@ -351,20 +255,55 @@ class Communicator:
             error, self._signal = self._signal, None
             self.give_up(CollectiveError(f"Rank {self.ranks[self.rank]} was interrupted in {operation} on shm."))
             raise error
-        found = error_of_code(
-            code,
-            self.native,
-            self.handle,
-            operation=operation,
-            ranks=self.ranks,
-            me=self.rank,
-            timeout_s=timeout_s,
-        )
+        found = self._error_of(code, f"Rank {self.ranks[self.rank]} in {operation} on shm", timeout_s)
         self.give_up(found)
         raise found
 
+    def _error_of(self, code: int, where: str, timeout_s: float) -> CollectiveError:
+        """Return the error for what the library returned; ranks are named as the whole job counts them."""
+        if code == STOPPED:
+            return CollectiveError(f"{where}: the group was closed in this process meanwhile.")
+        if code == TIMED_OUT:
+            missing = self.native.lockstep_missing(self.handle)
+            names = ", ".join(str(rank) for index, rank in enumerate(self.ranks) if missing >> index & 1)
+            return CollectiveError(
+                f"{where} waited {timeout_s:g} s for rank {names}.\n"
+                "That process lives, but is stopped, stuck or slow, or does not call as many collectives as the "
+                "others. If it is only slow, pass a longer timeout when the group is made."
+            )
+        index = self.native.lockstep_culprit(self.handle)
+        if code != MISMATCH:
+            return self.peer_failure(code, where, index)
+        rank = self.ranks[index]
+        mine, theirs = (describe(self.native.lockstep_call_of(self.handle, r).contents) for r in (self.rank, index))
+        if mine == theirs:
+            return CollectiveError(
+                f"{where}: rank {rank} sends another number of bytes than this rank has room for.\n"
+                "The tensors must have the same shapes and dtypes on all ranks."
+            )
+        return CollectiveError(
+            f"{where}: the ranks do not call the same. This rank calls {mine}; rank {rank} calls {theirs}.\n"
+            "All ranks must call the same collectives in the same order, with the same shapes and dtypes."
+        )
+
+    def peer_failure(self, code: int, where: str, index: int) -> CollectiveError:
+        """Return the error about rank ``index`` of the group, which will never come."""
+        rank = self.ranks[index]
+        if code == DIED:
+            return CollectiveError(
+                f"{where} waited for rank {rank}, whose process has ended.\n"
+                f"It was killed, or failed first: look at the output of rank {rank}."
+            )
+        if code == WENT:
+            return CollectiveError(
+                f"{where} waited for rank {rank}, which has left the group.\n"
+                "It destroyed its process group before this call; all ranks must call the same collectives."
+            )
+        reason = (self.native.lockstep_reason(self.handle, index) or b"").decode(errors="replace")
+        return CollectiveError(f"{where} waited for rank {rank}, which gave up:\n{reason}")
+
     def give_up(self, reason: LockstepError) -> None:
-        """Tell the other ranks that this one will not come any more, and why."""
+        """Let the other ranks know that this one will not come any more, and why."""
         if self._joined and self._broken is None:
             self._broken = reason
             self.native.lockstep_fail(self.handle, str(reason).encode()[:500])

@@ -1,4 +1,10 @@
-"""Send and receive: one ring of bytes for each ordered pair of ranks, moved along by a thread of their own."""
+"""Send and receive: one ring of bytes for each ordered pair of ranks, moved along by a thread of their own.
+
+[Note: why one thread for all of them]
+Messages between different ranks must not wait for each other: a ring may be full because its reader waits for a
+third rank. So the thread tries all that are open, one after the other, and sleeps only when none of them moves. A
+message waits in its ring until somebody asks for one from that rank; those with other tags are put aside.
+"""
 
 from __future__ import annotations
 
@@ -7,75 +13,51 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
-from lockstep.comm.shm import communicator as lib
-from lockstep.comm.shm.communicator import Communicator, peer_failure
-from lockstep.comm.shm.ops import Staged
+from lockstep.comm.shm.communicator import OK, WENT, Communicator
+from lockstep.comm.shm.ops import contiguous, copy_back
 from lockstep.comm.shm.work import STOP_TIMEOUT_S, ShmWork
 from lockstep.errors import CollectiveError, LockstepError
 
-# A message on its way.
-
-HEADER = struct.Struct("=qQ")
+_HEADER = struct.Struct("=qQ")
 """Tag and number of bytes."""
 
+_POLL_MS = 50
+"""How long the thread sleeps before it checks whether the other ranks still live."""
 
-class Cursor:
-    """Bytes of which some have been moved."""
+ANY_SOURCE = -1
 
-    def __init__(self, storage: bytearray | Tensor) -> None:
-        self.storage = storage
-        if isinstance(storage, Tensor):
-            self._start, self._size = storage.data_ptr(), storage.nbytes
+
+class _Cursor:
+    """Bytes of which some have been moved; ``owner`` keeps the memory alive."""
+
+    def __init__(self, owner: bytearray | Tensor) -> None:
+        self.owner = owner
+        if isinstance(owner, Tensor):
+            self._start, self.size = owner.data_ptr(), owner.nbytes
         else:
-            self._start = ctypes.addressof((ctypes.c_char * len(storage)).from_buffer(storage)) if storage else 0
-            self._size = len(storage)
+            self._start = ctypes.addressof((ctypes.c_char * len(owner)).from_buffer(owner)) if owner else 0
+            self.size = len(owner)
         self.rewind()
 
     def rewind(self) -> None:
         """Begin again."""
-        self.address, self.num_left = self._start, self._size
+        self.address, self.num_left = self._start, self.size
 
-    def advance(self, count: int) -> None:
-        """Count ``count`` bytes as moved."""
-        self.address += count
-        self.num_left -= count
-
-    def fill(self, data: bytearray) -> None:
-        """Overwrite all bytes."""
-        if data:
-            ctypes.memmove(self._start, (ctypes.c_char * len(data)).from_buffer(data), len(data))
-        self.num_left = 0
-
-
-class UnexpectedMessage:
-    """A message that nobody has asked for yet."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.data = bytearray(num_bytes)
-        self.payload = Cursor(self.data)
-
-
-class ReceiveBuffer:
-    """What arrives from one rank: who waits for it, and the message that is half read."""
-
-    def __init__(self) -> None:
-        self.wanted: deque[Transfer] = deque()
-        self.aside: deque[tuple[int, UnexpectedMessage]] = deque()
-        self.header_data = bytearray(HEADER.size)
-        self.header = Cursor(self.header_data)
-        self.target: Transfer | UnexpectedMessage | None = None
-        self.tag = 0
+    def advance(self, num_bytes: int) -> None:
+        """Count ``num_bytes`` as moved."""
+        self.address += num_bytes
+        self.num_left -= num_bytes
 
 
 class Transfer(ShmWork):
     """A send or a receive.
 
     Args:
-        what: In words, for messages.
+        operation: In words, for messages.
         peer: The other rank in the group.
         tag: Messages of one pair and tag arrive in order.
         data: Contiguous, on the CPU.
@@ -84,258 +66,233 @@ class Transfer(ShmWork):
     """
 
     def __init__(
-        self, what: str, peer: int, tag: int, data: Tensor, limit_s: float, finish: Callable[[], None] | None = None
+        self, operation: str, peer: int, tag: int, data: Tensor, limit_s: float, finish: Callable[[], None]
     ) -> None:
-        super().__init__(None, finish or (lambda: None), [data])
-        self.what, self.peer, self.tag = what, peer, tag
-        self.payload = Cursor(data)
-        self.header = Cursor(bytearray(HEADER.pack(tag, data.nbytes)))
+        super().__init__(operation, None, finish, [data])
+        self.peer, self.tag = peer, tag
+        self.payload = _Cursor(data)
+        self.header = _Cursor(bytearray(_HEADER.pack(tag, data.nbytes)))
         self.limit_s, self.deadline = limit_s, time.monotonic() + limit_s
-        self._event = threading.Event()
 
     def succeed(self, source: int = -1) -> None:
         """End: all bytes have been moved."""
         self._source = source
         self.run()
 
-    def _end(self) -> None:
-        super()._end()
-        self._event.set()
 
-    def _wait_elsewhere(self, limit_s: float) -> None:
-        if not self._event.wait(limit_s if limit_s > 0 else None):
-            raise CollectiveError(f"{self.what} has not ended within {limit_s:g} s.\nThe other rank may be late.")
+class _ReceiveBuffer:
+    """What arrives from one rank: who waits for it, and the message that is half read."""
 
-
-# Send and receive: one ring of bytes for each ordered pair of ranks, moved along by a thread of their own.
-#
-# [Note: why one thread for all of them]
-# Messages between different ranks must not wait for each other: a ring may be full because its reader waits for a
-# third rank. So the thread tries all that are open, one after the other, and sleeps only when none of them moves. A
-# message waits in its ring until somebody asks for one from that rank; those with other tags are put aside.
-
-_LOOK_EVERY_MS = 50
-ANY_SOURCE = -1
+    def __init__(self) -> None:
+        self.wanted: deque[Transfer] = deque()
+        self.unexpected: deque[tuple[int, _Cursor]] = deque()  # whole messages with tags that nobody has asked for
+        self.header_data = bytearray(_HEADER.size)
+        self.header = _Cursor(self.header_data)
+        self.target: Transfer | _Cursor | None = None
+        self.tag = 0
 
 
 class P2PEngine:
-    """All sends and receives of one member."""
+    """All sends and receives of one rank of a group, as c10d calls them."""
 
-    def __init__(self, member: Communicator) -> None:
-        self._member = member
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
         self._lock = threading.Lock()
-        self._outgoing: dict[int, deque[Transfer]] = {}
-        self._inboxes = [ReceiveBuffer() for _ in range(member.size)]
-        self._anybody: deque[Transfer] = deque()
+        self._sends: dict[int, deque[Transfer]] = {}
+        self._buffers = [_ReceiveBuffer() for _ in range(comm.size)]
+        self._from_any: deque[Transfer] = deque()
         self._ended: list[Transfer] = []
         self._thread: threading.Thread | None = None
-        self._work = threading.Event()
+        self._has_work = threading.Event()
         self._stopped = False
-
-    def send(self, transfer: Transfer) -> None:
-        """Take a message to ``transfer.peer``."""
-        with self._lock:
-            self._outgoing.setdefault(transfer.peer, deque()).append(transfer)
-        self._begin()
-
-    def receive(self, transfer: Transfer) -> None:
-        """Take a wish for a message from ``transfer.peer``, or from anybody."""
-        with self._lock:
-            (self._anybody if transfer.peer == ANY_SOURCE else self._inboxes[transfer.peer].wanted).append(transfer)
-        self._begin()
-
-    def stop(self) -> bool:
-        """End the thread, and fail what is open; say whether it ended in time."""
-        self._stopped = True
-        self._work.set()
-        if self._thread is not None:
-            self._thread.join(STOP_TIMEOUT_S)
-        for transfer in self._open():
-            transfer.fail(CollectiveError(f"The process group was closed before {transfer.what} could end."))
-            transfer.tell()
-        return self._thread is None or not self._thread.is_alive()
-
-    def drain(self, limit_s: float) -> None:
-        """Wait until what was sent has left, at most ``limit_s``."""
-        deadline = time.monotonic() + limit_s
-        while any(self._outgoing.values()) and time.monotonic() < deadline:
-            time.sleep(0.001)
-
-    def _begin(self) -> None:
-        self._work.set()
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="lockstep-shm-p2p", daemon=True)
-                self._thread.start()
-        self._member.native.lockstep_ring_bell(self._member.handle, self._member.rank)
-
-    def _open(self) -> list[Transfer]:
-        partly = [inbox.target for inbox in self._inboxes if isinstance(inbox.target, Transfer)]
-        queues = [*self._outgoing.values(), self._anybody, *(inbox.wanted for inbox in self._inboxes)]
-        return [*partly, *(transfer for queue in queues for transfer in queue)]
-
-    def _run(self) -> None:
-        native, handle = self._member.native, self._member.handle
-        while not self._stopped:
-            self._work.clear()
-            with self._lock:
-                idle = not self._open()
-                ended = self._ended
-                self._ended = []
-            for transfer in ended:
-                transfer.tell()
-            if idle and not ended and not self._stopped:
-                self._work.wait()
-                continue
-            seen = native.lockstep_bell(handle)
-            with self._lock:
-                moved = any([*map(self._push, self._outgoing), *map(self._pull, range(self._member.size))])
-            if not moved:
-                native.lockstep_await_bell(handle, seen, _LOOK_EVERY_MS)
-                with self._lock:
-                    self._give_up_the_hopeless()
-
-    def _push(self, peer: int) -> bool:
-        """Write what there is room for in the ring to ``peer``; say whether that was anything."""
-        queue, moved = self._outgoing[peer], False
-        while queue:
-            transfer = queue[0]
-            for part in (transfer.header, transfer.payload):
-                while part.num_left:
-                    count = self._member.native.lockstep_ring_write(
-                        self._member.handle, peer, part.address, part.num_left
-                    )
-                    if count == 0:
-                        return moved
-                    part.advance(count)
-                    moved = True
-            queue.popleft()
-            transfer.succeed()
-            self._ended.append(transfer)
-        return moved
-
-    def _pull(self, peer: int) -> bool:
-        """Read what is in the ring from ``peer``, if anybody wants it; say whether that was anything."""
-        inbox, moved = self._inboxes[peer], False
-        while True:
-            if inbox.target is None:
-                self._serve_from_aside(peer, inbox)
-                if not inbox.wanted and not self._anybody:
-                    return moved
-            part = inbox.header if inbox.target is None else inbox.target.payload
-            while part.num_left:
-                count = self._member.native.lockstep_ring_read(self._member.handle, peer, part.address, part.num_left)
-                if count == 0:
-                    return moved
-                part.advance(count)
-                moved = True
-            if inbox.target is None:
-                inbox.tag, num_bytes = HEADER.unpack(inbox.header_data)
-                inbox.header.rewind()
-                inbox.target = self._match(peer, inbox, inbox.tag, num_bytes) or UnexpectedMessage(num_bytes)
-            else:
-                target, inbox.target = inbox.target, None
-                if isinstance(target, Transfer):
-                    target.succeed(peer)
-                    self._ended.append(target)
-                else:
-                    inbox.aside.append((inbox.tag, target))
-
-    def _match(self, peer: int, inbox: ReceiveBuffer, tag: int, num_bytes: int) -> Transfer | None:
-        """Take out the oldest wish for a message with ``tag``; one of another size fails."""
-        for queue in (inbox.wanted, self._anybody):
-            for transfer in queue:
-                if transfer.tag != tag:
-                    continue
-                queue.remove(transfer)
-                if transfer.payload.num_left == num_bytes:
-                    return transfer
-                transfer.fail(
-                    CollectiveError(
-                        f"{transfer.what} has room for {transfer.payload.num_left} bytes, but rank "
-                        f"{self._member.ranks[peer]} sent {num_bytes}.\nPass tensors of the same shape and dtype."
-                    )
-                )
-                self._ended.append(transfer)
-                return None
-        return None
-
-    def _serve_from_aside(self, peer: int, inbox: ReceiveBuffer) -> None:
-        for tag, stash in list(inbox.aside):
-            transfer = self._match(peer, inbox, tag, len(stash.data))
-            if transfer is not None:
-                inbox.aside.remove((tag, stash))
-                transfer.payload.fill(stash.data)
-                transfer.succeed(peer)
-                self._ended.append(transfer)
-
-    def _give_up_the_hopeless(self) -> None:
-        for transfer in self._open():
-            error = self._objection(transfer)
-            if error is None:
-                continue
-            for queue in (*self._outgoing.values(), self._anybody, *(inbox.wanted for inbox in self._inboxes)):
-                if transfer in queue:
-                    queue.remove(transfer)
-            for inbox in self._inboxes:
-                if inbox.target is transfer:
-                    inbox.target = None
-            self._member.give_up(error)  # a message may have been cut in two, so the ring is of no use any more
-            transfer.fail(error)
-            self._ended.append(transfer)
-
-    def _objection(self, transfer: Transfer) -> LockstepError | None:
-        member = self._member
-        where = f"Rank {member.ranks[member.rank]} in {transfer.what}"
-        if time.monotonic() > transfer.deadline:
-            return CollectiveError(
-                f"{where} waited {transfer.limit_s:g} s.\nThe other rank is stopped or stuck, or does not take part."
-            )
-        for peer in [transfer.peer] if transfer.peer != ANY_SOURCE else range(member.size):
-            code = member.native.lockstep_look(member.handle, peer)
-            if peer == member.rank or (code == lib.WENT and transfer.peer == ANY_SOURCE) or code == lib.OK:
-                continue
-            # It may have sent between the last look into the ring and its end.
-            if transfer.peer != ANY_SOURCE and self._pull(peer):
-                return None
-            return peer_failure(code, member.native, member.handle, where=where, culprit=member.ranks[peer], index=peer)
-        return None
-
-
-# Send and receive as c10d calls them.
-
-
-class Messages:
-    """What one rank sends to and receives from single other ranks."""
-
-    def __init__(self, member: Communicator, post: P2PEngine) -> None:
-        self._member, self._post = member, post
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> Transfer:
         """Send a tensor to rank ``to`` of the group."""
-        self._member.ensure_usable("send")
+        self._comm.ensure_usable("send")
         (tensor,) = tensors
-        # Not a view of the tensor if it has to be copied: then the copy is the message.
-        with Staged([tensor], write_back=False) as (data,):
-            transfer = Transfer(f"send to rank {self._member.ranks[to]}", to, tag, data, self._member.timeout_s)
-        self._post.send(transfer)
+        what = f"send to rank {self._comm.ranks[to]}"
+        transfer = Transfer(what, to, tag, contiguous(tensor), self._comm.timeout_s, lambda: None)
+        with self._lock:
+            self._start(self._sends.setdefault(to, deque()), transfer)
         return transfer
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Transfer:
         """Receive a tensor from rank ``source`` of the group."""
-        self._member.ensure_usable("recv")
+        self._comm.ensure_usable("recv")
         (tensor,) = tensors
-        staged = Staged([tensor])
-        (data,) = staged.__enter__()
-        who = "any rank" if source == ANY_SOURCE else f"rank {self._member.ranks[source]}"
-
-        def finish() -> None:
-            staged.__exit__(None, None, None)
-
-        transfer = Transfer(f"recv from {who}", source, tag, data, self._member.timeout_s, finish)
-        self._post.receive(transfer)
+        data = contiguous(tensor)
+        what = "recv from any rank" if source == ANY_SOURCE else f"recv from rank {self._comm.ranks[source]}"
+        transfer = Transfer(what, source, tag, data, self._comm.timeout_s, lambda: copy_back(data, tensor))
+        with self._lock:
+            self._start(self._from_any if source == ANY_SOURCE else self._buffers[source].wanted, transfer)
         return transfer
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Transfer:
         """Receive a tensor from whichever rank sends one first."""
         return self.recv(tensors, ANY_SOURCE, tag)
+
+    def stop(self) -> bool:
+        """End the thread, and fail what is open; return whether it ended in time."""
+        self._stopped = True
+        self._has_work.set()
+        if self._thread is not None:
+            self._thread.join(STOP_TIMEOUT_S)
+        for transfer in self._open_transfers():
+            transfer.fail(CollectiveError(f"The process group was closed before {transfer.operation} could end."))
+            transfer.complete_futures()
+        return self._thread is None or not self._thread.is_alive()
+
+    def drain(self, limit_s: float) -> None:
+        """Wait until what was sent has left, at most ``limit_s``."""
+        deadline = time.monotonic() + limit_s
+        while any(self._sends.values()) and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def _start(self, queue: deque[Transfer], transfer: Transfer) -> None:
+        """Queue a transfer, and wake the thread; the lock is held."""
+        queue.append(transfer)
+        self._has_work.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="lockstep-shm-p2p", daemon=True)
+            self._thread.start()
+        self._comm.native.lockstep_ring_bell(self._comm.handle, self._comm.rank)
+
+    def _queues(self) -> Iterator[deque[Transfer]]:
+        yield from self._sends.values()
+        yield self._from_any
+        yield from (buffer.wanted for buffer in self._buffers)
+
+    def _open_transfers(self) -> list[Transfer]:
+        partly = [buffer.target for buffer in self._buffers if isinstance(buffer.target, Transfer)]
+        return [*partly, *(transfer for queue in self._queues() for transfer in queue)]
+
+    def _run(self) -> None:
+        native, handle = self._comm.native, self._comm.handle
+        while not self._stopped:
+            self._has_work.clear()
+            with self._lock:
+                is_idle = not self._open_transfers()
+                ended, self._ended = self._ended, []
+            for transfer in ended:
+                transfer.complete_futures()
+            if is_idle and not ended and not self._stopped:
+                self._has_work.wait()
+                continue
+            # Read before the rings are tried: what arrives after that rings the bell, so that nobody sleeps over it.
+            seen = native.lockstep_bell(handle)
+            with self._lock:
+                moved = any([*map(self._push, self._sends), *map(self._pull, range(self._comm.size))])
+            if not moved:
+                native.lockstep_await_bell(handle, seen, _POLL_MS)
+                with self._lock:
+                    self._fail_hopeless()
+
+    def _push(self, peer: int) -> bool:
+        """Write what there is room for in the ring to ``peer``; return whether that was anything."""
+        queue, moved = self._sends[peer], False
+        while queue:
+            transfer = queue[0]
+            for part in (transfer.header, transfer.payload):
+                while part.num_left:
+                    count = self._comm.native.lockstep_ring_write(self._comm.handle, peer, part.address, part.num_left)
+                    if count == 0:
+                        return moved
+                    part.advance(count)
+                    moved = True
+            queue.popleft()
+            self._succeed(transfer)
+        return moved
+
+    def _pull(self, peer: int) -> bool:
+        """Read what is in the ring from ``peer``, if anybody wants it; return whether that was anything."""
+        buffer, moved = self._buffers[peer], False
+        while True:
+            if buffer.target is None:
+                self._serve_unexpected(peer, buffer)
+                if not buffer.wanted and not self._from_any:
+                    return moved
+            target = buffer.header if buffer.target is None else buffer.target
+            part = target.payload if isinstance(target, Transfer) else target
+            while part.num_left:
+                count = self._comm.native.lockstep_ring_read(self._comm.handle, peer, part.address, part.num_left)
+                if count == 0:
+                    return moved
+                part.advance(count)
+                moved = True
+            if buffer.target is None:
+                buffer.tag, num_bytes = _HEADER.unpack(buffer.header_data)
+                buffer.header.rewind()
+                buffer.target = self._match(peer, buffer, buffer.tag, num_bytes) or _Cursor(bytearray(num_bytes))
+                continue
+            buffer.target = None
+            if isinstance(target, Transfer):
+                self._succeed(target, peer)
+            else:
+                buffer.unexpected.append((buffer.tag, target))
+
+    def _succeed(self, transfer: Transfer, source: int = -1) -> None:
+        transfer.succeed(source)
+        self._ended.append(transfer)
+
+    def _match(self, peer: int, buffer: _ReceiveBuffer, tag: int, num_bytes: int) -> Transfer | None:
+        """Take out the oldest receive of a message with ``tag``; one of another size fails."""
+        for queue in (buffer.wanted, self._from_any):
+            transfer = next((transfer for transfer in queue if transfer.tag == tag), None)
+            if transfer is None:
+                continue
+            queue.remove(transfer)
+            if transfer.payload.num_left == num_bytes:
+                return transfer
+            transfer.fail(
+                CollectiveError(
+                    f"{transfer.operation} has room for {transfer.payload.num_left} bytes, but rank "
+                    f"{self._comm.ranks[peer]} sent {num_bytes}.\nPass tensors of the same shape and dtype."
+                )
+            )
+            self._ended.append(transfer)
+            return None
+        return None
+
+    def _serve_unexpected(self, peer: int, buffer: _ReceiveBuffer) -> None:
+        for entry in list(buffer.unexpected):
+            tag, message = entry
+            transfer = self._match(peer, buffer, tag, message.size)
+            if transfer is not None:
+                buffer.unexpected.remove(entry)
+                message.rewind()
+                ctypes.memmove(transfer.payload.address, message.address, message.size)
+                self._succeed(transfer, peer)
+
+    def _fail_hopeless(self) -> None:
+        """End the transfers whose time is up, or whose peer will not come."""
+        for transfer in self._open_transfers():
+            error = self._failure_of(transfer)
+            if error is None:
+                continue
+            for queue in self._queues():
+                if transfer in queue:
+                    queue.remove(transfer)
+            for buffer in self._buffers:
+                if buffer.target is transfer:
+                    buffer.target = None
+            self._comm.give_up(error)  # a message may have been cut in two, so the ring is of no use any more
+            transfer.fail(error)
+            self._ended.append(transfer)
+
+    def _failure_of(self, transfer: Transfer) -> LockstepError | None:
+        comm = self._comm
+        where = f"Rank {comm.ranks[comm.rank]} in {transfer.operation}"
+        if time.monotonic() > transfer.deadline:
+            return CollectiveError(
+                f"{where} waited {transfer.limit_s:g} s.\nThe other rank is stopped or stuck, or does not take part."
+            )
+        from_any = transfer.peer == ANY_SOURCE
+        for peer in range(comm.size) if from_any else [transfer.peer]:
+            code = comm.native.lockstep_look(comm.handle, peer)
+            if peer == comm.rank or code == OK or (code == WENT and from_any):
+                continue
+            # It may have sent between the last look into the ring and its end.
+            if not from_any and self._pull(peer):
+                return None
+            return comm.peer_failure(code, where, peer)
+        return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import json
 import sys
 import weakref
 from collections.abc import Callable
@@ -18,12 +17,10 @@ from torch._C._distributed_c10d import PrefixStore
 
 from lockstep import activity
 from lockstep.comm.shm.communicator import MAX_RANKS, Communicator, library
-from lockstep.comm.shm.ops import DataMovement, OpRunner, Reductions
-from lockstep.comm.shm.p2p import Messages, P2PEngine
+from lockstep.comm.shm.ops import ShmOps
+from lockstep.comm.shm.p2p import P2PEngine
 from lockstep.comm.shm.segment import NoSharedMemory, Offer, Segment, make_segment, map_segment
 from lockstep.errors import CollectiveError, ConfigurationError
-
-# The backends of a group for devices other than the CPU, made when the first tensor of that device comes.
 
 
 class OtherDevices:
@@ -99,29 +96,24 @@ class OtherDevices:
 _DRAIN_S = 10.0
 _alive: weakref.WeakSet[ShmProcessGroup] = weakref.WeakSet()
 
-_CALLS = {
-    Reductions: (
-        "allreduce",
-        "allreduce_coalesced",
-        "reduce",
-        "reduce_scatter",
-        "reduce_scatter_single",
-        "reduce_scatter_single_coalesced",
-    ),
-    DataMovement: (
-        "broadcast",
-        "allgather",
-        "allgather_coalesced",
-        "all_gather_single",
-        "all_gather_single_coalesced",
-        "alltoall",
-        "all_to_all_single",
-        "gather",
-        "scatter",
-        "barrier",
-    ),
-    Messages: ("send", "recv", "recv_anysource"),
-}
+_OPS = (
+    "allreduce_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "broadcast",
+    "allgather",
+    "allgather_coalesced",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "alltoall",
+    "all_to_all_single",
+    "gather",
+    "scatter",
+    "barrier",
+)
+_P2P = ("send", "recv", "recv_anysource")
 _OLD_NAMES = {
     "_allgather_base": "all_gather_single",
     "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
@@ -139,16 +131,16 @@ class ShmProcessGroup(dist.ProcessGroup):
     before the backends of other devices that the group was made with, as in ``cpu:shm,cuda:nccl``.
     """
 
-    def __init__(self, store: dist.Store, member: Communicator, name: str, options: Any) -> None:
-        super().__init__(member.rank, member.size)  # type: ignore[call-arg]  # the only one for subclasses
+    def __init__(self, store: dist.Store, comm: Communicator, name: str, options: Any) -> None:
+        super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]  # the only one for subclasses
         self._store = store
         self._names = {"name": name, "description": "undefined"}
-        self.calls = OpRunner(member, name)
-        self._post = P2PEngine(member)
-        self._reductions = Reductions(self.calls)
-        served = (self._reductions, DataMovement(self.calls), Messages(member, self._post))
+        self.comm = comm
+        self.shm_ops = ShmOps(comm, name)
+        self._p2p = P2PEngine(comm)
         self._served: dict[str, Callable[..., Any]] = {
-            call: getattr(part, call) for part in served for call in _CALLS[type(part)]
+            **{call: getattr(self.shm_ops, call) for call in ("allreduce", *_OPS)},
+            **{call: getattr(self._p2p, call) for call in _P2P},
         }
         self._others = OtherDevices(self, store, options)
         self._is_open = True
@@ -194,7 +186,7 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long calls that are made from now on may wait."""
-        self.calls.member.timeout_s = timeout.total_seconds()
+        self.comm.timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
@@ -202,7 +194,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         """Replace each tensor by its reduction over all ranks. Collective: every rank."""
         activity.now.num_calls += 1
         if not getattr(opts, "asyncOp", True) and len(tensors) == 1 and tensors[0].is_cpu:
-            work = self._reductions.all_reduce_at_once(tensors[0], opts)
+            work = self.shm_ops.all_reduce_at_once(tensors[0], opts)
             if work is not None:
                 return work
         return self._dispatch("allreduce", tensors, opts)
@@ -234,30 +226,35 @@ class ShmProcessGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Leave the group, after what was called on it has run."""
         if self._is_open:
-            self.calls.queue.drain()
-            self._post.drain(_DRAIN_S)
+            self.shm_ops.queue.drain()
+            self._p2p.drain(_DRAIN_S)
             self._close(abort=False)
 
     def abort(self) -> None:
-        """Leave the group at once; ranks that wait for this one hear of it."""
+        """Leave the group at once; ranks that wait for this one learn of it."""
         if self._is_open:
-            member = self.calls.member
-            rank = member.ranks[member.rank]
-            member.give_up(CollectiveError(f"Rank {rank} closed the group after an error; look at its output."))
+            rank = self.comm.ranks[self.comm.rank]
+            self.comm.give_up(CollectiveError(f"Rank {rank} closed the group after an error; look at its output."))
             self._close(abort=True)
 
     def _close(self, *, abort: bool) -> None:
-        self._is_open = False
         self._others.close(abort=abort)
-        self.calls.member.stop()
-        # A thread that does not end may still look at the segment: then it stays mapped until the process ends.
-        if all([self.calls.queue.stop(), self._post.stop()]):
-            self.calls.member.leave()
-        else:
+        if self._stop_threads():
+            self.comm.leave()
+
+    def _stop_threads(self) -> bool:
+        """End the threads; return whether none of them can touch the segment any more."""
+        self._is_open = False
+        self.comm.stop()
+        have_ended = all([self.shm_ops.queue.stop(), self._p2p.stop()])
+        if not have_ended:
             _stuck.append(self)
+        return have_ended
 
 
 _stuck: list[ShmProcessGroup] = []
+"""Groups with a thread that does not end and may still look at the segment: it stays mapped until the process ends."""
+
 _TAKES_TENSORS = {
     "all_gather_single",
     "reduce_scatter_single",
@@ -290,29 +287,27 @@ def _method(call: str) -> Any:
     return method
 
 
-for _call in [*(call for calls in _CALLS.values() for call in calls if call != "allreduce"), *_OLD_NAMES]:
+for _call in (*_OPS, *_P2P, *_OLD_NAMES):
     setattr(ShmProcessGroup, _call, _method(_call))
 
 
 @atexit.register
-def _stop_threads() -> None:
+def _stop_all_threads() -> None:
     """End the threads before the interpreter goes: they would come back into what is being taken down."""
     for group in list(_alive):
-        if group._is_open:
-            group._is_open = False
-            group.calls.member.stop()
-            group.calls.queue.stop()
-            group._post.stop()
-            _stuck.append(group)
+        if group._is_open and group._stop_threads():
+            _stuck.append(group)  # the destructor would leave the group, and ranks that still read would fail
 
-
-# Make a group on shared memory, or find out, on all ranks alike, that it cannot be.
 
 CHUNK_BYTES = 2**18
 """How much of a tensor a rank has in the segment at a time: small enough for the processor's cache."""
 
 MIN_CHUNK_BYTES = 2**16
-RING_BYTES = 2**16
+
+
+def _ring_bytes(size: int) -> int:
+    """Return the room of a ring. There is one for each ordered pair: all of a rank together stay as large as one."""
+    return max(2**12, 2**17 // size // 2**12 * 2**12)
 
 
 def create_group(options: Any, _: Any = None) -> Any:
@@ -333,11 +328,9 @@ def create_group(options: Any, _: Any = None) -> Any:
             print(f"lockstep: no shm for this group, Gloo serves it: {reason}.", file=sys.stderr)
         return dist.ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
     ranks = options.global_ranks_in_group
-    member = Communicator(native, segment, rank, size, ranks, options.timeout.total_seconds())
-    # Only now may anybody look whether this rank lives.
-    store.set(f"joined/{rank}", "")
-    store.wait([f"joined/{other}" for other in range(size)])
-    return ShmProcessGroup(options.store, member, str(options.group_id), options)
+    comm = Communicator(native, segment, rank, size, ranks, options.timeout.total_seconds())
+    _await_all(store, "joined", size)  # only now may anybody check whether this rank lives
+    return ShmProcessGroup(options.store, comm, str(options.group_id), options)
 
 
 def why_unavailable(store: dist.Store, rank: int, size: int) -> str:
@@ -351,11 +344,18 @@ def why_unavailable(store: dist.Store, rank: int, size: int) -> str:
     return reason
 
 
+def _await_all(store: dist.Store, key: str, size: int) -> None:
+    """Wait until all ranks have come here: three requests each, however many they are."""
+    if store.add(f"{key}/count", 1) == size:
+        store.set(f"{key}/done", "")
+    store.wait([f"{key}/done"])
+
+
 def _share(store: dist.Store, native: ctypes.CDLL | str, rank: int, size: int) -> tuple[Segment | None, str]:
     """Return a segment that all ranks have mapped, or ``None`` and why not. Collective: every rank."""
-    segment, objection = None, native if isinstance(native, str) else ""
     if size > MAX_RANKS:
-        objection = f"it serves up to {MAX_RANKS} ranks"
+        return None, f"it serves up to {MAX_RANKS} ranks"
+    segment, objection = None, native if isinstance(native, str) else ""
     if rank == 0:
         offer = b""
         if not objection:
@@ -364,18 +364,16 @@ def _share(store: dist.Store, native: ctypes.CDLL | str, rank: int, size: int) -
                 offer = made.pack()
             except NoSharedMemory as error:
                 objection = str(error)
-        store.set("offer", json.dumps([offer.hex(), objection]))
-    else:
-        text, theirs = json.loads(store.get("offer"))
-        objection = theirs or objection
-        if not objection:
-            try:
-                segment = map_segment(Offer.unpack(bytes.fromhex(text)))
-            except NoSharedMemory as error:
-                objection = str(error)
-    store.set(f"answer/{rank}", objection)
-    answers = [store.get(f"answer/{other}").decode() for other in range(size)]
-    objection = next((answer for answer in answers if answer), "")
+        store.set("offer", offer.hex())
+    elif (text := store.get("offer").decode()) and not objection:
+        try:
+            segment = map_segment(Offer.unpack(bytes.fromhex(text)))
+        except NoSharedMemory as error:
+            objection = str(error)
+    if objection:
+        store.compare_set("objection", "", objection)  # the first counts
+    _await_all(store, "answered", size)
+    objection = store.get("objection").decode() if store.check(["objection"]) else ""
     if objection and segment is not None:
         segment.close_file()
         segment = None
@@ -384,14 +382,14 @@ def _share(store: dist.Store, native: ctypes.CDLL | str, rank: int, size: int) -
 
 def _make(native: Any, size: int) -> tuple[Segment, Offer]:
     """Make and format a segment for ``size`` ranks, with smaller chunks where memory is short."""
-    chunk_bytes = CHUNK_BYTES
+    chunk_bytes, ring_bytes = CHUNK_BYTES, _ring_bytes(size)
     while True:
         try:
-            segment, offer = make_segment(native.lockstep_segment_bytes(size, chunk_bytes, RING_BYTES))
+            segment, offer = make_segment(native.lockstep_segment_bytes(size, chunk_bytes, ring_bytes))
         except NoSharedMemory:
             if chunk_bytes <= MIN_CHUNK_BYTES:
                 raise
             chunk_bytes //= 2
             continue
-        native.lockstep_format(segment.address, chunk_bytes, RING_BYTES)
+        native.lockstep_format(segment.address, chunk_bytes, ring_bytes)
         return segment, offer

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from lockstep.errors import LockstepError
 
 TOKEN_BYTES = 16
+OFFER_BYTES = 60 + TOKEN_BYTES
 
 
 class NoSharedMemory(LockstepError):

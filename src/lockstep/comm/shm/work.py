@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from lockstep import activity
 from lockstep.errors import CollectiveError
 
 STOP_TIMEOUT_S = 2.0
-_futures_lock = threading.Lock()
+_end_lock = threading.Lock()
 
 
 class OpQueue:
@@ -57,18 +58,13 @@ class OpQueue:
                 self._threads.append(threading.Thread(target=self._run, name=self._name, daemon=True))
                 self._threads[-1].start()
 
-    def run_until(self, work: ShmWork, timeout_s: float) -> bool:
-        """Run calls in this thread until ``work`` has run; say whether it has within ``timeout_s`` (-1: no limit)."""
+    def run_until(self, work: ShmWork) -> None:
+        """Run calls in this thread until ``work`` has run."""
         while not work.has_ended:
-            if not self._turn.acquire(timeout=timeout_s):
-                return work.has_ended
-            try:
+            with self._turn:
                 ran = self._run_oldest() if not work.has_ended else None
-            finally:
-                self._turn.release()
             if ran is not None:
-                ran.tell()
-        return True
+                ran.complete_futures()
 
     def _run_oldest(self) -> ShmWork | None:
         work = self._waiting.popleft() if self._waiting else None
@@ -80,7 +76,7 @@ class OpQueue:
         """Let this thread make a call now, up to `end_turn`; say no if others wait or are at it."""
         if self._waiting or not self._turn.acquire(blocking=False):
             return False
-        if self._waiting:
+        if self._waiting:  # added between the two
             self._turn.release()
             return False
         return True
@@ -90,7 +86,7 @@ class OpQueue:
         self._turn.release()
 
     def stop(self) -> bool:
-        """End the threads and forget what waits; say whether the threads ended in time."""
+        """End the threads and fail what waits; return whether the threads ended in time."""
         threads = [thread for thread in self._threads if thread is not threading.current_thread()]
         for _ in self._threads:
             self._signals.put(False)
@@ -99,7 +95,7 @@ class OpQueue:
         while self._waiting:
             work = self._waiting.popleft()
             work.fail(CollectiveError("The process group was closed before this call could run."))
-            work.tell()
+            work.complete_futures()
         return not any(thread.is_alive() for thread in threads)
 
     def drain(self) -> None:
@@ -108,7 +104,7 @@ class OpQueue:
             with self._turn:
                 work = self._run_oldest()
             if work is not None:
-                work.tell()
+                work.complete_futures()
 
     def _run(self) -> None:
         while self._signals.get():
@@ -116,25 +112,36 @@ class OpQueue:
                 self._num_idle -= 1
             with self._turn:
                 work = self._run_oldest()
-            if work is not None and work.has_listeners:
-                # What listens may make calls and wait for them, in this thread.
+            if work is not None and work.has_futures:
+                # A callback may make calls and wait for them, in this thread: another must be there to run them.
                 self._ensure_idle_thread()
-                work.tell()
+                work.complete_futures()
             with self._start_lock:
                 self._num_idle += 1
 
 
 class ShmWork(dist.Work):
-    """A call that runs or will run; what torch calls a work handle."""
+    """A call that runs or will run; what torch calls a work handle.
 
-    def __init__(self, queue: OpQueue | None, action: Callable[[], Any], outputs: Sequence[Any]) -> None:
+    Args:
+        operation: In words, for messages and for the watchdog.
+        queue: Where it waits for its turn; ``None`` if something else carries it out, such as p2p.
+        action: What it does.
+        outputs: The tensors that it writes.
+    """
+
+    def __init__(
+        self, operation: str, queue: OpQueue | None, action: Callable[[], Any], outputs: Sequence[Any]
+    ) -> None:
         super().__init__()
+        self.operation = operation
         self._queue = queue
         self._action: Callable[[], Any] | None = action
         self._outputs = list(outputs)
         self._futures: list[Future[Any]] = []
         self._error: BaseException | None = None
         self._source = -1
+        self._ended: threading.Event | None = None  # made when somebody waits for another thread to run it
         self.has_ended = False
 
     def run(self) -> None:
@@ -153,44 +160,57 @@ class ShmWork(dist.Work):
         self._end()
 
     def _end(self) -> None:
-        with _futures_lock:
+        with _end_lock:
             self._action = None  # what it holds (staged copies, tensors) is not needed any more
             self.has_ended = True
+            if self._ended is not None:
+                self._ended.set()
 
     @property
-    def has_listeners(self) -> bool:
-        """Say whether anybody has asked for a future before the call ended."""
+    def has_futures(self) -> bool:
+        """Whether anybody has asked for a future before the call ended."""
         return bool(self._futures)
 
-    def tell(self) -> None:
+    def complete_futures(self) -> None:
         """Complete the futures, after the end; no lock may be held, as callbacks may make calls."""
-        with _futures_lock:
+        with _end_lock:
             futures, self._futures = self._futures, []
         for future in futures:
             future.set_result(None)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until the call has run, at most ``timeout`` if that is positive; raise what it raised."""
+        limit_s = timeout.total_seconds()
         if not self.has_ended:
-            limit_s = timeout.total_seconds()
-            if self._queue is not None and not self._queue.run_until(self, limit_s if limit_s > 0 else -1):
-                raise CollectiveError(f"A call on shm has not ended within {limit_s:g} s.\nAnother rank may be late.")
-            self._wait_elsewhere(limit_s)
+            with activity.waiting(self.operation):
+                if self._queue is not None and limit_s <= 0:
+                    self._queue.run_until(self)
+                elif not self._wait_for_end(limit_s):
+                    raise CollectiveError(
+                        f"{self.operation} on shm has not ended within {limit_s:g} s.\nAnother rank may be late."
+                    )
         if self._error is not None:
             raise self._error
         return True
 
-    def _wait_elsewhere(self, limit_s: float) -> None:
-        """Wait for a call that another thread carries out."""
+    def _wait_for_end(self, limit_s: float) -> bool:
+        """Wait for another thread to run it: one that runs a call itself cannot give up before the call does."""
+        with _end_lock:
+            if self.has_ended:
+                return True
+            self._ended = self._ended or threading.Event()
+        if self._queue is not None:
+            self._queue.signal()
+        return self._ended.wait(limit_s if limit_s > 0 else None)
 
     def is_completed(self) -> bool:
-        """Say whether the call has run, and see to it that it does."""
+        """Return whether the call has run, and see to it that it does."""
         if not self.has_ended and self._queue is not None:
             self._queue.signal()
         return self.has_ended
 
     def is_success(self) -> bool:
-        """Say whether the call has run without an error."""
+        """Return whether the call has run without an error."""
         return self.has_ended and self._error is None
 
     def exception(self) -> BaseException | None:
@@ -216,7 +236,7 @@ class ShmWork(dist.Work):
         ended: Future[Any] = Future()
         # An exception in a callback is the only way from Python to a future that C++ also sees as failed.
         outcome: Future[list[Tensor]] = ended.then(self._outcome)
-        with _futures_lock:
+        with _end_lock:
             pending = not self.has_ended
             if pending:
                 self._futures.append(ended)
@@ -232,11 +252,6 @@ class ShmWork(dist.Work):
         return self._outputs
 
 
-def _ended() -> ShmWork:
-    work = ShmWork(None, lambda: None, [])
-    work.run()
-    return work
-
-
-ENDED = _ended()
+ENDED = ShmWork("", None, lambda: None, [])
 """The handle on a call that ran before it was returned to somebody who will only wait for it."""
+ENDED.run()
