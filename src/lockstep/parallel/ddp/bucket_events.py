@@ -20,9 +20,8 @@ from lockstep.parallel.compile import is_capturing
 from lockstep.parallel.ddp.buckets import Bucket
 from lockstep.parallel.ddp.reducer import Event
 from lockstep.telemetry import ranges
+from lockstep.telemetry.run_record import BucketTimes, Mark, Reduction, seconds_between
 from lockstep.telemetry.stragglers import StepTimes, ends_window, is_looked_at, note_of, pace_of
-
-Mark = float | torch.cuda.Event
 
 
 def mark_on(device: torch.device) -> Mark:
@@ -34,38 +33,7 @@ def mark_on(device: torch.device) -> Mark:
     return event
 
 
-def seconds_between(start: Mark, end: Mark) -> float:
-    """Return the seconds from one mark to another of the same kind, both of which are reached."""
-    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        return float(start.elapsed_time(end)) / 1e3
-    assert isinstance(start, float) and isinstance(end, float)
-    return end - start
-
-
-@dataclass
-class Stamp:
-    """A bucket's moments: when its last gradient was there, when it was launched, and when it was reduced."""
-
-    position: int
-    size_bytes: int
-    ready: Mark
-    sent: Mark | None = None
-    done: Mark | None = None
-
-
-@dataclass
-class StepStamps:
-    """The moments of one step.
-
-    Attributes:
-        buckets: In the order in which they were launched.
-        waited: From when this rank's own work was done, until all buckets were reduced.
-        exposed_s: What of that was waiting; None on CUDA, where it is all.
-    """
-
-    buckets: list[Stamp] = field(default_factory=list)
-    waited: tuple[Mark, Mark] | None = None
-    exposed_s: float | None = None
+StepStamps = Reduction
 
 
 @final
@@ -86,12 +54,12 @@ class BucketStamps:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.closely = False
-        self.last: StepStamps | None = None
-        self._now, self._is_over = StepStamps(), False
+        self.last: Reduction | None = None
+        self._now, self._is_over = Reduction(), False
         self._own_work_end: Mark | None = None
         self._wait_from_s = self._exposed_s = self._waited_before_s = 0.0
 
-    def take(self) -> StepStamps | None:
+    def take(self) -> Reduction | None:
         """Return the step that ended last, once."""
         last, self.last = self.last, None
         return last
@@ -114,7 +82,7 @@ class BucketStamps:
             self._stamp(kind, bucket)
 
     def _begin(self) -> None:
-        self._now, self._is_over = StepStamps(), False
+        self._now, self._is_over = Reduction(), False
         self._own_work_end, self._exposed_s = None, 0.0
 
     def _end(self) -> None:
@@ -127,7 +95,7 @@ class BucketStamps:
 
     def _stamp(self, kind: Event, bucket: Bucket) -> None:
         if kind is Event.READY:
-            self._now.buckets.append(Stamp(bucket.position, bucket.spec.size_bytes, mark_on(self._device)))
+            self._now.buckets.append(BucketTimes(bucket.position, bucket.spec.size_bytes, mark_on(self._device)))
         elif kind is Event.GATHERED:
             self._now.buckets[-1].sent = mark_on(self._device)
         elif kind is Event.LAUNCHED:

@@ -67,11 +67,18 @@ class Bucket(ABC):
     """The gradients of ``spec.parameters`` on their way through one collective.
 
     Attributes:
+        gradients: The gradients alone, as communication hooks see them.
+        payload: What the collective sums: the gradients and what travels with them.
+        weight_message: The end of the tail, see [Note: weight messages] in weighting.py; None if there is no tail.
         position, is_last: Its place among the buckets of the model, which is the order in which they are launched.
         missing: What this rank lacks, from `gather` to `settle`.
         future: Of the reduction, once it is launched; done when the bucket is reduced.
         sent_dtype: In what the tail travels; that of the gradients unless they are compressed.
     """
+
+    gradients: Tensor
+    payload: Tensor
+    weight_message: Tensor | None
 
     def __init__(self, spec: BucketSpec, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
         self.spec = spec
@@ -84,31 +91,16 @@ class Bucket(ABC):
 
     @property
     @abstractmethod
-    def gradients(self) -> Tensor:
-        """The gradients alone, as communication hooks see them."""
-
-    @gradients.setter
-    @abstractmethod
-    def gradients(self, value: Tensor) -> None: ...
-
-    @property
-    @abstractmethod
-    def payload(self) -> Tensor:
-        """What the collective sums: the gradients and what travels with them."""
-
-    @property
-    @abstractmethod
-    def weight_message(self) -> Tensor | None:
-        """The end of the tail, see [Note: weight messages]; None if there is no tail."""
-
-    @property
-    @abstractmethod
     def holds_all(self) -> bool:
         """Whether `gradients` is what all its parameters have as their gradients."""
 
     @abstractmethod
     def gradient_views(self) -> list[Tensor]:
         """Return the gradients one by one, by place."""
+
+    @abstractmethod
+    def replace_gradients(self, value: Tensor) -> None:
+        """Take what a communication hook has made of `gradients`."""
 
     @abstractmethod
     def gather(self, used: Sequence[int], scale: GradientScale) -> None:
@@ -168,38 +160,18 @@ class DenseBucket(Bucket):
         numel = sum(parameter.numel() for parameter in self.parameters)
         size, dtype, device = numel + len(self._usual_tail), self.spec.dtype, self.spec.device
         if group is None or group.size() == 1:
-            self._buffer = torch.zeros(size, dtype=dtype, device=device)
+            self.payload = torch.zeros(size, dtype=dtype, device=device)
         else:
-            self._buffer = empty_buffer(size, dtype=dtype, device=device, group=group).zero_()
-        self._data = self._buffer[:numel]
-        self._tail = self._buffer[numel:]
-        self._message = self._tail[len(self.parameters) :]
+            self.payload = empty_buffer(size, dtype=dtype, device=device, group=group).zero_()
+        self.gradients, self._tail = self.payload.split([numel, size - numel])
+        message = self._tail[len(self.parameters) :]
+        self.weight_message = message.real if message.is_complex() else message
         # Two tensors for each gradient. What we write through a slot does not move the version counter of its view, so
         # a counter that moved tells that autograd or the script has changed that gradient in place.
-        self._slots = cut_views(self._data, self.parameters)
+        self._slots = cut_views(self.gradients, self.parameters)
         self._views = [slot.data for slot in self._slots]
         self._small_slots = [slot for place, slot in enumerate(self._slots) if place not in self._large]
         self._num_aliases = self._count_aliases()
-
-    @property
-    @override
-    def gradients(self) -> Tensor:
-        return self._data
-
-    @gradients.setter
-    def gradients(self, value: Tensor) -> None:
-        if value.data_ptr() != self._data.data_ptr() or value.dtype != self._data.dtype:
-            self._data.copy_(value.reshape(-1)[: self._data.numel()])
-
-    @property
-    @override
-    def payload(self) -> Tensor:
-        return self._buffer
-
-    @property
-    @override
-    def weight_message(self) -> Tensor:
-        return self._message.real
 
     @property
     @override
@@ -209,6 +181,11 @@ class DenseBucket(Bucket):
     @override
     def gradient_views(self) -> list[Tensor]:
         return list(self._slots)
+
+    @override
+    def replace_gradients(self, value: Tensor) -> None:
+        if value.data_ptr() != self.gradients.data_ptr() or value.dtype != self.gradients.dtype:
+            self.gradients.copy_(value.reshape(-1)[: self.gradients.numel()])
 
     @override
     def gather(self, used: Sequence[int], scale: GradientScale) -> None:
@@ -263,7 +240,7 @@ class DenseBucket(Bucket):
             self._explain_sparse(gradients, error)
             raise
         if factor != 1 and not large:
-            self._data.mul_(factor)
+            self.gradients.mul_(factor)
         elif small and factor != 1:
             torch._foreach_mul_(self._small_slots, factor)
 
@@ -282,7 +259,8 @@ class DenseBucket(Bucket):
             self._tail[missing.place] = 0
         if scale.message is not None:
             message = torch.tensor(scale.message, dtype=torch.float64).to(self.spec.dtype)
-            self._message.copy_(message, non_blocking=True)  # from pageable memory: read before this returns
+            # Does not block, but reads pageable memory before it returns.
+            self._tail[len(self.parameters) :].copy_(message, non_blocking=True)
 
     def _is_held(self, places: Iterable[int]) -> bool:
         """Return whether somebody else holds the gradients ``places``, or tensors made from any of the buffer."""
@@ -291,7 +269,7 @@ class DenseBucket(Bucket):
         return max(map(sys.getrefcount, map(self._views.__getitem__, places))) > _OWN_REFERENCES
 
     def _count_aliases(self) -> int:
-        storage = self._buffer.untyped_storage()
+        storage = self.payload.untyped_storage()
         return int(torch._C._storage_Use_Count(storage._cdata))
 
     def _renew(self) -> None:
@@ -305,7 +283,7 @@ class DenseBucket(Bucket):
     @override
     @torch.no_grad()
     def scale(self, factor: float) -> None:
-        self._data.mul_(factor)
+        self.gradients.mul_(factor)
 
     @override
     def settle(self, num_users: Sequence[int] | None) -> None:
@@ -341,7 +319,8 @@ class SparseBucket(Bucket):
 
     def __init__(self, spec: BucketSpec, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
         super().__init__(spec, parameters, names)
-        self._gradient = self._empty()
+        self.weight_message = None
+        self.replace_gradients(self._empty())
 
     def _empty(self) -> Tensor:
         shape = self.parameters[0].shape
@@ -353,49 +332,36 @@ class SparseBucket(Bucket):
 
     @property
     @override
-    def gradients(self) -> Tensor:
-        return self._gradient
-
-    @gradients.setter
-    def gradients(self, value: Tensor) -> None:
-        self._gradient = value
-
-    @property
-    @override
-    def payload(self) -> Tensor:
-        return self._gradient
-
-    @property
-    @override
-    def weight_message(self) -> None:
-        return None
-
-    @property
-    @override
     def holds_all(self) -> bool:
         return False
 
     @override
     def gradient_views(self) -> list[Tensor]:
-        return [self._gradient]
+        return [self.gradients]
+
+    @override
+    def replace_gradients(self, value: Tensor) -> None:
+        self.gradients = self.payload = value
 
     @override
     def gather(self, used: Sequence[int], scale: GradientScale) -> None:
         gradient = self.parameters[0].grad
         if gradient is None:
-            self._gradient = self._empty()
+            self.replace_gradients(self._empty())
         else:
             factor = scale.factor if used[0] else scale.unused_factor
-            self._gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).detach().coalesce() * factor
+            sparse = gradient if gradient.is_sparse else gradient.to_sparse(1)
+            self.replace_gradients(sparse.detach().coalesce() * factor)
         self.missing = [] if gradient is not None and used[0] else [MissingGradient(0, gradient)]
 
     @override
     def scale(self, factor: float) -> None:
-        self._gradient = self._gradient * factor
+        self.replace_gradients(self.gradients * factor)
 
     @override
     def settle(self, num_users: Sequence[int] | None) -> None:
-        reduced, self._gradient = self._gradient.coalesce(), self._empty()
+        reduced = self.gradients.coalesce()
+        self.replace_gradients(self._empty())
         if not self.missing or reduced._nnz() > 0:
             self.parameters[0].grad = reduced
 

@@ -242,7 +242,7 @@ class CommHookReduction(BucketReduction):
     @override
     def finish(self, bucket: Bucket, future: Future[Any]) -> None:
         result = future.wait()
-        bucket.gradients = result[0] if isinstance(result, list | tuple) else result
+        bucket.replace_gradients(result[0] if isinstance(result, list | tuple) else result)
 
     @override
     def count_users(self, used: Sequence[int], message: Sequence[float], device: torch.device) -> UseCounts:

@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-
-
-def move_to(value: Any, device: torch.device) -> Any:
-    """Return ``value`` with its tensors on ``device``; other things, and containers of unknown type, as they are.
-
-    Looks into tuples, named tuples, lists, dicts and dataclasses. Copies from pinned memory do not block.
-    """
-    if isinstance(value, Tensor):
-        return value if value.device == device else value.to(device, non_blocking=True)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(move_to(item, device) for item in value))
-    if type(value) in (list, tuple):
-        return type(value)(move_to(item, device) for item in value)
-    if isinstance(value, dict):
-        return type(value)((key, move_to(item, device)) for key, item in value.items())
-    if is_dataclass(value) and not isinstance(value, type):
-        moved = {field.name: move_to(getattr(value, field.name), device) for field in fields(value) if field.init}
-        return replace(value, **moved)
-    return value
 
 
 def find_tensors(value: Any) -> Iterator[Tensor]:
@@ -42,6 +23,27 @@ def find_tensors(value: Any) -> Iterator[Tensor]:
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             yield from find_tensors(getattr(value, field.name, None))
+
+
+def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return ``value`` with ``function`` of its tensors; other things, and containers of unknown type, as they are."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
+        return type(value)(*(_map_tensors(function, item) for item in value))
+    if type(value) in (list, tuple):
+        return type(value)(_map_tensors(function, item) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):  # before dicts: some are both
+        items = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+        return replace(value, **{name: _map_tensors(function, item) for name, item in items.items()})
+    if isinstance(value, dict):
+        return type(value)((key, _map_tensors(function, item)) for key, item in value.items())
+    return value
+
+
+def move_to(value: Any, device: torch.device) -> Any:
+    """Return ``value`` with its tensors on ``device``; copies from pinned memory do not block."""
+    return _map_tensors(lambda each: each if each.device == device else each.to(device, non_blocking=True), value)
 
 
 class _Anchor(torch.autograd.Function):
@@ -62,18 +64,12 @@ def anchor_tensors(value: Any) -> Any:
     A rank whose forward touched no parameter must still take part in the reduction. Its loss could not be
     differentiated at all; anchored, ``loss.backward()`` works, yields no gradient, and is noticed.
     """
-    if isinstance(value, Tensor):
-        if not value.is_floating_point() and not value.is_complex():
-            return value
-        anchor = torch.zeros((), device=value.device, requires_grad=True)
-        return _Anchor.apply(anchor, value)  # type: ignore[no-untyped-call]
-    if type(value) is dict:
-        return {key: anchor_tensors(item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
-        return type(value)(*(anchor_tensors(item) for item in value))
-    if type(value) in (list, tuple):
-        return type(value)(anchor_tensors(item) for item in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        anchored = {field.name: anchor_tensors(getattr(value, field.name)) for field in fields(value) if field.init}
-        return replace(value, **anchored)
-    return value
+
+    def anchor(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() and not tensor.is_complex():
+            return tensor
+        start = torch.zeros((), device=tensor.device, requires_grad=True)
+        anchored: Tensor = _Anchor.apply(start, tensor)  # type: ignore[no-untyped-call]
+        return anchored
+
+    return _map_tensors(anchor, value)

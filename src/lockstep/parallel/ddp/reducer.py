@@ -101,9 +101,7 @@ _reducers: list[weakref.ref[Reducer]] = []
 
 def live_reducers() -> list[Reducer]:
     """Return the reducers of all wrappers in this process, the oldest first."""
-    alive = [(reference, reducer) for reference in _reducers if (reducer := reference()) is not None]
-    _reducers[:] = [reference for reference, _ in alive]
-    return [reducer for _, reducer in alive]
+    return [reducer for reference in _reducers if (reducer := reference()) is not None]
 
 
 class Reducer:
@@ -162,7 +160,7 @@ class Reducer:
             if any(id(parameter) in mine for parameter in other.bucket_set.parameters):
                 self._sharers.append(weakref.ref(other))
                 other._sharers.append(weakref.ref(self))
-        _reducers.append(weakref.ref(self))
+        _reducers[:] = [weakref.ref(other) for other in (*live_reducers(), self)]
         if group.size() > 1 or not is_native(group):  # a rank alone has nothing to reduce
             self._hook_parameters()
 
@@ -355,9 +353,12 @@ class Reducer:
 
     def _launch_complete(self) -> None:
         """Launch the buckets that are complete, up to the first that is not or that has to stay."""
-        sharers = [other for reference in self._sharers if (other := reference()) is not None]
-        if self.before_launch is not None or any(other.is_collecting for other in sharers):
+        if self.before_launch is not None:
             return
+        for reference in self._sharers:
+            other = reference()
+            if other is not None and other.is_collecting:
+                return
         buckets = self.bucket_set.buckets
         for bucket in buckets[self._num_launched : len(buckets) - (not self._launches_last_early)]:
             if bucket.spec.deferred or self._num_awaited[bucket.position]:

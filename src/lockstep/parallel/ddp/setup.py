@@ -140,32 +140,28 @@ def bucket_caps_bytes(
     return tuple(int(cap * MIB) for cap in caps)
 
 
-@dataclass(frozen=True)
-class BufferPolicy:
-    """When buffers are broadcast: at construction, and before every ``forward``."""
+def buffer_policy(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
+    """Combine torch's two flags, and warn of the older one as torch 2.13 does.
 
-    at_start: bool
-    before_forward: bool
-
-
-def buffer_policy(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> BufferPolicy:
-    """Combine torch's two flags, and warn of the older one as torch 2.13 does."""
+    Returns:
+        Whether buffers are broadcast at construction, and whether before every ``forward``.
+    """
     if forward_sync_buffers is not None:
         if broadcast_buffers is not None:
             _warn_of_broadcast_buffers(
                 "Both `broadcast_buffers` and `forward_sync_buffers` were specified. `broadcast_buffers` is deprecated "
                 "and its value is ignored when `forward_sync_buffers` is provided."
             )
-        return BufferPolicy(at_start=True, before_forward=forward_sync_buffers)
+        return True, forward_sync_buffers
     if broadcast_buffers is None:
-        return BufferPolicy(at_start=True, before_forward=True)
+        return True, True
     _warn_of_broadcast_buffers(
         "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead. IMPORTANT: unlike "
         "`broadcast_buffers=False`, `forward_sync_buffers=False` still syncs buffers at init. If you rely on buffers "
         "NOT being synced at init (e.g. rank-local buffers), keep using `broadcast_buffers=False` until "
         "`init_sync_buffers` is available."
     )
-    return BufferPolicy(at_start=broadcast_buffers, before_forward=broadcast_buffers)
+    return broadcast_buffers, broadcast_buffers
 
 
 def _warn_of_broadcast_buffers(text: str) -> None:

@@ -361,7 +361,6 @@ class Weights:
 
     Attributes:
         window: This rank's micro-batches; None as long as no weight was ever given.
-        sum: Of all weights in the last step that had some.
         device: Where tensors lie that the ranks can exchange.
         refusal: Why there can be no weights; None: there can.
         shares_batch: See `AccumulationWindow`.
@@ -369,7 +368,6 @@ class Weights:
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self.window: AccumulationWindow | None = None
-        self.sum = 0.0
         self.device = device
         self.refusal: str | None = None
         self.shares_batch = False
@@ -442,15 +440,15 @@ class Weights:
         Raises:
             ConfigurationError: On every rank: only some have given weights.
         """
-        factor: float | None = None
-        if messages is not None:
-            factor = self._read(messages, message)
-        else:
-            carriers = [bucket for bucket in buckets if bucket.weight_message is not None]
-            if carriers:
-                carrier = max(carriers, key=lambda bucket: _WIDTHS.get(bucket.sent_dtype, 0))
-                assert carrier.weight_message is not None
-                factor = self._read(carrier.weight_message, message, carrier)
+        carrier: Bucket | None = None
+        if messages is None:
+            for bucket in buckets:  # the first of the widest
+                width = _WIDTHS.get(bucket.sent_dtype, 0)
+                if bucket.weight_message is not None and (
+                    carrier is None or width > _WIDTHS.get(carrier.sent_dtype, 0)
+                ):
+                    carrier, messages = bucket, bucket.weight_message
+        factor = None if messages is None else self._read(messages, message, carrier)
         if factor is None:
             factor = self._conclude(self._exchange(message)) if buckets else 1.0
         return factor
@@ -464,7 +462,7 @@ class Weights:
         event.synchronize()
         self._conclude(messages.tolist())
 
-    def _read(self, messages: Tensor, message: WeightMessage, carrier: Bucket | None = None) -> float | None:
+    def _read(self, messages: Tensor, message: WeightMessage, carrier: Bucket | None) -> float | None:
         """Return the correction that the sum of all messages tells; None if it travelled in too narrow a dtype."""
         if messages.device.type == "cuda":
             if is_capturing(messages.device):
@@ -512,7 +510,6 @@ class Weights:
             return 1.0
         weights = WeightSum.decode(numbers)
         weights.check()
-        self.sum = weights.weight * self._typical
-        if self.sum:
-            self._typical = self.sum / self._world_size
+        if weights.weight:
+            self._typical *= weights.weight / self._world_size
         return weights.correction(self._world_size, tolerance=4 * torch.finfo(dtype).eps)

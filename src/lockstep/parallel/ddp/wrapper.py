@@ -168,13 +168,12 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
         self._divide_by_initial_world_size = True
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
 
-        buffers = buffer_policy(broadcast_buffers, forward_sync_buffers)
-        self.forward_sync_buffers = buffers.before_forward
+        with_buffers, self.forward_sync_buffers = buffer_policy(broadcast_buffers, forward_sync_buffers)
         check_batch_norms(module, self.device_type)
         self._connect()
         if init_sync:
-            self._model_sync.check(with_buffers=buffers.at_start)
-            self._model_sync.broadcast(src=0, with_buffers=buffers.at_start)
+            self._model_sync.check(with_buffers=with_buffers)
+            self._model_sync.broadcast(src=0, with_buffers=with_buffers)
 
     def _connect(self) -> None:
         """Make everything that holds the process group, and watch the parameters. Sends nothing."""
