@@ -180,15 +180,13 @@ def test_hooks_and_exit_handlers_of_a_failing_script_still_run(script):
     assert "lockstep: Rank 0 failed: ValueError: boom" in done.err
 
 
-@pytest.mark.parametrize("how", ["lockstep", "torch"])
-def test_restarts_show_every_failure_and_meet_anew(script, how):
+def test_restarts_show_every_failure_and_meet_anew(script):
     # With torch's own function: the rank that comes later must not be looked for where it was before the restart.
     path = script(
         "import os, time, lockstep, torch, torch.distributed as dist\n"
         "is_first = os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'\n"
-        f"if {how == 'torch'}:\n"
-        "    time.sleep(0 if is_first or os.environ['RANK'] == '1' else 1)\n"
-        "    dist.init_process_group('gloo')\n"
+        "time.sleep(0 if is_first or os.environ['RANK'] == '1' else 1)\n"
+        "dist.init_process_group('gloo')\n"
         "with lockstep.init() as world:\n"
         "    total = torch.ones(1)\n"
         "    dist.all_reduce(total)\n"
@@ -197,7 +195,7 @@ def test_restarts_show_every_failure_and_meet_anew(script, how):
         "    world.print('sum', total.item())\n"
     )
     done = lockstep("run", "--devices", "2", "--max-restarts", "1", path)
-    end = f"ValueError: first try\nlockstep: rank 0 failed: ValueError: first try ({path}:9); restart 1 of 1\n"
+    end = f"ValueError: first try\nlockstep: rank 0 failed: ValueError: first try ({path}:8); restart 1 of 1\n"
     assert done.err.endswith(end)
     assert done.err.count("Traceback") == 1
     assert (done.code, done.out) == (0, "sum 2.0\n")

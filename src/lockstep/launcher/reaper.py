@@ -225,7 +225,8 @@ def process_descriptor(pid: int) -> int | None:
 
 def main(argv: list[str]) -> None:
     """Watch over one run, then clear up."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    # Schedulers signal all processes of a job.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     process = _ReaperProcess(argv[1], socket.socket(fileno=int(argv[4])))
     try:
