@@ -187,10 +187,8 @@ def tune(
     import torch
 
     from lockstep.cli import INTERRUPTED
-    from lockstep.study.compare import table as compare_table
-    from lockstep.study.tune import table, text
-    from lockstep.study.tune import tune as run_tuning
-    from lockstep.study.tune.organise import STRATEGIES
+    from lockstep.study import tune as tuning
+    from lockstep.study.compare.table import console
     from lockstep.telemetry import provenance
     from lockstep.train.settings import read_settings
 
@@ -200,21 +198,21 @@ def tune(
     count = devices if devices is not None else start.get("devices") or torch.cuda.device_count() or 2
     if global_batch_size is not None:
         start["global_batch_size"] = global_batch_size
-    outcome = run_tuning(
+    outcome = tuning.tune(
         task_file,
         devices=count,
         minutes=minutes,
         start=start,
-        strategies=STRATEGIES if strategies is None else [name.strip() for name in strategies.split(",")],
+        strategies=tuning.STRATEGIES if strategies is None else [name.strip() for name in strategies.split(",")],
         allow_precision=allow_precision,
         allow_division=allow_division,
         began_at=psutil.Process().create_time(),
     )
-    terminal = compare_table.console()
-    terminal.print(table.render(outcome))
+    terminal = console()
+    terminal.print(tuning.render(outcome))
     found = provenance.gather()
     facts = {"measured": found.when, **found.versions, **found.machine}
-    Path(file).write_text(text.as_file(outcome, task_file=task_file, file=file, facts=facts), encoding="utf-8")
+    Path(file).write_text(tuning.as_file(outcome, task_file=task_file, file=file, facts=facts), encoding="utf-8")
     say_written(terminal, "settings", file)
     return INTERRUPTED if outcome.interrupted else 0
 
@@ -225,7 +223,7 @@ def _check_free(file: str) -> None:
     Raises:
         ConfigurationError: It cannot be written, or is somebody else's.
     """
-    from lockstep.study.tune.text import FIRST_LINE
+    from lockstep.study.tune import FIRST_LINE
 
     check_writable(file)
     path = Path(file)

@@ -1,0 +1,320 @@
+"""`tune`: what it tries, how it judges, and what it writes; no process is started."""
+
+import io
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from lockstep.cli import main
+from lockstep.errors import ConfigurationError, LockstepError, RankFailed
+from lockstep.study import tune as tuning
+from lockstep.study.common import Spread
+from lockstep.study.tune import Effect, Known, Outcome, Request, Result, candidates, effect_of
+from lockstep.train.settings import FitSettings, read_settings
+from tests.training import make_task
+
+REQUEST = Request("mine.py", 2, False, 4, 64, ("single", "dp", "ddp"), 300.0, time.time(), 2**30)
+KNOWN = Known({32: 100 * 2**20}, gradient_bytes=30 * 2**20, wait_share=0.4)
+FASTER = Spread(1.5, 1.4, 1.6)
+RESULTS = (
+    Result("loading", {"workers": 2}, Effect.BITS, FASTER, 5, kept=True),
+    Result("strategy", {"strategy": "single"}, Effect.ROUNDING, None, 0, why="KeyError: 'x'"),
+    Result(
+        "precision", {"precision": "bf16"}, Effect.ARITHMETIC, FASTER, 5, why="offered: taken with --allow-precision"
+    ),
+    Result("all together", {"workers": 2}, Effect.BITS, Spread(1.52, 1.41, 1.61), 9, kept=True),
+)
+OUTCOME = Outcome(
+    task="mine.py",
+    request=REQUEST,
+    start={"clip": 1.0},
+    found={"clip": 1.0, "workers": 2},
+    effect=Effect.BITS,
+    results=RESULTS,
+    skips=(("buckets", "only ddp on several devices has them"),),
+    total=Spread(1.52, 1.41, 1.61),
+    notes=("The largest micro-batch that fits has 32 samples.",),
+    seconds=42.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("stage", "base", "known", "found"),
+    [
+        ("loading", {}, KNOWN, [{"workers": 1}, {"workers": 2}, {"workers": 4}]),
+        ("loading", {"workers": 4}, KNOWN, [{"workers": 2}, {"workers": 8}]),
+        ("loading", {}, replace(KNOWN, wait_share=0.01), "a step waits for data 1.0% of its time"),
+        ("strategy", {}, KNOWN, [{"strategy": "single", "accumulate": 2}, {"strategy": "dp"}]),
+        ("strategy", {"strategy": "single", "accumulate": 2}, KNOWN, [{"strategy": "dp", "accumulate": 1}] * 1),
+        ("micro-batch", {}, KNOWN, [{"accumulate": 2}, {"accumulate": 4}]),
+        (
+            "micro-batch",
+            {"accumulate": 4},
+            replace(KNOWN, peaks={16: 1}),
+            [{"accumulate": count} for count in (2, 8, 16)],
+        ),
+        ("micro-batch", {"reproducible": 2}, KNOWN, "reproducible and shares set the sizes"),
+        ("threads", {}, KNOWN, [{"threads": 1}, {"threads": 4}]),
+        ("buckets", {}, KNOWN, [{"bucket_cap_mb": 5.0}, {"overlap_optimizer": True}]),
+        (
+            "buckets",
+            {"clip": 1.0},
+            replace(KNOWN, gradient_bytes=2**20),
+            "all gradients (1.0 MiB) travel in one bucket",
+        ),
+        ("precision", {}, KNOWN, [{"precision": "bf16"}, {"wire": "bf16"}]),
+    ],
+)
+def test_what_is_tried(stage, base, known, found):
+    request = REQUEST if base.get("strategy") != "single" else replace(REQUEST, strategies=("dp",))
+    assert candidates(stage, base, request, known) == found
+
+
+@pytest.mark.parametrize(
+    ("after", "layers", "effect"),
+    [
+        ({"workers": 2}, ("dropout",), Effect.BITS),
+        ({"accumulate": 2}, (), Effect.ROUNDING),
+        ({"accumulate": 2}, ("batch norm",), Effect.DIVISION),
+        ({"strategy": "ddp-zero1"}, ("batch norm",), Effect.ROUNDING),
+        ({"strategy": "dp"}, ("dropout",), Effect.DIVISION),
+        ({"precision": "bf16"}, (), Effect.ARITHMETIC),
+    ],
+)
+def test_what_becomes_of_the_training(after, layers, effect):
+    assert effect_of({}, after, num_devices=2, layers=layers) is effect
+
+
+@pytest.mark.parametrize(
+    ("ratio", "rounds", "gain", "why"),
+    [
+        (FASTER, 5, True, "too little to matter"),
+        (FASTER, 4, False, "time was up after 4 rounds"),
+        (Spread(1.01, 1.005, 1.02), 9, False, "too little to matter"),
+        (Spread(1.1, 0.9, 1.3), 9, False, "within the noise"),
+        (Spread(0.9, 0.8, 0.95), 3, False, "slower"),
+        (None, 0, False, "time was up before it ran"),
+    ],
+)
+def test_what_is_a_gain(ratio, rounds, gain, why):
+    result = Result("loading", {"workers": 1}, Effect.BITS, ratio, rounds)
+    assert (result.is_gain, result.why_not) == (gain, why)
+
+
+def test_rounds_end_for_what_is_clearly_slower_or_faster():
+    def rounds(seconds, count):
+        return [{"now": 1.0, "a": seconds}] * count
+
+    assert tuning.ratio_of("a", rounds(0.5, 2)).median == 2.0
+    assert tuning.ratio_of("b", rounds(0.5, 2)) is None
+    assert tuning.is_decided("a", rounds(2.0, 3))
+    assert not tuning.is_decided("a", rounds(2.0, 2))
+    assert tuning.is_decided("a", rounds(0.5, 5))
+    assert not tuning.is_decided("a", rounds(0.98, 8))
+
+
+class Machine:
+    """Stands for `launch_with`: says at once what the ranks would have measured."""
+
+    def __init__(self, speeds=None, fails=None, fits=64):
+        self.speeds, self.fails, self.fits = speeds or {}, fails or {}, fits
+        self.stages = []
+
+    def __call__(self, function, args, *, devices, timeout_s):
+        if function is tuning.probe:
+            _, _, sizes, file = args
+            peaks = {size: size for size in sizes if size <= self.fits}
+            Path(file).write_text(json.dumps({"peaks": peaks, "layers": ["dropout"], "bytes": 2**20, "wait": 0.5}))
+            if len(peaks) < len(sizes):
+                raise RankFailed("rank 0: OutOfMemory")
+            return []
+        _, contenders, _, mark = args
+        self.stages.append(list(contenders))
+        for name in contenders:
+            if name in self.fails:
+                Path(mark).write_text(json.dumps({"name": name}))
+                raise self.fails[name]
+        turns = {name: 1 / self.speed(values) for name, values in contenders.items()}
+        return [[turns] * 9]
+
+    def speed(self, values):
+        speed = 1.0
+        for name, value in values.items():
+            speed *= self.speeds.get((name, value), 1.0)
+        return speed
+
+
+def tune(monkeypatch, machine, **how):
+    monkeypatch.setattr(tuning, "launch_with", machine)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 4)
+    return tuning.tune(make_task(), quiet=True, **how)
+
+
+def test_what_is_faster_is_kept_stage_by_stage_and_confirmed_as_a_whole(monkeypatch):
+    machine = Machine({("workers", 2): 1.5, ("workers", 4): 1.2, ("strategy", "dp"): 2.0, ("precision", "bf16"): 3.0})
+    outcome = tune(monkeypatch, machine)
+    assert outcome.found == {"workers": 2}
+    kept = {name: each.changes[name] for each in outcome.results if each.kept for name in each.changes}
+    assert kept == {"workers": 2}
+    assert outcome.total.median == 1.5
+    why = {tuning.in_words(each.changes): each.why for each in outcome.results}
+    assert why["workers 4"] == "another was better"
+    assert why["strategy dp"] == "offered: dropout would see another division; --allow-division takes it"
+    assert why["precision bf16"] == "offered: taken with --allow-precision"
+    assert machine.stages[-1] == ["now", "workers 2"]
+    outcome = tune(monkeypatch, machine, allow_precision=True, allow_division=True)
+    assert outcome.found == {"strategy": "dp", "workers": 2, "precision": "bf16"}
+
+
+def test_a_sum_that_is_no_gain_is_not_taken(monkeypatch):
+    outcome = tune(monkeypatch, Machine({("workers", 2): 1.5}), strategies=["ddp"])
+    assert outcome.found == {"workers": 2}
+    machine = Machine({("workers", 2): 1.5})
+    machine.speed = lambda values: 1.5 if len(machine.stages) == 1 and values.get("workers") == 2 else 1.0
+    assert tune(monkeypatch, machine, strategies=["ddp"]).found == {}
+
+
+def test_micro_batches_begin_as_large_as_fits(monkeypatch):
+    outcome = tune(monkeypatch, Machine(fits=4), strategies=["ddp"])
+    assert outcome.start == {"accumulate": 4}  # 24 samples on 2 devices: pieces of 3, as 6 are too many
+    assert any(note.startswith("The largest micro-batch that fits has 3 samples (of 12") for note in outcome.notes)
+
+
+def test_a_change_that_breaks_the_ranks_is_left_out(monkeypatch):
+    error = RankFailed("rank 1 failed")
+    error.__cause__ = KeyError("x")
+    machine = Machine({("workers", 1): 1.5}, {"workers 4": error})
+    outcome = tune(monkeypatch, machine, strategies=["ddp"])
+    assert outcome.found == {"workers": 1}
+    assert [each.why for each in outcome.results if each.changes == {"workers": 4}] == ["KeyError: 'x'"]
+    assert machine.stages[:2] == [["now", "workers 1", "workers 2", "workers 4"], ["now", "workers 1", "workers 2"]]
+
+
+def test_a_task_that_cannot_be_trained_ends_it(monkeypatch):
+    def fail(*_, **__):
+        error = RankFailed("rank 0 failed")
+        error.__cause__ = ConfigurationError("There is no loss.")
+        raise error
+
+    monkeypatch.setattr(tuning, "launch_with", fail)
+    with pytest.raises(LockstepError, match="There is no loss"):
+        tuning.tune(make_task(), quiet=True)
+
+
+def test_ctrl_c_gives_what_was_found_by_then(monkeypatch):
+    machine = Machine({("workers", 2): 1.5}, {"strategy dp": KeyboardInterrupt()})
+    outcome = tune(monkeypatch, machine, strategies=["dp"])
+    assert outcome.interrupted
+    assert outcome.found == {"workers": 2}
+    assert outcome.notes[-1] == "Stopped by Ctrl-C: this is what was found by then."
+
+
+def test_the_file_says_what_each_setting_gave_and_train_reads_it(tmp_path):
+    text = tuning.as_file(OUTCOME, task_file="mine.py", file="tuned.toml", facts={"torch": "2.13"})
+    assert text == (
+        "# Written by lockstep tune: mine.py on 2 x cpu, global batch 64.\n"
+        "# torch: 2.13\n"
+        "# lockstep train mine.py --settings tuned.toml\n"
+        "#\n"
+        "# All of it together: 1.52 times the samples/s (1.41 to 1.61) of the settings that tuning began with.\n"
+        "# The training is the same, bit for bit.\n"
+        "\n"
+        "devices = 2\n"
+        "\n"
+        'strategy = "ddp"\n'
+        "\n"
+        "# as tuning began\n"
+        "clip = 1.0\n"
+        "\n"
+        "# workers 2: 1.50 times the samples/s (1.40 to 1.60); training: same bits\n"
+        "workers = 2\n"
+        "\n"
+        "# Faster, but not the same training:\n"
+        "# precision bf16: 1.50 times the samples/s (1.40 to 1.60); offered: taken with --allow-precision\n"
+        '# precision = "bf16"\n'
+    )
+    (tmp_path / "tuned.toml").write_text(text)
+    assert FitSettings(**read_settings(tmp_path / "tuned.toml")) == FitSettings(devices=2, clip=1.0, workers=2)
+
+
+def test_nothing_found_leaves_what_there_was(tmp_path):
+    outcome = replace(OUTCOME, found=OUTCOME.start, total=Spread(1.01, 0.9, 1.1))
+    text = tuning.as_file(outcome, task_file="mine.py", file="tuned.toml", facts={})
+    assert "# Nothing that was tried is faster than the settings that tuning began with.\n" in text
+    (tmp_path / "tuned.toml").write_text(text)
+    assert read_settings(tmp_path / "tuned.toml") == {"devices": 2, "strategy": "ddp", "clip": 1.0}
+
+
+def test_the_table_has_what_was_kept_and_what_was_not():
+    stream = io.StringIO()
+    Console(file=stream, width=100).print(tuning.render(OUTCOME))
+    lines = [" ".join(line.split()) for line in stream.getvalue().splitlines()]
+    assert lines[0] == "mine.py: 2 x cpu, global batch 64, from strategy ddp, clip 1; 42 s"
+    assert "loading workers 2 1.50x 1.40 - 1.60 5 same bits kept" in lines
+    assert any(line.startswith("strategy strategy single - - 0 rounding KeyError: 'x'") for line in lines)
+    assert "buckets: only ddp on several devices has them" in lines
+    assert lines[-1] == "The training is the same, bit for bit."
+    assert max(len(line) for line in stream.getvalue().splitlines()) <= 100
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ({"devices": 0}, "devices=0 is not allowed.\nGive a whole number of at least 1."),
+        ({"minutes": 0}, "minutes=0 is not allowed.\nGive a number above 0."),
+        (
+            {"strategies": ["ddp", "torch-ddp"]},
+            "There is no strategy 'torch-ddp' to tune.\nChoose from: single, dp, ddp, ddp-zero1, fsdp.",
+        ),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused_before_anything_starts(monkeypatch, how, text):
+    monkeypatch.setattr(tuning, "launch_with", lambda *_, **__: pytest.fail("processes started"))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(ConfigurationError) as error:
+        tuning.tune(make_task(), **how)
+    assert str(error.value) == text
+
+
+def test_a_file_of_somebody_elses_is_left_alone(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "slow-tuned.toml").write_text("workers = 3\n")
+    assert main(["tune", "some/slow.py", "--devices", "2"]) == 1
+    assert capfd.readouterr().err == (
+        "lockstep: slow-tuned.toml is there already, and lockstep tune has not written it.\n"
+        "Name another file (--out FILE).\n"
+    )
+
+
+def test_the_command_hands_over_what_it_was_given_and_writes_the_file(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    calls = []
+
+    def tune(task, **how):
+        calls.append((task, how))
+        return replace(OUTCOME, interrupted=True)
+
+    monkeypatch.setattr(tuning, "tune", tune)
+    (tmp_path / "start.toml").write_text("workers = 3\ndevices = 2\n")
+    (tmp_path / "out.toml").write_text("# Written by lockstep tune: before")
+    flags = ["--settings", "start.toml", "--minutes", "2", "--strategies", "ddp, dp", "--global-batch-size", "32"]
+    assert main(["tune", "mine.py", *flags, "--allow-precision", "--out", "out.toml"]) == 130
+    ((task, how),) = calls
+    assert how.pop("began_at") <= time.time()
+    assert (task, how) == (
+        "mine.py",
+        {
+            "devices": 2,
+            "minutes": 2.0,
+            "start": {"workers": 3, "devices": 2, "global_batch_size": 32},
+            "strategies": ["ddp", "dp"],
+            "allow_precision": True,
+            "allow_division": False,
+        },
+    )
+    assert capfd.readouterr().out.endswith("\nsettings written to out.toml\n")
+    assert read_settings("out.toml") == {"devices": 2, "strategy": "ddp", "clip": 1.0, "workers": 2}
