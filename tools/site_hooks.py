@@ -13,7 +13,7 @@ from mkdocs.structure.files import File
 REPO = Path(__file__).parents[1]
 sys.path.insert(0, str(REPO))
 
-from tools import findings, messages, settings  # noqa: E402  # tools/ is found only now
+from tools import reference  # noqa: E402  # tools/ is found only now
 
 _LINK = re.compile(r"(?<=\]\()([^)#\s:]+)")
 
@@ -31,11 +31,4 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
             files.append(File.generated(config, uri, content=target.read_text()))
         return f"{'../' * page.file.src_uri.count('/')}{uri}"
 
-    markdown = _LINK.sub(point, markdown)
-    if messages.MARKER in markdown:
-        markdown = markdown.replace(messages.MARKER, messages.as_table(REPO / "src" / "lockstep"))
-    if settings.MARKER in markdown:
-        markdown = markdown.replace(settings.MARKER, settings.as_table())
-    if findings.MARKER in markdown:
-        markdown = markdown.replace(findings.MARKER, findings.as_sections())
-    return markdown
+    return reference.fill(_LINK.sub(point, markdown))

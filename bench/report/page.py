@@ -35,7 +35,7 @@ def render(run: Run) -> str:
 <main>
 <h1>Lockstep: the benchmark</h1>
 <p class="soft">All contenders in one session, interleaved; medians with the range that holds the true median with 90%
-certainty. docs/benchmark.md says how it is measured, bench/contenders.py what the contenders are.</p>
+certainty. docs/speed.md says how it is measured, bench/contenders.py what the contenders are.</p>
 {quick if run["quick"] else ""}
 <h2>What was to be shown</h2>
 {verdict(run)}

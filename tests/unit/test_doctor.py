@@ -316,7 +316,7 @@ def test_a_report_survives_the_way_to_another_rank():
     record = json.loads(REPORT.to_json())
     assert record["counts"] == {"hang": 1, "wrong": 0, "slow": 1, "note": 0}
     assert record["verdict"] == "Found: 1 will hang or fail, 1 will be slow."
-    assert record["findings"][0]["link"] == "docs/doctor.md#threads-too-many"
+    assert record["findings"][0]["link"] == "docs/reference/doctor.md#threads-too-many"
     assert replace(REPORT, findings=()).verdict == "Nothing was found that would hang, falsify or slow this run."
 
 
@@ -337,7 +337,7 @@ def test_the_report_in_a_pipe_is_plain_and_ends_with_the_verdict():
     lines = stream.getvalue().splitlines()
     assert "  threads-too-many" in lines
     assert "           export OMP_NUM_THREADS=4" in lines
-    assert "    more   docs/doctor.md#threads-too-many" in lines
+    assert "    more   docs/reference/doctor.md#threads-too-many" in lines
     assert lines[-1] == "Found: 1 will hang or fail, 1 will be slow. Exit code 1; took 1.5 s."
     assert all(line == line.rstrip() for line in lines)
 

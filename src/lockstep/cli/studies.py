@@ -318,7 +318,7 @@ Examples:
 
 \b
 Exit codes: 0 nothing worse than notes; 1 the run will hang, fail, be wrong or be slow; 2 wrong usage, such as no
-such script. Each finding is explained in docs/doctor.md under its name."""
+such script. Each finding is explained in docs/reference/doctor.md under its name."""
 
 
 ALL_S, LEAST_S = 8.0, 2.0

@@ -5,7 +5,7 @@ Whoever can connect to c10d's TCPStore can read and overwrite every key. On the 
 of the machine. So where one machine is enough, the store is served by `StoreServer`, which speaks the protocol of
 c10d's clients and closes connections of other users; who is at the other end of a connection within a machine, the
 kernel says in ``/proc/net/tcp``. Across machines the store is c10d's own: there only the network can keep others away
-(docs/elastic.md).
+(docs/machines.md).
 """
 
 from __future__ import annotations

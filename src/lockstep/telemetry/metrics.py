@@ -228,8 +228,8 @@ class SnapshotSink(ABC):
 
 # The names under which sinks give the figures of a run. Dashboards depend on them: frozen by a test.
 #
-# docs/metrics.md lists them in tables that are compared with these. Names end in their unit; Prometheus has rules of
-# its own for names (base units, ``_total`` for what only grows), so each figure has one there as well.
+# docs/reference/metrics.md lists them from here. Names end in their unit; Prometheus has rules of its own for names
+# (base units, ``_total`` for what only grows), so each figure has one there as well.
 
 
 @dataclass(frozen=True)
@@ -455,7 +455,7 @@ FAMILIES = (
 RANK_INFO = "lockstep_rank_info"
 """In Prometheus alone: always 1, with the labels ``rank``, ``host`` and ``device``."""
 RUN_INFO = "lockstep_run_info"
-"""In Prometheus alone: always 1, with what the run is as labels; see docs/sinks.md."""
+"""In Prometheus alone: always 1, with what the run is as labels; see docs/watching.md."""
 UPDATED = "lockstep_updated_timestamp_seconds"
 """In Prometheus alone: when the figures were taken, in Unix time."""
 

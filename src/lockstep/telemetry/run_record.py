@@ -24,7 +24,7 @@ from lockstep.errors import ConfigurationError
 
 Line = dict[str, Any]
 
-# --- the names of everything that is recorded: files and dashboards depend on them, docs/metrics.md explains them ----
+# --- the names of everything that is recorded: files and dashboards depend on them ----
 
 VERSION = 1
 """Grows when a name or a meaning changes, not when one is added."""

@@ -1,6 +1,6 @@
 """A thread in the launcher that reads the ranks' heartbeats: reports a job that hangs, and ends a rank that has failed.
 
-The rule by which a job hangs is in docs/design/watchdog.md; `judge` is all of it.
+The rule by which a job hangs is in docs/design/launcher.md; `judge` is all of it.
 """
 
 from __future__ import annotations

@@ -375,7 +375,7 @@ class RecordedFile:
         self._writer.close()
 
 
-# Takes the steps of this rank as they are done, for whoever wants to know of them; see docs/metrics.md.
+# Takes the steps of this rank as they are done, for whoever wants to know of them; see docs/reference/metrics.md.
 #
 # [Note: no waiting]
 # What a step leaves behind is put into a queue, and that is all that is done in the thread that trains. Another thread
@@ -829,8 +829,9 @@ def _plain_value(value: object) -> Plain:
 #
 # [Note: who gets it]
 # Each step is measured by a `Recorder`. From there its figures go into the file of this rank, if the run has a folder
-# (docs/metrics.md), and into `Figures`, which every rank posts once a second on a board; rank zero makes snapshots of
-# all ranks' figures for the display and the sinks (docs/live.md). All of that happens in a thread beside training.
+# (docs/reference/metrics.md), and into `Figures`, which every rank posts once a second on a board; rank zero makes
+# snapshots of all ranks' figures for the display and the sinks (docs/watching.md). All of that happens in a thread
+# beside training.
 
 _RANKS_A_SECOND = 64
 """With more ranks than that, snapshots are made less often."""

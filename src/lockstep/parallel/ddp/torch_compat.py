@@ -183,7 +183,7 @@ class TorchCompat(nn.Module, Joinable):
         return data
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Check the number as torch does; steps are timed where a run is recorded, see docs/record.md."""
+        """Check the number as torch does; steps are timed where a run is recorded, see docs/watching.md."""
         with self._noting_errors():
             if sample_rate < 1:
                 raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")

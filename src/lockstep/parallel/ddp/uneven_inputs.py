@@ -8,7 +8,7 @@ announce before each exchange what comes, and at the end of forward and of backw
 all-gather each. The rank without a batch answers to each exchange with zeros, and moves its running statistics as the
 others do. No bucket is launched before the end of backward in such a step, for else it would meet an exchange of a rank
 that is not as far. Everything happens in one group, in one order, which is the same on every rank. Design:
-docs/design/batchnorm.md.
+docs/design/ddp.md.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What `DataParallel` is made of; docs/design/data_parallel.md draws the parts."""
+"""What `DataParallel` is made of; docs/design/dp.md draws the parts."""

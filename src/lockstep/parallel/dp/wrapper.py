@@ -4,7 +4,7 @@
 outputs. ``DataParallel.backward`` is for a training loop: the loss is computed inside each replica and differentiated
 in the replica's own thread, so that no output travels and the first device does no more than the others.
 
-Design: docs/design/data_parallel.md.
+Design: docs/design/dp.md.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""An optimizer whose state is divided among ranks. Design: docs/design/zero.md."""
+"""An optimizer whose state is divided among ranks. Design: docs/design/ddp.md."""

@@ -1,6 +1,6 @@
 """``ZeroRedundancyOptimizer``: each rank keeps the state of its shard of the parameters and updates that shard.
 
-Design: docs/design/zero.md.
+Design: docs/design/ddp.md.
 
 [Note: when buffers are laid]
 Flat buffers are laid in the constructor. With ``shard_gradients`` they lie as the buckets of the

@@ -141,7 +141,7 @@ def _table(comparison: Comparison, heading: str, columns: tuple[str, ...]) -> Ta
     return table
 
 
-# The figures as JSON; its shape is described in docs/design/compare.md.
+# The figures as JSON, for other programs; names stay.
 
 VERSION = 1
 """Grows when a name or a meaning changes; new names leave it as it is."""

@@ -151,7 +151,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-# The same as JSON; its shape is described in docs/design/verify.md.
+# The same as JSON, for other programs; names stay.
 
 VERSION = 1
 """Grows when a name or a meaning changes; new names leave it as it is."""
