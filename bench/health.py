@@ -12,7 +12,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -39,7 +38,7 @@ def measure(path: str, num_steps: int) -> tuple[int, list[tuple[float, float, fl
         torch.set_num_threads(1)
         settings = Settings(check_replicas=0, steps=num_steps + WARMUP)
         loop = Trainer(load_task(path), settings, world, strategy="ddp", devices=[torch.device("cpu")])
-        gradients = loop._updater._gradients
+        gradients = loop._gradients
         rows = []
 
         def verdict() -> None:
@@ -47,7 +46,7 @@ def measure(path: str, num_steps: int) -> tuple[int, list[tuple[float, float, fl
 
         for step in range(num_steps + WARMUP):
             world.barrier()
-            row = (seconds(loop.step), seconds(verdict), seconds(partial(loop.drift.run, step + 1)))
+            row = (seconds(loop.step), seconds(verdict), seconds(loop.check_replicas))
             rows += [row] if step >= WARMUP else []
         state = [value for entries in loop.optimizer.state.values() for value in entries.values()]
         size = sum(each.nbytes for each in [*loop.model.parameters(), *state] if isinstance(each, torch.Tensor))

@@ -107,6 +107,19 @@ def test_a_gradient_that_goes_wrong_in_backward_is_traced_to_its_micro_batch(ran
     )
 
 
+def test_virtual_shards_name_the_rank_too(ranks):
+    """Where only the gradient goes wrong, and is summed in the tree before anybody looks at it."""
+    run = partial(fit, loss=root_loss, dataset=with_zero, reproducible=4, accumulate=1)
+    for outcome in ranks(2).each(run, "ddp"):
+        assert isinstance(outcome.error, NonFiniteGradient)
+        assert outcome.error.ranks == (1,)
+        assert str(outcome.error) == (
+            "The gradient is not finite on rank 1 (epoch 1, step 3): first that of parameter 5.weight.\n"
+            "The loss was finite: it arose in backward.\n"
+            f"Samples of that batch of rank 1: {', '.join(map(str, BATCH[4:]))}.\n{ADVICE}"
+        )
+
+
 def oracle(model, steps, dataset=with_nan, clip=None):
     """Train on the whole batches of ``steps``; return the losses and the weights."""
     task, data, losses = make_task(), dataset().tensors, []
@@ -220,7 +233,7 @@ def test_a_verdict_that_is_looked_at_later_goes_by_the_losses(ranks):
     def stop(world, clip):
         settings = Settings(accumulate=2, global_batch_size=8, clip=clip)
         loop = Trainer(make_task(dataset=with_nan), settings, world, strategy="ddp", devices=[torch.device("cpu")])
-        loop._updater.looks_later = True
+        loop.checks_later = True
         for _ in range(STEP + 1):
             assert loop.step().updated
         with pytest.raises(NonFiniteGradient) as error:
@@ -239,8 +252,8 @@ def test_a_rank_that_was_looked_at_in_the_step_is_named_whatever_comes_later(ran
         settings = Settings(global_batch_size=8)
         task = make_task(dataset=with_zero, loss=root_loss)
         loop = Trainer(task, settings, world, strategy="ddp", devices=[torch.device("cpu")])
-        loop._updater.looks_later = True
-        loop._strategy.part_was_bad = loop._strategy._module.watch_part()
+        loop.checks_later = True
+        loop.strategy.part_was_bad = loop.strategy._module.monitor_local_gradients()
         for _ in range(STEP + 1):
             loop.step()
         with pytest.raises(NonFiniteGradient) as error:
@@ -313,11 +326,11 @@ def test_in_fp16_the_loss_scale_is_lowered_first():
         task, Settings(precision="fp16", on_nan="skip"), None, strategy="single", devices=[torch.device("cpu")]
     )
     updated = [loop.step().updated for _ in range(STEP + 1)]
-    assert (updated, loop.finite.found, loop.state_dict()["scaler"]["scale"]) == ([True, True, False], [], 2.0**15)
-    loop._updater.scaler.scale = 1.0
+    assert (updated, loop.nonfinite.found, loop.state_dict()["scaler"]["scale"]) == ([True, True, False], [], 2.0**15)
+    loop.scaler.scale = 1.0
     for _ in range(7):
         loop.step()
-    assert [bad.step for bad in loop.finite.found] == [ORDER.steps_per_epoch + next_step_of(BAD)]
+    assert [bad.step for bad in loop.nonfinite.found] == [ORDER.steps_per_epoch + next_step_of(BAD)]
 
 
 def next_step_of(sample):

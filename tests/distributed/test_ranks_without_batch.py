@@ -126,7 +126,7 @@ def test_torchs_engine_refuses_such_a_batch_on_every_rank(ranks):
         loop = Trainer(task, Settings(check_replicas=0), world, strategy="ddp", devices=[torch.device("cpu")])
         strategy = Distributed(loop.model, Objective(task, "fp32"), world, engine)
         strategy._module.no_sync = contextlib.nullcontext
-        loop._strategy = loop._micros._strategy = strategy
+        loop.strategy = strategy
         for _ in range(3):
             loop.step()
 

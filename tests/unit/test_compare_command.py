@@ -49,10 +49,6 @@ def test_a_file_without_a_task_is_refused(refused, tmp_path):
         (["--devices", "0"], "devices=0 is not allowed.\nGive a whole number of at least 1."),
         (["--devices", "-1"], "devices=-1 is not allowed.\nGive a whole number of at least 1."),
         (
-            ["--devices", "3"],
-            "The global batch of 4 samples does not divide by 3 devices.\nSet the global batch size to 3 or 6.",
-        ),
-        (
             ["--strategies", "ddp,fsdp"],
             "There is no strategy 'fsdp'.\nChoose from: single, torch-dp, dp, torch-ddp, ddp, ddp-zero1.",
         ),

@@ -39,9 +39,6 @@ def test_what_cannot_be_compared_is_refused_before_anything_starts(tmp_path):
     assert message(task, num_rounds=0) == "rounds=0 is not allowed.\nGive a whole number of at least 1."
     assert message(task, num_steps=0) == "steps=0 is not allowed.\nGive a whole number of at least 1."
     assert message(task, num_warmup=0) == "warmup=0 is not allowed.\nGive a whole number of at least 1."
-    assert message(task, devices=5) == (
-        "The global batch of 24 samples does not divide by 5 devices.\nSet the global batch size to 20 or 25."
-    )
 
 
 @pytest.mark.usefixtures("nothing_starts")

@@ -4,7 +4,7 @@ import pytest
 
 from lockstep.data.order import BatchSplit
 from lockstep.errors import ConfigurationError
-from lockstep.train.plan import make_plan, require_even
+from lockstep.train.plan import check_split, make_plan
 from lockstep.train.settings import Settings
 from tests.training import make_task
 
@@ -24,35 +24,34 @@ def test_the_number_of_steps_is_that_asked_for_or_that_of_the_epochs():
     assert plan(task=make_task(epochs=2), epochs=1).num_steps == 3
 
 
+def test_any_number_of_devices_takes_any_batch():
+    for batch_size, num_shares in ((64, 3), (24, 5), (3, 4)):
+        check_split(batch_size, num_shares, 1, None)
+    check_split(24, 5, 4, None)
+
+
 @pytest.mark.parametrize(
     ("batch_size", "num_shares", "accumulate", "text"),
     [
         (
             24,
             5,
-            1,
-            "The global batch of 24 samples does not divide by 5 devices.\nSet the global batch size to 20 or 25.",
-        ),
-        (3, 4, 1, "The global batch of 3 samples does not divide by 4 devices.\nSet the global batch size to 4."),
-        (
-            24,
-            1,
             5,
-            "The global batch of 24 samples does not divide by 1 device x 5 micro-batches.\n"
-            "Set the global batch size to 20 or 25.",
+            "A global batch of 24 samples on 5 devices does not have a sample in each of 5 micro-batches for each.\n"
+            "Set the global batch size to 25 or more, or accumulate to 4 or less.",
         ),
         (
-            24,
+            3,
+            4,
             2,
-            5,
-            "The global batch of 24 samples does not divide by 2 devices x 5 micro-batches.\n"
-            "Set the global batch size to 20 or 30.",
+            "A global batch of 3 samples on 4 devices does not have a sample in each of 2 micro-batches for each.\n"
+            "Set the global batch size to 8 or more, or accumulate to 1.",
         ),
     ],
 )
-def test_a_batch_that_does_not_divide_is_told_the_nearest_that_do(batch_size, num_shares, accumulate, text):
+def test_more_micro_batches_than_samples_are_refused(batch_size, num_shares, accumulate, text):
     with pytest.raises(ConfigurationError) as error:
-        require_even(batch_size, num_shares, accumulate)
+        check_split(batch_size, num_shares, accumulate, None)
     assert str(error.value) == text
 
 
@@ -62,8 +61,8 @@ def test_a_batch_that_does_not_divide_is_told_the_nearest_that_do(batch_size, nu
 )
 def test_shares_must_have_a_sample_for_each_micro_batch(batch_size, accumulate, proportions, enough):
     with pytest.raises(ConfigurationError, match=f"Set the global batch size to {enough} or more, or make the shares"):
-        require_even(batch_size, len(proportions), accumulate, proportions)
-    require_even(enough, len(proportions), accumulate, proportions)
+        check_split(batch_size, len(proportions), accumulate, proportions)
+    check_split(enough, len(proportions), accumulate, proportions)
 
 
 def test_a_last_batch_that_is_not_full_can_be_left_out():

@@ -8,8 +8,8 @@ import torch
 
 from lockstep.telemetry.metrics import Snapshot
 from lockstep.train.display import Lines, Live, Said, Silence, format_metrics, make_display
-from lockstep.train.recording import Throughput
-from lockstep.train.timing import StepRecord, Stopwatch
+from lockstep.train.fit import Throughput
+from lockstep.train.timing import StepRecord, StepTimer
 
 SNAPSHOT = Snapshot(time=0.0, step=15, num_steps=20, loss=0.25, samples_per_s=1234.5, left_s=3.0)
 
@@ -78,21 +78,20 @@ def test_metrics_as_words():
 def clock(monkeypatch):
     """A clock that is set by hand."""
     now = [0.0]
-    monkeypatch.setattr("lockstep.train.recording.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("lockstep.train.fit.time.perf_counter", lambda: now[0])
     return now
 
 
-def record(loss, num_samples):
-    watch = Stopwatch(torch.device("cpu"))
-    return StepRecord(0, num_samples, torch.tensor(loss, dtype=torch.float64), None, True, watch)
+def record(loss, num_samples, timer):
+    return StepRecord(0, num_samples, torch.tensor(loss, dtype=torch.float64), None, True, None, timer)
 
 
 def test_throughput_leaves_out_the_first_step_and_the_pauses(clock):
     history = Throughput()
     for took_s, pause_s in ((50.0, 0.0), (2.0, 30.0), (3.0, 0.0)):
-        history.start()
+        timer = StepTimer(torch.device("cpu"))
         clock[0] += took_s
-        history.add(record(0.5, 10))
+        history.add(record(0.5, 10, timer))
         clock[0] += pause_s
     assert history.samples_per_s == 20 / 5.0
     assert history.num_samples == 30
@@ -100,9 +99,9 @@ def test_throughput_leaves_out_the_first_step_and_the_pauses(clock):
 
 def test_throughput_of_a_single_step_is_that_step(clock):
     history = Throughput()
-    history.start()
+    timer = StepTimer(torch.device("cpu"))
     clock[0] += 4.0
-    history.add(record(0.5, 10))
+    history.add(record(0.5, 10, timer))
     assert history.samples_per_s == 2.5
 
 
@@ -110,6 +109,5 @@ def test_losses_come_back_in_order_and_exactly():
     history = Throughput()
     losses = [1 / (step + 1) for step in range(600)]
     for loss in losses:
-        history.start()
-        history.add(record(loss, 1))
+        history.add(record(loss, 1, StepTimer(torch.device("cpu"))))
     assert history.read() == losses

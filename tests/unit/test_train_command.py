@@ -52,13 +52,9 @@ def mine(tmp_path, monkeypatch):
         ),
         (["mine.py:empty"], "The data set of Task.dataset is empty.\nCheck where it reads its samples from."),
         (
-            ["mine.py", "--devices", "3"],
-            "The global batch of 4 samples does not divide by 3 devices.\nSet the global batch size to 3 or 6.",
-        ),
-        (
-            ["mine.py", "--accumulate", "3", "--global-batch-size", "8"],
-            "The global batch of 8 samples does not divide by 1 device x 3 micro-batches.\n"
-            "Set the global batch size to 6 or 9.",
+            ["mine.py", "--accumulate", "3", "--global-batch-size", "2"],
+            "A global batch of 2 samples on 1 device does not have a sample in each of 3 micro-batches for each.\n"
+            "Set the global batch size to 3 or more, or accumulate to 2 or less.",
         ),
         (
             ["mine.py", "--strategy", "torch-dp"],

@@ -36,7 +36,15 @@ from lockstep.observe.hooks import (
 from lockstep.observe.steps import Step, Steps, Value
 from lockstep.parallel.ddp.bucket_events import BucketStamps, StepStamps
 from lockstep.telemetry.provenance import Provenance, gather
-from lockstep.telemetry.run_record import Event, LineWriter, PeriodicThread, StepLines, has_timeline
+from lockstep.telemetry.run_record import (
+    Event,
+    LineWriter,
+    Mark,
+    PeriodicThread,
+    StepLines,
+    has_timeline,
+    seconds_between,
+)
 from lockstep.train.recording import (
     RunFile,
     bucket_rows,
@@ -48,7 +56,7 @@ from lockstep.train.recording import (
     open_rank_file,
     start_line,
 )
-from lockstep.train.timing import Mark, StepBegin, seconds_between
+from lockstep.train.timing import StepBegin
 
 # What exchanges gradients in a script, and what it tells of that.
 

@@ -13,7 +13,7 @@ import torch
 
 from lockstep import activity
 from lockstep.parallel.ddp.bucket_events import StepStamps
-from lockstep.train.timing import Mark, seconds_between
+from lockstep.telemetry.run_record import Mark, seconds_between
 
 # A step of somebody else's loop, as it was seen from outside.
 

@@ -202,7 +202,7 @@ class Reduction:
 
     def hidden_s(self, start: Mark) -> float | None:
         """Return the time in which buckets were on their way while this rank still worked; ``start`` is the step's."""
-        if self.waited is None:
+        if self.waited is None or not self.buckets:
             return None
         until = seconds_between(start, self.waited[0])
         hidden = reached = 0.0

@@ -3,7 +3,7 @@
 [Note: bad samples]
 A rank that cannot read a sample goes through the step all the same, as ranks without samples do, or else the others
 would wait for it. How many there are travels with the sums of the losses, so it costs no exchange of its own. Only if
-there are any do the ranks tell each other which; then all raise the same error, or all count the same samples.
+there are any do the ranks report which; then all raise the same error, or all count the same samples.
 On CPUs that is before the parameters are updated. On CUDA it is when the next step begins, or before anything is kept
 of this one, so that no step waits for the device: the parameters that a run stopped with are not to be used.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from lockstep.comm.collectives import Group, all_gather_object, all_reduce
 from lockstep.data.loader import BadSample, MicroBatch, stop_error
@@ -33,6 +32,10 @@ class BadSamples:
         group: The ranks that train together, or None if it is only this process.
         num_samples: Length of the data set; None for a stream.
         evaluation: Whether it is the data set for evaluation.
+
+    Attributes:
+        skipped: What the run went without so far, over all ranks.
+        num_in_step: Those of the step that runs, as far as they were exchanged.
     """
 
     def __init__(
@@ -49,40 +52,26 @@ class BadSamples:
         self._data = "the evaluation data set" if evaluation else "the data set"
         self._num_allowed = None if num_samples is None else max(_MOST, int(_MOST_OF_ALL * num_samples))
         self.skipped: list[BadSample] = []
+        self.num_in_step = 0
         self._different: set[int] = set()
         self._mine: list[BadSample] = []
-        self._num_read = self._num_skipped = 0
-        self._notes: Tensor | None = None
-        self.heard: tuple[int, int] = (0, 0)
-        """What else the ranks told each other in the last step that was settled; see `lockstep.train.stopping`."""
-        self._arrived: torch.cuda.Event | None = None
 
     @property
     def num_pending(self) -> int:
         """Those of this rank that the others do not know of yet."""
         return len(self._mine)
 
-    def begin_step(self) -> None:
-        """Begin a step: see `settle`, whose errors it raises. Collective: every rank, if there is a group."""
-        self.settle()
-        self._num_read = self._num_skipped = 0
-
-    def begin_again(self) -> None:
-        """Forget what was read in the step that is done again."""
-        self._num_read, self._mine = 0, []
-
     def add(self, micro: MicroBatch) -> None:
-        """Add what this rank read of a micro-batch of the step, and what it could not read.
+        """Add what this rank could not read of a micro-batch of the step.
 
         Raises:
-            DataError: It could not read something, the run is to stop at that, and no other rank has to know.
+            DataError: The run is to stop at that, and no other rank has to know.
         """
-        self._num_read += sum(micro.sizes)
         self._mine += micro.bad
         if self._mine and self._group is None:
             self._take([self._mine])
 
-    def all_have_samples(self, micro: MicroBatch, index: int, division: BatchSplit) -> bool:
+    def all_have_samples(self, micro: MicroBatch, index: int, split: BatchSplit) -> bool:
         """Return whether all ranks have samples in a micro-batch, where they must know that before forward.
 
         Collective: every rank, if there is a group and each should have samples. Blocks; on CUDA it is not, and does
@@ -91,12 +80,12 @@ class BadSamples:
         Args:
             micro: Of this rank, which has been added.
             index: The number of the micro-batch in its step.
-            division: Says whether each should have samples.
+            split: Says whether each should have samples.
 
         Raises:
             DataError: On CUDA, on this rank alone: it could not read its samples, and the run is to stop at that.
         """
-        if not division.all_have_samples(micro.num_global, index):
+        if not split.all_have_samples(micro.num_global, index):
             return False
         has_samples = bool(micro.batches)
         if self._group is None:
@@ -109,75 +98,19 @@ class BadSamples:
         all_reduce(flag, group=self._group, op="min")
         return bool(flag.item())
 
-    def send(self, notes: Tensor, *, is_sum: bool = True) -> None:
-        """Let the ranks know how many there are, and on CPUs, which.
-
-        Collective: every rank, if there is a group.
-
-        Args:
-            notes: How many, and what else there is to tell, on the device.
-            is_sum: Whether these are the numbers over all ranks already, or only those of this one.
-
-        Raises:
-            DataError: As `settle`, which on CUDA is left to be called later.
-        """
-        if self._group is None:
-            return
-        if not is_sum:
-            all_reduce(notes, group=self._group)
-        if self._device.type != "cuda":
-            self._notes = notes
-            self.settle()
-            return
-        self._notes = torch.empty_like(notes, device="cpu", pin_memory=True)
-        self._notes.copy_(notes, non_blocking=True)
-        self._arrived = torch.cuda.Event()
-        self._arrived.record(torch.cuda.current_stream(self._device))
-
-    def settle(self) -> None:
-        """Learn which samples of the last step were bad.
-
-        Collective: every rank, if there is a group. On CUDA, blocks until the forward passes of that step are done.
-
-        Raises:
-            DataError: There are some, and the run is to stop at them; or they are too many to go on without.
-        """
-        if self._notes is None:
-            return
-        num_bad, stop, failed = self._told()
-        self._notes, self.heard = None, (stop, failed)
-        if num_bad:
-            self.share()
-
-    def share(self) -> None:
-        """Tell the other ranks which samples were bad, and learn of theirs.
+    def exchange(self) -> None:
+        """Report to the other ranks which samples were bad, and learn of theirs.
 
         Collective: every rank, if there is a group. Blocks.
 
         Raises:
-            DataError: As `settle`.
+            DataError: There are some, and the run is to stop at them; or they are too many to go on without.
         """
         if self._group is None:
             return
         mine = [list(sample) for sample in self._mine]
         ranks = all_gather_object(mine, group=self._group, device=self._device)
         self._take([[BadSample.from_json(fields) for fields in samples] for samples in ranks])
-
-    def all_missing(self, num_global: int) -> bool:
-        """Return whether no rank could read any of the ``num_global`` samples of the step; the same on every rank.
-
-        On CUDA, blocks if this rank has read none, until the forward passes of the step are done.
-        """
-        if not self.skip or self._num_read:
-            return False
-        return (self._num_skipped if self._notes is None else self._told()[0]) >= num_global
-
-    def _told(self) -> tuple[int, int, int]:
-        assert self._notes is not None
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        num_bad, stop, failed = self._notes.tolist()
-        return int(num_bad), int(stop), int(failed)
 
     def _take(self, ranks: Sequence[Sequence[BadSample]]) -> None:
         self._mine = []
@@ -190,7 +123,7 @@ class BadSamples:
         if not self.skip or any(sample.others for sample in bad):
             raise stop_error(bad, self._data, evaluation=self._evaluation)
         self.skipped += bad
-        self._num_skipped += len(bad)
+        self.num_in_step += len(bad)
         self._different |= {sample.sample for sample in bad}
         if self._num_allowed is not None and len(self._different) > self._num_allowed:
             raise DataError(

@@ -30,8 +30,6 @@ from lockstep.train.settings import FitSettings, ViewName
 from lockstep.train.task import Task
 from lockstep.train.trainer import Trainer
 
-# A run in words, before it starts: what is trained, on what, and by which rules.
-
 NUM_NAMED = 5
 """So many samples that could not be read are named one by one."""
 
@@ -45,7 +43,9 @@ def describe_plan(
     on = f"{num_devices} {kind}s" if num_devices > 1 else f"1 {kind}"
     parts = f" = {_parts(plan, num_devices)}" if num_devices > 1 else ""
     if settings.reproducible is not None:
-        parts = f" = {settings.reproducible} virtual shards x {order.batch_size // settings.reproducible} samples"
+        smallest, rest = divmod(order.batch_size, settings.reproducible)
+        samples = f"{smallest} or {smallest + 1}" if rest else f"{smallest}"
+        parts = f" = {settings.reproducible} virtual shards x {samples} samples"
     micro = f", in {division.accumulate} micro-batches" if division.accumulate > 1 else ""
     size = "a stream of samples" if order.num_samples is None else f"{order.num_samples:,} samples"
     return [
@@ -84,9 +84,9 @@ def describe_stop(signal_name: str, step: int, num_steps: int, checkpoint: Path 
 
 
 def _parts(plan: Plan, num_devices: int) -> str:
-    if plan.division.proportions is None:
+    sizes = [len(plan.division.positions(plan.batch_size, share)) for share in range(plan.division.num_shares)]
+    if len(set(sizes)) == 1 or len(sizes) != num_devices:  # torch's DataParallel divides the batch itself
         return f"{num_devices} devices x {plan.batch_size // num_devices} samples"
-    sizes = [len(plan.division.positions(plan.batch_size, share)) for share in range(num_devices)]
     return f"{num_devices} devices with {' + '.join(map(str, sizes))} samples"
 
 
@@ -299,52 +299,40 @@ def format_metrics(metrics: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
-# Tells what a run has found out as soon as it is known: on the display and to whoever records it.
-
-
 class RunLogger:
-    """Tells what a loop has found out, each thing once.
+    """Shows and records what a trainer has found out, each thing once.
 
     Args:
-        loop: That finds out.
+        trainer: That finds out.
         display: Of this rank.
         record: Of this rank.
     """
 
-    def __init__(self, loop: Trainer, display: Display, record: RunRecord) -> None:
-        self._loop, self._display, self._record = loop, display, record
+    def __init__(self, trainer: Trainer, display: Display, record: RunRecord) -> None:
+        self._trainer, self._display, self._record = trainer, display, record
         self._num_caveats = self._num_skipped = self._num_not_finite = 0
 
-    def tell(self) -> None:
-        """Tell what is new."""
-        self._tell_caveats()
-        self._tell_skipped()
-        for remark in self._loop.remarks:
-            self._display.say(remark)
-            self._record.event("remark", remark)
-        self._loop.remarks.clear()
-
-    def slow(self, text: str) -> None:
-        """Tell of a rank that keeps the others waiting."""
-        self._display.say(text)
-        self._record.event("straggler", text)
-
-    def _tell_caveats(self) -> None:
-        """Say why the bits may differ after all."""
-        for caveat in self._loop.caveats[self._num_caveats :]:
+    def report(self) -> None:
+        """Report what is new: why the bits may differ after all, samples and steps that were left out, remarks."""
+        trainer, skipped = self._trainer, self._trainer.bad_samples.skipped
+        for caveat in trainer.caveats[self._num_caveats :]:
             self._display.say(f"the same bits cannot be promised: {caveat}")
-        self._num_caveats = len(self._loop.caveats)
-
-    def _tell_skipped(self) -> None:
-        """Record the samples that could not be read, and the steps that were skipped; show the first few samples."""
-        skipped = self._loop.bad_samples.skipped
-        for number in range(self._num_skipped, len(skipped)):
-            bad = skipped[number]
+        self._num_caveats = len(trainer.caveats)
+        for number, bad in enumerate(skipped[self._num_skipped :], self._num_skipped):
             if number < NUM_NAMED:
                 self._display.say(f"step {bad.step + 1}  skipped {bad.name}")
             self._record.event("skipped", f"step {bad.step + 1}: sample left out: {bad.name}")
         self._num_skipped = len(skipped)
-        for found in self._loop.finite.found[self._num_not_finite :]:
-            self._display.say(f"step {found.step + 1}  {found.done}  {found.headline}")
-            self._record.event("skipped", f"step {found.step + 1}: {found.done}: {found.headline}")
-        self._num_not_finite = len(self._loop.finite.found)
+        for found in trainer.nonfinite.found[self._num_not_finite :]:
+            self._display.say(f"step {found.step + 1}  skipped  {found.headline}")
+            self._record.event("skipped", f"step {found.step + 1}: skipped: {found.headline}")
+        self._num_not_finite = len(trainer.nonfinite.found)
+        while trainer.remarks:
+            remark = trainer.remarks.pop(0)
+            self._display.say(remark)
+            self._record.event("remark", remark)
+
+    def report_slow_rank(self, text: str) -> None:
+        """Report a rank that keeps the others waiting."""
+        self._display.say(text)
+        self._record.event("straggler", text)

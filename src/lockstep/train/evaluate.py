@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -22,13 +21,10 @@ from lockstep.parallel.reduction_tree import ReductionTree
 from lockstep.train.bad_samples import BadSamples
 from lockstep.train.buffers import BufferSnapshot
 from lockstep.train.display import Display, format_metrics
-from lockstep.train.nonfinite import NonFiniteStep
 from lockstep.train.recording import RunRecord
 from lockstep.train.step import Objective, autocast
 from lockstep.train.task import Loss, Task, build_dataset
 from lockstep.train.trainer import Trainer
-
-# What comes of a run.
 
 
 @dataclass(frozen=True)
@@ -44,56 +40,6 @@ class Evaluation:
         loss = self.metrics["loss"]
         return math.inf if math.isnan(loss) else loss
 
-
-@dataclass(frozen=True)
-class FitResult:
-    """What came of a run, the same on every rank.
-
-    Args:
-        first_step: Steps done before this call, in a run that was resumed.
-        num_steps: Steps done in all.
-        losses: Mean over the global batch, for each step of this call.
-        evaluations: In the order they were made, in this call.
-        best: The evaluation with the lowest loss of the whole run.
-        num_samples: Samples trained on in this call, over all devices.
-        skipped_samples: Samples that training went without in this call, as they could not be read, over all devices.
-        first_skipped: The first few of them: which, in which step, and why.
-        not_finite: The steps of this call that were skipped or gone back from, as their gradient was NaN or infinite.
-        samples_per_s: Over all devices; without the first step, evaluations and checkpoints.
-        num_counted: What the losses of this call were means over if not samples, such as tokens; None if samples.
-        tokens_per_s: Likewise, a second, whatever it is that the task counts.
-        seconds: Of the whole call after the model was made, evaluations and all.
-        checkpoint: The newest one.
-        stopped: What stopped the run before its end: a signal, such as ``SIGTERM``, or ``another machine`` that
-            joins; or None. The same call goes on from `checkpoint`.
-        exit_code: What a script that ends now should pass to ``sys.exit``: 75 for a stopped run, which tells a
-            scheduler to start it again (after Ctrl-C 130; 0 under ``lockstep run``, which then sees to that); else 0.
-    """
-
-    first_step: int
-    num_steps: int
-    losses: list[float]
-    evaluations: list[Evaluation]
-    best: Evaluation | None
-    num_samples: int
-    samples_per_s: float
-    seconds: float
-    checkpoint: Path | None
-    skipped_samples: int = 0
-    first_skipped: tuple[BadSample, ...] = ()
-    stopped: str | None = None
-    exit_code: int = 0
-    not_finite: tuple[NonFiniteStep, ...] = ()
-    num_counted: float | None = None
-    tokens_per_s: float | None = None
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """What the last evaluation found, by name; empty if there was none."""
-        return self.evaluations[-1].metrics if self.evaluations else {}
-
-
-# Evaluation that counts every sample exactly once, however many ranks share it.
 
 _EVALUATE = 5
 """Keeps the bits for random numbers in evaluation apart from those that other purposes draw from the same seed."""
@@ -148,7 +94,7 @@ class Evaluator:
         finally:
             kept.restore()
             model.train()
-        bad.share()
+        bad.exchange()
         self.skipped[:] = bad.skipped
         totals = self._total(sums) if self.loop.tree is None else self._total_in_tree(sums, self.loop.tree)
         return {name: total / count if count else math.nan for name, (total, count) in totals.items()}
@@ -207,7 +153,7 @@ class Evaluator:
                 for number, start in enumerate(range(0, len(mine), size))
             ]
         seed = mix(loop.settings.seed, _EVALUATE)
-        batches = load(self.samples, requests, loop.load_options(self.task, loop.workers), seed=seed)
+        batches = load(self.samples, requests, loop.load_options(self.task, loop.settings.workers), seed=seed)
         for batch in batches:
             position = mix(seed, batch.step, *batch.numbers)
             seed_cpu(position)

@@ -5,23 +5,47 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+import torch
+from torch import Tensor
+
+from lockstep import activity
+from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import World, init
-from lockstep.data.loader import explaining_worker_failures
-from lockstep.train.evaluate import FitResult
+from lockstep.data.loader import BadSample, explaining_worker_failures
+from lockstep.data.stream import check_same_length
+from lockstep.telemetry.run_record import Event
+from lockstep.train.display import (
+    NUM_NAMED,
+    RunLogger,
+    describe_not_finite,
+    describe_plan,
+    describe_skipped,
+    describe_stop,
+    make_display,
+)
+from lockstep.train.evaluate import Evaluation, Evaluations
+from lockstep.train.export import check_export, export_weights
+from lockstep.train.nonfinite import NonFiniteStep
+from lockstep.train.plan import devices_of
 from lockstep.train.profiling import profiled
-from lockstep.train.run import Run
+from lockstep.train.recording import RunRecord, SlowRanks, make_sinks
 from lockstep.train.settings import FitSettings
-from lockstep.train.stopping import StopSignals
+from lockstep.train.stopping import StopSignals, exit_code_of
 from lockstep.train.task import Task
+from lockstep.train.timing import StepRecord
+from lockstep.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from lockstep.train.checkpoint import Checkpoints
 
-# Functions that take settings as keywords, without listing them again.
+_MAX_UNREAD = 256
+"""So many losses are left on the device before they are read."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,7 +70,370 @@ def takes_settings(
     return decorate
 
 
-# `fit`: train a task, with everything around the steps.
+@dataclass(frozen=True)
+class FitResult:
+    """What came of a run, the same on every rank.
+
+    Args:
+        first_step: Steps done before this call, in a run that was resumed.
+        num_steps: Steps done in all.
+        losses: Mean over the global batch, for each step of this call.
+        evaluations: In the order they were made, in this call.
+        best: The evaluation with the lowest loss of the whole run.
+        num_samples: Samples trained on in this call, over all devices.
+        skipped_samples: Samples that training went without in this call, as they could not be read, over all devices.
+        first_skipped: The first few of them: which, in which step, and why.
+        not_finite: The steps of this call that were skipped, as their gradient was NaN or infinite.
+        samples_per_s: Over all devices; without the first step, evaluations and checkpoints.
+        num_counted: What the losses of this call were means over if not samples, such as tokens; None if samples.
+        tokens_per_s: Likewise, a second, whatever it is that the task counts.
+        seconds: Of the whole call after the model was made, evaluations and all.
+        checkpoint: The newest one.
+        stopped: What stopped the run before its end: a signal, such as ``SIGTERM``, or ``another machine`` that
+            joins; or None. The same call goes on from `checkpoint`.
+        exit_code: What a script that ends now should pass to ``sys.exit``: 75 for a stopped run, which tells a
+            scheduler to start it again (after Ctrl-C 130; 0 under ``lockstep run``, which then sees to that); else 0.
+    """
+
+    first_step: int
+    num_steps: int
+    losses: list[float]
+    evaluations: list[Evaluation]
+    best: Evaluation | None
+    num_samples: int
+    samples_per_s: float
+    seconds: float
+    checkpoint: Path | None
+    skipped_samples: int = 0
+    first_skipped: tuple[BadSample, ...] = ()
+    stopped: str | None = None
+    exit_code: int = 0
+    not_finite: tuple[NonFiniteStep, ...] = ()
+    num_counted: float | None = None
+    tokens_per_s: float | None = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What the last evaluation found, by name; empty if there was none."""
+        return self.evaluations[-1].metrics if self.evaluations else {}
+
+
+@dataclass
+class Throughput:
+    """Takes every step's loss without waiting for it, and measures the throughput.
+
+    The first step, which also allocates and compiles, is left out of the throughput as soon as there is a second.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    num_samples: int = 0
+    num_counted: float = 0.0
+    _unread: list[Tensor] = field(default_factory=list)
+    _unread_counts: list[Tensor] = field(default_factory=list)
+    _num_timed: int = 0
+    _elapsed_s: float = 0.0
+    _first: tuple[int, float] | None = None
+
+    def add(self, record: StepRecord) -> None:
+        """Add a step that ends now. Blocks every 256 steps until the device has come to it."""
+        self.num_samples += record.num_samples
+        self._unread.append(record.loss)
+        if record.count is not None:
+            self._unread_counts.append(record.count)
+        if len(self._unread) >= _MAX_UNREAD:
+            self.read()
+        self._count(record.num_samples, record.timer.began_at)
+
+    def read(self) -> list[float]:
+        """Return all losses so far. Blocks until the device has come to the last step."""
+        if self._unread:
+            self.losses += torch.stack(self._unread).tolist()
+            self._unread = []
+        if self._unread_counts:
+            self.num_counted += float(torch.stack(self._unread_counts).sum())
+            self._unread_counts = []
+        return self.losses
+
+    def stop(self) -> None:
+        """Wait for the device, and count that as training: something else comes next."""
+        started_at = time.perf_counter()
+        self.read()
+        self._count(0, started_at)
+
+    def _count(self, num_samples: int, started_at: float) -> None:
+        elapsed_s = time.perf_counter() - started_at
+        if self._first is None:
+            self._first = (num_samples, elapsed_s)
+            return
+        self._num_timed += num_samples
+        self._elapsed_s += elapsed_s
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples of the global batches per second of training."""
+        num_samples, elapsed_s = self._num_timed, self._elapsed_s
+        if num_samples == 0 and self._first is not None:
+            num_samples, elapsed_s = self._first
+        return num_samples / elapsed_s if elapsed_s else 0.0
+
+    @property
+    def counted(self) -> tuple[float, float] | None:
+        """What the losses were means over if not samples, such as tokens: how many, and how many a second.
+
+        None if they were means over samples. Blocks until the device has come to the last step.
+        """
+        self.read()
+        if not self.num_counted:
+            return None
+        return self.num_counted, self.samples_per_s * self.num_counted / self.num_samples
+
+    def describe(self, counts: str) -> str:
+        """Return the throughput in words; ``counts`` is what the losses count if not samples."""
+        text = f"{self.samples_per_s:,.0f} samples/s"
+        return text if self.counted is None else f"{text}, {self.counted[1]:,.0f} {counts}/s"
+
+
+class Run:
+    """A run of `fit`: the steps, and what goes on around them.
+
+    Collective for ``ddp`` and ``torch-ddp``: every rank makes one and calls its methods in the same order.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        settings: FitSettings,
+        world: World,
+        signals: StopSignals,
+        checkpoints: Checkpoints | None,
+    ) -> None:
+        self._task, self._settings, self._world = task, settings, world
+        self._signals, self._checkpoints = signals, checkpoints
+        if settings.export is not None:
+            check_export(Path(settings.export))
+        self._trainer = Trainer(task, settings, world, strategy=settings.strategy, devices=devices_of(settings, world))
+        group, device = self._trainer.group, self._trainer.device
+        check_same_length(self._trainer.samples, "dataset", group=group, device=device)
+        self._evaluations = Evaluations(task, self._trainer, keep_best=settings.keep_best)
+        self._checkpoint: Path | None = None
+        self._saved: tuple[int, float | None] | None = None
+        if checkpoints is not None:
+            self._trainer.stop_requested = lambda: signals.asked() is not None
+            self._trainer.failure_seen = lambda: checkpoints.failed
+        resumed = self._resume()
+        self._first_step = self._trainer.num_steps_done
+        self.num_steps = max(self._trainer.plan.num_steps, self._first_step)
+        """Of the whole run."""
+        self._throughput = Throughput()
+        self._record = RunRecord(task, settings, world, self._trainer, num_steps=self.num_steps)
+        self._started_at = time.perf_counter()
+        sinks = make_sinks(task, settings, world, self._trainer, num_steps=self.num_steps)
+        self._display = make_display(settings.view, silent=settings.quiet or not world.is_rank_zero)
+        self._logger = RunLogger(self._trainer, self._display, self._record)
+        self._slow_ranks = SlowRanks(self._trainer, self._logger.report_slow_rank)
+        num_devices = len(self._trainer.devices) if self._trainer.group is None else world.world_size
+        plan = describe_plan(task, settings, self._trainer.plan, self._trainer.device, num_devices=num_devices)
+        for line in (*plan, *resumed, *sinks.remarks):
+            self._display.say(line)
+        self._logger.report()
+        self._record.deliver(None if settings.quiet else self._display, [sink for _, sink in sinks.sinks])
+
+    @property
+    def num_steps_done(self) -> int:
+        """Of the whole run, up to now."""
+        return self._trainer.num_steps_done
+
+    @property
+    def has_steps_left(self) -> bool:
+        """Whether there is more to train."""
+        return self.num_steps_done < self.num_steps
+
+    @property
+    def has_new_best(self) -> bool:
+        """Whether the last evaluation found what is worth a checkpoint."""
+        return self._evaluations.has_new_best
+
+    def is_due(self, every: int | None) -> bool:
+        """Return whether something is to be done now that is done every so many steps, each epoch if None, and last."""
+        every = every or self._trainer.plan.order.steps_per_epoch or self.num_steps
+        return not self.has_steps_left or self.num_steps_done % every == 0
+
+    def step(self) -> None:
+        """Train on the next global batch."""
+        record = self._trainer.step()
+        recorded = self._record.step(record)
+        self._logger.report()
+        self._throughput.add(record)
+        self._slow_ranks.after_step(recorded)
+
+    def beside(self, event: Event, act: Callable[[], str]) -> None:
+        """Do something for which training stands still, and report what it returns. Collective: every rank."""
+        self._settle()
+        text = act()
+        self._display.say(text)
+        self._record.event(event, text)
+
+    def evaluate(self) -> None:
+        """Evaluate the model, if the task has what to evaluate it on."""
+        if self._evaluations.are_wanted:
+            self._settle()
+            self._evaluations.make(self.num_steps, self._display, self._record)
+
+    def save(self, *, owes_evaluation: bool = False) -> None:
+        """Start to write a checkpoint, if there is a folder for them and none of the same was written.
+
+        Collective: every rank. Blocks rank zero until the one before is on disk and the state is copied.
+        """
+        loss = self._evaluations.loss_after(self.num_steps_done)
+        self._evaluations.has_new_best = False
+        if self._checkpoints is None or self._saved == (self.num_steps_done, loss):
+            return
+        self._settle()
+        activity.now.phase = "checkpoint"
+        self._trainer.check_replicas()
+        state = self._trainer.state_dict() | self._own_state(owes_evaluation)
+        self._checkpoint = self._checkpoints.save(state, step=self.num_steps_done, loss=loss)
+        self._saved = (self.num_steps_done, loss)
+        self._record.event("checkpoint", f"checkpoint after step {self.num_steps_done}")
+
+    def _own_state(self, owes_evaluation: bool) -> dict[str, Any]:
+        best = self._evaluations.best
+        return {"best": None if best is None else asdict(best), "owes_evaluation": owes_evaluation}
+
+    def is_to_stop(self) -> bool:
+        """Return whether the run is to stop after this step; the same on every rank.
+
+        Collective: every rank.
+
+        Raises:
+            CheckpointError: On every rank: a checkpoint could not be written.
+        """
+        if self._checkpoints is None:
+            return False
+        stop, failed = self._trainer.reported()
+        if failed:
+            self._checkpoints.agree()
+        return stop
+
+    def stop(self) -> FitResult:
+        """Save, and return what came of the run so far.
+
+        Collective: every rank. Blocks until the checkpoint is on disk.
+        """
+        assert self._checkpoints is not None
+        self.save(owes_evaluation=self._evaluations.are_wanted and self.is_due(self._settings.eval_every))
+        self._checkpoints.finish()
+        names = all_gather_object(self._signals.asked(), group=self._world.group, device=self._world.device)
+        name: str = next(name for name in names if name is not None)
+        text = describe_stop(name, self.num_steps_done, self.num_steps, self._checkpoint)
+        self._end("stop", text)
+        if not self._signals.has_launcher:  # which says it itself
+            self._display.say(text)
+        self._signals.report(text)
+        losses = self._throughput.read()
+        return self._result(losses, stopped=name)
+
+    def catch_up(self) -> None:
+        """Evaluate what a run that was stopped did not come to. Collective: every rank."""
+        if self._evaluations.is_owed:
+            self.evaluate()
+            if self.has_new_best:
+                self.save()
+
+    def finish(self) -> FitResult:
+        """Export the weights, hand the model to the task, and return what came of it.
+
+        Collective: every rank. Files are written once it returns.
+        """
+        if not self._evaluations.made:
+            self.evaluate()
+            if self.has_new_best:
+                self.save()
+        if self._first_step < self.num_steps:
+            self._settle()
+        losses = self._throughput.losses
+        seconds = time.perf_counter() - self._started_at
+        if losses:
+            rate = self._throughput.describe(self._task.counts)
+            self._display.say(f"{len(losses)} steps in {seconds:.1f} s, {rate}, last loss {losses[-1]:.4f}")
+        skipped, not_finite = self._trainer.bad_samples.skipped, self._trainer.nonfinite.found
+        if skipped:
+            self._display.say(describe_skipped(skipped))
+        if not_finite:
+            self._display.say(describe_not_finite(not_finite))
+        model = self._trainer.model if self._settings.export is not None or self._task.after is not None else None
+        if self._world.is_rank_zero and self._settings.export is not None:
+            assert model is not None
+            export_weights(model, Path(self._settings.export))
+            self._display.say(f"weights written to {self._settings.export}")
+        if self._checkpoints is not None:
+            self._checkpoints.finish()
+        self._end("end", f"{self.num_steps_done} steps done")
+        self._world.barrier()  # now every rank finds the files
+        if self._world.is_rank_zero and self._task.after is not None:
+            self._display.close()
+            assert model is not None
+            self._task.after(model.eval())
+        return self._result(losses)
+
+    def _end(self, event: Event, text: str) -> None:
+        """Record that there are no more steps, and say where their time went. Collective: every rank."""
+        where = self._record.finish(event, text)
+        if where is not None and self._first_step < self.num_steps_done:
+            self._display.say(where)
+
+    def _result(self, losses: list[float], *, stopped: str | None = None) -> FitResult:
+        skipped, counted = self._trainer.bad_samples.skipped, self._throughput.counted
+        num_counted, tokens_per_s = (None, None) if counted is None else counted
+        return FitResult(
+            first_step=self._first_step,
+            num_steps=self.num_steps_done,
+            losses=losses,
+            evaluations=self._evaluations.made,
+            best=self._evaluations.best,
+            num_samples=self._throughput.num_samples - len(skipped),
+            samples_per_s=self._throughput.samples_per_s,
+            seconds=time.perf_counter() - self._started_at,
+            checkpoint=self._checkpoint,
+            skipped_samples=len(skipped),
+            first_skipped=tuple(skipped[:NUM_NAMED]),
+            not_finite=tuple(self._trainer.nonfinite.found),
+            stopped=stopped,
+            exit_code=exit_code_of(stopped, has_launcher=self._signals.has_launcher),
+            num_counted=num_counted,
+            tokens_per_s=tokens_per_s,
+        )
+
+    def close(self) -> None:
+        """Leave the terminal as it was, and end the loader's processes."""
+        try:
+            self._record.close()
+        finally:
+            self._display.close()
+        self._slow_ranks.close()
+        self._trainer.close()
+
+    def _settle(self) -> None:
+        """Wait for the device, and count that as training: something else comes next."""
+        self._record.pause()
+        self._throughput.stop()
+        self._trainer.settle()
+        self._logger.report()
+
+    def _resume(self) -> list[str]:
+        """Go on from the newest checkpoint, if there is one; return what the user should know of it."""
+        if self._checkpoints is None:
+            return []
+        state = self._checkpoints.load(required=self._settings.resume is True)
+        lines = [f"passed over the checkpoint {why}" for why in self._checkpoints.passed_over]
+        if state is not None:
+            self._trainer.load_state_dict(state)
+            num_steps_done = self.num_steps_done
+            self._checkpoint, self._saved = self._checkpoints.path(num_steps_done), (num_steps_done, None)
+            self._evaluations.restore(state["best"], is_owed=state["owes_evaluation"])
+            num_steps = max(self._trainer.plan.num_steps, num_steps_done)
+            lines.append(f"resumed after step {num_steps_done} of {num_steps}")
+        return lines
 
 
 def fit_with(task: Task, settings: FitSettings) -> FitResult:
@@ -76,7 +463,8 @@ def _checkpoints(settings: FitSettings, world: World) -> contextlib.AbstractCont
     """Return the checkpoints that ``settings`` ask for, if they do. Collective: every rank."""
     if settings.checkpoint is None:
         return contextlib.nullcontext()
-    from lockstep.train.checkpoint import Checkpoints  # not at the top: torch.distributed.checkpoint takes a second
+    # Importing torch.distributed.checkpoint takes a second, which only runs with checkpoints should pay.
+    from lockstep.train.checkpoint import Checkpoints
 
     return Checkpoints(
         Path(settings.checkpoint),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 from collections import Counter
@@ -26,7 +25,6 @@ from lockstep.train.model_state import full_model_state_dict
 from lockstep.train.step import Gradients, LossModule, Objective, Part
 from lockstep.train.strategies import Distributed, Pass, Strategy, scaled
 from lockstep.train.task import build_model
-from lockstep.train.timing import compute_end_unknown, mark_compute_end
 
 # Strategy ``ddp-zero1``: our `DistributedDataParallel` with an optimizer that is divided among the ranks.
 
@@ -159,14 +157,12 @@ class FullyShard(Strategy):
                 "Leave the last batch of an epoch out (drop_last=True in the task), or use strategy ddp-zero1."
             )
         sum_gradients(self._module, over_ranks=how.sync)
-        with contextlib.nullcontext() if self._counts_waits else compute_end_unknown(how.watch):
-            part: Part = self._module(micro.batches[0], micro.sizes[0])
-            how.watch.lap("forward_s")
-            how.after_forward([part])
-            scaled(part, how.scale * self._num_ranks).backward()  # torch's mean over the ranks becomes the sum again
-        how.watch.lap("backward_s")
-        if self._counts_waits:
-            mark_compute_end(how.watch)
+        part: Part = self._module(micro.batches[0], micro.sizes[0])
+        how.timer.lap("forward")
+        how.after_forward([part])
+        scaled(part, how.scale * self._num_ranks).backward()  # torch's mean over the ranks becomes the sum again
+        how.timer.lap("backward")
+        how.timer.waits_are_counted(all_of_them=self._counts_waits)
 
 
 def find_units(model: nn.Module) -> list[nn.Module]:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
 
 from lockstep.comm.world import World
 from lockstep.data.order import BatchSplit, GlobalOrder, cut, cut_by
 from lockstep.data.stream import StreamOrder
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.reduction_tree import LeafPlacement
-from lockstep.train.settings import FitSettings, Scaling, Schedule, Settings
+from lockstep.train.settings import FitSettings, Settings
+from lockstep.train.step import LearningRate, batch_scale
 from lockstep.train.task import Task
-
-# Whether the devices' shares of a global batch are what a run can do.
 
 
 def check_number_of_shares(proportions: Sequence[float], num_devices: int) -> None:
@@ -60,65 +56,6 @@ def format_devices(number: int) -> str:
 
 def _spell(proportions: Sequence[float]) -> str:
     return ",".join(f"{proportion:g}" for proportion in proportions)
-
-
-# The learning rate as a function of the optimizer step: scaling with the batch, warm-up, decay.
-
-
-@dataclass(frozen=True)
-class LearningRate:
-    """The factor on the optimizer's own learning rates at each optimizer step.
-
-    Args:
-        scale: From the size of the global batch; see `batch_scale`.
-        warmup: Steps over which the factor rises from ``1 / warmup`` of its value to all of it.
-        num_steps: Steps of the run, over which it falls.
-        decay: How it falls, or a function ``(step, num_steps)`` to the factor.
-    """
-
-    scale: float
-    warmup: int
-    num_steps: int
-    decay: Schedule | Callable[[int, int], float]
-
-    def factor(self, step: int) -> float:
-        """Return the factor at optimizer step ``step``, counted from 0."""
-        warm = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
-        return self.scale * warm * self._fall(step)
-
-    def _fall(self, step: int) -> float:
-        if callable(self.decay):
-            return self.decay(step, self.num_steps)
-        if self.decay == "constant" or step < self.warmup:
-            return 1.0
-        done = min(1.0, (step - self.warmup) / max(1, self.num_steps - self.warmup))
-        return 1.0 - done if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-
-
-def batch_scale(rule: Scaling, batch_size: int, base_batch_size: int) -> float:
-    """Return the factor on the learning rate for a global batch that differs from the base batch.
-
-    Source: linear from Goyal et al. 2017 (arXiv:1706.02677), square root from Krizhevsky 2014 (arXiv:1404.5997).
-    """
-    ratio = batch_size / base_batch_size
-    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
-
-
-def base_rates(optimizer: Optimizer) -> list[float]:
-    """Return the learning rates that the optimizer was made with, by group."""
-    return [float(group["lr"]) for group in optimizer.param_groups]
-
-
-def set_rates(optimizer: Optimizer, base: list[float], factor: float) -> None:
-    """Set each group's learning rate to its base rate times ``factor``; one that is a tensor stays one."""
-    for group, rate in zip(optimizer.param_groups, base, strict=True):
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate * factor)
-        else:
-            group["lr"] = rate * factor
-
-
-# Which virtual shards each device computes: pure functions.
 
 
 @dataclass(frozen=True)
@@ -162,23 +99,6 @@ def place_shards(num_leaves: int, num_devices: int, proportions: Sequence[float]
         )
     return LeafPlacement(ranges)
 
-
-def require_whole_shards(batch_size: int, num_leaves: int) -> None:
-    """Check that a global batch divides into virtual shards of one size.
-
-    Raises:
-        ConfigurationError: It does not; names the nearest sizes that do.
-    """
-    if batch_size % num_leaves:
-        below = batch_size // num_leaves * num_leaves
-        nearest = f"{below} or {below + num_leaves}" if below else f"{num_leaves}"
-        raise ConfigurationError(
-            f"The global batch of {batch_size} samples does not divide into reproducible={num_leaves} virtual shards.\n"
-            f"Set the global batch size to {nearest}."
-        )
-
-
-# Which devices a run trains on, checked against what there is.
 
 PER_PROCESS = ("ddp", "ddp-zero1", "fsdp", "torch-ddp")
 """The strategies with one process for each device."""
@@ -239,9 +159,6 @@ def check_gpus(wanted: int | None) -> None:
         )
 
 
-# What a run comes to, worked out from task, settings and sizes before anything is done.
-
-
 @dataclass(frozen=True)
 class Plan:
     """A run's steps, which samples each takes, how they are divided, and the learning rate."""
@@ -262,14 +179,12 @@ def make_plan(task: Task, settings: Settings, division: BatchSplit, *, num_sampl
     """Return the plan for a data set of ``num_samples``, or for a stream if None.
 
     Raises:
-        ConfigurationError: The global batch does not divide evenly; names the nearest ones that do. Or the number of
-            steps of a stream is not given.
+        ConfigurationError: A device or a micro-batch would always be without samples, though they were asked for; or
+            the number of steps of a stream is not given.
     """
     batch_size = settings.global_batch_size or task.global_batch_size
     if settings.reproducible is None:
-        require_even(batch_size, division.num_shares, settings.accumulate, division.proportions)
-    else:
-        require_whole_shards(batch_size, settings.reproducible)
+        check_split(batch_size, division.num_shares, settings.accumulate, division.proportions)
     order, num_steps = _lay_out(task, settings, batch_size, num_samples)
     base = settings.base_batch_size or task.global_batch_size
     return Plan(
@@ -307,35 +222,32 @@ def _lay_out(
 
 
 def check_batch(task: Task, settings: Settings, num_devices: int) -> None:
-    """Check that the global batch can be divided over ``num_devices``.
+    """Check that the global batch can be divided over ``num_devices``: any number takes any batch, unevenly if need be.
 
     Raises:
-        ConfigurationError: It cannot; names the nearest sizes that can.
+        ConfigurationError: `check_split`'s, or there are more devices than virtual shards.
     """
-    batch_size = settings.global_batch_size or task.global_batch_size
     if settings.reproducible is None:
-        require_even(batch_size, num_devices, settings.accumulate, settings.shares)
+        batch_size = settings.global_batch_size or task.global_batch_size
+        check_split(batch_size, num_devices, settings.accumulate, settings.shares)
     else:
         place_shards(settings.reproducible, num_devices, settings.shares)
-        require_whole_shards(batch_size, settings.reproducible)
 
 
-def require_even(batch_size: int, num_shares: int, accumulate: int, proportions: Sequence[float] | None = None) -> None:
-    """Check that a global batch divides over devices and micro-batches: evenly, or each getting some by proportions.
+def check_split(batch_size: int, num_shares: int, accumulate: int, proportions: Sequence[float] | None) -> None:
+    """Check that each device has a sample in each micro-batch, where micro-batches or proportions were asked for.
 
     Raises:
-        ConfigurationError: It does not; names the nearest sizes that do.
+        ConfigurationError: One has not; names what would do.
     """
     if proportions is not None:
         check_number_of_shares(proportions, num_shares)
         check_samples_per_share(batch_size, accumulate, proportions)
-        return
-    parts = num_shares * accumulate
-    if batch_size % parts == 0:
-        return
-    below = batch_size // parts * parts
-    nearest = f"{below} or {below + parts}" if below else f"{below + parts}"
-    times = f"{format_devices(num_shares)}" + (f" x {accumulate} micro-batches" if accumulate > 1 else "")
-    raise ConfigurationError(
-        f"The global batch of {batch_size} samples does not divide by {times}.\nSet the global batch size to {nearest}."
-    )
+    elif accumulate > max(1, batch_size // num_shares):
+        most = max(1, batch_size // num_shares)
+        raise ConfigurationError(
+            f"A global batch of {batch_size} samples on {format_devices(num_shares)} does not have a sample in each of "
+            f"{accumulate} micro-batches for each.\n"
+            f"Set the global batch size to {num_shares * accumulate} or more, or accumulate to {most}"
+            f"{' or less' * (most > 1)}."
+        )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -21,16 +22,33 @@ from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError
 from lockstep.telemetry import ranges
+from lockstep.telemetry.run_record import Event
 from lockstep.train.plan import PER_PROCESS
-from lockstep.train.run import Run
 from lockstep.train.settings import FitSettings, ProfileWindows, profile_windows
+
+
+class SteppedRun(Protocol):
+    """What is profiled: a run of `fit`."""
+
+    num_steps: int
+
+    @property
+    def num_steps_done(self) -> int:
+        """Of the whole run, up to now."""
+
+    def step(self) -> None:
+        """Train on the next global batch."""
+
+    def beside(self, event: Event, act: Callable[[], str]) -> None:
+        """Do something for which training stands still, and report what it returns."""
+
 
 FOLDER = "profile"
 """Where traces go, in the folder of the run."""
 
 
 @contextmanager
-def profiled(settings: FitSettings, world: World, run: Run) -> Iterator[Callable[[], None]]:
+def profiled(settings: FitSettings, world: World, run: SteppedRun) -> Iterator[Callable[[], None]]:
     """Give what does the next step of ``run``, under the profiler or with names if ``settings`` ask for it.
 
     Collective: every rank, and each step as well.
@@ -60,7 +78,7 @@ def profiled(settings: FitSettings, world: World, run: Run) -> Iterator[Callable
         ranges.now = None
 
 
-def _named_step(run: Run) -> None:
+def _named_step(run: SteppedRun) -> None:
     """Do a step under its number."""
     with ranges.around(f"step {run.num_steps_done + 1}"):
         run.step()
@@ -81,7 +99,7 @@ class Profiling:
         ConfigurationError: On every rank: a rank cannot write there.
     """
 
-    def __init__(self, settings: FitSettings, world: World, run: Run, names: ranges.Ranges) -> None:
+    def __init__(self, settings: FitSettings, world: World, run: SteppedRun, names: ranges.Ranges) -> None:
         self._run, self._rank, self._names, self._nvtx = run, world.rank, names, settings.nvtx
         self._folder = _folder(settings, world)
         self._stretches: ProfileWindows = profile_windows(settings.profile_steps, run.num_steps - run.num_steps_done)

@@ -40,7 +40,6 @@ from lockstep.train.plan import VirtualShards, place_shards
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.step import Objective, Part
 from lockstep.train.strategies import Pass, Strategy, scaled
-from lockstep.train.timing import mark_compute_end
 
 # The settings of the process that change the bits of a sum: threads and the choice of kernels.
 
@@ -68,6 +67,11 @@ class Arithmetic:
 
     threads: int | None
     deterministic: bool
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it leaves everything as it is."""
+        return self.threads is None and not self.deterministic
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -418,15 +422,15 @@ class OneReplica(LocalReplicas):
         """Run forward and backward of the only shard."""
         results = {}
         for replica, shard in shards.items():
-            how.watch.begins("forward")
+            how.timer.name_phase("forward")
             how.seed(shard.leaf, self._device)
             part = self._objective(self._model, shard.batch, shard.num_samples)
-            how.watch.lap("forward_s")
+            how.timer.lap("forward")
             scaled(part, how.scale).backward()
             gradients = [parameter.grad for parameter in self._parameters]
             for parameter in self._parameters:
                 parameter.grad = None
-            how.watch.lap("backward_s")
+            how.timer.lap("backward")
             buffers.record(shard.leaf, self._model)
             buffers.restore()
             results[replica] = ShardResult(part._replace(value=part.value.detach()), gradients)
@@ -482,9 +486,9 @@ class ManyReplicas(LocalReplicas):
         for replica, shard in shards.items():
             how.seed(shard.leaf, self._devices[replica])
         items = [(index, shards[index]) if index in shards else None for index in range(max(shards) + 1)]
-        how.watch.begins("replicas")
+        how.timer.name_phase("replicas")
         found = self._engine.gradients(loss, items, [1.0] * len(items))  # the same roundings as in one replica
-        how.watch.lap("backward_s")
+        how.timer.lap("backward")
         return {replica: (parts[replica], gradients) for replica, gradients in found.items()}
 
     def _results(
@@ -574,20 +578,19 @@ class Reproducible(Strategy):
         self._ladders[0].give_back(self._given_away)
         self._given_away = []
         table = self._compute(shards, how)
-        how.watch.begins("communication")
+        how.timer.name_phase("communication")
         if not how.sync:
-            for ladder in self._ladders:
-                ladder.give_back(list(ladder.take().values()))
+            self._deliver_own(table.used)
             how.after_forward([table.loss(self._placement)])
             return
-        mark_compute_end(how.watch)
+        how.timer.waits_are_counted(all_of_them=True)
         if self.group is not None:
             table = share_table(table, self._placement, self.group, self._device)
         how.after_forward([table.loss(self._placement)])
         self._buffers.finish(table.changed, table.sizes, self._over_ranks, self._exchange, self.group)
         self._deliver(table.used)
-        how.watch.lap("communication_s")
-        how.watch.begins("data_wait")
+        how.timer.lap("communication")
+        how.timer.name_phase("data_wait")
 
     def _compute(self, shards: dict[int, Shard], how: Pass) -> Table:
         """Run the shards, round after round: one on each replica at a time."""
@@ -610,9 +613,20 @@ class Reproducible(Strategy):
                 used = [was or gradient is not None for was, gradient in zip(used, gradients, strict=True)]
                 self._ladders[replica].push(leaf, gradients)
                 parts[leaf] = result.part
-            how.watch.lap("backward_s")
+            how.timer.lap("backward")
         entries = own_entries({leaf: shard.num_samples for leaf, shard in shards.items()}, parts, self._device)
         return Table(entries, used, self._buffers.changed())
+
+    def _deliver_own(self, used: Sequence[bool]) -> None:
+        """Leave the sum over this process's shards alone: enough to see where a NaN came from, in no fixed order."""
+        total, *others = [(ladder, row) for ladder in self._ladders for row in ladder.take().values()]
+        for ladder, row in others:
+            for mine, flat in zip(total[1].flats, row.flats, strict=True):
+                mine.add_(flat.to(mine.device))
+            ladder.give_back([row])
+        for parameter, view, is_used in zip(self._parameters, total[1].views, used, strict=True):
+            parameter.grad = view if is_used else None
+        self._given_away = [total[1]]
 
     def _deliver(self, used: Sequence[bool]) -> None:
         """Sum the gradients over replicas and ranks for the parameters. Collective if there is a group."""

@@ -1,13 +1,13 @@
-"""The parts of a training step: loss, loss scaling, gradient, update, and the sums over the ranks."""
+"""The parts of a training step: loss, learning rate, gradient, sums over the ranks, random numbers, out of memory."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import psutil
 import torch
@@ -16,37 +16,30 @@ from torch.futures import Future
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lockstep import activity
 from lockstep.comm.collectives import Group, all_reduce_async
 from lockstep.data.loader import MicroBatch
 from lockstep.data.order import mix, seed_cpu, seed_device
 from lockstep.errors import ConfigurationError, OutOfMemory
 from lockstep.parallel.flat import are_finite, combine_norms, list_norms, multiply_
 from lockstep.telemetry.resources import says_out_of_memory
-from lockstep.train.plan import LearningRate, base_rates, set_rates
-from lockstep.train.settings import Precision, Settings, StrategyName
+from lockstep.train.settings import Precision, Scaling, Schedule
 from lockstep.train.task import Loss, Task
 
 if TYPE_CHECKING:
     from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 
 
-# Low-precision forward passes, and the scaling that keeps fp16 gradients from vanishing.
+# --- low precision ----------------------------------------------------------------------------------------------------
 
-_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_AUTOCAST_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Return the context that a forward pass on ``device`` runs in; it holds for the calling thread only."""
     if precision == "fp32":
         return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=_DTYPES[precision])
-
-
-class ScalerState(TypedDict):
-    """What a `GradScaler` remembers from step to step."""
-
-    scale: float
-    num_good_steps: int
+    return torch.autocast(device.type, dtype=_AUTOCAST_DTYPES[precision])
 
 
 @dataclass
@@ -67,7 +60,7 @@ class GradScaler:
         return self.scale <= 1.0
 
     def update(self, *, finite: bool) -> None:
-        """Take note of whether the gradient of a step was finite."""
+        """Adapt the scale to whether the gradient of a step was finite."""
         if not finite:
             self.scale = max(self.scale / 2, 1.0)
             self.num_good_steps = 0
@@ -77,16 +70,16 @@ class GradScaler:
             self.scale = min(self.scale * 2, 2.0**24)
             self.num_good_steps = 0
 
-    def state_dict(self) -> ScalerState:
+    def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
         return {"scale": self.scale, "num_good_steps": self.num_good_steps}
 
-    def load_state_dict(self, state: ScalerState) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``."""
         self.scale, self.num_good_steps = state["scale"], state["num_good_steps"]
 
 
-# The task's loss, as every strategy computes it: under autocast, checked, and with what it counts for.
+# --- the loss ---------------------------------------------------------------------------------------------------------
 
 
 class Part(NamedTuple):
@@ -118,7 +111,7 @@ class Objective:
         Raises:
             ConfigurationError: It is no 0-dimensional tensor, or has no gradient.
         """
-        with autocast(self.precision, _device_of(model)):
+        with autocast(self.precision, next(model.parameters()).device):
             result: object = self.task.loss(model, batch)
         if isinstance(result, Loss):
             value, count = result.total, torch.as_tensor(result.count)
@@ -141,10 +134,6 @@ class Objective:
                 "Compute it from the model's output, without detach(), item() or no_grad()."
             )
         return part
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
 
 
 class LossModule(nn.Module):
@@ -191,7 +180,63 @@ def no_samples(parameters: list[nn.Parameter]) -> Tensor:
     return loss
 
 
-# What happens to the gradient between backward and the optimizer: one division, one norm, one clip.
+# --- the learning rate ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """The factor on the optimizer's own learning rates at each optimizer step.
+
+    Args:
+        scale: From the size of the global batch; see `batch_scale`.
+        warmup: Steps over which the factor rises from ``1 / warmup`` of its value to all of it.
+        num_steps: Steps of the run, over which it falls.
+        decay: How it falls, or a function ``(step, num_steps)`` to the factor.
+    """
+
+    scale: float
+    warmup: int
+    num_steps: int
+    decay: Schedule | Callable[[int, int], float]
+
+    def factor(self, step: int) -> float:
+        """Return the factor at optimizer step ``step``, counted from 0."""
+        warm = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
+        return self.scale * warm * self._fall(step)
+
+    def _fall(self, step: int) -> float:
+        if callable(self.decay):
+            return self.decay(step, self.num_steps)
+        if self.decay == "constant" or step < self.warmup:
+            return 1.0
+        done = min(1.0, (step - self.warmup) / max(1, self.num_steps - self.warmup))
+        return 1.0 - done if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+def batch_scale(rule: Scaling, batch_size: int, base_batch_size: int) -> float:
+    """Return the factor on the learning rate for a global batch that differs from the base batch.
+
+    Source: linear from Goyal et al. 2017 (arXiv:1706.02677), square root from Krizhevsky 2014 (arXiv:1404.5997).
+    """
+    ratio = batch_size / base_batch_size
+    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
+
+
+def base_rates(optimizer: Optimizer) -> list[float]:
+    """Return the learning rates that the optimizer was made with, by group."""
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def set_rates(optimizer: Optimizer, base: list[float], factor: float) -> None:
+    """Set each group's learning rate to its base rate times ``factor``; one that is a tensor stays one."""
+    for group, rate in zip(optimizer.param_groups, base, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate * factor)
+        else:
+            group["lr"] = rate * factor
+
+
+# --- the gradient -----------------------------------------------------------------------------------------------------
 
 
 class Gradients(ABC):
@@ -287,217 +332,84 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return factor
 
 
-# The end of a step: finish the gradient, set the learning rate, step the optimizer.
-
-
-class Outcome(NamedTuple):
-    """What became of a step.
-
-    Args:
-        norm: The gradient's norm before clipping.
-        updated: Whether the parameters were updated.
-        verdict: Whether the gradient was finite; None: `norm` will tell. An overflow that fp16's loss scale can mend is
-            no bad gradient: the scaler skips such steps, as part of its search.
-    """
-
-    norm: Tensor
-    updated: bool
-    verdict: bool | None
-
-
-class Updater:
-    """Takes the gradient that backward left in ``param.grad`` to an update of the parameters.
-
-    Args:
-        model: The bare model.
-        gradients: What backward leaves in it.
-        optimizer: Of its parameters; the learning rates it has now are those that ``learning_rate`` scales.
-        learning_rate: The factor on them at each update.
-        clip: Largest global norm of the gradient, or None.
-        scaler: For fp16, else None.
-        in_backward: Whether the optimizer steps within backward, and only its learning rate is left to do here.
-        looks_later: Whether to update the parameters without knowing whether the gradient is finite; not in fp16.
-
-    Attributes:
-        scaler, in_backward, looks_later: As given; in fp16 it never looks later.
-        num_updates: That the parameters have seen; the schedule goes by it.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        learning_rate: LearningRate,
-        *,
-        clip: float | None,
-        scaler: GradScaler | None,
-        gradients: Gradients,
-        in_backward: bool = False,
-        looks_later: bool = False,
-    ) -> None:
-        self._model, self._optimizer, self._learning_rate = model, optimizer, learning_rate
-        self._gradients, self.in_backward = gradients, in_backward
-        self._base_rates = base_rates(optimizer)
-        self._clip = clip
-        self.looks_later = looks_later and scaler is None
-        self.scaler = scaler
-        self.num_updates = 0
-        gradients.expect_norm()
-
-    @property
-    def loss_scale(self) -> float:
-        """What the loss is to be multiplied by before backward."""
-        return self.scaler.scale if self.scaler else 1.0
-
-    def begin(self) -> None:
-        """Set the learning rate of the coming update, if it happens within backward."""
-        if self.in_backward:
-            self._set_rates()
-
-    @property
-    def reports_norm(self) -> bool:
-        """Whether the norm that `run` returns is worth a report: with fp16 or clipping."""
-        return self._clip is not None or self.scaler is not None
-
-    def run(self, divisor: Tensor | None) -> Outcome:
-        """Divide the gradient by the loss scale and ``divisor``, clip it, and update the parameters if it is finite.
-
-        Collective if each rank has a part of the gradient: every rank. Blocks on CUDA unless it looks later.
-        """
-        norm = self._gradients.norm()
-        if self.in_backward:
-            self.num_updates += 1
-            return Outcome(norm, True, None if self.looks_later else self._gradients.is_finite(norm))
-        factor = self._unscale(divisor)
-        norm = norm if factor is None else norm * factor.to(norm)
-        verdict = None if self.looks_later else self._gradients.is_finite(norm)
-        if verdict is False:
-            return Outcome(norm, False, self._blames_scale())
-        if self.scaler is not None:
-            self.scaler.update(finite=True)
-        if self._clip is not None:
-            shorten = clip_factor(norm, self._clip)
-            if verdict is None:  # so that it can be seen later which parameter it was
-                shorten = torch.where(norm.isnan(), torch.ones_like(shorten), shorten)
-            factor = shorten if factor is None else factor * shorten
-        if factor is not None:
-            self._gradients.multiply_(factor)
-        self._set_rates()
-        self._optimizer.step()
-        self.num_updates += 1
-        return Outcome(norm, True, verdict)
-
-    def _blames_scale(self) -> bool:
-        """Return whether a smaller loss scale may help against an overflow, and make it smaller."""
-        if self.scaler is None or self.scaler.is_smallest:
-            return False
-        self.scaler.update(finite=False)
-        return True
-
-    def _set_rates(self) -> None:
-        set_rates(self._optimizer, self._base_rates, self._learning_rate.factor(self.num_updates))
-
-    def _unscale(self, divisor: Tensor | None) -> Tensor | None:
-        """Return what the gradient is yet to be multiplied by, or None if that is one."""
-        if divisor is None:
-            if self.loss_scale == 1.0:
-                return None
-            device = next(self._model.parameters()).device
-            return torch.full((), 1.0 / self.loss_scale, device=device)
-        return 1.0 / (divisor * self.loss_scale)
-
-
-# The loss of a step over all ranks and micro-batches: what it sums to, and out of how many.
+# --- sums over the ranks ----------------------------------------------------------------------------------------------
 
 
 class StepMetrics:
-    """Sums the parts of a step; the sum over the ranks travels while the last backward runs.
+    """What a step sums over micro-batches and ranks: its loss, and what each rank has to report to the others.
+
+    [Note: one all-reduce]
+    The sum over the ranks travels beside the last backward. A signal reaches the ranks in different steps, and a
+    checkpoint is written by one of them in the background; so that all act on it after the same step, each adds what
+    it wants to these sums, and no step has an exchange for it.
 
     Args:
         device: Where the sums are.
         group: The ranks that take part, or None if it is only this process.
-        counts: Whether the losses of a step before were no means over samples; true from the first such one on.
+        has_counts: Whether the losses of a step before were no means over samples; true from the first such one on.
+        only_means: Whether they must be, for the gradient cannot be divided after backward.
     """
 
-    def __init__(self, device: torch.device, group: Group | None, *, counts: bool = False) -> None:
-        self._group = group
-        self._sums = torch.zeros(6, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+    def __init__(
+        self, device: torch.device, group: Group | None, *, has_counts: bool = False, only_means: bool = False
+    ) -> None:
+        self._group, self._only_means = group, only_means
+        # Total and count of the loss, unreadable samples, ranks that request to stop, ranks on which something failed.
+        self._sums = torch.zeros(5, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         self._future: Future[Any] | None = None
-        self._saw_means = self._saw_losses = False
-        self.counts = counts
+        self._saw_means = self._saw_counts = False
+        self.has_counts = has_counts
 
-    def add(self, parts: list[Part]) -> None:
-        """Add the losses of this process's shares of a micro-batch."""
-        for part in parts:
-            device = self._sums.device
-            if part.is_mean:
-                self._sums[1] += part.out_of
-            else:
-                self._sums[1] += torch.as_tensor(part.out_of).detach().to(device)
-            self._sums[0] += part.value.detach().to(device, self._sums.dtype) * part.weight
-            self._saw_means |= part.is_mean
-            self._saw_losses |= not part.is_mean
-            self.counts |= not part.is_mean
-
-    def require_means(self) -> None:
-        """Refuse losses that leave the gradient to be divided after backward.
+    def add(self, parts: Sequence[Part]) -> None:
+        """Add the losses of this process's shares of a micro-batch.
 
         Raises:
-            ConfigurationError: There were some, and the optimizer steps within backward.
+            ConfigurationError: One is no mean over samples, and all must be.
         """
-        if self._saw_losses:
-            raise ConfigurationError(
-                "With overlap_optimizer a loss must be a mean over samples, but the task returned a Loss: its gradient "
-                "is divided by all ranks' count after backward.\nReturn the mean, or leave overlap_optimizer out."
-            )
+        for value, weight, out_of in parts:
+            if isinstance(out_of, float):  # a mean over samples
+                self._saw_means = True
+                self._sums[1] += out_of
+            elif self._only_means:
+                raise ConfigurationError(
+                    "With overlap_optimizer a loss must be a mean over samples, but the task returned a Loss: its "
+                    "gradient is divided by all ranks' count after backward.\n"
+                    "Return the mean, or leave overlap_optimizer out."
+                )
+            else:
+                self._saw_counts = self.has_counts = True
+                self._sums[1] += torch.as_tensor(out_of).detach().to(self._sums.device)
+            self._sums[0] += value.detach().to(self._sums.device, self._sums.dtype) * weight
 
-    def add_bad(self, num_samples: int) -> None:
-        """Add the number of samples of this process that could not be read."""
-        if num_samples:
-            self._sums[2] += num_samples
-
-    def add_wishes(self, *, stop: bool, failed: bool) -> None:
-        """Add that this process wants the run to stop, or that something failed beside its steps."""
-        if stop:
-            self._sums[3] += 1
-        if failed:
-            self._sums[4] += 1
-
-    def add_out_of_memory(self) -> None:
-        """Add that this process ran out of memory."""
-        self._sums[5] += 1
-
-    @property
-    def num_out_of_memory(self) -> int:
-        """How many processes ran out of memory. Blocks until the sum over the ranks is there."""
-        return int(self._sums[5].item())
-
-    def start_sum(self) -> None:
-        """Start to sum over the ranks, once all parts are in.
+    def start_sum(self, num_bad: int, *, stop: bool, failed: bool) -> None:
+        """Add what this rank has to report, and start to sum over the ranks, once all parts are in.
 
         Collective: every rank of the group. Does not block.
         """
+        if num_bad or stop or failed:
+            self._sums[2:] += torch.tensor([num_bad, stop, failed], dtype=self._sums.dtype, device=self._sums.device)
         if self._group is not None:
             self._future = all_reduce_async(self._sums, group=self._group)
 
     def wait(self) -> None:
         """Block until the sum over the ranks is there (on CUDA: let the current stream wait)."""
         if self._future is not None:
-            self._future.wait()
+            with activity.waiting("all_reduce of losses"):
+                self._future.wait()
 
-    def loss(self) -> Tensor:
-        """Return the loss of the step, a 0-dimensional tensor; zero if nothing counted."""
-        return self._sums[0] / self._count()
+    @property
+    def flags(self) -> Tensor:
+        """How many samples could not be read, how many ranks request to stop, and on how many something failed."""
+        return self._sums[2:]
 
     @property
     def count(self) -> Tensor | None:
         """What the loss of the step is a mean over if that is not samples, 0-dimensional; None if it is."""
-        return self._sums[1] if self.counts else None
+        return self._sums[1] if self.has_counts else None
 
-    @property
-    def notes(self) -> Tensor:
-        """How many samples could not be read, how many processes want to stop, and on how many something failed."""
-        return self._sums[2:5]
+    def loss(self) -> Tensor:
+        """Return the loss of the step, a 0-dimensional tensor; zero if nothing counted."""
+        return self._sums[0] / torch.where(self._sums[1] > 0, self._sums[1], 1.0)
 
     def divisor(self, num_samples: int, *, may_miss: bool = False) -> Tensor | None:
         """Return what a gradient scaled by ``1 / num_samples`` has yet to be divided by, or None if that is one.
@@ -505,16 +417,31 @@ class StepMetrics:
         A rank that saw no part cannot know, and divides in any case: by exactly one if the losses were means. So do
         all if samples ``may_miss``, for then only the counts say how many there were.
         """
-        if self._saw_means and not self._saw_losses and not may_miss:
+        if self._saw_means and not self._saw_counts and not may_miss:
             return None
-        return self._count() / num_samples
-
-    def _count(self) -> Tensor:
-        count = self._sums[1]
-        return torch.where(count > 0, count, torch.ones_like(count))
+        return torch.where(self._sums[1] > 0, self._sums[1], 1.0) / num_samples
 
 
-# The random numbers of a training run: set from the position before each thing that draws any.
+class HostCopy:
+    """A tensor on its way to the host, where it may be read later without waiting for what came after it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._arrived: torch.cuda.Event | None = None
+        self._value = tensor.detach()
+        if tensor.device.type == "cuda":
+            self._value = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._value.copy_(tensor.detach(), non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(tensor.device))
+
+    def read(self) -> Tensor:
+        """Return it, on the host. Blocks until it is there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._value
+
+
+# --- random numbers ---------------------------------------------------------------------------------------------------
 
 INIT, FORWARD, DATA, UPDATE = 3, 4, 7, 8
 """Keep the bits for initial weights, dropout, made-up data and the optimizer apart from what else the seed is for."""
@@ -550,106 +477,7 @@ class Seeds:
         self.all(FORWARD, step, index, share, device=device)
 
 
-# What settings ask of the engine, and how its gradients become an update.
-
-_OURS = ("ddp",)
-
-
-def check_engine(name: StrategyName, settings: Settings) -> None:
-    """Refuse what only our DistributedDataParallel does with another strategy.
-
-    Raises:
-        ConfigurationError: Names the setting.
-    """
-    given = {
-        "wire": settings.wire is not None,
-        "bucket_cap_mb": settings.bucket_cap_mb is not None,
-        "overlap_optimizer": settings.overlap_optimizer,
-    }
-    for setting, is_given in given.items():
-        if is_given and name not in _OURS:
-            raise ConfigurationError(
-                f"{setting} is for strategy {' or '.join(_OURS)}, but the strategy is {name}.\nLeave {setting} out."
-            )
-
-
-def our_wrapper(settings: Settings) -> Callable[..., nn.Module]:
-    """Return what wraps a model as ``settings`` say."""
-    from lockstep.parallel.ddp.wrapper import DistributedDataParallel
-
-    return partial(DistributedDataParallel, wire_dtype=settings.wire, bucket_cap_mb=settings.bucket_cap_mb)
-
-
-def gradients_of(module: nn.Module) -> Gradients:
-    """Return the gradients that a wrapper, ours or torch's, leaves alike on every rank."""
-    from lockstep.parallel.ddp.wrapper import DistributedDataParallel
-
-    return BucketGradients(module) if isinstance(module, DistributedDataParallel) else ParameterGradients(module)
-
-
-def is_ours(module: nn.Module) -> bool:
-    """Return whether a wrapper is our `DistributedDataParallel`, and not torch's."""
-    from lockstep.parallel.ddp.wrapper import DistributedDataParallel
-
-    return isinstance(module, DistributedDataParallel)
-
-
-def watch_part(module: nn.Module) -> Callable[[], bool]:
-    """Return what tells whether this rank's part of the last gradient was not finite, if the wrapper is ours."""
-    from lockstep.parallel.ddp.wrapper import DistributedDataParallel
-
-    return module.monitor_local_gradients() if isinstance(module, DistributedDataParallel) else nobody_knows
-
-
-def nobody_knows() -> bool:
-    """Return that nothing is known of a rank's part of the gradient."""
-    return False
-
-
-def make_updater(
-    model: nn.Module, optimizer: Optimizer, learning_rate: LearningRate, settings: Settings, gradients: Gradients
-) -> Updater:
-    """Return what ends a step, and let the optimizer step within backward if ``settings`` say so.
-
-    Raises:
-        ConfigurationError: That optimizer cannot.
-    """
-    if settings.overlap_optimizer:
-        assert isinstance(gradients, BucketGradients), "checked when the strategy was made"
-        gradients.model.overlap_optimizer(optimizer)
-    return Updater(
-        model,
-        optimizer,
-        learning_rate,
-        clip=settings.clip,
-        scaler=GradScaler() if settings.precision == "fp16" else None,
-        gradients=gradients,
-        in_backward=settings.overlap_optimizer,
-        looks_later=settings.on_nan == "raise" and next(model.parameters()).device.type == "cuda",
-    )
-
-
-def leave_alone(model: nn.Module) -> None:
-    """Keep synchronised layers from waiting for ranks that do not train the model; there may be a group of them."""
-    from lockstep.parallel.sync_batchnorm import SyncBatchNorm
-
-    for layer in model.modules():
-        if isinstance(layer, SyncBatchNorm):
-            layer.alone = True
-
-
-def torch_data_parallel(model: nn.Module, devices: Sequence[torch.device]) -> nn.Module:
-    """Return torch's DataParallel around ``model``.
-
-    Raises:
-        ConfigurationError: A device is no GPU.
-    """
-    if any(device.type != "cuda" for device in devices):
-        raise ConfigurationError(
-            "Strategy torch-dp needs CUDA devices: torch.nn.DataParallel does nothing on CPUs.\n"
-            "Use strategy dp, which runs on CPUs too."
-        )
-    return nn.DataParallel(model, device_ids=[device.index for device in devices])
+# --- out of memory ----------------------------------------------------------------------------------------------------
 
 
 def is_out_of_memory(error: BaseException) -> bool:

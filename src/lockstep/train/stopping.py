@@ -9,7 +9,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -159,39 +158,3 @@ def _end_by(number: int) -> None:
     set_handler.argtypes, set_handler.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
     set_handler(number, None)
     os.kill(os.getpid(), number)
-
-
-# What a rank has to tell the others in a step, beside its losses: that it is to stop, or that something failed.
-#
-# [Note: wishes]
-# A signal reaches the ranks in different steps, and a checkpoint is written by one of them in the background. So that
-# all act on it after the same step, each adds what it wants to the sums of the step's losses (`lockstep.train.step`):
-# no exchange of its own, and the same verdict everywhere. What comes up after these sums have started travels with
-# those of the next step.
-
-
-class ControlFlags:
-    """What this rank wants; asked once a step.
-
-    Attributes:
-        stop_asked: Tells whether the run is to stop.
-        failure_seen: Tells whether something failed beside the steps, such as a write to disk.
-    """
-
-    def __init__(self) -> None:
-        self.stop_asked: Callable[[], bool] = _no
-        self.failure_seen: Callable[[], bool] = _no
-
-    @property
-    def to_stop(self) -> bool:
-        """Whether the run is to stop."""
-        return self.stop_asked()
-
-    @property
-    def to_fail(self) -> bool:
-        """Whether something failed."""
-        return self.failure_seen()
-
-
-def _no() -> bool:
-    return False

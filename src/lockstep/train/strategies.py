@@ -1,4 +1,8 @@
-"""Who computes: one device, several in this process, or one in each process; ours and torch's."""
+"""Who computes: one device, several in this process, or one in each process; ours and torch's.
+
+A strategy runs forward and backward of a micro-batch and leaves in ``param.grad`` of the bare model the sum over all
+devices of ``grad(value * weight) * scale``. Everything else in the training step is the same for all of them.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,12 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lockstep.comm.collectives import Group
 from lockstep.comm.world import World
@@ -19,28 +25,13 @@ from lockstep.data.order import BatchSplit
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.consistency import Buffers
 from lockstep.parallel.ddp.bucket_events import BucketStamps
+from lockstep.telemetry.run_record import Mark
 from lockstep.train.plan import PER_PROCESS
 from lockstep.train.settings import Settings, StrategyName
-from lockstep.train.step import (
-    Gradients,
-    LossModule,
-    Objective,
-    Part,
-    check_engine,
-    gradients_of,
-    is_ours,
-    leave_alone,
-    nobody_knows,
-    our_wrapper,
-    torch_data_parallel,
-    watch_part,
-)
-from lockstep.train.timing import Mark, Stopwatch, compute_end_marked
+from lockstep.train.step import BucketGradients, Gradients, LossModule, Objective, ParameterGradients, Part
+from lockstep.train.timing import StepTimer, compute_end_marked
 
-# Who computes: one device, several in this process, or one in each process; ours and torch's.
-#
-# A strategy runs forward and backward of a micro-batch and leaves in ``param.grad`` of the bare model the sum over all
-# devices of ``grad(value * weight) * scale``. Everything else in the loop is the same for all of them.
+_WITH_OUR_REDUCER = ("ddp",)
 
 
 @dataclass(frozen=True)
@@ -50,7 +41,7 @@ class Pass:
     Args:
         scale: Factor on the gradient of ``value * weight``.
         sync: Whether gradients are summed over the ranks at the end of backward.
-        watch: Gets a lap for forward and one for backward.
+        timer: Gets a lap for forward and one for backward.
         after_forward: Called with the losses, if there are any, between the two; or after both where they are one.
         seed: Gives the generators of this process and of a device the random numbers of a share.
         all_have_samples: Whether every share has samples in it; the same on every rank, each of which calls it or none.
@@ -58,14 +49,14 @@ class Pass:
 
     scale: float
     sync: bool
-    watch: Stopwatch
+    timer: StepTimer
     after_forward: Callable[[list[Part]], None]
     seed: Callable[[int, torch.device], None]
     all_have_samples: Callable[[], bool]
 
 
 class Strategy(ABC):
-    """Runs micro-batches. Abstract; `strategies.make_strategy` returns the one asked for."""
+    """Runs micro-batches. Abstract; `make_strategy` returns the one asked for."""
 
     group: Group | None = None
     """The ranks that take part, or None if it is only this process."""
@@ -77,13 +68,16 @@ class Strategy(ABC):
     """Whether the losses it reports are those of all ranks already."""
 
     gradients: Gradients | None = None
-    """What it leaves behind; None: the same gradients on every rank, to be looked at parameter by parameter."""
+    """What backward leaves behind; None: the same gradients on every rank, read parameter by parameter."""
 
     buffers: Buffers = "same"
     """How the ranks keep them alike."""
 
     can_replay = True
     """Whether a micro-batch can be computed again without exchanging gradients, to see where a NaN came from."""
+
+    times_waits = False
+    """Whether to time what a backward of torch's engine waits for, which costs a hook; `fit` records it."""
 
     def take_over(self, optimizer: Optimizer) -> Optimizer:
         """Return what is to step the parameters in the place of ``optimizer``, which has not made a step yet.
@@ -104,7 +98,7 @@ class Strategy(ABC):
         return model
 
     def stamp_buckets(self, stamps: BucketStamps) -> bool:
-        """Have the moments of buckets taken from now on; return whether there are any that can be."""
+        """Have the reductions of buckets timed from now on; return whether there are any that can be."""
         return False
 
     @abstractmethod
@@ -128,14 +122,14 @@ class Single(Strategy):
     def __init__(self, model: nn.Module, objective: Objective) -> None:
         self._model, self._objective = model, objective
 
+    @override
     def run(self, micro: MicroBatch, how: Pass) -> None:
-        """Run forward and backward of ``micro``, adding to ``param.grad``."""
         parts = [self._objective(self._model, *item) for item in zip(micro.batches, micro.sizes, strict=True)]
-        how.watch.lap("forward_s")
+        how.timer.lap("forward")
         how.after_forward(parts)
         for part in parts:
             scaled(part, how.scale).backward()
-        how.watch.lap("backward_s")
+        how.timer.lap("backward")
 
 
 class Replicated(Strategy):
@@ -148,30 +142,30 @@ class Replicated(Strategy):
         self._objective = objective
         self._places = dict(enumerate(devices))
 
+    @override
     def run(self, micro: MicroBatch, how: Pass) -> None:
-        """Run forward and backward of ``micro``, adding to ``param.grad``."""
         if not micro.batches:
             return
         places = list(range(len(micro.batches)))
         if micro.numbers != places:  # a share in the middle has no samples; the engine fills replicas from the first
             micro = to_device(micro._replace(numbers=places), self._places)
         parts: list[Part | None] = [None] * len(micro.batches)
-        ends: list[Mark] = []
+        forward_ends: list[Mark] = []
 
         def loss(replica: nn.Module, shard: tuple[int, object]) -> Tensor:
             index, batch = shard
             part = self._objective(replica, batch, micro.sizes[index])
             parts[index] = part._replace(value=part.value.detach())
             if index == 0:
-                ends.append(how.watch.mark())
+                forward_ends.append(how.timer.mark())
             return part.value * part.weight
 
-        how.watch.begins("replicas")
+        how.timer.name_phase("replicas")
         self._engine.backward(loss, list(enumerate(micro.batches)), [how.scale] * len(micro.batches))
         timings = self._engine.last_timings
         self.exposed_s = None if timings is None else timings.refresh_s + timings.reduce_s
-        how.watch.lap("forward_s", at=ends[0])
-        how.watch.lap("backward_s")
+        how.timer.lap("forward", at=forward_ends[0])
+        how.timer.lap("backward")
         how.after_forward([part for part in parts if part is not None])
 
 
@@ -187,6 +181,8 @@ class Distributed(Strategy):
             not finite will not be computed again.
     """
 
+    buffers = "healed"
+
     def __init__(
         self,
         model: nn.Module,
@@ -196,73 +192,66 @@ class Distributed(Strategy):
         *,
         watches_part: bool = False,
     ) -> None:
+        from lockstep.parallel.ddp.wrapper import DistributedDataParallel
+
         self._num_ranks = world.world_size
         self.group = world.group
         self._module = wrap(LossModule(model, objective), process_group=world.group)
-        self.gradients = gradients_of(self._module)
-        self.buffers = "healed"
-        # on CUDA it costs next to nothing, and a step is not always computed again
-        self.part_was_bad = watch_part(self._module) if watches_part or world.device.type == "cuda" else nobody_knows
+        self._ours = self._module if isinstance(self._module, DistributedDataParallel) else None
+        self.gradients = ParameterGradients(model) if self._ours is None else BucketGradients(self._ours)
+        self.part_was_bad: Callable[[], bool] | None = None
+        # On CUDA looking costs next to nothing, and a step is not always computed again.
+        if self._ours is not None and (watches_part or world.device.type == "cuda"):
+            self.part_was_bad = self._ours.monitor_local_gradients()
         self._has_sync_layers = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
-        self._tells_own_work = not is_ours(self._module)  # ours says itself when it waits
 
+    @override
     def stamp_buckets(self, stamps: BucketStamps) -> bool:
-        """Have them taken, unless the engine is torch's."""
-        from lockstep.parallel.ddp.wrapper import DistributedDataParallel
+        if self._ours is not None:
+            self._ours.stamp_buckets(stamps)
+        return self._ours is not None
 
-        if isinstance(self._module, DistributedDataParallel):
-            self._module.stamp_buckets(stamps)
-            return True
-        return False
-
+    @override
     def part_is_bad(self) -> bool:
-        """Return whether it is known that this rank's part of the last gradient was not finite. Blocks."""
-        return self.part_was_bad()
+        return self.part_was_bad is not None and self.part_was_bad()
 
+    @override
     def run(self, micro: MicroBatch, how: Pass) -> None:
-        """Run forward and backward of ``micro``, adding to ``param.grad``.
-
-        Collective: every rank, with or without samples; forward may exchange buffers, whether or not ``how.sync``.
-        """
+        """Collective: every rank, with or without samples; forward may exchange buffers whether or not ``how.sync``."""
         batch, num_samples = (micro.batches[0], micro.sizes[0]) if micro.batches else (None, 0)
         no_sync: Callable[[], contextlib.AbstractContextManager[None]] = self._module.no_sync  # type: ignore[assignment]
-        with self._following(num_samples, how), contextlib.nullcontext() if how.sync else no_sync():
+        uneven: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._has_sync_layers and not how.all_have_samples():
+            uneven = self._some_without_batch(num_samples)
+        with uneven, contextlib.nullcontext() if how.sync else no_sync():
             part: Part = self._module(batch, num_samples)
-            how.watch.lap("forward_s")
+            how.timer.lap("forward")
             how.after_forward([part] if num_samples else [])
             if num_samples or how.sync:
-                # the engine's mean over the ranks becomes the sum again
+                # The engine's mean over the ranks becomes the sum again.
                 loss = scaled(part, how.scale * self._num_ranks)
-                with (
-                    compute_end_marked(loss, how.watch)
-                    if self._tells_own_work and how.sync
-                    else contextlib.nullcontext()
-                ):
+                if self.times_waits and how.sync and self._ours is None:
+                    with compute_end_marked(loss, how.timer):
+                        loss.backward()
+                else:
                     loss.backward()
-        how.watch.lap("backward_s")
+        how.timer.lap("backward")
 
-    def _following(self, num_samples: int, how: Pass) -> contextlib.AbstractContextManager[None]:
+    def _some_without_batch(self, num_samples: int) -> contextlib.AbstractContextManager[None]:
         """Return a context in which ranks without samples take part in the synchronised layers of the others.
 
         Raises:
             ConfigurationError: On every rank: torch's engine is not able to do so.
         """
-        if not self._has_sync_layers or how.all_have_samples():
-            return contextlib.nullcontext()
-        from lockstep.parallel.ddp.wrapper import DistributedDataParallel
-
-        if not isinstance(self._module, DistributedDataParallel):
+        if self._ours is None:
             raise ConfigurationError(
                 "A batch leaves ranks without samples, for which the model's SyncBatchNorm layers would wait for ever."
                 "\nUse strategy ddp, or leave the last batch of an epoch out (drop_last=True in the task)."
             )
-        return self._module.some_without_batch(has_batch=num_samples > 0)
+        return self._ours.some_without_batch(has_batch=num_samples > 0)
 
 
-# The strategies by name: how each divides a global batch, and who computes.
-
-
-def divide(name: StrategyName, world: World, devices: Sequence[torch.device], settings: Settings) -> BatchSplit:
+def split_batch(name: StrategyName, world: World, devices: Sequence[torch.device], settings: Settings) -> BatchSplit:
     """Return how strategy ``name`` divides a global batch, and what of it falls to this process.
 
     Raises:
@@ -278,6 +267,25 @@ def divide(name: StrategyName, world: World, devices: Sequence[torch.device], se
         )
     num_shares = len(devices) if name == "dp" else 1  # torch's DataParallel divides the batch itself
     return BatchSplit(num_shares, range(num_shares), accumulate, shares)
+
+
+def check_engine(name: StrategyName, settings: Settings) -> None:
+    """Refuse what only our DistributedDataParallel does with another strategy.
+
+    Raises:
+        ConfigurationError: Names the setting.
+    """
+    given = {
+        "wire": settings.wire is not None,
+        "bucket_cap_mb": settings.bucket_cap_mb is not None,
+        "overlap_optimizer": settings.overlap_optimizer,
+    }
+    for setting, is_given in given.items():
+        if is_given and name not in _WITH_OUR_REDUCER:
+            raise ConfigurationError(
+                f"{setting} is for strategy {' or '.join(_WITH_OUR_REDUCER)}, but the strategy is {name}.\n"
+                f"Leave {setting} out."
+            )
 
 
 def make_strategy(
@@ -296,28 +304,43 @@ def make_strategy(
         ConfigurationError: It cannot run on these devices.
     """
     check_engine(name, settings)
-    has_sync_layers = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
-    if has_sync_layers and name not in PER_PROCESS:
-        leave_alone(model)
-    if has_sync_layers and name == "torch-ddp" and devices[0].type == "cpu":
-        raise ConfigurationError(
-            "torch's DistributedDataParallel refuses SyncBatchNorm layers on the CPU, lockstep's too.\n"
-            "Use strategy ddp, and leave torch-ddp out of a comparison (--strategies dp,ddp)."
-        )
+    if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
+        _prepare_sync_layers(name, model, devices)
     if name == "single":
         return Single(model, objective)
     if name == "dp":
         return Replicated(model, objective, devices)
     if name == "torch-dp":
-        return Single(torch_data_parallel(model, devices), objective)
-    if name == "ddp":
-        return Distributed(model, objective, world, our_wrapper(settings), watches_part=settings.overlap_optimizer)
-    if name == "ddp-zero1":
-        from lockstep.train.fsdp import Zero1
-
-        return Zero1(model, objective, world, our_wrapper(settings))
+        if any(device.type != "cuda" for device in devices):
+            raise ConfigurationError(
+                "Strategy torch-dp needs CUDA devices: torch.nn.DataParallel does nothing on CPUs.\n"
+                "Use strategy dp, which runs on CPUs too."
+            )
+        return Single(nn.DataParallel(model, device_ids=[device.index for device in devices]), objective)
     if name == "fsdp":
         from lockstep.train.fsdp import FullyShard
 
         return FullyShard(model, objective, world, devices[0])
-    return Distributed(model, objective, world, nn.parallel.DistributedDataParallel)
+    if name == "torch-ddp":
+        return Distributed(model, objective, world, nn.parallel.DistributedDataParallel)
+    from lockstep.parallel.ddp.wrapper import DistributedDataParallel
+
+    wrap = partial(DistributedDataParallel, wire_dtype=settings.wire, bucket_cap_mb=settings.bucket_cap_mb)
+    if name == "ddp-zero1":
+        from lockstep.train.fsdp import Zero1
+
+        return Zero1(model, objective, world, wrap)
+    return Distributed(model, objective, world, wrap, watches_part=settings.overlap_optimizer)
+
+
+def _prepare_sync_layers(name: StrategyName, model: nn.Module, devices: Sequence[torch.device]) -> None:
+    from lockstep.parallel.sync_batchnorm import SyncBatchNorm
+
+    if name == "torch-ddp" and devices[0].type == "cpu":
+        raise ConfigurationError(
+            "torch's DistributedDataParallel refuses SyncBatchNorm layers on the CPU, lockstep's too.\n"
+            "Use strategy ddp, and leave torch-ddp out of a comparison (--strategies dp,ddp)."
+        )
+    for layer in model.modules():
+        if name not in PER_PROCESS and isinstance(layer, SyncBatchNorm):
+            layer.alone = True  # there may be a group of ranks that do not train this model: do not wait for them

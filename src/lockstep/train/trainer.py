@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,18 +13,17 @@ from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from lockstep import activity
-from lockstep.comm.collectives import Group, all_gather_object
+from lockstep.comm.collectives import Group, all_gather_object, all_reduce
 from lockstep.comm.world import World
 from lockstep.data.batch_iterator import BatchIterator
 from lockstep.data.loader import LoadOptions, MicroBatch
-from lockstep.data.order import BatchSplit
 from lockstep.data.stream import check_same_stream
 from lockstep.parallel.consistency import find_difference, replica_of
 from lockstep.parallel.reduction_tree import ReductionTree
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.train.bad_samples import BadSamples
 from lockstep.train.model_state import check_identity, identity_of, load_into, local_state_dict
-from lockstep.train.nonfinite import GuardContext, NonFiniteGuard, Replay
+from lockstep.train.nonfinite import Computed, NonFiniteGuard
 from lockstep.train.plan import make_plan
 from lockstep.train.reproducible import (
     Arithmetic,
@@ -41,209 +39,28 @@ from lockstep.train.step import (
     DATA,
     INIT,
     UPDATE,
+    BucketGradients,
+    GradScaler,
+    HostCopy,
     Objective,
     ParameterGradients,
     Part,
     Seeds,
     StepMetrics,
-    Updater,
+    base_rates,
+    clip_factor,
     explain_out_of_memory,
-    make_updater,
+    set_rates,
 )
-from lockstep.train.stopping import ControlFlags
-from lockstep.train.strategies import Pass, Strategy, divide, make_strategy
+from lockstep.train.strategies import Pass, Strategy, make_strategy, split_batch
 from lockstep.train.task import Task, build_dataset, build_model, build_optimizer
-from lockstep.train.timing import StepRecord, Stopwatch, follow_phases
-
-# Replicas that drift apart: every so many steps the ranks compare the bits that all of them should hold.
-
-
-@dataclass
-class ConsistencyCheck:
-    """Compares what the ranks hold.
-
-    Args:
-        every: Steps between two checks; 0 for never.
-        last: Steps of the run; after the last of them there is a check, too.
-        model: The bare model.
-        optimizer: Of its parameters.
-        strategy: Who computes.
-    """
-
-    every: int
-    last: int
-    model: nn.Module
-    optimizer: Optimizer
-    strategy: Strategy
-    _alike_after: int | None = None
-
-    def after_step(self, num_steps: int) -> None:
-        """Compare if it is time to, after so many steps; see `run`. It is after the first, too, for the record."""
-        if self.every and (num_steps % self.every == 0 or num_steps == self.last or self._alike_after is None):
-            self.run(num_steps)
-
-    def before_keeping(self, num_steps: int) -> None:
-        """Compare what is about to be written to disk, unless it was compared already; see `run`."""
-        if self.every:
-            self.run(num_steps)
-
-    def run(self, num_steps: int) -> None:
-        """Compare what the ranks hold after so many steps; nothing if there are no others.
-
-        Collective: every rank. Blocks.
-
-        Raises:
-            ReplicasDiffer: On every rank; names the tensor, the ranks on each side, and since when.
-        """
-        group = self.strategy.group
-        if group is None or group.size() == 1 or self._alike_after == num_steps:
-            return
-        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
-            self.optimizer.wait()
-        replica = replica_of(self.model, self.optimizer, buffers=self.strategy.buffers)
-        difference = find_difference(replica, group=group, device=next(self.model.parameters()).device)
-        if difference is not None:
-            known = self._alike_after is not None
-            since = f"After step {self._alike_after} all were alike." if known else "There was no check before."
-            raise difference.error(now=f" (after step {num_steps})", since=since)
-        self._alike_after = num_steps
-
-
-# How a micro-batch of a step is run: with its random numbers, its scale, and its losses on their way.
-
-AfterEach = Callable[[MicroBatch, list[Tensor]], None]
-"""Called with a micro-batch of this process and its losses."""
-
-
-class MicroBatches:
-    """Runs micro-batches.
-
-    Args:
-        strategy: Who computes.
-        updater: Says what losses are scaled by.
-        seeds: Sets the random numbers.
-        bad_samples: Knows who has no samples.
-        division: What of a global batch falls to whom.
-        devices: Of this process.
-    """
-
-    def __init__(
-        self,
-        strategy: Strategy,
-        updater: Updater,
-        seeds: Seeds,
-        bad_samples: BadSamples,
-        division: BatchSplit,
-        devices: Sequence[torch.device],
-    ) -> None:
-        self._counts = False
-        self._strategy, self._updater, self._seeds = strategy, updater, seeds
-        self._bad_samples, self._division = bad_samples, division
-        self._devices, self._device = devices, devices[0]
-
-    def run_all(
-        self,
-        feed: BatchIterator,
-        watch: Stopwatch,
-        wishes: ControlFlags,
-        after_each: Callable[[MicroBatch, list[Tensor]], None],
-        *,
-        sync: bool,
-    ) -> tuple[StepMetrics, int]:
-        """Run the micro-batches of a step; return its losses and the size of its global batch, read or not.
-
-        Args:
-            feed: Gives them.
-            watch: Takes the times.
-            wishes: What this rank wants.
-            after_each: Told of each.
-            sync: Whether gradients are summed over the ranks, and streams compared, in this step.
-        """
-        group = self._strategy.group if sync else None
-        tally = StepMetrics(self._device, None if self._strategy.sums_losses else group, counts=self._counts)
-        num_samples = 0
-        for index in range(self._division.accumulate):
-            micro = feed.next()
-            self._bad_samples.add(micro)
-            num_samples = micro.num_global
-            if micro.note is not None:
-                check_same_stream(micro.note, micro.step, group=group, device=self._device)
-            watch.lap("data_wait_s")
-            is_last = index == self._division.accumulate - 1
-            if is_last:
-                tally.add_bad(self._bad_samples.num_pending)
-                tally.add_wishes(stop=wishes.to_stop, failed=wishes.to_fail)
-            losses = self.run(micro, index, tally, watch, sync=sync and is_last)
-            after_each(micro, losses)
-            feed.prefetch()
-            watch.lap("data_wait_s")
-        self._counts = tally.counts
-        watch.begins("communication")
-        tally.wait()
-        return tally, num_samples
-
-    def run(self, micro: MicroBatch, index: int, tally: StepMetrics, watch: Stopwatch, *, sync: bool) -> list[Tensor]:
-        """Run forward and backward; return the losses of this process's shares.
-
-        The sum of the losses is under way before the last backward, where it can be. Collective: every rank.
-
-        Args:
-            micro: The samples.
-            index: The number of the micro-batch in its step.
-            tally: Takes the losses.
-            watch: Takes the times.
-            sync: Whether gradients are summed over the ranks at the end of backward.
-        """
-        losses: list[Tensor] = []
-
-        def after_forward(parts: list[Part]) -> None:
-            losses.extend(part.value.detach() for part in parts)
-            tally.add(parts)
-            if self._updater.in_backward:
-                tally.require_means()
-            if index == self._division.accumulate - 1:
-                tally.start_sum()
-
-        try:
-            self._strategy.run(micro, self._prepare(micro, index, watch, after_forward, sync=sync))
-        except Exception as error:
-            explain_out_of_memory(error, micro, self._division.accumulate, self._devices)
-            raise
-        return losses
-
-    def replay(self, micro: MicroBatch, index: int) -> list[Tensor]:
-        """Compute a micro-batch again, to the same bits; see `lockstep.train.nonfinite.GuardContext`."""
-        losses: list[Tensor] = []
-
-        def after_forward(parts: list[Part]) -> None:
-            losses.extend(part.value.detach() for part in parts)
-
-        watch = Stopwatch(self._device)
-        self._strategy.run(micro, self._prepare(micro, index, watch, after_forward, sync=False))
-        return losses
-
-    def _prepare(
-        self,
-        micro: MicroBatch,
-        index: int,
-        watch: Stopwatch,
-        after_forward: Callable[[list[Part]], None],
-        *,
-        sync: bool,
-    ) -> Pass:
-        """Return how a micro-batch is run, and set its random numbers."""
-        self._seeds.forward(micro, index)
-        scale = self._updater.loss_scale / micro.num_global
-        seed = partial(self._seeds.share, micro.step, 0)
-        all_have = partial(self._bad_samples.all_have_samples, micro, index, self._division)
-        return Pass(scale, sync, watch, after_forward, seed, all_have)
-
-
-# The step loop as an object: `fit` and `compare` both drive it, a step at a time.
+from lockstep.train.timing import StepRecord, StepTimer
 
 
 class Trainer:
     """Trains a task a step at a time, for as long as it is asked to.
+
+    Collective for strategies with a process for each device: every rank makes it, and calls each method that says so.
 
     Args:
         task: What to train.
@@ -252,7 +69,14 @@ class Trainer:
         strategy: Who computes.
         devices: This process's devices; the model is on the first.
 
-    Collective for these strategies: every rank makes it, and calls each method that says so.
+    Attributes:
+        plan: Steps, samples and learning rate.
+        strategy, optimizer, samples, batches: What trains what.
+        bad_samples, nonfinite: What was left out so far.
+        num_steps_done: In this run and those that it goes on with.
+        stop_requested, failure_seen: What this rank has to report to the others with each step: whether the run is to
+            stop, and whether something failed beside the steps, such as a write to disk.
+        caveats, remarks: What whoever drives the steps should report.
 
     Raises:
         ConfigurationError: Task, settings and devices do not go together.
@@ -267,57 +91,72 @@ class Trainer:
         strategy: StrategyName,
         devices: Sequence[torch.device],
     ) -> None:
-        self.settings, self.devices = settings, list(devices)
-        self.device = self.devices[0]
+        self.settings, self.devices, self.device = settings, list(devices), devices[0]
         self.arithmetic = Arithmetic(
             settings.threads or (None if settings.reproducible is None else 1),
             deterministic=settings.reproducible is not None,
         )
         self.caveats: list[str] = []
         self.remarks: list[str] = []
-        self.wishes = ControlFlags()
-        self.num_steps_done = self._first_step = 0
-        self._sync = True
+        self.stop_requested: Callable[[], bool] = lambda: False
+        self.failure_seen: Callable[[], bool] = lambda: False
+        self.num_steps_done = self._first_step = self._num_updates = 0
+        self._sync, self._has_counts = True, False
+        self._flags: HostCopy | None = None
+        self._reported = (0, 0)
         with self.arithmetic.applied():
             self._build(task, world, strategy)
 
     def _build(self, task: Task, world: World, strategy: StrategyName) -> None:
         settings = self.settings
         shards = virtual_shards(strategy, world, self.devices, settings)
-        division = divide(strategy, world, self.devices, settings) if shards is None else shards.division
-        self._seeds = Seeds(settings.seed, self.devices, division.shares)
+        split = split_batch(strategy, world, self.devices, settings) if shards is None else shards.division
+        self._seeds = Seeds(settings.seed, self.devices, split.shares)
         self._seeds.all(DATA)
         self.samples = build_dataset(task)
         num_samples = None if isinstance(self.samples, IterableDataset) else len(self.samples)
-        self.plan = make_plan(task, settings, division, num_samples=num_samples)
-        how = self.load_options(task, settings.workers)
+        self.plan = make_plan(task, settings, split, num_samples=num_samples)
         places = self.devices if shards is None else shards.spread(self.devices)
-        self.feed = BatchIterator(self.samples, self.plan.order, division, how, places)
+        how = self.load_options(task, settings.workers)
+        self.batches = BatchIterator(self.samples, self.plan.order, split, how, places)
+
         self._seeds.all(INIT)
         self._model = build_model(task).to("cpu" if strategy == "fsdp" else self.device).train()
         objective = Objective(task, settings.precision)
+        self.strategy: Strategy
         if shards is None:
-            self._strategy = make_strategy(strategy, self._model, objective, world, self.devices, settings)
+            self.strategy = make_strategy(strategy, self._model, objective, world, self.devices, settings)
         else:
-            self._strategy = make_reproducible(
+            self.strategy = make_reproducible(
                 shards, strategy, self._model, objective, world, self.devices, self.arithmetic
             )
             unlike = first_unlike(self._gather(describe_machine(self.device)))
             self.caveats += [] if unlike is None else [unlike]
-        self.optimizer = self._strategy.take_over(build_optimizer(task, self._model))
-        gradients = self._strategy.gradients or ParameterGradients(self._model)
-        self._updater = make_updater(self._model, self.optimizer, self.plan.learning_rate, settings, gradients)
+
+        self.optimizer: Optimizer = self.strategy.take_over(build_optimizer(task, self._model))
+        self._base_rates = base_rates(self.optimizer)
+        self._gradients = self.strategy.gradients or ParameterGradients(self._model)
+        self._in_backward = settings.overlap_optimizer
+        if settings.overlap_optimizer:
+            assert isinstance(self._gradients, BucketGradients), "checked when the strategy was made"
+            self._gradients.model.overlap_optimizer(self.optimizer)
+        self._gradients.expect_norm()
+        self.scaler = GradScaler() if settings.precision == "fp16" else None
+        # With on_nan="raise" on CUDA the host would wait for each step's verdict: it checks one step later instead.
+        self.checks_later = settings.on_nan == "raise" and self.scaler is None and self.device.type == "cuda"
         self.bad_samples = BadSamples(skip=how.skip_bad, device=self.device, group=self.group, num_samples=num_samples)
-        self._micros = MicroBatches(
-            self._strategy, self._updater, self._seeds, self.bad_samples, division, self.devices
+        self.nonfinite = NonFiniteGuard(
+            settings.on_nan,
+            self._model,
+            self.optimizer,
+            self._gradients,
+            self.strategy,
+            self.plan.order,
+            split,
+            self._gather,
+            self._replay,
         )
-        rank, later = 0 if self.group is None else self.group.rank(), self._updater.looks_later
-        again = Replay(self._micros.replay, self._strategy.can_replay, self._strategy.part_is_bad)
-        place = GuardContext(self.plan.order, division, rank, self._gather, later, again)
-        self.finite = NonFiniteGuard(settings.on_nan, self._model, self.optimizer, gradients, place)
-        self.drift = ConsistencyCheck(
-            settings.check_replicas, self.plan.num_steps, self._model, self.optimizer, self._strategy
-        )
+        self._alike_after: int | None = None
 
     def load_options(self, task: Task, workers: int) -> LoadOptions:
         """Return how batches are loaded by so many loader processes."""
@@ -330,44 +169,17 @@ class Trainer:
             threads=self.arithmetic.threads if self.arithmetic.deterministic else None,
         )
 
-    @property
-    def model(self) -> nn.Module:
-        """The bare model, as the last step left it. Collective with fsdp, which makes a whole copy: every rank."""
-        return self._strategy.whole(self._model)
-
-    @property
-    def group(self) -> Group | None:
-        """The ranks that train together, or None if it is only this process."""
-        return self._strategy.group
-
-    @property
-    def workers(self) -> int:
-        """The number of loader processes."""
-        return self.feed.workers
-
-    @property
-    def tree(self) -> ReductionTree | None:
-        """What is summed over the virtual shards is summed in this order; None if there are none."""
-        return None if self.settings.reproducible is None else ReductionTree(self.settings.reproducible)
-
-    @property
-    def strategy(self) -> Strategy:
-        """Who computes."""
-        return self._strategy
-
-    @property
-    def epoch(self) -> float | None:
-        """How many times the data set was passed over, with fractions; None for a stream."""
-        steps_per_epoch = self.plan.order.steps_per_epoch
-        return None if steps_per_epoch is None else self.num_steps_done / steps_per_epoch
+    # --- one step -----------------------------------------------------------------------------------------------------
 
     def step(self) -> StepRecord:
         """Train on the next global batch.
 
         Collective: every rank of the group. Does not wait for a CUDA device, except in fp16 and with ``reproducible``.
         """
+        if self.arithmetic.is_default:
+            return self._step()
         with self.arithmetic.applied():
-            if self.settings.reproducible is None or self.num_steps_done > self._first_step:
+            if not self.arithmetic.deterministic or self.num_steps_done > self._first_step:
                 return self._step()
             found: list[str] = []
             with watch_for_other_kernels(found):
@@ -376,40 +188,183 @@ class Trainer:
             return record
 
     def _step(self) -> StepRecord:
-        activity.now.step = self.num_steps_done
-        self.bad_samples.begin_step()
-        self.finite.begin_step(self.num_steps_done, self._updater.num_updates)
-        watch = Stopwatch(self.device, follow_phases())
-        self._updater.begin()
+        step = activity.now.step = self.num_steps_done
+        # What the step before left for later is settled first: its errors come before anything else changes.
+        self.settle()
+        timer = StepTimer(self.device)
+        if self.settings.on_nan == "skip":
+            self.nonfinite.begin_step()
         self.optimizer.zero_grad(set_to_none=True)
-        tally, num_samples = self._micros.run_all(self.feed, watch, self.wishes, self.finite.add, sync=self._sync)
-        if self._sync:
-            self.bad_samples.send(tally.notes, is_sum=not self._strategy.sums_losses)
-        watch.lap("communication_s")
-        norm, updated = None, False
-        if self._sync and not self.bad_samples.all_missing(num_samples):
-            self._seeds.all(UPDATE, self.num_steps_done)  # some optimizers draw random numbers
-            outcome = self._updater.run(tally.divisor(num_samples, may_miss=self.bad_samples.skip))
-            norm, updated = outcome.norm if self._updater.reports_norm else None, outcome.updated
-            self._updater.num_updates = self.finite.conclude(outcome, self.num_steps_done, self._updater.num_updates)
-        self.finite.end_step()
-        watch.lap("optimizer_s")
-        record = StepRecord(self.num_steps_done, num_samples, tally.loss(), norm, updated, watch, tally.count)
+        rate = self.plan.learning_rate.factor(self._num_updates)
+        if self._in_backward:
+            # Parameters are stepped as soon as their bucket is reduced, so the rate must be there before.
+            set_rates(self.optimizer, self._base_rates, rate)
+        group = self.group if self._sync else None
+        metrics = StepMetrics(
+            self.device,
+            None if self.strategy.sums_losses else group,
+            has_counts=self._has_counts,
+            only_means=self._in_backward,
+        )
+        self.bad_samples.num_in_step = num_read = num_samples = 0
+        computed: Computed = []
+        num_micro = self.plan.division.accumulate
+
+        for index in range(num_micro):
+            # Fetch. A rank that cannot read a sample goes through the step all the same, or the others would wait.
+            micro = self.batches.next()
+            num_samples, num_read = micro.num_global, num_read + sum(micro.sizes)
+            if micro.bad:
+                self.bad_samples.add(micro)
+            if micro.note is not None:
+                check_same_stream(micro.note, micro.step, group=group, device=self.device)
+            timer.lap("data_wait")
+
+            # Forward and backward. Gradients accumulate, and are reduced during the last backward of the step; the
+            # sum of the losses over the ranks travels beside it, so it starts as soon as the last forward is over.
+            is_last = index == num_micro - 1
+            losses: list[Tensor] = []
+
+            def after_forward(parts: list[Part], losses: list[Tensor] = losses, is_last: bool = is_last) -> None:
+                for part in parts:
+                    losses.append(part.value.detach())
+                metrics.add(parts)
+                if is_last:
+                    metrics.start_sum(
+                        self.bad_samples.num_pending, stop=self.stop_requested(), failed=self.failure_seen()
+                    )
+
+            try:
+                self._compute(micro, index, timer, after_forward, sync=self._sync and is_last)
+            except Exception as error:
+                explain_out_of_memory(error, micro, num_micro, self.devices)
+                raise
+            computed.append((micro, losses))
+            self.batches.prefetch()
+            timer.lap("data_wait")
+        self._has_counts = metrics.has_counts
+
+        # Agree. The sums hold the loss of the global batch, and what each rank had to report to the others.
+        timer.name_phase("communication")
+        metrics.wait()
+        if group is not None:
+            self._take_flags(metrics.flags)
+        timer.lap("communication")
+
+        # Clip and step. All ranks hold the same gradient, so all come to the same verdict without asking each other.
+        norm: Tensor | None = None
+        updated, is_finite = False, True
+        if self._sync and not self._all_missing(num_read, num_samples):
+            self._seeds.all(UPDATE, step)  # some optimizers draw random numbers
+            norm = self._gradients.norm()
+            factor = None
+            if not self._in_backward:
+                factor = self._unscale_factor(metrics.divisor(num_samples, may_miss=self.bad_samples.skip))
+                norm = norm if factor is None else norm * factor.to(norm)
+            is_finite = self.checks_later or self._gradients.is_finite(norm)
+            if self.scaler is not None:
+                # An overflow that a smaller loss scale can mend is no bad gradient: such steps are left out.
+                may_mend = not is_finite and not self.scaler.is_smallest
+                if is_finite or may_mend:
+                    self.scaler.update(finite=is_finite)
+                updated, is_finite = is_finite, is_finite or may_mend
+            else:
+                updated = is_finite or self._in_backward
+            if updated:
+                if not self._in_backward:
+                    self._finish_gradient(norm, factor)
+                    set_rates(self.optimizer, self._base_rates, rate)
+                    self.optimizer.step()
+                self._num_updates += 1
+            if not is_finite:
+                self.nonfinite.refuse(computed, step, updated=updated)
+            elif self.checks_later:
+                self.nonfinite.check_later(norm, computed, step)
+        timer.lap("optimizer")
+
+        # Record.
+        reports_norm = self.settings.clip is not None or self.scaler is not None
+        grad_norm = norm if reports_norm else None
+        record = StepRecord(step, num_samples, metrics.loss(), grad_norm, updated, metrics.count, timer)
         self.num_steps_done += 1
-        if self._sync:
-            self.drift.after_step(self.num_steps_done)
+        if self._sync and self._is_check_due():
+            self.check_replicas()
         return record
 
-    def heard(self) -> tuple[bool, bool]:
-        """Return whether a rank wanted to stop in the last step, and whether something failed beside the steps of one.
+    def _compute(
+        self,
+        micro: MicroBatch,
+        index: int,
+        timer: StepTimer,
+        after_forward: Callable[[list[Part]], None],
+        *,
+        sync: bool,
+    ) -> None:
+        """Run forward and backward of a micro-batch with its random numbers, and gradients summed if ``sync``."""
+        self._seeds.forward(micro, index)
+        how = Pass(
+            scale=(1.0 if self.scaler is None else self.scaler.scale) / micro.num_global,
+            sync=sync,
+            timer=timer,
+            after_forward=after_forward,
+            seed=partial(self._seeds.share, micro.step, 0),
+            all_have_samples=partial(self.bad_samples.all_have_samples, micro, index, self.plan.division),
+        )
+        self.strategy.run(micro, how)
 
-        Collective: every rank of the group. On CUDA, blocks until the forward passes of that step are done.
+    def _replay(self, micro: MicroBatch, index: int) -> list[Tensor]:
+        """Compute a micro-batch again, to the same bits, and return its losses; see [Note: computed again]."""
+        losses: list[Tensor] = []
+
+        def after_forward(parts: list[Part]) -> None:
+            losses.extend(part.value.detach() for part in parts)
+
+        self._compute(micro, index, StepTimer(self.device), after_forward, sync=False)
+        return losses
+
+    def _unscale_factor(self, divisor: Tensor | None) -> Tensor | None:
+        """Return what the gradient is yet to be multiplied by, or None if that is one."""
+        scale = 1.0 if self.scaler is None else self.scaler.scale
+        if divisor is not None:
+            return 1.0 / (divisor * scale)
+        return None if scale == 1.0 else torch.full((), 1.0 / scale, device=next(self._model.parameters()).device)
+
+    def _finish_gradient(self, norm: Tensor, factor: Tensor | None) -> None:
+        """Divide the gradient and clip it, in one pass over it."""
+        if self.settings.clip is not None:
+            shorten = clip_factor(norm, self.settings.clip)
+            if self.checks_later:  # a NaN norm must not become a NaN in every parameter: which it was is reported later
+                shorten = torch.where(norm.isnan(), torch.ones_like(shorten), shorten)
+            factor = shorten if factor is None else factor * shorten
+        if factor is not None:
+            self._gradients.multiply_(factor)
+
+    def _take_flags(self, flags: Tensor) -> None:
+        """Take what the ranks report: at once on CPUs; on CUDA they are read when the next step begins."""
+        if self.strategy.sums_losses:
+            assert self.group is not None
+            all_reduce(flags, group=self.group)
+        self._flags = HostCopy(flags)
+        if self.device.type != "cuda":
+            self._read_flags()
+
+    def _read_flags(self) -> None:
+        flags, self._flags = self._flags, None
+        if flags is not None:
+            num_bad, stop, failed = flags.read().tolist()
+            self._reported = stop, failed
+            if num_bad:
+                self.bad_samples.exchange()
+
+    def _all_missing(self, num_read: int, num_samples: int) -> bool:
+        """Return whether no rank could read any sample of the step; the same on every rank.
+
+        On CUDA, blocks if this rank has read none, until the forward passes of the step are done.
         """
-        if self.group is None:
-            return self.wishes.to_stop, self.wishes.to_fail
-        self.bad_samples.settle()
-        stop, failed = self.bad_samples.heard
-        return stop > 0, failed > 0
+        if not self.bad_samples.skip or num_read:
+            return False
+        num_bad = self.bad_samples.num_in_step if self._flags is None else int(self._flags.read()[0])
+        return num_bad >= num_samples
 
     def settle(self) -> None:
         """Learn what the last step left for later: bad samples, and whether its gradient was finite.
@@ -419,8 +374,72 @@ class Trainer:
         Raises:
             DataError, NonFiniteGradient: The run is to stop at that.
         """
-        self.bad_samples.settle()
-        self.finite.settle()
+        if self._flags is not None:
+            self._read_flags()
+        if self.checks_later:
+            self.nonfinite.settle()
+
+    def reported(self) -> tuple[bool, bool]:
+        """Return whether a rank requested to stop in the last step, and whether something failed beside its steps.
+
+        Collective: every rank of the group. On CUDA, blocks until the forward passes of that step are done.
+        """
+        if self.group is None:
+            return self.stop_requested(), self.failure_seen()
+        self._read_flags()
+        stop, failed = self._reported
+        return stop > 0, failed > 0
+
+    # --- replicas that drift apart ------------------------------------------------------------------------------------
+
+    def _is_check_due(self) -> bool:
+        every, done = self.settings.check_replicas, self.num_steps_done
+        # It is after the first step, too, so that an error can say since when.
+        return every > 0 and (done % every == 0 or done == self.plan.num_steps or self._alike_after is None)
+
+    def check_replicas(self) -> None:
+        """Compare the bits that all ranks should hold, unless it was done after this step already.
+
+        Collective: every rank. Blocks.
+
+        Raises:
+            ReplicasDiffer: On every rank; names the tensor, the ranks on each side, and since when.
+        """
+        group, done = self.group, self.num_steps_done
+        if not self.settings.check_replicas or group is None or group.size() == 1 or self._alike_after == done:
+            return
+        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+            self.optimizer.wait()
+        replica = replica_of(self._model, self.optimizer, buffers=self.strategy.buffers)
+        difference = find_difference(replica, group=group, device=next(self._model.parameters()).device)
+        if difference is not None:
+            known = self._alike_after is not None
+            since = f"After step {self._alike_after} all were alike." if known else "There was no check before."
+            raise difference.error(now=f" (after step {done})", since=since)
+        self._alike_after = done
+
+    # --- around the steps ---------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        """The bare model, as the last step left it. Collective with fsdp, which makes a whole copy: every rank."""
+        return self.strategy.whole(self._model)
+
+    @property
+    def group(self) -> Group | None:
+        """The ranks that train together, or None if it is only this process."""
+        return self.strategy.group
+
+    @property
+    def tree(self) -> ReductionTree | None:
+        """What is summed over the virtual shards is summed in this order; None if there are none."""
+        return None if self.settings.reproducible is None else ReductionTree(self.settings.reproducible)
+
+    @property
+    def epoch(self) -> float | None:
+        """How many times the data set was passed over, with fractions; None for a stream."""
+        steps_per_epoch = self.plan.order.steps_per_epoch
+        return None if steps_per_epoch is None else self.num_steps_done / steps_per_epoch
 
     @contextlib.contextmanager
     def without_sync(self) -> Iterator[None]:
@@ -436,15 +455,14 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank holds of what a resumed run needs. Collective: every rank of the group."""
-        scaler = self._updater.scaler
         return {
             "run": identity_of(self.plan.order, self.settings, self.arithmetic),
             "machine": describe_machine(self.device),
             "num_steps_done": self.num_steps_done,
-            "num_updates": self._updater.num_updates,
+            "num_updates": self._num_updates,
             **local_state_dict(self._model, self.optimizer),
-            "scaler": scaler.state_dict() if scaler else None,
-            "stream": self.feed.state(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "stream": self.batches.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -455,18 +473,18 @@ class Trainer:
         """
         check_identity(identity_of(self.plan.order, self.settings, self.arithmetic), state["run"])
         load_into(self._model, self.optimizer, state)
-        if self._updater.scaler is not None and state["scaler"] is not None:
-            self._updater.scaler.load_state_dict(state["scaler"])
-        self.num_steps_done, self._updater.num_updates = state["num_steps_done"], state["num_updates"]
-        self.feed.seek(self.num_steps_done, state.get("stream"))
-        self._first_step = self.num_steps_done
+        if self.scaler is not None and state["scaler"] is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        self.num_steps_done = self._first_step = state["num_steps_done"]
+        self._num_updates = state["num_updates"]
+        self.batches.seek(self.num_steps_done, state.get("stream"))
         if self.settings.reproducible is not None:
             now = differences(state["machine"], describe_machine(self.device))
             self.caveats += [f"the run was begun elsewhere: {', '.join(now)}"] * bool(now)
 
     def close(self) -> None:
         """Stop the loader's processes."""
-        self.feed.close()
+        self.batches.close()
 
     def _gather(self, value: Any) -> list[Any]:
         """Return the ``value`` of each rank, which JSON can hold. Collective if there is a group: every rank."""

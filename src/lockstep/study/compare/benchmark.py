@@ -24,7 +24,7 @@ from lockstep.errors import ConfigurationError, LockstepError, RankFailed
 from lockstep.launcher.api import launch
 from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, LeftOut, Measurement, Memory, Setup
 from lockstep.study.compare.table import console
-from lockstep.train.plan import PER_PROCESS, check_gpus, require_even
+from lockstep.train.plan import PER_PROCESS, check_batch, check_gpus
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.task import Task, load_task
 from lockstep.train.timing import StepRecord
@@ -547,8 +547,8 @@ def compare(
         if value is not None and value < 1:
             raise ConfigurationError(f"{name}={value} is not allowed.\nGive a whole number of at least 1.")
     check_gpus(devices)
+    check_batch(found, settings, devices)
     batch_size = settings.global_batch_size or found.global_batch_size
-    require_even(batch_size, devices, settings.accumulate)
 
     # The schedule, if the task has one, falls over the longest run that this can become.
     settings = replace(settings, epochs=None, steps=num_warmup + num_rounds * (num_steps or MOST_STEPS))

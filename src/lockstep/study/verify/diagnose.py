@@ -35,7 +35,7 @@ from lockstep.study.verify.fingerprint import EXACT, Trace, TraceComparison, com
 from lockstep.study.verify.interventions import Experiment, Given, Off, Subject, is_batch_norm, is_synchronised, of_task
 from lockstep.study.verify.reference_loop import perform, perform_and_keep, require_some
 from lockstep.study.verify.sandbox import open_sandbox
-from lockstep.train.plan import check_gpus, require_even
+from lockstep.train.plan import check_batch, check_gpus
 from lockstep.train.settings import Settings
 from lockstep.train.task import Task, build_model, load_task
 
@@ -412,7 +412,7 @@ def verify(
     check_gpus(devices)
     found = _load(task)
     if found is not None:
-        require_even(settings.global_batch_size or found.global_batch_size, devices, settings.accumulate)
+        check_batch(found, settings, devices)
     return diagnose(subject, _Launched(), (lambda _: None) if quiet else say)
 
 

@@ -21,9 +21,8 @@ from lockstep.errors import ConfigurationError
 from lockstep.study.verify.fingerprint import StepTrace, Trace, read_rates, sketch, take
 from lockstep.study.verify.interventions import Experiment, Given, Off, Subject
 from lockstep.study.verify.sandbox import Sandbox, SandboxedTask, open_sandbox
-from lockstep.train.plan import LearningRate, base_rates, set_rates
 from lockstep.train.settings import Settings, StrategyName
-from lockstep.train.step import DATA, INIT, LossModule, Objective, Part
+from lockstep.train.step import DATA, INIT, LearningRate, LossModule, Objective, Part, base_rates, set_rates
 from lockstep.train.task import build_dataset, build_model, build_optimizer
 from lockstep.train.trainer import Trainer
 
