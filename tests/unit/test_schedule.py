@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.train.plan import LearningRate, base_rates, batch_scale, set_rates
+from lockstep.train.step import LearningRate, base_rates, batch_scale, set_rates
 
 
 def factors(num_steps=6, **changes):

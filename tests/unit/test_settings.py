@@ -93,8 +93,8 @@ def test_each_field_declares_its_kind():
             {"wire": "bf16", "reproducible": 4},
             "wire does nothing with reproducible, which exchanges gradients in its own way.\nLeave one of the two out.",
         ),
-        ({"workers": -1}, "workers=-1 is not allowed.\nGive a whole number of at least 0, or auto."),
-        ({"workers": "many"}, "workers='many' is not allowed.\nGive a whole number of at least 0, or auto."),
+        ({"workers": -1}, "workers=-1 is not allowed.\nGive a whole number of at least 0."),
+        ({"workers": "many"}, "workers='many' is not allowed.\nGive a whole number of at least 0."),
         ({"epochs": 1, "steps": 2}, "Both steps=2 and epochs=1 are given.\nGive the one that should end the run."),
     ],
 )
