@@ -52,7 +52,8 @@ from lockstep.study.compare.benchmark import (
 from lockstep.telemetry.resources import free_and_total_bytes
 from lockstep.train.plan import PER_PROCESS, check_batch, check_gpus
 from lockstep.train.settings import FitSettings, Settings, toml_line
-from lockstep.train.step import check_engine, is_out_of_memory
+from lockstep.train.step import is_out_of_memory
+from lockstep.train.strategies import check_engine
 from lockstep.train.task import Task
 from lockstep.train.trainer import Trainer
 
@@ -469,20 +470,20 @@ class _Entrant:
     def _use_up(self) -> None:
         """Use up what loader processes have loaded ahead while they had time: nobody measures that."""
         assert self._trainer is not None
-        if self._trainer.workers:
-            ahead = self._trainer.workers * (value_of(self._values, "prefetch") or LoadOptions.ahead)
+        if self._trainer.settings.workers:
+            ahead = self._trainer.settings.workers * (value_of(self._values, "prefetch") or LoadOptions.ahead)
             time_steps(self._trainer, math.ceil(ahead / value_of(self._values, "accumulate")) + 1)
 
     def _rest(self) -> None:
         """End the loader processes, which would go on to load in the turn of another."""
         assert self._trainer is not None
-        if not self._trainer.workers:
+        if not self._trainer.settings.workers:
             return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a stream that does not say where it stands: that is no news here
-            state = self._trainer.feed.state()
+            state = self._trainer.batches.state()
         if state is not None or not isinstance(self._trainer.samples, IterableDataset):
-            self._trainer.feed.seek(self._trainer.num_steps_done, state)
+            self._trainer.batches.seek(self._trainer.num_steps_done, state)
 
     def close(self) -> None:
         """End all that it has."""

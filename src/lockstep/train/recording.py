@@ -326,7 +326,7 @@ class RunRecord:
         stamps = None if self._stamps is None else self._stamps.take()
         reductions = [Reduction(waited=waited) for waited in timer.waits]
         if stamps is not None:
-            reductions = [Reduction(stamps.buckets, stamps.waited, stamps.exposed_s)]  # type: ignore[arg-type]
+            reductions = [Reduction(stamps.buckets, stamps.waited, stamps.exposed_s)]
         self._last = RecordedStep(
             record.step,
             timer.begin,
