@@ -95,7 +95,7 @@ def assert_nothing_left(pids, scratch):
     ("number", "code", "text"),
     [
         (signal.SIGINT, 130, "lockstep: Stopped by Ctrl-C; no rank is left.\n"),
-        (signal.SIGTERM, 143, "lockstep: Stopped by SIGTERM; no rank is left.\n"),
+        pytest.param(signal.SIGTERM, 143, "lockstep: Stopped by SIGTERM; no rank is left.\n", marks=pytest.mark.soak),
     ],
 )
 def test_signals_end_everything(job, number, code, text):
@@ -107,7 +107,7 @@ def test_signals_end_everything(job, number, code, text):
     assert (process.returncode, out, err.splitlines(keepends=True)[1:]) == (code, "", [text])
 
 
-@pytest.mark.parametrize("kind", ["plain", "stubborn", "loader"])
+@pytest.mark.parametrize("kind", [pytest.param("stubborn", marks=pytest.mark.soak), "loader"])
 def test_a_killed_launcher_takes_everything_along(job, kind):
     process, pids, scratch = job(kind)
     process.kill()

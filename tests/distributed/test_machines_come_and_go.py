@@ -10,6 +10,8 @@ import pytest
 from tests.distributed.commands import lockstep as command
 from tests.two_machines import two_machines
 
+pytestmark = pytest.mark.soak
+
 TASK = """\
 import os, time
 import torch, lockstep

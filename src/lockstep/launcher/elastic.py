@@ -17,7 +17,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 from unittest.mock import patch
@@ -58,25 +57,6 @@ def stop_timeout_s() -> float:
     return float(os.environ.get(STOP_TIMEOUT, _DEFAULT_STOP_TIMEOUT_S))
 
 
-@dataclass(frozen=True)
-class Restart:
-    """Ranks are about to be started again.
-
-    Attributes:
-        first: How the rank ended that failed first; ``None`` if only other machines came or left.
-        number: Of this restart, from 1.
-        limit: How many there may be.
-        num_ranks: On this machine from now on.
-        is_fewer: Whether that is one fewer than before.
-    """
-
-    first: RankExit | None
-    number: int
-    limit: int
-    num_ranks: int
-    is_fewer: bool
-
-
 class AgentListener(Protocol):
     """Whom the agent calls."""
 
@@ -89,8 +69,8 @@ class AgentListener(Protocol):
     def on_stop_request(self) -> None:
         """The ranks have been requested to save and stop, as another machine waits to join."""
 
-    def on_restart(self, restart: Restart) -> None:
-        """The old ranks have ended, and new ones are about to start."""
+    def on_restart(self, first: RankExit | None, restart: str) -> None:
+        """The old ranks have ended, as ``first`` failed or other machines came or left; new ones are about to start."""
 
     def first_failure(self, failures: Failures) -> RankExit:
         """Return how the rank ended that failed first."""
@@ -208,8 +188,9 @@ class _Agent(LocalElasticAgent):
             assert first is not None
             _hide_device(failures[first.rank].local_rank, spec.local_world_size)
             spec.local_world_size -= 1
+        fewer = f" with {spec.local_world_size} rank{'s' * (spec.local_world_size != 1)}" if is_fewer else ""
         number = spec.max_restarts - self._remaining_restarts
-        self.listener.on_restart(Restart(first, number, spec.max_restarts, spec.local_world_size, is_fewer))
+        self.listener.on_restart(first, f"restart {number} of {spec.max_restarts}{fewer}")
         super()._restart_workers(worker_group)
 
     def _is_done_after_stop(self, worker_group: WorkerGroup) -> bool:

@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -28,8 +27,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from lockstep.comm.store import InterNodeStore
 from lockstep.launcher.reaper import Reaper
-from lockstep.run_folder import CRASH, FAILURE, HEARTBEAT, rank_file, rank_files, read_failure
-from lockstep.telemetry.heartbeat import read_step_counter
+from lockstep.run_folder import CRASH, FAILURE, rank_file, rank_files, read_failure
+from lockstep.telemetry.heartbeat import read_heartbeat, read_step_counter
 from lockstep.telemetry.rank_state import user_frame
 from lockstep.telemetry.resources import OF_EACH, Resources, says_out_of_memory
 
@@ -128,10 +127,7 @@ def _with_signs(known: RankExit, folder: Path, resources: Resources) -> RankExit
         facts = resources.of_each() if was_short else resources.of_memory(known.rank)
     elif number == signal.SIGBUS:
         facts = resources.of_shm()
-    try:
-        heartbeat = json.loads(rank_file(folder, HEARTBEAT, known.rank).read_bytes())
-    except (OSError, ValueError):
-        heartbeat = {}
+    heartbeat = read_heartbeat(folder, known.rank)
     # The step counter is of the moment of the end; the heartbeat, with its phase, is up to half a second older.
     step, num_steps = read_step_counter(folder, known.rank)
     phase = heartbeat.get("phase") if step == heartbeat.get("step") else ""

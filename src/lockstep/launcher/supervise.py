@@ -31,7 +31,7 @@ from lockstep.comm.network import set_keepalive
 from lockstep.comm.store import InterNodeStore
 from lockstep.errors import RESUME_EXIT_CODE, JobHangs, LockstepError, RankFailed, Stopped
 from lockstep.launcher import bootstrap, failure_report
-from lockstep.launcher.elastic import Failures, Restart, StoppedWhileRestarting, extended_agent, stop_timeout_s
+from lockstep.launcher.elastic import Failures, StoppedWhileRestarting, extended_agent, stop_timeout_s
 from lockstep.launcher.output import LogTail
 from lockstep.launcher.reaper import Reaper
 from lockstep.telemetry.heartbeat import read_step_counter
@@ -174,22 +174,18 @@ class _Job:
     def on_stop_request(self) -> None:
         _print("another machine waits to join; the ranks stop after this step, and start again with it")
 
-    def on_restart(self, restart: Restart) -> None:
+    def on_restart(self, first: failure_report.RankExit | None, restart: str) -> None:
         """Report why, and clear away what the old ranks wrote about themselves."""
         if self._log_tail is not None:
             self._log_tail.settle()
-        folder, first = self._reaper.run_dir, restart.first
-        if first is None:
-            text = "lockstep: machines came or left; the ranks start again"
-        else:
-            number = f"restart {restart.number} of {restart.limit}"
-            if restart.is_fewer:
-                number += f" with {restart.num_ranks} rank{'s' * (restart.num_ranks != 1)}"
-            step, num_steps = read_step_counter(folder, first.rank)
-            in_step = step if step is not None else num_steps or None
-            text = failure_report.restart_report(first, None if in_step is None else in_step + 1, number)
-        run_folder.forget_ranks(folder)
-        run_folder.forget_stop(folder)
+        text = "lockstep: machines came or left; the ranks start again"
+        if first is not None:
+            # A step in a loop of ours is counted from 0 while it runs; in others, the steps that are done are counted.
+            step, num_steps = read_step_counter(self._reaper.run_dir, first.rank)
+            step = step if step is not None else num_steps or None
+            text = failure_report.restart_report(first, None if step is None else step + 1, restart)
+        run_folder.forget_ranks(self._reaper.run_dir)
+        run_folder.forget_stop(self._reaper.run_dir)
         print(text, file=sys.stderr, flush=True)
 
     def first_failure(self, failures: Failures) -> failure_report.RankExit:
