@@ -6,17 +6,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from safetensors.torch import save_model
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigurationError
 from lockstep.train.model_state import plain_names
-
-# Files that are there in whole or not at all, whenever the process ends.
-
-TEMPORARY_SUFFIX = ".partial"
 
 
 @contextmanager
@@ -25,7 +20,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
     An error in the block, or the end of the process, leaves ``path`` as it was.
     """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         yield temporary
         _fsync(temporary, os.O_RDWR)
@@ -44,9 +39,6 @@ def _fsync(path: Path, flags: int) -> None:
         os.close(descriptor)
 
 
-# The bare model's weights as a safetensors file.
-
-
 def check_export(path: Path) -> None:
     """Check before the training that the file can be written after it.
 
@@ -62,31 +54,20 @@ def check_export(path: Path) -> None:
 def export_weights(model: nn.Module, path: Path) -> None:
     """Write the parameters and buffers of ``model`` to ``path``, whole or not at all.
 
-    Tensors that share their memory, such as tied weights, are written once; ``safetensors.torch.load_model`` puts
-    them back in every place.
+    The same weights are the same bytes. Tensors that share their memory, such as tied weights, are written once, under the first of their names in the
+    alphabet; ``safetensors.torch.load_model`` puts them back in every place.
     """
+    # ``safetensors.torch.save_model`` would also list the other names, in an order that differs from call to call.
+    found: set[object] = set()
+    tensors: dict[str, Tensor] = {}
+    for name, value in sorted(plain_names(model.state_dict()).items()):
+        memory = value.untyped_storage()
+        tensor = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
+        if value.numel() and tensor in found:
+            continue
+        # Other parts of the same memory, such as ZeRO-1's flat buffers have, are refused unless they are copies.
+        shares_memory = memory.nbytes() != value.nbytes or memory.data_ptr() in found
+        tensors[name] = value.clone().contiguous() if shares_memory else value.contiguous()
+        found |= {tensor, memory.data_ptr()}
     with whole_file(path) as temporary:
-        save_model(_UnsharedState(model), str(temporary), metadata={"format": "pt"})
-
-
-class _UnsharedState(nn.Module):
-    """Has the state of ``model``, but no tensor is a part of a larger one, as those of a divided optimizer are.
-
-    safetensors refuses such parts. Tensors that are one stay one.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._state: dict[str, Any] = plain_names(model.state_dict())
-
-    def state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the state by name."""
-        copies: dict[tuple[Any, ...], Tensor] = {}
-        state = {}
-        for name, value in self._state.items():
-            place = (value.data_ptr(), value.shape, value.stride(), value.dtype)
-            is_part = value.numel() > 0 and value.untyped_storage().nbytes() != value.nbytes
-            if is_part and place not in copies:
-                copies[place] = value.clone()
-            state[name] = copies[place] if is_part else value
-        return state
+        save_file(tensors, temporary, metadata={"format": "pt"})
