@@ -21,7 +21,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -63,7 +63,7 @@ FORMAT = "lockstep checkpoint 2"
 _WRITTEN_BY = {"lockstep checkpoint 1": "0.1.0.dev0 before it saved shards"}
 """Formats that are no longer read, and the versions that wrote them."""
 _STATE = "state"
-_MAX_MANIFEST_BYTES = 1 << 20
+_MAX_MANIFEST_BYTES = 1 << 22
 _WRITE_BYTES = 1 << 22
 _OURS = re.compile(r"((state|shard-\d{5,}|part-\d{5,}|tensors)-[0-9a-f]{16}\.(json|safetensors)|.*-[0-9a-f]{16}\.tmp)")
 """Names of files that a save may remove; ``tensors`` is that of format 1."""
@@ -76,6 +76,8 @@ SAFETENSORS_DTYPES = {
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 _PLAIN = {type(None), bool, int, float, str}
+_OTHER_FORM = (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""What reading raises where a file is not of the form that Lockstep writes."""
 
 
 class UnfitValueError(ValueError):
@@ -182,40 +184,28 @@ def pack_parts(parts: Mapping[str, Any], *, is_coordinator: bool) -> tuple[TreeP
         raise UnfitValueError("what holds itself or is nested too deep") from None
 
 
+_UNPACK: dict[str, Callable[[Any, Mapping[str, StoredTensor]], Any]] = {
+    "tensor": lambda content, tensors: tensors[content],
+    "complex tensor": lambda content, tensors: tensors[content].as_complex(),
+    "tuple": lambda content, tensors: tuple(unpack_tree(item, tensors) for item in content),
+    "dict": lambda content, tensors: {unpack_tree(key, {}): unpack_tree(item, tensors) for key, item in content},
+    "complex": lambda content, _: complex(*content),
+    "bytes": lambda content, _: base64.b64decode(content, validate=True),
+}
+
+
 def unpack_tree(packed: Any, tensors: Mapping[str, StoredTensor]) -> Any:
     """Return what `TreePacker.pack` took apart, with tensors that are not read yet.
 
     Raises:
-        ValueError: It is not of that form, or a tensor is not there.
+        ValueError, TypeError, KeyError: It is not of that form, or a tensor is not there.
     """
-    if type(packed) in _PLAIN:
-        return packed
     if type(packed) is list:
         return [unpack_tree(item, tensors) for item in packed]
-    if type(packed) is dict and len(packed) == 1:
-        ((kind, content),) = packed.items()
-        if kind == "tensor" and type(content) is str and content in tensors:
-            return tensors[content]
-        if kind == "complex tensor" and type(content) is str and content in tensors:
-            return tensors[content].as_complex()
-        if kind == "tuple" and type(content) is list:
-            return tuple(unpack_tree(item, tensors) for item in content)
-        if kind == "dict" and type(content) is list and all(type(pair) is list and len(pair) == 2 for pair in content):
-            return {_unpack_key(key): unpack_tree(item, tensors) for key, item in content}
-        if kind == "complex" and type(content) is list and [type(part) for part in content] == [float, float]:
-            return complex(*content)
-        if kind == "bytes" and type(content) is str:
-            return base64.b64decode(content, validate=True)
-    raise ValueError("its state is not of the form that Lockstep writes")
-
-
-def _unpack_key(packed: Any) -> Any:
-    key = unpack_tree(packed, {})
-    try:
-        hash(key)
-    except TypeError:
-        raise ValueError("a key in its state is not of the form that Lockstep writes") from None
-    return key
+    if type(packed) is not dict:
+        return packed
+    ((kind, content),) = packed.items()
+    return _UNPACK[kind](content, tensors)
 
 
 # --- what DCP plans ---
@@ -274,7 +264,23 @@ class _LoadPlanner(DefaultLoadPlanner):
 # --- what each rank writes ---
 
 
-class ShardWriter(StorageWriter):
+class _WithoutPlans:
+    """What DCP asks of a storage that has nothing to plan or to set up."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class ShardWriter(_WithoutPlans, StorageWriter):
     """DCP's storage interface: writes what one rank holds as one safetensors file, and a record of what is in it.
 
     Args:
@@ -317,23 +323,7 @@ class ShardWriter(StorageWriter):
         temporary.replace(record)
 
     @override
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
-
-    @override
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
-
-    @override
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    @override
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    @classmethod
-    @override
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
 
 
 def write_shard(folder: Path, token: str, rank: int, tensors: Mapping[str, TensorChunks]) -> None:
@@ -494,6 +484,41 @@ class Manifest:
         return {entry["file"] for entry in self.entries.values()}
 
 
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Name the file of a checkpoint in which something is not what was written.
+
+    Raises:
+        CheckpointError: For any error of the file system, and what a content of another form raises.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except FileNotFoundError:
+        if path.name == MANIFEST and not _has_files(path.parent):
+            text = f"There is no checkpoint {path.parent}.\nIt must be a folder that every rank sees."
+            raise CheckpointError(text) from None
+        raise CheckpointError(damaged_message(path, "is not there")) from None
+    except _OTHER_FORM as error:
+        why = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"
+        raise CheckpointError(damaged_message(path, f"cannot be read: {why}")) from error
+
+
+def _open(path: Path, num_bytes: int | None = None) -> BufferedReader:
+    """Open a file, of ``num_bytes`` if that is known; no link out of the folder, and no pipe that somebody fills."""
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    found = os.fstat(file.fileno())
+    if not stat.S_ISREG(found.st_mode):
+        why = "is not a file"
+    elif num_bytes is not None and found.st_size != num_bytes:
+        why = f"has {found.st_size} bytes, not {num_bytes}"
+    else:
+        return file
+    file.close()
+    raise CheckpointError(damaged_message(path, why))
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Return what ``folder`` says of itself, without a look at its files.
 
@@ -501,11 +526,8 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: There is no manifest, or it is damaged, or of an older version.
     """
     path = folder / MANIFEST
-    with _open_checked(path, limit=_MAX_MANIFEST_BYTES) as file:
-        try:
-            digest, _, body = file.read().partition(b"\n")
-        except OSError as error:
-            raise CheckpointError(damaged_message(path, f"cannot be read: {error.strerror}")) from error
+    with _reading(path), _open(path) as file:
+        digest, _, body = file.read(_MAX_MANIFEST_BYTES).partition(b"\n")
     body = body.removesuffix(b"\n")
     if digest != _digest(body).encode():
         raise CheckpointError(damaged_message(path, "does not match its checksum"))
@@ -520,16 +542,12 @@ def read_manifest(folder: Path) -> Manifest:
         if found != FORMAT:
             written_by = f"Lockstep {manifest.get('version', 'of another version')}"
             raise CheckpointError(damaged_message(path, f"is of the format {found!r} of {written_by}, not {FORMAT!r}"))
-        well_formed = (
-            type(about) is dict
-            and _STATE in entries
-            and all(
-                # No names that point out of the folder.
-                _OURS.fullmatch(entry["file"]) and type(entry["bytes"]) is int and type(entry["blake2b"]) is str
-                for entry in entries.values()
-            )
+        well_formed = _STATE in entries and all(
+            # No names that point out of the folder.
+            _OURS.fullmatch(entry["file"]) and type(entry["bytes"]) is int and type(entry["blake2b"]) is str
+            for entry in entries.values()
         )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except _OTHER_FORM:
         well_formed = False
     if not well_formed:
         raise CheckpointError(damaged_message(path, "is not of the form that Lockstep writes"))
@@ -543,19 +561,15 @@ def verify_files(folder: Path, manifest: Manifest, *, rank: int = 0, world_size:
         CheckpointError: A file is not what was written; names it.
     """
     for number, (name, entry) in enumerate(manifest.entries.items()):
-        if number % world_size != rank and name != _STATE:
-            continue
-        path = folder / entry["file"]
-        with _open_checked(path, entry["bytes"]) as file:
-            try:
+        if number % world_size == rank or name == _STATE:
+            path = folder / entry["file"]
+            with _reading(path), _open(path, entry["bytes"]) as file:
                 digest = hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=32)).hexdigest()
-            except OSError as error:
-                raise CheckpointError(damaged_message(path, f"cannot be read: {error.strerror}")) from error
-        if digest != entry["blake2b"]:
-            raise CheckpointError(damaged_message(path, "does not match its checksum"))
+            if digest != entry["blake2b"]:
+                raise CheckpointError(damaged_message(path, "does not match its checksum"))
 
 
-class ShardReader(StorageReader):
+class ShardReader(_WithoutPlans, StorageReader):
     """DCP's storage interface: reads chunks out of the files of a checkpoint, whose digests were compared before.
 
     Args:
@@ -572,18 +586,16 @@ class ShardReader(StorageReader):
         self._places: dict[MetadataIndex, tuple[str, str]] = {}
         self._metadata = Metadata({}, storage_data=self._places)
         path = folder / manifest.entries[_STATE]["file"]
-        try:
-            with _open_checked(path) as file:
-                content = json.load(file)
+        with _reading(path):
+            content = json.loads(path.read_bytes())
             for name, each in content["tensors"].items():
                 self._add(name, each)
             self.packed: dict[str, Any] = {**content["state"]}
-            for part, entry in manifest.entries.items():
-                if part != _STATE:  # open from here on: a save that replaces the checkpoint removes its files
-                    path = folder / entry["file"]
+        for part, entry in manifest.entries.items():
+            path = folder / entry["file"]
+            if part != _STATE:  # open from here on: a save that replaces the checkpoint removes its files
+                with _reading(path):
                     self._files[entry["file"]] = safe_open(path, "pt")
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(damaged_message(path, f"cannot be read: {error}")) from error
 
     def _add(self, name: str, stored: Mapping[str, Any]) -> None:
         _check_cover(name, stored)
@@ -604,40 +616,18 @@ class ShardReader(StorageReader):
             file, key = self._places[item.storage_index]
             window = tuple(slice(start, start + n) for start, n in zip(item.storage_offsets, item.lengths, strict=True))
             target = planner.resolve_tensor(item).detach()
-            target.copy_(self._read(file, key, window, target.shape))
+            with _reading(self._folder / file):
+                found = self._files[file].get_slice(key)[window]
+                if found.shape != target.shape:
+                    raise ValueError(f"{key} has another shape than the state says")
+            target.copy_(found)
             planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _read(self, file: str, key: str, window: tuple[slice, ...], shape: torch.Size) -> Tensor:
-        path = self._folder / file
-        try:
-            found: Tensor = self._files[file].get_slice(key)[window]
-        except (SafetensorError, OSError, ValueError, IndexError, TypeError) as error:
-            raise CheckpointError(damaged_message(path, f"cannot be read: {error}")) from error
-        if found.shape != shape:
-            raise CheckpointError(damaged_message(path, f"has another shape of {key} than the state says"))
-        return found
-
-    @override
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
-
     @override
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
-
-    @override
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    @override
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    @override
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
 
 
 def read_parts(folder: Path, manifest: Manifest) -> dict[str, Any]:
@@ -659,13 +649,10 @@ def read_parts(folder: Path, manifest: Manifest) -> dict[str, Any]:
         for name, stored in metadata.state_dict_metadata.items()
         if isinstance(stored, TensorStorageMetadata)
     }
-    try:
+    with _reading(folder / manifest.entries[_STATE]["file"]):
         parts = {name: unpack_tree(packed, tensors) for name, packed in reader.packed.items()}
         if type(parts["state"]) is not dict:
             raise ValueError("it holds no state")
-    except (ValueError, KeyError, RecursionError) as error:
-        path = folder / manifest.entries[_STATE]["file"]
-        raise CheckpointError(damaged_message(path, f"cannot be read: {error}")) from error
     return parts
 
 
@@ -683,32 +670,6 @@ def _check_cover(name: str, stored: Mapping[str, Any]) -> None:
         num_elements += math.prod(sizes) if inside else 0
     if num_elements != math.prod(size):
         raise ValueError(f"{name} has chunks of {num_elements} of its {math.prod(size)} elements")
-
-
-def _open_checked(path: Path, num_bytes: int | None = None, *, limit: float = math.inf) -> BufferedReader:
-    """Open a file that is really one, of ``num_bytes`` if that is known."""
-    try:
-        # No link out of the folder, and no wait for whoever writes to a pipe.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        if path.name == MANIFEST and not _has_files(path.parent):
-            raise CheckpointError(
-                f"There is no checkpoint {path.parent}.\nIt must be a folder that every rank sees."
-            ) from None
-        raise CheckpointError(damaged_message(path, "is not there")) from None
-    except OSError as error:
-        raise CheckpointError(damaged_message(path, f"cannot be read: {error.strerror}")) from error
-    found, why = os.fstat(descriptor), None
-    if not stat.S_ISREG(found.st_mode):
-        why = "is not a file"
-    elif num_bytes is not None and found.st_size != num_bytes:
-        why = f"has {found.st_size} bytes, not {num_bytes}"
-    elif found.st_size > limit:
-        why = f"has {found.st_size} bytes, more than {limit}"
-    if why is not None:
-        os.close(descriptor)
-        raise CheckpointError(damaged_message(path, why))
-    return open(descriptor, "rb")
 
 
 def _has_files(folder: Path) -> bool:

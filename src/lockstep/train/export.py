@@ -54,8 +54,8 @@ def check_export(path: Path) -> None:
 def export_weights(model: nn.Module, path: Path) -> None:
     """Write the parameters and buffers of ``model`` to ``path``, whole or not at all.
 
-    The same weights are the same bytes. Tensors that share their memory, such as tied weights, are written once, under the first of their names in the
-    alphabet; ``safetensors.torch.load_model`` puts them back in every place.
+    The same weights are the same bytes. Tensors that share their memory, such as tied weights, are written once, under
+    the first of their names in the alphabet; ``safetensors.torch.load_model`` puts them back in every place.
     """
     # ``safetensors.torch.save_model`` would also list the other names, in an order that differs from call to call.
     found: set[object] = set()
