@@ -21,6 +21,17 @@ def view_like(piece: Tensor, parameter: Tensor) -> Tensor:
     return piece.view(parameter.shape)  # it overlaps itself or has gaps
 
 
+def flatten_like(value: Tensor, parameter: Tensor) -> Tensor:
+    """Return the elements of ``value`` in the order in which those of ``parameter``, of its shape, lie in memory.
+
+    The inverse of `view_like`. A view where ``value`` has the strides of the parameter.
+    """
+    by_stride = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    if parameter.permute(by_stride).is_contiguous():
+        return value.permute(by_stride).reshape(-1)
+    return value.reshape(-1)
+
+
 _ROW = 4096
 _SHORT = 2**15
 """Up to here torch uses one thread."""

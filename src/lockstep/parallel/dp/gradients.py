@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lockstep.parallel.flat import flatten_like, view_like
+
 Gradients = list[Tensor | None]
 """One gradient for each weight, all on the device of one replica; None where the replica did not use the weight."""
 
@@ -33,11 +35,13 @@ def coalesced_copies(tensors: Sequence[Tensor], devices: Sequence[torch.device])
                     row[index] = tensor.detach().to(device, copy=True)
         for indices in indices_of.values() if devices else ():
             parts = [tensors[index] for index in indices]
-            packed = torch.cat([_in_memory_order(part) for part in parts])
+            packed = torch.cat([flatten_like(part, part) for part in parts])
             for row, device in zip(copies, devices, strict=True):
-                flat = packed.to(device, non_blocking=True, copy=True)
-                for index, view in zip(indices, _unpack(flat, parts), strict=True):
-                    row[index] = view
+                pieces = packed.to(device, non_blocking=True, copy=True).split([part.numel() for part in parts])
+                for index, piece, part in zip(indices, pieces, parts, strict=True):
+                    # Not detach(): a write to one buffer would raise the version counter of all, and autograd would
+                    # then refuse the backward of an operation that has saved another one.
+                    row[index] = view_like(piece, part).data
     return copies
 
 
@@ -46,31 +50,6 @@ def is_strided(tensor: Tensor) -> bool:
     kind = type(tensor)
     is_ordinary = kind is Tensor or issubclass(kind, torch.nn.Parameter)
     return is_ordinary and tensor.layout is torch.strided and not tensor.is_quantized
-
-
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    if not tensor.is_contiguous() and _is_dense(tensor):
-        return tensor.as_strided((tensor.numel(),), (1,))
-    return tensor.reshape(-1)
-
-
-def _unpack(flat: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    views = []
-    for piece, part in zip(flat.split([part.numel() for part in parts]), parts, strict=True):
-        if part.is_contiguous() or not _is_dense(part):
-            view = piece.view(part.shape)
-        else:
-            view = piece.as_strided(part.shape, part.stride())
-        # Not detach(): a write to one buffer would raise the version counter of all, and autograd would then refuse
-        # the backward of an operation that has saved another one.
-        views.append(view.data)
-    return views
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill their memory without gaps and overlaps, in any order (channels last, say)."""
-    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(by_stride).is_contiguous()
 
 
 @torch.no_grad()

@@ -376,10 +376,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _build(self) -> None:
         """Lay the flat buffers and make the shard's optimizer. Collective: every rank."""
-        members = [
-            (parameter, ShardRange(index, 0, parameter.numel(), group))
-            for index, (parameter, group) in enumerate(zip(self._parameters, self._group_indices, strict=True))
-        ]
+        members: list[tuple[nn.Parameter, ShardRange]] = []
+        for group, each in enumerate(self.param_groups):
+            for parameter in each["params"]:
+                members.append((parameter, ShardRange(len(members), 0, parameter.numel(), group)))
         self._buffers: list[FlatBuffer] = []
         self._laid_for: Sequence[Bucket] | None = None
         how = (self.world_size, self._allocate)
@@ -410,10 +410,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
-
-    @property
-    def _group_indices(self) -> list[int]:
-        return [index for index, group in enumerate(self.param_groups) for _ in group["params"]]
 
     def _set_options(self) -> None:
         for group, options in zip(self.optim.param_groups, options_of(self.param_groups), strict=True):

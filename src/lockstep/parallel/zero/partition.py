@@ -26,7 +26,7 @@ from lockstep.comm.collectives import (
     wait_for,
 )
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.flat import view_like
+from lockstep.parallel.flat import flatten_like, view_like
 
 _MAX_BUFFER_BYTES = 256 * 2**20
 """So that moving parameters to flat memory does not need twice their memory."""
@@ -89,17 +89,6 @@ def with_offsets(ranges: Iterable[ShardRange]) -> Iterator[tuple[int, ShardRange
     for each in ranges:
         yield offset, each
         offset += each.numel
-
-
-def flatten_like(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return the elements of ``value`` in the order in which those of ``parameter``, of its shape, lie in memory.
-
-    A view where ``value`` has the strides of the parameter.
-    """
-    by_stride = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
-    if parameter.permute(by_stride).is_contiguous():
-        return value.permute(by_stride).reshape(-1)
-    return value.reshape(-1)  # it overlaps itself or has gaps, and is laid flat in the plain order
 
 
 class FlatBuffer:
@@ -264,7 +253,7 @@ def start_parameter_gather(buffers: Sequence[FlatBuffer], group: Group, *, alone
 def wait_for_all(works: Iterable[Waitable]) -> None:
     """Block until all are complete (on CUDA: let the current stream wait)."""
     for work in works:
-        wait_for(work)
+        wait_for(work, "gathering of the updated parameters")
 
 
 def _by_kind(members: Members) -> list[list[tuple[nn.Parameter, ShardRange]]]:

@@ -39,7 +39,7 @@ class _Works:
     def wait(self) -> None:
         """Block until all are complete."""
         for work in self._works:
-            wait_for(work)
+            wait_for(work, "reduce_scatter of gradients")
 
 
 @final

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.flat import view_like
-from lockstep.parallel.zero.partition import ShardRange, flatten_like
+from lockstep.parallel.flat import flatten_like, view_like
+from lockstep.parallel.zero.partition import ShardRange
 
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 """Names of numbers for the whole parameter; of use only where a parameter is one number itself."""
