@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import Any
 
 import click
 
@@ -28,6 +30,30 @@ COMMANDS = {
 """Where each command lives, and its line in ``lockstep --help``: so that the help imports none of them."""
 
 
+def command(
+    before: str = "", cls: Callable[..., click.Command] = click.Command, **settings: Any
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """Make a command of a function, as `click.command` does; its docstring's examples stand behind the flags.
+
+    Args:
+        before: Paragraphs that stand before the examples.
+        cls: Of the command.
+        settings: Of click's context.
+    """
+
+    def decorate(function: Callable[..., Any]) -> click.Command:
+        text, heading, examples = inspect.cleandoc(function.__doc__ or "").partition("\n\nExamples:\n")
+        paragraphs = [*before.split("\n\n"), f"{heading.strip()}\n{examples.replace('``', '')}"]
+        # Behind a backspace click leaves a paragraph as it is.
+        epilog = "\n\n".join(f"\b\n{one}" for one in "\n\n".join(paragraphs).split("\n\n") if one)
+        context = {"max_content_width": 110, **settings}
+        attributes: dict[str, Any] = {"cls": cls, "context_settings": context, "help": text, "epilog": epilog}
+        made: click.Command = click.command(**attributes)(function)
+        return made
+
+    return decorate
+
+
 class LazyGroup(click.Group):
     """Imports a command when it is called for: each brings its own, slow imports."""
 
@@ -40,8 +66,8 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module_name, _, attribute = COMMANDS[cmd_name][0].partition(":")
-        command: click.Command = getattr(import_module(module_name), attribute)
-        return command
+        found: click.Command = getattr(import_module(module_name), attribute)
+        return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without importing them."""

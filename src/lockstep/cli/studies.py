@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lockstep.cli import command
 from lockstep.errors import EXIT_CODE, ConfigurationError
 from lockstep.run_folder import hide_secrets
 from lockstep.study.rehearse.fault_rules import taught
@@ -18,7 +19,17 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-# A file that a command is to write.
+_TASK = click.argument("task_file", metavar="TASK.py")
+_DEVICES = click.option(
+    "--devices", type=int, metavar="N", help="Devices; all GPUs, or 2 CPU processes if there are none."
+)
+_BATCH = click.option("--global-batch-size", type=int, metavar="SAMPLES", help="Instead of the task's own.")
+_SEED = click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="For weights and order.")
+
+FAULTS = f"""Faults (rank and step are counted from 0 and from 1):
+{taught()}
+
+kill, hang, straggler and oom take in=loader|forward|backward|optimizer, kill and hang also in=collective."""
 
 
 def check_writable(file: str | None) -> None:
@@ -45,22 +56,9 @@ def say_written(terminal: Console, what: str, file: str) -> None:
     terminal.out(f"{what} written to {file}", highlight=False)
 
 
-# ``lockstep compare``: race the strategies on a task; a table and a verdict.
-
-COMPARE_EXAMPLES = """\b
-Examples:
-  lockstep compare examples/digits.py --devices 2
-      one device, both engines and torch's own
-  lockstep compare examples/gpt.py --devices 2 --html gpt.html --json gpt.json
-      the same, with a page to send to somebody and the raw figures
-  lockstep compare examples/gpt.py --devices 2 --strategies torch-ddp,ddp --rounds 20
-      two contenders, more rounds: a narrower spread
-"""
-
-
-@click.command(context_settings={"max_content_width": 110}, epilog=COMPARE_EXAMPLES)
-@click.argument("task_file", metavar="TASK.py")
-@click.option("--devices", type=int, metavar="N", help="Devices; all GPUs, or 2 CPU processes if there are none.")
+@command()
+@_TASK
+@_DEVICES
 @click.option(
     "--strategies",
     metavar="LIST",
@@ -69,10 +67,8 @@ Examples:
 @click.option("--rounds", type=int, default=10, show_default=True, metavar="N", help="Turns of each strategy.")
 @click.option("--steps", type=int, metavar="N", help="Steps of a turn; as many as take the fastest half a second.")
 @click.option("--warmup", type=int, default=5, show_default=True, metavar="N", help="Steps of each before the rounds.")
-@click.option(
-    "--seed", type=int, default=0, show_default=True, metavar="N", help="Where weights and order derive from."
-)
-@click.option("--global-batch-size", type=int, metavar="SAMPLES", help="Instead of the task's own.")
+@_SEED
+@_BATCH
 @click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True)
 @click.option("--workers", type=int, default=0, show_default=True, metavar="N", help="Loader processes per rank.")
 @click.option("--memory/--no-memory", default=True, help="Measure peak memory, in fresh processes; on if not given.")
@@ -97,6 +93,14 @@ def compare(
 
     All see the same samples from the same weights and take turns, so that a busy machine hits all alike. Ends in a
     table and a verdict in words: what to use here, and why.
+
+    Examples:
+      lockstep compare examples/digits.py --devices 2
+          one device, both engines and torch's own
+      lockstep compare examples/gpt.py --devices 2 --html gpt.html --json gpt.json
+          the same, with a page to send to somebody and the raw figures
+      lockstep compare examples/gpt.py --devices 2 --strategies torch-ddp,ddp --rounds 20
+          two contenders, more rounds: a narrower spread
     """
     import torch
 
@@ -134,24 +138,9 @@ def compare(
         say_written(terminal, "page", html_file)
 
 
-# ``lockstep tune``: try settings on a task; a table of what each gave, and a file that ``lockstep train`` reads.
-
-TUNE_EXAMPLES = """\b
-Examples:
-  lockstep tune examples/gpt.py --devices 2
-      for five minutes at most; writes gpt-tuned.toml
-  lockstep train examples/gpt.py --settings gpt-tuned.toml
-      trains with what was found
-  lockstep tune examples/gpt.py --devices 2 --minutes 20 --allow-precision --out fast.toml
-      longer, so with narrower spreads; bf16, too, if it is faster
-  lockstep tune examples/gpt.py --settings gpt.toml --strategies ddp,ddp-zero1,fsdp
-      beginning with settings of your own, and trying these strategies
-"""
-
-
-@click.command(context_settings={"max_content_width": 110}, epilog=TUNE_EXAMPLES)
-@click.argument("task_file", metavar="TASK.py")
-@click.option("--devices", type=int, metavar="N", help="Devices; all GPUs, or 2 CPU processes if there are none.")
+@command()
+@_TASK
+@_DEVICES
 @click.option(
     "--minutes", type=float, default=5.0, show_default=True, metavar="M", help="How long it may take; Ctrl-C ends it."
 )
@@ -160,7 +149,7 @@ Examples:
 @click.option(
     "--strategies", metavar="LIST", help="What to try, with commas between; single, dp, ddp, ddp-zero1 if not given."
 )
-@click.option("--global-batch-size", type=int, metavar="SAMPLES", help="Instead of the task's own.")
+@_BATCH
 @click.option("--allow-precision", is_flag=True, help="Take bf16, too, if it is faster: another arithmetic.")
 @click.option(
     "--allow-division",
@@ -182,6 +171,16 @@ def tune(
 
     Tries sizes of micro-batches, loader processes, strategies, threads and buckets side by side on real steps. Ends in
     a table of what each gave, and a file of settings for lockstep train.
+
+    Examples:
+      lockstep tune examples/gpt.py --devices 2
+          for five minutes at most; writes gpt-tuned.toml
+      lockstep train examples/gpt.py --settings gpt-tuned.toml
+          trains with what was found
+      lockstep tune examples/gpt.py --devices 2 --minutes 20 --allow-precision --out fast.toml
+          longer, so with narrower spreads; bf16, too, if it is faster
+      lockstep tune examples/gpt.py --settings gpt.toml --strategies ddp,ddp-zero1,fsdp
+          beginning with settings of your own, and trying these strategies
     """
     import psutil
     import torch
@@ -234,29 +233,14 @@ def _check_free(file: str) -> None:
         )
 
 
-# ``lockstep verify``: is it the same training run on N devices as on one? If not, why?
-
-VERIFY_EXAMPLES = """\b
-Examples:
-  lockstep verify examples/digits.py --devices 2
-      is it the same run with fit on 2 devices as on one?
-  lockstep verify train.py --devices 4 --reproducible 4
-      the same to the bit, dropout and batch norm included?
-  lockstep verify train.py --devices 2 --torch-ddp
-      what torch's DistributedDataParallel makes of it in a hand-written loop
-"""
-
-
-@click.command(context_settings={"max_content_width": 110}, epilog=VERIFY_EXAMPLES)
-@click.argument("task_file", metavar="TASK.py")
-@click.option("--devices", type=int, metavar="N", help="Ranks; all GPUs, or 2 CPU processes if there are none.")
+@command()
+@_TASK
+@_DEVICES
 @click.option("--steps", type=int, default=4, show_default=True, metavar="N", help="Steps to train.")
 @click.option("--reproducible", type=int, metavar="SHARDS", help="Train in reproducible mode, and compare every bit.")
 @click.option("--torch-ddp", is_flag=True, help="Examine torch's DistributedDataParallel in a hand-written loop.")
-@click.option(
-    "--seed", type=int, default=0, show_default=True, metavar="N", help="Where weights and order derive from."
-)
-@click.option("--global-batch-size", type=int, metavar="SAMPLES", help="Instead of the task's own.")
+@_SEED
+@_BATCH
 @click.option("--json", "json_file", metavar="FILE", help="Write everything that was found as JSON.")
 def verify(
     task_file: str,
@@ -272,6 +256,14 @@ def verify(
 
     If not, names the first tensor that differs, and finds the cause by turning one thing off at a time. Computes in
     float64 where the task allows it. Exit code 0: the same run; 1: it is not, or an error.
+
+    Examples:
+      lockstep verify examples/digits.py --devices 2
+          is it the same run with fit on 2 devices as on one?
+      lockstep verify train.py --devices 4 --reproducible 4
+          the same to the bit, dropout and batch norm included?
+      lockstep verify train.py --devices 2 --torch-ddp
+          what torch's DistributedDataParallel makes of it in a hand-written loop
     """
     import torch
 
@@ -296,36 +288,14 @@ def verify(
     return 0 if verification.same else EXIT_CODE
 
 
-# ``lockstep doctor``: what on this machine, and in a script, will slow or hang training, each with its fix.
-
 USAGE = 2
 """The exit code for a command line that makes no sense, so that CI can tell it from findings."""
-
-DOCTOR_EXAMPLES = """\b
-Examples:
-  lockstep doctor
-      this machine, for a run on all of its GPUs, or CPU cores
-  lockstep doctor train.py --devices 4
-      also what can be told from the script's text; it is not run
-  lockstep doctor examples/gpt.py --devices 2 --workers 4
-      a file with a lockstep.Task is imported: batch size, BatchNorm, and memory are looked at, too
-  lockstep doctor --nnodes 2 --master-addr 10.0.0.1
-      for a run on several machines, as seen from this one
-  lockstep run --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 -m lockstep doctor
-      on all machines at once (--node-rank 1 on the second): do they meet, and do versions agree? also with srun
-  lockstep doctor train.py --json | jq -r '.findings[] | .severity + " " + .found'
-      one object, for programs
-
-\b
-Exit codes: 0 nothing worse than notes; 1 the run will hang, fail, be wrong or be slow; 2 wrong usage, such as no
-such script. Each finding is explained in docs/reference/doctor.md under its name."""
-
 
 ALL_S, LEAST_S = 8.0, 2.0
 """When a task has to be through, from the start of this process, which imports torch; and what it gets in any case."""
 
 
-class _Command(click.Command):
+class _ExitsWithUsage(click.Command):
     """Ends with `USAGE` where arguments make no sense."""
 
     def make_context(
@@ -339,7 +309,7 @@ class _Command(click.Command):
             raise click.exceptions.Exit(USAGE) from None
 
 
-@click.command(cls=_Command, context_settings={"max_content_width": 110}, epilog=DOCTOR_EXAMPLES)
+@command(cls=_ExitsWithUsage)
 @click.argument("target", metavar="[SCRIPT.py | TASK.py[:NAME]]", required=False)
 @click.option(
     "--devices", type=click.IntRange(1), metavar="N", help="Ranks on this machine; all GPUs, or all CPU cores."
@@ -375,6 +345,23 @@ def doctor(
     speed and versions; at a script by its syntax tree (samplers, seeds, BatchNorm, devices, saving, collectives); at a
     task also by building its model without memory. Trains nothing, changes nothing, takes under ten seconds, and says
     what it could not see.
+
+    Examples:
+      lockstep doctor
+          this machine, for a run on all of its GPUs, or CPU cores
+      lockstep doctor train.py --devices 4
+          also what can be told from the script's text; it is not run
+      lockstep doctor examples/gpt.py --devices 2 --workers 4
+          a file with a lockstep.Task is imported: batch size, BatchNorm, and memory are looked at, too
+      lockstep doctor --nnodes 2 --master-addr 10.0.0.1
+          for a run on several machines, as seen from this one
+      lockstep run --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 -m lockstep doctor
+          on all machines at once (--node-rank 1 on the second): do they meet, and do versions agree? also with srun
+      lockstep doctor train.py --json | jq -r '.findings[] | .severity + " " + .found'
+          one object, for programs
+
+    Exit codes: 0 nothing worse than notes; 1 the run will hang, fail, be wrong or be slow; 2 wrong usage, such as no
+    such script. Each finding is explained in docs/reference/doctor.md under its name.
     """
     from lockstep.env import RankEnv
     from lockstep.study.compare.table import console
@@ -420,21 +407,7 @@ def _time_left_s() -> float:
     return float(max(LEAST_S, ALL_S - (time.time() - psutil.Process().create_time())))
 
 
-# ``lockstep report``: one page about a recorded run.
-
-REPORT_EXAMPLES = """\b
-Examples:
-  lockstep train examples/digits.py --devices 2 --run-dir runs/digits
-  lockstep report runs/digits
-      runs/digits/report.html: how fast, where the time goes, what to change first
-  lockstep report runs/digits --against runs/single
-      with another run beside it: are the losses the same, how much faster is it, which settings differ
-  lockstep report runs/digits --trace digits.json
-      the timeline for ui.perfetto.dev or chrome://tracing
-"""
-
-
-@click.command(context_settings={"max_content_width": 110}, epilog=REPORT_EXAMPLES)
+@command()
 @click.argument("folder", metavar="RUN")
 @click.option("--out", "out_file", metavar="FILE", help="Where the page goes; report.html in the folder of the run.")
 @click.option("--trace", "trace_file", metavar="FILE", help="Write the timeline as a Chrome trace, too.")
@@ -448,6 +421,15 @@ def report(folder: str, out_file: str | None, trace_file: str | None, baseline_f
     """Say of a run that was recorded with --run-dir: how fast it was, where the time went, and what to change first.
 
     Prints three sentences, and writes a page that opens offline in any browser.
+
+    Examples:
+      lockstep train examples/digits.py --devices 2 --run-dir runs/digits
+      lockstep report runs/digits
+          runs/digits/report.html: how fast, where the time goes, what to change first
+      lockstep report runs/digits --against runs/single
+          with another run beside it: are the losses the same, how much faster is it, which settings differ
+      lockstep report runs/digits --trace digits.json
+          the timeline for ui.perfetto.dev or chrome://tracing
     """
     from lockstep.study.report.run_page import render
     from lockstep.study.report.view import compare_with_baseline, sentences, to_trace, view_run
@@ -471,27 +453,7 @@ def report(folder: str, out_file: str | None, trace_file: str | None, baseline_f
     click.echo(f"page written to {page_file}")
 
 
-# ``lockstep rehearse``: meet faults on the CPU before the cluster shows them.
-
-REHEARSE_EXAMPLES = f"""\b
-Faults (rank and step are counted from 0 and from 1):
-{taught()}
-
-\b
-kill, hang, straggler and oom take in=loader|forward|backward|optimizer, kill and hang also in=collective.
-
-\b
-Examples:
-  lockstep rehearse examples/digits.py --devices 4 --inject kill:rank=2,step=20 --steps 40
-      a task; what lockstep train understands may follow
-  lockstep rehearse examples/digits.py --devices 2 --inject kill:rank=1,step=12 --max-restarts 1
-      --checkpoint runs/d --checkpoint-every 5     does it go on by itself?
-  lockstep rehearse train.py --devices 8 --inject hang:rank=1,step=5,in=loader -- --lr 0.1
-      a script of one's own, with its arguments
-"""
-
-
-@click.command(context_settings={"max_content_width": 110, "ignore_unknown_options": True}, epilog=REHEARSE_EXAMPLES)
+@command(before=FAULTS, ignore_unknown_options=True)
 @click.argument("file", metavar="SCRIPT_OR_TASK")
 @click.argument("args", metavar="[ARGUMENTS]", nargs=-1, type=click.UNPROCESSED)
 @click.option("--devices", type=click.IntRange(1), default=2, show_default=True, metavar="N", help="Ranks, on the CPU.")
@@ -519,6 +481,14 @@ def rehearse(
 
     Ends in a table: what was injected, after how long it was noticed, what was said, and what came of it. The exit
     code is 0 if every fault was noticed or survived, else 1.
+
+    Examples:
+      lockstep rehearse examples/digits.py --devices 4 --inject kill:rank=2,step=20 --steps 40
+          a task; what lockstep train understands may follow
+      lockstep rehearse examples/digits.py --devices 2 --inject kill:rank=1,step=12 --max-restarts 1
+          --checkpoint runs/d --checkpoint-every 5     does it go on by itself?
+      lockstep rehearse train.py --devices 8 --inject hang:rank=1,step=5,in=loader -- --lr 0.1
+          a script of one's own, with its arguments
     """
     from lockstep.study.rehearse import runner
     from lockstep.study.rehearse.fault_rules import check_ranks, parse

@@ -6,18 +6,18 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
+from lockstep.cli import command
 from lockstep.cli.run import log_options, take_logs
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, RankFailed
 from lockstep.launcher.output import LogSettings
 from lockstep.run_folder import hide_secrets
 from lockstep.train.settings import FitSettings, Setting, Settings, merge_settings, read_settings, settings_of
-
-# Command-line flags from a dataclass of settings, with a section of ``--help`` for each class.
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -68,19 +68,6 @@ def _numbers(text: str | tuple[float, ...]) -> tuple[float, ...]:
         raise click.BadParameter(f"{text!r} is no list of numbers such as 2,1,1.") from None
 
 
-def _number_or(words: tuple[str, ...], number: type[int] | type[float]) -> Callable[[Any], Any]:
-    """Return what reads a number, or one of ``words``."""
-    what = "a whole number" if number is int else "a number"
-
-    def read(text: Any) -> Any:
-        try:
-            return text if text in words else number(text)
-        except ValueError:
-            raise click.BadParameter(f"{text!r} is neither {what} nor {' or '.join(words)}.") from None
-
-    return read
-
-
 def _option(setting: Setting) -> Callable[[F], F]:
     flag = "--" + setting.name.replace("_", "-")
     text = setting.flag.help
@@ -88,8 +75,8 @@ def _option(setting: Setting) -> Callable[[F], F]:
         switch = f"{flag}/--no-{flag[2:]}" if setting.optional else flag
         return click.option(switch, setting.name, is_flag=True, default=setting.default, help=text)
     kinds: dict[str, Any] = {
-        "int": _number_or(setting.choices, int) if setting.choices else click.INT,
-        "float": _number_or(setting.choices, float) if setting.choices else click.FLOAT,
+        "int": click.INT,
+        "float": click.FLOAT,
         "path": click.Path(),
         "choice": click.Choice(setting.choices),
         "numbers": _numbers,
@@ -132,35 +119,7 @@ class SettingsCommand(click.Command):
                 formatter.write_dl(rows)
 
 
-# ``lockstep train``: find the task, start the ranks if need be, and train.
-
-EXAMPLES = """\b
-Examples:
-  lockstep train examples/digits.py
-      one process on every GPU, or on the CPU if there is none
-  lockstep train examples/digits.py --devices 2
-      the same training run on two
-  lockstep train examples/gpt.py --steps 500 --checkpoint runs/gpt --export gpt.safetensors
-      stop it with Ctrl-C, and go on with the same command
-  lockstep train examples/gpt.py --devices 4 --checkpoint runs/gpt --checkpoint-every 50 --max-restarts 3
-      when a rank dies, all start again by themselves, from the newest checkpoint
-  lockstep train examples/gpt.py --global-batch-size 128 --lr-scaling sqrt --warmup 100 --accumulate 4
-      a larger batch than the task's, in smaller pieces
-  lockstep train examples/gpt.py --settings gpt-tuned.toml --workers 0
-      with what lockstep tune found to be fastest here, but without loader processes
-
-\b
-On several machines, or where ranks are started already, start the same command in each of them:
-  lockstep run --nnodes 2 ... --no-python lockstep train TASK.py
-"""
-
-
-@click.command(
-    cls=SettingsCommand,
-    context_settings={"max_content_width": 110},
-    epilog=EXAMPLES,
-    sections={"How to train": Settings, "On what, and what to keep": FitSettings},
-)
+@command(cls=partial(SettingsCommand, sections={"How to train": Settings, "On what, and what to keep": FitSettings}))
 @click.argument("task_file", metavar="TASK.py")
 @settings_options(FitSettings)
 @click.option(
@@ -207,6 +166,23 @@ def train(
     """Train the task of TASK.py: its attribute `task`, or NAME with TASK.py:NAME.
 
     The attribute is a lockstep.Task, or a function that returns one. A task says what to train, the options say how.
+
+    Examples:
+      lockstep train examples/digits.py
+          one process on every GPU, or on the CPU if there is none
+      lockstep train examples/digits.py --devices 2
+          the same training run on two
+      lockstep train examples/gpt.py --steps 500 --checkpoint runs/gpt --export gpt.safetensors
+          stop it with Ctrl-C, and go on with the same command
+      lockstep train examples/gpt.py --devices 4 --checkpoint runs/gpt --checkpoint-every 50 --max-restarts 3
+          when a rank dies, all start again by themselves, from the newest checkpoint
+      lockstep train examples/gpt.py --global-batch-size 128 --lr-scaling sqrt --warmup 100 --accumulate 4
+          a larger batch than the task's, in smaller pieces
+      lockstep train examples/gpt.py --settings gpt-tuned.toml --workers 0
+          with what lockstep tune found to be fastest here, but without loader processes
+
+    On several machines, or where ranks are started already, start the same command in each of them:
+      lockstep run --nnodes 2 ... --no-python lockstep train TASK.py
     """
     os.environ.setdefault("LOCKSTEP_COMMAND", hide_secrets(["lockstep", *sys.argv[1:]]))  # for the record of the run
     logs = take_logs(values)
