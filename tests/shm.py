@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.collectives import empty_buffer
+from lockstep.comm.shm import register
 from lockstep.comm.shm.process_group import ShmProcessGroup
-from lockstep.comm.shm.registration import register
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lockstep import errors
-from lockstep.comm.shm.registration import register_when_needed
+from lockstep.comm.shm import register_when_needed
 
 if TYPE_CHECKING:
     from lockstep.adoption import adopt as adopt

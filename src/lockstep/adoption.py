@@ -51,7 +51,7 @@ def adopt() -> None:
 
 
 def _may_change(module_name: str) -> bool:
-    """Tell whether names in a module are replaced.
+    """Return whether names in a module are replaced.
 
     torch's internal modules that are loaded already may rely on the internals of torch's class, and recognise ours by
     isinstance where they must: our engine registers itself with torch's class. Those loaded later find ours.

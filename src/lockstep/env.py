@@ -15,7 +15,7 @@ from zlib import crc32
 
 from lockstep.errors import ConfigurationError
 
-# SLURM's compressed notations: ``gpu[003-005,9],login`` for hosts and ``4(x2),1`` for tasks on each node.
+# --- SLURM's compressed notations: ``gpu[003-005,9],login`` for hosts and ``4(x2),1`` for tasks on each node
 
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
@@ -73,7 +73,7 @@ def _unreadable(variable: str, value: str) -> str:
     )
 
 
-# Which rank this process is, read from the variables that the common launchers set. Standard library only.
+# --- The rank of this process
 
 DEFAULT_MASTER_PORT = 29500
 """The port that torchrun uses when none is given."""
@@ -141,7 +141,7 @@ class RankEnv:
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether ``host`` names this machine's loopback interface, without asking a name server."""
+    """Return whether ``host`` names this machine's loopback interface, without asking a name server."""
     if host.lower() in ("localhost", "localhost.localdomain"):
         return True
     try:
@@ -178,38 +178,24 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnv:
 
 
 def _from_open_mpi(env: Mapping[str, str]) -> RankEnv:
-    prefix = "OMPI_COMM_WORLD_"
-    rank, world_size = _index(env, f"{prefix}RANK", below=f"{prefix}SIZE")
-    local_rank = _integer(env, f"{prefix}LOCAL_RANK")
-    local_world_size = _integer(env, f"{prefix}LOCAL_SIZE")
-    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or env.get("OMPI_MCA_orte_ess_jobid")
-    addr, port = _mpi_meeting_place(env, world_size, local_world_size, job)
     # OMPI_COMM_WORLD_NODE_RANK is this process's index on its node, not the node's index.
-    return _checked(
-        RankEnv(
-            rank,
-            local_rank,
-            world_size,
-            local_world_size,
-            rank // max(local_world_size, 1),
-            addr,
-            port,
-            Launcher.OPEN_MPI,
-        ),
-        (f"{prefix}LOCAL_RANK", f"{prefix}LOCAL_SIZE", f"{prefix}SIZE"),
-    )
+    names = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or env.get("OMPI_MCA_orte_ess_jobid")
+    return _from_mpi(env, names, job, Launcher.OPEN_MPI)
 
 
 def _from_pmi(env: Mapping[str, str]) -> RankEnv:
-    rank, world_size = _index(env, "PMI_RANK", below="PMI_SIZE")
-    local_rank = _integer(env, "MPI_LOCALRANKID")
-    local_world_size = _integer(env, "MPI_LOCALNRANKS")
-    addr, port = _mpi_meeting_place(env, world_size, local_world_size, None)
+    return _from_mpi(env, ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), None, Launcher.PMI)
+
+
+def _from_mpi(env: Mapping[str, str], names: tuple[str, ...], job: str | None, launcher: Launcher) -> RankEnv:
+    rank_name, size_name, local_rank_name, local_size_name = names
+    rank, world_size = _index(env, rank_name, below=size_name)
+    local_rank, local_world_size = _integer(env, local_rank_name), _integer(env, local_size_name)
+    addr, port = _mpi_meeting_place(env, world_size, local_world_size, job)
     node_rank = rank // max(local_world_size, 1)
-    return _checked(
-        RankEnv(rank, local_rank, world_size, local_world_size, node_rank, addr, port, Launcher.PMI),
-        ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_SIZE"),
-    )
+    found = RankEnv(rank, local_rank, world_size, local_world_size, node_rank, addr, port, launcher)
+    return _checked(found, (local_rank_name, local_size_name, size_name))
 
 
 def _from_slurm(env: Mapping[str, str]) -> RankEnv:
@@ -248,7 +234,7 @@ def _from_slurm(env: Mapping[str, str]) -> RankEnv:
 
 
 def _is_batch_shell(env: Mapping[str, str]) -> bool:
-    """Say whether this is the one shell of an allocation, where SLURM_PROCID=0 does not mean that srun started us."""
+    """Return whether this is the shell of an allocation, where SLURM_PROCID=0 does not mean that srun started us."""
     in_step = "SLURM_STEP_ID" in env or "SLURM_STEPID" in env
     return not in_step and (env.get("ENVIRONMENT") == "BATCH" or env.get("SLURM_JOB_NAME") in ("bash", "interactive"))
 
@@ -341,7 +327,7 @@ def _port(env: Mapping[str, str]) -> int | None:
     return port
 
 
-# The control groups of this process, of both versions, and the cores that they leave it. Standard library only.
+# --- Control groups, of both versions
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -408,9 +394,8 @@ def _cores_of_quota(quota: str, period: str) -> float | None:
         return None
 
 
-# A folder with a short name for the sockets over which loader processes hand over tensors.
+# --- Sockets of loader processes
 #
-# [Note: why]
 # A tensor travels as an open file, for which the loader process listens on a socket in a folder that `multiprocessing`
 # makes below that for temporary files. A socket's path must not be longer than 107 bytes. If it would be, the error is
 # printed by a thread that nobody waits for, and the rank waits for its first batch for ever. Newer versions of Python

@@ -52,7 +52,7 @@ class LaunchTimeout(LockstepError, TimeoutError):
 
 
 class Stopped(LockstepError):
-    """A signal told the launcher to end, and it has ended the ranks.
+    """A signal asked the launcher to end, and it has ended the ranks.
 
     Attributes:
         signal: Its number.

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import resource
 import subprocess
 import sys
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from lockstep.data import TokenFiles, tokens
+from lockstep.data import TokenFiles
 from lockstep.data.tokens import PositionalReader
 from lockstep.errors import ConfigurationError, DataError
 
@@ -102,12 +101,6 @@ def test_many_files_need_few_descriptors(tmp_path, monkeypatch):
     assert inputs(data) == inputs(data) == [[number] for number in range(9)]
     assert len(os.listdir("/proc/self/fd")) == before + 3
     assert inputs(pickle.loads(pickle.dumps(data))) == inputs(data)
-
-
-@pytest.mark.parametrize(("allowed", "kept"), [(1024, 256), (20, 16), (10**6, 4096), (resource.RLIM_INFINITY, 4096)])
-def test_a_part_of_the_descriptors_is_left_to_others(monkeypatch, allowed, kept):
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (allowed, allowed))
-    assert tokens._most_open() == kept
 
 
 def test_what_cannot_be_right_is_found_at_once(tmp_path):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,113 +14,68 @@ from torch import Tensor, nn
 from lockstep import activity
 from lockstep.comm.collectives import Group
 
-# How long a rank is in the collectives of torch's ``fully_shard`` on CPUs, which block it in forward and backward.
 
-
-def count_waits(modules: Iterable[nn.Module]) -> bool:
-    """Let the collectives of ``modules``, which ``fully_shard`` has divided, count as waiting; return whether they do.
-
-    They are those that torch has by default. On a GPU they do not block the host, so nothing would be known by it.
-    """
+def _collectives_of_torch() -> tuple[type, type] | None:
+    """Return torch's default all-gather and reduce-scatter; ``None`` with another version of torch."""
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-    except ImportError:  # another version of torch
-        return False
-    for module in modules:
-        module.set_custom_all_gather(TimedAllGather(DefaultAllGather()))  # type: ignore[operator]
-        module.set_custom_reduce_scatter(TimedReduceScatter(DefaultReduceScatter()))  # type: ignore[operator]
-    return True
+    except ImportError:
+        return None
+    return DefaultAllGather, DefaultReduceScatter
 
 
-class TimedAllGather:
-    """An all-gather of ``fully_shard`` that takes note of its time."""
+class _WrappedCollective:
+    """A collective of ``fully_shard`` whose input is observed, and which counts as waiting on CPUs, where it blocks.
 
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
+    Args:
+        operation: Its name, for the watchdog.
+        inner: What carries it out.
+        observe: Called with what goes in, on the stream that will reduce it.
+    """
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for its result."""
-        return self._inner.allocate(size, dtype=dtype, device=device)  # type: ignore[no-any-return]
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        """Collective: every rank."""
-        with _counted():
-            return self._inner(output_tensor, input_tensor, group, async_op)
-
-
-class TimedReduceScatter:
-    """A reduce-scatter of ``fully_shard`` that takes note of its time."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
+    def __init__(self, operation: str, inner: Any, observe: Callable[[Tensor], None] | None = None) -> None:
+        self._operation, self._inner, self._observe = operation, inner, observe
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for its result."""
+        """Return memory for its input or result."""
         return self._inner.allocate(size, dtype=dtype, device=device)  # type: ignore[no-any-return]
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Collective: every rank."""
-        with _counted():
-            return self._inner(output_tensor, input_tensor, group, op, async_op)
+        if self._observe is not None:
+            self._observe(input_tensor)
+        if not input_tensor.is_cpu:
+            return self._inner(output_tensor, input_tensor, *args, **kwargs)
+        started_s = time.perf_counter()
+        try:
+            with activity.waiting(self._operation):
+                return self._inner(output_tensor, input_tensor, *args, **kwargs)
+        finally:
+            activity.now.waited_s += time.perf_counter() - started_s
 
-
-@contextmanager
-def _counted() -> Iterator[None]:
-    started_s = time.perf_counter()
-    try:
-        yield
-    finally:
-        activity.now.waited_s += time.perf_counter() - started_s
-
-
-# What this rank hands over to torch's ``fully_shard``, looked at before it becomes a sum over the ranks.
 
 GradientObserver = Callable[[int, Tensor], None]
 """Called with the number of a unit and this rank's flat gradients of it, on the stream that will reduce them."""
 
 
-def observe_before_reducing(root: nn.Module, look: GradientObserver) -> bool:
-    """Call ``look`` ahead of each reduction of gradients of ``root``, which ``fully_shard`` has divided.
+def observe_before_reducing(root: nn.Module, observe: GradientObserver) -> bool:
+    """Call ``observe`` ahead of each reduction of gradients of ``root``, which ``fully_shard`` has divided.
 
     The reductions are those that torch has by default.
 
     Returns:
         Whether it will be called: not with another version of torch.
     """
-    try:
-        from torch.distributed.fsdp import FSDPModule
-        from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-    except ImportError:
+    from torch.distributed.fsdp import FSDPModule
+
+    classes = _collectives_of_torch()
+    if classes is None:
         return False
     units = [module for module in root.modules() if isinstance(module, FSDPModule)]
     for number, module in enumerate(units):
-        module.set_custom_reduce_scatter(ObservedReduceScatter(DefaultReduceScatter(), number, look))  # type: ignore[arg-type]
+        observed = _WrappedCollective("reduce_scatter of fully_shard", classes[1](), partial(observe, number))
+        module.set_custom_reduce_scatter(observed)  # type: ignore[arg-type]
     return True
-
-
-class ObservedReduceScatter:
-    """A reduce-scatter of ``fully_shard`` whose input is looked at.
-
-    Args:
-        inner: What carries it out.
-        number: Of the unit.
-        look: What looks.
-    """
-
-    def __init__(self, inner: Any, number: int, look: GradientObserver) -> None:
-        self._inner, self._number, self._look = inner, number, look
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for its input or result."""
-        return self._inner.allocate(size, dtype=dtype, device=device)  # type: ignore[no-any-return]
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        """Collective: every rank."""
-        self._look(self._number, input_tensor)
-        return self._inner(output_tensor, input_tensor, group, op, async_op)
-
-
-# torch's ``fully_shard`` (FSDP2): the few operations that ``fit`` needs of it.
 
 
 def fully_shard_units(root: nn.Module, units: Iterable[nn.Module], *, group: Group, device: torch.device) -> bool:
@@ -140,16 +95,23 @@ def fully_shard_units(root: nn.Module, units: Iterable[nn.Module], *, group: Gro
     divided = [*units, root]
     for unit in divided:
         fully_shard(unit, mesh=mesh)
-    return device.type == "cpu" and count_waits(divided)
+    # On a GPU the collectives do not block the host, so nothing would be known by timing them.
+    classes = _collectives_of_torch() if device.type == "cpu" else None
+    if classes is None:
+        return False
+    for unit in divided:
+        unit.set_custom_all_gather(_WrappedCollective("all_gather of fully_shard", classes[0]()))  # type: ignore[operator]
+        unit.set_custom_reduce_scatter(_WrappedCollective("reduce_scatter of fully_shard", classes[1]()))  # type: ignore[operator]
+    return True
 
 
 def sum_gradients(root: nn.Module, *, over_ranks: bool) -> None:
-    """Say whether the next backward reduces gradients over the ranks, or adds to what this rank has."""
+    """Choose whether the next backward reduces gradients over the ranks, or adds to what this rank has."""
     root.set_requires_gradient_sync(over_ranks)  # type: ignore[operator]
 
 
 def is_sharded(tensor: object) -> bool:
-    """Tell whether a rank holds only a part of ``tensor``."""
+    """Return whether a rank holds only a part of ``tensor``."""
     # Its import takes a second; where nobody has imported it, there are no such tensors.
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(tensor, tensors.DTensor)

@@ -11,14 +11,20 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
-# Which network interface Gloo should use.
-
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""The variable that tells Gloo; what the user put there is never changed."""
+"""The variable that Gloo reads; what the user put there is never changed."""
+
+LINK_TIMEOUT = "LOCKSTEP_LINK_TIMEOUT_S"
+"""The variable with how many seconds a link may be down; 0 leaves connections as they are."""
+
+_LINK_TIMEOUT_S = 60.0
+_MAX_PROBE_S = 5
+_TCP_RTO_MAX_MS = 44  # of linux/tcp.h since 6.15; the socket module does not name it
+_RETRANSMIT_MS = 1000
 
 
 def gloo_interface(master_addr: str | None, *, one_machine: bool) -> str | None:
-    """Return the interface that Gloo should be told to use, or ``None`` if its own choice will do.
+    """Return the interface that Gloo should use, or ``None`` if its own choice will do.
 
     Gloo takes the address that this host's name leads to. On one machine the loopback interface is always right, and
     the name may lead nowhere. Between machines it is the other way round: many systems map the host's name to
@@ -35,7 +41,7 @@ def gloo_interface(master_addr: str | None, *, one_machine: bool) -> str | None:
 
 @contextmanager
 def gloo_interface_set(interface: str | None) -> Iterator[None]:
-    """Tell Gloo to use ``interface`` while inside, unless the user has told it already."""
+    """Have Gloo use ``interface`` while inside, unless the user has chosen one already."""
     if interface is None or GLOO_INTERFACE in os.environ:
         yield
         return
@@ -46,8 +52,20 @@ def gloo_interface_set(interface: str | None) -> Iterator[None]:
         os.environ.pop(GLOO_INTERFACE, None)
 
 
+def reachable_address(master_addr: str) -> str | None:
+    """Return this machine's address for the others, or ``None`` if its name leads to one already."""
+    if _name_leads_outside(socket.gethostname()):
+        return None
+    with suppress(OSError):
+        family, _, _, _, address = socket.getaddrinfo(master_addr.strip("[]"), 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing: the system only looks up the route
+            return str(probe.getsockname()[0])
+    return None
+
+
 def _name_leads_outside(name: str) -> bool:
-    """Say whether the first address of ``name`` that belongs to this machine is one that others can reach."""
+    """Return whether the first address of ``name`` that belongs to this machine is one that others can reach."""
     with suppress(OSError):
         for family, kind, protocol, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
             with suppress(OSError), socket.socket(family, kind, protocol) as probe:
@@ -56,22 +74,8 @@ def _name_leads_outside(name: str) -> bool:
     return False
 
 
-def reachable_address(master_addr: str) -> str | None:
-    """Return this machine's address for the others, or ``None`` if its name leads to one already."""
-    return None if _name_leads_outside(socket.gethostname()) else _address_towards(master_addr)
-
-
-def _address_towards(host: str) -> str | None:
-    with suppress(OSError):
-        family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # Sends nothing; the system only looks up the route.
-            return str(probe.getsockname()[0])
-    return None
-
-
 def is_local(host: str) -> bool:
-    """Say whether ``host`` is an address of this machine: only such an address can be bound."""
+    """Return whether ``host`` is an address of this machine: only such an address can be bound."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -81,48 +85,49 @@ def is_local(host: str) -> bool:
     return True
 
 
-# Connections to other machines that died without a word: found within a stated time, instead of never.
-#
-# A machine that loses power, or a cable that is cut, closes no connection. Who only waits to receive would not learn of
-# it: Gloo and torch's store ask for nothing by which the kernel could tell. So the kernel is told here to probe.
-
-LINK_TIMEOUT = "LOCKSTEP_LINK_TIMEOUT_S"
-"""The variable with how many seconds a link may be down; 0 leaves connections as they are."""
-
-_LIMIT_S = 60.0
-_PROBE_S = 5
-
-
 def link_timeout_s() -> float:
     """Return for how long a link may be down before a connection over it counts as dead."""
     try:
-        return float(os.environ.get(LINK_TIMEOUT, _LIMIT_S))
+        return float(os.environ.get(LINK_TIMEOUT, _LINK_TIMEOUT_S))
     except ValueError:
-        return _LIMIT_S
+        return _LINK_TIMEOUT_S
 
 
 def set_keepalive() -> int:
     """Have the kernel probe all TCP connections of this process to other machines; return how many there are.
 
-    A link that is down for less than `link_timeout_s` is survived: what was sent is sent again. After that the
-    connection
-    fails, and with it whatever waits for it. Linux only; elsewhere it does nothing.
+    A machine that loses power, or a cable that is cut, closes no connection. Who only waits to receive would not learn
+    of it: Gloo and torch's store ask for nothing by which the kernel would notice. A link that is down for less than
+    `link_timeout_s` is survived: what was sent is sent again. One that stays down fails the connection soon after, and
+    with it whatever waits for it. Linux only; elsewhere it does nothing.
     """
     limit = link_timeout_s()
     if sys.platform != "linux" or limit <= 0:
         return 0
-    every = max(1, min(_PROBE_S, int(limit / 4)))
     num_found = 0
     for connection in _to_other_machines():
         with suppress(OSError):
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, int(limit / every)))
-            # For what was sent and not acknowledged, where the kernel would try for a quarter of an hour.
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit * 1000))
+            _keep_alive(connection, limit)
             num_found += 1
     return num_found
+
+
+def _keep_alive(connection: socket.socket, limit_s: float) -> None:
+    every = max(1, min(_MAX_PROBE_S, int(limit_s / 4)))
+    # The kernel counts from the last sign of life, which may be a probe older than the outage, and ends a connection
+    # before it sends the next probe. So the link has to be up again for two probes before the time is up.
+    give_up_s = limit_s + 2 * every + 1
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _RETRANSMIT_MS)
+    except OSError:
+        # What was sent into an outage is sent again after 0.2, 0.4, 0.8 ... s: when the link has come back, the next
+        # time may be as far away as the outage was long.
+        give_up_s = max(give_up_s, 2 * limit_s + 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every)
+    # For what was sent and not acknowledged, where the kernel would try for a quarter of an hour; and for the probes.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(give_up_s * 1000))
 
 
 def _to_other_machines() -> Iterator[socket.socket]:
@@ -133,9 +138,5 @@ def _to_other_machines() -> Iterator[socket.socket]:
             with socket.socket(fileno=os.dup(int(name))) as found:
                 if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
                     peer, ours = found.getpeername()[0], found.getsockname()[0]
-                    if not _is_this_machine(peer, ours):
+                    if peer != ours and not ipaddress.ip_address(peer.partition("%")[0]).is_loopback:
                         yield found
-
-
-def _is_this_machine(peer: str, ours: str) -> bool:
-    return peer == ours or ipaddress.ip_address(peer.partition("%")[0]).is_loopback

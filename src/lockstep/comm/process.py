@@ -16,13 +16,15 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-# Forks beside the threads of a process group: a loader process must not hang before it has begun.
+# --- Forks
 #
-# Two things go wrong when a process forks that is or was a rank, and both hang the child for good, mostly on a busy
-# machine. Gloo's threads drop the tensors of a collective that is over, for which each attaches to the interpreter
-# for a moment. In Python before 3.12 a child forked in that moment inherits the lock of the interpreter's list of
-# threads as taken, and waits for it (CPython issue 112275). And a process group that waits for the garbage collector
-# is collected in the child too, where its destructor joins threads that exist in the parent only.
+# A loader process must not hang before it has begun. Two things go wrong when a process forks that is or was a rank,
+# and both hang the child for good, mostly on a busy machine:
+# - Gloo's threads drop the tensors of a collective that is over, for which each attaches to the interpreter for a
+#   moment. In Python before 3.12 a child forked in that moment inherits the lock of the interpreter's list of threads
+#   as taken, and waits for it (CPython issue 112275).
+# - A process group that waits for the garbage collector is collected in the child too, where its destructor joins
+#   threads that exist in the parent only.
 
 _LIMIT_S = 0.25
 """How long a fork is put off at most: threads that compute all the time would hold it up for ever."""
@@ -64,29 +66,25 @@ def _thread_state(task: str) -> str:
     return line[line.rindex(")") + 2]  # the name before it may hold anything
 
 
-# Let the C library keep the memory that a step frees, for the next step.
-#
-# glibc gives memory back to the system as soon as some more than it expects to need is free, and has it zeroed, page
-# by page, when a step asks for it again. How much it expects goes by what the program has freed so far: twice the
-# largest block, if that is below 32 MiB. A model of moderate size teaches it to give back nearly all activations of a
-# step: 9,000 page faults a step of an MLP with 7 million parameters, a fifth of its processor time. Replicas in
-# threads pay twice, since faults and returns of one process wait for each other.
-#
-# So one block of nearly 32 MiB is allocated and freed, untouched: the limits are then where a larger model would have
-# put them by itself. What is kept in that way is what a step has used; the peak does not rise. Other C libraries do
-# not mind.
+# --- Memory
 
 _ALMOST_32_MIB = 31 * 2**20
 """The largest block that glibc learns from is 32 MiB, its own bookkeeping included."""
 
 
 def keep_freed_memory() -> None:
-    """Do so from now on, in this process."""
+    """Have the C library keep the memory that a step frees, for the next step, from now on in this process."""
+    # glibc gives memory back to the system as soon as more is free than it expects to need, and the system zeroes it,
+    # page by page, when a step asks for it again. What it expects goes by the largest block that was freed so far, if
+    # that is below 32 MiB. A model of moderate size has it give back nearly all activations of a step: 9,000 page
+    # faults a step of an MLP with 7 million parameters, a fifth of its processor time; replicas in threads pay twice,
+    # since faults of one process wait for each other. So one block of nearly 32 MiB is allocated and freed, untouched:
+    # the limits are then where a larger model would have put them. The peak does not rise; other C libraries ignore it.
     block = torch.empty(_ALMOST_32_MIB, dtype=torch.uint8, device="cpu")
     del block
 
 
-# Let code believe for a while that it is the only process.
+# --- A view as the only process
 
 _ALONE = {
     "RANK": "0",
@@ -102,7 +100,7 @@ _ALONE = {
 
 @contextmanager
 def single_process_view() -> Iterator[None]:
-    """Within, environment and torch.distributed say rank 0 of 1; who names a group is told the truth.
+    """Within, environment and torch.distributed say rank 0 of 1; for a group that is named they say the truth.
 
     What was read before stays as it was read. Other threads see the same.
     """

@@ -42,7 +42,7 @@ _BACKLOG = 1024
 
 
 def start_store_server(address: str, timeout_s: float) -> tuple[Store, int]:
-    """Start a store in this process for those that are told ``address``; return it and its port.
+    """Start a store in this process for those that are given ``address``; return it and its port.
 
     torch's own would listen at every address of the machine. This one does so only if ``address`` is a name, which
     others may understand differently, or is not one of this machine's. On the loopback interface it serves this user
@@ -266,7 +266,7 @@ class StoreServer:
             elif query == _COMPARE_SET:
                 key, expected, desired = (yield from _text()), (yield from _text()), (yield from _text())
                 found: bytes = values.get(key, b"")
-                if found == expected and (key in values or not expected):
+                if found == expected:
                     self._put(key, desired)
                     found = desired
                 reply(_packed(found if key in values else expected))

@@ -38,8 +38,6 @@ from lockstep.comm.shm.process_group import ShmProcessGroup, why_unavailable
 from lockstep.env import Launcher, RankEnv
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, RankFailed, WorldSizeMismatch
 
-# Choose the device and the backend of a rank.
-
 
 def choose_device(env: RankEnv, wanted: str | torch.device | None) -> torch.device:
     """Return this rank's device and make it the current one, before anything else touches it.
@@ -110,7 +108,7 @@ def _gpu_of(env: RankEnv, count: int) -> int:
     return env.local_rank
 
 
-# Order blocks of code between ranks through a key-value store: no device is touched, and who is missing is known.
+# --- Barriers through the store: no device is touched, and who is missing is known
 
 _FIRST_PAUSE_S = 0.0002
 """Before the second look at the store; later pauses are longer, as a rank that is late will be late for long."""
@@ -140,7 +138,7 @@ class HostSync:
         self.store.set(f"{prefix}/{self.rank}", "")
         if self.store.add(f"{prefix}/count", 1) == self.world_size:
             self.store.set(f"{prefix}/{_DONE}", "")
-        if not self._wait(f"{prefix}/{_DONE}", timeout_s):
+        if not self._wait(f"{prefix}/{_DONE}", timeout_s, "World.barrier"):
             missing = [rank for rank in range(self.world_size) if not self.store.check([f"{prefix}/{rank}"])]
             raise CollectiveError(
                 f"Rank {self.rank} waited {timeout_s:g} s in World.barrier() number {count}; "
@@ -151,7 +149,7 @@ class HostSync:
         self._forget(f"barrier/{count - 1}")
 
     def announce(self, leader: str, outcome: str | None) -> None:
-        """Tell those who wait in `await_leader` that the block is over; ``outcome`` is the error, if any."""
+        """Release those who wait in `await_leader`: the block is over; ``outcome`` is the error, if any."""
         _, prefix = self._next(leader)
         self.store.set(prefix, outcome or _DONE)
 
@@ -163,7 +161,7 @@ class HostSync:
             CollectiveError: It did not finish in time.
         """
         _, key = self._next(leader)
-        if not self._wait(key, timeout_s):
+        if not self._wait(key, timeout_s, "World.rank_zero_first"):
             raise CollectiveError(
                 f"Rank {self.rank} waited {timeout_s:g} s for {leader} to finish its rank_zero_first() block.\n"
                 "It ended, is stuck, or never reached the block; if it is only slow, pass a longer timeout_s."
@@ -183,19 +181,20 @@ class HostSync:
             self.store.delete_key(f"{prefix}/count")
             self.store.delete_key(f"{prefix}/{_DONE}")
 
-    def _wait(self, key: str, timeout_s: float) -> bool:
+    def _wait(self, key: str, timeout_s: float, operation: str) -> bool:
         """Poll for ``key``: a blocking wait would hold back Ctrl-C."""
         deadline = time.monotonic() + timeout_s
         pause, longest = _FIRST_PAUSE_S, 5 * poll_interval_s(self.world_size)
-        while not self.store.check([key]):
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(pause)
-            pause = min(pause * 1.5, longest)
+        with activity.waiting(operation):
+            while not self.store.check([key]):
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(pause)
+                pause = min(pause * 1.5, longest)
         return True
 
 
-# Leave a process group without hanging, whatever state the other ranks are in.
+# --- The process group: how it is made and left
 
 LEAVE_TIMEOUT_S = 10.0
 
@@ -247,8 +246,6 @@ def _never_destruct(groups: list[dist.ProcessGroup]) -> None:
     for group in groups:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
-
-# Bring up the default process group: choose the device, meet the other ranks, connect; and undo all of it.
 
 _GLOO_CONNECT_FACTOR = 5
 """Gloo waits this many times its timeout for a connection."""
@@ -316,7 +313,7 @@ def start(
 def _choose(
     env: RankEnv, backend: str | None, device: str | torch.device | None
 ) -> tuple[torch.device, str, LockstepError | None]:
-    """Choose device and backend; what is wrong with them is returned, as the other ranks shall hear of it too."""
+    """Choose device and backend; what is wrong with them is returned, as the other ranks are to learn of it too."""
     try:
         chosen = choose_device(env, device)
         return chosen, choose_backend(chosen, backend), None
@@ -345,7 +342,7 @@ def _meet(
 
 
 def _shm_or_gloo(env: RankEnv, store: Store, *, expected: bool) -> str:
-    """Return ``shm`` if all ranks can map one memory, else ``gloo``; say so if they were ``expected`` to.
+    """Return ``shm`` if all ranks can map one memory, else ``gloo``; report it if they were ``expected`` to.
 
     Collective: every rank. Blocks until all have come.
     """
@@ -376,7 +373,7 @@ def _connect(env: RankEnv, meeting: Rendezvous, backend: str, device: torch.devi
         ) from error
 
 
-# `World`: who this rank is, on which device, and how it reaches the others.
+# --- The world
 
 BARRIER_TIMEOUT_S = 1800.0
 """torch's own limit for a collective on Gloo; long, because a rank may be downloading a data set meanwhile."""

@@ -17,7 +17,7 @@ from lockstep.data.loader import LoadOptions, MicroBatch, StreamNote, TrainReque
 from lockstep.data.order import BatchSplit, GlobalOrder
 from lockstep.data.stream import StreamOrder, StreamPosition, load_stream, unfit
 
-# Batches on their way to the devices: any structure of tensors, and ahead of time where a device allows it.
+# --- To the devices
 
 
 @runtime_checkable
@@ -155,7 +155,7 @@ def _record(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
     return tensor
 
 
-# The micro-batches of a process, on its devices, from whatever kind of data set.
+# --- The iterator
 
 
 class BatchIterator:
@@ -164,7 +164,7 @@ class BatchIterator:
     Args:
         samples: With ``len`` and ``[]`` for a `GlobalOrder`, to be iterated for a `StreamOrder`.
         order: Which samples are in which step.
-        division: Which of them fall to this process.
+        split: Which of them fall to this process.
         how: How they are loaded.
         devices: Where each share of this process goes.
 
@@ -176,17 +176,16 @@ class BatchIterator:
         self,
         samples: Any,
         order: GlobalOrder | StreamOrder,
-        division: BatchSplit,
+        split: BatchSplit,
         how: LoadOptions,
         devices: Sequence[torch.device],
     ) -> None:
-        self._samples, self._order, self._division, self._how = samples, order, division, how
-        self._devices = dict(zip(division.shares, devices, strict=False))  # torch's DataParallel has one share only
+        self._samples, self._order, self._split, self._how = samples, order, split, how
+        self._devices = dict(zip(split.shares, devices, strict=False))  # torch's DataParallel has one share only
         self.copies: list[Copy] | None = None
         self._position = StreamPosition()
         self._note: StreamNote | None = None
         self._batches: Iterator[MicroBatch] | None = None
-        self._step = 0
 
     @property
     def workers(self) -> int:
@@ -199,7 +198,7 @@ class BatchIterator:
             batches = self._open()
             self._batches = Prefetcher(batches, self._devices, self.copies) if self._on_cuda else batches
         batch = next(self._batches)
-        self._note, self._step = batch.note, batch.step
+        self._note = batch.note
         if not self._on_cuda:
             batch = to_device(batch, self._devices)
         return batch
@@ -216,14 +215,6 @@ class BatchIterator:
             step: What the next micro-batch is of.
             state: Of a stream, what `state` returned behind the step before.
         """
-        self._go_on_at(step, state)
-
-    def divide(self, division: BatchSplit, step: int) -> None:
-        """Divide global batches otherwise, from ``step`` on, whose micro-batches come next. Not for streams."""
-        self._division = division
-        self._go_on_at(step, None)
-
-    def _go_on_at(self, step: int, state: dict[str, Any] | None) -> None:
         self._position, self._note = StreamPosition(step, state), None
         self.close()
 
@@ -234,11 +225,11 @@ class BatchIterator:
         """
         if self._note is None:
             return self._position.state
-        state = self._state()
+        state = None if self._note.state is None else pickle.loads(self._note.state)
         problem = self._note.problem or unfit(state)
         if problem is None:
             return state
-        if self._division.shares.start == 0:
+        if self._split.shares.start == 0:
             warnings.warn(
                 f"A resumed run will read and drop what came before: state_dict() of {type(self._samples).__name__} "
                 f"{problem}.\nReturn all that its position and order depend on as numbers, strings, lists, dicts and "
@@ -251,16 +242,12 @@ class BatchIterator:
         """Stop the loader's processes."""
         self._batches = None
 
-    def _state(self) -> dict[str, Any] | None:
-        """Return where the stream says that it stands, be it of use or not."""
-        return None if self._note is None or self._note.state is None else pickle.loads(self._note.state)
-
     @property
     def _on_cuda(self) -> bool:
-        return self._devices[self._division.shares.start].type == "cuda"
+        return self._devices[self._split.shares.start].type == "cuda"
 
     def _open(self) -> Iterator[MicroBatch]:
         if isinstance(self._order, StreamOrder):
-            return load_stream(self._samples, self._order, self._division, self._how, position=self._position)
-        requests = TrainRequests(self._order, self._division, self._position.step)
+            return load_stream(self._samples, self._order, self._split, self._how, position=self._position)
+        requests = TrainRequests(self._order, self._split, self._position.step)
         return load(self._samples, requests, self._how, seed=self._order.seed)

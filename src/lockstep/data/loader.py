@@ -21,7 +21,7 @@ from lockstep.data.tokens import TokenFiles
 from lockstep.env import ensure_short_socket_folder
 from lockstep.errors import DataError, LoaderDied, LockstepError
 
-# A sample that could not be read: which, where in the run, and why; made in a loader process, told by every rank.
+# --- Samples that cannot be read
 
 _ADVICE = (
     "Repair or remove what cannot be read, or go on without such samples and have them counted: "
@@ -115,7 +115,7 @@ def _first_few(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:5])) + ", ..." * (len(numbers) > 5)
 
 
-# Reading a whole micro-batch at once, for data sets where that is faster and gives the very same as one by one.
+# --- Loading
 
 Collate = Callable[[list[Any]], Any]
 
@@ -136,8 +136,6 @@ def batched_getitem(samples: Any, collate: Collate | None) -> Callable[[list[int
         return lambda indices: (collate or default_collate)(samples.__getitems__(indices))
     return None
 
-
-# The micro-batches that one process computes, in order and without end, each share collated on its own.
 
 _SAMPLE = 2
 """Keeps the bits that samples are augmented with apart from those that other purposes draw from the same seed."""
@@ -196,7 +194,7 @@ def _init_worker(num_threads: int | None, _worker: int) -> None:
 class Request(NamedTuple):
     """The samples of one micro-batch: what a loader process is asked for.
 
-    ``numbers`` are those of the shares in the division that ``shares`` are the samples of; empty ones are left out.
+    ``numbers`` are those of the shares in the split that ``shares`` are the samples of; empty ones are left out.
     """
 
     epoch: int
@@ -238,14 +236,14 @@ class MicroBatch(NamedTuple):
 class TrainRequests(Sampler[Request]):
     """All requests of this process from a step on, without end."""
 
-    def __init__(self, order: GlobalOrder, division: BatchSplit, first_step: int) -> None:
-        self._order, self._division, self._first_step = order, division, first_step
+    def __init__(self, order: GlobalOrder, split: BatchSplit, first_step: int) -> None:
+        self._order, self._split, self._first_step = order, split, first_step
 
     def __iter__(self) -> Iterator[Request]:
         step = self._first_step
         while True:
             batch = self._order.batch(step)
-            for shares in self._division.micro_batches(batch):
+            for shares in self._split.micro_batches(batch):
                 yield Request(self._order.epoch(step), step, len(batch), list(shares), list(shares.values()))
             step += 1
 
@@ -316,7 +314,7 @@ def load(
     return iter(how.open(_Fetch(samples, how, seed), requests))
 
 
-# What it means when a loader process is gone, in words that help; torch only says that it is.
+# --- Loader processes that die
 
 _TORCH_SAYS = re.compile(r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\)")
 _SIGNAL = re.compile(r"is killed by signal: (?P<signal>[^.]+)\.")

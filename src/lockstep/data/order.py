@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# Random state as a function of where the run is, never of how it got there.
+# --- Random state
 #
 # Nothing random survives a step: before each micro-batch, and before each sample that is fetched, the generators are
 # set from (seed, purpose, position). A run that was resumed, that is interleaved with another one, or that loads its
@@ -45,9 +45,8 @@ def seed_device(device: torch.device, value: int) -> None:
         torch.cuda.default_generators[index].manual_seed(value)
 
 
-# A shuffle that is computed only where it is looked at: its cost depends on how many positions, never on the length.
+# --- [Note: a permutation without a table]
 #
-# [Note: a permutation without a table]
 # A position is written in the fewest bits that can hold the last one, and these are cut into two halves. In each
 # round one half is changed by a keyed hash of the other, in turn: whatever the hash, the round can be undone, so all
 # rounds together are a bijection of the numbers with that many bits. A result that is no position goes through the
@@ -121,7 +120,7 @@ def _hash(values: _Bits, key: np.uint64) -> _Bits:
     return hashed
 
 
-# Which samples make up each global batch, and which of them fall to whom: pure functions of seed and position.
+# --- Global batches
 #
 # The order of the samples depends on (seed, epoch) only. The k-th global batch is the k-th slice of the epoch's
 # permutation, which is worked out only where it is looked at; each share of a batch is contiguous. So the same samples
@@ -215,9 +214,6 @@ def _block(num_samples: int, seed: int, epoch: int, block: int) -> Tensor:
     start = block * _BLOCK_SIZE
     permutation = Permutation(num_samples, mix(seed, _ORDER, epoch))
     return permutation(range(start, min(start + _BLOCK_SIZE, num_samples)))
-
-
-# Which part of a global batch is whose: shares for the devices, micro-batches of a share.
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from lockstep.data.loader import BadSample, Collate, LoadOptions, MicroBatch, St
 from lockstep.data.order import BatchSplit, mix, seed_cpu
 from lockstep.errors import ConfigurationError, DataError, LockstepError
 
-# What a checkpoint may hold: it is read without running code, so nothing but plain values.
+# --- What a checkpoint can hold of a stream's state: plain values, as it is read without running code
 
 _VALUES = {type(None), bool, int, float, complex, str, bytes}
 
@@ -45,7 +45,7 @@ def first_not_serializable(value: Any, place: str = "") -> str | None:
     return next((found for item, where in places if (found := first_not_serializable(item, where)) is not None), None)
 
 
-# Whether every process has the same samples, which is what their division relies on.
+# --- Whether every process has the same samples, which is what the split relies on
 
 
 def is_checked(num_steps: int) -> bool:
@@ -143,7 +143,7 @@ def check_same_length(samples: Any, field: str, *, group: Group | None, device: 
             )
 
 
-# The global batches of a stream, from its beginning or from where its own state says.
+# --- Global batches of a stream
 #
 # [Note: the state of a stream]
 # A stream with ``state_dict()`` and ``load_state_dict(state)`` is asked for its state behind each global batch, so
@@ -339,7 +339,7 @@ def _stream_error(error: Exception, number: int, epoch: int, step: int) -> DataE
     return found
 
 
-# The micro-batches of data that comes as a stream: the k-th global batch is the next so many samples of it.
+# --- Micro-batches of a stream
 #
 # Every process reads the whole stream and collates only what falls to it, so that the samples of a step do not depend
 # on the number of ranks or loader processes. A stream that is costly to read is better given a length and an index.
@@ -354,7 +354,7 @@ class _Steps(IterableDataset[list[MicroBatch] | LockstepError]):
 
     stream: Iterable[Any]
     order: StreamOrder
-    division: BatchSplit
+    split: BatchSplit
     position: StreamPosition
     collate: Collate | None
 
@@ -386,14 +386,14 @@ class _Steps(IterableDataset[list[MicroBatch] | LockstepError]):
                 [collate([samples[index] for index in indices]) for indices in shares.values()],
                 note=note if index == 0 else note._replace(checksum=None),
             )
-            for index, shares in enumerate(self.division.micro_batches(torch.arange(len(samples))))
+            for index, shares in enumerate(self.split.micro_batches(torch.arange(len(samples))))
         ]
 
 
 def _apart(stream: Iterable[Any]) -> Iterable[Any]:
     """Return ``stream`` as it must be in a loader process, which reads all of it.
 
-    What streams do there as a rule is to ask which process they are in, and leave samples out: so they are not told.
+    Streams as a rule ask there which process they are in, and leave samples out: so that is hidden from them.
     Hugging Face's share their epoch among the processes, which reach its end at different times: so each has a copy.
     """
     torch_worker._worker_info = None
@@ -403,7 +403,7 @@ def _apart(stream: Iterable[Any]) -> Iterable[Any]:
 def load_stream(
     stream: Iterable[Any],
     order: StreamOrder,
-    division: BatchSplit,
+    split: BatchSplit,
     how: LoadOptions,
     *,
     position: StreamPosition,
@@ -412,7 +412,7 @@ def load_stream(
 
     Reads and drops what comes before, unless the position holds the stream's own state.
     """
-    return _unpack(how.open(_Steps(stream, order, division, position, how.collate)))
+    return _unpack(how.open(_Steps(stream, order, split, position, how.collate)))
 
 
 def _unpack(loader: Iterable[list[MicroBatch] | LockstepError]) -> Iterator[MicroBatch]:

@@ -6,7 +6,6 @@ import glob
 import itertools
 import os
 import re
-import resource
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +20,7 @@ from torch.utils.data import Dataset
 
 from lockstep.errors import ConfigurationError, DataError
 
-# The files that a data set is told to read: lists, braces and wildcards, in an order that is the same everywhere.
+# --- Names of files
 
 Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 """A name, in which braces and wildcards are expanded, or several."""
@@ -80,20 +79,15 @@ def _alternatives(content: str) -> list[str]:
     return [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
 
 
-# Reads at given places of files, for data sets that are larger than memory.
+# --- Reading
 #
 # Each piece is asked for with ``pread`` rather than mapped into memory: mapped pages count as the process's own
 # memory until the system takes them back, and a file that became shorter would end the process with SIGBUS, where here
-# it is an error that can be told. ``pread`` has no position, so threads and forked processes can share a descriptor.
+# it is an error that names the file. ``pread`` has no position, so threads and forked processes can share a descriptor.
 
 
-def _most_open() -> int:
-    """Return how many files a reader may keep open: a quarter of what the system allows this process."""
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 4096 if allowed == resource.RLIM_INFINITY else max(16, min(4096, allowed // 4))
-
-
-_MAX_OPEN = _most_open()
+_MAX_OPEN = 256
+"""A quarter of what systems allow a process as a rule; further files are opened in place of the oldest."""
 
 
 class _Descriptor:
@@ -180,10 +174,7 @@ def size_of(path: str) -> int:
     return status.st_size
 
 
-# Files of tokens, one number after the other, as data sets of windows: for language models.
-#
-# The files are what trainers of language models write: raw numbers (``.bin``), or numpy's ``.npy``. Nothing is loaded
-# but the window that is asked for, so that the length of the files does not matter.
+# --- The data set
 
 
 class _TokenFile(NamedTuple):

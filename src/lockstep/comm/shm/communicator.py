@@ -244,7 +244,7 @@ class Communicator:
         """Call a collective of the C library. Collective: every rank. Blocks at most about ``timeout_s``.
 
         Raises:
-            LockstepError: It failed; the group is of no more use, and the other ranks hear why.
+            LockstepError: It failed; the group is of no more use, and the other ranks learn why.
         """
         self.ensure_usable(operation)
         code = function(self.handle, *args, int(timeout_s * 1000))
