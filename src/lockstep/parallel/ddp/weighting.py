@@ -442,12 +442,11 @@ class Weights:
         """
         carrier: Bucket | None = None
         if messages is None:
-            for bucket in buckets:  # the first of the widest
+            widest = -1
+            for bucket in buckets:
                 width = _WIDTHS.get(bucket.sent_dtype, 0)
-                if bucket.weight_message is not None and (
-                    carrier is None or width > _WIDTHS.get(carrier.sent_dtype, 0)
-                ):
-                    carrier, messages = bucket, bucket.weight_message
+                if bucket.weight_message is not None and width > widest:
+                    carrier, messages, widest = bucket, bucket.weight_message, width
         factor = None if messages is None else self._read(messages, message, carrier)
         if factor is None:
             factor = self._conclude(self._exchange(message)) if buckets else 1.0
