@@ -79,7 +79,7 @@ def side_by_side(world, name, kind, at_once):
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("name", ["mlp", "reused"])
+@pytest.mark.parametrize("name", [pytest.param("mlp", marks=pytest.mark.soak), "reused"])
 def test_same_bits(ranks, name, kind):
     ranks(2)(side_by_side, name, kind, False)
 

@@ -38,14 +38,14 @@ def train_beside_oracle(world, name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_gradients_equal_one_process_and_ranks_stay_identical(ranks, name, num_ranks):
     assert ranks(num_ranks)(train_beside_oracle, name) == [1] * num_ranks
 
 
-@pytest.mark.parametrize(("name", "num_ranks"), [("mlp", 1), ("reused", 1), ("transformer", 4), ("reused", 4)])
-def test_one_and_four_ranks(ranks, name, num_ranks):
-    ranks(num_ranks)(train_beside_oracle, name)
+@pytest.mark.parametrize("num_ranks", [1, 3, pytest.param(4, marks=pytest.mark.soak)])
+def test_other_numbers_of_ranks(ranks, num_ranks):
+    ranks(num_ranks)(train_beside_oracle, "reused")
 
 
 def compare_with_torch(world, name, options):

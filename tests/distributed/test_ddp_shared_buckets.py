@@ -11,6 +11,8 @@ import lockstep
 from tests.models import FAMILIES, assert_gradients_equal, build, global_batch, share
 from tests.shm import shm_group
 
+SOME = ("transformer", "reused", "sparse", "complex")
+
 
 def is_shared(group, bucket):
     return group.shm_ops.buffers.find(bucket.payload)[0] >= 0
@@ -41,7 +43,9 @@ def train(world, name):
         return len(shared[-1])
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [*SOME, *(pytest.param(name, marks=pytest.mark.soak) for name in FAMILIES if name not in SOME)]
+)
 def test_gradients_equal_one_process(ranks, name):
     warnings = "ignore" if name == "sparse" else "error"  # torch 2.11 warns of the sums of sparse tensors
     assert min(ranks(2, warnings=warnings)(train, name)) >= 1

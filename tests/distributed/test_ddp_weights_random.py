@@ -161,6 +161,8 @@ WAYS = [
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "num_ranks", [2, *(pytest.param(number, marks=pytest.mark.soak) for number in (1, 3))], ids=str
+)
 def test_random_scripts(ranks, num_ranks, seed):
     ranks(num_ranks)(follow_script, write_script(seed, num_ranks, 25), *WAYS[seed % len(WAYS)])

@@ -53,7 +53,7 @@ def errors_on(group, world, name, wire_name):
 
 
 @pytest.mark.parametrize("wire_name", ["bf16", "fp16"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_the_error_is_bounded_and_all_ranks_have_the_same_bits(ranks, wire_name, num_ranks, backend):
     def measure(world):

@@ -52,7 +52,7 @@ def check(found, expected):
 
 
 @pytest.mark.parametrize("loss", [mean_loss, token_loss])
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.soak)])
 def test_fit_trains_as_on_one_device(ranks, num_ranks, loss):
     expected = train(None, "single", model=network, loss=loss)
     for found in ranks(num_ranks)(train, "ddp", synchronised_network, loss):
@@ -87,7 +87,7 @@ def by_hand(num_ranks, accumulate):
     return loop.model.state_dict()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.soak)])
 def test_in_accumulated_micro_batches_too(ranks, num_ranks):
     """In the third step some ranks have a first micro-batch, and none has a second."""
 
