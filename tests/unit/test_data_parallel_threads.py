@@ -35,7 +35,7 @@ def _only_own_threads():
 
 def test_threads_end_with_their_owner():
     x = global_batch("mlp", 4, 0)[0]
-    for _ in range(30):
+    for _ in range(8):
         model = DataParallel(build("mlp"), ["cpu"] * 3)
         for _ in range(3):
             model(x)

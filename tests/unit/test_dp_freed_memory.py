@@ -26,6 +26,7 @@ print(faults())
 """
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries decide otherwise")
 def test_the_memory_of_a_step_is_kept():
     run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True)

@@ -312,6 +312,7 @@ class RankReduction(TreeReduction):
                 work.wait()
             gathering.append(self._sum_slice(received, total))
 
+        # The next chunks travel while one is added; the sums go out while later chunks still come in.
         for flats in zip(*(row.flats for row in rows), strict=True):
             if len(scattering) == _MAX_CHUNKS_IN_FLIGHT:
                 sum_oldest()
@@ -327,6 +328,7 @@ class RankReduction(TreeReduction):
         """Start to send each rank its slice of this rank's parts, and to receive this rank's slice of theirs."""
         num_ranks = self._group.size()
         numel = flats[0].numel() // num_ranks
+        # What goes to one rank must lie together: its slice of the first node, of the second, and so on.
         sent = flats[0] if len(flats) == 1 else torch.stack([flat.view(num_ranks, numel) for flat in flats], dim=1)
         received = flats[0].new_empty(numel * sum(map(len, self._nodes)))
         work = all_to_all_async(

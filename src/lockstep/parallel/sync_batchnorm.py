@@ -398,9 +398,9 @@ class NormaliseFunction(torch.autograd.Function):
         """Return the gradients. Collective if the input requires one: every rank. Blocks."""
         input, weight, *statistics = ctx.saved_tensors
         batch = Statistics(*statistics)
-        gradient = contiguous_like(gradient, like=input)
+        gradient = contiguous_like(gradient, like=input)  # kernels want both in one memory format
         mine = sums_of_gradient(gradient, input, batch, ctx.eps)
-        of_bias, of_weight = mine.chunk(2)
+        of_bias, of_weight = mine.chunk(2)  # this rank's part: the engine sums parameters' gradients over the ranks
         of_input = None
         if ctx.needs_input_grad[0]:
             ctx.exchange.announce(Event.BACKWARD)

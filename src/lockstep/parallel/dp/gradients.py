@@ -92,7 +92,7 @@ def deliver(weights: Sequence[Tensor], gradients: Gradients) -> None:
             if has_hooks or not weight.is_leaf:  # a buffer may have been computed from something else
                 torch.autograd.backward([weight], [gradient])
             elif weight.grad is None:
-                weight.grad = gradient
+                weight.grad = gradient  # without a copy, as autograd does with a gradient that nobody else holds
             elif weight.grad.is_sparse != gradient.is_sparse:
                 torch.autograd.backward([weight], [gradient])
             else:
@@ -111,7 +111,7 @@ def _add_rows(left: Gradients, right: Gradients, writable: set[int]) -> Gradient
         elif _address(mine) in writable and not other.is_sparse:
             in_place.append((mine, other))
         else:
-            result[index] = mine + other
+            result[index] = mine + other  # its own memory from here on, which no other gradient shares
     _add_pairs(in_place)
     return result
 

@@ -8,9 +8,6 @@ with its own children, the weights of its replica and its own buffers put in. Wh
 therefore gone at the next one, as with torch's replicas; what it writes *into* a buffer of the first replica stays,
 since those are the module's own buffers, and into those of the others is lost.
 
-Copying one ``__dict__`` costs half a microsecond, so there is no need to find out what has changed in it. Only where
-the modules themselves or their types changed are the shells made again.
-
 [Note: which tensor a replica sees]
 
 A *weight* is a parameter, or a buffer that requires a gradient. Per replica there are two ways to stand in for it:
@@ -19,11 +16,6 @@ A *weight* is a parameter, or a buffer that requires a gradient. Per replica the
   Used by ``DataParallel.forward``. As in torch's replicas it is no ``nn.Parameter`` and has a ``grad_fn``.
 - *leaf*: a tensor with a ``grad`` of its own, so that every replica can run its own backward in its own thread. Used by
   ``DataParallel.backward``, which sums the gradients afterwards.
-
-On the device of the module, which is the first replica's, every replica's weight lies over the memory of the module's
-weight: nothing is copied, nothing can be out of date. Other devices get coalesced copies, made anew each time: a write
-through ``weight.data``, NumPy or a foreign kernel moves neither the version counter nor the pointer of a weight, so
-there is no way to find out that a copy is still good.
 """
 
 from __future__ import annotations
@@ -83,11 +75,17 @@ class Replicas:
         self.num_parameters = len(parameters)
         check_devices([*self._weights, *plain_buffers], self.devices[0])
 
+        # On the module's own device every replica's weight lies over the memory of the module's: nothing is copied,
+        # nothing can be out of date. Other devices get copies, anew each time: a write through ``weight.data``, NumPy
+        # or a foreign kernel moves neither the version counter nor the pointer of a weight, so there is no way to find
+        # out that a copy is still good.
         devices = self.devices[:num_replicas]
         remote = [device for device in dict.fromkeys(devices) if device != devices[0]]
         copies = dict(zip(remote, coalesced_copies(self._weights, remote), strict=True))
         values = [copies.get(device, self._weights) for device in devices]
         rows = self._make_leaves(values) if leaves else _connect(self._weights, values, devices)
+        # The first replica has the module's own buffers, so what its forward writes into them stays, as with torch's
+        # replicas. The others write into copies, which are lost.
         buffer_rows = [plain_buffers, *coalesced_copies(plain_buffers, devices[1:])]
         for shells, weights, own_buffers in zip(self._shells, rows, buffer_rows, strict=False):
             stand_ins = dict(zip(map(id, self._weights), weights, strict=True))
@@ -119,6 +117,7 @@ class Replicas:
     def _update_shells(self) -> None:
         sources = list(self.module.modules())
         known = map(type, self._shells[0]) if self._shells else ()
+        # A type changes where a parametrization is registered, or a lazy layer has seen its first input.
         if sources == self._sources and list(map(type, sources)) == list(known):
             return
         for name, source in self.module.named_modules():
@@ -141,6 +140,8 @@ class Replicas:
         """Give the shells of one replica the present attributes of their modules. Called in each step: kept quick."""
         shell_of = dict(zip(map(id, self._sources), shells, strict=True))
         for source, shell in zip(self._sources, shells, strict=True):
+            # A fresh copy costs half a microsecond, so there is no need to find out what has changed in it; and what
+            # the last forward set on the shell is gone.
             state: dict[str, Any] = vars(source._replicate_for_data_parallel() if _copies_itself(source) else source)
             state = state.copy()
             state["_is_replica"] = True  # zero_grad() warns in a replica
@@ -187,7 +188,7 @@ class _Replicate(torch.autograd.Function):
     def forward(
         ctx: Any, devices: Sequence[torch.device], values: list[list[Tensor]], *weights: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # a weight that no replica used keeps its ``grad`` as it is
         ctx.num_weights, ctx.devices = len(weights), devices
         return tuple(_alias_of(value) for row in values for value in row)
 

@@ -2,9 +2,6 @@
 
 Tensors are cut as ``torch.chunk`` cuts them (so there may be fewer chunks than devices), containers are rebuilt around
 the chunks, everything else is given to every replica as it is.
-
-Unlike torch's, a call whose tensors give different numbers of chunks is an error. torch cuts all of them down to the
-fewest, so that the samples beyond are silently not computed.
 """
 
 from __future__ import annotations
@@ -71,6 +68,7 @@ def _num_chunks(inputs: Any, num_devices: int, dim: int) -> int:
     """Return how many chunks all tensors in ``inputs`` give; ``num_devices`` if there is no tensor."""
     tensors = [tensor for tensor in _tensors_in(inputs) if tensor.dim() > 0]
     counts = [_count_chunks(tensor.size(dim), num_devices) for tensor in tensors]
+    # torch cuts all of them down to the fewest, so that the samples beyond are silently not computed.
     if len(set(counts)) > 1:
         fewest, most = tensors[counts.index(min(counts))], tensors[counts.index(max(counts))]
         raise ConfigurationError(

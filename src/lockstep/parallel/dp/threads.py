@@ -234,7 +234,7 @@ class ReplicaEngine:
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
         self.replicas = Replicas(module, devices)
         self._threads = ReplicaThreads(len(devices), divide_cores=devices[0].type == "cpu")
-        self._turn = threading.RLock()
+        self._turn = threading.RLock()  # forward holds it around replicate() and parallel_apply(), which take it, too
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -324,7 +324,7 @@ class ReplicaEngine:
         try:
             results = {index: result for index, result in enumerate(self._run(steps)) if result is not None}
         except BaseException:
-            self.replicas.drop_gradients()
+            self.replicas.drop_gradients()  # those of the replicas that did not fail
             raise
         timings = StepTimings(
             refresh_s=refresh_s,
@@ -341,10 +341,12 @@ class ReplicaEngine:
             for index, (function, device) in enumerate(zip(functions, self.replicas.devices, strict=False))
         ]
         try:
+            # One replica alone has nothing to run beside; in the calling thread it has all the cores.
             outcomes = self._threads.run(guarded) if len(guarded) > 1 else [function() for function in guarded]
         except BaseException:  # Ctrl-C: the calls run on, with these replicas
             self.replicas.forget()
             raise
+        # The lowest failing replica, not the first in time: the same error in every run.
         for outcome in outcomes:
             if isinstance(outcome, ExceptionWrapper):
                 outcome.reraise()

@@ -112,7 +112,7 @@ class DataParallel(nn.Module, Generic[Wrapped]):
             if len(self.device_ids) == 1:
                 check_devices([*self.module.parameters(), *self.module.buffers()], self.src_device_obj)
             parts, keyword_parts = self.scatter(inputs, kwargs, self.device_ids)
-            if not parts and not keyword_parts:
+            if not parts and not keyword_parts:  # a call without arguments runs once
                 parts, keyword_parts = ((),), ({},)
             if len(self.device_ids) == 1:
                 return self.module(*parts[0], **keyword_parts[0])
@@ -222,6 +222,7 @@ class DataParallel(nn.Module, Generic[Wrapped]):
         return f"device_ids={names}, output_device={str(self.output_device)!r}, dim={self.dim}"
 
     def __getstate__(self) -> dict[str, Any]:
+        # Threads cannot be copied. A copy, and what was pickled, makes an engine of its own at its first call.
         return {**vars(self), "_engine": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

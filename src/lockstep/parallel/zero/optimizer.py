@@ -178,12 +178,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @torch.no_grad()
     def _step(self, closure: Callable[[], float] | None, kwargs: Mapping[str, Any]) -> float | None:
-        self.wait()
+        self.wait()  # what the last step sent must have come before anybody writes to it
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._collect_gradients()
+        # Schedulers and scripts change the options of these param groups, while the shard's optimizer has its own; and
+        # some optimizers change theirs.
         self._set_options()
         self.optim.step(**kwargs)
         self._adopt_options()
@@ -247,16 +249,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             LockstepError: A gradient is sparse.
         """
-        if self._has_gradients:
+        if self._has_gradients:  # clipped ones, maybe, which must not be collected again
             return
         if self._reducer is not None and self._laid_for is not self._reducer.bucket_set.buckets:
             self._rebuild()
-        for buffer in self._buffers:
+        for buffer in self._buffers:  # model.to(), or a script that sets ``param.data``, gives parameters other memory
             if not buffer.is_intact:
                 buffer.take_back()
         if self._factory.elementwise:
             present = [parameter.grad is not None for parameter in self._parameters]
             self._refuse_sparse()
+            # Gradients that were reduce-scattered are used where they lie in their bucket; others are copied together.
             buckets: Sequence[Bucket] = self._laid_for or ()
             sliced = [
                 buffer.shard_of(self.rank, bucket.gradients)
@@ -497,6 +500,7 @@ def norm_of_shards(gradients: Sequence[Tensor], like: Tensor, norm_type: float =
         norm_type: Above 0; may be infinite.
         group: The ranks that take part.
     """
+    # A sum of powers in the narrow dtype would overflow, or lose digits that one process keeps.
     wide = torch.float32 if like.device.type == "mps" else torch.float64
     total = combine_norms(list_norms(gradients, norm_type), norm_type).to(like.device, wide)
     if math.isinf(norm_type):

@@ -124,6 +124,7 @@ class FlatBuffer:
                 f"{first.dtype} on {first.device}.\nMove or convert the model before the optimizer is made."
             )
         pieces = self.flat.split([each.numel for each in self.ranges])
+        # Strides such as channels_last are kept: kernels and gradients rely on them.
         views = [view_like(piece, parameter) for piece, parameter in zip(pieces, self.parameters, strict=True)]
         with torch.no_grad():
             torch._foreach_copy_(views, [parameter.detach() for parameter in self.parameters])
@@ -216,6 +217,7 @@ def partition_by_parameter(members: Members, num_ranks: int, allocate: Allocate)
 
 def assign_greedily(sizes: Sequence[int], num_ranks: int) -> list[int]:
     """Return a rank for each size: the largest first, to the one with least so far; a pure function."""
+    # All ranks compute this, so ties must fall alike: by index, never by address.
     loads = [0] * num_ranks
     owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):

@@ -252,6 +252,8 @@ class ShardOptimizer:
         found = {each: read(each) for _, _, ranges in self._chunks for each in ranges}
         # Only what has made the same number of steps may be one segment.
         self._install(options, lambda each: (each.group, _numbers_of(found[each])))
+        # load_state_dict() brings entries to the device and dtype that the optimizer wants; it knows parameters by
+        # their number over all groups.
         saved = self.optimizer.state_dict()
         in_order = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         place_of = {id(parameter): place for place, parameter in enumerate(in_order)}
