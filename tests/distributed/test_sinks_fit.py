@@ -1,6 +1,5 @@
 """`fit(log_to=...)`: figures of all ranks while it runs, one run over several sessions, errors on all ranks."""
 
-import json
 import socket
 import threading
 import time
@@ -13,10 +12,6 @@ from lockstep.errors import ConfigurationError
 from tests.training import make_task, mean_loss, samples
 
 
-def lines_of(path, kind):
-    return [line for line in map(json.loads, path.read_text().splitlines()) if line["kind"] == kind]
-
-
 def fit(log_to, **settings):
     return lockstep.fit(make_task(eval_dataset=samples), quiet=True, log_to=log_to, **settings)
 
@@ -25,7 +20,7 @@ def test_figures_of_all_ranks_go_to_the_sinks_in_one_run_over_two_sessions(ranks
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    log_to = [f"jsonl:{tmp_path}/out.jsonl", f"tensorboard:{tmp_path}/board"]
+    log_to = f"tensorboard:{tmp_path}/board"
 
     def train(world, steps):
         result = fit(log_to, checkpoint=tmp_path / "kept", steps=steps, eval_every=3, clip=1.0)
@@ -33,31 +28,25 @@ def test_figures_of_all_ranks_go_to_the_sinks_in_one_run_over_two_sessions(ranks
 
     (first, found), _ = ranks(2)(train, 6)
     (rest, _), _ = ranks(2)(train, 9)
-    out = tmp_path / "out.jsonl"
-    runs = lines_of(out, "run")
-    assert [run["first_step"] for run in runs] == [0, 6]
-    config = runs[0]["config"]
-    assert {"steps": 6, "clip": 1.0, "world_size": 2, "global_batch_size": 24, "task": "task"}.items() <= config.items()
-    assert {"version/torch", "command", "host", "num_parameters"} <= set(config)
-    metrics = lines_of(out, "metrics")
-    steps = [line["step"] for line in metrics]
-    assert steps == sorted(set(steps)) and {6, 9} <= set(steps)
-    losses = [*first, *rest]
-    for line in metrics:
-        if line["step"]:
-            assert line["metrics"]["train/loss"] == losses[line["step"] - 1]
-    last = metrics[-1]["metrics"]
-    assert (last["train/ranks"], last["train/num_steps"], last["rank/own_s_min"] > 0) == (2, 9, True)
-    told = [(line["step"], line["metrics"]) for line in lines_of(out, "evaluation")]
-    assert told[: len(found)] == [
-        (step, {f"eval/{name}": value for name, value in each.items()}) for step, each in found
-    ]
-    events = [(line["event"], line["step"]) for line in lines_of(out, "event") if line["event"] != "remark"]
-    assert [event for event in events if event[0] in ("end", "resume")] == [("end", 6), ("resume", 6), ("end", 9)]
     board = EventAccumulator(str(tmp_path / "board"))
     board.Reload()
-    shown = [(each.step, pytest.approx(each.value)) for each in board.Scalars("train/loss")]
-    assert shown[-1] == (9, losses[8]) and [step for step, _ in shown] == sorted({step for step, _ in shown})
+
+    def shown(name):
+        return {each.step: pytest.approx(each.value) for each in board.Scalars(name)}
+
+    losses = [*first, *rest]
+    steps = [each.step for each in board.Scalars("train/loss")]
+    assert steps == sorted(set(steps)) and {6, 9} <= set(steps)
+    assert all(losses[step - 1] == loss for step, loss in shown("train/loss").items() if step)
+    assert shown("train/ranks")[9] == 2 and shown("train/num_steps")[9] == 9
+    assert next(iter(board.Scalars("rank/own_s_min"))).value > 0
+    evaluated = [(step, metrics["loss"]) for step, metrics in found]
+    assert [(each.step, pytest.approx(each.value)) for each in board.Scalars("eval/loss")][: len(found)] == evaluated
+    (run,) = board.Tensors("run/text_summary")
+    text = run.tensor_proto.string_val[0].decode()
+    assert "| world_size | 2 |" in text and "| clip | 1.0 |" in text and "| version/torch |" in text
+    ended = {each.step for each in board.Tensors("events/end/text_summary")}
+    assert (ended, {each.step for each in board.Tensors("events/resume/text_summary")}) == ({6, 9}, {6})
 
 
 def test_the_page_for_prometheus_is_there_as_long_as_the_run(ranks):
@@ -101,7 +90,7 @@ def test_the_page_for_prometheus_is_there_as_long_as_the_run(ranks):
         pass
 
 
-def test_what_rank_zero_cannot_open_is_an_error_on_all(ranks, tmp_path):
+def test_what_rank_zero_cannot_open_is_an_error_on_all(ranks):
     pytest.importorskip("prometheus_client")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -109,7 +98,7 @@ def test_what_rank_zero_cannot_open_is_an_error_on_all(ranks, tmp_path):
         def train(world):
             began = time.monotonic()
             with pytest.raises(ConfigurationError) as error:
-                fit(f"jsonl:{tmp_path}/out.jsonl,prometheus:{port}", steps=3)
+                fit(f"prometheus:0,prometheus:{port}", steps=3)
             return str(error.value), time.monotonic() - began < 10
 
         text = f"prometheus:{port} cannot be opened: Address already in use.\n"

@@ -1,14 +1,19 @@
 """What a live view shows in the room that there is, on a terminal and in a notebook."""
 
+import os
+import pty
+import select
 import sys
+import termios
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from lockstep.run_folder import TerminalRegion
 from lockstep.telemetry.aggregator import with_waits
-from lockstep.telemetry.live.notebook import NotebookRegion, is_notebook
-from lockstep.telemetry.live_view import bar, chosen, picture
+from lockstep.telemetry.live_view import OwnTerminalView, bar, chosen, open_live_view, picture
 from lockstep.telemetry.metrics import EventFigures, Snapshot
+from tests.screen import Screen
 from tests.unit.test_live_figures import ranks
 
 
@@ -80,33 +85,47 @@ def test_the_bar_is_readable_without_colours():
     assert len({span.style for span in text.spans}) == 6
 
 
-def test_a_notebook_shows_it_in_one_place(monkeypatch):
-    pages = []
+def test_a_view_on_the_launchers_terminal_shares_it(tmp_path, monkeypatch):
+    """Each view takes the place of the one before; a line that is not ended has the last row to itself."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (30, 100))
+    monkeypatch.setenv("LOCKSTEP_RUN_DIR", str(tmp_path))
+    assert open_live_view() is None, "the launcher has no terminal"
+    monkeypatch.setenv("LOCKSTEP_TERMINAL", os.ttyname(theirs))
+    screen, region = Screen(100), TerminalRegion(tmp_path)
 
-    class Handle:
-        def update(self, page):
-            pages.append(("update", page))
+    def look():
+        while select.select([ours], [], [], 0.1)[0]:
+            screen.write(os.read(ours, 65536).decode().replace("\r\n", "\n"))
+        with region.locked() as rows:
+            return rows, screen.rows
 
-    def show(page, display_id):
-        assert display_id is True
-        pages.append(("new", page))
-        return Handle()
+    view = open_live_view()
+    for step in (250, 251):
+        view.update(snapshot(0.010, 0.019, step=step))
+        rows, shown = look()
+        assert (rows, len(shown), shown[0][:14]) == (7, 7, f"step {step}/1,000")
+        assert screen.cursor == (7, 0), "a prompt would stand below it"
+    with region.locked():
+        region.rows = -1
+    view.update(snapshot(0.010, 0.019, step=252))
+    assert look()[1][0].startswith("step 251/")
+    with region.locked():
+        region.rows = 7
+    view.close()
+    assert look() == (0, [])
+    region.close()
+    os.close(ours), os.close(theirs)
 
-    display = ModuleType("IPython.display")
-    display.HTML, display.display = lambda text: text, show
+
+def test_a_notebook_shows_it_with_rich(monkeypatch):
+    monkeypatch.delenv("LOCKSTEP_RUN_DIR", raising=False)
     ipython = ModuleType("IPython")
-    ipython.display = display
     ipython.get_ipython = lambda: SimpleNamespace(kernel=object())
     monkeypatch.setitem(sys.modules, "IPython", ipython)
-    monkeypatch.setitem(sys.modules, "IPython.display", display)
-    assert is_notebook()
-    region = NotebookRegion()
-    lines = picture(snapshot(0.010, 0.019), [], width=region.size[0], height=region.size[1])
-    region.show(lines)
-    region.show(lines)
-    region.show([])
-    region.close()
-    assert [kind for kind, _ in pages] == ["new", "update"], "the last state stays"
-    assert "loss 0.2500" in pages[0][1] and 'background-color: #56b4e9">FFF' in pages[0][1]
+    view = open_live_view()
+    assert isinstance(view, OwnTerminalView)
+    view.update(snapshot(0.010, 0.019))
+    view.close()
     ipython.get_ipython = lambda: SimpleNamespace()
-    assert not is_notebook()
+    assert open_live_view() is None

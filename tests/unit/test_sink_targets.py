@@ -15,7 +15,7 @@ from tests.unit.sinks_planted import facts
 
 
 def test_a_text_and_a_list_say_the_same():
-    text = "tensorboard:runs/a, prometheus:9200,mlflow:http://host:5000,wandb:me/digits,jsonl:out.jsonl,mlflow"
+    text = "tensorboard:runs/a, prometheus:9200,mlflow:http://host:5000,wandb:me/digits,mlflow"
     found = parse_targets(text)
     assert found == parse_targets(text.split(","))
     assert [str(target) for target in found] == [
@@ -23,7 +23,6 @@ def test_a_text_and_a_list_say_the_same():
         "prometheus:9200",
         "mlflow:http://host:5000",
         "wandb:me/digits",
-        "jsonl:out.jsonl",
         "mlflow:",
     ]
     assert FitSettings(log_to=text).log_to == tuple(map(str, found))
@@ -48,13 +47,13 @@ def test_prometheus_listens_on_loopback_if_no_host_is_given(place, address):
         (
             "csv:out",
             "log_to='csv:out' names no sink that there is.\nGive tensorboard:DIR, prometheus:[HOST:]PORT, "
-            "wandb:[ENTITY/]PROJECT, mlflow:[URI] or jsonl:FILE.",
+            "wandb:[ENTITY/]PROJECT or mlflow:[URI].",
         ),
         ("tensorboard", "log_to='tensorboard' does not say where to.\nGive tensorboard:DIR."),
         ("prometheus:port", "log_to='prometheus:port' has no port at its end.\nGive prometheus:[HOST:]PORT."),
         ("prometheus:70000", "log_to='prometheus:70000' has a port above 65535.\nGive prometheus:[HOST:]PORT."),
         ("wandb:a/b/c", "log_to='wandb:a/b/c' has more than one slash.\nGive wandb:[ENTITY/]PROJECT."),
-        ("jsonl:a,jsonl:a", "log_to names jsonl:a twice.\nLeave one of them out."),
+        ("mlflow:a,mlflow:a", "log_to names mlflow:a twice.\nLeave one of them out."),
         (
             "mlflow:https://me:secret@host",
             "The URI of mlflow in log_to has a password, which would stay in the records of the run.\n"
@@ -78,7 +77,6 @@ def test_a_package_that_is_not_installed_is_named_with_the_command(monkeypatch):
         "wandb:digits needs the package wandb_is_not_here, which is not installed on rank zero's machine.\n"
         "pip install 'lockstep-torch[wandb]'"
     )
-    require_package(Target("jsonl", "out"))
     assert "wandb_is_not_here" not in sys.modules
 
 
@@ -86,7 +84,7 @@ def test_all_are_opened_or_none(tmp_path):
     pytest.importorskip("prometheus_client")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        targets = parse_targets([f"jsonl:{tmp_path}/a", "prometheus:0", f"prometheus:{port}"])
+        targets = parse_targets(["prometheus:0", f"prometheus:{port}"])
         before = threading.active_count()
         with pytest.raises(ConfigurationError) as error:
             open_here(targets, facts())
@@ -97,17 +95,13 @@ def test_all_are_opened_or_none(tmp_path):
     assert threading.active_count() == before  # the other server is gone
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "tensorboard"])
-def test_a_folder_that_is_none_is_an_error(tmp_path, kind):
-    if kind == "tensorboard":
-        pytest.importorskip("tensorboard")
+def test_a_folder_that_is_none_is_an_error(tmp_path):
+    pytest.importorskip("tensorboard")
     (tmp_path / "file").write_text("")
-    target = Target(kind, f"{tmp_path}/file/out")
+    target = Target("tensorboard", f"{tmp_path}/file/out")
     with pytest.raises(ConfigurationError) as error:
         open_here([target], facts())
-    what = {"jsonl": "file", "tensorboard": "folder"}[kind]
-    reason = {"jsonl": "File exists", "tensorboard": "Not a directory"}[kind]
-    assert str(error.value) == f"{target} cannot be opened: {reason}.\nName another {what} in log_to."
+    assert str(error.value) == f"{target} cannot be opened: Not a directory.\nName another folder in log_to."
 
 
 class Slow:
@@ -141,11 +135,12 @@ def test_what_a_library_raises_is_told_in_one_line(monkeypatch):
     def fail(target, facts):
         raise RuntimeError("no such experiment.\nAnd much more")
 
-    monkeypatch.setitem(factory._OPENERS, "jsonl", fail)
+    monkeypatch.setitem(factory._OPENERS, "prometheus", fail)
     with pytest.raises(ConfigurationError) as error:
-        open_here([Target("jsonl", "a")], facts())
+        open_here([Target("prometheus", "a")], facts())
     assert str(error.value) == (
-        "jsonl:a cannot be opened: RuntimeError: no such experiment.\nName another file in log_to."
+        "prometheus:a cannot be opened: RuntimeError: no such experiment.\n"
+        "Name another port in log_to, or 0 for any that is free."
     )
 
 

@@ -1,7 +1,6 @@
 """Each sink as whoever reads it sees it: the file, the page, the event file, the calls of a service's client."""
 
 import importlib
-import json
 import os
 import socket
 import sys
@@ -11,7 +10,6 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from lockstep.telemetry.sinks.factory import SinkState
-from lockstep.telemetry.sinks.json_lines import JsonLines
 from tests.unit.sinks_planted import CONFIG, event, facts, snapshot
 
 EVALUATED = event("evaluation", 4, seconds=0.5, metrics={"loss": 0.25})
@@ -21,44 +19,6 @@ def feed(sink, *snapshots):
     for each in snapshots:
         sink.update(each)
     sink.close()
-
-
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_json_lines_hold_the_run_metrics_evaluations_and_events(tmp_path):
-    path = tmp_path / "new" / "out.jsonl"
-    sink = JsonLines(path, facts())
-    assert sink.where == f"metrics go to {path}"
-    feed(sink, snapshot(4), snapshot(5, EVALUATED, loss=float("nan")), snapshot(5, event("end", 5)))
-    run, *lines = read(path)
-    assert (run["kind"], run["name"], run["first_step"], run["config"]) == ("run", "digits", 0, CONFIG)
-    assert [(line["kind"], line["step"]) for line in lines] == [
-        ("metrics", 4),
-        ("evaluation", 4),
-        ("event", 4),
-        ("metrics", 5),
-        ("event", 5),
-    ]
-    assert lines[1]["metrics"] == {"eval/loss": 0.25}
-    told = {"kind": "event", "event": "evaluation", "step": 4, "time": 1e9 + 4, "rank": 0, "seconds": 0.5}
-    assert lines[2] == {**told, "text": "evaluation!"}
-    assert lines[0]["metrics"]["train/loss"] == 0.8 and lines[3]["metrics"]["train/loss"] == "nan"
-    assert lines[3]["metrics"]["events/evaluation"] == 1
-
-
-def test_json_lines_of_a_run_that_goes_on_only_grow(tmp_path):
-    path = tmp_path / "out.jsonl"
-    feed(JsonLines(path, facts()), snapshot(4), snapshot(8, EVALUATED))
-    with path.open("a") as file:
-        file.write('{"kind":"met')  # a process that was killed
-    feed(JsonLines(path, facts(first_step=5, is_fresh=False)), snapshot(6, EVALUATED), snapshot(8), snapshot(9))
-    lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-    steps = {kind: [line["step"] for line in lines if line["kind"] == kind] for kind in ("metrics", "evaluation")}
-    assert steps == {"metrics": [4, 8, 9], "evaluation": [4]}
-    feed(JsonLines(path, facts()), snapshot(1))
-    assert [line["kind"] for line in read(path)] == ["run", "metrics"]
 
 
 def test_tensorboard_reads_what_was_written_and_steps_done_again_but_once(tmp_path):

@@ -125,7 +125,7 @@ def test_every_setting_is_a_flag_and_arrives(mine, monkeypatch):
         "export": "x.safetensors",
         "eval_every": 4,
         "run_dir": "record",
-        "log_to": "jsonl:figures,prometheus:9200",
+        "log_to": "tensorboard:figures,prometheus:9200",
         "profile_steps": "3,2",
         "profile_dir": "traces",
         "view": "lines",

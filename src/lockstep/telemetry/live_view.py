@@ -1,15 +1,27 @@
-"""A snapshot as text: a view for a terminal, a line for a pipe."""
+"""A snapshot as text, a view for a terminal or a line for a pipe; and the live view, which rank zero draws."""
 
 from __future__ import annotations
 
+import os
+import sys
 import time
+from abc import abstractmethod
+from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, final
 
+from rich.console import Console, Group
+from rich.live import Live
 from rich.text import Text
+from typing_extensions import override
 
-from lockstep.telemetry.metrics import PARTS, EventFigures, RankFigures, Snapshot
+from lockstep.run_folder import TERMINAL, TerminalRegion, current_run_folder, erase_rows
+from lockstep.telemetry.metrics import PARTS, EventFigures, RankFigures, Snapshot, SnapshotSink
 
-# Where the time of a step goes, in words: pure functions of the ranks' figures.
+# --- in words: pure functions of the ranks' figures -------------------------------------------------------------------
 
 NAMES = {
     "data_wait_s": "data wait",
@@ -62,13 +74,7 @@ def slowest_of(snapshot: Snapshot) -> RankFigures | None:
 
 def line(snapshot: Snapshot) -> str:
     """Return the progress of a run in one line, for a pipe."""
-    words = [f"step {snapshot.step}/{snapshot.num_steps}"]
-    if snapshot.loss is not None:
-        words.append(f"loss {snapshot.loss:.4f}")
-    if snapshot.samples_per_s is not None:
-        words.append(f"{snapshot.samples_per_s:,.0f} samples/s")
-    if snapshot.tokens_per_s is not None:
-        words.append(f"{snapshot.tokens_per_s:,.0f} {snapshot.counts}/s")
+    words = [f"step {snapshot.step}/{snapshot.num_steps}", *_loss_and_rates(snapshot)]
     if snapshot.left_s is not None:
         words.append(f"{duration(snapshot.left_s)} left")
     if where := largest(snapshot.ranks, 3):
@@ -76,6 +82,15 @@ def line(snapshot: Snapshot) -> str:
     if (slow := slowest_of(snapshot)) is not None:
         words.append(f"rank {slow.rank} is slowest")
     return "  ".join(words)
+
+
+def _loss_and_rates(snapshot: Snapshot) -> list[str]:
+    words = [] if snapshot.loss is None else [f"loss {snapshot.loss:.4f}"]
+    if snapshot.samples_per_s is not None:
+        words.append(f"{snapshot.samples_per_s:,.0f} samples/s")
+    if snapshot.tokens_per_s is not None:
+        words.append(f"{snapshot.tokens_per_s:,.0f} {snapshot.counts}/s")
+    return words
 
 
 def summary(snapshot: Snapshot) -> str | None:
@@ -120,10 +135,7 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
 
 
-# A snapshot as lines for a terminal: pure functions of it and of the room there is.
-#
-# Colours are those of Okabe and Ito, which people tell apart however they see colours; each part has a letter as
-# well, so that the bar can be read without any.
+# --- as lines for a terminal: pure functions of a snapshot and of the room there is ----------------------------------
 
 LETTERS = {
     "data_wait_s": ("D", "#000000 on #E69F00"),
@@ -133,7 +145,11 @@ LETTERS = {
     "peers_s": ("W", "#000000 on #D55E00"),
     "optimizer_s": ("O", "#000000 on #CC79A7"),
 }
-"""Letter and colours of each part of a step."""
+"""Letter and colours of each part of a step.
+
+The colours are those of Okabe and Ito, which people tell apart however they see colours; by the letters the bar can be
+read without any.
+"""
 
 MOST_RANKS = 16
 """With more ranks, only the extremes have a line."""
@@ -181,13 +197,7 @@ def _progress(snapshot: Snapshot, width: int) -> Text:
 
 
 def _metrics_line(snapshot: Snapshot) -> Text:
-    words = []
-    if snapshot.loss is not None:
-        words.append(f"loss {snapshot.loss:.4f}")
-    if snapshot.samples_per_s is not None:
-        words.append(f"{snapshot.samples_per_s:,.0f} samples/s")
-    if snapshot.tokens_per_s is not None:
-        words.append(f"{snapshot.tokens_per_s:,.0f} {snapshot.counts}/s")
+    words = _loss_and_rates(snapshot)
     if snapshot.learning_rate is not None:
         words.append(f"lr {snapshot.learning_rate:.3g}")
     if snapshot.grad_norm is not None:
@@ -262,9 +272,20 @@ def _rank(each: RankFigures, snapshot: Snapshot, width: int) -> Text:
     if width >= _NARROW and each.step_s:
         text.append_text(bar([each], 20))
         text.append(" ")
-    text.append(_work(each))
-    text.append(_utilisation(each))
-    text.append(_memory(each))
+    if each.own_s is None:
+        text.append("no step done yet")
+    else:
+        waits = "" if each.exposed_s is None else f"  waits {milliseconds(each.exposed_s):>7}"
+        text.append(f"works {milliseconds(each.own_s):>7}{waits}")
+    if each.gpu_percent is not None:
+        text.append(f"  GPU {each.gpu_percent:3.0f}%")
+    elif each.cpu_percent is not None:
+        text.append(f"  CPU {each.cpu_percent:3.0f}%")
+    if each.memory_bytes is not None:
+        peak = "" if each.memory_peak_bytes is None else f" (peak {size(each.memory_peak_bytes)})"
+        text.append(f"  {size(each.memory_bytes)}{peak}")
+    elif each.rss_bytes is not None:
+        text.append(f"  {size(each.rss_bytes)}")
     if each.gpu_temperature_c is not None:
         text.append(f"  {each.gpu_temperature_c:.0f} °C")
     if each.gpu_power_w is not None:
@@ -276,26 +297,144 @@ def _rank(each: RankFigures, snapshot: Snapshot, width: int) -> Text:
     return text
 
 
-def _work(each: RankFigures) -> str:
-    if each.own_s is None:
-        return "no step done yet"
-    waits = "" if each.exposed_s is None else f"  waits {milliseconds(each.exposed_s):>7}"
-    return f"works {milliseconds(each.own_s):>7}{waits}"
-
-
-def _utilisation(each: RankFigures) -> str:
-    if each.gpu_percent is not None:
-        return f"  GPU {each.gpu_percent:3.0f}%"
-    return "" if each.cpu_percent is None else f"  CPU {each.cpu_percent:3.0f}%"
-
-
-def _memory(each: RankFigures) -> str:
-    if each.memory_bytes is not None:
-        peak = "" if each.memory_peak_bytes is None else f" (peak {size(each.memory_peak_bytes)})"
-        return f"  {size(each.memory_bytes)}{peak}"
-    return "" if each.rss_bytes is None else f"  {size(each.rss_bytes)}"
-
-
 def _event(event: EventFigures) -> Text:
     clock = time.strftime("%H:%M:%S", time.localtime(event.time))
     return Text(f"{clock} step {event.step:,} {event.event}: {event.text}".replace("\n", " "), style="dim")
+
+
+# --- drawn again and again --------------------------------------------------------------------------------------------
+
+PRINTED_EVENTS = ("evaluation", "skipped", "straggler", "remark")
+"""Events that whoever shows a run prints as lines that stay; they have no place in the view."""
+
+
+class LastRates:
+    """Remembers how fast the run was, for snapshots since which no step was done."""
+
+    def __init__(self) -> None:
+        self._last: tuple[float | None, float | None] = None, None
+
+    def filled(self, snapshot: Snapshot) -> Snapshot:
+        """Return ``snapshot`` with the last rates there were."""
+        if snapshot.samples_per_s is None:
+            return replace(snapshot, samples_per_s=self._last[0], tokens_per_s=self._last[1])
+        self._last = snapshot.samples_per_s, snapshot.tokens_per_s
+        return snapshot
+
+
+class LiveView(SnapshotSink):
+    """Shows the last snapshot and the last events in a place of their own."""
+
+    def __init__(self) -> None:
+        self._rates = LastRates()
+        self._events: deque[EventFigures] = deque(maxlen=_MOST_EVENTS)
+
+    @override
+    def update(self, snapshot: Snapshot) -> None:
+        self._events += [event for event in snapshot.events if event.event not in PRINTED_EVENTS]
+        width, height = self._size()
+        self._show(picture(self._rates.filled(snapshot), list(self._events), width=width, height=height))
+
+    @abstractmethod
+    def _size(self) -> tuple[int, int]:
+        """Return columns and rows to use."""
+
+    @abstractmethod
+    def _show(self, lines: Sequence[Text]) -> None:
+        """Show ``lines`` instead of those before."""
+
+
+@final
+class OwnTerminalView(LiveView):
+    """On the terminal of this process, or in the output of a notebook's cell; what it prints appears above."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._streams = sys.stdout, sys.stderr
+        self._live = Live(console=Console(), auto_refresh=False, transient=True)
+        self._live.start()
+        if not self._live.console.is_jupyter:
+            self._live.console.show_cursor(True)  # whoever kills this process would be left without one
+        os.register_at_fork(after_in_child=self._leave_to_parent)
+
+    @override
+    def close(self) -> None:
+        self._live.stop()
+
+    @override
+    def _size(self) -> tuple[int, int]:
+        return self._live.console.size
+
+    @override
+    def _show(self, lines: Sequence[Text]) -> None:
+        self._live.update(Group(*lines), refresh=True)
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child, such as a loader process: print as if there were no view, which the parent draws."""
+        if self._live.is_started:
+            sys.stdout, sys.stderr = self._streams
+
+
+@final
+class LauncherTerminalView(LiveView):
+    """On the terminal of the launcher of this rank, which prints there as well; see `TerminalRegion`.
+
+    Args:
+        folder: Of the launcher's run.
+        terminal: The device.
+    """
+
+    def __init__(self, folder: Path, terminal: str) -> None:
+        super().__init__()
+        self._file = open(terminal, "w")  # noqa: SIM115 - open as long as the view
+        self._region = TerminalRegion(folder)
+        self._console = Console(file=self._file, force_terminal=True)
+
+    @override
+    def close(self) -> None:
+        if self._file.closed:
+            return
+        with suppress(OSError):
+            self._show([])
+        self._file.close()
+        self._region.close()
+
+    @override
+    def _size(self) -> tuple[int, int]:
+        with suppress(OSError):
+            columns, rows = os.get_terminal_size(self._file.fileno())
+            if columns and rows:
+                return columns, rows
+        return 80, 25
+
+    @override
+    def _show(self, lines: Sequence[Text]) -> None:
+        if self._file.closed:
+            return
+        with self._console.capture() as capture:
+            for each in lines:
+                self._console.print(each, no_wrap=True, overflow="ignore", crop=False, highlight=False)
+        with self._region.locked() as rows:
+            if rows < 0:  # a line that somebody has begun and not ended has the last row to itself
+                return
+            self._file.write(erase_rows(rows) + capture.get())
+            self._file.flush()
+            self._region.rows = len(lines)
+
+
+def open_live_view() -> LiveView | None:
+    """Return a live view, if there is where to show one."""
+    folder, terminal = current_run_folder(), os.environ.get(TERMINAL)
+    if folder is not None:
+        with suppress(OSError):  # the terminal is gone, or the launcher is another user's
+            return None if terminal is None else LauncherTerminalView(folder, terminal)
+        return None
+    is_terminal = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+    return OwnTerminalView() if is_terminal or _is_notebook() else None
+
+
+def _is_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook."""
+    ipython: Any = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return getattr(shell, "kernel", None) is not None

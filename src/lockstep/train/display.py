@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from abc import abstractmethod
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from typing_extensions import override
 
-from lockstep import run_folder
 from lockstep.data.loader import BadSample
 from lockstep.telemetry import live_view
-from lockstep.telemetry.live import remote
-from lockstep.telemetry.live.notebook import NotebookRegion, is_notebook
-from lockstep.telemetry.live.region import Region
-from lockstep.telemetry.live_view import picture
-from lockstep.telemetry.metrics import EventFigures, Snapshot, SnapshotSink
+from lockstep.telemetry.metrics import Snapshot, SnapshotSink
 from lockstep.train.nonfinite import NonFiniteStep
 from lockstep.train.plan import Plan
 from lockstep.train.recording import RunRecord
@@ -121,9 +114,6 @@ def _schedule(plan: Plan) -> str:
 # What rank zero shows of a run: a live view on a terminal or in a notebook, lines in a pipe, nothing when quiet.
 
 _LINE_S = 10.0
-_SHOWN_EVENTS = 3
-_PRINTED_EVENTS = ("evaluation", "skipped", "straggler", "remark")
-"""These are printed, too, and stay."""
 
 
 class Display(SnapshotSink):
@@ -143,74 +133,19 @@ class _Printing(Display):
         sys.stdout.flush()
 
 
-class _LastRates:
-    """Remembers how fast the run was, for snapshots since which no step was done."""
-
-    def __init__(self) -> None:
-        self._last: tuple[float | None, float | None] = None, None
-
-    def filled(self, snapshot: Snapshot) -> Snapshot:
-        """Return ``snapshot`` with the last rates there were."""
-        if snapshot.samples_per_s is None:
-            return replace(snapshot, samples_per_s=self._last[0], tokens_per_s=self._last[1])
-        self._last = snapshot.samples_per_s, snapshot.tokens_per_s
-        return snapshot
-
-
 class Live(_Printing):
-    """A view that is drawn anew in place.
+    """A view that is drawn anew in place."""
 
-    Args:
-        region: Where: on a terminal, or in a notebook.
-        folder: Of the run of the launcher of this rank, if there is one, which writes to the same terminal.
-    """
-
-    def __init__(self, region: Region | NotebookRegion, folder: Path | None = None) -> None:
-        self._region, self._folder = region, folder
-        self._rates = _LastRates()
-        self._events: deque[EventFigures] = deque(maxlen=_SHOWN_EVENTS)
+    def __init__(self, view: live_view.LiveView) -> None:
+        self._view = view
 
     @override
     def update(self, snapshot: Snapshot) -> None:
-        self._events += view_events(snapshot)
-        self._look_at_launcher()
-        width, height = self._region.size
-        self._region.show(picture(self._rates.filled(snapshot), list(self._events), width=width, height=height))
+        self._view.update(snapshot)
 
     @override
     def close(self) -> None:
-        self._look_at_launcher()
-        self._region.close()
-
-    def _look_at_launcher(self) -> None:
-        """Look once whether the launcher has written its answer to Ctrl-C below the view."""
-        if self._folder is not None and run_folder.stop_reason(self._folder) == signal.SIGINT.name:
-            self._folder = None
-            self._region.disturbed(run_folder.FIRST_CTRL_C_MESSAGE.decode())
-
-
-class Remote(_Printing):
-    """Sends snapshots to the launcher of this rank, which has the terminal or the notebook.
-
-    Args:
-        folder: Of the launcher's run.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._rates = folder, _LastRates()
-        self._events: deque[EventFigures] = deque(maxlen=_SHOWN_EVENTS)
-        self._is_closed = False
-
-    @override
-    def update(self, snapshot: Snapshot) -> None:
-        self._events += view_events(snapshot)
-        if not self._is_closed:
-            remote.send(self._folder, self._rates.filled(snapshot), self._events)
-
-    @override
-    def close(self) -> None:
-        self._is_closed = True
-        remote.withdraw(self._folder)
+        self._view.close()
 
 
 class Lines(_Printing):
@@ -221,7 +156,7 @@ class Lines(_Printing):
 
     def __init__(self) -> None:
         self._shown_at = time.perf_counter()
-        self._rates = _LastRates()
+        self._rates = live_view.LastRates()
 
     @override
     def update(self, snapshot: Snapshot) -> None:
@@ -272,26 +207,9 @@ def make_display(view: ViewName = "auto", *, silent: bool) -> Display:
         return Said()
     if view == "auto" and "CI" in os.environ:
         return Lines()
-    if view != "lines" and (live := _live()) is not None:
-        return live
+    if view != "lines" and (live := live_view.open_live_view()) is not None:
+        return Live(live)
     return Lines()
-
-
-def view_events(snapshot: Snapshot) -> list[EventFigures]:
-    """Return the new events that have a place in a view."""
-    return [event for event in snapshot.events if event.event not in _PRINTED_EVENTS]
-
-
-def _live() -> Display | None:
-    """Return a live view, if there is where to show one."""
-    folder = run_folder.current_run_folder()
-    if folder is not None and remote.is_offered(folder):
-        return Remote(folder)
-    if is_notebook():
-        return Live(NotebookRegion())
-    if sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
-        return Live(Region(sys.stdout), folder)
-    return None
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:

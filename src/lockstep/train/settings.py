@@ -376,7 +376,7 @@ class FitSettings(Settings):
         str | Sequence[str] | None,
         Flag(
             "Where figures go as it runs, with commas between them: tensorboard:DIR, prometheus:[HOST:]PORT, "
-            "wandb:[ENTITY/]PROJECT, mlflow:[URI], jsonl:FILE.",
+            "wandb:[ENTITY/]PROJECT, mlflow:[URI].",
             "SINK,..",
         ),
     ] = None

@@ -15,7 +15,6 @@ from typing import Any
 
 from lockstep import run_folder
 from lockstep.errors import RESUME_EXIT_CODE, exit_code_after
-from lockstep.telemetry.live.region import say_at_once
 
 # Signals that ask a run to stop: SIGTERM, SIGUSR1 and Ctrl-C become a wish that is looked for once a step.
 #
@@ -98,7 +97,7 @@ class StopSignals:
         if number == signal.SIGINT:
             if self._received is signal.SIGINT:
                 raise KeyboardInterrupt
-            say_at_once(run_folder.FIRST_CTRL_C_MESSAGE)
+            os.write(2, run_folder.FIRST_CTRL_C_MESSAGE)
         self._received = signal.Signals(number)
 
     def _listen(self, run_dir: Path) -> None:

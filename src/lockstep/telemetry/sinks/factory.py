@@ -61,7 +61,6 @@ FORMS = {
     "prometheus": "prometheus:[HOST:]PORT",
     "wandb": "wandb:[ENTITY/]PROJECT",
     "mlflow": "mlflow:[URI]",
-    "jsonl": "jsonl:FILE",
 }
 """How each kind of sink is asked for."""
 
@@ -401,12 +400,6 @@ def _prometheus(target: Target, facts: RunInfo) -> MetricsSink:
     return Prometheus(*target.address, facts)
 
 
-def _json_lines(target: Target, facts: RunInfo) -> MetricsSink:
-    from lockstep.telemetry.sinks.json_lines import JsonLines
-
-    return JsonLines(Path(target.place).expanduser(), facts)
-
-
 def _wandb(target: Target, facts: RunInfo) -> MetricsSink:
     from lockstep.telemetry.sinks.wandb_run import WandbRun
 
@@ -424,7 +417,6 @@ _OPENERS: dict[str, Callable[[Target, RunInfo], MetricsSink]] = {
     "prometheus": _prometheus,
     "wandb": _wandb,
     "mlflow": _mlflow,
-    "jsonl": _json_lines,
 }
 
 _SERVICES = ("wandb", "mlflow")
@@ -435,5 +427,4 @@ _OTHERWISE = {
     "prometheus": "Name another port in log_to, or 0 for any that is free.",
     "wandb": "Run `wandb login`, or set WANDB_MODE=offline and `wandb sync` later; or leave it out of log_to.",
     "mlflow": "Look whether MLflow can be reached there, or leave it out of log_to.",
-    "jsonl": "Name another file in log_to.",
 }
