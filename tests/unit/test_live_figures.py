@@ -16,9 +16,19 @@ from lockstep.telemetry.aggregator import (
 )
 from lockstep.telemetry.live_view import duration, line, milliseconds, summary
 from lockstep.telemetry.metrics import EventFigures, RankFigures, Snapshot, SnapshotSink, Spread
-from lockstep.telemetry.run_record import Measured, PeriodicThread
+from lockstep.telemetry.run_record import BucketTimes, Number, PeriodicThread, RecordedStep, Reduction, StepSeconds
 
-STEP = Measured(0.012, 0.001, 0.003, 0.005, 0.001, exposed_s=0.002)
+STEP = StepSeconds(0.012, 0.001, 0.003, 0.005, 0.001, exposed_s=0.002)
+
+
+def step(number, **fields):
+    losses = [Number(loss) for loss in [fields.pop("loss", None)] if loss is not None]
+    numbers = {name: Number(fields.pop(name)) for name in ("counted", "grad_norm") if fields.get(name) is not None}
+    return RecordedStep(number, 0.0, 0.0, 0.0, 1.0, losses=losses, **numbers, **fields)
+
+
+def event(**fields):
+    return {"kind": "event", "step": 0, "time": 5.0, "seconds": None, **fields}
 
 
 def figures(rank=0, **changes):
@@ -72,15 +82,13 @@ class Notes:
 def test_means_over_the_steps_since_the_last_look():
     found = figures(first_step=7)
     for number, factor in ((7, 10.0), (8, 1.0), (9, 3.0)):
-        measured = Measured(*(None if value is None else factor * value for value in STEP))
+        took = StepSeconds(*(None if value is None else factor * value for value in STEP))
         loss = {7: None, 8: 0.5, 9: None}[number]
-        found.step(
-            number, measured, interval_s=0.02, num_samples=8, num_tokens=None if loss is None else 100, loss=loss
-        )
+        trips = [BucketTimes(0, 2**20, 0.0, sent=0.0, done=0.004 if number == 8 else 0.002)] if number > 7 else []
+        of_step = {"samples": 8, "interval_s": 0.02, "reductions": [Reduction(trips)]}
+        found.add_step(step(number, counted=None if loss is None else 100, loss=loss, **of_step), took)
         if number == 7:
             first, _ = found.read()
-    found.bucket(0, 2**20, 0.004)
-    found.bucket(0, 2**20, 0.002)
     found.machine({"kind": "machine", "time": 1.0, "rss_bytes": 5, "cpu_percent": 80.0})
     seen, interval = found.read()
     assert (first.step, first.num_steps, first.step_s) == (8, 1, pytest.approx(0.12))
@@ -98,7 +106,7 @@ def test_means_over_the_steps_since_the_last_look():
 
 def test_a_rank_that_knows_nothing_of_waiting_says_so():
     found = figures()
-    found.step(0, STEP._replace(exposed_s=None), interval_s=None, num_samples=1)
+    found.add_step(step(0, samples=1), STEP._replace(exposed_s=None))
     assert found.read()[0].exposed_s is None
 
 
@@ -112,8 +120,8 @@ def test_a_snapshot_of_all_ranks():
     mine, board, kept = figures(), Notes({1: [3, *encode(other)]}), Kept()
     aggregator = Aggregator(mine, board, RunConstants(20, steps_per_epoch=4, num_skipped=lambda: 2), world_size=2)
     aggregator.deliveries.append(DirectDispatch(kept))
-    mine.event({"kind": "event", "event": "checkpoint", "step": 0, "time": 5.0, "seconds": 0.1, "text": "kept"})
-    mine.step(0, STEP, interval_s=0.02, num_samples=8, loss=0.25, learning_rate=0.1, grad_norm=1.5)
+    mine.add_event(event(event="checkpoint", seconds=0.1, text="kept"))
+    mine.add_step(step(0, interval_s=0.02, samples=8, loss=0.25, learning_rate=0.1, grad_norm=1.5), STEP)
     aggregator.beat()
     aggregator.beat(is_last=True)
     first, second = kept.snapshots
@@ -134,7 +142,7 @@ def test_a_snapshot_of_all_ranks():
 def test_other_ranks_only_post():
     board, mine = Notes(), figures(rank=1)
     aggregator = Aggregator(mine, board, RunConstants(20), world_size=2)
-    mine.step(0, STEP, interval_s=0.02, num_samples=8)
+    mine.add_step(step(0, interval_s=0.02, samples=8), STEP)
     aggregator.beat()
     aggregator.beat()
     (first, *values), (second, *_) = board.mine

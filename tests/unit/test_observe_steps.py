@@ -7,8 +7,9 @@ import torch
 
 from lockstep.observe import steps as module
 from lockstep.observe.hooks import num_samples
-from lockstep.observe.observation import Engine, step_line, timeline_line
+from lockstep.observe.observation import Engine
 from lockstep.observe.steps import Steps
+from lockstep.telemetry.run_record import measure, step_line, timeline_line
 
 MAIN, OTHER = 1, 2
 
@@ -74,7 +75,16 @@ class Loop:
 
     def lines(self, kind="torch-ddp", num_ranks=2):
         self.steps.close()
-        return [step_line(step, Engine(kind), 0.0, num_ranks=num_ranks) for step in self.done_steps]
+        return [line_of(step, kind, num_ranks) for step in self.done_steps]
+
+
+def line_of(step, kind, num_ranks=1):
+    Engine(kind).complete(step)
+    own_samples, step.samples = step.samples, step.samples * num_ranks
+    try:
+        return step_line(step, measure(step), 0.0, None)
+    finally:
+        step.samples = own_samples
 
 
 @pytest.fixture
@@ -95,7 +105,7 @@ def test_a_plain_loop(loop):
     assert (first["interval_s"], second["interval_s"]) == (18.75, None)
     assert (first["samples"], first["samples_per_s"], first["step"], second["step"]) == (16, 0.853, 0, 1)
     assert first["learning_rate"] == 0.1
-    assert timeline_line(loop.done_steps[0], Engine("torch-ddp"), 5.0) == {
+    assert timeline_line(loop.done_steps[0], 5.0) == {
         "kind": "timeline",
         "step": 0,
         "time": 5.0,
@@ -116,7 +126,7 @@ def test_what_an_engine_does_not_tell_is_null(loop):
     loop.step()
     (line,) = loop.lines("unknown")
     assert parts(line) == [1.0, 2.5, 5.0, None, 0.25, 8.75]
-    assert step_line(loop.done_steps[0], Engine("single"), 0.0, num_ranks=1)["exposed_s"] == 0.0
+    assert line_of(loop.done_steps[0], "single")["exposed_s"] == 0.0
 
 
 def test_micro_batches_are_one_step(loop):

@@ -19,8 +19,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lockstep.observe.steps import Steps
 from lockstep.parallel.compile import is_capturing
-from lockstep.parallel.ddp.bucket_events import StepStamps
 from lockstep.parallel.ddp.module_io import find_tensors
+from lockstep.telemetry.run_record import Reduction
 
 # Hooks that never harm the program they watch: errors of ours end the watching, and copies of a hook do nothing.
 
@@ -122,7 +122,7 @@ class Forwards:
     """
 
     def __init__(
-        self, steps: Steps, device: torch.device, take_stamps: Callable[[], list[StepStamps]], fail: Fail
+        self, steps: Steps, device: torch.device, take_stamps: Callable[[], list[Reduction]], fail: Fail
     ) -> None:
         self._steps, self._device, self._take_stamps = steps, device, take_stamps
         self._fail = fail

@@ -24,9 +24,9 @@ from lockstep.comm.collectives import backend_name
 from lockstep.errors import ConfigurationError
 from lockstep.observe.hooks import Hook, has_compiled_call, in_backward, updates
 from lockstep.observe.observation import Observation, Place, find_place
-from lockstep.observe.steps import Value
 from lockstep.run_folder import current_run_folder, read_failure
 from lockstep.telemetry.provenance import Provenance, gather
+from lockstep.telemetry.run_record import Number
 
 # ``lockstep run --monitor``: finds the training loop of a script that knows nothing of it.
 #
@@ -286,23 +286,23 @@ class Watch:
         self._observation.close(error)
 
 
-def _value_of(value: Tensor | float) -> Value:
+def _value_of(value: Tensor | float) -> Number:
     if not isinstance(value, Tensor):
-        return Value(float(value))
+        return Number(float(value))
     if value.numel() != 1:
         raise ConfigurationError(
             f"What was given to be recorded has {value.numel()} elements.\nGive one number, such as the mean."
         )
     if value.device.type == "cpu":
-        return Value(float(value.item()))
+        return Number(float(value.item()))
     value = value.detach()
     if not value.is_cuda:
-        return Value(value.clone())  # the script may change it
+        return Number(value.clone())  # the script may change it
     there = torch.empty((), dtype=torch.float64, pin_memory=True)
     there.copy_(value.double().reshape(()), non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record(torch.cuda.current_stream(value.device))
-    return Value(there, arrived)
+    return Number(there, arrived)
 
 
 # `monitor`: one line that has a training script recorded.

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -33,30 +33,27 @@ from lockstep.observe.hooks import (
     watch_all_loaders,
     watch_loader,
 )
-from lockstep.observe.steps import Step, Steps, Value
-from lockstep.parallel.ddp.bucket_events import BucketStamps, StepStamps
+from lockstep.observe.steps import Step, Steps
+from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.telemetry.provenance import Provenance, gather
 from lockstep.telemetry.run_record import (
     Event,
     LineWriter,
     Mark,
     PeriodicThread,
-    StepLines,
+    Reduction,
+    StepRecorder,
     has_timeline,
-    seconds_between,
 )
 from lockstep.train.recording import (
     RunFile,
-    bucket_rows,
     clocks_line,
     describe_rank,
-    hidden_s,
     how_called,
     meet,
     open_rank_file,
     start_line,
 )
-from lockstep.train.timing import StepBegin
 
 # What exchanges gradients in a script, and what it tells of that.
 
@@ -102,28 +99,19 @@ class Engine:
         for each in self.stamps:
             each.closely = closely
 
-    def take(self) -> list[StepStamps]:
-        """Return what was stamped of the backward that has just ended."""
+    def take(self) -> list[Reduction]:
+        """Return what was recorded of the backward that has just ended."""
         return [found for each in self.stamps if (found := each.take()) is not None]
 
-    def waited_s(self, step: Step) -> float | None:
-        """Return how long backward waited for communication after its own work; None if that cannot be seen."""
-        if self.kind == "single":
-            return 0.0
-        if not step.has_backward:
-            return None
-        if self.kind == "ddp":
-            return sum(_waited_s(stamps) for stamps in step.stamps)
+    def complete(self, step: Step) -> None:
+        """Add to a step that is over what is known of its communication, and what could not be seen of it."""
         if self.kind == "torch-ddp":
-            return sum(seconds_between(*wait) for wait in step.waits)
-        return None
-
-    def hidden_s(self, step: Step) -> float | None:
-        """Return the time in which buckets travelled beside backward, of a step that was looked at closely."""
-        if not step.stamps:
-            return step.hidden_s
-        known = [found for each in step.stamps if (found := hidden_s(each, step.begin)) is not None]
-        return sum(known) if known else None
+            step.reductions = [Reduction(waited=wait) for wait in step.waits]
+        is_known = self.kind == "single" or (step.has_backward and self.kind in ("ddp", "torch-ddp"))
+        step.exposed_s = 0.0 if is_known else None
+        seen = {"data_wait": step.sees_batches, "forward": step.has_forward, "backward": step.has_backward}
+        step.unseen = frozenset(phase for phase, is_seen in seen.items() if not is_seen)
+        step.has_timeline = has_timeline(step.number)
 
     def torch_hidden_s(self) -> float | None:
         """Return the time in which buckets of torch's engine travelled beside its last backward, if it knows.
@@ -134,18 +122,6 @@ class Engine:
         before, self._last_iteration = self._last_iteration, told.get("iteration")
         nanoseconds = told.get("backward_compute_comm_overlap_time", 0)
         return nanoseconds / 1e9 if self._last_iteration != before and nanoseconds > 0 else None
-
-    def last_wait(self, step: Step) -> Any:
-        """Return from when to when the last backward waited; None if that cannot be seen."""
-        if self.kind == "torch-ddp":
-            return step.waits[-1] if step.waits else None
-        return step.stamps[-1].waited if step.stamps else None
-
-
-def _waited_s(stamps: StepStamps) -> float:
-    if stamps.exposed_s is not None:
-        return stamps.exposed_s
-    return 0.0 if stamps.waited is None else seconds_between(*stamps.waited)
 
 
 def find_engine(models: Sequence[nn.Module], num_ranks: int) -> Engine:
@@ -172,119 +148,35 @@ def _class(module: str, name: str) -> Any:
     return () if found is None else getattr(found, name)
 
 
-# The lines that are recorded of a step that was seen from outside: pure functions. What was not seen is null.
-
-
-def step_line(step: Step, engine: Engine, began_s: float, *, num_ranks: int) -> dict[str, Any]:
-    """Return the line of kind ``step``; see ``STEP`` in lockstep.telemetry.run_record.
-
-    Args:
-        step: Known.
-        engine: That exchanges gradients.
-        began_s: When it began, in Unix time.
-        num_ranks: That train together, each with as many samples.
-    """
-    total_s = round(seconds_between(step.begin, step.end), 7)
-    waited_s = engine.waited_s(step)
-    elsewhere_s = sum(waited for _, _, _, waited in step.spans)
-    backward_s = max(0.0, step.seconds(["backward"]) - (waited_s or 0.0))
-    samples = step.samples * num_ranks
-    losses = [_number(value) for value in step.losses]
-    return {
-        "kind": "step",
-        "step": step.number,
-        "num_steps": 1,
-        "epoch": None,
-        "time": round(began_s, 6),
-        "interval_s": _short(step.interval_s),
-        "total_s": total_s,
-        "slowest_s": total_s,
-        "slowest_step": step.number,
-        "data_wait_s": _short(step.seconds(["data_wait"]) if step.sees_batches else None),
-        "copy_s": None,
-        "forward_s": _short(step.seconds(["forward"]) if step.has_forward else None),
-        "backward_s": _short(backward_s if step.has_backward else None),
-        "exposed_s": _short(None if waited_s is None else waited_s + elsewhere_s),
-        "hidden_s": _short(engine.hidden_s(step)),
-        "optimizer_s": _short(step.seconds(["optimizer"])),
-        "loss": sum(losses) / len(losses) if losses else None,
-        "learning_rate": step.learning_rate,
-        "grad_norm": None if step.grad_norm is None else _number(step.grad_norm),
-        "samples": samples,
-        "samples_per_s": round(samples / (step.interval_s or total_s or 1e-9), 3),
-        "counts": None,
-        "tokens_per_s": None,
-    }
-
-
-def timeline_line(step: Step, engine: Engine, began_s: float) -> dict[str, Any]:
-    """Return the line of kind ``timeline``; see ``TIMELINE`` in lockstep.telemetry.run_record."""
-
-    def since(mark: Mark) -> float:
-        return round(seconds_between(step.begin, mark), 7)
-
-    spans = [(phase, since(begin), since(end)) for phase, begin, end, _ in step.spans]
-    waited = engine.last_wait(step)
-    return {
-        "kind": "timeline",
-        "step": step.number,
-        "time": round(began_s, 6),
-        "spans": [[phase, begin, end] for phase, begin, end in spans if end > begin],
-        "buckets": [row for stamps in step.stamps for row in bucket_rows(stamps, since)],
-        "waited_from": None if waited is None else since(waited[0]),
-        "waited_until": None if waited is None else since(waited[1]),
-    }
-
-
-def _short(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 7)
-
-
-def _number(value: Value) -> float:
-    return float(value.number)
-
-
-# Records steps that were seen from outside.
-#
-# [Note: in another thread]
-# The thread that trains only puts steps into a queue. Another one comes by about once a second, looks whether the
-# device has come to a step's end, which is never waited for, and works out what it took, in small pieces with pauses:
-# while it runs Python, the thread that trains cannot.
-
-_PIECE, _PIECE_PAUSE_S = 32, 0.001
-_BEHIND = 50_000
-"""So many steps in the queue, and there are no pauses any more."""
 _NUM_SIZED = 1000
 
 
-class Recorder:
-    """Takes the steps and events of this rank to its file.
+class MonitorRecorder:
+    """Hands the steps and events that were seen to the recorder of this rank.
 
     Args:
-        writer: Of the file.
+        writer: Of the rank's file.
         engine: That exchanges gradients.
-        num_ranks: That train together.
+        num_ranks: That train together, each with as many samples.
         first_step: Steps done before.
 
     Attributes:
-        sizes: How many of the first steps had how many samples.
+        sizes: How many of the first steps had how many samples of this rank.
     """
 
     def __init__(self, writer: LineWriter, engine: Engine, *, num_ranks: int, first_step: int) -> None:
-        self._writer, self._engine, self._num_ranks = writer, engine, num_ranks
-        self._lines, self._begins = StepLines(writer.add), StepBegin()
-        self._queue: deque[Step | dict[str, Any]] = deque()
-        self._num_done = first_step
+        self._engine, self._num_ranks, self._num_done = engine, num_ranks, first_step
+        self._recorder = StepRecorder(writer)
         self._owing: Step | None = None
         self.sizes: Counter[int] = Counter()
-        self._beats = PeriodicThread(self.drain)
+        self._thread = PeriodicThread(self._recorder.drain)
 
     def opened(self, step: Step) -> None:
-        """Take notice that a step has begun."""
+        """Take note that a step has begun."""
         self._engine.look_closely(has_timeline(step.number))
 
     def forward_ended(self) -> None:
-        """Take notice that a training forward is over, in which torch's engine has worked out its figures."""
+        """Take note that a training forward is over, in which torch's engine has worked out its figures."""
         if self._owing is not None:
             self._settle(self._engine.torch_hidden_s())
 
@@ -292,68 +184,39 @@ class Recorder:
         """Take a step; the device may still owe its figures. Does not block."""
         self._num_done = step.number + 1
         self._settle(None)
-        if self._engine.torch_module is not None and has_timeline(step.number):
+        self._engine.complete(step)
+        if self._engine.torch_module is not None and step.has_timeline:
             step.owes_hidden, self._owing = True, step
-        self._queue.append(step)
+        if step.number < _NUM_SIZED:
+            self.sizes[step.samples] += 1
+        step.samples *= self._num_ranks
+        self._recorder.add(step)
         if step.is_skipped:
             self.event("skipped", f"step {self._num_done}: left out by GradScaler: the gradient was not finite")
 
     def evaluated(self, num_steps: int, wall_s: float, seconds: float) -> None:
-        """Take notice of an evaluation: when it began, and how long training stood still for it."""
-        self._add("evaluation", num_steps, "forwards that did not train", wall_s=wall_s, seconds=seconds)
+        """Take note of an evaluation: when it began, and how long training stood still for it."""
+        text = "forwards that did not train"
+        self._recorder.event("evaluation", text, step=num_steps, time_s=wall_s, seconds=seconds)
 
     def event(self, event: Event, text: str) -> None:
         """Take an event. Does not block."""
-        self._add(event, self._num_done, text, wall_s=time.time(), seconds=None)
+        self._recorder.event(event, text, step=self._num_done)
 
     def close(self, *, waits: bool) -> None:
         """Write what is left, and what the device owes if this ``waits``. Blocks some seconds at most for the disk."""
         self._settle(None)
-        last = next((item for item in reversed(self._queue) if isinstance(item, Step)), None)
+        last = self._recorder.last_step
         if waits and last is not None and isinstance(last.end, torch.cuda.Event):
             last.end.synchronize()
-        if self._beats.stop():
-            self.drain(at_once=True)
-            self._lines.close()
-        self._writer.close()
-
-    def drain(self, *, at_once: bool = False) -> None:
-        """Write the steps that the device is done with, and the events between them; ``at_once`` without pauses."""
-        count = 0
-        while self._queue:
-            item = self._queue[0]
-            if isinstance(item, dict):
-                self._writer.add(item)
-                if item["seconds"] is not None:
-                    self._begins.forget()
-            elif item.is_known:
-                self._write(item)
-            elif at_once:  # nobody waits for the device any more: events are still told
-                pass
-            else:
-                return
-            self._queue.popleft()
-            count += 1
-            if not at_once and count % _PIECE == 0 and len(self._queue) < _BEHIND:
-                time.sleep(_PIECE_PAUSE_S)
+        if self._thread.stop():
+            self._recorder.drain(at_once=True)
+        self._recorder.close()
 
     def _settle(self, hidden_s: float | None) -> None:
         step, self._owing = self._owing, None
         if step is not None:
             step.hidden_s, step.owes_hidden = hidden_s, False
-
-    def _add(self, event: Event, num_steps: int, text: str, *, wall_s: float, seconds: float | None) -> None:
-        line = {"kind": "event", "event": event, "step": num_steps, "time": wall_s, "seconds": seconds, "text": text}
-        self._queue.append(line)
-
-    def _write(self, step: Step) -> None:
-        total_s = seconds_between(step.begin, step.end)
-        began_s = self._begins.of(step.begin, wall_s=step.wall_s, began_at=step.began_at, total_s=total_s)
-        self._lines.take(step_line(step, self._engine, began_s, num_ranks=self._num_ranks))
-        if has_timeline(step.number):
-            self._writer.add(timeline_line(step, self._engine, began_s))
-        if step.number < _NUM_SIZED:
-            self.sizes[step.samples] += 1
 
 
 # The record of a script: who takes part, its files, and what is known of it as a whole.
@@ -566,7 +429,7 @@ class Observation:
             "run_dir": str(run_dir),
         }
         self._session = Session(run_dir, place, device, models, facts, first_step=first_step, provenance=provenance)
-        self._recorder = Recorder(self._session.writer, engine, num_ranks=place.num_ranks, first_step=first_step)
+        self._recorder = MonitorRecorder(self._session.writer, engine, num_ranks=place.num_ranks, first_step=first_step)
         self._tell_beginning(first_step)
         self.steps = Steps(self._mark if device.type == "cuda" else None, self._recorder, first_step)
         engine.stamp(device)

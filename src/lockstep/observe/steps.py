@@ -9,11 +9,8 @@ from enum import Enum
 from threading import get_ident
 from typing import Literal, Protocol
 
-import torch
-
 from lockstep import activity
-from lockstep.parallel.ddp.bucket_events import StepStamps
-from lockstep.telemetry.run_record import Mark, seconds_between
+from lockstep.telemetry.run_record import Mark, RecordedStep, Reduction
 
 # A step of somebody else's loop, as it was seen from outside.
 
@@ -25,74 +22,21 @@ Span = tuple[Phase, Mark, Mark, float]
 
 
 @dataclass(slots=True)
-class Value:
-    """A number of the step that the script has given: here already, or on its way from the device."""
-
-    number: float | torch.Tensor
-    arrived: torch.cuda.Event | None = None
-
-    @property
-    def is_known(self) -> bool:
-        """Whether it is here."""
-        return self.arrived is None or self.arrived.query()
-
-
-@dataclass(slots=True)
-class Step:
-    """A step, from its first batch to the end of its update.
+class Step(RecordedStep):
+    """A step of somebody else's loop, from its first batch to the end of its update, as it was seen from outside.
 
     Attributes:
-        number: Counted from 0.
-        begin: The first mark.
-        began_at: When the host got there, by ``time.perf_counter``.
-        wall_s: The same in Unix time.
-        end: The last mark.
-        spans: What was seen of it, in order; the rest is the script's own.
         waits: Within backward: from when this rank's own work was done, to when the gradients were reduced.
-        stamps: The same and more, from an engine of ours, for each backward that it has synchronised.
-        samples: Of this rank.
         num_inputs: What forwards were given, for a script without a loader that is seen.
-        interval_s: From its beginning to that of the next, or to what came between.
-        hidden_s: Time in which buckets travelled beside backward, where torch's engine tells it.
-        owes_hidden: Whether it may tell that in the next forward.
-        losses, grad_norm: What the script has given.
-        learning_rate: Of the first parameter group.
         sees_batches: Whether batches come from loaders that are seen.
         has_forward, has_backward: Whether they were seen.
-        is_skipped: Whether the gradient was not finite, and so there was no update.
     """
 
-    number: int
-    begin: Mark
-    began_at: float
-    wall_s: float
-    end: Mark
-    spans: list[Span] = field(default_factory=list)
     waits: list[tuple[Mark, Mark]] = field(default_factory=list)
-    stamps: list[StepStamps] = field(default_factory=list)
-    samples: int = 0
     num_inputs: int = 0
-    interval_s: float | None = None
-    hidden_s: float | None = None
-    owes_hidden: bool = False
-    losses: list[Value] = field(default_factory=list)
-    grad_norm: Value | None = None
-    learning_rate: float | None = None
     sees_batches: bool = False
     has_forward: bool = False
     has_backward: bool = False
-    is_skipped: bool = False
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the device has come to the end of all that is to be read."""
-        values = self.losses if self.grad_norm is None else [*self.losses, self.grad_norm]
-        over = not isinstance(self.end, torch.cuda.Event) or self.end.query()
-        return over and not self.owes_hidden and all(value.is_known for value in values)
-
-    def seconds(self, phases: Sequence[Phase]) -> float:
-        """Return how long some phases took together, without waiting in collectives of ours."""
-        return sum(seconds_between(begin, end) - waited for phase, begin, end, waited in self.spans if phase in phases)
 
 
 class Listener(Protocol):
@@ -282,14 +226,14 @@ class Steps:
         """Take notice that this rank's own work of backward is done."""
         self._own_done, _, _ = self.moment()
 
-    def backward_ends(self, stamps: Sequence[StepStamps]) -> None:
+    def backward_ends(self, reductions: Sequence[Reduction]) -> None:
         """Take notice that backward is over, and the gradients are reduced."""
         if self._open is None or self._now is not _Now.BACKWARD:
             return
         now = self.moment()
         if self._own_done is not None:
             self._open.waits.append((self._own_done, now[0]))
-        self._open.stamps += stamps
+        self._open.reductions += reductions
         self._add("backward", now)
         self._now, self._since = (_Now.OPTIMIZER if self._depth else _Now.OUTSIDE), now
         if self._has_stepped_within:

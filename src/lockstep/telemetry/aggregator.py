@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lockstep.comm.store import StatusKeys
 from lockstep.telemetry.metrics import BucketFigures, EventFigures, RankFigures, Snapshot, SnapshotSink
-from lockstep.telemetry.run_record import Measured, RecordedStep, StepSeconds, seconds_between
+from lockstep.telemetry.run_record import RecordedStep, StepSeconds, seconds_between
 
 # One rank's figures between two looks at them: sums over its steps, and what its machine last said.
 
@@ -105,71 +105,37 @@ class RankMetrics:
         self._trips: dict[int, _Trips] = {}
         self._events: list[EventFigures] = []
 
-    def step(
-        self,
-        step: int,
-        measured: Measured,
-        *,
-        interval_s: float | None,
-        num_samples: int,
-        num_tokens: float | None = None,
-        loss: float | None = None,
-        learning_rate: float | None = None,
-        grad_norm: float | None = None,
-    ) -> None:
-        """Take the step of number ``step``, counted from 0; it lasted ``interval_s`` until the next one began."""
-        self.num_done = step + 1
-        if self._first.num_steps and not self._whole.num_steps:
-            self._sums = Sums()  # the first step says nothing of those that follow
-        self._sums.add(measured)
-        if not self._first.num_steps:
-            self._first.add(measured)
-        else:
-            self._whole.add(measured)
-        self._seconds += measured.total_s if interval_s is None else interval_s
-        self._num_samples += num_samples
-        if num_tokens is not None:
-            self._num_counted += num_tokens
-            self._num_counted_samples += num_samples
-        if loss is not None:
-            self._loss, self._grad_norm, self._rate = loss, grad_norm, learning_rate
-
-    def bucket(self, number: int, size_bytes: int, seconds: float) -> None:
-        """Take how long a bucket was on its way."""
-        trips = self._trips.setdefault(number, _Trips(size_bytes))
-        trips.sum_s += seconds
-        trips.least_s, trips.most_s = min(trips.least_s, seconds), max(trips.most_s, seconds)
-        trips.count += 1
-
     def add_step(self, step: RecordedStep, took: StepSeconds) -> None:
         """Take a step of this rank."""
-        counted = None if step.counted is None else float(step.counted)
-        self.step(
-            step.number,
-            took,
-            interval_s=step.interval_s,
-            num_samples=step.samples,
-            num_tokens=counted,
-            loss=step.loss,
-            learning_rate=step.learning_rate,
-            grad_norm=None if step.grad_norm is None else float(step.grad_norm),
-        )
+        self.num_done = step.number + 1
+        if self._first.num_steps and not self._whole.num_steps:
+            self._sums = Sums()  # the first step says nothing of those that follow
+        self._sums.add(took)
+        (self._whole if self._first.num_steps else self._first).add(took)
+        self._seconds += took.total_s if step.interval_s is None else step.interval_s
+        self._num_samples += step.samples
+        if step.counted is not None:
+            self._num_counted += float(step.counted)
+            self._num_counted_samples += step.samples
+        if (loss := step.loss) is not None:
+            self._loss, self._rate = loss, step.learning_rate
+            self._grad_norm = None if step.grad_norm is None else float(step.grad_norm)
         for bucket in (each for reduction in step.reductions for each in reduction.buckets):
             if bucket.sent is not None and bucket.done is not None:
-                self.bucket(bucket.position, bucket.size_bytes, seconds_between(bucket.sent, bucket.done))
+                seconds = seconds_between(bucket.sent, bucket.done)
+                trips = self._trips.setdefault(bucket.position, _Trips(bucket.size_bytes))
+                trips.sum_s += seconds
+                trips.least_s, trips.most_s = min(trips.least_s, seconds), max(trips.most_s, seconds)
+                trips.count += 1
 
     def add_event(self, line: Mapping[str, Any]) -> None:
         """Take a line of kind ``event``; ``metrics`` may be in it."""
-        self.event(line)
+        names = ("event", "step", "time", "seconds", "text")
+        self._events.append(EventFigures(**{name: line[name] for name in names}, metrics=line.get("metrics")))
 
     def machine(self, line: Mapping[str, Any]) -> None:
         """Take a line of kind ``machine``."""
         self._machine = {name: line.get(name) for name in _MACHINE}
-
-    def event(self, line: Mapping[str, Any]) -> None:
-        """Take a line of kind ``event``; ``metrics`` may be in it."""
-        names = ("event", "step", "time", "seconds", "text")
-        self._events.append(EventFigures(**{name: line[name] for name in names}, metrics=line.get("metrics")))
 
     def read(self) -> tuple[RankFigures, Interval]:
         """Return the figures since they were read before."""

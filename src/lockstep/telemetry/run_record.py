@@ -307,9 +307,6 @@ class StepSeconds(NamedTuple):
     hidden_s: float | None = None
 
 
-Measured = StepSeconds  # until train/recording.py uses `StepRecorder`
-
-
 def measure(step: RecordedStep) -> StepSeconds:
     """Return where the time of a step went, once it is known; waiting is taken out of the phases it happened in."""
     seconds = dict.fromkeys(PHASES, 0.0)
@@ -323,7 +320,7 @@ def measure(step: RecordedStep) -> StepSeconds:
     seconds["backward"] = max(0.0, seconds["backward"] - (in_backward_s or 0.0))
     exposed_s = None if in_backward_s is None else in_backward_s + seconds["communication"] + in_collectives_s
     hidden_s = step.hidden_s
-    if step.has_timeline and step.reductions:
+    if step.has_timeline and any(reduction.buckets for reduction in step.reductions):
         known = [each for reduction in step.reductions if (each := reduction.hidden_s(step.begin)) is not None]
         hidden_s = sum(known) if known else None
     parts = {f"{phase}_s": None if phase in step.unseen else seconds[phase] for phase in PHASES}
@@ -742,36 +739,6 @@ class StepRecorder:
             began_s = max(began_s, min(before_s + seconds_between(before, step.begin), time.time() - total_s))
         self._last_begin = step.begin, began_s
         return began_s
-
-
-class StepLines:
-    """Takes the line of each step.
-
-    Args:
-        add: Gets those to write, and the event of a step that took far too long.
-    """
-
-    def __init__(self, add: Callable[[Line], None]) -> None:
-        self._add = add
-        self._thinner, self._spikes = Downsampler(), OutlierSteps()
-
-    def take(self, line: Line) -> None:
-        """Take the line of the next step."""
-        text = self._spikes.check(Measured(**{name: line[name] for name in Measured._fields}))
-        if text is not None:
-            self._add(spike_line(line["step"], line["time"], text))
-        if (ready := self._thinner.add(line)) is not None:
-            self._add(ready)
-
-    def close(self) -> None:
-        """Give what is held, if anything is."""
-        if (rest := self._thinner.rest()) is not None:
-            self._add(rest)
-
-
-def spike_line(step: int, time: float, text: str) -> Line:
-    """Return the event of a step, counted from 0, that began at ``time`` and took far too long."""
-    return {"kind": "event", "event": "spike", "step": step + 1, "time": time, "seconds": None, "text": text}
 
 
 PERIOD_S = 1.0

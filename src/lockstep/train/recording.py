@@ -32,7 +32,7 @@ from lockstep.comm.store import StatusKeys
 from lockstep.comm.world import World
 from lockstep.data.batch_iterator import Copy
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.ddp.bucket_events import BucketStamps, StepStamps
+from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.run_folder import hide_secrets
 from lockstep.telemetry.aggregator import (
     Aggregator,
@@ -55,7 +55,6 @@ from lockstep.telemetry.run_record import (
     VERSION,
     Event,
     LineWriter,
-    Mark,
     Number,
     PeriodicThread,
     RecordedStep,
@@ -64,7 +63,6 @@ from lockstep.telemetry.run_record import (
     guarded,
     has_timeline,
     measure,
-    seconds_between,
 )
 from lockstep.telemetry.sinks.factory import Plain, RunInfo, Sinks, open_sinks, parse_targets
 from lockstep.telemetry.stragglers import (
@@ -215,29 +213,6 @@ def _sessions_in(path: Path) -> list[Session]:
     except (OSError, ValueError, KeyError, TypeError):
         return []
     return sessions
-
-
-def bucket_rows(stamps: StepStamps, since: Callable[[Mark], float]) -> list[list[float]]:
-    """Return the buckets of a timeline; ``since`` tells when a moment was, after the beginning of the step."""
-    return [
-        [each.position, each.size_bytes, since(each.ready), since(each.sent), since(each.done)]
-        for each in stamps.buckets
-        if each.sent is not None and each.done is not None
-    ]
-
-
-def hidden_s(stamps: StepStamps | None, start: Mark) -> float | None:
-    """Return the time in which buckets were on their way while this rank still worked on backward."""
-    if stamps is None or stamps.waited is None:
-        return None
-    until = seconds_between(start, stamps.waited[0])
-    hidden = reached = 0.0
-    for each in stamps.buckets:
-        if each.sent is not None and each.done is not None:
-            sent, done = seconds_between(start, each.sent), min(until, seconds_between(start, each.done))
-            hidden += max(0.0, done - max(sent, reached))
-            reached = max(reached, done)
-    return hidden
 
 
 # --- the record of this run -------------------------------------------------------------------------------------------

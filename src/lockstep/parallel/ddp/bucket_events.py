@@ -33,9 +33,6 @@ def mark_on(device: torch.device) -> Mark:
     return event
 
 
-StepStamps = Reduction
-
-
 @final
 class BucketStamps:
     """Takes the moments of each step, for whoever records the run.
