@@ -149,6 +149,15 @@ def ends_window(step: int) -> bool:
     return step % _PERIOD == _PERIOD - 1
 
 
+def next_window(after: int) -> range:
+    """Return the first window of steps, counted from 0, that begins behind step ``after``."""
+    if after < _FIRST - 1:
+        begin = _WARM_UP if after < _WARM_UP else _WARM_UP + WINDOW
+    else:
+        begin = (after + WINDOW) // _PERIOD * _PERIOD + _PERIOD - WINDOW
+    return range(begin, begin + WINDOW)
+
+
 class StragglerReporter:
     """Says which ranks are slow, and again only if that gets worse or comes to lie elsewhere."""
 

@@ -36,6 +36,7 @@ class BadSamples:
     Attributes:
         skipped: What the run went without so far, over all ranks.
         num_in_step: Those of the step that runs, as far as they were exchanged.
+        pending: Those of this rank that the others do not know of yet.
     """
 
     def __init__(
@@ -54,12 +55,7 @@ class BadSamples:
         self.skipped: list[BadSample] = []
         self.num_in_step = 0
         self._different: set[int] = set()
-        self._mine: list[BadSample] = []
-
-    @property
-    def num_pending(self) -> int:
-        """Those of this rank that the others do not know of yet."""
-        return len(self._mine)
+        self.pending: list[BadSample] = []
 
     def add(self, micro: MicroBatch) -> None:
         """Add what this rank could not read of a micro-batch of the step.
@@ -67,9 +63,9 @@ class BadSamples:
         Raises:
             DataError: The run is to stop at that, and no other rank has to know.
         """
-        self._mine += micro.bad
-        if self._mine and self._group is None:
-            self._take([self._mine])
+        self.pending += micro.bad
+        if self.pending and self._group is None:
+            self._take([self.pending])
 
     def all_have_samples(self, micro: MicroBatch, index: int, split: BatchSplit) -> bool:
         """Return whether all ranks have samples in a micro-batch, where they must know that before forward.
@@ -92,7 +88,7 @@ class BadSamples:
             return has_samples
         if self._device.type == "cuda" and not self.skip:
             if not has_samples:
-                self._take([self._mine])
+                self._take([self.pending])
             return True
         flag = torch.tensor([int(has_samples)], device=self._device)
         all_reduce(flag, group=self._group, op="min")
@@ -108,12 +104,12 @@ class BadSamples:
         """
         if self._group is None:
             return
-        mine = [list(sample) for sample in self._mine]
+        mine = [list(sample) for sample in self.pending]
         ranks = all_gather_object(mine, group=self._group, device=self._device)
         self._take([[BadSample.from_json(fields) for fields in samples] for samples in ranks])
 
     def _take(self, ranks: Sequence[Sequence[BadSample]]) -> None:
-        self._mine = []
+        self.pending = []
         # Every rank reads all of a stream, so all report the same sample of it.
         bad = sorted(
             {sample for samples in ranks for sample in samples}, key=lambda sample: (sample.step, sample.sample)

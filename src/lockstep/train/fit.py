@@ -214,7 +214,7 @@ class Run:
         self._trainer = Trainer(task, settings, world, strategy=settings.strategy, devices=devices_of(settings, world))
         group, device = self._trainer.group, self._trainer.device
         check_same_length(self._trainer.samples, "dataset", group=group, device=device)
-        self._evaluations = Evaluations(task, self._trainer, keep_best=settings.keep_best)
+        self.evaluations = Evaluations(task, self._trainer, keep_best=settings.keep_best)
         self._checkpoint: Path | None = None
         self._saved: tuple[int, float | None] | None = None
         if checkpoints is not None:
@@ -246,23 +246,21 @@ class Run:
     @property
     def has_steps_left(self) -> bool:
         """Whether there is more to train."""
-        return self.num_steps_done < self.num_steps
-
-    @property
-    def has_new_best(self) -> bool:
-        """Whether the last evaluation found what is worth a checkpoint."""
-        return self._evaluations.has_new_best
+        return self._trainer.num_steps_done < self.num_steps
 
     def is_due(self, every: int | None) -> bool:
         """Return whether something is to be done now that is done every so many steps, each epoch if None, and last."""
         every = every or self._trainer.plan.order.steps_per_epoch or self.num_steps
-        return not self.has_steps_left or self.num_steps_done % every == 0
+        done = self._trainer.num_steps_done
+        return done >= self.num_steps or done % every == 0
 
     def step(self) -> None:
         """Train on the next global batch."""
-        record = self._trainer.step()
+        trainer = self._trainer
+        record = trainer.step()
         recorded = self._record.step(record)
-        self._logger.report()
+        if trainer.bad_samples.skipped or trainer.nonfinite.found or trainer.caveats or trainer.remarks:
+            self._logger.report()
         self._throughput.add(record)
         self._slow_ranks.after_step(recorded)
 
@@ -275,17 +273,17 @@ class Run:
 
     def evaluate(self) -> None:
         """Evaluate the model, if the task has what to evaluate it on."""
-        if self._evaluations.are_wanted:
+        if self.evaluations.are_wanted:
             self._settle()
-            self._evaluations.make(self.num_steps, self._display, self._record)
+            self.evaluations.make(self.num_steps, self._display, self._record)
 
     def save(self, *, owes_evaluation: bool = False) -> None:
         """Start to write a checkpoint, if there is a folder for them and none of the same was written.
 
         Collective: every rank. Blocks rank zero until the one before is on disk and the state is copied.
         """
-        loss = self._evaluations.loss_after(self.num_steps_done)
-        self._evaluations.has_new_best = False
+        loss = self.evaluations.loss_after(self.num_steps_done)
+        self.evaluations.has_new_best = False
         if self._checkpoints is None or self._saved == (self.num_steps_done, loss):
             return
         self._settle()
@@ -297,7 +295,7 @@ class Run:
         self._record.event("checkpoint", f"checkpoint after step {self.num_steps_done}")
 
     def _own_state(self, owes_evaluation: bool) -> dict[str, Any]:
-        best = self._evaluations.best
+        best = self.evaluations.best
         return {"best": None if best is None else asdict(best), "owes_evaluation": owes_evaluation}
 
     def is_to_stop(self) -> bool:
@@ -321,7 +319,7 @@ class Run:
         Collective: every rank. Blocks until the checkpoint is on disk.
         """
         assert self._checkpoints is not None
-        self.save(owes_evaluation=self._evaluations.are_wanted and self.is_due(self._settings.eval_every))
+        self.save(owes_evaluation=self.evaluations.are_wanted and self.is_due(self._settings.eval_every))
         self._checkpoints.finish()
         names = all_gather_object(self._signals.asked(), group=self._world.group, device=self._world.device)
         name: str = next(name for name in names if name is not None)
@@ -335,9 +333,9 @@ class Run:
 
     def catch_up(self) -> None:
         """Evaluate what a run that was stopped did not come to. Collective: every rank."""
-        if self._evaluations.is_owed:
+        if self.evaluations.is_owed:
             self.evaluate()
-            if self.has_new_best:
+            if self.evaluations.has_new_best:
                 self.save()
 
     def finish(self) -> FitResult:
@@ -345,9 +343,9 @@ class Run:
 
         Collective: every rank. Files are written once it returns.
         """
-        if not self._evaluations.made:
+        if not self.evaluations.made:
             self.evaluate()
-            if self.has_new_best:
+            if self.evaluations.has_new_best:
                 self.save()
         if self._first_step < self.num_steps:
             self._settle()
@@ -389,8 +387,8 @@ class Run:
             first_step=self._first_step,
             num_steps=self.num_steps_done,
             losses=losses,
-            evaluations=self._evaluations.made,
-            best=self._evaluations.best,
+            evaluations=self.evaluations.made,
+            best=self.evaluations.best,
             num_samples=self._throughput.num_samples - len(skipped),
             samples_per_s=self._throughput.samples_per_s,
             seconds=time.perf_counter() - self._started_at,
@@ -430,7 +428,7 @@ class Run:
             self._trainer.load_state_dict(state)
             num_steps_done = self.num_steps_done
             self._checkpoint, self._saved = self._checkpoints.path(num_steps_done), (num_steps_done, None)
-            self._evaluations.restore(state["best"], is_owed=state["owes_evaluation"])
+            self.evaluations.restore(state["best"], is_owed=state["owes_evaluation"])
             num_steps = max(self._trainer.plan.num_steps, num_steps_done)
             lines.append(f"resumed after step {num_steps_done} of {num_steps}")
         return lines
@@ -454,7 +452,7 @@ def fit_with(task: Task, settings: FitSettings) -> FitResult:
                     break
                 if run.is_due(settings.eval_every):
                     run.evaluate()
-                if run.is_due(settings.checkpoint_every) or run.has_new_best:
+                if run.is_due(settings.checkpoint_every) or run.evaluations.has_new_best:
                     run.save()
         return run.stop() if is_to_stop else run.finish()
 

@@ -69,8 +69,7 @@ from lockstep.telemetry.stragglers import (
     Pace,
     StepTimes,
     StragglerReporter,
-    ends_window,
-    is_looked_at,
+    next_window,
     pace_of,
 )
 from lockstep.train.export import whole_file
@@ -257,7 +256,9 @@ class RunRecord:
         self._last: RecordedStep | None = None  # until it is known how long it lasted
         self._loss_at = float("-inf")
         self._paused_at: float | None = None
-        self._expect_step(first_step)
+        self._has_timeline = has_timeline(first_step)
+        if self._stamps is not None:
+            self._stamps.closely = self._has_timeline
         num_restarts = _num_restarts()
         constants = RunConstants(
             num_steps,
@@ -315,12 +316,14 @@ class RunRecord:
             counted=next(numbers) if values and record.count is not None else None,
             learning_rate=rate,
             reductions=reductions,
-            exposed_s=self._exposed_s(),
+            exposed_s=None if reductions else self._exposed_s(),
             copies=self._copies[:],
-            has_timeline=has_timeline(record.step),
+            has_timeline=self._has_timeline,
         )
         self._copies.clear()
-        self._expect_step(record.step + 1)
+        self._has_timeline = has_timeline(record.step + 1)
+        if self._stamps is not None:
+            self._stamps.closely = self._has_timeline
         return self._last
 
     def pause(self) -> None:
@@ -396,10 +399,6 @@ class RunRecord:
             self._metrics.machine(self._sample())
         self._num_beats += 1
         self._aggregator.beat()
-
-    def _expect_step(self, number: int) -> None:
-        if self._stamps is not None:
-            self._stamps.closely = has_timeline(number)
 
     def _release(self, until: float | None) -> None:
         """Hand the last step to the recorder, which lasted until then."""
@@ -565,6 +564,7 @@ class SlowRanks:
         self._device = trainer.device
         self._reporter = StragglerReporter(lambda text, _straggler: say(text))
         self._number = 0
+        self._window = next_window(-1)
         self._steps: list[RecordedStep] = []
         # The launcher leaves the comparison to us, and gets it back afterwards.
         self._launcher_asked, activity.callbacks.wants_pace = activity.callbacks.wants_pace, False
@@ -578,11 +578,13 @@ class SlowRanks:
 
         Blocks then until the device has come to the end of the step.
         """
-        if self._group is not None:
-            if is_looked_at(self._number):
-                self._steps.append(step)
-            if ends_window(self._number):
-                self._compare()
+        if self._group is None:
+            return
+        if self._number in self._window:
+            self._steps.append(step)
+        if self._number == self._window[-1]:
+            self._window = next_window(self._number)
+            self._compare()
         self._number += 1
 
     def _compare(self) -> None:

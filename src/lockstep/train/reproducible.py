@@ -68,11 +68,6 @@ class Arithmetic:
     threads: int | None
     deterministic: bool
 
-    @property
-    def is_default(self) -> bool:
-        """Whether it leaves everything as it is."""
-        return self.threads is None and not self.deterministic
-
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Compute this way inside, and as before afterwards."""

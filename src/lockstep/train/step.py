@@ -202,15 +202,12 @@ class LearningRate:
     def factor(self, step: int) -> float:
         """Return the factor at optimizer step ``step``, counted from 0."""
         warm = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
-        return self.scale * warm * self._fall(step)
-
-    def _fall(self, step: int) -> float:
         if callable(self.decay):
-            return self.decay(step, self.num_steps)
+            return self.scale * warm * self.decay(step, self.num_steps)
         if self.decay == "constant" or step < self.warmup:
-            return 1.0
+            return self.scale * warm
         done = min(1.0, (step - self.warmup) / max(1, self.num_steps - self.warmup))
-        return 1.0 - done if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        return self.scale * warm * (1.0 - done if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done)))
 
 
 def batch_scale(rule: Scaling, batch_size: int, base_batch_size: int) -> float:
@@ -335,6 +332,23 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 # --- sums over the ranks ----------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class StepSums:
+    """What a step came to over all ranks.
+
+    Args:
+        loss: Of the global batch, 0-dimensional; zero if nothing counted.
+        count: What the loss is a mean over if that is not samples, 0-dimensional; None if it is.
+        divisor: What a gradient scaled by one over the samples has yet to be divided by; None if that is one.
+        flags: How many samples could not be read, how many ranks request to stop, and on how many something failed.
+    """
+
+    loss: Tensor
+    count: Tensor | None
+    divisor: Tensor | None
+    flags: Tensor
+
+
 class StepMetrics:
     """What a step sums over micro-batches and ranks: its loss, and what each rank has to report to the others.
 
@@ -391,35 +405,25 @@ class StepMetrics:
         if self._group is not None:
             self._future = all_reduce_async(self._sums, group=self._group)
 
-    def wait(self) -> None:
-        """Block until the sum over the ranks is there (on CUDA: let the current stream wait)."""
+    def wait(self, num_samples: int, *, may_miss: bool) -> StepSums:
+        """Return what was summed; see `StepSums`. Blocks until it is there (on CUDA: lets the current stream wait).
+
+        Args:
+            num_samples: Of the global batch, by which the gradient was divided already.
+            may_miss: Whether some of them may be missing, so that only the counts say how many there were.
+        """
         if self._future is not None:
             with activity.waiting("all_reduce of losses"):
                 self._future.wait()
-
-    @property
-    def flags(self) -> Tensor:
-        """How many samples could not be read, how many ranks request to stop, and on how many something failed."""
-        return self._sums[2:]
-
-    @property
-    def count(self) -> Tensor | None:
-        """What the loss of the step is a mean over if that is not samples, 0-dimensional; None if it is."""
-        return self._sums[1] if self.has_counts else None
-
-    def loss(self) -> Tensor:
-        """Return the loss of the step, a 0-dimensional tensor; zero if nothing counted."""
-        return self._sums[0] / torch.where(self._sums[1] > 0, self._sums[1], 1.0)
-
-    def divisor(self, num_samples: int, *, may_miss: bool = False) -> Tensor | None:
-        """Return what a gradient scaled by ``1 / num_samples`` has yet to be divided by, or None if that is one.
-
-        A rank that saw no part cannot know, and divides in any case: by exactly one if the losses were means. So do
-        all if samples ``may_miss``, for then only the counts say how many there were.
-        """
-        if self._saw_means and not self._saw_counts and not may_miss:
-            return None
-        return torch.where(self._sums[1] > 0, self._sums[1], 1.0) / num_samples
+        count = torch.where(self._sums[1] > 0, self._sums[1], 1.0)
+        # A rank that saw no part cannot know, and divides in any case: by exactly one if the losses were means.
+        is_one = self._saw_means and not self._saw_counts and not may_miss
+        return StepSums(
+            loss=self._sums[0] / count,
+            count=self._sums[1] if self.has_counts else None,
+            divisor=None if is_one else count / num_samples,
+            flags=self._sums[2:],
+        )
 
 
 class HostCopy:

@@ -50,6 +50,7 @@ class StepTimer:
 
     Attributes:
         begin, wall_s, began_at: When the step began: as a mark, in Unix time, and by ``time.perf_counter``.
+        end: The last mark.
         spans: Phase, begin, end, and the seconds that the host spent in blocking collectives meanwhile.
         waits: Within backward, from when this rank's own work was done until all ranks' was, of engines that do not
             report that themselves.
@@ -60,7 +61,7 @@ class StepTimer:
         self._device = device
         self._range: Range | None = None
         self.wall_s, self.began_at = time.time(), time.perf_counter()
-        self.begin = self._last = self.mark()
+        self.begin = self.end = self.mark()
         self.spans: list[tuple[str, Mark, Mark, float]] = []
         self.waits: list[tuple[Mark, Mark]] = []
         self.is_separable = True
@@ -81,8 +82,8 @@ class StepTimer:
         """Count the time since the last lap, up to now or the moment ``at``, as ``phase``."""
         mark = self.mark() if at is None else at
         waited_s = activity.now.waited_s
-        self.spans.append((phase, self._last, mark, waited_s - self._waited_s))
-        self._last, self._waited_s = mark, waited_s
+        self.spans.append((phase, self.end, mark, waited_s - self._waited_s))
+        self.end, self._waited_s = mark, waited_s
         follows = _NEXT.get(phase, "")
         activity.now.phase = "loader" if follows == "data_wait" else follows
         if at is None and (ranges.now is not None or self._range is not None):
@@ -103,15 +104,10 @@ class StepTimer:
             self._range.close()
         self._range = ranges.now.open(name) if name and ranges.now is not None else None
 
-    @property
-    def end(self) -> Mark:
-        """The last mark."""
-        return self._last
-
     def seconds(self) -> PhaseSeconds:
         """Return the seconds by phase. Blocks on CUDA until the device has come to the last lap."""
-        if isinstance(self._last, torch.cuda.Event):
-            self._last.synchronize()
+        if isinstance(self.end, torch.cuda.Event):
+            self.end.synchronize()
         taken = dict.fromkeys(PHASES, 0.0)
         for phase, begin, end, _ in self.spans:
             taken[phase] += seconds_between(begin, end)
@@ -172,7 +168,7 @@ class StepBegin:
     """Tells of each step when it began; asked in their order, when the device is done with them."""
 
     def __init__(self) -> None:
-        self._last: tuple[Mark, float] | None = None
+        self.end: tuple[Mark, float] | None = None
 
     def of(self, start: Mark, *, wall_s: float, began_at: float, total_s: float) -> float:
         """Return when a step began, in Unix time; see [Note: when a step began].
@@ -186,12 +182,12 @@ class StepBegin:
         if isinstance(start, float):
             return wall_s + (start - began_at)
         began_s = wall_s
-        if self._last is not None:
-            before, before_s = self._last
+        if self.end is not None:
+            before, before_s = self.end
             began_s = max(began_s, min(before_s + seconds_between(before, start), time.time() - total_s))
-        self._last = start, began_s
+        self.end = start, began_s
         return began_s
 
     def forget(self) -> None:
         """Take notice that the device has come to rest: the host's clock tells when the next step begins."""
-        self._last = None
+        self.end = None

@@ -21,6 +21,7 @@ from lockstep.data.stream import check_same_stream
 from lockstep.parallel.consistency import find_difference, replica_of
 from lockstep.parallel.reduction_tree import ReductionTree
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
+from lockstep.telemetry import ranges
 from lockstep.train.bad_samples import BadSamples
 from lockstep.train.model_state import check_identity, identity_of, load_into, local_state_dict
 from lockstep.train.nonfinite import Computed, NonFiniteGuard
@@ -72,6 +73,7 @@ class Trainer:
     Attributes:
         plan: Steps, samples and learning rate.
         strategy, optimizer, samples, batches: What trains what.
+        group: The ranks that train together, or None if it is only this process.
         bad_samples, nonfinite: What was left out so far.
         num_steps_done: In this run and those that it goes on with.
         stop_requested, failure_seen: What this rank has to report to the others with each step: whether the run is to
@@ -96,14 +98,15 @@ class Trainer:
             settings.threads or (None if settings.reproducible is None else 1),
             deterministic=settings.reproducible is not None,
         )
+        self._has_own_arithmetic = self.arithmetic.threads is not None or self.arithmetic.deterministic
         self.caveats: list[str] = []
         self.remarks: list[str] = []
-        self.stop_requested: Callable[[], bool] = lambda: False
-        self.failure_seen: Callable[[], bool] = lambda: False
+        self.stop_requested: Callable[[], bool] | None = None
+        self.failure_seen: Callable[[], bool] | None = None
         self.num_steps_done = self._first_step = self._num_updates = 0
         self._sync, self._has_counts = True, False
         self._flags: HostCopy | None = None
-        self._reported = (0, 0)
+        self._reported = [0.0, 0.0]
         with self.arithmetic.applied():
             self._build(task, world, strategy)
 
@@ -130,6 +133,8 @@ class Trainer:
             self.strategy = make_reproducible(
                 shards, strategy, self._model, objective, world, self.devices, self.arithmetic
             )
+        self.group: Group | None = self.strategy.group
+        if shards is not None:
             unlike = first_unlike(self._gather(describe_machine(self.device)))
             self.caveats += [] if unlike is None else [unlike]
 
@@ -176,7 +181,7 @@ class Trainer:
 
         Collective: every rank of the group. Does not wait for a CUDA device, except in fp16 and with ``reproducible``.
         """
-        if self.arithmetic.is_default:
+        if not self._has_own_arithmetic:
             return self._step()
         with self.arithmetic.applied():
             if not self.arithmetic.deterministic or self.num_steps_done > self._first_step:
@@ -190,7 +195,8 @@ class Trainer:
     def _step(self) -> StepRecord:
         step = activity.now.step = self.num_steps_done
         # What the step before left for later is settled first: its errors come before anything else changes.
-        self.settle()
+        if self.device.type == "cuda":
+            self.settle()
         timer = StepTimer(self.device)
         if self.settings.on_nan == "skip":
             self.nonfinite.begin_step()
@@ -231,7 +237,9 @@ class Trainer:
                 metrics.add(parts)
                 if is_last:
                     metrics.start_sum(
-                        self.bad_samples.num_pending, stop=self.stop_requested(), failed=self.failure_seen()
+                        len(self.bad_samples.pending),
+                        stop=self.stop_requested is not None and self.stop_requested(),
+                        failed=self.failure_seen is not None and self.failure_seen(),
                     )
 
             try:
@@ -245,21 +253,23 @@ class Trainer:
         self._has_counts = metrics.has_counts
 
         # Agree. The sums hold the loss of the global batch, and what each rank had to report to the others.
-        timer.name_phase("communication")
-        metrics.wait()
+        if ranges.now is not None:
+            timer.name_phase("communication")
+        sums = metrics.wait(num_samples, may_miss=self.bad_samples.skip)
         if group is not None:
-            self._take_flags(metrics.flags)
+            self._take_flags(sums.flags)
         timer.lap("communication")
 
         # Clip and step. All ranks hold the same gradient, so all come to the same verdict without asking each other.
         norm: Tensor | None = None
         updated, is_finite = False, True
-        if self._sync and not self._all_missing(num_read, num_samples):
+        if self._sync and not (self.bad_samples.skip and not num_read and self._all_missing(num_samples)):
             self._seeds.all(UPDATE, step)  # some optimizers draw random numbers
             norm = self._gradients.norm()
             factor = None
             if not self._in_backward:
-                factor = self._unscale_factor(metrics.divisor(num_samples, may_miss=self.bad_samples.skip))
+                if sums.divisor is not None or self.scaler is not None:
+                    factor = self._unscale_factor(sums.divisor)
                 norm = norm if factor is None else norm * factor.to(norm)
             is_finite = self.checks_later or self._gradients.is_finite(norm)
             if self.scaler is not None:
@@ -272,7 +282,8 @@ class Trainer:
                 updated = is_finite or self._in_backward
             if updated:
                 if not self._in_backward:
-                    self._finish_gradient(norm, factor)
+                    if factor is not None or self.settings.clip is not None:
+                        self._finish_gradient(norm, factor)
                     set_rates(self.optimizer, self._base_rates, rate)
                     self.optimizer.step()
                 self._num_updates += 1
@@ -285,9 +296,11 @@ class Trainer:
         # Record.
         reports_norm = self.settings.clip is not None or self.scaler is not None
         grad_norm = norm if reports_norm else None
-        record = StepRecord(step, num_samples, metrics.loss(), grad_norm, updated, metrics.count, timer)
+        record = StepRecord(step, num_samples, sums.loss, grad_norm, updated, sums.count, timer)
         self.num_steps_done += 1
-        if self._sync and self._is_check_due():
+        every, done = self.settings.check_replicas, self.num_steps_done
+        # It is after the first step, too, so that an error can say since when the replicas differ.
+        if self._sync and every and (done % every == 0 or done == self.plan.num_steps or self._alike_after is None):
             self.check_replicas()
         return record
 
@@ -344,25 +357,25 @@ class Trainer:
         if self.strategy.sums_losses:
             assert self.group is not None
             all_reduce(flags, group=self.group)
-        self._flags = HostCopy(flags)
-        if self.device.type != "cuda":
-            self._read_flags()
+        if self.device.type == "cuda":
+            self._flags = HostCopy(flags)
+            return
+        num_bad, *self._reported = flags.tolist()
+        if num_bad:
+            self.bad_samples.exchange()
 
     def _read_flags(self) -> None:
         flags, self._flags = self._flags, None
         if flags is not None:
-            num_bad, stop, failed = flags.read().tolist()
-            self._reported = stop, failed
+            num_bad, *self._reported = flags.read().tolist()
             if num_bad:
                 self.bad_samples.exchange()
 
-    def _all_missing(self, num_read: int, num_samples: int) -> bool:
-        """Return whether no rank could read any sample of the step; the same on every rank.
+    def _all_missing(self, num_samples: int) -> bool:
+        """Return whether no rank could read any sample of the step, as this one could not; the same on every rank.
 
-        On CUDA, blocks if this rank has read none, until the forward passes of the step are done.
+        On CUDA, blocks until the forward passes of the step are done.
         """
-        if not self.bad_samples.skip or num_read:
-            return False
         num_bad = self.bad_samples.num_in_step if self._flags is None else int(self._flags.read()[0])
         return num_bad >= num_samples
 
@@ -374,10 +387,8 @@ class Trainer:
         Raises:
             DataError, NonFiniteGradient: The run is to stop at that.
         """
-        if self._flags is not None:
-            self._read_flags()
-        if self.checks_later:
-            self.nonfinite.settle()
+        self._read_flags()
+        self.nonfinite.settle()
 
     def reported(self) -> tuple[bool, bool]:
         """Return whether a rank requested to stop in the last step, and whether something failed beside its steps.
@@ -385,17 +396,13 @@ class Trainer:
         Collective: every rank of the group. On CUDA, blocks until the forward passes of that step are done.
         """
         if self.group is None:
-            return self.stop_requested(), self.failure_seen()
+            requested, seen = self.stop_requested, self.failure_seen
+            return requested is not None and requested(), seen is not None and seen()
         self._read_flags()
         stop, failed = self._reported
         return stop > 0, failed > 0
 
     # --- replicas that drift apart ------------------------------------------------------------------------------------
-
-    def _is_check_due(self) -> bool:
-        every, done = self.settings.check_replicas, self.num_steps_done
-        # It is after the first step, too, so that an error can say since when.
-        return every > 0 and (done % every == 0 or done == self.plan.num_steps or self._alike_after is None)
 
     def check_replicas(self) -> None:
         """Compare the bits that all ranks should hold, unless it was done after this step already.
@@ -424,11 +431,6 @@ class Trainer:
     def model(self) -> nn.Module:
         """The bare model, as the last step left it. Collective with fsdp, which makes a whole copy: every rank."""
         return self.strategy.whole(self._model)
-
-    @property
-    def group(self) -> Group | None:
-        """The ranks that train together, or None if it is only this process."""
-        return self.strategy.group
 
     @property
     def tree(self) -> ReductionTree | None:
