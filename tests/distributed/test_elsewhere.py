@@ -46,7 +46,7 @@ def run(tmp_path):
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_all_machines_name_the_rank_that_failed_first(run, rank):
     codes, told = run("fail", str(rank))
     head = rf"lockstep: Rank {rank} failed: ValueError: boom\nAt \S+train.py:6, on {socket.gethostname()}\.\n"

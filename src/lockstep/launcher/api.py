@@ -111,6 +111,7 @@ def launch_with(
         if num_ranks > 1:
             os.environ.setdefault("OMP_NUM_THREADS", str(threads_for(num_ranks)))
         _send_call(reaper.run_dir, fn, args)
+        # What torchrun makes of its flags for one machine.
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -170,17 +171,15 @@ def _shares_output_with_children() -> bool:
 def _time_limit(reaper: Reaper, timeout_s: float | None) -> Iterator[threading.Event]:
     """End the ranks when the time is up; the event is set if this has happened."""
     is_over = threading.Event()
-    if timeout_s is None:
-        yield is_over
-        return
 
     def end() -> None:
         is_over.set()
         reaper.kill_ranks()
 
-    timer = threading.Timer(timeout_s, end)
+    timer = threading.Timer(timeout_s or 0.0, end)
     timer.daemon = True
-    timer.start()
+    if timeout_s is not None:
+        timer.start()
     try:
         yield is_over
     finally:

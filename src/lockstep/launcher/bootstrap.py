@@ -53,7 +53,9 @@ def main(argv: list[str]) -> None:
     if orders["has_pipes"]:
         redirect_output(run_dir)
     if mode == "command":
+        # No Python of ours runs there: no heartbeat, no record of an exception; its exit status is all that is known.
         os.execvp(target, [target, *args])
+    # A fatal signal runs no Python code any more. A script that enables it itself, or PYTHONFAULTHANDLER, wins.
     if not faulthandler.is_enabled():
         path = rank_file(run_dir, CRASH, os.environ["RANK"])
         faulthandler.enable(open(path, "w"))  # noqa: SIM115 - stays open until the process ends
@@ -175,6 +177,7 @@ def run_script(path: str) -> None:
     module.__loader__ = SourceFileLoader("__main__", full_path)
     with open(path, "rb") as file:
         code: CodeType = compile(file.read(), full_path, "exec", dont_inherit=True)
+    # Not runpy.run_path, which empties the module when the script has run: threads and exit handlers still need it.
     exec(code, module.__dict__)
 
 
@@ -189,7 +192,7 @@ def run_call(run_dir: str) -> None:
     """Make the call that `lockstep.launch` left in ``run_dir``, and leave the result there, or the exception."""
     _fresh_main()
     rank = int(os.environ["RANK"])
-    if rank == 0:  # after a restart there may be fewer
+    if rank == 0:  # after a restart there may be fewer results to read
         with open(os.path.join(run_dir, "world_size"), "w") as file:
             file.write(os.environ["WORLD_SIZE"])
     with open(os.path.join(run_dir, "sys_path.json")) as file:
@@ -255,6 +258,7 @@ def run_recorded(program: Callable[[], None]) -> None:
     try:
         program()
     except SystemExit as leaving:
+        # The interpreter prints and exits as usual; only a failure is written down.
         if leaving.code not in (None, 0):
             record_failure(leaving)
             _exit_codes.append(leaving.code & 0xFF if isinstance(leaving.code, int) else 1)
@@ -285,7 +289,7 @@ def record_failure(error: BaseException) -> None:
     raised_at_ns = next((at_ns for seen, at_ns in _recorded if seen is error), now_ns)
     if raised_at_ns == now_ns:
         _recorded.append((error, now_ns))
-    trace = own_frames_removed(error.__traceback__)
+    trace = own_frames_removed(error.__traceback__)  # the user's traceback begins with the user's file
     failure = {
         "message": f"{type(error).__name__}: {error}" if str(error) else type(error).__name__,
         "type": type(error).__name__,

@@ -203,6 +203,7 @@ def run(argv: Sequence[str], *, adopt: str, attach: str) -> None:
     choose_rendezvous(args)
     logs = _log_settings(args)
     policy = watchdog_policy(args.watchdog, args.watchdog_action)
+    # What follows sets variables of this process for the ranks to inherit.
     with environment_restored(), _monitoring(args), Reaper() as reaper:
         setups = json.loads(os.environ.get(RANK_SETUP, "[]"))  # `lockstep rehearse` has some
         setups += [[adopt]] if args.adopt else []

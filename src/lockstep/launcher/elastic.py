@@ -17,6 +17,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 from unittest.mock import patch
@@ -90,27 +91,27 @@ def extended_agent(listener: AgentListener, folder: Path, *, min_ranks: int | No
         min_ranks: After a rank was killed, go on with one fewer, but no fewer than this; as many as before if ``None``.
         may_shrink: Whether the job goes on with fewer machines than it has.
     """
-
-    class Agent(_Agent):
-        def __init__(self, spec: WorkerSpec, *args: Any, **kwargs: Any) -> None:
-            spec.rdzv_handler = rendezvous_per_restart(
-                spec.rdzv_handler, lambda: run_folder.is_stopped_by_signal(folder)
-            )
-            super().__init__(spec, *args, **kwargs)
-            self.listener, self.folder, self.min_ranks, self.may_shrink = listener, folder, min_ranks, may_shrink
-            self.num_restarts = -1
-
-    with patch.object(api, "LocalElasticAgent", Agent):
+    agent = partial(_Agent, listener, folder, min_ranks, may_shrink)
+    with patch.object(api, "LocalElasticAgent", agent):
         yield
 
 
 class _Agent(LocalElasticAgent):
-    listener: AgentListener
-    folder: Path
-    min_ranks: int | None
-    may_shrink: bool
-    num_restarts: int
-    """How often the ranks of the job have been started again, for whatever reason; the same on all machines."""
+    def __init__(
+        self,
+        listener: AgentListener,
+        folder: Path,
+        min_ranks: int | None,
+        may_shrink: bool,
+        spec: WorkerSpec,
+        **kwargs: Any,
+    ) -> None:
+        # Replaced here, as torch makes handler and agent in one function that takes neither from outside.
+        spec.rdzv_handler = rendezvous_per_restart(spec.rdzv_handler, lambda: run_folder.is_stopped_by_signal(folder))
+        super().__init__(spec, **kwargs)
+        self.listener, self.folder, self.min_ranks, self.may_shrink = listener, folder, min_ranks, may_shrink
+        self.num_restarts = -1
+        """How often the ranks of the job have been started again, for whatever reason; the same on all machines."""
 
     def run(self, *args: Any) -> RunResult:
         # A machine that was to spare until the end has no result.
@@ -140,6 +141,8 @@ class _Agent(LocalElasticAgent):
         assert self._pcontext is not None
         stop = self._pcontext.close
 
+        # torch calls this itself, in the midst of the poll that has found the first failed rank: the only moment at
+        # which it can be told who failed and who is merely stopped for that.
         def close(death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
             """End the ranks, as torch does; without a signal it does so because one of them has failed."""
             assert self._pcontext is not None
@@ -157,6 +160,7 @@ class _Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._last = cast(RunResult, super()._monitor_workers(worker_group))
         codes = {failure.exitcode for failure in self._last.failures.values()}
+        # Scripts of one's own pass this code on after `fit` has stopped; the others may have been stopped by torch.
         if RESUME_EXIT_CODE in codes and codes <= {RESUME_EXIT_CODE, -signal.SIGTERM}:
             self._follow_others(worker_group)
         return self._last
@@ -170,7 +174,7 @@ class _Agent(LocalElasticAgent):
         _wait_for(lambda: run_folder.is_stopped_by_signal(self.folder) or handler.num_nodes_waiting() > 0, _NOTICED_S)
         self._raise_if_signalled()
         if self.may_shrink or handler.num_nodes_waiting() > 0:
-            self._last = RunResult(WorkerState.HEALTHY)
+            self._last = RunResult(WorkerState.HEALTHY)  # no failure: none of the restarts is spent
             self._restart_workers(worker_group)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
@@ -183,6 +187,7 @@ class _Agent(LocalElasticAgent):
                 kill_session(pid)  # the loader processes of a killed rank, which would go on for some seconds
         first = self.listener.first_failure(failures) if failures else None
         was_killed = first is not None and first.exit_code < 0
+        # A rank that raised would raise again on any number of devices; one that was killed may have lost its device.
         is_fewer = self.min_ranks is not None and was_killed and spec.local_world_size > self.min_ranks
         if is_fewer:
             assert first is not None

@@ -96,6 +96,7 @@ def rank_exits(
         # A program that is no Python of ours may have used elastic's own `record`.
         record = read_failure(folder, rank) or _record_of_elastic(failure.message)
         exits.append(_with_exception(known, record, resources) if record else _with_signs(known, folder, resources))
+    # Ranks that caught what had ended `lockstep.init`, and then ended well: the others waited for them in vain.
     for rank in rank_files(folder, FAILURE).keys() - failures.keys():
         exits.append(_with_exception(RankExit(rank, 0, 0), read_failure(folder, rank), resources))
     return exits
@@ -197,6 +198,7 @@ def _blame(exit: RankExit) -> int:
     Time alone does not tell: the kernel closes a killed process's connections, which its peers notice at once, well
     before it has taken down its memory and reports the end.
     """
+    # A rank that ignores SIGTERM is killed by the launcher; one with a message failed between the poll and the signal.
     if exit.was_stopped and not exit.message and exit.exit_code in (-signal.SIGTERM, -signal.SIGKILL):
         return 2
     return 1 if is_consequence(exit) else 0
@@ -286,6 +288,7 @@ def failure_report(exits: list[RankExit], ranks: range, others: Iterable[NodeFai
     elsewhere = [line for other in others for line in other.memory.splitlines() if line.startswith("rank ")]
     if elsewhere and facts.startswith(OF_EACH):
         facts = "\n".join([facts, "Of the other machines:", *elsewhere])
+    # Without a cause on this machine a hint about the consequence would lead astray.
     finished = [rank for rank in ranks if rank not in {exit.rank for exit in exits}]
     look = _where_to_look(finished) if is_consequence(first) else ""
     top = [headline(first), first.place, facts, _WENT_ON if first.exit_code == 0 else ""]

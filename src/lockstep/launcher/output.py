@@ -122,7 +122,7 @@ class LogDeduplicator:
         if rank != self._first:
             self._held[rank].append(_Held(now_s, text, key))
             return self.due(now_s)
-        self._written[key] = self._written.pop(key, 0) + 1
+        self._written[key] = self._written.pop(key, 0) + 1  # popped, to be the youngest
         if len(self._written) > _REMEMBERED:
             oldest, _ = self._written.popitem(last=False)
             for other in self._held:
@@ -272,7 +272,7 @@ class LogTail:
 
     def _follow(self) -> None:
         while not self._over.is_set():
-            self._selector.select(HOLD_S / 4)
+            self._selector.select(HOLD_S / 4)  # returns sooner if something comes
             with self._lock:
                 self._read()
                 self._take_due()
@@ -281,6 +281,7 @@ class LogTail:
 
     def _read(self) -> None:
         """Take in all that there is."""
+        # Until nothing is left: a rank that writes much would block on a full pipe.
         while found := self._selector.select(0):
             num_bytes = 0
             for key, _ in found:
@@ -308,10 +309,11 @@ class LogTail:
         self._keep(rank, _last_state(line))
         if pipe.local_rank >= len(self._ranks):  # of a rank that does not come again
             return
+        # Rank zero's line goes to the terminal as it is, with all states of its progress bar.
         shown = self._deduplicators[pipe.stream].add(
             rank, _last_state(line) if pipe.local_rank or num_shown else line, time.monotonic()
         )
-        if num_shown:
+        if num_shown:  # its beginning is there already
             self._unwritten.append((pipe.stream, f"{line[num_shown:]}\n"))
             del shown[:1]
         self._show(pipe.stream, shown)

@@ -114,8 +114,8 @@ class _ReaperProcess:
         message, descriptors, _, _ = socket.recv_fds(self._sign_in, 64, 1)
         pid = int(message)
         self._alive += descriptors
-        self._start_times[pid] = start_time(pid)
-        if self._is_killing:
+        self._start_times[pid] = start_time(pid)  # with the number it names a process for good
+        if self._is_killing:  # it was being started when the order came
             kill_session(pid)
         return pid
 

@@ -124,6 +124,8 @@ def supervise(
             with job.watchdog():
                 elastic_launch(config, python)(*args)
         except ChildFailedError as error:
+            # Ranks that stop gracefully leave with a code of their own, which is no failure; those that hung were
+            # killed.
             exit_codes = {failure.exitcode for failure in error.failures.values()}
             stopped = None if job.hangs else stop.outcome(exit_codes)
             raise stopped or job.failure(error.failures) from None
@@ -166,7 +168,7 @@ class _Job:
         if self._log_tail is not None:
             self._log_tail.started(ranks)
         self.stop.num_ranks, self._num_restarts_left = len(ranks), num_restarts_left
-        self._stopped_pids.clear()
+        self._stopped_pids.clear()  # the numbers may be used again
 
     def on_stop(self, pids: set[int]) -> None:
         self._stopped_pids |= pids
@@ -216,6 +218,7 @@ class _Job:
             return True
         if self._num_restarts_left and awaited:
             _print(f"{text}\nThe ranks are started again.")
+            # They cannot say so themselves any more, and a bare SIGKILL would be reported as "killed from outside".
             failure = {"message": "JobHangs: it kept the others waiting; the report is above", "type": "JobHangs"}
             for rank, pid in awaited.items():
                 run_folder.write_failure(self._reaper.run_dir, rank, failure)
@@ -231,6 +234,7 @@ class _Job:
     def failure(self, failures: Failures) -> LockstepError:
         """Return what to raise after ranks have failed. With several machines, waits some seconds for the others."""
         exits = self._exits(failures)
+        # Ranks of one machine follow each other; torch says which failed, but not which is the first of this machine.
         some_rank, some_failure = next(iter(failures.items()))
         lowest = some_rank - some_failure.local_rank
         ranks = range(lowest, lowest + self._config.nproc_per_node)
@@ -347,7 +351,7 @@ class GracefulShutdown:
             self._timer.start()
         elif self._requested_for is None or self._num_signals > 1:
             if self._num_signals > 1:
-                self._reaper.kill_ranks()
+                self._reaper.kill_ranks()  # torch's agent would wait for half a minute
             raise SignalException(f"Process {os.getpid()} got signal: {sigval}", sigval=sigval)
 
     def _print_first(self) -> None:
