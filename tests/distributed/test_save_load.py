@@ -1,6 +1,8 @@
 """`lockstep.save` and `lockstep.load` over ranks: each writes its shards, all read, and all hear of a problem."""
 
 import socket
+import time
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,7 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import lockstep
-from lockstep.train.checkpoint import CheckpointError
+from lockstep.errors import CheckpointError
+from lockstep.train import checkpoint
+from lockstep.train.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -134,3 +138,28 @@ def test_a_shard_that_is_damaged_is_noticed_by_all(ranks, tmp_path):
     text = f"The checkpoint {path} is damaged: {shard.name} does not match its checksum.\nLoad another one."
     for found in ranks(2)(load):
         assert found in (text, f"Rank 1: {text}")
+
+
+def test_a_rank_that_dies_while_it_writes_leaves_the_checkpoint_before(ranks, tmp_path):
+    def run(world):
+        model, optimizer = trained(world, "fsdp")
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        with Checkpoints(tmp_path, world) as checkpoints:
+            checkpoints.save(state, step=1)
+            checkpoints.finish()
+            with patch.object(checkpoint, "LAST_PARTS_TIMEOUT_S", 0.2):
+                if world.rank == 1:
+                    patch.object(checkpoint, "write_shard", lambda *_: None).start()  # no record ever comes
+                checkpoints.save(state, step=2)
+                began_at = time.monotonic()
+                checkpoints.close()  # as on an error
+                patch.stopall()
+        world.barrier()
+        with Checkpoints(tmp_path, world) as checkpoints:
+            found = checkpoints.load(required=True)
+        return checkpoints.passed_over, len(found["model"]), time.monotonic() - began_at
+
+    for passed_over, num_tensors, waited_s in ranks(2)(run):
+        assert (passed_over, num_tensors) == ([], 6)
+        assert waited_s < 10
+    assert sorted(path.name for path in tmp_path.glob("step-*[0-9]")) == ["step-0000000001"]

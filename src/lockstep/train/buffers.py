@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigurationError
-
-
-@dataclass(frozen=True)
-class BufferSlot:
-    """Where a buffer hangs."""
-
-    module: nn.Module
-    name: str
-
-    def get(self) -> Tensor | None:
-        """Return it."""
-        return self.module._buffers[self.name]
 
 
 class BufferSnapshot:
@@ -36,7 +22,8 @@ class BufferSnapshot:
         self.names = [name for name, _ in model.named_buffers()]
         self.objects: list[Tensor] = []
         self.values: list[Tensor] = []
-        self._homes: dict[int, tuple[nn.Module, list[BufferSlot]]] = {}  # the module, so that its id is not another's
+        # By id of the module; with the module itself, so that its id is not another's.
+        self._owners: dict[int, tuple[nn.Module, list[tuple[nn.Module, str]]]] = {}
 
     def keep(self) -> None:
         """Keep the buffers that the model has now."""
@@ -45,9 +32,9 @@ class BufferSnapshot:
 
     def restore(self) -> None:
         """Give the model the buffers that were kept: the same tensors with the same contents."""
-        for home, buffer, value in zip(self._homes_in(self._model), self.objects, self.values, strict=True):
-            if home.get() is not buffer or not torch.equal(buffer, value):
-                home.module._buffers[home.name] = buffer
+        for (owner, name), buffer, value in zip(self._owners_in(self._model), self.objects, self.values, strict=True):
+            if owner._buffers[name] is not buffer or not torch.equal(buffer, value):
+                owner._buffers[name] = buffer
                 overwrite_buffer(buffer, value)
 
     def read(self, module: nn.Module) -> list[Tensor]:
@@ -57,22 +44,21 @@ class BufferSnapshot:
             ConfigurationError: One is None that was a tensor before.
         """
         buffers = []
-        for home, name in zip(self._homes_in(module), self.names, strict=True):
-            buffer = home.get()
+        for (owner, name), full_name in zip(self._owners_in(module), self.names, strict=True):
+            buffer = owner._buffers[name]
             if buffer is None:
                 raise ConfigurationError(
-                    f"The buffer {name} became None in forward.\nKeep what comes and goes in a plain attribute."
+                    f"The buffer {full_name} became None in forward.\nKeep what comes and goes in a plain attribute."
                 )
             buffers.append(buffer)
         return buffers
 
-    def _homes_in(self, module: nn.Module) -> list[BufferSlot]:
-        """Return where the buffers hang in ``module``. Found once: walking a large model takes long."""
-        if id(module) not in self._homes:
+    def _owners_in(self, module: nn.Module) -> list[tuple[nn.Module, str]]:
+        """Return the submodule that has each buffer, and its name there. Found once: walking a large model takes long."""
+        if id(module) not in self._owners:
             paths = [full_name.rpartition(".") for full_name in self.names]
-            homes = [BufferSlot(module.get_submodule(path), name) for path, _, name in paths]
-            self._homes[id(module)] = module, homes
-        return self._homes[id(module)][1]
+            self._owners[id(module)] = module, [(module.get_submodule(path), name) for path, _, name in paths]
+        return self._owners[id(module)][1]
 
 
 @torch.no_grad()

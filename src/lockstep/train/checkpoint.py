@@ -489,12 +489,6 @@ class Checkpoints:
         """Return where the checkpoint after ``step`` steps is."""
         return self.folder / checkpoint_name(step)
 
-    @property
-    def best(self) -> Path | None:
-        """The kept one whose evaluation found the lowest loss; only rank zero looks."""
-        best = best_of([each for each in find_checkpoints(self.folder) if each.problem is None])
-        return None if best is None else best.path
-
     # --- saving ---
 
     def save(self, state: Mapping[str, Any], *, step: int, loss: float | None = None) -> Path:
