@@ -54,7 +54,7 @@ class BufferSnapshot:
         return buffers
 
     def _owners_in(self, module: nn.Module) -> list[tuple[nn.Module, str]]:
-        """Return the submodule that has each buffer, and its name there. Found once: walking a large model takes long."""
+        """Return the submodule that has each buffer, and its name there; looked up once, as it takes long."""
         if id(module) not in self._owners:
             paths = [full_name.rpartition(".") for full_name in self.names]
             self._owners[id(module)] = module, [(module.get_submodule(path), name) for path, _, name in paths]
