@@ -1,8 +1,12 @@
 """The collectives beneath the engines."""
 
 import torch
+from torch.futures import Future
 
+from lockstep import activity
+from lockstep.comm import collectives
 from lockstep.comm.collectives import RepeatedBroadcast, all_gather_object, broadcast_coalesced
+from lockstep.errors import CollectiveError
 
 
 def tensors(world):
@@ -59,3 +63,34 @@ def gather(world):
 def test_objects_of_different_sizes(ranks):
     expected = [{"rank": rank, "text": "é" * rank * 100} for rank in range(3)]
     assert ranks(3)(gather) == [expected] * 3
+
+
+def test_an_object_is_sent_by_one_rank_only(ranks):
+    def body(world):
+        def gather(*args, **kwargs):
+            raise AssertionError("nobody needs what the others have")
+
+        original, collectives.all_gather = collectives.all_gather, gather
+        try:
+            value = {"a": [1, 2], "b": "x" * 1000} if world.rank == 1 else None
+            return collectives.broadcast_object(value, group=world.group, src=1)
+        finally:
+            collectives.all_gather = original
+
+    assert ranks(3)(body) == [{"a": [1, 2], "b": "x" * 1000}] * 3
+
+
+def test_what_fails_while_it_is_waited_for_names_rank_and_operation(ranks):
+    def body(world):
+        failed = Future()
+        failed.set_exception(RuntimeError("Connection closed by peer [127.0.0.1]:1234\nand more"))
+        try:
+            collectives.wait_for(failed, "all_reduce of losses")
+        except CollectiveError as error:
+            return str(error), activity.now.collective
+
+    assert ranks(2)(body)[1] == (
+        "Rank 1: all_reduce of losses failed: Connection closed by peer [127.0.0.1]:1234\n"
+        "Another rank ended, or did not take part in time: look at its output.",
+        "",
+    )

@@ -153,8 +153,7 @@ def test_each_sample_is_seen_once_an_epoch_in_the_same_steps_everywhere(ranks, t
     for epoch in (whole[:STEPS_PER_EPOCH], whole[STEPS_PER_EPOCH:]):
         assert [len(numbers) for numbers in epoch] == [12, 12, 12, 5]
         assert sorted(chain(*epoch)) == list(range(NUM_SAMPLES))
-    assert train(make_dataset, 2 * STEPS_PER_EPOCH, strategy="single", workers=2)[1] == whole
-    for num_ranks, workers in ((2, 0), (2, 2), (3, 1)):
+    for num_ranks, workers in ((2, 0), (3, 2)):
         results = ranks(num_ranks)(
             lambda world, workers: train(make_dataset, 2 * STEPS_PER_EPOCH, workers=workers), workers
         )
@@ -166,9 +165,9 @@ def test_each_sample_is_seen_once_an_epoch_in_the_same_steps_everywhere(ranks, t
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_goes_on_with_the_next_sample_wherever_it_stopped_on_whatever_it_goes_on(ranks, tmp_path, kind):
     make_dataset = KINDS[kind](tmp_path)
-    num_steps, chance = 4 * STEPS_PER_EPOCH, random.Random(kind)
+    num_steps, chance = 3 * STEPS_PER_EPOCH, random.Random(kind)
     _, whole = train(make_dataset, num_steps, strategy="single")
-    stops = [*sorted(chance.sample(range(1, num_steps), 4)), num_steps]
+    stops = [*sorted(chance.sample(range(1, num_steps), 2)), num_steps]
     seen = []
     for first, stop in zip([0, *stops], stops, strict=False):
         results = ranks(chance.randint(1, 3))(

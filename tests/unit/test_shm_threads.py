@@ -40,6 +40,7 @@ def test_no_data_races_and_right_results(tmp_path):
         assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
 @pytest.mark.parametrize(
     ("ordered", "unordered"),
