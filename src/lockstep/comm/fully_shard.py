@@ -1,11 +1,10 @@
-"""torch's ``fully_shard`` (FSDP2): the operations that ``fit`` needs of it, and its collectives timed and observed."""
+"""torch's ``fully_shard`` (FSDP2): the operations that ``fit`` needs of it, and its collectives timed."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,58 +23,29 @@ def _collectives_of_torch() -> tuple[type, type] | None:
     return DefaultAllGather, DefaultReduceScatter
 
 
-class _WrappedCollective:
-    """A collective of ``fully_shard`` whose input is observed, and which counts as waiting on CPUs, where it blocks.
+class _TimedCollective:
+    """A collective of ``fully_shard`` on CPUs, where it blocks: it is marked and counted as waiting.
 
     Args:
         operation: Its name, for the watchdog.
         inner: What carries it out.
-        observe: Called with what goes in, on the stream that will reduce it.
     """
 
-    def __init__(self, operation: str, inner: Any, observe: Callable[[Tensor], None] | None = None) -> None:
-        self._operation, self._inner, self._observe = operation, inner, observe
+    def __init__(self, operation: str, inner: Any) -> None:
+        self._operation, self._inner = operation, inner
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for its input or result."""
         return self._inner.allocate(size, dtype=dtype, device=device)  # type: ignore[no-any-return]
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Collective: every rank."""
-        if self._observe is not None:
-            self._observe(input_tensor)
-        if not input_tensor.is_cpu:
-            return self._inner(output_tensor, input_tensor, *args, **kwargs)
         started_s = time.perf_counter()
         try:
             with activity.waiting(self._operation):
-                return self._inner(output_tensor, input_tensor, *args, **kwargs)
+                return self._inner(*args, **kwargs)
         finally:
             activity.now.waited_s += time.perf_counter() - started_s
-
-
-GradientObserver = Callable[[int, Tensor], None]
-"""Called with the number of a unit and this rank's flat gradients of it, on the stream that will reduce them."""
-
-
-def observe_before_reducing(root: nn.Module, observe: GradientObserver) -> bool:
-    """Call ``observe`` ahead of each reduction of gradients of ``root``, which ``fully_shard`` has divided.
-
-    The reductions are those that torch has by default.
-
-    Returns:
-        Whether it will be called: not with another version of torch.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    classes = _collectives_of_torch()
-    if classes is None:
-        return False
-    units = [module for module in root.modules() if isinstance(module, FSDPModule)]
-    for number, module in enumerate(units):
-        observed = _WrappedCollective("reduce_scatter of fully_shard", classes[1](), partial(observe, number))
-        module.set_custom_reduce_scatter(observed)  # type: ignore[arg-type]
-    return True
 
 
 def fully_shard_units(root: nn.Module, units: Iterable[nn.Module], *, group: Group, device: torch.device) -> bool:
@@ -100,8 +70,8 @@ def fully_shard_units(root: nn.Module, units: Iterable[nn.Module], *, group: Gro
     if classes is None:
         return False
     for unit in divided:
-        unit.set_custom_all_gather(_WrappedCollective("all_gather of fully_shard", classes[0]()))  # type: ignore[operator]
-        unit.set_custom_reduce_scatter(_WrappedCollective("reduce_scatter of fully_shard", classes[1]()))  # type: ignore[operator]
+        unit.set_custom_all_gather(_TimedCollective("all_gather of fully_shard", classes[0]()))  # type: ignore[operator]
+        unit.set_custom_reduce_scatter(_TimedCollective("reduce_scatter of fully_shard", classes[1]()))  # type: ignore[operator]
     return True
 
 
