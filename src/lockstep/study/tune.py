@@ -15,7 +15,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from pathlib import Path
 from statistics import median
@@ -87,8 +87,8 @@ _MIB = 2**20
 
 Values = dict[str, Any]
 
-_DEFAULTS = {field.name: field.default for field in fields(FitSettings)}
-_OF_LOOP = {field.name for field in fields(Settings)}
+_DEFAULTS = {one.name: one.default for one in fields(FitSettings)}
+_OF_LOOP = {one.name for one in fields(Settings)}
 
 
 # Settings as plain values: those that differ from the defaults, by name, as a file of settings has them.
@@ -253,12 +253,9 @@ class Known:
         return max(self.peaks, default=None)
 
 
-def candidates(stage: str, base: Values, request: Request, known: Known) -> list[Values] | str:
-    """Return the changes that are worth trying on top of ``base``, or why none is."""
-    found = _STAGES[stage](base, request, known)
-    if isinstance(found, str):
-        return found
-    return [changes for changes in found if _is_possible(changed(base, changes))] or "the other settings rule it out"
+def candidates(stage: str, base: Values, request: Request, known: Known) -> list[Values]:
+    """Return the changes that are worth trying on top of ``base``."""
+    return [changes for changes in _STAGES[stage](base, request, known) if _is_possible(changed(base, changes))]
 
 
 def _is_possible(values: Values) -> bool:
@@ -270,21 +267,17 @@ def _is_possible(values: Values) -> bool:
     return value_of(values, "reproducible") is None or value_of(values, "strategy") in ("single", "dp", "ddp")
 
 
-def _loading(base: Values, request: Request, known: Known) -> list[Values] | str:
+def _loading(base: Values, request: Request, known: Known) -> list[Values]:
     now = value_of(base, "workers")
-    if now:
-        return [{"workers": count} for count in sorted({now // 2, min(2 * now, 16)} - {now})]
-    if known.wait_share < 0.02:
-        return f"a step waits for data {known.wait_share:.1%} of its time"
     per_rank = max(1, request.num_cores // request.num_devices)
-    return [{"workers": count} for count in sorted({1, 2, min(max(4, per_rank), 16)})]
+    counts = {now // 2, 2 * now} - {now} if now else {1, 2, max(4, per_rank)}
+    waits = now or known.wait_share >= 0.02  # else nothing is to be gained
+    return [{"workers": min(count, 16)} for count in sorted(counts)] if waits else []
 
 
-def _strategy(base: Values, request: Request, known: Known) -> list[Values] | str:
+def _strategy(base: Values, request: Request, known: Known) -> list[Values]:
     names = [name for name in request.strategies if name != value_of(base, "strategy")]
-    if request.num_devices == 1 or not names:
-        return "there is one device" if request.num_devices == 1 else "no other was asked for"
-    return [_to_strategy(base, name, request, known) for name in names]
+    return [_to_strategy(base, name, request, known) for name in names] if request.num_devices > 1 else []
 
 
 def _to_strategy(base: Values, name: str, request: Request, known: Known) -> Values:
@@ -302,45 +295,43 @@ def _to_strategy(base: Values, name: str, request: Request, known: Known) -> Val
     return changes if pieces == now else {**changes, "accumulate": pieces}
 
 
-def _micro_batch(base: Values, request: Request, known: Known) -> list[Values] | str:
+def _micro_batch(base: Values, request: Request, known: Known) -> list[Values]:
     if value_of(base, "reproducible") is not None or value_of(base, "shares") is not None:
-        return "reproducible and shares set the sizes"
+        return []  # these set the sizes
     now = value_of(base, "accumulate")
     share = request.global_batch_size // num_shares(base, request.num_devices)
     fewest = 1 if known.largest is None else math.ceil(share / known.largest)
     counts = sorted({fewest, now // 2, 2 * now, 4 * now} - {0, now})
     fitting = [count for count in counts if count >= fewest and share % count == 0 and share // count > 1]
-    return [{"accumulate": count} for count in fitting] or "the batch cannot be cut otherwise"
+    return [{"accumulate": count} for count in fitting]
 
 
-def _threads(base: Values, request: Request, known: Known) -> list[Values] | str:
+def _threads(base: Values, request: Request, known: Known) -> list[Values]:
     if request.on_cuda or value_of(base, "reproducible") is not None:
-        return "GPUs compute" if request.on_cuda else "reproducible computes with one"
+        return []
     now = value_of(base, "threads") or request.threads(base)
     counts = sorted({1, now // 2, 2 * now, request.num_cores} - {0, now})
-    return [{"threads": count} for count in counts if count <= request.num_cores] or "there is one core"
+    return [{"threads": count} for count in counts if count <= request.num_cores]
 
 
-def _buckets(base: Values, request: Request, known: Known) -> list[Values] | str:
+def _buckets(base: Values, request: Request, known: Known) -> list[Values]:
     if value_of(base, "strategy") != "ddp" or request.num_devices == 1:
-        return "only ddp on several devices has them"
+        return []
     now, mib = value_of(base, "bucket_cap_mb"), known.gradient_bytes / _MIB
     caps = [cap for cap in (None, 5.0, 100.0) if cap != now and (cap is None or mib > cap)]
-    found: list[Values] = [{"bucket_cap_mb": cap} for cap in caps]
-    if value_of(base, "clip") is None and not value_of(base, "overlap_optimizer"):
-        found.append({"overlap_optimizer": True})
-    return found or f"all gradients ({mib:.1f} MiB) travel in one bucket"
+    overlaps = value_of(base, "clip") is None and not value_of(base, "overlap_optimizer")
+    return [*({"bucket_cap_mb": cap} for cap in caps), *([{"overlap_optimizer": True}] if overlaps else [])]
 
 
-def _precision(base: Values, request: Request, known: Known) -> list[Values] | str:
+def _precision(base: Values, request: Request, known: Known) -> list[Values]:
     found: list[Values] = [{"precision": "bf16"}] if value_of(base, "precision") == "fp32" else []
     has_wire = value_of(base, "strategy") == "ddp" and request.num_devices > 1
     if has_wire and known.gradient_bytes > _MIB and value_of(base, "wire") is None:
         found.append({"wire": "bf16"})
-    return found or "it is low already"
+    return found
 
 
-_STAGES: dict[str, Callable[[Values, Request, Known], list[Values] | str]] = {
+_STAGES: dict[str, Callable[[Values, Request, Known], list[Values]]] = {
     "loading": _loading,
     "strategy": _strategy,
     "micro-batch": _micro_batch,
@@ -548,51 +539,6 @@ class Result:
         return "within the noise" if self.ratio.low <= 1 else "too little to matter"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What was found.
-
-    Attributes:
-        task: Its name.
-        request: What was asked for.
-        start: The settings that it began with.
-        found: Those that it ended with.
-        effect: What becomes of the training from the one to the other.
-        results: Of all changes, in the order in which they were tried.
-        skips: By stage, why there was nothing to try.
-        total: How many times as fast all of it is together; None if that was not measured.
-        notes: What else there is to say.
-        seconds: How long it took.
-        interrupted: Whether somebody did not want to wait for the end.
-    """
-
-    task: str
-    request: Request
-    start: Values
-    found: Values
-    effect: Effect
-    results: tuple[Result, ...] = ()
-    skips: tuple[tuple[str, str], ...] = ()
-    total: Spread | None = None
-    notes: tuple[str, ...] = ()
-    seconds: float = 0.0
-    interrupted: bool = False
-
-    @property
-    def device(self) -> str:
-        """How many of what."""
-        return f"{self.request.num_devices} x {'cuda' if self.request.on_cuda else 'cpu'}"
-
-    @property
-    def verdict(self) -> str:
-        """What came of it, in one sentence."""
-        if self.found == self.start:
-            return "Nothing that was tried is faster than the settings that tuning began with."
-        if self.total is None:
-            return "How much all of it gives together was not measured: time was up."
-        return f"All of it together: {_times(self.total)} of the settings that tuning began with."
-
-
 def tune(
     task: Task | str,
     *,
@@ -605,7 +551,7 @@ def tune(
     limit_bytes: int | None = None,
     quiet: bool = False,
     began_at: float | None = None,
-) -> Outcome:
+) -> Sweep:
     """Try settings on ``task`` for some minutes, and return those that train it fastest, with what each gave.
 
     The global batch, the order of the samples and the loss stay as they are. Starts processes of its own, and blocks
@@ -651,19 +597,15 @@ def tune(
         limit_bytes=limit_bytes or _usable_bytes(devices, on_cuda=on_cuda),
     )
     name = Path(task).name if isinstance(task, str) else found.name
-    with tempfile.TemporaryDirectory(prefix="lockstep-tune-") as folder:
-        sweep = _Sweep(request, values, folder, say if not quiet else lambda _: None)
-        sweep.allowed = [
-            Effect.ROUNDING,
-            *([Effect.DIVISION] * allow_division),
-            *([Effect.ARITHMETIC] * allow_precision),
-        ]
+    sweep = Sweep(name, request, values, values, log=(lambda _: None) if quiet else say)
+    sweep.allowed += (Effect.DIVISION,) * allow_division + (Effect.ARITHMETIC,) * allow_precision
+    with tempfile.TemporaryDirectory(prefix="lockstep-tune-") as sweep.folder:
         try:
             sweep.run()
         except KeyboardInterrupt:
             sweep.interrupted = True
             sweep.notes.append("Stopped by Ctrl-C: this is what was found by then.")
-        return sweep.outcome(name)
+    return sweep
 
 
 def _usable_bytes(num_devices: int, *, on_cuda: bool) -> int:
@@ -674,19 +616,55 @@ def _usable_bytes(num_devices: int, *, on_cuda: bool) -> int:
     return int(_USABLE * (free if total else psutil.virtual_memory().available))
 
 
-class _Sweep:
-    """Goes through the stages; what it has found so far stands in its attributes at any time."""
+@dataclass
+class Sweep:
+    """Goes through the stages; what it has found so far stands in its attributes at any time.
 
-    def __init__(self, request: Request, start: Values, folder: str, log: Callable[[str], None]) -> None:
-        self._request, self._folder, self._log = request, folder, log
-        self.start = self.base = start
-        self.known = Known({})
-        self.allowed: list[Effect] = []
-        self.results: list[Result] = []
-        self.skips: list[tuple[str, str]] = []
-        self.notes: list[str] = []
-        self.total: Spread | None = None
-        self.interrupted = False
+    Attributes:
+        task: Its name.
+        request: What to do.
+        start: The settings that it began with.
+        found: Those that it has ended with.
+        allowed: Effects on the training that may be taken.
+        known: What the first processes found out.
+        results: Of all changes, in the order in which they were tried.
+        total: How many times as fast all of it is together; None if that was not measured.
+        notes: What else there is to say.
+        interrupted: Whether somebody did not want to wait for the end.
+    """
+
+    task: str
+    request: Request
+    start: Values
+    found: Values
+    allowed: tuple[Effect, ...] = (Effect.BITS, Effect.ROUNDING)
+    known: Known = field(default_factory=lambda: Known({}))
+    results: list[Result] = field(default_factory=list)
+    total: Spread | None = None
+    notes: list[str] = field(default_factory=list)
+    interrupted: bool = False
+    log: Callable[[str], None] = say
+    folder: str = ""
+
+    @property
+    def device(self) -> str:
+        """How many of what."""
+        return f"{self.request.num_devices} x {'cuda' if self.request.on_cuda else 'cpu'}"
+
+    @property
+    def effect(self) -> Effect:
+        """What becomes of the training."""
+        num_devices, layers = self.request.num_devices, self.known.layers
+        return effect_of(self.start, self.found, num_devices=num_devices, layers=layers)
+
+    @property
+    def verdict(self) -> str:
+        """What came of it, in one sentence."""
+        if self.found == self.start:
+            return "Nothing that was tried is faster than the settings that tuning began with."
+        if self.total is None:
+            return "How much all of it gives together was not measured: time was up."
+        return f"All of it together: {_times(self.total)} of the settings that tuning began with."
 
     def run(self) -> None:
         """Try all stages, or as many as there is time for.
@@ -694,30 +672,29 @@ class _Sweep:
         Raises:
             LockstepError: The task cannot be trained with the settings to begin with.
         """
-        self._log("memory: looking for the largest micro-batch that fits")
+        self.log("memory: looking for the largest micro-batch that fits")
         self._probe()
-        reserve_s = min(20.0, 0.2 * self._request.seconds)
+        reserve_s = min(20.0, 0.2 * self.request.seconds)
         for index, stage in enumerate(_STAGES):
-            found = candidates(stage, self.base, self._request, self.known)
-            if isinstance(found, str):
-                self.skips.append((stage, found))
+            found = candidates(stage, self.found, self.request, self.known)
+            if not found:
                 continue
-            left_s = self._request.left_s - reserve_s
+            left_s = self.request.left_s - reserve_s
             if left_s <= 0:
                 self.notes.append("Time was up before all was tried: more of it (--minutes M) may find more.")
                 break
             # Twice an equal part: fewer stages to their end are worth more than all without one.
-            self._try(stage, found, self.base, min(left_s, 2 * left_s / (len(_STAGES) - index)))
-        if self.base != self.start:
-            result = self._try(TOGETHER, [differences(self.start, self.base)], self.start, self._request.left_s)
+            self._try(stage, found, self.found, min(left_s, 2 * left_s / (len(_STAGES) - index)))
+        if self.found != self.start:
+            result = self._try(TOGETHER, [differences(self.start, self.found)], self.start, self.request.left_s)
             if result is not None and result.num_rounds >= FEWEST_ROUNDS:
                 self.total = result.ratio
                 if not result.is_gain:
-                    self.base = self.start
+                    self.found = self.start
 
     def _probe(self) -> None:
         """Find the largest micro-batch that fits, in processes that may die of it, and what else is to be known."""
-        base, request, file = self.base, self._request, str(Path(self._folder) / "probe.json")
+        base, request, file = self.found, self.request, str(Path(self.folder) / "probe.json")
         share = math.ceil(request.global_batch_size / num_shares(base, request.num_devices))
         # Batch norm takes no single sample.
         sizes = sorted({max(min(2, share), math.ceil(share / 2**power)) for power in range(share.bit_length())})
@@ -737,7 +714,7 @@ class _Sweep:
         self.known = Known(peaks, error is None, tuple(facts["layers"]), facts["bytes"], facts["wait"])
         largest = self.known.largest
         if largest is not None and math.ceil(share / value_of(base, "accumulate")) > largest:
-            self.start = self.base = changed(base, {"accumulate": math.ceil(share / largest)})
+            self.start = self.found = changed(base, {"accumulate": math.ceil(share / largest)})
         if largest is not None:
             whole = "a device's whole part of the global batch" if largest >= share else f"of {share} for each device"
             needed = f"{peaks[largest] / _MIB:,.0f} MiB"
@@ -745,12 +722,12 @@ class _Sweep:
 
     def _try(self, stage: str, found: list[Values], base: Values, seconds: float) -> Result | None:
         """Measure changes beside ``base``, keep the best that is allowed; return the last one's result."""
-        self._log(f"{stage}: {'; '.join(map(in_words, found))}; at most {seconds:.0f} s")
+        self.log(f"{stage}: {'; '.join(map(in_words, found))}; at most {seconds:.0f} s")
         rounds, lost = self._measure({in_words(each): each for each in found}, base, time.time() + seconds)
         results = []
         for changes in found:
             name, after = in_words(changes), changed(base, changes)
-            effect = effect_of(base, after, num_devices=self._request.num_devices, layers=self.known.layers)
+            effect = effect_of(base, after, num_devices=self.request.num_devices, layers=self.known.layers)
             count = sum(name in each for each in rounds)
             result = Result(stage, changes, effect, ratio_of(name, rounds), count)
             results.append(replace(result, why=lost.get(name) or self._forbidden(result) or result.why_not))
@@ -760,14 +737,14 @@ class _Sweep:
             beaten = "another was better" if each in gains else each.why
             self.results.append(replace(each, kept=True, why="") if each is best else replace(each, why=beaten))
         if best is not None and stage != TOGETHER:
-            self.base = changed(base, best.changes)
+            self.found = changed(base, best.changes)
         return self.results[-1] if results else None
 
     def _measure(
         self, changes: dict[str, Values], base: Values, until: float
     ) -> tuple[list[dict[str, float]], dict[str, str]]:
         """Run rounds until they succeed without those that break them; return them, and why some were lost."""
-        request, mark = self._request, str(Path(self._folder) / "mark.json")
+        request, mark = self.request, str(Path(self.folder) / "mark.json")
         lost: dict[str, str] = {}
         while changes and time.time() < until:
             contenders = {NOW: base} | {name: changed(base, each) for name, each in changes.items()}
@@ -790,21 +767,11 @@ class _Sweep:
 
     def _forbidden(self, result: Result) -> str:
         """Return why a change that is faster is not taken; nothing if it is taken, or is no faster."""
-        if not result.is_gain or result.effect is Effect.BITS or result.effect in self.allowed:
+        if not result.is_gain or result.effect in self.allowed:
             return ""
         if result.effect is Effect.ARITHMETIC:
             return "offered: taken with --allow-precision"
         return f"offered: {' and '.join(self.known.layers)} would see another division; --allow-division takes it"
-
-    def outcome(self, task: str) -> Outcome:
-        """Return what was found."""
-        request = self._request
-        effect = effect_of(self.start, self.base, num_devices=request.num_devices, layers=self.known.layers)
-        results, skips, notes = tuple(self.results), tuple(self.skips), tuple(self.notes)
-        seconds = time.time() - request.began_at
-        return Outcome(
-            task, request, self.start, self.base, effect, results, skips, self.total, notes, seconds, self.interrupted
-        )
 
 
 def _reason(error: BaseException) -> str:
@@ -823,11 +790,11 @@ _HOW_TO_READ = (
 )
 
 
-def render(outcome: Outcome) -> RenderableType:
+def render(outcome: Sweep) -> RenderableType:
     """Lay out the table, what there is to say, and the conclusion: at most 100 columns."""
     began = in_words({"strategy": outcome.start.get("strategy", "ddp"), **outcome.start})
     batch = outcome.request.global_batch_size
-    title = f"{outcome.task}: {outcome.device}, global batch {batch}, from {began}; {outcome.seconds:.0f} s"
+    title = f"{outcome.task}: {outcome.device}, global batch {batch}, from {began}"
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("stage", "change", "times", "low - high", "rounds", "training", ""):
         is_number = name in ("times", "low - high", "rounds")
@@ -837,15 +804,14 @@ def render(outcome: Outcome) -> RenderableType:
         span = f"{each.ratio.low:.2f} - {each.ratio.high:.2f}" if each.ratio else "-"
         verdict = "kept" if each.kept else each.why
         table.add_row(each.stage, in_words(each.changes), times, span, str(each.num_rounds), each.effect.words, verdict)
-    lines = [Text(f"{stage}: {why}", style="dim") for stage, why in outcome.skips]
-    lines += [Text(_HOW_TO_READ, style="dim"), Text(), *(Text(note) for note in outcome.notes)]
+    lines = [Text(_HOW_TO_READ, style="dim"), Text(), *(Text(note) for note in outcome.notes)]
     lines.append(Text(outcome.verdict, style="bold"))
     if outcome.found != outcome.start:
         lines.append(Text(outcome.effect.sentence))
     return Group(Text(title, style="bold"), table, *lines)
 
 
-def as_file(outcome: Outcome, *, task_file: str, file: str, facts: Mapping[str, str]) -> str:
+def as_file(outcome: Sweep, *, task_file: str, file: str, facts: Mapping[str, str]) -> str:
     """Return the text of the file: each setting with what it gave, and what was left out as comments.
 
     Args:
