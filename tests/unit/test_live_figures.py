@@ -244,3 +244,19 @@ def test_progress_in_one_line():
 )
 def test_times(seconds, short, long):
     assert (milliseconds(seconds), duration(seconds)) == (short, long)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda note: 7, lambda note: {}, lambda note: note[:-1], lambda note: ["x", *note[1:]]]
+)
+def test_a_wrong_note_stops_nothing(change):
+    """Of any type, too short, or with a word where a number is to be; those of other ranks are seen all the same."""
+    good = [3, *encode(ranks(0.010, 0.014, 0.012)[2])]
+    wrong = [3, *encode(ranks(0.010, 0.014)[1])]
+    place = 1 + [name for name in RankFigures.__dataclass_fields__ if name != "age_s"].index("step_s")
+    kept = Kept()
+    for note in (change(wrong), [*wrong[:place], "fast", *wrong[place + 1 :]]):
+        aggregator = Aggregator(figures(), Notes({1: note, 2: good}), RunConstants(20), world_size=3)
+        aggregator.deliveries.append(DirectDispatch(kept))
+        aggregator.beat()
+    assert [[each.rank for each in snapshot.ranks] for snapshot in kept.snapshots] == [[0, 2]] * 2

@@ -125,3 +125,12 @@ def test_events_of_all_ranks_are_told_once(tmp_path):
         ("spike", "theirs"),
         ("error", "RuntimeError: mine"),
     ]
+
+
+def test_a_record_brings_no_control_characters_to_the_terminal(tmp_path):
+    nasty = "\x1b]0;title\x07\x9b2J\x7f saved\nhere"
+    lines = [*steps(3), {**event_line("remark", 2), "text": nasty}]
+    run = read_run(write_run(tmp_path / "run", [lines], sessions=[{**session(1), "task": nasty, nasty: [nasty]}]))
+    clean = "\ufffd]0;title\ufffd\ufffd2J\ufffd saved\nhere"
+    assert [event.text for event in run.ranks[0].events] == [clean]
+    assert run.last["task"] == clean and run.last[clean] == [clean]

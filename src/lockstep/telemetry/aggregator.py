@@ -440,7 +440,10 @@ class Aggregator:
         """Return what the other ranks told last, and how long ago that was seen to change."""
         now_s = time.monotonic()
         found = []
-        for rank, (number, *values) in sorted(self._board.read().items()):
+        for rank, note in sorted(self._board.read().items()):
+            if not _is_note(note, rank):
+                continue  # anybody who reaches the store can write there: one wrong note stops nothing
+            number, *values = note
             count, since_s = self._seen.get(rank, (-1, now_s))
             if number != count:
                 since_s = now_s
@@ -453,6 +456,23 @@ def encode(figures: RankFigures) -> list[Any]:
     """Return figures as what JSON can hold, and short."""
     values = [getattr(figures, name) for name in _FIELDS]
     return [float(f"{value:.6g}") if isinstance(value, float) else value for value in values]
+
+
+def _is_note(note: Any, rank: int) -> bool:
+    """Return whether a note is one that a rank has posted: a number, and values of the types of `RankFigures`."""
+    if not isinstance(note, list) or len(note) != len(_FIELDS) + 1:
+        return False
+    named = dict(zip(("number", *_FIELDS), note, strict=True))
+    texts = [named.pop("host"), named.pop("device")]
+    numbers = [value for value in named.values() if value is not None]
+    is_typed = all(isinstance(value, (int, float)) for value in numbers) and named["number"] is not None
+    counts = (named["step"], named["num_steps"])
+    return (
+        is_typed
+        and named["rank"] == rank
+        and None not in counts
+        and all(isinstance(text, str | None) for text in texts)
+    )
 
 
 def decode(values: Iterable[Any]) -> RankFigures:

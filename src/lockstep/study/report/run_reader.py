@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -366,9 +367,30 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def _parse(text: bytes) -> Any:
+    """Return what a piece of JSON holds, without control characters: a record may come from anywhere.
+
+    What a terminal is sent of it would otherwise move the cursor, change the title, or hide lines.
+    """
+    content = json.loads(text)
+    # Lines of steps are many and hold numbers: only what can hold such a character is searched.
+    return _without_controls(content) if b"\\u" in text or b"\x7f" in text or not text.isascii() else content
+
+
+def _without_controls(value: Any) -> Any:
+    if isinstance(value, str):
+        return _CONTROLS.sub("\ufffd", value)
+    if isinstance(value, dict):
+        return {_without_controls(key): _without_controls(each) for key, each in value.items()}
+    return [_without_controls(each) for each in value] if isinstance(value, list) else value
+
+
 def _sessions(path: Path, gaps: list[str]) -> list[dict[str, Any]]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = _parse(path.read_bytes())
         sessions = [session for session in content["sessions"] if isinstance(session, dict)]
         version = content.get("version")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -395,7 +417,7 @@ def _rank(path: Path, number: int, known: set[str] | None, gaps: list[str]) -> R
         if not text.strip():
             continue
         try:
-            line = json.loads(text)
+            line = _parse(text)
             if not isinstance(line, dict):
                 raise Unfit("no object")
             if line.get("kind") == "start":
