@@ -122,7 +122,9 @@ class waiting:
 
     def __enter__(self) -> None:
         if get_ident() == _MAIN_THREAD:
-            self._outer, now.collective = now.collective, self._operation
+            self._outer = now.collective
+            # A wait within another is a part of it: ranks in different parts of one exchange are in the same call.
+            now.collective = self._outer or self._operation
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -54,7 +54,7 @@ def test_a_heartbeat_is_replaced_as_a_whole(tmp_path, heartbeat):
 def test_what_a_rank_does_is_in_its_heartbeat(tmp_path, heartbeat):
     activity.now.step = 4
     try:
-        with activity.waiting("all_to_all"), activity.waiting("barrier"):
+        with activity.waiting("barrier"), activity.waiting("all_to_all"):
             heartbeat.write()
         inner = read_heartbeat(tmp_path, 0)
         heartbeat.write()

@@ -172,9 +172,9 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _LIBRARIES = ("site-packages", "dist-packages", "<frozen", f"{os.sep}lockstep{os.sep}launcher{os.sep}")
 _KNOWN = (f"{_PACKAGE}train{os.sep}", f"{_PACKAGE}data{os.sep}", f"{_PACKAGE}parallel{os.sep}")
 """What of the package users may have heard of: named where none of their own lines is under way."""
-_COLLECTIVE_FILES = ("torch/distributed/distributed_c10d.py", "lockstep/comm/collectives.py", "lockstep/comm/world.py")
+_COLLECTIVE_FILES = ("torch/distributed/distributed_c10d.py", "lockstep/comm/world.py")
 """What a script calls itself; our own collectives mark that they wait, see `lockstep.activity.waiting`."""
-_NOT_CALLED = ("_", "wrapper", "call")
+_NOT_CALLED = ("_", "wrapper")
 _WAITS = (".wait(", ".synchronize(")
 _GPU_WAITS = (*_WAITS, ".item(", ".cpu(", ".tolist(", ".numpy(", "float(", "print(", ".backward(")
 _DEBUGGERS = ("bdb.py", "pdb.py", "code.py", "pydevd.py", "pydevd_frame.py")
