@@ -123,6 +123,7 @@ class Reducer:
         finishes_early: Whether buckets that are reduced are finished during backward, where that is possible.
         post_backward: Futures that the end of the step waits for.
         has_run: Whether there was a forward.
+        num_forwards: Those whose backward was to be synchronised.
     """
 
     def __init__(self, bucket_set: BucketSet, *, group: Group, skip_unused_buckets: bool = False) -> None:
@@ -135,6 +136,7 @@ class Reducer:
         self.finishes_early = False
         self.post_backward: list[Future[Any]] = []
         self.has_run = False
+        self.num_forwards = 0
         self._group = group
         self._skip_unused_buckets = skip_unused_buckets
         self._lock = threading.Lock()  # a model on several devices calls hooks from one autograd thread per device
@@ -232,6 +234,7 @@ class Reducer:
             self._has_taken_over = True
             self._optimizers_in_backward = _take_over_optimizers(self.bucket_set.parameters)
         if will_sync:
+            self.num_forwards += 1
             self._notify(Event.FORWARD)
 
     def disarm(self) -> None:

@@ -166,6 +166,7 @@ class TorchCompat(nn.Module, Joinable):
             "module_name": type(self.module).__name__,
             "world_size": self.process_group.size(),
             "rank": self.process_group.rank(),
+            "iteration": max(0, self._reducer.num_forwards - 1),
             "backend_name": backend_name(self.process_group),
             "broadcast_buffers": int(self.forward_sync_buffers),
             "find_unused_parameters": int(self.find_unused_parameters),
