@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 PAGE = "docs/reference/doctor.md"
-"""Where each finding is explained, under a heading of its own; `tools/findings.py` writes that part of the page."""
+"""Where each finding is explained, under a heading of its own; `tools/reference.py` writes that part of the page."""
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 
