@@ -1,7 +1,7 @@
 """Snapshots and a run for the tests of sinks."""
 
 from lockstep.telemetry.metrics import BucketFigures, EventFigures, RankFigures, Snapshot
-from lockstep.telemetry.sinks.factory import RunInfo
+from lockstep.telemetry.sinks.base import RunInfo
 
 CONFIG = {"strategy": "ddp", "seed": 3, "clip": 0.5, "quiet": True, "global_batch_size": 64, "version/torch": "2.13.0"}
 

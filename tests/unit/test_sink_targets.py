@@ -9,7 +9,8 @@ import pytest
 
 from lockstep.errors import ConfigurationError
 from lockstep.telemetry.sinks import factory
-from lockstep.telemetry.sinks.factory import SinkState, Target, open_here, opened_within, parse_targets, require_package
+from lockstep.telemetry.sinks.base import SinkState
+from lockstep.telemetry.sinks.factory import Target, open_here, opened_within, parse_targets, require_package
 from lockstep.train.settings import FitSettings
 from tests.unit.sinks_planted import facts
 
@@ -135,7 +136,7 @@ def test_what_a_library_raises_is_told_in_one_line(monkeypatch):
     def fail(target, facts):
         raise RuntimeError("no such experiment.\nAnd much more")
 
-    monkeypatch.setitem(factory._OPENERS, "prometheus", fail)
+    monkeypatch.setattr(factory, "_make", fail)
     with pytest.raises(ConfigurationError) as error:
         open_here([Target("prometheus", "a")], facts())
     assert str(error.value) == (

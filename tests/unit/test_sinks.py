@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from lockstep.telemetry.sinks.factory import SinkState
+from lockstep.telemetry.sinks.base import SinkState
 from tests.unit.sinks_planted import CONFIG, event, facts, snapshot
 
 EVALUATED = event("evaluation", 4, seconds=0.5, metrics={"loss": 0.25})

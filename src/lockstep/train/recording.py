@@ -64,7 +64,8 @@ from lockstep.telemetry.run_record import (
     has_timeline,
     measure,
 )
-from lockstep.telemetry.sinks.factory import Plain, RunInfo, Sinks, open_sinks, parse_targets
+from lockstep.telemetry.sinks.base import Plain, RunInfo
+from lockstep.telemetry.sinks.factory import Sinks, open_sinks, parse_targets
 from lockstep.telemetry.stragglers import (
     Pace,
     StepTimes,

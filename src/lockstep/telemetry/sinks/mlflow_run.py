@@ -11,7 +11,7 @@ from mlflow.entities import Metric, Param
 from typing_extensions import override
 
 from lockstep.telemetry.metrics import EventCounts, Snapshot, evaluations, has_failed, scalars
-from lockstep.telemetry.sinks.factory import MetricsSink, RunInfo, SinkState
+from lockstep.telemetry.sinks.base import MetricsSink, RunInfo, SinkState
 
 _MOST_METRICS, _MOST_PARAMS, _PARAM_CHARS = 1000, 100, 500
 """Of what MLflow takes in one call, and of a parameter's text."""

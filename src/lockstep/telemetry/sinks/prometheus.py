@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lockstep.telemetry import metrics
 from lockstep.telemetry.metrics import EventCounts, Snapshot, of_bucket
-from lockstep.telemetry.sinks.factory import MetricsSink, RunInfo
+from lockstep.telemetry.sinks.base import MetricsSink, RunInfo
 
 _JOIN_S = 5.0
 _IN_INFO = ("strategy", "precision", "global_batch_size", "host", "version/lockstep", "version/torch")

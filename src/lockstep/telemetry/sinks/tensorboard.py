@@ -12,7 +12,7 @@ from torch.utils.tensorboard.summary import hparams
 from typing_extensions import override
 
 from lockstep.telemetry.metrics import EventCounts, Snapshot, evaluations, scalars
-from lockstep.telemetry.sinks.factory import MetricsSink, RunInfo
+from lockstep.telemetry.sinks.base import MetricsSink, RunInfo
 
 
 @final

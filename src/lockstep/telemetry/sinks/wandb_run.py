@@ -9,7 +9,7 @@ import wandb
 from typing_extensions import override
 
 from lockstep.telemetry.metrics import EventCounts, Snapshot, evaluations, has_failed, scalars
-from lockstep.telemetry.sinks.factory import MetricsSink, RunInfo, SinkState
+from lockstep.telemetry.sinks.base import MetricsSink, RunInfo, SinkState
 
 _MOST_EVENTS = 1000
 """Events whose texts are kept for the table at the end."""
