@@ -1,13 +1,16 @@
-"""The tensors in what goes into a module and what comes out of it."""
+"""What the wrapper sees of its module: the tensors in inputs and outputs, and whether its parameters stay the same."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from lockstep.errors import LockstepError
 
 
 def find_tensors(value: Any) -> Iterator[Tensor]:
@@ -73,3 +76,44 @@ def anchor_tensors(value: Any) -> Any:
         return anchored
 
     return _map_tensors(anchor, value)
+
+
+class WrappedParameters:
+    """Notices that a parameter was put into ``module`` after it was wrapped, whose gradient nobody would average.
+
+    Where each parameter and each layer is registered is noted once, and compared before each forward: no Python loop,
+    since it runs in every step.
+
+    Args:
+        module: The model.
+        ignore: Names of parameters that are not reduced.
+    """
+
+    def __init__(self, module: nn.Module, ignore: set[str]) -> None:
+        self._module, self._ignore = module, ignore
+        self._known = set(module.parameters())
+        self._take()
+
+    def _take(self) -> None:
+        homes: list[dict[str, Any]] = []
+        for layer in self._module.modules():
+            homes += [layer._parameters, layer._modules]
+        self._homes = homes
+        self._num_entries = sum(map(len, homes))
+        self._home_of = [home for home in homes for _ in home]
+        self._names = [name for home in homes for name in home]
+        self._entries = [home[name] for home in homes for name in home]
+
+    def check(self) -> None:
+        """Raise LockstepError if there is a trainable parameter that was not there when the model was wrapped."""
+        entries = map(dict[str, Any].get, self._home_of, self._names)
+        if sum(map(len, self._homes)) == self._num_entries and not any(map(operator.is_not, entries, self._entries)):
+            return
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad and parameter not in self._known and name not in self._ignore:
+                raise LockstepError(
+                    f"Parameter {name} was put into the model after it was wrapped: its gradient would not be averaged "
+                    "over the ranks.\nReplace parameters and layers before wrapping, or wrap again: "
+                    "model = DistributedDataParallel(model.module)."
+                )
+        self._take()

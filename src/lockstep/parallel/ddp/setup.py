@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from lockstep.comm.collectives import Group, RepeatedBroadcast, broadcast_coalesced
-from lockstep.errors import ConfigurationError, LockstepError
+from lockstep.errors import ConfigurationError
 from lockstep.parallel.consistency import check_models_agree
 from lockstep.parallel.ddp.bucket_plan import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB
 from lockstep.parallel.sync_batchnorm import SyncBatchNorm, TorchSyncBatchNorm
@@ -187,47 +186,6 @@ def sparse_parameters(module: nn.Module) -> set[torch.Tensor]:
 
 
 # --- the same model on every rank -------------------------------------------------------------------------------------
-
-
-class WrappedParameters:
-    """Notices that a parameter was put into ``module`` after it was wrapped, whose gradient nobody would average.
-
-    Where each parameter and each layer is registered is noted once, and compared before each forward: no Python loop,
-    since it runs in every step.
-
-    Args:
-        module: The model.
-        ignore: Names of parameters that are not reduced.
-    """
-
-    def __init__(self, module: nn.Module, ignore: set[str]) -> None:
-        self._module, self._ignore = module, ignore
-        self._known = set(module.parameters())
-        self._take()
-
-    def _take(self) -> None:
-        homes: list[dict[str, Any]] = []
-        for layer in self._module.modules():
-            homes += [layer._parameters, layer._modules]
-        self._homes = homes
-        self._num_entries = sum(map(len, homes))
-        self._home_of = [home for home in homes for _ in home]
-        self._names = [name for home in homes for name in home]
-        self._entries = [home[name] for home in homes for name in home]
-
-    def check(self) -> None:
-        """Raise LockstepError if there is a trainable parameter that was not there when the model was wrapped."""
-        entries = map(dict[str, Any].get, self._home_of, self._names)
-        if sum(map(len, self._homes)) == self._num_entries and not any(map(operator.is_not, entries, self._entries)):
-            return
-        for name, parameter in self._module.named_parameters():
-            if parameter.requires_grad and parameter not in self._known and name not in self._ignore:
-                raise LockstepError(
-                    f"Parameter {name} was put into the model after it was wrapped: its gradient would not be averaged "
-                    "over the ranks.\nReplace parameters and layers before wrapping, or wrap again: "
-                    "model = DistributedDataParallel(model.module)."
-                )
-        self._take()
 
 
 BufferHook = Callable[[Any, dict[str, Tensor]], list[Future[Any]] | None]

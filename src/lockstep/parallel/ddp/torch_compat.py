@@ -81,33 +81,6 @@ class TorchCompat(nn.Module, Joinable):
 
     # --- attributes -------------------------------------------------------------------------------------------------
 
-    def __getattr__(self, name: str) -> Any:
-        """Return plain attributes of the wrapped module, such as ``model.config``.
-
-        Methods, submodules and tensors that require a gradient do not pass: a forward through them would train without
-        synchronisation, and nobody would notice.
-        """
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is None:
-                raise
-        missing = f"'{type(self).__name__}' object has no attribute '{name}'"
-        if name.startswith("_"):
-            raise AttributeError(missing)
-        try:
-            value = getattr(module, name)
-        except AttributeError:
-            raise AttributeError(missing) from None
-        trains = isinstance(value, nn.Module) or (isinstance(value, Tensor) and value.requires_grad)
-        if trains or (callable(value) and not isinstance(value, type)):
-            raise AttributeError(
-                f"{missing}\nThe wrapped {type(module).__name__} has one, but a forward through it would not "
-                f"synchronise gradients. If that is what you want, write `.module.{name}`."
-            )
-        return value
-
     @property
     def broadcast_buffers(self) -> bool:
         """Torch's older name for ``forward_sync_buffers``."""
@@ -141,10 +114,6 @@ class TorchCompat(nn.Module, Joinable):
         return cls._active_ddp_module or TorchDistributedDataParallel._active_ddp_module
 
     # --- buffers ----------------------------------------------------------------------------------------------------
-
-    def will_sync_module_buffers(self) -> bool:
-        """Tell whether the next ``forward`` synchronises buffers."""
-        return self.require_forward_param_sync and self.forward_sync_buffers and self._model_sync.has_buffers
 
     def _default_broadcast_coalesced(
         self, bufs: Sequence[Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0

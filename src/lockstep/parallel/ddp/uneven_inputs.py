@@ -303,6 +303,13 @@ class UnevenInputs(TorchCompat):
         """The group that ``Join`` uses."""
         return self.process_group
 
+    def will_sync_module_buffers(self) -> bool:
+        """Tell whether the next ``forward`` synchronises buffers."""
+        return self.require_forward_param_sync and self.forward_sync_buffers and self._model_sync.has_buffers
+
+    def _sync_buffers(self, *, after_forward: bool, src: int) -> None:
+        self._reducer.post_backward += self._model_sync.sync_buffers(after_forward=after_forward, src=src)
+
     def _notify_joined_ranks(self) -> None:
         """Tell ranks without data that another step begins. Collective inside ``join()``, else nothing."""
         if not self._join_config.enable:

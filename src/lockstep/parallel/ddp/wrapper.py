@@ -38,11 +38,10 @@ from lockstep.parallel.ddp.comm_hooks import (
     check_comm_hook,
     compression_dtype,
 )
-from lockstep.parallel.ddp.module_io import anchor_tensors, find_tensors, move_to
+from lockstep.parallel.ddp.module_io import WrappedParameters, anchor_tensors, find_tensors, move_to
 from lockstep.parallel.ddp.reducer import Reducer, live_reducers
 from lockstep.parallel.ddp.setup import (
     ModelSync,
-    WrappedParameters,
     bucket_caps_bytes,
     buffer_policy,
     check_batch_norms,
@@ -301,8 +300,32 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
         self._reducer.prepare_for_backward(watched)
         return output
 
-    def _sync_buffers(self, *, after_forward: bool, src: int) -> None:
-        self._reducer.post_backward += self._model_sync.sync_buffers(after_forward=after_forward, src=src)
+    def __getattr__(self, name: str) -> Any:
+        """Return plain attributes of the wrapped module, such as ``model.config``.
+
+        Methods, submodules and tensors that require a gradient do not pass: a forward through them would train without
+        synchronisation, and nobody would notice.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
+                raise
+        missing = f"'{type(self).__name__}' object has no attribute '{name}'"
+        if name.startswith("_"):
+            raise AttributeError(missing)
+        try:
+            value = getattr(module, name)
+        except AttributeError:
+            raise AttributeError(missing) from None
+        trains = isinstance(value, nn.Module) or (isinstance(value, Tensor) and value.requires_grad)
+        if trains or (callable(value) and not isinstance(value, type)):
+            raise AttributeError(
+                f"{missing}\nThe wrapped {type(module).__name__} has one, but a forward through it would not "
+                f"synchronise gradients. If that is what you want, write `.module.{name}`."
+            )
+        return value
 
     def _add_asked_observers(self) -> None:
         """Let those observe the steps that somebody in this process has asked for since."""
