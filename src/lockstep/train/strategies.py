@@ -10,7 +10,6 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +55,7 @@ class Pass:
 
 
 class Strategy(ABC):
-    """Runs micro-batches. Abstract; `make_strategy` returns the one asked for."""
+    """Runs micro-batches. Abstract; `make_strategy` of trainer.py returns the one asked for."""
 
     group: Group | None = None
     """The ranks that take part, or None if it is only this process."""
@@ -286,61 +285,3 @@ def check_engine(name: StrategyName, settings: Settings) -> None:
                 f"{setting} is for strategy {' or '.join(_WITH_OUR_REDUCER)}, but the strategy is {name}.\n"
                 f"Leave {setting} out."
             )
-
-
-def make_strategy(
-    name: StrategyName,
-    model: nn.Module,
-    objective: Objective,
-    world: World,
-    devices: Sequence[torch.device],
-    settings: Settings,
-) -> Strategy:
-    """Return the strategy ``name`` for the bare ``model``, which is on the first of ``devices``.
-
-    Collective for strategies with a process for each device: every rank.
-
-    Raises:
-        ConfigurationError: It cannot run on these devices.
-    """
-    check_engine(name, settings)
-    if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
-        _prepare_sync_layers(name, model, devices)
-    if name == "single":
-        return Single(model, objective)
-    if name == "dp":
-        return Replicated(model, objective, devices)
-    if name == "torch-dp":
-        if any(device.type != "cuda" for device in devices):
-            raise ConfigurationError(
-                "Strategy torch-dp needs CUDA devices: torch.nn.DataParallel does nothing on CPUs.\n"
-                "Use strategy dp, which runs on CPUs too."
-            )
-        return Single(nn.DataParallel(model, device_ids=[device.index for device in devices]), objective)
-    if name == "fsdp":
-        from lockstep.train.fsdp import FullyShard
-
-        return FullyShard(model, objective, world, devices[0])
-    if name == "torch-ddp":
-        return Distributed(model, objective, world, nn.parallel.DistributedDataParallel)
-    from lockstep.parallel.ddp.wrapper import DistributedDataParallel
-
-    wrap = partial(DistributedDataParallel, wire_dtype=settings.wire, bucket_cap_mb=settings.bucket_cap_mb)
-    if name == "ddp-zero1":
-        from lockstep.train.fsdp import Zero1
-
-        return Zero1(model, objective, world, wrap)
-    return Distributed(model, objective, world, wrap, watches_part=settings.overlap_optimizer)
-
-
-def _prepare_sync_layers(name: StrategyName, model: nn.Module, devices: Sequence[torch.device]) -> None:
-    from lockstep.parallel.sync_batchnorm import SyncBatchNorm
-
-    if name == "torch-ddp" and devices[0].type == "cpu":
-        raise ConfigurationError(
-            "torch's DistributedDataParallel refuses SyncBatchNorm layers on the CPU, lockstep's too.\n"
-            "Use strategy ddp, and leave torch-ddp out of a comparison (--strategies dp,ddp)."
-        )
-    for layer in model.modules():
-        if name not in PER_PROCESS and isinstance(layer, SyncBatchNorm):
-            layer.alone = True  # there may be a group of ranks that do not train this model: do not wait for them

@@ -18,6 +18,7 @@ from lockstep.comm.world import World
 from lockstep.data.batch_iterator import BatchIterator
 from lockstep.data.loader import LoadOptions, MicroBatch
 from lockstep.data.stream import check_same_stream
+from lockstep.errors import ConfigurationError
 from lockstep.parallel.consistency import find_difference, replica_of
 from lockstep.parallel.reduction_tree import ReductionTree
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
@@ -25,7 +26,7 @@ from lockstep.telemetry import ranges
 from lockstep.train.bad_samples import BadSamples
 from lockstep.train.model_state import check_identity, identity_of, load_into, local_state_dict
 from lockstep.train.nonfinite import Computed, NonFiniteGuard
-from lockstep.train.plan import make_plan
+from lockstep.train.plan import PER_PROCESS, make_plan
 from lockstep.train.reproducible import (
     Arithmetic,
     describe_machine,
@@ -53,7 +54,7 @@ from lockstep.train.step import (
     explain_out_of_memory,
     set_rates,
 )
-from lockstep.train.strategies import Pass, Strategy, make_strategy, split_batch
+from lockstep.train.strategies import Distributed, Pass, Replicated, Single, Strategy, check_engine, split_batch
 from lockstep.train.task import Task, build_dataset, build_model, build_optimizer
 from lockstep.train.timing import StepRecord, StepTimer
 
@@ -491,3 +492,61 @@ class Trainer:
     def _gather(self, value: Any) -> list[Any]:
         """Return the ``value`` of each rank, which JSON can hold. Collective if there is a group: every rank."""
         return [value] if self.group is None else all_gather_object(value, group=self.group, device=self.device)
+
+
+def make_strategy(
+    name: StrategyName,
+    model: nn.Module,
+    objective: Objective,
+    world: World,
+    devices: Sequence[torch.device],
+    settings: Settings,
+) -> Strategy:
+    """Return the strategy ``name`` for the bare ``model``, which is on the first of ``devices``.
+
+    Collective for strategies with a process for each device: every rank.
+
+    Raises:
+        ConfigurationError: It cannot run on these devices.
+    """
+    check_engine(name, settings)
+    if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
+        _prepare_sync_layers(name, model, devices)
+    if name == "single":
+        return Single(model, objective)
+    if name == "dp":
+        return Replicated(model, objective, devices)
+    if name == "torch-dp":
+        if any(device.type != "cuda" for device in devices):
+            raise ConfigurationError(
+                "Strategy torch-dp needs CUDA devices: torch.nn.DataParallel does nothing on CPUs.\n"
+                "Use strategy dp, which runs on CPUs too."
+            )
+        return Single(nn.DataParallel(model, device_ids=[device.index for device in devices]), objective)
+    if name == "fsdp":
+        from lockstep.train.fsdp import FullyShard
+
+        return FullyShard(model, objective, world, devices[0])
+    if name == "torch-ddp":
+        return Distributed(model, objective, world, nn.parallel.DistributedDataParallel)
+    from lockstep.parallel.ddp.wrapper import DistributedDataParallel
+
+    wrap = partial(DistributedDataParallel, wire_dtype=settings.wire, bucket_cap_mb=settings.bucket_cap_mb)
+    if name == "ddp-zero1":
+        from lockstep.train.fsdp import Zero1
+
+        return Zero1(model, objective, world, wrap)
+    return Distributed(model, objective, world, wrap, watches_part=settings.overlap_optimizer)
+
+
+def _prepare_sync_layers(name: StrategyName, model: nn.Module, devices: Sequence[torch.device]) -> None:
+    from lockstep.parallel.sync_batchnorm import SyncBatchNorm
+
+    if name == "torch-ddp" and devices[0].type == "cpu":
+        raise ConfigurationError(
+            "torch's DistributedDataParallel refuses SyncBatchNorm layers on the CPU, lockstep's too.\n"
+            "Use strategy ddp, and leave torch-ddp out of a comparison (--strategies dp,ddp)."
+        )
+    for layer in model.modules():
+        if name not in PER_PROCESS and isinstance(layer, SyncBatchNorm):
+            layer.alone = True  # there may be a group of ranks that do not train this model: do not wait for them
