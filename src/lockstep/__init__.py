@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lockstep.parallel.dp.wrapper import DataParallel
     from lockstep.parallel.sync_batchnorm import SyncBatchNorm
     from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
-    from lockstep.train.checkpoint import load, save
+    from lockstep.train.checkpoints.checkpoint import load, save
     from lockstep.train.fit import fit as fit
     from lockstep.train.task import Loss as Loss
     from lockstep.train.task import Task as Task
@@ -61,9 +61,9 @@ _HOMES = {
     "fit": "lockstep.train.fit",
     "init": "lockstep.comm.world",
     "launch": "lockstep.launcher.api",
-    "load": "lockstep.train.checkpoint",
+    "load": "lockstep.train.checkpoints.checkpoint",
     "monitor": "lockstep.observe.monitor",
-    "save": "lockstep.train.checkpoint",
+    "save": "lockstep.train.checkpoints.checkpoint",
 }
 
 # So that torch.distributed, once somebody imports it, knows the backend by its name.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.contract.layers import RANK, circle, part_of, violations
+from tests.contract.layers import RANK, circle, imports_of, module_of, part_of, violations
 from tests.contract.tree import PACKAGE, sources
 
 
@@ -19,6 +19,12 @@ def test_the_package_follows_the_layers():
         for violation in violations(path.read_text(), part_of(path, PACKAGE))
     ]
     assert found == []
+
+
+def test_no_modules_import_each_other():
+    """Not even in functions: whoever reads a module need not have read those above it."""
+    modules = {module_of(path, PACKAGE): path for path in sources()}
+    assert circle({name: imports_of(path.read_text(), name, modules) for name, path in modules.items()}) is None
 
 
 def test_a_circle_is_found():

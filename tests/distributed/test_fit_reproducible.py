@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.train.checkpoint import read_state
+from lockstep.train.checkpoints.checkpoint import read_state
 from lockstep.train.settings import Settings
 from lockstep.train.trainer import Trainer
 from tests.reproducing import TASKS, Alone, bits, train

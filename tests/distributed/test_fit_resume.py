@@ -12,8 +12,8 @@ from torch.utils.data import Dataset
 
 import lockstep
 from lockstep.errors import CheckpointError, ConfigurationError
-from lockstep.train import checkpoint
-from lockstep.train.checkpoint import Checkpoints, read_state
+from lockstep.train.checkpoints import checkpoint
+from lockstep.train.checkpoints.checkpoint import Checkpoints, read_state
 from tests.training import make_task, mean_loss, samples
 
 NUM_STEPS = 11

@@ -7,9 +7,9 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import ConfigurationError, ModelMismatch
-from lockstep.train.checkpoint import read_state
-from lockstep.train.fsdp import find_units
+from lockstep.train.checkpoints.checkpoint import read_state
 from lockstep.train.settings import Settings
+from lockstep.train.strategies.fsdp import find_units
 from lockstep.train.trainer import Trainer
 from tests.training import make_task, mean_loss, relative_error, samples, token_loss, whole_batch
 

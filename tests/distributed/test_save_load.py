@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 
 import lockstep
 from lockstep.errors import CheckpointError
-from lockstep.train import checkpoint
-from lockstep.train.checkpoint import Checkpoints
+from lockstep.train.checkpoints import checkpoint
+from lockstep.train.checkpoints.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.timeout(120)
 

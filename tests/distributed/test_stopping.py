@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.train.checkpoint import read_state
+from lockstep.train.checkpoints.checkpoint import read_state
 from lockstep.train.stopping import StopSignals
 from tests.distributed import commands
 from tests.training import make_task, mean_loss, samples

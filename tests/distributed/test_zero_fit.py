@@ -5,7 +5,7 @@ import torch
 
 import lockstep
 from lockstep.errors import ConfigurationError
-from lockstep.train.checkpoint import read_state
+from lockstep.train.checkpoints.checkpoint import read_state
 from lockstep.train.settings import Settings
 from lockstep.train.trainer import Trainer
 from tests.shm import shm_group

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.train.checkpoint import Checkpoints, read_state
+from lockstep.train.checkpoints.checkpoint import Checkpoints, read_state
 
 pytestmark = pytest.mark.timeout(120)
 

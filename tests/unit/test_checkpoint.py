@@ -9,16 +9,10 @@ import torch
 
 import lockstep
 from lockstep.errors import CheckpointError, ConfigurationError
-from lockstep.train import checkpoint
-from lockstep.train.checkpoint import (
-    Checkpoints,
-    FolderLock,
-    FoundCheckpoint,
-    find_checkpoints,
-    read_state,
-)
-from lockstep.train.export import whole_file
-from lockstep.train.model_state import read_tensors
+from lockstep.train.checkpoints import checkpoint
+from lockstep.train.checkpoints.checkpoint import Checkpoints, FolderLock, FoundCheckpoint, find_checkpoints, read_state
+from lockstep.train.checkpoints.export import whole_file
+from lockstep.train.checkpoints.model_state import read_tensors
 from tests.killing import kill_everywhere
 
 pytestmark = pytest.mark.timeout(60)
@@ -304,7 +298,7 @@ def test_the_step_waits_for_the_copy_only_and_the_next_save_for_the_one_before(t
 
 def test_a_write_that_hangs_is_an_error_in_the_end(tmp_path, world, monkeypatch):
     go_on, _ = slow_commit(monkeypatch)
-    monkeypatch.setattr("lockstep.train.checkpoint.WRITE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("lockstep.train.checkpoints.checkpoint.WRITE_TIMEOUT_S", 0.2)
     with Checkpoints(tmp_path, world) as checkpoints:
         checkpoints.save(state_of(1), step=1)
         with pytest.raises(CheckpointError) as error:
@@ -335,7 +329,7 @@ def test_ranks_that_are_started_again_wait_for_the_folder(tmp_path, world, monke
 
 def test_a_folder_is_given_up_once_nothing_is_written_any_more(tmp_path, world, monkeypatch):
     go_on, made = slow_commit(monkeypatch)
-    monkeypatch.setattr("lockstep.train.checkpoint.CTRL_C_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("lockstep.train.checkpoints.checkpoint.CTRL_C_TIMEOUT_S", 1.0)
     with pytest.raises(KeyboardInterrupt), Checkpoints(tmp_path, world) as checkpoints:
         checkpoints.save(state_of(1), step=1)
         raise KeyboardInterrupt

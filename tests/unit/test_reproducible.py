@@ -9,8 +9,8 @@ from torch import nn
 import lockstep
 from lockstep.errors import ConfigurationError
 from lockstep.train.plan import place_shards
-from lockstep.train.reproducible import Arithmetic, differences, watch_for_other_kernels
 from lockstep.train.settings import Settings
+from lockstep.train.strategies.reproducible import Arithmetic, differences, watch_for_other_kernels
 from lockstep.train.trainer import Trainer
 from tests.reproducing import Alone
 from tests.training import make_task

@@ -21,9 +21,9 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import CheckpointError
-from lockstep.train import checkpoint
-from lockstep.train.checkpoint import FolderLock
-from lockstep.train.checkpoint_storage import FORMAT, ShardReader, read_manifest
+from lockstep.train.checkpoints import checkpoint
+from lockstep.train.checkpoints.checkpoint import FolderLock
+from lockstep.train.checkpoints.checkpoint_storage import FORMAT, ShardReader, read_manifest
 from tests.killing import Killed, Killer, kill_everywhere
 
 pytestmark = pytest.mark.timeout(60)

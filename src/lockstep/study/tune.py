@@ -53,7 +53,7 @@ from lockstep.telemetry.resources import free_and_total_bytes
 from lockstep.train.plan import PER_PROCESS, check_batch, check_gpus
 from lockstep.train.settings import FitSettings, Settings, toml_line
 from lockstep.train.step import is_out_of_memory
-from lockstep.train.strategies import check_engine
+from lockstep.train.strategies.strategy import check_engine
 from lockstep.train.task import Task
 from lockstep.train.trainer import Trainer
 

@@ -20,6 +20,7 @@ from lockstep.comm.world import World, init
 from lockstep.data.loader import BadSample, explaining_worker_failures
 from lockstep.data.stream import check_same_length
 from lockstep.telemetry.run_record import Event
+from lockstep.train.checkpoints.export import check_export, export_weights
 from lockstep.train.display import (
     NUM_NAMED,
     RunLogger,
@@ -30,7 +31,6 @@ from lockstep.train.display import (
     make_display,
 )
 from lockstep.train.evaluate import Evaluation, Evaluations
-from lockstep.train.export import check_export, export_weights
 from lockstep.train.nonfinite import NonFiniteStep
 from lockstep.train.plan import devices_of
 from lockstep.train.profiling import profiled
@@ -42,7 +42,7 @@ from lockstep.train.timing import StepRecord
 from lockstep.train.trainer import Trainer
 
 if TYPE_CHECKING:
-    from lockstep.train.checkpoint import Checkpoints
+    from lockstep.train.checkpoints.checkpoint import Checkpoints
 
 _MAX_UNREAD = 256
 """So many losses are left on the device before they are read."""
@@ -462,7 +462,7 @@ def _checkpoints(settings: FitSettings, world: World) -> contextlib.AbstractCont
     if settings.checkpoint is None:
         return contextlib.nullcontext()
     # Importing torch.distributed.checkpoint takes a second, which only runs with checkpoints should pay.
-    from lockstep.train.checkpoint import Checkpoints
+    from lockstep.train.checkpoints.checkpoint import Checkpoints
 
     return Checkpoints(
         Path(settings.checkpoint),

@@ -37,7 +37,7 @@ from lockstep.errors import NonFiniteGradient
 from lockstep.train.buffers import BufferSnapshot
 from lockstep.train.settings import NanRule
 from lockstep.train.step import Gradients, HostCopy
-from lockstep.train.strategies import Strategy
+from lockstep.train.strategies.strategy import Strategy
 
 _MOST_SAMPLES = 64
 _MOST_IN_A_ROW = 5

@@ -73,7 +73,7 @@ from lockstep.telemetry.stragglers import (
     next_window,
     pace_of,
 )
-from lockstep.train.export import whole_file
+from lockstep.train.checkpoints.export import whole_file
 from lockstep.train.settings import FitSettings
 from lockstep.train.task import Task
 from lockstep.train.timing import StepRecord

@@ -24,18 +24,9 @@ from lockstep.parallel.reduction_tree import ReductionTree
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.telemetry import ranges
 from lockstep.train.bad_samples import BadSamples
-from lockstep.train.model_state import check_identity, identity_of, load_into, local_state_dict
+from lockstep.train.checkpoints.model_state import check_identity, identity_of, load_into, local_state_dict
 from lockstep.train.nonfinite import Computed, NonFiniteGuard
 from lockstep.train.plan import PER_PROCESS, make_plan
-from lockstep.train.reproducible import (
-    Arithmetic,
-    describe_machine,
-    differences,
-    first_unlike,
-    make_reproducible,
-    virtual_shards,
-    watch_for_other_kernels,
-)
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.step import (
     DATA,
@@ -54,7 +45,24 @@ from lockstep.train.step import (
     explain_out_of_memory,
     set_rates,
 )
-from lockstep.train.strategies import Distributed, Pass, Replicated, Single, Strategy, check_engine, split_batch
+from lockstep.train.strategies.reproducible import (
+    Arithmetic,
+    describe_machine,
+    differences,
+    first_unlike,
+    make_reproducible,
+    virtual_shards,
+    watch_for_other_kernels,
+)
+from lockstep.train.strategies.strategy import (
+    Distributed,
+    Pass,
+    Replicated,
+    Single,
+    Strategy,
+    check_engine,
+    split_batch,
+)
 from lockstep.train.task import Task, build_dataset, build_model, build_optimizer
 from lockstep.train.timing import StepRecord, StepTimer
 
@@ -524,7 +532,7 @@ def make_strategy(
             )
         return Single(nn.DataParallel(model, device_ids=[device.index for device in devices]), objective)
     if name == "fsdp":
-        from lockstep.train.fsdp import FullyShard
+        from lockstep.train.strategies.fsdp import FullyShard
 
         return FullyShard(model, objective, world, devices[0])
     if name == "torch-ddp":
@@ -533,7 +541,7 @@ def make_strategy(
 
     wrap = partial(DistributedDataParallel, wire_dtype=settings.wire, bucket_cap_mb=settings.bucket_cap_mb)
     if name == "ddp-zero1":
-        from lockstep.train.fsdp import Zero1
+        from lockstep.train.strategies.fsdp import Zero1
 
         return Zero1(model, objective, world, wrap)
     return Distributed(model, objective, world, wrap, watches_part=settings.overlap_optimizer)

@@ -30,8 +30,8 @@ from lockstep.parallel.dp.wrapper import DataParallel
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.parallel.zero.partition import ShardRange
 from lockstep.parallel.zero.state_dict import SCALARS
-from lockstep.train.reproducible import Arithmetic
 from lockstep.train.settings import Settings
+from lockstep.train.strategies.reproducible import Arithmetic
 
 _WRAPPERS = (DataParallel, DistributedDataParallel, nn.DataParallel, nn.parallel.DistributedDataParallel)
 _COMPILED = "_orig_mod"

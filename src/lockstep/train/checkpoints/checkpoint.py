@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from lockstep.comm.collectives import all_gather_object, backend_name, broadcast_object, default_group, is_initialized
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError, ConfigurationError, LockstepError
-from lockstep.train.checkpoint_storage import (
+from lockstep.train.checkpoints.checkpoint_storage import (
     TreePacker,
     UnfitValueError,
     commit,
@@ -47,7 +47,7 @@ from lockstep.train.checkpoint_storage import (
     verify_files,
     write_shard,
 )
-from lockstep.train.model_state import (
+from lockstep.train.checkpoints.model_state import (
     TensorChunks,
     load_model_state_dict,
     load_optimizer_state_dict,

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigurationError
-from lockstep.train.model_state import plain_names
+from lockstep.train.checkpoints.model_state import plain_names
 
 
 @contextmanager

@@ -21,9 +21,9 @@ from lockstep.errors import ConfigurationError, ModelMismatch
 from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.parallel.flat import are_finite, multiply_
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer, norm_of_shards, shard_optimizer
-from lockstep.train.model_state import full_model_state_dict
+from lockstep.train.checkpoints.model_state import full_model_state_dict
 from lockstep.train.step import Gradients, LossModule, Objective, Part
-from lockstep.train.strategies import Distributed, Pass, Strategy, scaled
+from lockstep.train.strategies.strategy import Distributed, Pass, Strategy, scaled
 from lockstep.train.task import build_model
 
 # Strategy ``ddp-zero1``: our `DistributedDataParallel` with an optimizer that is divided among the ranks.

@@ -39,7 +39,7 @@ from lockstep.train.buffers import BufferSnapshot, overwrite_buffer
 from lockstep.train.plan import VirtualShards, place_shards
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.step import Objective, Part
-from lockstep.train.strategies import Pass, Strategy, scaled
+from lockstep.train.strategies.strategy import Pass, Strategy, scaled
 
 # The settings of the process that change the bits of a sum: threads and the choice of kernels.
 

@@ -56,7 +56,7 @@ from typing_extensions import override
 
 from lockstep.comm.fully_shard import is_sharded
 from lockstep.errors import CheckpointError
-from lockstep.train.model_state import StoredTensor, TensorChunks
+from lockstep.train.checkpoints.model_state import StoredTensor, TensorChunks
 
 MANIFEST = "manifest.json"
 FORMAT = "lockstep checkpoint 2"
