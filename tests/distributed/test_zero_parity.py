@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.parallel.zero.shard import ELEMENTWISE
+from lockstep.parallel.zero.partition import ELEMENTWISE
 from tests.shm import shm_group
 from tests.zero import assert_same, assert_same_state, bare, make, net, train
 

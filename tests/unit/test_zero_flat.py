@@ -4,9 +4,17 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.parallel.zero import shard as shard_module
-from lockstep.parallel.zero.partition import FlatBuffer, ShardRange, cut_ranges, flatten_like, shard_bounds
-from lockstep.parallel.zero.shard import ELEMENTWISE, OptimizerFactory, ShardOptimizer
+from lockstep.parallel.zero import partition as shard_module
+from lockstep.parallel.zero.partition import (
+    ELEMENTWISE,
+    FlatBuffer,
+    OptimizerFactory,
+    ShardOptimizer,
+    ShardRange,
+    cut_ranges,
+    flatten_like,
+    shard_bounds,
+)
 
 SHAPES = [(7, 5), (5,), (), (3, 4, 2, 2), (1,), (11, 3)]
 OPTIONS = {

@@ -38,8 +38,13 @@ from lockstep.parallel.ddp.buckets import Bucket
 from lockstep.parallel.ddp.reducer import Reducer
 from lockstep.parallel.flat import combine_norms, list_norms, multiply_
 from lockstep.parallel.zero.partition import (
+    Entries,
     FlatBuffer,
+    OptimizerFactory,
+    Read,
+    ShardOptimizer,
     ShardRange,
+    options_of,
     partition_by_parameter,
     partition_evenly,
     partition_like_buckets,
@@ -47,7 +52,6 @@ from lockstep.parallel.zero.partition import (
     wait_for_all,
 )
 from lockstep.parallel.zero.reduce_scatter import ReduceScatterMean, SecondBackwardCheck, find_reducer
-from lockstep.parallel.zero.shard import Entries, OptimizerFactory, Read, ShardOptimizer, options_of
 from lockstep.parallel.zero.state_dict import (
     ShardedState,
     StateReader,
