@@ -58,7 +58,6 @@ COMMANDS = {
     ],
     "nan": [
         *("rehearse", "task.py", "--devices", "2", "--inject", "nan:rank=1,step=4", "--steps", "9", "--quiet"),
-        *("--strategy", "fsdp"),
     ],
     "hang": ["rehearse", "train.py", "--inject", "hang:rank=1,step=3,in=loader", "--watchdog", "2", "--", "x"],
     "network": [

@@ -260,7 +260,8 @@ def test_all_ranks_stop_after_the_same_step_if_one_is_asked(ranks, tmp_path, str
         return result.num_steps, result.stopped, result.exit_code, result.losses, result.evaluations
 
     first = ranks(2)(run, signal.SIGTERM)
-    assert [outcome[:3] for outcome in first] == [(5, "SIGTERM", 75)] * 2, "4 were as good as over"
+    # The signal came in forward, so the sums of that step carry it.
+    assert [outcome[:3] for outcome in first] == [(4, "SIGTERM", 75)] * 2
     second = ranks(2)(run, None)
     assert [outcome[:3] for outcome in second] == [(8, None, 0)] * 2
     assert first[0][3] + second[1][3] == pytest.approx(whole.losses, rel=1e-12)

@@ -77,6 +77,6 @@ def test_a_file_that_cannot_be_written_is_refused_before_minutes_are_spent(refus
 
 def test_a_file_that_could_be_written_is_left_as_it_was(refused, tmp_path):
     (tmp_path / "old.json").write_text("old")
-    refused("mine.py", "--devices", "3", "--json", "old.json", "--html", "new.html")
+    refused("mine.py", "--rounds", "0", "--json", "old.json", "--html", "new.html")
     assert (tmp_path / "old.json").read_text() == "old"
     assert not (tmp_path / "new.html").exists()

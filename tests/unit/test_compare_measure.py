@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lockstep.study.compare.benchmark import measure_candidate
-from lockstep.train.timing import PhaseTimes
+from lockstep.train.timing import PhaseSeconds
 
 
 class PlannedLoop:
@@ -22,7 +22,7 @@ class PlannedLoop:
         self.calls.append(self._sync)
         planned_s = self._planned_s[self._sync]
         backward_s = planned_s.pop(0) if len(planned_s) > 1 else planned_s[0]
-        times = PhaseTimes(0.1, 0.2, backward_s, 0.01, 0.4)
+        times = PhaseSeconds(0.1, 0.2, backward_s, 0.01, 0.4)
         return SimpleNamespace(times=times, num_samples=8, loss=torch.tensor(float(len(self.calls))))
 
     @contextlib.contextmanager

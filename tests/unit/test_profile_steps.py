@@ -9,7 +9,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.telemetry import ranges
 from lockstep.train.profiling import profiled as profiled_run
 from lockstep.train.settings import FitSettings, ProfileWindows, profile_windows
-from lockstep.train.timing import PhaseRanges, follow_phases
+from lockstep.train.timing import StepTimer
 
 
 def profiled(stretches, num_steps):
@@ -67,22 +67,20 @@ def test_phases_are_nvtx_ranges_one_after_the_other(monkeypatch):
     told = []
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: told.append(name))
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: told.append("."))
-    assert follow_phases() is None
     assert ranges.around("nobody looks") is ranges.around("at all")
     monkeypatch.setattr(ranges, "now", ranges.Ranges(nvtx=True))
-    phases = follow_phases()
-    assert isinstance(phases, PhaseRanges)
-    for lap in ("data_wait_s", "forward_s", "backward_s", "data_wait_s"):  # samples to come are asked for
-        phases.lap(lap)
-    for lap in ("data_wait_s", "forward_s"):
-        phases.lap(lap)
+    timer = StepTimer(torch.device("cpu"))
+    for phase in ("data_wait", "forward", "backward", "data_wait"):  # samples to come are asked for
+        timer.lap(phase)
+    for phase in ("data_wait", "forward"):
+        timer.lap(phase)
     with ranges.around("exchange/bucket 0"):
         pass
-    phases.lap("backward_s")
-    phases.lap("data_wait_s")
-    phases.begin("communication")
-    phases.lap("communication_s")
-    phases.lap("optimizer_s")
+    timer.lap("backward")
+    timer.lap("data_wait")
+    timer.name_phase("communication")
+    timer.lap("communication")
+    timer.lap("optimizer")
     assert " ".join(told) == (
         "data_wait . forward . backward . data_wait . data_wait . forward . backward exchange/bucket 0 . . "
         "data_wait . data_wait . communication . optimizer ."
