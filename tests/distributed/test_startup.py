@@ -1,6 +1,8 @@
 """`lockstep.init` when too few, too many or the wrong processes arrive: every rank that came says so, in time."""
 
+import contextlib
 import json
+import random
 import socket
 import subprocess
 import sys
@@ -14,9 +16,12 @@ HOST = socket.gethostname()
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port below those that the kernel gives to connections: it is chosen long before it is used."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def ranks_at(*ranks, world_size=3, sizes=None):
