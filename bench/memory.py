@@ -27,8 +27,7 @@ from bench.contenders import MAKE, join_ranks, make_trainee, missing
 from bench.harness import SECTION_TIMEOUT_S, order_of_round, parser, progress, record, slowest
 from bench.models import MODELS
 from lockstep import init, launch
-from lockstep.study.common import Spread
-from lockstep.study.compare.benchmark import peak_bytes, reset_peak
+from lockstep.study.common import Spread, peak_bytes, reset_peak
 
 NUM_RANKS = 2
 NUM_STEPS = 6

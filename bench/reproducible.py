@@ -24,8 +24,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep import Task, init, launch
 from lockstep.comm.collectives import all_reduce
-from lockstep.study.common import Spread, paired_ratio
-from lockstep.study.compare.benchmark import peak_bytes, reset_peak
+from lockstep.study.common import Spread, paired_ratio, peak_bytes, reset_peak
 from lockstep.train.settings import Settings
 from lockstep.train.trainer import Trainer
 

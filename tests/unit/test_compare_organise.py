@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from lockstep.errors import ConfigurationError, LockstepError, RankFailed
+from lockstep.study.common import peak_bytes, reset_peak
 from lockstep.study.compare import benchmark
-from lockstep.study.compare.benchmark import choose, compare, peak_bytes, replica_threads, reset_peak, threads_of
+from lockstep.study.compare.benchmark import choose, compare, replica_threads, threads_of
 from lockstep.study.compare.comparison import LeftOut
 from tests.training import make_task
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import lockstep
-from lockstep.study.compare.table import to_json
+from lockstep.study.compare.table import comparison_to_json
 from lockstep.study.compare.verdict import judge
 from lockstep.telemetry.provenance import Provenance, commit_of, gather
 from tests.unit.compare_planted import MIB, comparison, contender
@@ -16,7 +16,7 @@ PROVENANCE = Provenance("2026-01-01T00:00:00+00:00", {"torch": "2.13.0"}, {"cpu"
 
 def record(*contenders):
     found = comparison(*contenders)
-    return json.loads(to_json(found, judge(found), PROVENANCE))
+    return json.loads(comparison_to_json(found, judge(found), PROVENANCE))
 
 
 def test_the_record_holds_raw_rounds_and_their_summary():

@@ -3,8 +3,9 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from lockstep.study.common import console
 from lockstep.study.compare.comparison import LeftOut
-from lockstep.study.compare.table import cells, console, footnotes, number, render
+from lockstep.study.compare.table import cells, footnotes, number, render
 from lockstep.study.compare.verdict import judge
 from tests.unit.compare_planted import MIB, comparison, contender
 

@@ -104,6 +104,7 @@ def compare(
     """
     import torch
 
+    from lockstep.study.common import console
     from lockstep.study.compare import compare as run_comparison
     from lockstep.study.compare import page, table
     from lockstep.study.compare.benchmark import STRATEGIES
@@ -127,11 +128,11 @@ def compare(
         command=hide_secrets(["lockstep", *sys.argv[1:]]),
     )
     verdict = judge(comparison)
-    terminal = table.console()
+    terminal = console()
     terminal.print(table.render(comparison, verdict, width=terminal.width))
     found = provenance.gather(Path(task_file.rpartition(".py")[0] + ".py"))
     if json_file is not None:
-        Path(json_file).write_text(table.to_json(comparison, verdict, found), encoding="utf-8")
+        Path(json_file).write_text(table.comparison_to_json(comparison, verdict, found), encoding="utf-8")
         say_written(terminal, "figures", json_file)
     if html_file is not None:
         Path(html_file).write_text(page.render(comparison, verdict, found), encoding="utf-8")
@@ -187,7 +188,7 @@ def tune(
 
     from lockstep.cli import INTERRUPTED
     from lockstep.study import tune as tuning
-    from lockstep.study.compare.table import console
+    from lockstep.study.common import console
     from lockstep.telemetry import provenance
     from lockstep.train.settings import read_settings
 
@@ -267,7 +268,7 @@ def verify(
     """
     import torch
 
-    from lockstep.study.compare.table import console
+    from lockstep.study.common import console
     from lockstep.study.verify import verify as run_verification
     from lockstep.study.verify import verify_table
     from lockstep.train.settings import Settings
@@ -364,7 +365,7 @@ def doctor(
     such script. Each finding is explained in docs/reference/doctor.md under its name.
     """
     from lockstep.env import RankEnv
-    from lockstep.study.compare.table import console
+    from lockstep.study.common import console
     from lockstep.study.doctor.examine import examine, examine_job, make_plan, show
     from lockstep.study.doctor.findings import Report
 

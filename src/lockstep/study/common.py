@@ -1,9 +1,144 @@
-"""What the studies share: a median with the range it is known to."""
+"""What the study commands share: console, tables, progress, JSON, a median with its range, peak memory, the task."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import resource
+import sys
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from math import comb
+from math import comb, isfinite
+from pathlib import Path
 from statistics import median
+from typing import Any
+
+from rich import box
+from rich import table as rich_table
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.text import Text
+
+from lockstep.train.task import Task, load_task
+
+WIDTH = 100
+"""Columns that tables never exceed."""
+
+MIB = 2**20
+
+
+def load(task: Task | str) -> Task:
+    """Return the task itself; ``FILE.py`` and ``FILE.py:NAME`` are loaded."""
+    return load_task(task) if isinstance(task, str) else task
+
+
+def console(*, stderr: bool = False, width: int = WIDTH) -> Console:
+    """Return a console that wraps at ``width`` columns, or at the terminal's width where that is narrower."""
+    found = Console(stderr=stderr, highlight=False)
+    # A pipe has no width of its own; rich would take 80 columns.
+    found.width = min(width, found.width) if found.is_terminal else width
+    return found
+
+
+def log(text: str) -> None:
+    """Print a line about what is being done now, apart from the results."""
+    console(stderr=True).print(Text(text), style="dim")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table as data, for a terminal (`rich`) and for a page (`lockstep.study.drawing.html_table`).
+
+    Attributes:
+        rows: Of strings, or of `rich.text.Text` where a terminal emphasizes a cell.
+        numbers: Columns that are aligned right and never wrapped.
+        differs: First cells of the rows that a page emphasizes.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | Text]]
+    numbers: Collection[str] = ()
+    differs: Collection[str] = ()
+
+    def rich(self) -> rich_table.Table:
+        """Return it laid out for a terminal."""
+        style = {"title_justify": "left", "title_style": "bold", "box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
+        found = rich_table.Table(title=self.title or None, **style)  # type: ignore[arg-type]
+        for name in self.columns:
+            is_number = name in self.numbers
+            found.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+        for row in self.rows:
+            # As Text, since rich would take the brackets in a string for its markup.
+            found.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+        return found
+
+
+def bullets(sentences: Sequence[str]) -> rich_table.Table:
+    """Return sentences with a dash before each, below which long ones hang."""
+    grid = rich_table.Table.grid(padding=(0, 1, 0, 0))
+    for sentence in sentences:
+        grid.add_row("-", Text(sentence))
+    return grid
+
+
+class RoundsProgress:
+    """How far a benchmark is: a bar in a terminal, a line for each round in a pipe; a context manager.
+
+    Args:
+        num_rounds: How many there are.
+        turns_per_round: How often `advance` is called in each.
+        shown: Whether to show anything; false on all ranks but zero.
+    """
+
+    def __init__(self, num_rounds: int, turns_per_round: int, *, shown: bool) -> None:
+        self._num_rounds, self._turns_per_round = num_rounds, turns_per_round
+        self._console = console(stderr=True)
+        self._prints_lines = shown and not self._console.is_terminal
+        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "turns,", TimeRemainingColumn(), "left")
+        is_bar = shown and self._console.is_terminal
+        self._bar = Progress(*columns, console=self._console, transient=True, disable=not is_bar)
+        self._task = self._bar.add_task("", total=num_rounds * turns_per_round)
+
+    def __enter__(self) -> RoundsProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def log(self, text: str) -> None:
+        """Show what is being done before the rounds."""
+        self._bar.update(self._task, description=text)
+        if self._prints_lines:
+            self._console.print(text)
+
+    def start(self) -> None:
+        """Begin to count: the time left is estimated from the rounds, not from what was before them."""
+        self._bar.reset(self._task, description="rounds")
+
+    def advance(self) -> None:
+        """Count a turn."""
+        self._bar.advance(self._task)
+        task = self._bar.tasks[0]
+        num_rounds, rest = divmod(int(task.completed), self._turns_per_round)
+        if self._prints_lines and rest == 0:
+            self._console.print(f"round {num_rounds}/{self._num_rounds}, {task.time_remaining or 0:.0f} s left")
+
+
+def to_json(record: dict[str, Any]) -> str:
+    """Return JSON; what it has no number for, such as the loss of a run that diverged, is null."""
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, float):
+            return value if isfinite(value) else None
+        if isinstance(value, dict):
+            return {key: finite(each) for key, each in value.items()}
+        return [finite(each) for each in value] if isinstance(value, list | tuple) else value
+
+    return json.dumps(finite(record), indent=2, allow_nan=False) + "\n"
+
 
 CERTAINTY = 0.9
 """How sure we want to be that the true median lies within a spread."""
@@ -22,7 +157,7 @@ class Spread:
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
+    def of(cls, values: Sequence[float]) -> Spread:
         """Summarize ``values``, one a round.
 
         Raises:
@@ -40,7 +175,7 @@ class Spread:
         return (self.high - self.low) / self.median if self.median else 0.0
 
     def holds(self, value: float) -> bool:
-        """Say whether ``value`` lies within the range, so that the measurement cannot tell the two apart."""
+        """Return whether ``value`` lies within the range, so that the measurement cannot tell the two apart."""
         return self.low <= value <= self.high
 
 
@@ -59,7 +194,7 @@ def num_trimmed(num_values: int) -> int:
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
-    """Summarize the ratios of two contenders, round by round.
+    """Summarize the ratios of two candidates, round by round.
 
     Both ran within the same few seconds of each round, so what the machine did meanwhile hits both and cancels.
 
@@ -67,3 +202,21 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
         ValueError: The two do not have the same number of rounds.
     """
     return Spread.of([n / d for n, d in zip(numerators, denominators, strict=True)])
+
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def reset_peak() -> None:
+    """Start the peak of resident memory anew from what is held now, where the system can do so."""
+    with contextlib.suppress(OSError):
+        _CLEAR.write_text("5")  # what proc(5) gives for "reset the peak"
+
+
+def peak_bytes() -> int:
+    """Return the most resident memory that this process held: since the last `reset_peak` on Linux, else ever."""
+    # Rather not getrusage: its peak cannot be reset, and begins with what the parent held when it forked.
+    found = re.search(r"VmHWM:\s*(\d+) kB", _STATUS.read_text() if _STATUS.exists() else "")
+    if found:
+        return int(found[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -23,9 +23,7 @@ from typing import Any
 
 import psutil
 import torch
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 from torch.utils.data import IterableDataset
 
@@ -34,15 +32,11 @@ from lockstep.comm.world import World, init
 from lockstep.data.loader import LoadOptions
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.launcher.api import launch_with
-from lockstep.study.common import Spread, paired_ratio
+from lockstep.study.common import Spread, Table, load, log, paired_ratio, peak_bytes, reset_peak
 from lockstep.study.compare.benchmark import (
     choose_steps,
     devices_for,
-    load,
     order_of_round,
-    peak_bytes,
-    reset_peak,
-    say,
     split_layers,
     start_together,
     takes_part,
@@ -597,7 +591,7 @@ def tune(
         limit_bytes=limit_bytes or _usable_bytes(devices, on_cuda=on_cuda),
     )
     name = Path(task).name if isinstance(task, str) else found.name
-    sweep = Sweep(name, request, values, values, log=(lambda _: None) if quiet else say)
+    sweep = Sweep(name, request, values, values, log=(lambda _: None) if quiet else log)
     sweep.allowed += (Effect.DIVISION,) * allow_division + (Effect.ARITHMETIC,) * allow_precision
     with tempfile.TemporaryDirectory(prefix="lockstep-tune-") as sweep.folder:
         try:
@@ -643,7 +637,7 @@ class Sweep:
     total: Spread | None = None
     notes: list[str] = field(default_factory=list)
     interrupted: bool = False
-    log: Callable[[str], None] = say
+    log: Callable[[str], None] = log
     folder: str = ""
 
     @property
@@ -795,20 +789,19 @@ def render(outcome: Sweep) -> RenderableType:
     began = in_words({"strategy": outcome.start.get("strategy", "ddp"), **outcome.start})
     batch = outcome.request.global_batch_size
     title = f"{outcome.task}: {outcome.device}, global batch {batch}, from {began}"
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("stage", "change", "times", "low - high", "rounds", "training", ""):
-        is_number = name in ("times", "low - high", "rounds")
-        table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number)
+    rows = []
     for each in outcome.results:
         times = f"{each.ratio.median:.2f}x" if each.ratio else "-"
         span = f"{each.ratio.low:.2f} - {each.ratio.high:.2f}" if each.ratio else "-"
         verdict = "kept" if each.kept else each.why
-        table.add_row(each.stage, in_words(each.changes), times, span, str(each.num_rounds), each.effect.words, verdict)
+        rows.append((each.stage, in_words(each.changes), times, span, str(each.num_rounds), each.effect.words, verdict))
+    columns = ("stage", "change", "times", "low - high", "rounds", "training", "")
+    table = Table(title, columns, rows, numbers=("times", "low - high", "rounds"))
     lines = [Text(_HOW_TO_READ, style="dim"), Text(), *(Text(note) for note in outcome.notes)]
     lines.append(Text(outcome.verdict, style="bold"))
     if outcome.found != outcome.start:
         lines.append(Text(outcome.effect.sentence))
-    return Group(Text(title, style="bold"), table, *lines)
+    return Group(table.rich(), *lines)
 
 
 def as_file(outcome: Sweep, *, task_file: str, file: str, facts: Mapping[str, str]) -> str:

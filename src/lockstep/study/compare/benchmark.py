@@ -2,9 +2,6 @@
 
 import contextlib
 import math
-import re
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,85 +11,19 @@ from typing import Any, TypeVar
 
 import psutil
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from lockstep.comm.collectives import all_reduce, broadcast_object
 from lockstep.comm.world import World, init
 from lockstep.errors import ConfigurationError, LockstepError, RankFailed
 from lockstep.launcher.api import launch
+from lockstep.study.common import RoundsProgress, load, log, peak_bytes, reset_peak
 from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, LeftOut, Measurement, Memory, Setup
-from lockstep.study.compare.table import console
 from lockstep.train.plan import PER_PROCESS, check_batch, check_gpus
 from lockstep.train.settings import Settings, StrategyName
-from lockstep.train.task import Task, load_task
+from lockstep.train.task import Task
 from lockstep.train.timing import StepRecord
 from lockstep.train.trainer import Trainer
-
-# How far the race is: a bar on rank zero's terminal, lines in a pipe, nothing for those who want quiet.
-
-
-def say(text: str) -> None:
-    """Print a line about what is being done now, apart from the results."""
-    console(stderr=True).print(text, style="dim")
-
-
-class BenchmarkProgress:
-    """Counts turns, the warm-up's among them; a context manager that leaves the terminal as it was.
-
-    Args:
-        num_turns: Turns of all contenders in all rounds.
-        turns_per_round: Contenders.
-        shown: Whether to show anything; false on all ranks but zero.
-        console: Where to.
-    """
-
-    def __init__(self, num_turns: int, turns_per_round: int, *, shown: bool, console: Console) -> None:
-        self._num_turns, self._turns_per_round = num_turns, turns_per_round
-        self._shown, self._console = shown, console
-        self._num_done, self._first_at = 0, 0.0
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("turns,"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-            console=console,
-            transient=True,
-            disable=not (shown and console.is_terminal),
-        )
-        self._task = self._bar.add_task("warm-up", total=num_turns)
-
-    def __enter__(self) -> "BenchmarkProgress":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def say(self, text: str) -> None:
-        """Say what is being done now."""
-        self._bar.update(self._task, description=text)
-        if self._shown and not self._console.is_terminal:
-            self._console.print(text)
-
-    def start(self) -> None:
-        """Begin to count: the rounds start now, which is when the time left can be estimated from."""
-        self._first_at = time.monotonic()
-        self._bar.reset(self._task, description="rounds")
-
-    def advance(self) -> None:
-        """Count a turn."""
-        self._num_done += 1
-        self._bar.advance(self._task)
-        num_rounds, rest = divmod(self._num_done, self._turns_per_round)
-        if self._shown and not self._console.is_terminal and rest == 0:
-            per_turn_s = (time.monotonic() - self._first_at) / self._num_done
-            left_s = per_turn_s * (self._num_turns - self._num_done)
-            self._console.print(f"round {num_rounds}/{self._num_turns // self._turns_per_round}, {left_s:.0f} s left")
-
 
 # Measure one turn of one contender, and put together what its ranks measured.
 
@@ -253,11 +184,6 @@ class RankReport:
     split_layers: tuple[str, ...]
 
 
-def load(task: Task | str) -> Task:
-    """Return the task itself."""
-    return load_task(task) if isinstance(task, str) else task
-
-
 def devices_for(strategy: str, world: World, num_devices: int) -> list[torch.device]:
     """Return the devices that this process uses for ``strategy``."""
     if strategy in PER_PROCESS or strategy == SINGLE:
@@ -343,8 +269,7 @@ def run_benchmark(race: Benchmark) -> RankReport:
     """
     with init() as world:
         shown = world.is_rank_zero and not race.quiet
-        num_turns = race.num_rounds * len(race.strategies)
-        progress = BenchmarkProgress(num_turns, len(race.strategies), shown=shown, console=console(stderr=True))
+        progress = RoundsProgress(race.num_rounds, len(race.strategies), shown=shown)
         track = _Track(race, world)
         try:
             with progress:
@@ -366,16 +291,16 @@ class _Track:
         self._loops: dict[str, Trainer] = {}
         self._losses: dict[str, list[torch.Tensor]] = {name: [] for name in race.strategies}
 
-    def run(self, progress: BenchmarkProgress) -> RankReport:
+    def run(self, progress: RoundsProgress) -> RankReport:
         race = self._race
-        progress.say("building the models")
+        progress.log("building the models")
         task = load(race.task)
         for name in race.strategies:
             if takes_part(name, self._world):
                 devices = devices_for(name, self._world, race.num_devices)
                 with note_candidate(name):
                     self._loops[name] = Trainer(task, race.settings, self._world, strategy=name, devices=devices)
-        progress.say("warming up")
+        progress.log("warming up")
         step_s = [self._warm_up(name) for name in race.strategies]
         num_steps = race.num_steps or self._agree(choose_steps(step_s) if self._world.is_rank_zero else 0)
         turns: dict[str, list[Measurement]] = {name: [] for name in race.strategies}
@@ -448,10 +373,6 @@ def _has_dropout(layer: torch.nn.Module) -> bool:
 NUM_PEAK_STEPS = 4
 """Enough for the optimizer's state, and for buckets to be built anew after the first step."""
 
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"
-"""What proc(5) says to write to clear_refs so that the peak of resident memory starts again from the present."""
-
 
 def measure_peak(race: Benchmark, strategy: StrategyName) -> tuple[int, ...]:
     """Train some steps and return this process's peak: by CUDA device, or one figure for a process on the CPU.
@@ -476,21 +397,6 @@ def measure_peak(race: Benchmark, strategy: StrategyName) -> tuple[int, ...]:
         if world.device.type == "cuda":
             return tuple(torch.cuda.max_memory_allocated(device) for device in devices)
         return (max(peak_bytes() - before_bytes, 0),)
-
-
-def reset_peak() -> None:
-    """Start the peak of resident memory anew from what is held now, where the system can do so."""
-    with contextlib.suppress(OSError):
-        _CLEAR.write_text(_RESET_PEAK)
-
-
-def peak_bytes() -> int:
-    """Return the most resident memory that this process held: since the last `reset_peak` on Linux, else ever."""
-    # Rather not getrusage: its peak cannot be reset, and begins with what the parent held when it forked.
-    found = re.search(r"VmHWM:\s*(\d+) kB", _STATUS.read_text() if _STATUS.exists() else "")
-    if found:
-        return int(found[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 # `compare`: check what is asked for, hold the race, measure memory, and put the figures together.
@@ -629,7 +535,7 @@ def replica_threads(strategy: str, num_cores: int, num_devices: int) -> int:
 
 def _peak(race: Benchmark, strategy: StrategyName, *, quiet: bool) -> Memory:
     if not quiet:
-        say(f"measuring the peak memory of {strategy} in fresh processes")
+        log(f"measuring the peak memory of {strategy} in fresh processes")
     num_processes = race.num_devices if strategy in PER_PROCESS else 1
     peaks = _launch(measure_peak, race, strategy, devices=num_processes)
     return Memory(tuple(peak for process in peaks for peak in process))

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from html import escape
 
+from lockstep.study.common import MIB
 from lockstep.study.compare import table
 from lockstep.study.compare.comparison import Comparison, StepTime
-from lockstep.study.compare.table import MIB, number
+from lockstep.study.compare.table import number
 from lockstep.study.compare.verdict import Verdict
 from lockstep.study.drawing import (
     BLUE,

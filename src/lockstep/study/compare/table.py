@@ -1,26 +1,17 @@
 """The figures of ``compare`` as tables for a terminal and as JSON."""
 
-import json
-from collections.abc import Sequence
 from dataclasses import asdict
-from math import isfinite
 from typing import Any
 
-from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.console import Group, RenderableType
 from rich.text import Text
 
+from lockstep.study.common import MIB, WIDTH, Table, bullets, to_json
 from lockstep.study.compare.comparison import Candidate, Comparison
 from lockstep.study.compare.verdict import Verdict
 from lockstep.telemetry.provenance import Provenance
 
 # The figures as tables for a terminal: at most 100 columns, plain text in a pipe.
-
-WIDTH = 100
-"""Columns that the tables never exceed."""
-
-MIB = 2**20
 
 PEAK_ON_CPU = (
     "Peak memory: growth of a fresh process's resident memory from before the task is built, of the fullest process; "
@@ -34,13 +25,6 @@ SUMMARY = SPEED + MEMORY_AND_LOSS
 STEP = ("step", "data wait", "forward", "backward", "exposed", "optimizer", "other")
 
 
-def console(*, stderr: bool = False) -> Console:
-    """Return a console that wraps at 100 columns, or at the terminal's width where that is narrower."""
-    found = Console(stderr=stderr, highlight=False)
-    width = min(WIDTH, found.width) if found.is_terminal else WIDTH
-    return Console(stderr=stderr, highlight=False, width=width)
-
-
 def render(comparison: Comparison, verdict: Verdict, *, width: int = WIDTH) -> RenderableType:
     """Lay out the tables for ``width`` columns, their footnotes and the verdict."""
     wide = width >= WIDTH
@@ -51,7 +35,9 @@ def render(comparison: Comparison, verdict: Verdict, *, width: int = WIDTH) -> R
     tables.append(_table(comparison, "Time per step (ms)", STEP))
     notes = [Text(note, style="dim") for note in footnotes(comparison)]
     notes += [Text(f"{left.strategy} was left out: {left.reason}") for left in comparison.left_out]
-    return Group(*tables, *notes, Text(), Text("Verdict", style="bold"), _bullets(verdict.sentences))
+    return Group(
+        *(table.rich() for table in tables), *notes, Text(), Text("Verdict", style="bold"), bullets(verdict.sentences)
+    )
 
 
 def title(comparison: Comparison) -> str:
@@ -123,22 +109,12 @@ def _ms(seconds: float) -> str:
     return f"{milliseconds:.2f}" if milliseconds < 100 else f"{milliseconds:,.0f}"
 
 
-def _bullets(sentences: Sequence[str]) -> Table:
-    grid = Table.grid(padding=(0, 1, 0, 0))
-    for sentence in sentences:
-        grid.add_row("-", Text(sentence))
-    return grid
-
-
 def _table(comparison: Comparison, heading: str, columns: tuple[str, ...]) -> Table:
-    table = Table(title=heading, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("strategy", no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
+    rows = []
     for contender in comparison.contenders:
         texts = cells(comparison, contender)
-        table.add_row(contender.strategy, *(texts[column] for column in columns))
-    return table
+        rows.append([contender.strategy, *(texts[column] for column in columns)])
+    return Table(heading, ("strategy", *columns), rows, numbers=columns)
 
 
 # The figures as JSON, for other programs; names stay.
@@ -147,7 +123,7 @@ VERSION = 1
 """Grows when a name or a meaning changes; new names leave it as it is."""
 
 
-def to_json(comparison: Comparison, verdict: Verdict, provenance: Provenance) -> str:
+def comparison_to_json(comparison: Comparison, verdict: Verdict, provenance: Provenance) -> str:
     """Return all figures, raw and summarized."""
     record = {
         "version": VERSION,
@@ -157,7 +133,7 @@ def to_json(comparison: Comparison, verdict: Verdict, provenance: Provenance) ->
         "left_out": [asdict(left) for left in comparison.left_out],
         "verdict": asdict(verdict),
     }
-    return json.dumps(_finite(record), indent=2, allow_nan=False) + "\n"
+    return to_json(record)
 
 
 def _contender(comparison: Comparison, contender: Candidate) -> dict[str, Any]:
@@ -176,14 +152,3 @@ def _contender(comparison: Comparison, contender: Candidate) -> dict[str, Any]:
         "turns": [asdict(turn) for turn in contender.turns],
         "losses": list(contender.losses),
     }
-
-
-def _finite(value: Any) -> Any:
-    """Replace what JSON has no number for, such as the loss of a run that diverged, by null."""
-    if isinstance(value, float):
-        return value if isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    return value

@@ -12,7 +12,7 @@ import torch
 from lockstep.comm.world import World, init
 from lockstep.errors import ConfigurationError, LaunchTimeout, LockstepError, ModelMismatch, RankFailed
 from lockstep.launcher.api import launch
-from lockstep.study.compare.benchmark import say
+from lockstep.study.common import log
 from lockstep.study.verify import causes
 from lockstep.study.verify import causes as ranks_study
 from lockstep.study.verify.causes import (
@@ -413,7 +413,7 @@ def verify(
     found = _load(task)
     if found is not None:
         check_batch(found, settings, devices)
-    return diagnose(subject, _Launched(), (lambda _: None) if quiet else say)
+    return diagnose(subject, _Launched(), (lambda _: None) if quiet else log)
 
 
 def _load(task: Task | str) -> Task | None:
