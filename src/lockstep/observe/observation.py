@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lockstep.comm.clocks import ClockOffset, measure_clock_offsets
+from lockstep.comm.clocks import ClockOffset, machine_name, measure_clock_offsets
 from lockstep.comm.collectives import Group, all_gather_object, backend_name, default_group, is_initialized
 from lockstep.errors import ConfigurationError
 from lockstep.observe.hooks import (
@@ -36,23 +35,17 @@ from lockstep.observe.hooks import (
 from lockstep.observe.steps import Step, Steps
 from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.telemetry.provenance import Provenance, gather
+from lockstep.telemetry.resources import MachineSampler
 from lockstep.telemetry.run_record import (
     Event,
     LineWriter,
     Mark,
     PeriodicThread,
     Reduction,
+    RunFolder,
     StepRecorder,
     has_timeline,
-)
-from lockstep.train.recording import (
-    RunFile,
-    clocks_line,
-    describe_rank,
-    how_called,
-    meet,
-    open_rank_file,
-    start_line,
+    num_restarts,
 )
 
 # What exchanges gradients in a script, and what it tells of that.
@@ -273,10 +266,17 @@ def find_place() -> Place:
     return Place(0, 1)
 
 
-class Session:
-    """The record of a script from one start to its end.
-
-    Collective if ``place`` has a group: every rank makes one. Blocks until all have.
+def open_folder(
+    folder: Path,
+    place: Place,
+    device: torch.device,
+    models: Sequence[nn.Module],
+    facts: dict[str, Any],
+    *,
+    first_step: int = 0,
+    provenance: Provenance | None = None,
+) -> RunFolder:
+    """Return the files of this rank. Collective if ``place`` has a group: every rank. Blocks until all have.
 
     Args:
         folder: Made if it is not there; the ranks of several machines may have one each.
@@ -287,77 +287,38 @@ class Session:
         first_step: Steps done before; the record goes on behind what is in the folder then.
         provenance: What was found out before; looked for now if ``None``.
 
-    Attributes:
-        num_restarts: How often the launcher has started all ranks again.
-
     Raises:
         ConfigurationError: On every rank: a rank cannot write there.
     """
-
-    def __init__(
-        self,
-        folder: Path,
-        place: Place,
-        device: torch.device,
-        models: Sequence[nn.Module],
-        facts: dict[str, Any],
-        *,
-        first_step: int = 0,
-        provenance: Provenance | None = None,
-    ) -> None:
-        self._place = place
-        self.num_restarts = num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
-        fresh = not first_step
-        if fresh and num_restarts:
-            _set_aside(folder, place.rank, num_restarts)
-        opened = open_rank_file(folder, place.rank, [device], fresh=fresh)
-        began_at = time.time()
-        mine = describe_rank([device])
-        if place.name is not None:
-            mine["run"] = place.name
-        self.writer: LineWriter
-        self.writer, ranks = meet(opened, mine, place.gather)
-        name = ranks[0]["run"]
-        self.writer.add(start_line(name, place.rank, mine, began_at=began_at, first_step=first_step))
-        self._file: RunFile | None = None
-        offsets = place.offsets()
-        if place.rank == 0:
-            known = [{key: rank[key] for key in ("host", "pid", "device", "machine")} for rank in ranks]
-            session = {
-                "run": name,
-                "began_at": began_at,
-                "first_step": first_step,
-                "num_steps": None,
-                "num_restarts": num_restarts,
-                "recorded_by": "monitor",
-                "task": Path(sys.argv[0]).name or "a script",
-                **how_called(),
-                "settings": {key: value for key, value in facts.items() if value is not None},
-                **_sizes(models),
-                "backend": backend_name(default_group()) if is_initialized() else None,
-                "ranks": [*known, *({} for _ in range(place.num_ranks - len(known)))],
-                "clocks": {"start": clocks_line(offsets, began_at)} if offsets else {},
-                "provenance": asdict(provenance or gather(Path(sys.argv[0]) if sys.argv[0] else None)),
-            }
-            self._file = RunFile(folder, session, world_size=place.num_ranks, fresh=fresh)
-            self._file.write()
-
-    def finish(self, sizes: Counter[int], num_steps: int, offsets: Sequence[ClockOffset] = ()) -> None:
-        """Keep what is known at the end. Blocks for the disk, on rank zero.
-
-        Args:
-            sizes: How many steps had how many samples of this rank.
-            num_steps: That were done.
-            offsets: Of the ranks' clocks, if they were compared.
-        """
-        if self._file is None:
-            return
-        self._file.session["num_steps"] = num_steps
-        if sizes:
-            self._file.session["global_batch_size"] = sizes.most_common(1)[0][0] * self._place.num_ranks
-        if offsets:
-            self._file.session["clocks"]["end"] = clocks_line(offsets, time.time())
-        self._file.write()
+    fresh = not first_step
+    if fresh and num_restarts():
+        _set_aside(folder, place.rank, num_restarts())
+    opened = RunFolder(
+        folder,
+        place.rank,
+        place.num_ranks,
+        device=str(device),
+        machine=machine_name(),
+        first_step=first_step,
+        fresh=fresh,
+        sample=MachineSampler([device]),
+        gather=place.gather,
+        name=place.name,
+    )
+    offsets = place.offsets()
+    if place.rank == 0:
+        opened.describe(
+            offsets,
+            "start",
+            num_steps=None,
+            recorded_by="monitor",
+            task=Path(sys.argv[0]).name or "a script",
+            settings={key: value for key, value in facts.items() if value is not None},
+            **_sizes(models),
+            backend=backend_name(default_group()) if is_initialized() else None,
+            provenance=asdict(provenance or gather(Path(sys.argv[0]) if sys.argv[0] else None)),
+        )
+    return opened
 
 
 def _sizes(models: Sequence[nn.Module]) -> dict[str, int]:
@@ -428,8 +389,8 @@ class Observation:
             "pin_memory": loaders[0].pin_memory if loaders else None,
             "run_dir": str(run_dir),
         }
-        self._session = Session(run_dir, place, device, models, facts, first_step=first_step, provenance=provenance)
-        self._recorder = MonitorRecorder(self._session.writer, engine, num_ranks=place.num_ranks, first_step=first_step)
+        self._folder = open_folder(run_dir, place, device, models, facts, first_step=first_step, provenance=provenance)
+        self._recorder = MonitorRecorder(self._folder.writer, engine, num_ranks=place.num_ranks, first_step=first_step)
         self._tell_beginning(first_step)
         self.steps = Steps(self._mark if device.type == "cuda" else None, self._recorder, first_step)
         engine.stamp(device)
@@ -477,8 +438,8 @@ class Observation:
         return self._place.num_ranks if is_initialized() else 1
 
     def _tell_beginning(self, first_step: int) -> None:
-        if num_restarts := self._session.num_restarts:
-            text = f"started again ({num_restarts} so far), and counts from {first_step}"
+        if restarts := num_restarts():
+            text = f"started again ({restarts} so far), and counts from {first_step}"
             self._recorder.event("restart", text)
         if first_step:
             self._recorder.event("resume", f"went on after step {first_step}")
@@ -510,7 +471,10 @@ class Observation:
         self.steps.is_over = True
         self._recorder.event(event, text or f"{self.steps.num_done} steps done")
         self._recorder.close(waits=event != "error")
-        self._session.finish(self._recorder.sizes, self.steps.num_done, offsets)
+        known: dict[str, Any] = {"num_steps": self.steps.num_done}
+        if sizes := self._recorder.sizes:
+            known["global_batch_size"] = sizes.most_common(1)[0][0] * self._place.num_ranks
+        self._folder.describe(offsets, "end", **known)
 
     def _at_exit(self) -> None:
         # Set by the interpreter when an exception ended the script.

@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import platform
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ from statistics import median
 from typing import Any, Literal, NamedTuple, Protocol
 
 from lockstep.errors import ConfigurationError
+from lockstep.run_folder import hide_secrets, replace_file
 
 Line = dict[str, Any]
 
@@ -503,7 +505,7 @@ class LineWriter:
     Written with ``os.write`` to a file opened for appending, so that a forked process has nothing to flush.
 
     Args:
-        path: The file; its folder must be there.
+        path: The file; its folder is made if it is not there.
         fresh: Whether to begin it anew.
         sample: Called from the thread that writes, every other second; what it returns is written, too.
 
@@ -516,10 +518,11 @@ class LineWriter:
 
     def __init__(self, path: Path, *, fresh: bool, sample: Callable[[], dict[str, Any]] | None = None) -> None:
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if fresh else 0), 0o644)
         except OSError as error:
             raise ConfigurationError(
-                f"Cannot record the run in {path}: {error.strerror}.\nName another folder (--run-dir DIR)."
+                f"Cannot record the run in {path.parent}: {error.strerror}.\nName another folder (--run-dir DIR)."
             ) from error
         self._path = path
         self._lines: deque[dict[str, Any]] = deque(maxlen=_MOST_WAITING)
@@ -593,6 +596,135 @@ def _ends_in_newline(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(size - 1)
         return file.read(1) == b"\n"
+
+
+# --- the run folder: each rank's file, and ``run.json`` with what rank zero knows of each session ---------------------
+
+COMMAND_VARIABLE = "LOCKSTEP_COMMAND"
+"""Set by the command line for its processes: how it was called."""
+
+
+class Offset(Protocol):
+    """How far a rank's clock is ahead of rank zero's; see lockstep.comm.clocks."""
+
+    @property
+    def offset_s(self) -> float:
+        """The estimate."""
+
+    @property
+    def error_s(self) -> float:
+        """It is within this."""
+
+
+class RunFolder:
+    """The files that this rank writes into the folder of a run, from one start of the run to its end.
+
+    Collective if ``gather`` is: every rank. Blocks until all ranks have opened their files.
+
+    Args:
+        folder: Made if it is not there; the ranks of several machines may have one each.
+        rank: Of this process.
+        world_size: Ranks of the run.
+        device: Where this rank computes.
+        machine: The same for ranks with one clock.
+        first_step: Steps done before.
+        fresh: Whether the run begins anew: what an earlier run left in the folder is overwritten.
+        sample: Returns the figures of the machine, every other second.
+        gather: Returns what each rank gives it.
+        name: Of the session, where ranks cannot agree on one.
+
+    Attributes:
+        writer: Of this rank's file.
+        session: What ``run.json`` says of this session, on rank zero; see `describe`.
+
+    Raises:
+        ConfigurationError: On every rank: a rank cannot write its file.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        world_size: int,
+        *,
+        device: str,
+        machine: str,
+        first_step: int,
+        fresh: bool,
+        sample: Callable[[], Line],
+        gather: Callable[[Any], list[Any]],
+        name: str | None = None,
+    ) -> None:
+        writer, problem = None, ""
+        try:
+            writer = LineWriter(folder / f"rank-{rank}.jsonl", fresh=fresh, sample=sample)
+        except ConfigurationError as error:
+            problem = str(error)
+        began_at = time.time()
+        mine = {"host": platform.node(), "pid": os.getpid(), "device": device, "machine": machine}
+        ranks = gather((mine, name or f"{began_at:.6f}-{os.getpid()}", problem))
+        if problems := [f"Rank {number}: {each[2]}" for number, each in enumerate(ranks) if each[2]]:
+            if writer is not None:
+                writer.close()
+            raise ConfigurationError(problems[0])
+        assert writer is not None
+        self.writer = writer
+        run = {"run": ranks[0][1], "first_step": first_step}  # of the names that ranks propose, the first one's counts
+        about = {key: mine[key] for key in ("host", "pid", "device")}
+        writer.add({"kind": "start", **run, "rank": rank, **about, "time": began_at})
+        # Where ranks do without a group, rank zero knows only itself.
+        known = [each for each, *_ in ranks] + [{} for _ in range(world_size - len(ranks))]
+        self.session: Line = {**run, "began_at": began_at, "num_restarts": num_restarts(), **how_called()}
+        self.session |= {"ranks": known, "clocks": {}}
+        self._path, self._is_rank_zero = folder / RUN_FILE, rank == 0
+        self._before = [] if fresh else _sessions_in(self._path)
+        if fresh and self._is_rank_zero:
+            _remove_ranks_beyond(folder, world_size)
+
+    def describe(self, offsets: Sequence[Offset], when: Literal["start", "end"], **known: Any) -> None:
+        """Add what is known of the session to ``run.json``. Blocks for the disk; what cannot be written is missing.
+
+        Args:
+            offsets: Of the ranks' clocks just now; empty if they were not compared.
+            when: Whether the run begins or ends.
+            known: By name. Only those that rank zero gives are written.
+        """
+        if not self._is_rank_zero:
+            return
+        if offsets:
+            bounds = {"offsets_s": [each.offset_s for each in offsets], "errors_s": [each.error_s for each in offsets]}
+            self.session["clocks"][when] = {"time": time.time(), **bounds}
+        self.session |= known
+        record = {"version": VERSION, "sessions": [*self._before, self.session]}
+        with contextlib.suppress(OSError):
+            replace_file(self._path, json.dumps(record, indent=1))
+
+
+def how_called() -> dict[str, str]:
+    """Return how this process was called, without secrets."""
+    command = os.environ.get(COMMAND_VARIABLE) or hide_secrets(sys.orig_argv)
+    return {"command": command, "working_directory": str(Path.cwd())}
+
+
+def num_restarts() -> int:
+    """Return how often the launcher has started all ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
+def _remove_ranks_beyond(folder: Path, world_size: int) -> None:
+    for path in folder.glob(RANK_FILES):
+        number = path.stem.removeprefix("rank-")
+        if number.isdecimal() and int(number) >= world_size:
+            path.unlink(missing_ok=True)
+
+
+def _sessions_in(path: Path) -> list[Line]:
+    """Return what is known of the sessions before; nothing if the file is gone or broken."""
+    try:
+        sessions: list[Line] = json.loads(path.read_text(encoding="utf-8"))["sessions"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return sessions
 
 
 # --- the recorder -----------------------------------------------------------------------------------------------------

@@ -10,30 +10,26 @@ the display and the sinks.
 from __future__ import annotations
 
 import inspect
-import json
-import os
 import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from lockstep import activity
-from lockstep.comm.clocks import ClockOffset, machine_name, measure_clock_offsets
+from lockstep.comm.clocks import machine_name, measure_clock_offsets
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.store import StatusKeys
 from lockstep.comm.world import World
 from lockstep.data.batch_iterator import Copy
-from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.bucket_events import BucketStamps
-from lockstep.run_folder import hide_secrets
 from lockstep.telemetry.aggregator import (
     Aggregator,
     DirectDispatch,
@@ -50,19 +46,18 @@ from lockstep.telemetry.provenance import Provenance, gather
 from lockstep.telemetry.resources import MachineSampler, SharedSample
 from lockstep.telemetry.run_record import (
     PERIOD_S,
-    RANK_FILES,
-    RUN_FILE,
-    VERSION,
     Event,
-    LineWriter,
     Number,
     PeriodicThread,
     RecordedStep,
     Reduction,
+    RunFolder,
     StepRecorder,
     guarded,
     has_timeline,
+    how_called,
     measure,
+    num_restarts,
 )
 from lockstep.telemetry.sinks.base import Plain, RunInfo
 from lockstep.telemetry.sinks.factory import Sinks, open_sinks, parse_targets
@@ -73,7 +68,6 @@ from lockstep.telemetry.stragglers import (
     next_window,
     pace_of,
 )
-from lockstep.train.checkpoints.export import whole_file
 from lockstep.train.settings import FitSettings
 from lockstep.train.task import Task
 from lockstep.train.timing import StepRecord
@@ -87,133 +81,6 @@ _LOSS_EVERY_S = 0.5
 
 _RANKS_A_SECOND = 64
 """With more ranks than that, snapshots are made less often."""
-
-# --- the files of a run: each rank's own, and what rank zero keeps of the run as a whole in ``run.json`` --------------
-
-Session = dict[str, Any]
-
-COMMAND_VARIABLE = "LOCKSTEP_COMMAND"
-"""Where the command line tells its processes how it was called."""
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A rank's file, or why it cannot be written."""
-
-    writer: LineWriter | None
-    error: str
-
-
-def open_rank_file(
-    folder: Path,
-    rank: int,
-    devices: Sequence[torch.device],
-    *,
-    fresh: bool,
-    sample: Callable[[], dict[str, Any]] | None = None,
-) -> Opened:
-    """Return the file of a rank, to which the figures of its machine are written from now on, by ``sample``."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        sample = sample or MachineSampler(devices)
-        return Opened(LineWriter(folder / f"rank-{rank}.jsonl", fresh=fresh, sample=sample), "")
-    except ConfigurationError as failure:
-        return Opened(None, str(failure))
-    except OSError as failure:
-        error = f"Cannot record the run in {folder}: {failure.strerror}.\nName another folder (--run-dir DIR)."
-        return Opened(None, error)
-
-
-def describe_rank(devices: Sequence[torch.device]) -> dict[str, Any]:
-    """Return what a rank tells of itself, with a name for the session, of which the first rank's counts."""
-    return {
-        "host": platform.node(),
-        "machine": machine_name(),
-        "pid": os.getpid(),
-        "device": ", ".join(str(device) for device in devices),
-        "run": f"{time.time():.6f}-{os.getpid()}",
-    }
-
-
-def meet(opened: Opened, mine: dict[str, Any], gather: Callable[[Any], list[Any]]) -> tuple[LineWriter, list[Any]]:
-    """Return the file of this rank, and what each rank tells of itself.
-
-    Collective if ``gather`` is: every rank.
-
-    Raises:
-        ConfigurationError: On every rank: a rank cannot write its file.
-    """
-    ranks = gather({**mine, "error": opened.error})
-    if errors := [f"Rank {rank}: {each['error']}" for rank, each in enumerate(ranks) if each["error"]]:
-        if opened.writer is not None:
-            opened.writer.close()
-        raise ConfigurationError(errors[0])
-    assert opened.writer is not None
-    return opened.writer, ranks
-
-
-def how_called() -> dict[str, str]:
-    """Return how this process was called, for the record of the run."""
-    command = os.environ.get(COMMAND_VARIABLE) or hide_secrets(sys.orig_argv)
-    return {"command": command, "working_directory": str(Path.cwd())}
-
-
-def start_line(name: str, rank: int, described: dict[str, Any], *, began_at: float, first_step: int) -> dict[str, Any]:
-    """Return the line of kind ``start``; see ``START`` in lockstep.telemetry.run_record."""
-    mine = {key: described[key] for key in ("host", "pid", "device")}
-    return {"kind": "start", "run": name, "rank": rank, **mine, "time": began_at, "first_step": first_step}
-
-
-def clocks_line(offsets: Sequence[ClockOffset], at: float) -> dict[str, Any]:
-    """Return how far the ranks' clocks were apart at a time, as ``run.json`` tells it."""
-    return {
-        "time": at,
-        "offsets_s": [offset.offset_s for offset in offsets],
-        "errors_s": [offset.error_s for offset in offsets],
-    }
-
-
-class RunFile:
-    """What rank zero keeps of the sessions of a run.
-
-    Args:
-        folder: Of the run.
-        session: Of this start; may change until it is written.
-        world_size: Ranks of this start.
-        fresh: Whether the run begins anew: what was there before is forgotten.
-    """
-
-    def __init__(self, folder: Path, session: Session, *, world_size: int, fresh: bool) -> None:
-        self._path = folder / RUN_FILE
-        self.session = session
-        if fresh:
-            _forget_ranks(folder, world_size)
-        self._before = [] if fresh else _sessions_in(self._path)
-
-    def write(self) -> None:
-        """Write all sessions. Blocks for the disk; what cannot be written is missing."""
-        record = {"version": VERSION, "sessions": [*self._before, self.session]}
-        with suppress(OSError), whole_file(self._path) as path:
-            path.write_text(json.dumps(record, indent=1), encoding="utf-8")
-
-
-def _forget_ranks(folder: Path, world_size: int) -> None:
-    """Remove what ranks have left that an earlier run in this folder had and this one has not."""
-    for path in folder.glob(RANK_FILES):
-        number = path.stem.removeprefix("rank-")
-        if number.isdecimal() and int(number) >= world_size:
-            with suppress(OSError):
-                path.unlink()
-
-
-def _sessions_in(path: Path) -> list[Session]:
-    """Return what is known of the sessions before; nothing if the file is gone or broken."""
-    try:
-        sessions: list[Session] = json.loads(path.read_text(encoding="utf-8"))["sessions"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    return sessions
-
 
 # --- the record of this run -------------------------------------------------------------------------------------------
 
@@ -243,10 +110,11 @@ class RunRecord:
             world.rank, self._num_ranks, host=platform.node(), device=devices, first_step=first_step
         )
         self._sample = SharedSample(MachineSampler(trainer.devices))
-        self._run_file: RunFile | None = None
+        self._folder: RunFolder | None = None
         self._writer = None
         if settings.run_dir is not None:
-            self._writer = self._open_folder(Path(settings.run_dir), task, settings, num_steps)
+            self._folder = self._open_folder(Path(settings.run_dir), task, settings, num_steps)
+            self._writer = self._folder.writer
         steps_per_epoch = trainer.plan.order.steps_per_epoch
         self._recorder = StepRecorder(self._writer, self._metrics, steps_per_epoch=steps_per_epoch)
         stamps = BucketStamps(self._device)
@@ -260,11 +128,11 @@ class RunRecord:
         self._has_timeline = has_timeline(first_step)
         if self._stamps is not None:
             self._stamps.closely = self._has_timeline
-        num_restarts = _num_restarts()
+        restarts = num_restarts()
         constants = RunConstants(
             num_steps,
             first_step,
-            num_restarts=num_restarts,
+            num_restarts=restarts,
             steps_per_epoch=steps_per_epoch,
             num_skipped=lambda: len(trainer.nonfinite.found),
             counts=task.counts,
@@ -275,8 +143,8 @@ class RunRecord:
         self._thread: PeriodicThread | None = None
         self._num_beats = 0
         self._is_over = self._has_ended = False
-        if num_restarts:
-            self.event("restart", f"started again, for the {_ordinal(num_restarts)} time")
+        if restarts:
+            self.event("restart", f"started again, for the {_ordinal(restarts)} time")
         if first_step:
             self.event("resume", f"went on after step {first_step}")
 
@@ -354,12 +222,9 @@ class RunRecord:
         Collective: every rank. Blocks for some small messages, and until the device is done.
         """
         group, device = self._world.group, self._world.device
-        if self._writer is not None:
+        if self._folder is not None:
             offsets = measure_clock_offsets(group, device)
-            if self._run_file is not None:
-                self._run_file.session["clocks"]["end"] = clocks_line(offsets, time.time())
-                self._run_file.session["workers"] = self._trainer.settings.workers
-                self._run_file.write()
+            self._folder.describe(offsets, "end", workers=self._trainer.settings.workers)
         self.event(event, text)
         self._stop()
         ranks = [self._metrics.whole_run()]
@@ -430,47 +295,37 @@ class RunRecord:
         arrived.record(torch.cuda.current_stream(self._device))
         return list(there), arrived
 
-    def _open_folder(self, folder: Path, task: Task, settings: FitSettings, num_steps: int) -> LineWriter:
-        """Return the file of this rank; rank zero also writes ``run.json``. Collective: every rank."""
+    def _open_folder(self, folder: Path, task: Task, settings: FitSettings, num_steps: int) -> RunFolder:
+        """Return the files of this rank; rank zero also writes ``run.json``. Collective: every rank."""
         world, trainer = self._world, self._trainer
-        first_step, num_restarts = trainer.num_steps_done, _num_restarts()
-        fresh = not first_step and not num_restarts
         provenance = asdict(_provenance_of(task)) if world.is_rank_zero else {}
-        opened = open_rank_file(folder, world.rank, trainer.devices, fresh=fresh, sample=self._sample)
-        began_at = time.time()
-        mine = describe_rank(trainer.devices)
-        writer, ranks = meet(opened, mine, partial(all_gather_object, group=world.group, device=world.device))
-        name = ranks[0]["run"]
-        writer.add(start_line(name, world.rank, mine, began_at=began_at, first_step=first_step))
-        offsets = measure_clock_offsets(world.group, world.device)
-        if world.is_rank_zero:
-            parameters = _parameters_of(trainer)
-            given = asdict(settings).items()
-            session = {
-                "run": name,
-                "began_at": began_at,
-                "first_step": first_step,
-                "num_steps": num_steps,
-                "num_restarts": num_restarts,
-                "task": task.name,
-                "counts": task.counts,
-                **how_called(),
-                "settings": {name: str(value) if isinstance(value, Path) else value for name, value in given},
-                "global_batch_size": trainer.plan.batch_size,
-                "num_parameters": sum(parameter.numel() for parameter in parameters),
-                "gradient_bytes": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-                "backend": world.backend if trainer.group is not None else None,
-                "ranks": [{name: rank[name] for name in ("host", "pid", "device", "machine")} for rank in ranks],
-                "clocks": {"start": clocks_line(offsets, began_at)},
-                "provenance": provenance,
-            }
-            self._run_file = RunFile(folder, session, world_size=world.world_size, fresh=fresh)
-            self._run_file.write()
-        return writer
-
-
-def _num_restarts() -> int:
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        opened = RunFolder(
+            folder,
+            world.rank,
+            world.world_size,
+            device=", ".join(str(device) for device in trainer.devices),
+            machine=machine_name(),
+            first_step=trainer.num_steps_done,
+            fresh=not trainer.num_steps_done and not num_restarts(),
+            sample=self._sample,
+            gather=partial(all_gather_object, group=world.group, device=world.device),
+        )
+        parameters = _parameters_of(trainer)
+        given = asdict(settings).items()
+        opened.describe(
+            measure_clock_offsets(world.group, world.device),
+            "start",
+            num_steps=num_steps,
+            task=task.name,
+            counts=task.counts,
+            settings={name: str(value) if isinstance(value, Path) else value for name, value in given},
+            global_batch_size=trainer.plan.batch_size,
+            num_parameters=sum(parameter.numel() for parameter in parameters),
+            gradient_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+            backend=world.backend if trainer.group is not None else None,
+            provenance=provenance,
+        )
+        return opened
 
 
 def _ordinal(number: int) -> str:
@@ -535,7 +390,7 @@ def _describe_run(task: Task, settings: FitSettings, world: World, trainer: Trai
         name=task.name,
         config=config,
         first_step=first_step,
-        is_fresh=not first_step and not _num_restarts(),
+        is_fresh=not first_step and not num_restarts(),
         memory=None if memory is None else Path(memory),
     )
 
