@@ -88,7 +88,6 @@ def tear_down() -> None:
     # that count differently never meet again.
     dist.distributed_c10d._world.group_count = 0
     # Gloo closes its sockets when nothing refers to the group any more, and only then.
-    world._syncs.clear()
     gc.collect()
     backends.clear()
 

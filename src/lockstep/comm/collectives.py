@@ -119,8 +119,11 @@ def backend_name(group: Group) -> str:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Return a view that backends without complex numbers can sum."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    """Return a view that backends without complex numbers can sum and move; a flat one of a flat tensor."""
+    if not tensor.is_complex():
+        return tensor
+    real = torch.view_as_real(tensor)
+    return real.view(-1) if tensor.dim() == 1 else real
 
 
 def all_reduce_async(tensor: Tensor, *, group: Group, op: ReduceName = "sum") -> Future[Any]:
@@ -197,8 +200,7 @@ def broadcast_coalesced(tensors: Sequence[Tensor], *, group: Group, src: int = 0
     Collective: every rank, with tensors of the same shapes and dtypes in the same order. Blocks until complete.
     Version counters are left alone: autograd may have saved these tensors, and their meaning does not change.
     """
-    for chunk in _chunks_by_device(tensors):
-        _Pack(chunk).broadcast(group=group, src=src)
+    RepeatedBroadcast(group)(tensors, src=src)
 
 
 class RepeatedBroadcast:
@@ -207,8 +209,9 @@ class RepeatedBroadcast:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._tensors: list[Tensor] = []
-        self._packs: list[_Pack] = []
+        self._packs: list[tuple[list[Tensor], Tensor, list[Tensor]]] = []  # tensors, a flat buffer, its pieces
 
+    @torch.no_grad()
     def __call__(self, tensors: Sequence[Tensor], *, src: int = 0) -> None:
         """Overwrite ``tensors`` with those of rank ``src``, in place.
 
@@ -216,30 +219,22 @@ class RepeatedBroadcast:
         """
         if len(tensors) != len(self._tensors) or any(map(operator.is_not, tensors, self._tensors)):
             self._tensors = list(tensors)
-            self._packs = [_Pack(chunk) for chunk in _chunks_by_device(tensors)]
-        for pack in self._packs:
-            pack.broadcast(group=self._group, src=src)
+            self._packs = [_pack(chunk) for chunk in _chunks_by_device(tensors)]
+        is_source = self._group.rank() == src
+        for chunk, flat, pieces in self._packs:
+            if is_source:
+                torch._foreach_copy_(pieces, chunk)
+            broadcast(flat, group=self._group, src=src)
+            if not is_source:
+                with torch.autograd._unsafe_preserve_version_counter(tuple(chunk)):
+                    torch._foreach_copy_(chunk, pieces)
 
 
-class _Pack:
-    """Tensors of one device, and a flat buffer with a piece for each."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tuple(tensors)
-        sizes_bytes = [tensor.nbytes for tensor in tensors]
-        self._flat = torch.empty(sum(sizes_bytes), dtype=torch.uint8, device=tensors[0].device)
-        pieces = zip(self._flat.split(sizes_bytes), tensors, strict=True)
-        self._pieces = [piece.view(tensor.dtype).view(tensor.shape) for piece, tensor in pieces]
-
-    @torch.no_grad()
-    def broadcast(self, *, group: Group, src: int) -> None:
-        """Overwrite the tensors with those of rank ``src``. Collective: every rank. Blocks until complete."""
-        if group.rank() == src:
-            torch._foreach_copy_(self._pieces, self._tensors)
-        broadcast(self._flat, group=group, src=src)
-        if group.rank() != src:
-            with torch.autograd._unsafe_preserve_version_counter(self._tensors):
-                torch._foreach_copy_(self._tensors, self._pieces)
+def _pack(tensors: list[Tensor]) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+    sizes_bytes = [tensor.nbytes for tensor in tensors]
+    flat = torch.empty(sum(sizes_bytes), dtype=torch.uint8, device=tensors[0].device)
+    pieces = zip(flat.split(sizes_bytes), tensors, strict=True)
+    return tensors, flat, [piece.view(tensor.dtype).view(tensor.shape) for piece, tensor in pieces]
 
 
 def _chunks_by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -326,74 +321,11 @@ def empty_buffer(numel: int, *, dtype: torch.dtype, device: torch.device, group:
     return torch.empty(numel, dtype=dtype, device=device)
 
 
-# --- Pieces of flat tensors: from each rank to each, and from each to all
-
-
-def all_gather_flat_async(output: Tensor, tensor: Tensor, *, group: Group) -> Any:
-    """Start to put every rank's ``tensor`` into ``output``, one after the other by rank; return what to ``wait()`` for.
-
-    Collective: every rank, in the same order, with the same shape and dtype. Does not block.
-
-    Args:
-        output: One-dimensional, contiguous, as many elements as all tensors together.
-        tensor: One-dimensional and contiguous; the same shape and dtype on every rank.
-        group: The ranks that take part.
-    """
-    options = dist.distributed_c10d.AllgatherOptions()
-    work = group._allgather_base(_real_flat(output), _real_flat(tensor), options)
-    return _PendingWork("all_gather", work, tensor)
-
-
-def all_to_all_async(
-    output: Tensor, tensor: Tensor, *, output_sizes: Sequence[int], input_sizes: Sequence[int], group: Group
-) -> Any:
-    """Start to send a piece of ``tensor`` to each rank and to receive one from each; return what to ``wait()`` for.
-
-    Collective: every rank, in the same order. Does not block.
-
-    Args:
-        output: One-dimensional, contiguous: what the ranks sent, one after the other by rank.
-        tensor: One-dimensional, contiguous: what goes to each rank, one after the other by rank.
-        output_sizes: Elements that each rank sends here.
-        input_sizes: Elements that go to each rank.
-        group: The ranks that take part.
-    """
-    width = 2 if tensor.is_complex() else 1
-    output_splits, input_splits = ([size * width for size in sizes] for sizes in (output_sizes, input_sizes))
-    options = dist.AllToAllOptions()
-    if tensor.is_cuda and backend_name(group) == "gloo":  # which exchanges pieces of CPU tensors only
-        received, sent = torch.empty_like(output, device="cpu"), tensor.cpu()
-        flats = _real_flat(received), _real_flat(sent)
-        _blocking("all_to_all", lambda: group.alltoall_base(*flats, output_splits, input_splits, options))
-        output.copy_(received)
-        return _PendingWork("all_to_all", None)
-    work = group.alltoall_base(_real_flat(output), _real_flat(tensor), output_splits, input_splits, options)
-    return _PendingWork("all_to_all", work, tensor)
-
-
-def _real_flat(tensor: Tensor) -> Tensor:
-    """Return a view that backends without complex numbers can move."""
-    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor.view(-1)
-
-
-class _PendingWork:
-    """Work under way, with the tensors that it reads: not every backend keeps them itself."""
-
-    def __init__(self, operation: str, work: Any, *tensors: Tensor) -> None:
-        self._operation, self._work, self._tensors = operation, work, tensors
-
-    def wait(self) -> None:
-        """Block until complete (on CUDA: the current stream waits)."""
-        if self._work is not None:
-            wait_for(self._work, self._operation)
-        self._tensors = ()
-
-
-# --- Flat tensors of which each rank has a slice, in place; and states that travel whole
+# --- Flat tensors of which each rank has a slice; and states that travel whole
 
 
 class Waitable(Protocol):
-    """A collective that is under way."""
+    """A collective that is under way. Who started it keeps the tensors that it reads: not every backend does."""
 
     def wait(self) -> Any:
         """Block until it is complete (on CUDA: let the current stream wait)."""
@@ -414,6 +346,35 @@ def has_all_gather(group: Group, device: torch.device) -> bool:
     return device.type == "cpu" or has_reduce_scatter(group, device)
 
 
+def all_to_all_async(
+    output: Tensor, tensor: Tensor, *, output_sizes: Sequence[int], input_sizes: Sequence[int], group: Group
+) -> Waitable | None:
+    """Start to send a piece of ``tensor`` to each rank and to receive one from each.
+
+    Collective: every rank, in the same order. Does not block, except with Gloo on a GPU.
+
+    Args:
+        output: One-dimensional, contiguous: what the ranks sent, one after the other by rank.
+        tensor: One-dimensional, contiguous: what goes to each rank, one after the other by rank.
+        output_sizes: Elements that each rank sends here.
+        input_sizes: Elements that go to each rank.
+        group: The ranks that take part.
+
+    Returns:
+        What to wait for; None: it is complete.
+    """
+    width = 2 if tensor.is_complex() else 1
+    splits = [[size * width for size in sizes] for sizes in (output_sizes, input_sizes)]
+    options = dist.AllToAllOptions()
+    if tensor.is_cuda and backend_name(group) == "gloo":  # which exchanges pieces of CPU tensors only
+        received, sent = torch.empty_like(output, device="cpu"), tensor.cpu()
+        _blocking("all_to_all", lambda: group.alltoall_base(_real(received), _real(sent), *splits, options))
+        output.copy_(received)
+        return None
+    work: Waitable = group.alltoall_base(_real(output), _real(tensor), *splits, options)
+    return work
+
+
 def reduce_scatter_slices(flat: Tensor, *, group: Group, alone: bool = False) -> Waitable:
     """Start to replace this rank's slice of ``flat`` by its sum over all ranks; the other slices become arbitrary.
 
@@ -424,63 +385,47 @@ def reduce_scatter_slices(flat: Tensor, *, group: Group, alone: bool = False) ->
         group: The ranks that take part, each with the slice of its number.
         alone: Whether the caller waits at once and has nothing else to do: on shm the work is then its own.
     """
-    real = _real_view(flat)
-    options = _with_async_op(dist.ReduceScatterOptions(), real, alone)
-    work: Waitable = group._reduce_scatter_base(_own_slice(real, group), real, options)
+    options = _with_async_op(dist.ReduceScatterOptions(), flat, alone)
+    work: Waitable = group._reduce_scatter_base(_real(_own_slice(flat, group)), _real(flat), options)
+    return work
+
+
+def all_gather_flat(output: Tensor, tensor: Tensor, *, group: Group, alone: bool = False) -> Waitable:
+    """Start to put every rank's ``tensor`` into ``output``, one after the other by rank.
+
+    Collective: every rank, in the same order, with the same shape and dtype. Does not block.
+
+    Args:
+        output: One-dimensional, contiguous, as many elements as all tensors together; ``tensor`` may be a part of it.
+        tensor: One-dimensional, contiguous.
+        group: The ranks that take part.
+        alone: As in `reduce_scatter_slices`.
+    """
+    options = _with_async_op(dist.distributed_c10d.AllgatherOptions(), tensor, alone)
+    work: Waitable = group._allgather_base(_real(output), _real(tensor), options)
     return work
 
 
 def all_gather_slices(flat: Tensor, *, group: Group, alone: bool = False) -> Waitable:
-    """Start to replace the other ranks' slices of ``flat`` by what these ranks have there; see above.
+    """Start to replace the other ranks' slices of ``flat`` by what these ranks have there.
 
-    Collective: every rank, in the same order. Does not block.
+    Collective: every rank, in the same order. Does not block. See `reduce_scatter_slices`.
     """
-    real = _real_view(flat)
-    options = _with_async_op(dist.distributed_c10d.AllgatherOptions(), real, alone)
-    work: Waitable = group._allgather_base(real, _own_slice(real, group), options)
-    return work
+    return all_gather_flat(flat, _own_slice(flat, group), group=group, alone=alone)
 
 
 def broadcast_async(tensor: Tensor, *, group: Group, src: int, alone: bool = False) -> Waitable:
-    """Start to overwrite ``tensor``, which is contiguous, with that of rank ``src``; see above."""
+    """Start to overwrite ``tensor``, which is contiguous, with that of rank ``src``. Collective: every rank."""
     options = _with_async_op(dist.BroadcastOptions(), tensor, alone)
     options.rootRank = src
-    work: Waitable = group.broadcast([_real_view(tensor)], options)
+    work: Waitable = group.broadcast([_real(tensor)], options)
     return work
 
 
 def all_reduce_work(tensor: Tensor, *, group: Group, alone: bool = False) -> Waitable:
-    """Start to replace ``tensor``, which is contiguous, by its sum over all ranks; see above."""
-    work: Waitable = group.allreduce([_real_view(tensor)], _with_async_op(dist.AllreduceOptions(), tensor, alone))
+    """Start to replace ``tensor``, which is contiguous, by its sum over all ranks. Collective: every rank."""
+    work: Waitable = group.allreduce([_real(tensor)], _with_async_op(dist.AllreduceOptions(), tensor, alone))
     return work
-
-
-def gather_states(state: Any, *, group: Group, device: torch.device, to: int | None) -> list[Any] | None:
-    """Return every rank's ``state`` by rank, on the CPU, on rank ``to`` (None: on all); None on the others.
-
-    Collective: every rank, in the same order. Blocks until complete. Ranks send one after the other, so that only who
-    keeps the states needs memory for more than one.
-
-    Args:
-        state: Tensors, numbers and strings, in lists and dicts.
-        group: The ranks that take part.
-        device: Where the bytes lie while they travel: a CUDA device for NCCL.
-        to: Who gets them.
-    """
-    keeps = to is None or to == group.rank()
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    mine = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
-    del buffer
-    sizes = [int(size) for size in all_gather(torch.tensor([mine.numel()], device=device), group=group)]
-    states = []
-    for rank, size in enumerate(sizes):
-        data = mine.to(device) if rank == group.rank() else torch.empty(size, dtype=torch.uint8, device=device)
-        broadcast(data, group=group, src=rank)
-        if keeps:
-            file = io.BytesIO(data.cpu().numpy().tobytes())
-            states.append(torch.load(file, map_location="cpu", weights_only=True))
-    return states if keeps else None
 
 
 def _with_async_op(options: Any, tensor: Tensor, alone: bool) -> Any:
@@ -489,10 +434,33 @@ def _with_async_op(options: Any, tensor: Tensor, alone: bool) -> Any:
     return options
 
 
-def _real_view(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
-
-
 def _own_slice(flat: Tensor, group: Group) -> Tensor:
     size = flat.numel() // group.size()
     return flat[group.rank() * size : (group.rank() + 1) * size]
+
+
+def gather_states(state: Any, *, group: Group, device: torch.device, to: int | None) -> list[Any] | None:
+    """Return every rank's ``state`` by rank, on the CPU, on rank ``to`` (None: on all); None on the others.
+
+    Collective: every rank, in the same order. Blocks until complete.
+
+    Args:
+        state: Tensors, numbers and strings, in lists and dicts.
+        group: The ranks that take part.
+        device: Where the bytes lie while they travel: a CUDA device for NCCL.
+        to: Who gets them.
+    """
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    mine = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+    del buffer
+    sizes = [int(size) for size in all_gather(torch.tensor([mine.numel()], device=device), group=group)]
+    keeps = to is None or to == group.rank()
+    states = []
+    for rank, size in enumerate(sizes):  # one after the other: only who keeps them needs memory for more than one
+        data = mine.to(device) if rank == group.rank() else torch.empty(size, dtype=torch.uint8, device=device)
+        broadcast(data, group=group, src=rank)
+        if keeps:
+            file = io.BytesIO(data.cpu().numpy().tobytes())
+            states.append(torch.load(file, map_location="cpu", weights_only=True))
+    return states if keeps else None

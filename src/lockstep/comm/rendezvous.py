@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -36,19 +37,27 @@ _HOSTED_KEY = "lockstep/hosted-by-rank"
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """An open store; ``is_host`` says that its server lives in this process and ends with it."""
+    """An open store, and what distinguishes this start of the job in it.
+
+    Attributes:
+        store: The store.
+        is_host: Whether its server lives in this process and ends with it.
+        prefix: Of the keys of this start.
+        hint: What may keep the others away, for the message if they do not come.
+    """
 
     store: Store
     is_host: bool
     prefix: str
     hint: str = ""
-    """What may keep the others away, for the message if they do not come."""
 
 
-_hosted: dict[tuple[str, int], Store] = {}
+Address = tuple[str, int]
+
+_hosted: dict[Address, Store] = {}
 """Servers of this process. They live as long as it does, so that a second world finds the same one."""
 
-_num_meetings: dict[tuple[str, int], int] = {}
+_num_starts: Counter[Address] = Counter()
 
 
 def join_rendezvous(env: RankEnv, timeout_s: float) -> Rendezvous:
@@ -62,63 +71,67 @@ def join_rendezvous(env: RankEnv, timeout_s: float) -> Rendezvous:
     """
     if env.master_addr is None or env.master_port is None:
         return Rendezvous(HashStore(), is_host=False, prefix="lockstep")
-    place = (env.master_addr.strip("[]"), env.master_port)
+    address = (env.master_addr.strip("[]"), env.master_port)
     prefix = f"lockstep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = _connect(env, place, timeout_s, may_host=False)
+        store = _connect(env, address, timeout_s, may_host=False)
         prefix = f"{prefix}/{env.world_size}"
-        # torchrun's store outlives its workers: the n-th time that this rank starts belongs to the n-th round.
+        # torchrun's store outlives its workers: the n-th time that this rank starts belongs to the n-th start of all.
         return Rendezvous(store, is_host=False, prefix=f"{prefix}/{store.add(f'{prefix}/starts/{env.rank}', 1)}")
-    _num_meetings[place] = _num_meetings.get(place, 0) + 1
-    prefix = f"{prefix}/{_num_meetings[place]}"
-    if place in _hosted:
-        return Rendezvous(_hosted[place], is_host=True, prefix=prefix)
-    if env.rank == 0:
-        store = _open_as_rank_zero(env, place, timeout_s)
-    else:
-        store = _connect(env, place, timeout_s, may_host=True)
+    _num_starts[address] += 1
+    prefix = f"{prefix}/{_num_starts[address]}"
     hint = ""
-    if env.rank == 0 and place in _hosted and not is_local(place[0]):
-        hint = f"Rank 0 runs on {socket.gethostname()}, but MASTER_ADDR={place[0]} is no address of that machine."
-    return Rendezvous(store, place in _hosted, prefix, hint)
+    if address in _hosted:
+        store = _hosted[address]
+    elif env.rank == 0:
+        store = _open_as_rank_zero(env, address, timeout_s)
+        if address in _hosted and not is_local(address[0]):
+            hint = f"Rank 0 runs on {socket.gethostname()}, but MASTER_ADDR={address[0]} is no address of that machine."
+    else:
+        store = _connect(env, address, timeout_s, may_host=True)
+    return Rendezvous(store, address in _hosted, prefix, hint)
 
 
-def _open_as_rank_zero(env: RankEnv, place: tuple[str, int], timeout_s: float) -> Store:
+def _open_as_rank_zero(env: RankEnv, address: Address, timeout_s: float) -> Store:
     try:
-        return _host(env, place, timeout_s)
+        return _host(env, address, timeout_s)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise ConfigurationError(
-                f"Rank 0 cannot listen on port {place[1]}: {error.strerror}.\n"
+                f"Rank 0 cannot listen on port {address[1]}: {error.strerror}.\n"
                 "Set MASTER_PORT to a free port above 1023, the same on every rank."
             ) from None
-    # It may be hosted in our stead, or by another process that calls itself rank zero: the membership check tells.
-    store = _client(env, place, min(timeout_s, 3.0))
-    if store is None or not _is_ours(store):
+    # It may be hosted in our stead, or by another process that calls itself rank zero, which the membership check
+    # finds out. Such a host has opened its store only just now, maybe.
+    store = _client(env, address, min(timeout_s, 3.0))
+    deadline = time.monotonic() + 1.0
+    while store is not None and not store.check([_HOSTED_KEY]) and time.monotonic() < deadline:
+        time.sleep(_RETRY_S)
+    if store is None or not store.check([_HOSTED_KEY]):
         raise ConfigurationError(
-            f"Port {place[1]} on {place[0]} is already in use by another program.\n"
+            f"Port {address[1]} on {address[0]} is already in use by another program.\n"
             "Set MASTER_PORT to a free port, the same on every rank; `lockstep run` finds one by itself."
         )
     return store
 
 
-def _connect(env: RankEnv, place: tuple[str, int], timeout_s: float, *, may_host: bool) -> Store:
+def _connect(env: RankEnv, address: Address, timeout_s: float, *, may_host: bool) -> Store:
     start = time.monotonic()
     while True:
-        reason = _refusal(place)
+        reason = _refusal(address)
         elapsed_s = time.monotonic() - start
         if reason is None:
-            store = _client(env, place, max(1.0, timeout_s - elapsed_s))
+            store = _client(env, address, max(1.0, timeout_s - elapsed_s))
             if store is not None:
                 return store
             reason = "something else than a torch.distributed store answers there"
-        elif may_host and elapsed_s >= timeout_s * FALLBACK_HOST_AFTER and is_local(place[0]):
-            with suppress(OSError):
-                return _host(env, place, timeout_s)
+        elif may_host and elapsed_s >= timeout_s * FALLBACK_HOST_AFTER and is_local(address[0]):
+            with suppress(OSError):  # another rank was faster
+                return _host(env, address, timeout_s)
         if elapsed_s >= timeout_s:
             host = "Rank 0" if may_host else "The launcher of the first machine"
             raise WorldSizeMismatch(
-                f"Rank {env.rank} of {env.world_size} could not reach the store at {place[0]}:{place[1]} "
+                f"Rank {env.rank} of {env.world_size} could not reach the store at {address[0]}:{address[1]} "
                 f"within {timeout_s:g} s: {reason}.\n"
                 f"{host} hosts it, so that is missing, has given up already, or cannot be reached from "
                 f"{socket.gethostname()}; which other ranks are missing cannot be known.\n"
@@ -128,19 +141,19 @@ def _connect(env: RankEnv, place: tuple[str, int], timeout_s: float, *, may_host
         time.sleep(_RETRY_S)
 
 
-def _host(env: RankEnv, place: tuple[str, int], timeout_s: float) -> Store:
+def _host(env: RankEnv, address: Address, timeout_s: float) -> Store:
     """Start the server in this process; raises ``OSError`` when it cannot listen."""
-    loopback, one_machine = is_loopback(place[0]), env.local_world_size == env.world_size
-    listener = listen(place[0] if loopback else "", place[1])
+    loopback, one_machine = is_loopback(address[0]), env.local_world_size == env.world_size
+    listener = listen(address[0] if loopback else "", address[1])
     # Behind a forwarded address, the server's own machine may not reach it by that.
     here = listener.getsockname()[0] if loopback else "localhost"
     store = serve_store(listener, here, timeout_s, one_user=loopback or one_machine, world_size=env.world_size)
     store.set(_HOSTED_KEY, "")
-    _hosted[place] = store
+    _hosted[address] = store
     return store
 
 
-def _client(env: RankEnv, place: tuple[str, int], timeout_s: float) -> Store | None:
+def _client(env: RankEnv, address: Address, timeout_s: float) -> Store | None:
     """Connect to the server, or return ``None`` if what answers there is none.
 
     In a thread, which is left behind when the time is up: torch's client waits without limit for the answer of a
@@ -150,7 +163,7 @@ def _client(env: RankEnv, place: tuple[str, int], timeout_s: float) -> Store | N
 
     def connect() -> None:
         with suppress(dist.DistError):
-            found.append(TCPStore(*place, env.world_size, is_master=False, timeout=timedelta(seconds=timeout_s)))
+            found.append(TCPStore(*address, env.world_size, is_master=False, timeout=timedelta(seconds=timeout_s)))
 
     thread = threading.Thread(target=connect, name="lockstep-connect", daemon=True)
     thread.start()
@@ -158,32 +171,21 @@ def _client(env: RankEnv, place: tuple[str, int], timeout_s: float) -> Store | N
     return found[0] if found else None
 
 
-def _is_ours(store: Store) -> bool:
-    """Return whether a rank of ours hosts the store; it may have opened it only just now."""
-    deadline = time.monotonic() + 1.0
-    while not store.check([_HOSTED_KEY]):
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(_RETRY_S)
-    return True
-
-
-def _refusal(place: tuple[str, int]) -> str | None:
-    """Return why nothing answers at ``place``, or ``None`` if something does.
+def _refusal(address: Address) -> str | None:
+    """Return why nothing answers at ``address``, or ``None`` if something does.
 
     Asked before torch's own client, which logs every attempt.
     """
     try:
-        socket.create_connection(place, timeout=1.0).close()
+        socket.create_connection(address, timeout=1.0).close()
     except socket.gaierror as error:
-        return f"the name {place[0]!r} cannot be resolved ({error.strerror})"
+        return f"the name {address[0]!r} cannot be resolved ({error.strerror})"
     except OSError as error:
         return error.strerror or str(error)
     return None
 
 
 # --- The membership check
-
 
 _POLL_S = 0.002
 _POLL_PER_RANK_S = 50e-6
@@ -222,7 +224,7 @@ def check_membership(
     Collective: every rank. Blocks until the last rank has come, at most until ``deadline``.
 
     Args:
-        store: Empty at the start of every roll call.
+        store: Empty at the start of every check.
         me: What this rank signs in with.
         deadline: On the clock of ``time.monotonic``.
         timeout_s: What the user asked for, for the message.
@@ -237,6 +239,8 @@ def check_membership(
     complaint = _sign_in(store, me, objection)
     if complaint is not None:
         _decide(store, complaint)
+    elif store.add("agreeing", 1) == me.world_size:
+        store.compare_set("verdict", "", _COMPLETE)
     while not store.check(["verdict"]):
         if time.monotonic() >= deadline:
             _decide(store, _missing(store, me, timeout_s, hint))
@@ -246,10 +250,13 @@ def check_membership(
     if verdict == _COMPLETE and complaint is None:
         return
     store.add("read", 1)
-    if is_host:
-        _wait_until_read(store)
-    # A process that came on top of a complete world is alone with its error.
-    raise complaint if complaint is not None else _verdict_error(verdict)
+    farewell = time.monotonic() + FAREWELL_S
+    while is_host and store.add("read", 0) < store.add("arrived", 0) and time.monotonic() < farewell:
+        time.sleep(_POLL_S)
+    if complaint is not None:  # a process that came on top of a complete world is alone with its error
+        raise complaint
+    kind, message = json.loads(verdict)
+    raise (ConfigurationError if kind == ConfigurationError.__name__ else WorldSizeMismatch)(message)
 
 
 def _sign_in(store: Store, me: Participant, objection: str | None) -> LockstepError | None:
@@ -266,26 +273,20 @@ def _sign_in(store: Store, me: Participant, objection: str | None) -> LockstepEr
             "this job another MASTER_PORT. `lockstep run` does both."
         )
     first = Participant(**json.loads(store.compare_set("first", "", signature)))
-    for name, mine, theirs in (
-        ("WORLD_SIZE", me.world_size, first.world_size),
-        ("backend", me.backend, first.backend),
-    ):
-        if mine and theirs and mine != theirs:
+    pairs = {"WORLD_SIZE": (me.world_size, first.world_size), "backend": (me.backend, first.backend)}
+    for name, (mine, theirs) in pairs.items():
+        if mine and theirs and mine != theirs:  # without a device there is no backend
             return ConfigurationError(
                 f"The ranks disagree about {name}: {mine} for {me}, {theirs} for {first}.\n"
                 f"Start every rank with the same {name}."
             )
-    if objection is not None:
-        return ConfigurationError(f"{_capital(me)} cannot take part: {objection}")
-    if store.add("agreeing", 1) == me.world_size:
-        store.compare_set("verdict", "", _COMPLETE)
-    return None
+    return None if objection is None else ConfigurationError(f"R{str(me)[1:]} cannot take part: {objection}")
 
 
 def _missing(store: Store, me: Participant, timeout_s: float, hint: str) -> WorldSizeMismatch:
     keys = [f"rank/{rank}" for rank in range(me.world_size)]
     came = [Participant(**json.loads(store.get(key))) for key in keys if store.check([key])]
-    missing = sorted(set(range(me.world_size)) - {arrival.rank for arrival in came})
+    missing = sorted(set(range(me.world_size)) - {participant.rank for participant in came})
     return WorldSizeMismatch(
         f"{len(came)} of {me.world_size} ranks came within {timeout_s:g} s; missing: {format_ranks(missing)}.\n"
         f"Came: {', '.join(map(str, came[:8]))}{' ...' if len(came) > 8 else ''}.\n"
@@ -296,7 +297,7 @@ def _missing(store: Store, me: Participant, timeout_s: float, hint: str) -> Worl
 
 
 def poll_interval_s(world_size: int) -> float:
-    """Return how long to wait between two looks at the store: with many ranks it must not drown in questions."""
+    """Return how long to wait between two polls of the store: many ranks must not overload it."""
     return max(_POLL_S, world_size * _POLL_PER_RANK_S)
 
 
@@ -307,19 +308,5 @@ def format_ranks(ranks: list[int]) -> str:
 
 
 def _decide(store: Store, error: LockstepError) -> None:
+    """Make ``error`` the verdict for all ranks, unless there is one already."""
     store.compare_set("verdict", "", json.dumps([type(error).__name__, str(error)]))
-
-
-def _verdict_error(verdict: str) -> LockstepError:
-    kind, message = json.loads(verdict)
-    return (ConfigurationError if kind == ConfigurationError.__name__ else WorldSizeMismatch)(message)
-
-
-def _wait_until_read(store: Store) -> None:
-    deadline = time.monotonic() + FAREWELL_S
-    while store.add("read", 0) < store.add("arrived", 0) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-
-
-def _capital(me: Participant) -> str:
-    return str(me)[0].upper() + str(me)[1:]

@@ -1,4 +1,4 @@
-"""The key-value store in which ranks and machines find each other: who hosts it, and notes that are left in it.
+"""The key-value store in which ranks and machines find each other: who hosts it, and status notes that are left in it.
 
 [Note: a store for one user]
 Whoever can connect to c10d's TCPStore can read and overwrite every key. On the loopback interface that is every user
@@ -13,13 +13,12 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
-import selectors
 import socket
 import struct
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -38,9 +37,6 @@ LOOPBACK = "127.0.0.1"
 _BACKLOG = 1024
 
 
-# --- The server
-
-
 def start_store_server(address: str, timeout_s: float) -> tuple[Store, int]:
     """Start a store in this process for those that are given ``address``; return it and its port.
 
@@ -52,7 +48,11 @@ def start_store_server(address: str, timeout_s: float) -> tuple[Store, int]:
         address: By which others reach this machine.
         timeout_s: How long its operations may wait, here.
     """
-    listener, here = _listener(address)
+    try:
+        ipaddress.ip_address(address.partition("%")[0])
+        listener, here = listen(address, 0), address
+    except (ValueError, OSError):  # a name, or an address that is not this machine's, such as a forwarded one
+        listener, here = listen("", 0), "localhost"
     port: int = listener.getsockname()[1]
     return serve_store(listener, here, timeout_s, one_user=is_loopback(here)), port
 
@@ -105,236 +105,219 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=_BACKLOG)
 
 
-def _listener(address: str) -> tuple[socket.socket, str]:
-    """Return a listening socket, and by which name this process reaches it."""
-    with suppress(ValueError, OSError):
-        ipaddress.ip_address(address.partition("%")[0])
-        return listen(address, 0), address
-    return listen("", 0), "localhost"
-
-
-_Read = Generator[int, bytes, Any]
-"""Reads a request: gives how many bytes it needs next, and gets them."""
-
-(
-    _VALIDATE,
-    _SET,
-    _COMPARE_SET,
-    _GET,
-    _ADD,
-    _CHECK,
-    _WAIT,
-    _NUM_KEYS,
-    _DELETE,
-    _APPEND,
-    _MULTI_GET,
-    _MULTI_SET,
-    _CANCEL_WAIT,
-    _PING,
-) = range(14)
-"""The first byte of a request. Source: ``QueryType`` in c10d's TCPStoreBackend.hpp. Queues are not served."""
-
-_REPLY_S = 5.0
-"""How long a client may take to make room for a reply before it is dropped: it asks nothing more until it has it."""
-
-
-def _number() -> _Read:
-    return int.from_bytes((yield 8), "little", signed=True)
-
-
-def _text() -> _Read:
-    return (yield (yield from _number()))
-
-
-def _texts() -> _Read:
-    found = []
-    for _ in range((yield from _number())):
-        found.append((yield from _text()))
-    return found
-
-
-def _packed(value: int | bytes) -> bytes:
-    if isinstance(value, int):
-        return value.to_bytes(8, "little", signed=True)
-    return len(value).to_bytes(8, "little") + value
+# --- The server: a thread for each client, one request at a time
 
 
 class _Client:
-    """A connection to the server, with the request that is half read."""
+    """A connection to the server; reads what c10d's clients send: numbers of 8 bytes, and texts after their length."""
 
-    def __init__(self, connection: socket.socket, serve: Callable[[_Client], _Read]) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self.awaited: set[bytes] = set()
-        self._received = bytearray()
-        self._requests = serve(self)
-        self._num_needed: int = next(self._requests)
+        self._file = connection.makefile("rb")
 
-    def receive(self) -> None:
-        """Take what has arrived. Raises ``OSError`` or ``ValueError`` if the connection is of no more use."""
-        data = self.connection.recv(2**16)
-        if not data:
-            raise ConnectionError
-        self._received += data
-        while len(self._received) >= self._num_needed:
-            piece = bytes(self._received[: self._num_needed])
-            del self._received[: self._num_needed]
-            self._num_needed = self._requests.send(piece)
+    def read(self, num_bytes: int) -> bytes:
+        """Block until so many bytes have come. Raises ``EOFError`` if the client has gone."""
+        data = self._file.read(num_bytes)
+        if len(data) < num_bytes:
+            raise EOFError
+        return data
 
-    def reply(self, *values: bytes) -> None:
-        """Send a reply."""
-        self.connection.sendall(b"".join(values))
+    def word(self) -> bytes:
+        return self.read(4)
+
+    def number(self) -> int:
+        return int.from_bytes(self.read(8), "little", signed=True)
+
+    def text(self) -> bytes:
+        return self.read(self.number())
+
+    def texts(self) -> list[bytes]:
+        return [self.text() for _ in range(self.number())]
+
+    def pairs(self) -> list[tuple[bytes, bytes]]:
+        return [(self.text(), self.text()) for _ in range(self.number())]
+
+
+def _number(value: int) -> bytes:
+    return value.to_bytes(8, "little", signed=True)
+
+
+def _text(value: bytes) -> bytes:
+    return _number(len(value)) + value
+
+
+_YES, _NO = b"\0", b"\1"
+_GO_ON, _CANCELLED = b"\0", b"\1"  # the answers to a wait and to its end
 
 
 class StoreServer:
-    """Serves a store to c10d's clients of this user, in a thread of its own; see [Note: a store for one user].
+    """Serves a store to c10d's clients of this user; see [Note: a store for one user].
 
     Args:
         listener: Where it listens; closed at the end.
     """
 
     def __init__(self, listener: socket.socket) -> None:
-        listener.setblocking(False)  # a client may be gone again when it is accepted
         self._listener = listener
         self._values: dict[bytes, bytes] = {}
-        self._waiting: set[_Client] = set()
-        self._selector = selectors.DefaultSelector()
-        self._waker, self._woken = socket.socketpair()
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self.thread = threading.Thread(target=self._run, name="lockstep-store", daemon=True)
+        self._waiting: dict[_Client, set[bytes]] = {}  # by client, the keys that are not there yet
+        self._clients: set[_Client] = set()
+        self._lock = threading.Lock()  # held while a request is carried out, not while it is read
+        self.thread = threading.Thread(target=self._accept, name="lockstep-store", daemon=True)
         self.thread.start()
 
     def close(self) -> None:
         """End; clients find their connections closed."""
-        self._waker.close()
-
-    def _run(self) -> None:
-        while True:
-            for key, _ in self._selector.select():
-                if key.fileobj is self._woken:
-                    for each in list(self._selector.get_map().values()):
-                        each.fileobj.close()  # type: ignore[union-attr]
-                    self._selector.close()
-                    return
-                if key.fileobj is self._listener:
-                    self._accept()
-                    continue
-                client: _Client = key.data
-                try:
-                    client.receive()
-                except (OSError, ValueError):
-                    self._drop(client)
+        # Without the lock: the garbage collector may call this in a thread that holds it.
+        for each in (self._listener, *(client.connection for client in list(self._clients))):
+            with suppress(OSError):  # gone already
+                each.shutdown(socket.SHUT_RDWR)  # wakes who waits on it, which close() would not
 
     def _accept(self) -> None:
-        with suppress(OSError):  # gone again
-            connection, _ = self._listener.accept()
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.settimeout(_REPLY_S)
-            if peer_uid(connection) not in (os.geteuid(), 0):
-                connection.close()
-                return
-            self._selector.register(connection, selectors.EVENT_READ, _Client(connection, self._serve))
+        with self._listener, suppress(OSError):  # until `close`
+            while True:
+                connection, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(connection,), name="lockstep-store", daemon=True).start()
 
-    def _drop(self, client: _Client) -> None:
-        self._waiting.discard(client)
-        self._selector.unregister(client.connection)
-        client.connection.close()
+    def _serve(self, connection: socket.socket) -> None:
+        """Answer a client's requests, one after the other, until it has gone."""
+        with connection, suppress(OSError, EOFError, ValueError, LookupError):  # gone, or speaks something else
+            if peer_uid(connection) not in (os.geteuid(), 0):
+                return
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            client = _Client(connection)
+            self._clients.add(client)
+            try:
+                while True:
+                    command, *kinds = _COMMANDS[client.read(1)[0]]
+                    arguments = [read(client) for read in kinds]
+                    with self._lock:
+                        reply = command(self, client, *arguments)
+                    connection.sendall(reply)
+            finally:
+                self._clients.discard(client)
+                with self._lock:
+                    self._waiting.pop(client, None)
 
     def _put(self, key: bytes, value: bytes) -> None:
         self._values[key] = value
-        for client in list(self._waiting):
-            client.awaited.discard(key)
-            if not client.awaited:
-                self._waiting.discard(client)
-                with suppress(OSError):  # found out when it is read from
-                    client.reply(b"\0")
+        for client, missing in list(self._waiting.items()):
+            missing.discard(key)
+            if not missing:
+                del self._waiting[client]
+                with suppress(OSError):  # its own thread finds out
+                    client.connection.sendall(_GO_ON)
 
-    def _serve(self, client: _Client) -> _Read:
-        """Answer the requests of a client, one after the other."""
-        values, reply = self._values, client.reply
-        while True:
-            query = (yield 1)[0]
-            if query == _VALIDATE:
-                yield 4
-            elif query == _PING:
-                reply((yield 4))
-            elif query == _SET:
-                self._put((yield from _text()), (yield from _text()))
-            elif query == _MULTI_SET:
-                for _ in range((yield from _number())):
-                    self._put((yield from _text()), (yield from _text()))
-            elif query == _COMPARE_SET:
-                key, expected, desired = (yield from _text()), (yield from _text()), (yield from _text())
-                found: bytes = values.get(key, b"")
-                if found == expected:
-                    self._put(key, desired)
-                    found = desired
-                reply(_packed(found if key in values else expected))
-            elif query == _APPEND:
-                key, value = (yield from _text()), (yield from _text())
-                self._put(key, values.get(key, b"") + value)
-            elif query == _ADD:
-                key, amount = (yield from _text()), (yield from _number())
-                total = int(values.get(key, b"0")) + amount
-                self._put(key, b"%d" % total)
-                reply(_packed(total))
-            elif query == _GET:
-                reply(_packed(values.get((yield from _text()), b"")))
-            elif query == _MULTI_GET:
-                reply(*[_packed(values.get(key, b"")) for key in (yield from _texts())])
-            elif query == _CHECK:
-                reply(b"\0" if values.keys() >= set((yield from _texts())) else b"\1")
-            elif query == _WAIT:
-                client.awaited = set((yield from _texts())) - values.keys()
-                if client.awaited:
-                    self._waiting.add(client)
-                else:
-                    reply(b"\0")
-            elif query == _CANCEL_WAIT:
-                self._waiting.discard(client)
-                reply(b"\1")
-            elif query == _DELETE:
-                reply(_packed(int(values.pop((yield from _text()), None) is not None)))
-            elif query == _NUM_KEYS:
-                reply(_packed(len(values)))
-            else:
-                raise ValueError(f"c10d's query {query} is not served")
+    # What the commands do, and their replies. Called with the lock.
+
+    def _validate(self, client: _Client, magic: bytes) -> bytes:
+        return b""
+
+    def _ping(self, client: _Client, nonce: bytes) -> bytes:
+        return nonce
+
+    def _set(self, client: _Client, key: bytes, value: bytes) -> bytes:
+        self._put(key, value)
+        return b""
+
+    def _set_all(self, client: _Client, pairs: list[tuple[bytes, bytes]]) -> bytes:
+        for key, value in pairs:
+            self._put(key, value)
+        return b""
+
+    def _compare_set(self, client: _Client, key: bytes, expected: bytes, desired: bytes) -> bytes:
+        if self._values.get(key, b"") == expected:
+            self._put(key, desired)
+        return _text(self._values.get(key, expected))
+
+    def _append(self, client: _Client, key: bytes, value: bytes) -> bytes:
+        self._put(key, self._values.get(key, b"") + value)
+        return b""
+
+    def _add(self, client: _Client, key: bytes, amount: int) -> bytes:
+        total = int(self._values.get(key, b"0")) + amount
+        self._put(key, b"%d" % total)
+        return _number(total)
+
+    def _get(self, client: _Client, key: bytes) -> bytes:
+        return _text(self._values.get(key, b""))
+
+    def _get_all(self, client: _Client, keys: list[bytes]) -> bytes:
+        return b"".join(_text(self._values.get(key, b"")) for key in keys)
+
+    def _check(self, client: _Client, keys: list[bytes]) -> bytes:
+        return _YES if self._values.keys() >= set(keys) else _NO
+
+    def _wait(self, client: _Client, keys: list[bytes]) -> bytes:
+        missing = set(keys) - self._values.keys()
+        if not missing:
+            return _GO_ON
+        self._waiting[client] = missing
+        return b""
+
+    def _cancel_wait(self, client: _Client) -> bytes:
+        # Also if the wait was answered meanwhile: the client expects both answers then.
+        self._waiting.pop(client, None)
+        return _CANCELLED
+
+    def _delete(self, client: _Client, key: bytes) -> bytes:
+        return _number(int(self._values.pop(key, None) is not None))
+
+    def _count(self, client: _Client) -> bytes:
+        return _number(len(self._values))
+
+
+_COMMANDS: list[tuple[Any, ...]] = [
+    (StoreServer._validate, _Client.word),
+    (StoreServer._set, _Client.text, _Client.text),
+    (StoreServer._compare_set, _Client.text, _Client.text, _Client.text),
+    (StoreServer._get, _Client.text),
+    (StoreServer._add, _Client.text, _Client.number),
+    (StoreServer._check, _Client.texts),
+    (StoreServer._wait, _Client.texts),
+    (StoreServer._count,),
+    (StoreServer._delete, _Client.text),
+    (StoreServer._append, _Client.text, _Client.text),
+    (StoreServer._get_all, _Client.texts),
+    (StoreServer._set_all, _Client.pairs),
+    (StoreServer._cancel_wait,),
+    (StoreServer._ping, _Client.word),
+]
+"""By the first byte of a request: what it does, and what follows that byte.
+
+Source: ``QueryType`` in c10d's TCPStoreBackend.hpp. Queues, which come after these, are not served.
+"""
+
+
+def _words(packed: bytes) -> str:
+    return "".join(f"{word:08X}" for word in struct.unpack(f"={len(packed) // 4}I", packed))
+
+
+_MAPPED_IPV4 = _words(b"\0" * 10 + b"\xff\xff")
 
 
 def peer_uid(connection: socket.socket) -> int | None:
     """Return the user at the other end of a connection within this machine; ``None`` if nobody of it is there."""
-    peer, own = (_address(*name[:2]) for name in (connection.getpeername(), connection.getsockname()))
-    for _, local, remote, state, *_, uid in _connections():
-        # Only of an established connection: one that its owner has closed is listed as root's.
-        if state == "01" and (_decoded(local), _decoded(remote)) == (peer, own):
-            return int(uid)
+    ends = [_name_in_proc(*name[:2]) for name in (connection.getpeername(), connection.getsockname())]
+    for file in ("tcp", "tcp6"):
+        with suppress(OSError):  # without IPv6 there is no tcp6
+            for line in Path(f"/proc/net/{file}").read_text().splitlines()[1:]:  # the columns are in proc(5)
+                _, local, remote, state, _, _, _, uid, *_ = line.split()
+                # Only of an established connection: one that its owner has closed is listed as root's.
+                if state == "01" and [local.removeprefix(_MAPPED_IPV4), remote.removeprefix(_MAPPED_IPV4)] == ends:
+                    return int(uid)
     return None
 
 
-def _connections() -> Iterator[list[str]]:
-    """Give the first eight columns of the kernel's lists of connections; see proc(5)."""
-    for name in ("tcp", "tcp6"):
-        with suppress(OSError):
-            yield from (line.split()[:8] for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:])
+def _name_in_proc(host: str, port: int) -> str:
+    """Return how ``/proc/net`` writes an address: words in the machine's order of bytes, and the port."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    # A socket for IPv6 that is connected over IPv4 has the other end's address mapped into IPv6.
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return f"{_words((mapped or address).packed)}:{port:04X}"
 
 
-def _address(host: str, port: int) -> tuple[bytes, int]:
-    found = ipaddress.ip_address(host.partition("%")[0])
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return (mapped or found).packed, port
-
-
-def _decoded(text: str) -> tuple[bytes, int]:
-    """Return what ``0100007F:1F90`` stands for: words in the machine's order of bytes, and a port."""
-    host, _, port = text.partition(":")
-    words = struct.pack(f">{len(host) // 8}I", *(int(host[at : at + 8], 16) for at in range(0, len(host), 8)))
-    if sys.byteorder == "little":
-        words = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
-    return (words[12:] if words[:12] == b"\0" * 10 + b"\xff\xff" else words), int(port, 16)
-
-
-# --- Notes of ranks and machines
-
+# --- Status notes of ranks and machines
 
 STORE_TIMEOUT_S = 3.0
 """How long the store may take to answer; then a note is left out."""
@@ -346,9 +329,8 @@ _MAX_FAILURES = 3
 class StatusKeys:
     """A note of each rank, for rank zero to read: beside the collectives, and nobody waits.
 
-    Each note lies under one key that is written over again and again. The store is reached over a connection of its
-    own, as the engine's is locked while it waits for somebody. Made on every rank of a world, in the same order; used
-    by one thread of each.
+    Each note lies under one key that is written over again and again. Made on every rank of a world, in the same order;
+    used by one thread of each.
 
     Args:
         world: In which they are.
@@ -358,18 +340,13 @@ class StatusKeys:
     def __init__(self, world: World, num_ranks: int) -> None:
         self._rank = world.rank
         self._others = [rank for rank in range(num_ranks) if rank != world.rank] if num_ranks > 1 else []
-        self._prefix = "lockstep/board"
+        self._prefix = "lockstep/status"
         if self._others:  # the n-th of each rank is the same one
             number = PrefixStore(self._prefix, dist.distributed_c10d._get_default_store()).add(f"of/{world.rank}", 1)
             self._prefix = f"{self._prefix}/{number}"
         self._store: Store | None = None
         self._known: list[int] = []
         self._num_failures = 0
-
-    @property
-    def is_given_up(self) -> bool:
-        """Whether the store does not answer any more."""
-        return self._num_failures >= _MAX_FAILURES
 
     def post(self, note: Any) -> None:
         """Replace this rank's note, which JSON can hold. Blocks some seconds at most."""
@@ -391,10 +368,11 @@ class StatusKeys:
         return notes
 
     def _with_store(self, act: Callable[[Store], None]) -> None:
-        if not self._others or self.is_given_up:
+        if not self._others or self._num_failures >= _MAX_FAILURES:
             return
         try:
             if self._store is None:
+                # A connection of its own: the engine's is locked while it waits for somebody.
                 clone: Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
                 clone.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
                 self._store = PrefixStore(self._prefix, clone)
@@ -420,9 +398,9 @@ class InterNodeStore:
     def __init__(self, endpoint: str, run_id: str) -> None:
         host, _, port = endpoint.rpartition(":")
         self._place = host.strip("[]") or "localhost", int(port) if port.isdigit() else _DEFAULT_PORT
-        self._prefix = f"lockstep/bulletin/{run_id}"
+        self._prefix = f"lockstep/launchers/{run_id}"
         self._store: Store | None = None
-        self._numbers: dict[str, int] = {}
+        self._numbers: dict[str, int] = {}  # by topic, which note is this machine's
 
     def is_host(self) -> bool:
         """Return whether the store is in this process, and ends with it."""

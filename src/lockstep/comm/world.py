@@ -12,14 +12,14 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import TextIO
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
 from lockstep import activity
@@ -42,12 +42,17 @@ from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, 
 def choose_device(env: RankEnv, wanted: str | torch.device | None) -> torch.device:
     """Return this rank's device and make it the current one, before anything else touches it.
 
-    With no wish it is the GPU of the local rank where there are GPUs, else the CPU.
+    By default it is the GPU of the local rank where there are GPUs, else the CPU.
 
     Raises:
         ConfigurationError: There is no such device.
     """
-    device = _parse(wanted) if wanted is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ConfigurationError(
+            f"device={wanted!r} is no device.\nPass 'cpu', 'cuda', 'cuda:<index>' or a torch.device."
+        ) from None
     if device.type != "cuda":
         return device
     count = torch.cuda.device_count()
@@ -57,7 +62,9 @@ def choose_device(env: RankEnv, wanted: str | torch.device | None) -> torch.devi
             "Pass device='cpu', or check `nvidia-smi` and that this torch was built for CUDA "
             f"(torch.version.cuda is {torch.version.cuda})."
         )
-    index = device.index if device.index is not None else _gpu_of(env, count)
+    # Schedulers may show each task only its own GPU, which then is number 0 for all of them.
+    sees_its_own = count == 1 and env.launcher in (Launcher.SLURM, Launcher.OPEN_MPI, Launcher.PMI)
+    index = device.index if device.index is not None else 0 if sees_its_own else env.local_rank
     if index >= count:
         who = f"Local rank {env.local_rank}" if device.index is None else f"device={str(wanted)!r}"
         raise ConfigurationError(
@@ -92,118 +99,13 @@ def choose_backend(device: torch.device, wanted: str | None) -> str:
     return backend
 
 
-def _parse(wanted: str | torch.device) -> torch.device:
-    try:
-        return torch.device(wanted)
-    except RuntimeError:
-        raise ConfigurationError(
-            f"device={wanted!r} is no device.\nPass 'cpu', 'cuda', 'cuda:<index>' or a torch.device."
-        ) from None
-
-
-def _gpu_of(env: RankEnv, count: int) -> int:
-    # Schedulers may show each task only its own GPU, which then is number 0 for all of them.
-    if count == 1 and env.launcher in (Launcher.SLURM, Launcher.OPEN_MPI, Launcher.PMI):
-        return 0
-    return env.local_rank
-
-
-# --- Barriers through the store: no device is touched, and who is missing is known
-
-_FIRST_PAUSE_S = 0.0002
-"""Before the second look at the store; later pauses are longer, as a rank that is late will be late for long."""
-
-_DONE = "done"
-
-
-@dataclass
-class HostSync:
-    """Barriers and leader-first blocks of one group of ranks."""
-
-    store: Store
-    group: dist.ProcessGroup
-    rank: int
-    world_size: int
-    _num_calls: dict[str, int] = field(default_factory=dict)
-
-    def barrier(self, timeout_s: float) -> None:
-        """Wait for all ranks.
-
-        Collective: every rank. Blocks at most ``timeout_s``.
-
-        Raises:
-            CollectiveError: Ranks did not come; names them.
-        """
-        count, prefix = self._next("barrier")
-        self.store.set(f"{prefix}/{self.rank}", "")
-        if self.store.add(f"{prefix}/count", 1) == self.world_size:
-            self.store.set(f"{prefix}/{_DONE}", "")
-        if not self._wait(f"{prefix}/{_DONE}", timeout_s, "World.barrier"):
-            missing = [rank for rank in range(self.world_size) if not self.store.check([f"{prefix}/{rank}"])]
-            raise CollectiveError(
-                f"Rank {self.rank} waited {timeout_s:g} s in World.barrier() number {count}; "
-                f"missing: {format_ranks(missing)}.\n"
-                "Those ranks ended, are stuck, or do not call barrier() as often as the others; "
-                "if they are only slow, pass a longer timeout_s."
-            )
-        self._forget(f"barrier/{count - 1}")
-
-    def announce(self, leader: str, outcome: str | None) -> None:
-        """Release those who wait in `await_leader`: the block is over; ``outcome`` is the error, if any."""
-        _, prefix = self._next(leader)
-        self.store.set(prefix, outcome or _DONE)
-
-    def await_leader(self, leader: str, timeout_s: float) -> None:
-        """Wait until the leader has announced its block's end.
-
-        Raises:
-            RankFailed: The leader failed in its block.
-            CollectiveError: It did not finish in time.
-        """
-        _, key = self._next(leader)
-        if not self._wait(key, timeout_s, "World.rank_zero_first"):
-            raise CollectiveError(
-                f"Rank {self.rank} waited {timeout_s:g} s for {leader} to finish its rank_zero_first() block.\n"
-                "It ended, is stuck, or never reached the block; if it is only slow, pass a longer timeout_s."
-            )
-        outcome = self.store.get(key).decode()
-        if outcome != _DONE:
-            raise RankFailed(f"{leader.capitalize()} failed in its rank_zero_first() block: {outcome}")
-
-    def _next(self, what: str) -> tuple[int, str]:
-        self._num_calls[what] = self._num_calls.get(what, 0) + 1
-        return self._num_calls[what], f"{what}/{self._num_calls[what]}"
-
-    def _forget(self, prefix: str) -> None:
-        # All have left the barrier before the one that all have entered.
-        self.store.delete_key(f"{prefix}/{self.rank}")
-        if self.rank == 0:
-            self.store.delete_key(f"{prefix}/count")
-            self.store.delete_key(f"{prefix}/{_DONE}")
-
-    def _wait(self, key: str, timeout_s: float, operation: str) -> bool:
-        """Poll for ``key``: a blocking wait would hold back Ctrl-C."""
-        deadline = time.monotonic() + timeout_s
-        pause, longest = _FIRST_PAUSE_S, 5 * poll_interval_s(self.world_size)
-        with activity.waiting(operation):
-            while not self.store.check([key]):
-                if time.monotonic() >= deadline:
-                    return False
-                time.sleep(pause)
-                pause = min(pause * 1.5, longest)
-        return True
-
-
 # --- The process group: how it is made and left
 
 LEAVE_TIMEOUT_S = 10.0
 
 
-def destroy_default_group(*, abort: bool, at_exit: bool = False) -> None:
-    """Destroy the default process group and all made from it.
-
-    Blocks at most `LEAVE_TIMEOUT_S`: the work is done by a thread that is left behind when it takes longer, as NCCL
-    may wait for a peer that will never answer.
+def destroy_default_group(*, abort: bool, at_exit: bool) -> None:
+    """Destroy the default process group and all made from it. Blocks at most `LEAVE_TIMEOUT_S`.
 
     Args:
         abort: Give up what is in flight, since a peer may have failed; else wait for it.
@@ -212,7 +114,11 @@ def destroy_default_group(*, abort: bool, at_exit: bool = False) -> None:
     if not dist.is_initialized():
         return
     if abort or at_exit:
-        _never_destruct(list(dist.distributed_c10d._world.pg_map))
+        # Leaked on purpose. Gloo cannot abort: its destructor waits for what is in flight, up to the timeout of a
+        # collective (half an hour), and so would hold up the end of a process whose peer is stuck.
+        for group in dist.distributed_c10d._world.pg_map:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
     failure: list[Exception] = []
 
     def leave() -> None:
@@ -224,6 +130,7 @@ def destroy_default_group(*, abort: bool, at_exit: bool = False) -> None:
         except Exception as error:
             failure.append(error)
 
+    # In a thread, which is left behind when it takes too long: NCCL may wait for a peer that will never answer.
     thread = threading.Thread(target=leave, name="lockstep-teardown", daemon=True)
     thread.start()
     thread.join(LEAVE_TIMEOUT_S)
@@ -237,16 +144,6 @@ def destroy_default_group(*, abort: bool, at_exit: bool = False) -> None:
         warnings.warn(f"closing the process group failed: {failure[0]}", RuntimeWarning, stacklevel=2)
 
 
-def _never_destruct(groups: list[dist.ProcessGroup]) -> None:
-    """Leak process groups on purpose.
-
-    Gloo cannot abort: its destructor waits for what is in flight, up to the timeout of a collective (half an hour), and
-    so would hold up the end of a process whose peer is stuck. What ends with the process needs no destructor.
-    """
-    for group in groups:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-
-
 _GLOO_CONNECT_FACTOR = 5
 """Gloo waits this many times its timeout for a connection."""
 
@@ -258,8 +155,7 @@ _FAREWELL_S = 5.0
 class OwnedGroup:
     """What `start` opened, to be ended once."""
 
-    meeting: Rendezvous
-    store: Store
+    rendezvous: Rendezvous
     world_size: int
     undo: ExitStack
 
@@ -267,11 +163,12 @@ class OwnedGroup:
         """Leave the group; with ``abort`` without waiting for the other ranks."""
         destroy_default_group(abort=abort, at_exit=at_exit)
         self.undo.close()
+        store = PrefixStore(self.rendezvous.prefix, self.rendezvous.store)
         with suppress(dist.DistError):  # The host of the store may be gone already.
-            self.store.add("left", 1)
+            store.add("left", 1)
             deadline = time.monotonic() + _FAREWELL_S
-            while self.meeting.is_host and not abort and time.monotonic() < deadline:
-                if self.store.add("left", 0) >= self.world_size:
+            while self.rendezvous.is_host and not abort and time.monotonic() < deadline:
+                if store.add("left", 0) >= self.world_size:
                     break
                 time.sleep(poll_interval_s(self.world_size))
 
@@ -284,21 +181,44 @@ def start(
     Collective: every rank. Blocks until all have come, at most about ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
-    chosen, name, objection = _choose(env, backend, device)
-    if objection is not None and env.world_size == 1:
-        raise objection
-    meeting = join_rendezvous(env, timeout_s)
+    chosen, name, objection = torch.device("cpu"), "", None
+    try:
+        chosen = choose_device(env, device)
+        name = choose_backend(chosen, backend)
+    except LockstepError as error:
+        if env.world_size == 1:
+            raise
+        objection = str(error)  # raised by the membership check, on the other ranks too
+    rendezvous = join_rendezvous(env, timeout_s)
     if env.world_size > 1:
-        _meet(env, meeting, name, objection, deadline, timeout_s)
+        try:
+            check_membership(
+                PrefixStore(f"{rendezvous.prefix}/members", rendezvous.store),
+                Participant(env.rank, env.world_size, name, socket.gethostname(), os.getpid()),
+                deadline=deadline,
+                timeout_s=timeout_s,
+                is_host=rendezvous.is_host,
+                hint=rendezvous.hint,
+                objection=objection,
+            )
+        except dist.DistError as error:
+            raise WorldSizeMismatch(
+                f"Rank {env.rank} of {env.world_size} lost the store while it waited for the other ranks: its host "
+                "ended.\nLook at the output of rank 0, which hosts it, or of the launcher."
+            ) from error
     one_machine = env.local_world_size == env.world_size
     if backend is None and name == "shm":
-        name = _shm_or_gloo(env, PrefixStore(f"{meeting.prefix}/shm", meeting.store), expected=one_machine)
+        reason = why_unavailable(PrefixStore(f"{rendezvous.prefix}/shm", rendezvous.store), env.rank, env.world_size)
+        if reason and one_machine and env.rank == 0:  # of several machines nobody expects to share memory
+            print(f"lockstep: Gloo serves this job, which is slower than shared memory: {reason}.", file=sys.stderr)
+        name = "gloo" if reason else name
     with ExitStack() as stack:
+        # Until the end of the world, since groups that are made later need it too.
         stack.enter_context(gloo_interface_set(gloo_interface(env.master_addr, one_machine=one_machine)))
-        _connect(env, meeting, name, chosen, timeout_s)
-        if not one_machine:
-            set_keepalive()
+        _connect(env, rendezvous, name, chosen, timeout_s)
         undo = stack.pop_all()
+    if not one_machine:
+        set_keepalive()
     # The limit until here was for connecting; a collective may wait longer for a slow rank.
     limit = (default_pg_nccl_timeout if name == "nccl" else None) or default_pg_timeout
     group = dist.group.WORLD
@@ -306,57 +226,15 @@ def start(
         group.set_timeout(limit)  # torch's function knows its own backends only
     else:
         dist.distributed_c10d._set_pg_timeout(limit)
-    meeting.store.set_timeout(default_pg_timeout)
-    return OwnedGroup(meeting, PrefixStore(meeting.prefix, meeting.store), env.world_size, undo), chosen
+    rendezvous.store.set_timeout(default_pg_timeout)
+    return OwnedGroup(rendezvous, env.world_size, undo), chosen
 
 
-def _choose(
-    env: RankEnv, backend: str | None, device: str | torch.device | None
-) -> tuple[torch.device, str, LockstepError | None]:
-    """Choose device and backend; what is wrong with them is returned, as the other ranks are to learn of it too."""
-    try:
-        chosen = choose_device(env, device)
-        return chosen, choose_backend(chosen, backend), None
-    except LockstepError as error:
-        return torch.device("cpu"), "", error
-
-
-def _meet(
-    env: RankEnv, meeting: Rendezvous, backend: str, objection: LockstepError | None, deadline: float, timeout_s: float
-) -> None:
-    try:
-        check_membership(
-            PrefixStore(f"{meeting.prefix}/roll", meeting.store),
-            Participant(env.rank, env.world_size, backend, socket.gethostname(), os.getpid()),
-            deadline=deadline,
-            timeout_s=timeout_s,
-            is_host=meeting.is_host,
-            hint=meeting.hint,
-            objection=None if objection is None else str(objection),
-        )
-    except dist.DistError as error:
-        raise WorldSizeMismatch(
-            f"Rank {env.rank} of {env.world_size} lost the store while it waited for the other ranks: its host ended.\n"
-            "Look at the output of rank 0, which hosts it, or of the launcher."
-        ) from error
-
-
-def _shm_or_gloo(env: RankEnv, store: Store, *, expected: bool) -> str:
-    """Return ``shm`` if all ranks can map one memory, else ``gloo``; report it if they were ``expected`` to.
-
-    Collective: every rank. Blocks until all have come.
-    """
-    reason = why_unavailable(store, env.rank, env.world_size)
-    if reason and expected and env.rank == 0:
-        print(f"lockstep: Gloo serves this job, which is slower than shared memory: {reason}.", file=sys.stderr)
-    return "gloo" if reason else "shm"
-
-
-def _connect(env: RankEnv, meeting: Rendezvous, backend: str, device: torch.device, timeout_s: float) -> None:
+def _connect(env: RankEnv, rendezvous: Rendezvous, backend: str, device: torch.device, timeout_s: float) -> None:
     try:
         dist.init_process_group(
             backend,
-            store=PrefixStore(f"{meeting.prefix}/group", meeting.store),
+            store=PrefixStore(f"{rendezvous.prefix}/group", rendezvous.store),
             rank=env.rank,
             world_size=env.world_size,
             timeout=timedelta(seconds=timeout_s / _GLOO_CONNECT_FACTOR if "gloo" in backend else timeout_s),
@@ -378,6 +256,11 @@ def _connect(env: RankEnv, meeting: Rendezvous, backend: str, device: torch.devi
 BARRIER_TIMEOUT_S = 1800.0
 """torch's own limit for a collective on Gloo; long, because a rank may be downloading a data set meanwhile."""
 
+_FIRST_PAUSE_S = 0.0002
+"""Between the first two polls; later pauses are longer, as a rank that is late will be late for long."""
+
+_DONE = "done"
+
 
 class World:
     """The ranks of this job as one of them sees them.
@@ -396,9 +279,7 @@ class World:
         group: The process group of all ranks.
     """
 
-    def __init__(
-        self, env: RankEnv, device: torch.device, group: dist.ProcessGroup, session: OwnedGroup | None
-    ) -> None:
+    def __init__(self, env: RankEnv, device: torch.device, group: dist.ProcessGroup, owned: OwnedGroup | None) -> None:
         make_forks_safe()
         if device.type == "cpu":
             keep_freed_memory()
@@ -411,8 +292,8 @@ class World:
         self.device = device
         self.backend: str = backend_name(group)
         self.group = group
-        self._session = session
-        self._sync = _sync_of(group)
+        self._owned = owned
+        self._store = PrefixStore(f"lockstep/sync/{group.group_name}", dist.distributed_c10d._get_default_store())
 
     @classmethod
     def from_group(cls, group: dist.ProcessGroup | None = None, *, device: str | torch.device | None = None) -> World:
@@ -454,7 +335,22 @@ class World:
         Raises:
             CollectiveError: Ranks did not come; names them.
         """
-        self._sync.barrier(timeout_s)
+        # Through the store: no device is touched, and who is missing is known.
+        store, number = self._store, self._count("barrier")
+        store.set(f"barrier/{number}/{self.rank}", "")
+        if store.add(f"barrier/{number}/count", 1) == self.world_size:
+            store.set(f"barrier/{number}/{_DONE}", "")
+        if not self._wait_for_key(f"barrier/{number}/{_DONE}", timeout_s, "World.barrier"):
+            missing = [rank for rank in range(self.world_size) if not store.check([f"barrier/{number}/{rank}"])]
+            raise CollectiveError(
+                f"Rank {self.rank} waited {timeout_s:g} s in World.barrier() number {number}; "
+                f"missing: {format_ranks(missing)}.\n"
+                "Those ranks ended, are stuck, or do not call barrier() as often as the others; "
+                "if they are only slow, pass a longer timeout_s."
+            )
+        # All have left the barrier before the one that all have entered: its keys are of no more use.
+        for key in (self.rank, "count", _DONE) if self.rank == 0 else (self.rank,):
+            store.delete_key(f"barrier/{number - 1}/{key}")
 
     @contextmanager
     def rank_zero_first(self, *, local: bool = False, timeout_s: float = BARRIER_TIMEOUT_S) -> Iterator[None]:
@@ -471,27 +367,51 @@ class World:
             CollectiveError: It did not finish in time.
         """
         leader = f"local rank 0 of node {self.node_rank}" if local else "rank 0"
-        if (self.local_rank if local else self.rank) != 0:
-            self._sync.await_leader(leader, timeout_s)
-            yield
+        key = f"{leader}/{self._count(leader)}"
+        if (self.local_rank if local else self.rank) == 0:
+            outcome = _DONE
+            try:
+                yield
+            except BaseException as error:
+                outcome = f"{type(error).__name__}: {error}"
+                raise
+            finally:
+                self._store.set(key, outcome)
             return
-        try:
-            yield
-        except BaseException as error:
-            self._sync.announce(leader, f"{type(error).__name__}: {error}")
-            raise
-        self._sync.announce(leader, None)
+        if not self._wait_for_key(key, timeout_s, "World.rank_zero_first"):
+            raise CollectiveError(
+                f"Rank {self.rank} waited {timeout_s:g} s for {leader} to finish its rank_zero_first() block.\n"
+                "It ended, is stuck, or never reached the block; if it is only slow, pass a longer timeout_s."
+            )
+        outcome = self._store.get(key).decode()
+        if outcome != _DONE:
+            raise RankFailed(f"{leader.capitalize()} failed in its rank_zero_first() block: {outcome}")
+        yield
+
+    def _count(self, what: str) -> int:
+        """Return how often this rank has done ``what``. In the store, as all worlds of a group count together."""
+        return self._store.add(f"{what}/of/{self.rank}", 1)
+
+    def _wait_for_key(self, key: str, timeout_s: float, operation: str) -> bool:
+        deadline = time.monotonic() + timeout_s
+        pause, longest = _FIRST_PAUSE_S, 5 * poll_interval_s(self.world_size)
+        with activity.waiting(operation):
+            while not self._store.check([key]):  # a blocking wait would hold back Ctrl-C
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(pause)
+                pause = min(pause * 1.5, longest)
+        return True
 
     def close(self) -> None:
         """Leave the process group if `init` made it; again has no effect. Blocks some seconds at most."""
         self._close(abort=False)
 
     def _close(self, *, abort: bool, at_exit: bool = False) -> None:
-        if self._session is not None:
+        owned, self._owned = self._owned, None
+        if owned is not None:
             atexit.unregister(self._close_at_exit)
-            session, self._session = self._session, None
-            _syncs.pop(self.group.group_name, None)
-            session.end(abort=abort, at_exit=at_exit)
+            owned.end(abort=abort, at_exit=at_exit)
 
     def _close_at_exit(self) -> None:
         # Set by the interpreter when an exception ended the script: the other ranks may be waiting in a collective.
@@ -503,7 +423,7 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, Exception) and self._session is not None:
+        if isinstance(error, Exception) and self._owned is not None:
             activity.now.fail(error)
         self._close(abort=error is not None)
 
@@ -541,25 +461,11 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
             )
         return world
     env = RankEnv.from_environ(os.environ)
-    session, chosen = start(env, backend=backend, device=device, timeout_s=timeout_s)
-    group = dist.group.WORLD
-    assert group is not None
-    world = World(env, chosen, group, session)
+    owned, chosen = start(env, backend=backend, device=device, timeout_s=timeout_s)
+    assert dist.group.WORLD is not None
+    world = World(env, chosen, dist.group.WORLD, owned)
     atexit.register(world._close_at_exit)
     return world
-
-
-_syncs: dict[str, HostSync] = {}
-"""By group, not by world: all worlds of one group must count their barriers together."""
-
-
-def _sync_of(group: dist.ProcessGroup) -> HostSync:
-    name = group.group_name
-    store = PrefixStore(f"lockstep/sync/{name}", dist.distributed_c10d._get_default_store())
-    known = _syncs.get(name)
-    if known is None or known.group is not group:
-        _syncs[name] = HostSync(store, group, dist.get_rank(group), dist.get_world_size(group))
-    return _syncs[name]
 
 
 def _env_of(group: dist.ProcessGroup) -> RankEnv:

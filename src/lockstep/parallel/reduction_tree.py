@@ -16,16 +16,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
-from typing import Any, TypeVar, final
+from typing import TypeVar, final
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lockstep import activity
-from lockstep.comm.collectives import Group, all_gather_flat_async, all_to_all_async
+from lockstep.comm.collectives import Group, Waitable, all_gather_flat, all_to_all_async, wait_for
 from lockstep.parallel.flat import view_like
 
 T = TypeVar("T")
@@ -42,7 +40,7 @@ _MAX_CHUNKS_IN_FLIGHT = 3
 """Chunks that travel at the same time: enough to keep the network busy, and a bound for the memory."""
 
 
-# --- which additions --------------------------------------------------------------------------------------------------
+# --- Which additions
 
 
 def split(node: range) -> tuple[range, range]:
@@ -77,7 +75,13 @@ class ReductionTree:
 
     def parent(self, left: range, right: range) -> range | None:
         """Return the node whose children are ``left`` and ``right``, or None if there is none."""
-        return _parents(self.num_leaves).get((left, right))
+        node = self.root
+        while len(node) > 1:
+            children = split(node)
+            if children == (left, right):
+                return node
+            node = children[0] if left.start < children[1].start else children[1]
+        return None
 
     def combine(self, parts: Mapping[range, T], add: Callable[[T, T], T], *, root: range | None = None) -> T:
         """Return the sum of all leaves, or of those under ``root``, from nodes that together hold each of them once."""
@@ -86,19 +90,6 @@ class ReductionTree:
             return parts[node]
         left, right = split(node)
         return add(self.combine(parts, add, root=left), self.combine(parts, add, root=right))
-
-
-@lru_cache(maxsize=8)
-def _parents(num_leaves: int) -> dict[tuple[range, range], range]:
-    parents: dict[tuple[range, range], range] = {}
-    nodes = [range(num_leaves)]
-    while nodes:
-        node = nodes.pop()
-        if len(node) > 1:
-            children = split(node)
-            parents[children] = node
-            nodes += children
-    return parents
 
 
 @dataclass(frozen=True)
@@ -116,7 +107,7 @@ class LeafPlacement:
         return ReductionTree(self.ranges[-1].stop)
 
 
-# --- where the gradients lie ------------------------------------------------------------------------------------------
+# --- Where the gradients lie
 
 
 class GradientLayout:
@@ -132,20 +123,19 @@ class GradientLayout:
     def __init__(self, parameters: Sequence[Tensor], *, multiple_of: int = 1) -> None:
         self.parameters = list(parameters)
         self._places: dict[int, tuple[int, int]] = {}  # by parameter, its chunk and where it begins there
-        numels: list[int] = []
-        dtypes: list[torch.dtype] = []
+        self._chunks: list[tuple[int, torch.dtype]] = []
         open_chunks: dict[torch.dtype, int] = {}
-        for index in reversed(range(len(self.parameters))):
+        for index in reversed(range(len(self.parameters))):  # backward fills the last ones first
             parameter = self.parameters[index]
-            padded = _round_up(parameter.numel(), _ALIGNMENT_BYTES // parameter.itemsize)
-            chunk = open_chunks.get(parameter.dtype)
-            if chunk is None or (numels[chunk] + padded) * parameter.itemsize > _CHUNK_BYTES:
-                chunk = open_chunks[parameter.dtype] = len(numels)
-                numels.append(0)
-                dtypes.append(parameter.dtype)
-            self._places[index] = (chunk, numels[chunk])
-            numels[chunk] += padded
-        self._chunks = [(_round_up(numel, multiple_of), dtype) for numel, dtype in zip(numels, dtypes, strict=True)]
+            dtype, padded = parameter.dtype, _round_up(parameter.numel(), _ALIGNMENT_BYTES // parameter.itemsize)
+            chunk = open_chunks.get(dtype)
+            if chunk is None or (self._chunks[chunk][0] + padded) * parameter.itemsize > _CHUNK_BYTES:
+                chunk = open_chunks[dtype] = len(self._chunks)
+                self._chunks.append((0, dtype))
+            start = self._chunks[chunk][0]
+            self._places[index] = (chunk, start)
+            self._chunks[chunk] = (start + padded, dtype)
+        self._chunks = [(_round_up(numel, multiple_of), dtype) for numel, dtype in self._chunks]
 
     def new_row(self, device: torch.device) -> GradientRow:
         """Return zeros for every gradient."""
@@ -166,23 +156,18 @@ class GradientRow:
 
     def fill(self, gradients: Sequence[Tensor | None]) -> None:
         """Take in the gradients of a leaf; None is zero."""
-        pairs = [(view, each) for view, each in zip(self.views, gradients, strict=True) if each is not None]
-        if pairs:
-            torch._foreach_copy_([view for view, _ in pairs], [each for _, each in pairs])
-        if missing := self._views_without(gradients):
+        views, given, missing = self._sort(gradients)
+        if views:
+            torch._foreach_copy_(views, given)
+        if missing:
             torch._foreach_zero_(missing)
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of a leaf; None is zero."""
-        for dtype in {view.dtype for view in self.views}:
-            pairs = [
-                (view, each)
-                for view, each in zip(self.views, gradients, strict=True)
-                if each is not None and view.dtype is dtype
-            ]
-            if pairs:
-                torch._foreach_add_([view for view, _ in pairs], [each for _, each in pairs])
-        if missing := self._views_without(gradients):
+        views, given, missing = self._sort(gradients)
+        if views:
+            torch._foreach_add_(views, given)
+        if missing:
             # -0 + 0 is 0: were it left out, the sign of a zero would tell whether a leaf was added or was the first.
             torch._foreach_add_(missing, 0)
 
@@ -191,15 +176,18 @@ class GradientRow:
         for flat, addend in zip(self.flats, other.flats, strict=True):
             flat.add_(addend)
 
-    def _views_without(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        return [view for view, each in zip(self.views, gradients, strict=True) if each is None]
+    def _sort(self, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Return the views that have a gradient, those gradients, and the views that have none."""
+        pairs = list(zip(self.views, gradients, strict=True))
+        given = [(view, each) for view, each in pairs if each is not None]
+        return [view for view, _ in given], [each for _, each in given], [view for view, each in pairs if each is None]
 
 
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-# --- the additions of one device --------------------------------------------------------------------------------------
+# --- The additions of one device
 
 
 class PairwiseAccumulator:
@@ -247,7 +235,7 @@ class PairwiseAccumulator:
         self._free += rows
 
 
-# --- the additions between devices ------------------------------------------------------------------------------------
+# --- The additions between devices
 
 
 class TreeReduction(ABC):
@@ -303,46 +291,44 @@ class RankReduction(TreeReduction):
         """
         (mine,) = parts
         rows = [mine[node] for node in self._nodes[self._group.rank()]]
-        scattering: deque[tuple[Tensor, Tensor, Any]] = deque()
-        gathering: list[Any] = []
+        arriving: deque[tuple[Tensor, Tensor, Tensor, Waitable | None]] = deque()
+        gathering: list[tuple[Tensor, Waitable]] = []  # with what is sent, which not every backend keeps
 
         def sum_oldest() -> None:
-            total, received, work = scattering.popleft()
-            with activity.waiting(_EXCHANGE):
-                work.wait()
-            gathering.append(self._sum_slice(received, total))
+            total, _, received, work = arriving.popleft()
+            if work is not None:
+                wait_for(work, _EXCHANGE)
+            own = self._sum_slice(received)
+            gathering.append((own, all_gather_flat(total, own, group=self._group)))
 
         # The next chunks travel while one is added; the sums go out while later chunks still come in.
         for flats in zip(*(row.flats for row in rows), strict=True):
-            if len(scattering) == _MAX_CHUNKS_IN_FLIGHT:
+            if len(arriving) == _MAX_CHUNKS_IN_FLIGHT:
                 sum_oldest()
-            scattering.append((flats[0], *self._scatter(flats)))
-        while scattering:
+            arriving.append((flats[0], *self._scatter(flats)))
+        while arriving:
             sum_oldest()
-        with activity.waiting(_EXCHANGE):
-            for work in gathering:
-                work.wait()
+        for _, work in gathering:
+            wait_for(work, _EXCHANGE)
         return rows[0]
 
-    def _scatter(self, flats: Sequence[Tensor]) -> tuple[Tensor, Any]:
+    def _scatter(self, flats: Sequence[Tensor]) -> tuple[Tensor, Tensor, Waitable | None]:
         """Start to send each rank its slice of this rank's parts, and to receive this rank's slice of theirs."""
         num_ranks = self._group.size()
         numel = flats[0].numel() // num_ranks
         # What goes to one rank must lie together: its slice of the first node, of the second, and so on.
-        sent = flats[0] if len(flats) == 1 else torch.stack([flat.view(num_ranks, numel) for flat in flats], dim=1)
+        sent = torch.stack([flat.view(num_ranks, numel) for flat in flats], dim=1).view(-1) if flats[1:] else flats[0]
         received = flats[0].new_empty(numel * sum(map(len, self._nodes)))
         work = all_to_all_async(
             received,
-            sent.reshape(-1),
+            sent,
             output_sizes=[numel * len(nodes) for nodes in self._nodes],
             input_sizes=[numel * len(flats)] * num_ranks,
             group=self._group,
         )
-        return received, work
+        return sent, received, work
 
-    def _sum_slice(self, received: Tensor, flat: Tensor) -> Any:
-        """Sum this rank's slice in the tree and start to give it to all, into ``flat``; return what to wait for."""
+    def _sum_slice(self, received: Tensor) -> Tensor:
         nodes = [node for nodes in self._nodes for node in nodes]
         pieces = dict(zip(nodes, received.chunk(len(nodes)), strict=True))
-        total = self._tree.combine(pieces, Tensor.add_)
-        return all_gather_flat_async(flat, total, group=self._group)
+        return self._tree.combine(pieces, Tensor.add_)
