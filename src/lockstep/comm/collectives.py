@@ -364,14 +364,15 @@ def all_to_all_async(
         What to wait for; None: it is complete.
     """
     width = 2 if tensor.is_complex() else 1
-    splits = [[size * width for size in sizes] for sizes in (output_sizes, input_sizes)]
+    received_sizes, sent_sizes = ([size * width for size in sizes] for sizes in (output_sizes, input_sizes))
     options = dist.AllToAllOptions()
     if tensor.is_cuda and backend_name(group) == "gloo":  # which exchanges pieces of CPU tensors only
         received, sent = torch.empty_like(output, device="cpu"), tensor.cpu()
-        _blocking("all_to_all", lambda: group.alltoall_base(_real(received), _real(sent), *splits, options))
+        flats = _real(received), _real(sent)
+        _blocking("all_to_all", lambda: group.alltoall_base(*flats, received_sizes, sent_sizes, options))
         output.copy_(received)
         return None
-    work: Waitable = group.alltoall_base(_real(output), _real(tensor), *splits, options)
+    work: Waitable = group.alltoall_base(_real(output), _real(tensor), received_sizes, sent_sizes, options)
     return work
 
 

@@ -33,10 +33,8 @@ def gloo_interface(master_addr: str | None, *, one_machine: bool) -> str | None:
     if one_machine or master_addr is None:
         return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     ours = reachable_address(master_addr)
-    for name, addresses in psutil.net_if_addrs().items() if ours else ():
-        if any(found.address.partition("%")[0] == ours for found in addresses):
-            return str(name)
-    return None
+    interfaces = psutil.net_if_addrs().items() if ours else ()
+    return next((name for name, found in interfaces if any(_plain(each.address) == ours for each in found)), None)
 
 
 @contextmanager
@@ -54,8 +52,13 @@ def gloo_interface_set(interface: str | None) -> Iterator[None]:
 
 def reachable_address(master_addr: str) -> str | None:
     """Return this machine's address for the others, or ``None`` if its name leads to one already."""
-    if _name_leads_outside(socket.gethostname()):
-        return None
+    with suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)  # fails for an address that is not this machine's
+                if not _is_loopback(str(address[0])):
+                    return None
+                break
     with suppress(OSError):
         family, _, _, _, address = socket.getaddrinfo(master_addr.strip("[]"), 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -64,14 +67,12 @@ def reachable_address(master_addr: str) -> str | None:
     return None
 
 
-def _name_leads_outside(name: str) -> bool:
-    """Return whether the first address of ``name`` that belongs to this machine is one that others can reach."""
-    with suppress(OSError):
-        for family, kind, protocol, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
-            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
-                return not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
-    return False
+def _plain(address: str) -> str:
+    return address.partition("%")[0]  # without the interface of a link-local address
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(_plain(address)).is_loopback
 
 
 def is_local(host: str) -> bool:
@@ -85,31 +86,29 @@ def is_local(host: str) -> bool:
     return True
 
 
-def link_timeout_s() -> float:
-    """Return for how long a link may be down before a connection over it counts as dead."""
-    try:
-        return float(os.environ.get(LINK_TIMEOUT, _LINK_TIMEOUT_S))
-    except ValueError:
-        return _LINK_TIMEOUT_S
-
-
-def set_keepalive() -> int:
-    """Have the kernel probe all TCP connections of this process to other machines; return how many there are.
+def set_keepalive() -> None:
+    """Have the kernel notice when a link to another machine is dead, for all connections of this process.
 
     A machine that loses power, or a cable that is cut, closes no connection. Who only waits to receive would not learn
     of it: Gloo and torch's store ask for nothing by which the kernel would notice. A link that is down for less than
-    `link_timeout_s` is survived: what was sent is sent again. One that stays down fails the connection soon after, and
+    `LINK_TIMEOUT` is survived: what was sent is sent again. One that stays down fails the connection soon after, and
     with it whatever waits for it. Linux only; elsewhere it does nothing.
     """
-    limit = link_timeout_s()
-    if sys.platform != "linux" or limit <= 0:
-        return 0
-    num_found = 0
-    for connection in _to_other_machines():
-        with suppress(OSError):
-            _keep_alive(connection, limit)
-            num_found += 1
-    return num_found
+    try:
+        limit_s = float(os.environ.get(LINK_TIMEOUT, _LINK_TIMEOUT_S))
+    except ValueError:
+        limit_s = _LINK_TIMEOUT_S
+    if sys.platform != "linux" or limit_s <= 0:
+        return
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed meanwhile, or not connected
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as found:
+                if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+                    peer, ours = found.getpeername()[0], found.getsockname()[0]
+                    if peer != ours and not _is_loopback(peer):
+                        _keep_alive(found, limit_s)
 
 
 def _keep_alive(connection: socket.socket, limit_s: float) -> None:
@@ -128,15 +127,3 @@ def _keep_alive(connection: socket.socket, limit_s: float) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every)
     # For what was sent and not acknowledged, where the kernel would try for a quarter of an hour; and for the probes.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(give_up_s * 1000))
-
-
-def _to_other_machines() -> Iterator[socket.socket]:
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as found:
-                if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
-                    peer, ours = found.getpeername()[0], found.getsockname()[0]
-                    if peer != ours and not ipaddress.ip_address(peer.partition("%")[0]).is_loopback:
-                        yield found

@@ -16,15 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-# --- Forks
-#
-# A loader process must not hang before it has begun. Two things go wrong when a process forks that is or was a rank,
-# and both hang the child for good, mostly on a busy machine:
-# - Gloo's threads drop the tensors of a collective that is over, for which each attaches to the interpreter for a
-#   moment. In Python before 3.12 a child forked in that moment inherits the lock of the interpreter's list of threads
-#   as taken, and waits for it (CPython issue 112275).
-# - A process group that waits for the garbage collector is collected in the child too, where its destructor joins
-#   threads that exist in the parent only.
+# --- Forks: a loader process must not hang before it has begun
 
 _LIMIT_S = 0.25
 """How long a fork is put off at most: threads that compute all the time would hold it up for ever."""
@@ -35,25 +27,27 @@ _TASKS = "/proc/self/task"
 @functools.cache
 def make_forks_safe() -> None:
     """From now on let forks wait for a moment in which all other threads sleep, and children keep inherited garbage."""
+    # Both hang the child for good, mostly on a busy machine.
     if sys.version_info < (3, 12) and os.path.isdir(_TASKS):
+        # Gloo's threads drop the tensors of a collective that is over, for which each attaches to the interpreter for
+        # a moment. A child forked in that moment inherits the lock of the interpreter's list of threads as taken, and
+        # waits for it (CPython issue 112275).
         os.register_at_fork(before=wait_for_sleep)
     if sys.platform != "win32":
+        # A process group that waits for the garbage collector would be collected in the child too, where its destructor
+        # joins threads that exist in the parent only.
         os.register_at_fork(after_in_child=gc.freeze)
 
 
 def wait_for_sleep(limit_s: float = _LIMIT_S) -> bool:
     """Block until all other threads of this process sleep, at most about ``limit_s``; return whether they do."""
     deadline = time.monotonic() + limit_s
-    while _runs_elsewhere():
+    own = str(threading.get_native_id())
+    while any(_thread_state(task) != "S" for task in os.listdir(_TASKS) if task != own):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.001)  # lets go of the interpreter too, for which some of them wait
     return True
-
-
-def _runs_elsewhere() -> bool:
-    own = threading.get_native_id()
-    return any(int(task) != own and _thread_state(task) != "S" for task in os.listdir(_TASKS))
 
 
 def _thread_state(task: str) -> str:
@@ -86,16 +80,8 @@ def keep_freed_memory() -> None:
 
 # --- A view as the only process
 
-_ALONE = {
-    "RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_RANK": "0",
-    "LOCAL_WORLD_SIZE": "1",
-    "GROUP_RANK": "0",
-    "GROUP_WORLD_SIZE": "1",
-    "ROLE_RANK": "0",
-    "ROLE_WORLD_SIZE": "1",
-}
+_PREFIXES = ("", "LOCAL_", "GROUP_", "ROLE_")
+_ALONE = {f"{prefix}{name}": value for prefix in _PREFIXES for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"))}
 
 
 @contextmanager
