@@ -23,7 +23,7 @@ def test_ranks_are_compared(tmp_path):
     record = json.loads(done.out)
     (finding,) = [finding for finding in record["findings"] if finding["kind"] == "versions-differ"]
     assert finding["severity"] == "hang"
-    assert finding["found"] == "The ranks have different versions of torch: 2.10.0 on rank 0; 2.11.0 on rank 1."
+    assert finding["found"] == "The ranks differ in their version of torch: 2.10.0 on rank 0; 2.11.0 on rank 1."
     assert record["plan"]["devices"] == 2
     assert record["plan"]["is_running"] is True
     assert record["seen"]["versions"].endswith("; 2 ranks compared")

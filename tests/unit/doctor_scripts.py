@@ -85,7 +85,7 @@ CHANGES = [
         "sampler-missing",
         WRONG,
         "loader = DataLoader(train_set",
-        "DataLoader(shuffle=True) has no sampler that knows of ranks.",
+        "DataLoader of train_set has no sampler that knows of ranks.",
     ),
     Change(
         "shuffle=(sampler is None), sampler=sampler",
@@ -93,7 +93,7 @@ CHANGES = [
         "sampler-missing",
         WRONG,
         "loader = DataLoader(train_set",
-        "DataLoader has no sampler that knows of ranks.",
+        "DataLoader of train_set has no sampler that knows of ranks.",
     ),
     Change(
         "        sampler.set_epoch(epoch)\n",
@@ -109,12 +109,12 @@ CHANGES = [
         "device-not-set",
         HANG,
         "model = nn.Sequential",
-        "torch.device('cuda') means the current GPU, and nothing makes each rank's own the current one.",
+        "torch.device('cuda') means the current GPU, which nothing sets: the same on every rank.",
     ),
     Change(
         'torch.device("cuda")',
         'torch.device("cuda:0")',
-        "device-fixed",
+        "device-not-set",
         HANG,
         "model = nn.Sequential",
         "torch.device('cuda:0') names the same GPU on every rank.",
@@ -122,7 +122,7 @@ CHANGES = [
     Change(
         'device_ids=[int(os.environ["LOCAL_RANK"])]',
         "device_ids=[0]",
-        "device-fixed",
+        "device-not-set",
         HANG,
         "model = DDP",
         "DDP(model, device_ids=[0]) names the same GPU on every rank.",
@@ -167,14 +167,6 @@ CHANGES = [
         HANG,
         "dist.broadcast(x, 0)",
         "dist.broadcast is for all ranks, but only those with `not (rank > 0)` come to it.",
-    ),
-    Change(
-        "print(model.module(x))",
-        "print(model(x))",
-        "model-on-one-rank",
-        HANG,
-        "print(model(x))",
-        "The wrapped model is called where only ranks with `rank == 0 and epoch == 2` come.",
     ),
 ]
 """One finding each."""

@@ -25,7 +25,6 @@ from lockstep.study.doctor.findings import (
     Plan,
     Report,
     judge,
-    report_from,
 )
 
 PLAN = Plan(devices=4, machines=2, workers=4, master_addr="10.0.0.1")
@@ -33,38 +32,29 @@ ALONE = replace(PLAN, machines=1)
 
 # In the form of `nvidia-smi --query-gpu=... --format=csv,noheader,nounits`: two GPUs without a fault.
 GPUS = """\
-0, NVIDIA A100-SXM4-80GB, GPU-aaaa0000, 81920, 4, 16, 16
-1, NVIDIA A100-SXM4-80GB, GPU-bbbb1111, 81920, [N/A], 16, 16
+0, GPU-aaaa0000, NVIDIA A100-SXM4-80GB, 81920, 4
+1, GPU-bbbb1111, NVIDIA A100-SXM4-80GB, 81920, [N/A]
 """
-
-# In the form of `nvidia-smi topo -p2p r`, with the escape codes of its heading.
-PEERS = """\
- \t\x1b[4mGPU0\tGPU1\tNIC0\x1b[0m
- GPU0\tX\tOK\tPXB
- GPU1\tOK\tX\tPXB
-
-Legend:
-
-  OK   = (what it stands for)
-"""
-LO, ETH = network.Interface("lo", ("127.0.0.1", "::1")), network.Interface("eth0", ("10.0.0.1",), True, 25_000)
+LO, ETH = network.Interface("lo", ("127.0.0.1", "::1")), network.Interface("eth0", ("10.0.0.1",), 25_000)
 DOCKER = network.Interface("docker0", ("172.17.0.1",))
-VERSIONS = dict.fromkeys(("nccl", "cuda", "driver"), "") | {
-    "torch": "2.13.0",
-    "lockstep": "0.1.0",
-    "python": "3.12.1",
-    "processor": "CPU",
-}
+VERSIONS = {"torch": "2.13.0", "lockstep": "0.1.0", "nccl": "", "cuda": "", "processor": "CPU"}
 SOUND = {
-    "gpus": gpus.Gpus(gpus.parse_gpus(GPUS), 2, "12.8", True, 2, peers=gpus.parse_matrix(PEERS)),
-    "network": network.Network(PLAN, (LO, ETH, DOCKER), gloo="eth0"),
-    "host": network.Host(PLAN, "node1", ("10.0.0.1",), "10.0.0.1", "eth0", ("10.0.0.1",)),
+    "gpus": gpus.Gpus(gpus.parse_gpus(GPUS, None), 2, "12.8", True, 2),
+    "network": network.Network(
+        PLAN,
+        (LO, ETH, DOCKER),
+        gloo="eth0",
+        host="node1",
+        addresses=("10.0.0.1",),
+        own_address="10.0.0.1",
+        master_addresses=("10.0.0.1",),
+    ),
     "port": network.Port(29500),
     "versions": network.Versions((VERSIONS, VERSIONS)),
-    "cores": machine.Cores(ALONE, logical=32, affinity=32, physical=16),
+    "cores": machine.Cores(ALONE, logical=32, usable=32, physical=16),
     "task": task.TaskFacts("net", 64, 4, 1000, False, (), 4 * MIB, 4 * MIB, 1000),
     "memory": machine.Memory(ALONE, 16 * GIB, 16 * GIB, 64 * GIB),
-    "limits": machine.Limits(PLAN, 65536, 65536, 8 * MIB),
+    "limits": machine.Limits(PLAN, 65536, 65536),
     "disk": machine.Disk("runs", None, "ext4", 100 * GIB, GIB),
     "switches": machine.Switches({"NCCL_DEBUG": "WARN", "PATH": "/usr/bin"}),
 }
@@ -84,12 +74,9 @@ def second_rank(**changed):
 
 FAULTS = [
     ("gpus", {"num_usable": 0, "torch_cuda": None}, "gpu-unusable", SLOW, "was built without CUDA"),
-    ("gpus", {"num_wanted": 8}, "gpus-too-few", HANG, "8 ranks on this machine, but torch sees 2 GPUs."),
+    ("gpus", {"num_wanted": 8}, "gpus-too-few", HANG, "8 ranks on this machine, but torch finds 2 GPUs."),
     ("gpus", one_gpu(name="NVIDIA A100-40GB", memory_bytes=40 * GIB), "gpus-differ", SLOW, "GPU 1 NVIDIA A100-40GB"),
-    ("gpus", one_gpu(used_bytes=30 * GIB), "gpu-busy", SLOW, "GPU 1 has 30 GiB of 80 GiB in use already."),
-    ("gpus", one_gpu(link_width=4), "pcie-narrow", SLOW, "GPU 1 is linked by 4 PCIe lanes of 16."),
-    ("gpus", {"peers": {(0, 1): "CNS"}}, "no-peer-access", SLOW, "(GPU 0 and 1): the chipset does not support it."),
-    ("gpus", {"peers": {(0, 1): "GNS"}}, "no-peer-access", NOTE, "(GPU 0 and 1): the GPUs do not support it."),
+    ("gpus", one_gpu(used_bytes=30 * GIB), "gpu-busy", SLOW, "GPU 1 has 30.0 GiB of 80.0 GiB in use already."),
     (
         "network",
         {"environ": {"GLOO_SOCKET_IFNAME": "eno1"}, "gloo": "eno1"},
@@ -105,58 +92,58 @@ FAULTS = [
         "NCCL_SOCKET_IFNAME==bond0, but no interface of that name is up here",
     ),
     ("network", {"gloo": "lo"}, "interface-local", HANG, "Gloo will use lo, which leads to this machine only"),
-    ("network", {"gloo": "docker0"}, "interface-local", HANG, "looks like a bridge to containers"),
+    ("network", {"gloo": "docker0"}, "interface-local", HANG, "is a bridge to containers"),
     ("network", {"interfaces": (LO, replace(ETH, speed_mbps=1000))}, "interface-slow", SLOW, "at 1000 Mbit/s"),
-    ("host", {"addresses": ("127.0.1.1",)}, "hostname-loopback", HANG, "its address for them is 10.0.0.1."),
-    ("host", {"addresses": ("127.0.1.1",), "plan": ALONE}, "hostname-loopback", NOTE, "leads to 127.0.1.1"),
-    ("host", {"addresses": ()}, "hostname-loopback", HANG, "The name of this host, node1, leads to no address."),
-    ("host", {"master_addresses": ("127.0.0.1",)}, "master-address", HANG, "leads to 127.0.0.1 on this machine."),
+    ("network", {"addresses": ("127.0.1.1",)}, "hostname-loopback", HANG, "its address for them is 10.0.0.1."),
+    ("network", {"addresses": ("127.0.1.1",), "plan": ALONE}, "hostname-loopback", NOTE, "leads to 127.0.1.1"),
+    ("network", {"addresses": ()}, "hostname-loopback", HANG, "The name of this host, node1, leads to no address."),
+    ("network", {"master_addresses": ("127.0.0.1",)}, "master-address", HANG, "leads to 127.0.0.1 on this machine."),
     ("port", {"problem": "is in use", "was_chosen": True}, "port-taken", HANG, "Port 29500 on this machine is in use."),
     ("port", {"problem": "is in use"}, "port-taken", NOTE, "Port 29500 on this machine is in use."),
     ("versions", second_rank(torch="2.11.0"), "versions-differ", HANG, "torch: 2.13.0 on rank 0; 2.11.0 on rank 1."),
-    ("versions", second_rank(nccl="2.29.7"), "versions-differ", HANG, "nccl: none on rank 0; 2.29.7 on rank 1."),
-    ("versions", second_rank(python="3.11.7"), "versions-differ", NOTE, "python: 3.12.1 on rank 0; 3.11.7 on rank 1."),
-    ("versions", second_rank(processor="Old"), "machines-differ", SLOW, "CPU on rank 0; Old on rank 1."),
+    ("versions", second_rank(processor="Old"), "versions-differ", SLOW, "processor: CPU on rank 0; Old on rank 1."),
     ("cores", {"threads": 32}, "threads-too-many", SLOW, "OMP_NUM_THREADS=32 on 4 ranks are 128 threads for 32 cores."),
-    ("cores", {"threads": 1, "variable": "MKL_NUM_THREADS"}, "threads-too-few", SLOW, "MKL_NUM_THREADS=1 on 4 ranks"),
-    ("cores", {"plan": replace(ALONE, devices=64)}, "ranks-over-cores", SLOW, "64 ranks compute on 32 CPU cores."),
+    (
+        "cores",
+        {"threads": 1, "threads_from": "MKL_NUM_THREADS"},
+        "threads-too-few",
+        SLOW,
+        "MKL_NUM_THREADS=1 on 4 ranks",
+    ),
+    ("cores", {"usable": 2.5, "plan": ONE_RANK, "threads": 32}, "threads-too-many", SLOW, "32 threads for 2.5 cores"),
+    (
+        "cores",
+        {"plan": replace(ALONE, devices=64, workers=None)},
+        "processes-over-cores",
+        SLOW,
+        "64 ranks for 32 cores.",
+    ),
     (
         "cores",
         {"plan": replace(GPU_PLAN, workers=12)},
-        "workers-over-cores",
+        "processes-over-cores",
         SLOW,
-        "are 52 processes for 32 cores",
+        "4 ranks with 12 loader workers each are 52 processes for 32 cores.",
     ),
-    ("cores", {"quota": 24.0}, "cpu-quota", NOTE, "24 cores' worth of time, but programs see 32 cores."),
-    ("cores", {"quota": 2.5, "plan": ONE_RANK, "started_threads": 32}, "cpu-quota", SLOW, "2.5 cores' worth of time"),
-    ("cores", {"affinity": 1, "plan": replace(GPU_PLAN, devices=1)}, "cpu-affinity", SLOW, "1 of the machine's 32"),
-    ("memory", {"shm_bytes": 0, "shm_free_bytes": 0}, "shared-memory-small", HANG, "There is no /dev/shm."),
+    ("memory", {"shm_bytes": 0, "shm_free_bytes": 0}, "shared-memory-small", HANG, "0 MiB free of 0 MiB; that is"),
     (
         "memory",
         {"shm_bytes": GIB, "shm_free_bytes": GIB, "task": LARGE_BATCH},
         "shared-memory-small",
         HANG,
-        "/dev/shm has 1 GiB free of 1 GiB; 2.2 GiB is needed for 4 x 4 loader workers.",
+        "/dev/shm has 1.0 GiB free of 1.0 GiB; at least 2.2 GiB is needed for 4 x 4 loader workers.",
     ),
     (
         "memory",
         {"shm_bytes": 64 * MIB, "shm_free_bytes": 64 * MIB, "plan": replace(GPU_PLAN, workers=None)},
         "shared-memory-small",
         HANG,
-        "/dev/shm has 64 MiB free of 64 MiB; 256 MiB is needed for NCCL.",
+        "/dev/shm has 64 MiB free of 64 MiB; at least 256 MiB is needed for NCCL.",
     ),
-    (
-        "memory",
-        {"shm_bytes": 64 * MIB, "shm_free_bytes": 64 * MIB, "plan": replace(ALONE, workers=None)},
-        "shared-memory-small",
-        NOTE,
-        "/dev/shm has 64 MiB, as containers have by default.",
-    ),
-    ("memory", {"task": CPU_HEAVY}, "memory-small", HANG, "4 ranks need 129 GiB at least"),
+    ("memory", {"task": CPU_HEAVY}, "memory-small", HANG, "4 ranks need 129.0 GiB at least"),
     ("limits", {"open_files": 200}, "open-files", HANG, "A process may have 200 files open; a rank of this run needs"),
-    ("limits", {"has_infiniband": True}, "locked-memory", HANG, "A process may lock 8 MiB of memory"),
     ("limits", {"temp_folder": f"/{'x' * 79}"}, "temp-folder", HANG, "has a name of 80 characters"),
-    ("disk", {"free_bytes": 2 * GIB}, "disk-full", HANG, "runs has 2 GiB left, too little for 3 checkpoints of 1 GiB."),
+    ("disk", {"free_bytes": 2 * GIB}, "disk-full", HANG, "runs has 2.0 GiB left, too little for 3 checkpoints of"),
     ("disk", {"problem": "Permission denied"}, "checkpoint-folder", HANG, "written to runs: Permission denied."),
     ("disk", {"filesystem": "tmpfs"}, "checkpoint-folder", WRONG, "runs lies in memory (tmpfs)."),
     ("switches", {"environ": {"CUDA_LAUNCH_BLOCKING": "1"}}, "debug-switch", SLOW, "CUDA_LAUNCH_BLOCKING=1 is set."),
@@ -219,22 +206,21 @@ def test_the_interfaces_that_nccl_takes(chosen, names):
     assert [one.name for one in network.nccl_interfaces((LO, DOCKER), None)] == ["docker0"]
 
 
-def test_what_the_driver_says_is_read():
-    first, second = gpus.parse_gpus(GPUS)
+def test_what_the_driver_reports_is_read():
+    first, second = gpus.parse_gpus(GPUS, None)
     assert (first.memory_bytes, first.used_bytes, second.used_bytes) == (80 * GIB, 4 * MIB, 0)
-    assert gpus.visible((first, second), "1,0") == (second, first)
-    assert gpus.visible((first, second), "GPU-bbbb,7,0") == (second,)
-    assert gpus.parse_matrix(PEERS) == {(0, 1): "OK"}
+    assert gpus.parse_gpus(GPUS, "1,0") == (second, first)
+    assert gpus.parse_gpus(GPUS, "GPU-bbbb1111") == (second,)
 
 
 def test_this_machine_is_read(tmp_path, monkeypatch):
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
     cores = machine.read_cores(Plan(1), {"OMP_NUM_THREADS": "3,2"})
-    assert (cores.threads, cores.variable) == (3, "OMP_NUM_THREADS")
-    assert 1 <= cores.affinity <= cores.logical
+    assert (cores.threads, cores.threads_from) == (3, "OMP_NUM_THREADS")
+    assert 0 < cores.usable <= cores.logical
     memory = machine.read_memory(Plan(1), None, shm=tmp_path / "absent")
     assert memory.shm_bytes == 0 < memory.available_bytes
-    assert machine.read_limits(Plan(1), has_infiniband=False).temp_folder
+    assert machine.read_limits(Plan(1)).temp_folder
     disk = machine.read_disk(str(tmp_path / "not" / "yet"), None)
     assert disk.problem is None
     assert disk.free_bytes > 0
@@ -281,18 +267,16 @@ def test_a_task_is_read_without_being_trained(tmp_path, capfd):
     assert capfd.readouterr().out == ""
 
 
-def test_a_task_that_fails_or_takes_long_is_said(tmp_path):
+def test_a_task_that_fails_or_takes_long_is_reported(tmp_path):
     file = tmp_path / "t.py"
     file.write_text("1 / 0\n")
-    facts, _ = task.read_task(str(file), Plan(2), is_named=False)
-    (finding,) = judge(facts)
-    assert (finding.kind, finding.severity) == ("task-fails", HANG)
-    assert "ZeroDivisionError" in finding.found
+    with pytest.raises(ConfigurationError, match="ZeroDivisionError"):
+        task.read_task(str(file), Plan(2), is_named=False)
     file.write_text(TASK.replace("lambda: torch.nn.Seq", "lambda: __import__('time').sleep(60) or torch.nn.Seq"))
     began = time.monotonic()
     facts, missed = task.read_task(str(file), Plan(2), is_named=False, seconds=1.0)
     assert time.monotonic() - began < 5
-    assert facts.batchnorms is None
+    assert facts.weight_bytes is None
     assert [one.because for one in missed] == ["it took too long", "the model of the task comes before it"]
     file.write_text("import os\nos._exit(3)\n")
     assert task.read_task(str(file), Plan(2), is_named=False)[1][0].because == "its process ended with exit code 3"
@@ -305,16 +289,16 @@ REPORT = Report(
     PLAN,
     "node1",
     {"cores": "32 of 32 cores"},
-    tuple(judge(replace(SOUND["cores"], threads=32)) + judge(replace(SOUND["host"], addresses=("127.0.1.1",)))),
+    tuple(judge(replace(SOUND["cores"], threads=32)) + judge(replace(SOUND["network"], addresses=("127.0.1.1",)))),
     (NotChecked("links", "there is one GPU"),),
     1.5,
 )
 
 
-def test_a_report_survives_the_way_to_another_rank():
-    assert report_from(json.loads(REPORT.to_json())) == REPORT
+def test_a_report_as_json():
     record = json.loads(REPORT.to_json())
-    assert record["counts"] == {"hang": 1, "wrong": 0, "slow": 1, "note": 0}
+    assert (record["exit_code"], record["plan"]["machines"], record["seconds"]) == (1, 2, 1.5)
+    assert record["findings"][0]["severity"] == "slow"
     assert record["verdict"] == "Found: 1 will hang or fail, 1 will be slow."
     assert record["findings"][0]["link"] == "docs/reference/doctor.md#threads-too-many"
     assert replace(REPORT, findings=()).verdict == "Nothing was found that would hang, falsify or slow this run."
@@ -339,7 +323,6 @@ def test_the_report_in_a_pipe_is_plain_and_ends_with_the_verdict():
     assert "           export OMP_NUM_THREADS=4" in lines
     assert "    more   docs/reference/doctor.md#threads-too-many" in lines
     assert lines[-1] == "Found: 1 will hang or fail, 1 will be slow. Exit code 1; took 1.5 s."
-    assert all(line == line.rstrip() for line in lines)
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
@@ -348,7 +331,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert main(["doctor", "train.py"]) == 2
     assert "train.py, line 3: SyntaxError" in capsys.readouterr().err
     assert main(["doctor", "train"]) == 2
-    assert "Did you mean train.py?" in capsys.readouterr().err
+    assert "lockstep: train is no file." in capsys.readouterr().err
     assert main(["doctor", "--devices", "0"]) == 2
     capsys.readouterr()
     (tmp_path / "train.py").write_text("import torch.distributed as dist\ndist.init_process_group()\nx.to('cuda:0')\n")
@@ -357,7 +340,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert main(["doctor", "train.py", "--devices", "1", "--json"]) == 1
     record = json.loads(capsys.readouterr().out)
     assert [(one["kind"], one["where"]) for one in record["findings"] if one["where"]] == [
-        ("device-fixed", "train.py:3")
+        ("device-not-set", "train.py:3")
     ]
     assert record["plan"]["target"] == "train.py"
     assert record["seconds"] < 10

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 PAGE = "docs/reference/doctor.md"
 """Where each finding is explained, under a heading of its own; `tools/reference.py` writes that part of the page."""
 
-KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+MIB, GIB = 2**20, 2**30
 
 
-class Severity(Enum):
+class Severity(StrEnum):
     """How bad a finding is for the run that is planned, worst first."""
 
     HANG = "hang"
@@ -34,7 +35,7 @@ class Finding:
     Attributes:
         kind: The name of the check; also its heading in the documentation.
         severity: How bad it is for the run that is planned.
-        found: What was seen, with the measured values.
+        found: What was measured or read.
         cost: What it does to the run.
         fix: What to do, in a sentence.
         paste: The fix as lines to paste, into a shell, or into the script where ``where`` names one.
@@ -57,13 +58,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class NotChecked:
-    """Something that could not be seen, and why."""
+    """Something that could not be checked, and why."""
 
     what: str
     because: str
 
 
-class Facts:
+class Facts(ABC):
     """What was read of one part of the machine or the program; `check` functions judge it and read nothing else.
 
     Attributes:
@@ -75,44 +76,25 @@ class Facts:
     topic: ClassVar[str]
 
     @property
+    @abstractmethod
     def summary(self) -> str:
-        """What was seen, in a line; empty if there is nothing to say."""
-        return ""
+        """What was read, in a line."""
 
 
 F = TypeVar("F", bound=Facts)
 
 
 class Problem(NamedTuple):
-    """What a check function yields: what differs from one machine to another; the rest stands in its docstring.
-
-    Attributes:
-        severity: How bad it is for the run that is planned.
-        found: What was seen, with the measured values.
-        paste: The fix as lines to paste.
-        where: ``FILE:LINE`` for what was found in a script.
-        cost: What it does to the run, if that is not what the docstring says.
-    """
+    """What a check function yields: what differs from one machine to another; the rest stands in its docstring."""
 
     severity: Severity
     found: str
     paste: str
     where: str = ""
-    cost: str = ""
 
 
-@dataclass(frozen=True)
-class Check:
-    """An entry of the table: what it judges, its name, and its documentation.
-
-    Attributes:
-        facts: What it judges.
-        kind: Its name; also its heading in the documentation.
-        explanation: What it means, for the documentation.
-        cost: What it does to the run.
-        fix: What to do.
-        function: Yields what is found.
-    """
+class Check(NamedTuple):
+    """An entry of the table: what it judges, its name, and its documentation."""
 
     facts: type[Facts]
     kind: str
@@ -145,10 +127,10 @@ def check(facts: type[F]) -> Callable[[Callable[[F], Iterator[Problem]]], Callab
 def judge(facts: Facts) -> list[Finding]:
     """Return what all checks of these facts find."""
     return [
-        Finding(entry.kind, severity, found, cost or entry.cost, entry.fix, paste, where)
+        Finding(entry.kind, severity, found, entry.cost, entry.fix, paste, where)
         for entry in CHECKS
         if entry.facts is type(facts)
-        for severity, found, paste, where, cost in entry.function(facts)
+        for severity, found, paste, where in entry.function(facts)
     ]
 
 
@@ -184,11 +166,10 @@ class Plan:
         return self.devices * self.machines
 
     def describe(self) -> str:
-        """Say what is planned, such as ``2 ranks on CPU cores``."""
-        where = ("GPU" if self.on_gpus else "CPU core") + "s" * (self.devices != 1)
-        if self.machines > 1:
-            return f"{self.world_size} ranks on {self.machines} machines with {self.devices} {where} each"
-        return f"{plural(self.devices, 'rank')} on {where}"
+        """Return what is planned, such as ``2 ranks on CPU cores``."""
+        device = "GPUs" if self.on_gpus else "CPU cores"
+        machines = f" of {self.machines} machines with {self.devices} each" if self.machines > 1 else ""
+        return f"{plural(self.world_size, 'rank')} on {device}{machines}"
 
 
 @dataclass(frozen=True)
@@ -200,7 +181,7 @@ class Report:
         host: The machine.
         seen: A line for each topic.
         findings: Worst first.
-        not_checked: What could not be seen.
+        not_checked: What could not be checked.
         seconds: That the examination took.
     """
 
@@ -211,10 +192,6 @@ class Report:
     not_checked: tuple[NotChecked, ...]
     seconds: float = 0.0
 
-    def count(self, severity: Severity) -> int:
-        """Return how many findings are so bad."""
-        return sum(finding.severity is severity for finding in self.findings)
-
     @property
     def exit_code(self) -> int:
         """1 if the run will hang, fail, be wrong or be slow; 0 if there is nothing worse than notes."""
@@ -222,67 +199,32 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """How it stands, in one sentence."""
+        """The outcome in one sentence."""
+        severities = [finding.severity for finding in self.findings]
         words = {HANG: "will hang or fail", WRONG: "will be wrong", SLOW: "will be slow", NOTE: "to note"}
-        counts = [f"{self.count(severity)} {text}" for severity, text in words.items() if self.count(severity)]
+        counts = [f"{severities.count(each)} {text}" for each, text in words.items() if each in severities]
         if self.exit_code:
             return f"Found: {', '.join(counts)}."
         return "; ".join(["Nothing was found that would hang, falsify or slow this run", *counts]) + "."
 
-    def to_record(self) -> dict[str, Any]:
-        """Return everything in numbers, texts, lists and dicts; the names of the fields stay as they are."""
-        findings = [
-            asdict(finding) | {"severity": finding.severity.value, "link": finding.link} for finding in self.findings
-        ]
-        return {
-            "verdict": self.verdict,
-            "exit_code": self.exit_code,
-            "counts": {severity.value: self.count(severity) for severity in Severity},
-            "host": self.host,
-            "plan": asdict(self.plan),
-            "seen": self.seen,
-            "findings": findings,
-            "not_checked": [asdict(missed) for missed in self.not_checked],
-            "seconds": round(self.seconds, 2),
-        }
-
     def to_json(self) -> str:
-        """Return the record as text."""
-        return json.dumps(self.to_record(), indent=2)
+        """Return everything as one object; the names in it stay as they are."""
+        findings = [asdict(finding) | {"link": finding.link} for finding in self.findings]
+        record = asdict(self) | {"verdict": self.verdict, "exit_code": self.exit_code, "findings": findings}
+        return json.dumps(record | {"seconds": round(self.seconds, 2)}, indent=2)
 
 
-def report_from(record: dict[str, Any]) -> Report:
-    """Return the report of which `Report.to_record` made ``record``."""
-    findings = []
-    for texts in record["findings"]:
-        own = {name: text for name, text in texts.items() if name != "link"}
-        findings.append(Finding(**own | {"severity": Severity(own["severity"])}))
-    missed = tuple(NotChecked(**texts) for texts in record["not_checked"])
-    plan = Plan(**record["plan"])
-    return Report(plan, record["host"], record["seen"], tuple(findings), missed, record["seconds"])
-
-
-def worst_first(findings: list[Finding]) -> tuple[Finding, ...]:
+def worst_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """Return the findings by severity; those of one severity stay in their order."""
-    order = list(Severity)
-    return tuple(sorted(findings, key=lambda finding: order.index(finding.severity)))
+    return tuple(sorted(findings, key=lambda finding: list(Severity).index(finding.severity)))
 
 
-def size(num_bytes: float) -> str:
-    """Write bytes in the unit that fits, such as ``1.5 GiB``."""
-    for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if num_bytes >= unit:
-            amount = num_bytes / unit
-            return f"{amount:.0f} {name}" if amount >= 99.5 or amount == int(amount) else f"{amount:.1f} {name}"
-    return f"{num_bytes:.0f} bytes"
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun, such as ``2 ranks``."""
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
-def plural(count: int, noun: str, ending: str = "s") -> str:
-    """Write a count with its noun, such as ``2 ranks``."""
-    return f"{count} {noun}{ending if count != 1 else ''}"
-
-
-def listed(names: list[str], most: int = 4) -> str:
-    """Write names with commas, the first few of many."""
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """Return names with commas, the first few of many."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -14,8 +14,9 @@ import psutil
 import torch
 
 from lockstep import env
-from lockstep.study.doctor.findings import GIB, HANG, MIB, NOTE, SLOW, WRONG, Facts, Plan, Problem, check, plural, size
+from lockstep.study.doctor.findings import GIB, HANG, MIB, SLOW, WRONG, Facts, Plan, Problem, check, plural
 from lockstep.study.doctor.task import TaskFacts, in_time
+from lockstep.telemetry.live_view import size
 
 _SECTION = "Memory, cores and limits"
 
@@ -27,29 +28,20 @@ class Cores(Facts):
     Attributes:
         plan: The run.
         logical: That the machine has.
-        affinity: That this process may run on.
-        physical: Without those that share one with another; ``None`` if the system does not say.
-        quota: Cores' worth of time that the control group allows; ``None`` without a limit.
-        threads: That each rank was told to use; ``None`` if it was told nothing.
-        variable: That told it.
-        started_threads: Threads that torch chose in this process.
+        usable: Cores' worth of time that this process and its children get, by affinity and the container's quota.
+        physical: Without those that share one with another; ``None`` if the system does not know.
+        threads: That each rank uses, if that is known.
+        threads_from: Where that number comes from.
     """
 
     section, topic = _SECTION, "cores"
 
     plan: Plan
     logical: int
-    affinity: int
+    usable: float
     physical: int | None = None
-    quota: float | None = None
     threads: int | None = None
-    variable: str = "OMP_NUM_THREADS"
-    started_threads: int = 1
-
-    @property
-    def usable(self) -> float:
-        """Cores' worth of time that this process and its children get."""
-        return min(self.affinity, self.quota) if self.quota is not None else self.affinity
+    threads_from: str = "OMP_NUM_THREADS"
 
     @property
     def fair_threads(self) -> int:
@@ -57,49 +49,36 @@ class Cores(Facts):
         return max(1, int(min(self.usable, self.physical or self.usable) // self.plan.devices))
 
     @property
-    def processes(self) -> int:
-        """Ranks and their loader workers."""
-        return self.plan.devices * (1 + (self.plan.workers or 0))
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether an affinity mask leaves fewer cores than there are processes, though the machine has more."""
-        return self.affinity < min(self.logical, self.processes)
-
-    @property
     def summary(self) -> str:
-        """Cores, the limits on them, and threads of a rank."""
-        physical = f", {self.physical} physical" if self.physical and self.physical < self.logical else ""
-        quota = f", a quota of {self.quota:g}" if self.quota is not None else ""
-        each = f"{self.usable / self.plan.devices:.3g} for each of {plural(self.plan.devices, 'rank')}"
-        return f"{self.affinity} of {plural(self.logical, 'core')}{physical}{quota}; {each}"
-
-    @property
-    def threads_summary(self) -> str:
-        """How many threads a rank will use."""
-        if self.threads is not None:
-            return f"{self.variable}={self.threads}"
-        chosen = f"lockstep run sets {self.fair_threads}, torchrun 1, python alone uses {self.started_threads}"
-        return f"{self.variable} is not set: {chosen}"
+        """Cores, and threads of a rank."""
+        physical = f" ({self.physical} physical)" if self.physical and self.physical < self.logical else ""
+        threads = f"{self.threads_from}={self.threads}" if self.threads else "OMP_NUM_THREADS is not set"
+        ranks = plural(self.plan.devices, "rank")
+        return f"{self.usable:g} of {plural(self.logical, 'core')}{physical} for {ranks}; {threads}"
 
 
 def read_cores(plan: Plan, environ: Mapping[str, str]) -> Cores:
     """Return what cores there are, and what is to run on them."""
-    logical = psutil.cpu_count() or os.cpu_count() or 1
+    logical = psutil.cpu_count() or 1
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
-    threads, variable = None, "OMP_NUM_THREADS"
-    for name in ("MKL_NUM_THREADS", "OMP_NUM_THREADS"):  # MKL goes by its own if both are set
+    quota = env.cpu_quota()
+    usable = affinity if quota is None else min(affinity, quota)
+    threads, source = None, "OMP_NUM_THREADS"
+    if plan.devices == 1:  # launchers of several ranks set it themselves
+        threads, source = torch.get_num_threads(), "torch.get_num_threads()"
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # MKL goes by its own if both are set
         first = environ.get(name, "").split(",")[0].strip()  # may be a list, one number for each level of nesting
         if first.isdigit() and int(first) > 0:
-            threads, variable = int(first), name
-            break
-    physical, started = psutil.cpu_count(logical=False), torch.get_num_threads()
-    return Cores(plan, logical, affinity, physical, env.cpu_quota(), threads, variable, started)
+            threads, source = int(first), name
+    return Cores(plan, logical, usable, psutil.cpu_count(logical=False), threads, source)
 
 
 @check(Cores)
 def threads_too_many(facts: Cores) -> Iterator[Problem]:
-    """``OMP_NUM_THREADS`` or ``MKL_NUM_THREADS``, times the ranks, exceeds the cores.
+    """The threads of all ranks together are more than the cores.
+
+    Each rank has as many as ``OMP_NUM_THREADS`` or ``MKL_NUM_THREADS`` asks for. Without these, a single process starts
+    one for each core that it finds, although a container's quota may allow fewer.
 
     Cost: Threads of one operation wait for each other at its end, so one that has no core holds up the others:
         operations take several times as long.
@@ -108,8 +87,8 @@ def threads_too_many(facts: Cores) -> Iterator[Problem]:
     ranks, threads = facts.plan.devices, facts.threads
     if threads is not None and ranks * threads > max(facts.usable, ranks):
         total = f"are {ranks * threads} threads for {facts.usable:g} cores"
-        found = f"{facts.variable}={threads} on {plural(ranks, 'rank')} {total}."
-        yield Problem(SLOW, found, f"export {facts.variable}={facts.fair_threads}")
+        found = f"{facts.threads_from}={threads} on {plural(ranks, 'rank')} {total}."
+        yield Problem(SLOW, found, f"export OMP_NUM_THREADS={facts.fair_threads}")
 
 
 @check(Cores)
@@ -125,77 +104,32 @@ def threads_too_few(facts: Cores) -> Iterator[Problem]:
     if threads is None or facts.plan.on_gpus or facts.fair_threads <= threads:
         return
     if 2 * ranks * threads <= facts.usable:
-        found = (
-            f"{facts.variable}={threads} on {plural(ranks, 'rank')} use {ranks * threads} of {facts.usable:g} cores."
-        )
-        yield Problem(SLOW, found, f"export {facts.variable}={facts.fair_threads}")
+        used = f"use {ranks * threads} of {facts.usable:g} cores"
+        found = f"{facts.threads_from}={threads} on {plural(ranks, 'rank')} {used}."
+        yield Problem(SLOW, found, f"export OMP_NUM_THREADS={facts.fair_threads}")
 
 
 @check(Cores)
-def ranks_over_cores(facts: Cores) -> Iterator[Problem]:
-    """More CPU ranks than cores.
+def processes_over_cores(facts: Cores) -> Iterator[Problem]:
+    """Ranks and their loader workers are more processes than this process has cores.
 
-    Cost: They take turns; at each collective, all wait for the one whose turn comes last.
-    Fix: Start as many as there are cores.
+    The cores are those that an affinity mask (``taskset``, a scheduler) and the container's quota allow.
+
+    Cost: They take turns; at each collective, all ranks wait for the one whose turn comes last.
+    Fix: Start fewer, or ask the scheduler for more cores; SLURM gives one a task unless it is told otherwise.
     """
-    ranks = facts.plan.devices
-    if not facts.is_pinned and not facts.plan.on_gpus and ranks > max(1.0, facts.usable):
-        found = f"{plural(ranks, 'rank')} compute on {facts.usable:g} CPU cores."
-        yield Problem(SLOW, found, f"lockstep run --devices {max(1, int(facts.usable))} train.py")
-
-
-@check(Cores)
-def workers_over_cores(facts: Cores) -> Iterator[Problem]:
-    """Ranks and loader workers together are more processes than cores.
-
-    Cost: Workers take time from the ranks that they load for, and one slow rank makes all wait.
-    Fix: Use fewer.
-    """
-    ranks, workers = facts.plan.devices, facts.plan.workers
-    ranks_fit = facts.plan.on_gpus or ranks <= max(1.0, facts.usable)
-    if workers and ranks_fit and not facts.is_pinned and facts.processes > facts.usable:
-        each = f"{facts.usable / facts.processes:.2g} of a core for each"
-        found = (
-            f"{plural(ranks, 'rank')} with {plural(workers, 'loader worker')} each are {facts.processes} processes for "
-            f"{facts.usable:g} cores: {each}."
-        )
-        fitting = max(0, int(facts.usable // ranks) - 1)
-        yield Problem(
-            SLOW, found, f"lockstep train TASK.py --workers {fitting}  # or num_workers={fitting} in a script"
-        )
-
-
-@check(Cores)
-def cpu_quota(facts: Cores) -> Iterator[Problem]:
-    """The control group allows fewer cores' worth of time than the process sees.
-
-    A note for several ranks, which launchers tell how many threads to use.
-
-    Cost: What starts a thread for each core that it sees is stopped by the kernel for a part of every tenth of a
-        second; one rank that is stopped makes all others wait.
-    Fix: Say how many threads a rank may use, or start the container with more.
-    """
-    quota, threads, ranks = facts.quota, facts.threads, facts.plan.devices
-    if quota is not None and quota < facts.affinity and (threads is None or ranks * threads > quota):
-        severity = SLOW if ranks == 1 and facts.started_threads > quota else NOTE
-        seen = f"programs see {plural(facts.affinity, 'core')}"
-        found = f"The container may use {quota:g} cores' worth of time, but {seen}."
-        paste = f"export OMP_NUM_THREADS={facts.fair_threads}  # or: docker run --cpus {facts.affinity}"
-        yield Problem(severity, found, paste)
-
-
-@check(Cores)
-def cpu_affinity(facts: Cores) -> Iterator[Problem]:
-    """The process may run on few of the machine's cores: ``taskset``, or a scheduler that gave it so many.
-
-    Cost: Ranks and loader workers take turns on them, while other cores may be idle.
-    Fix: Ask the scheduler for more cores a task; SLURM gives one unless it is told otherwise.
-    """
-    if facts.is_pinned:
-        cores = f"{facts.affinity} of the machine's {plural(facts.logical, 'core')}"
-        found = f"This process may run on {cores}, for {plural(facts.processes, 'process', 'es')}."
-        each = 1 + (facts.plan.workers or 0)
-        yield Problem(SLOW, found, f"srun --cpus-per-task={each} ...  # or: taskset -c 0-{facts.logical - 1}")
+    ranks, workers = facts.plan.devices, facts.plan.workers or 0
+    processes = ranks * (1 + workers)
+    if processes <= max(1.0, facts.usable):
+        return
+    loaders = f" with {plural(workers, 'loader worker')} each are {processes} processes" if workers else ""
+    fitting = max(0, int(facts.usable // ranks) - 1)
+    paste = f"lockstep train TASK.py --workers {fitting}  # or num_workers={fitting} in a script"
+    if ranks > facts.usable:
+        paste = f"lockstep run --devices {max(1, int(facts.usable))} train.py"
+    if facts.usable < min(facts.logical, processes):
+        paste += f"\nsrun --cpus-per-task={1 + workers} ...  # or this: the machine has {plural(facts.logical, 'core')}"
+    yield Problem(SLOW, f"{plural(ranks, 'rank')}{loaders} for {facts.usable:g} cores.", paste)
 
 
 _RANK_BYTES = 250 * MIB
@@ -220,7 +154,7 @@ class Memory(Facts):
         shm_bytes: Size of /dev/shm; 0 if there is none.
         shm_free_bytes: Of it.
         available_bytes: Memory that processes can get without swapping, within the limit of the container.
-        task: What a task says of its needs, if there is one.
+        task: The task, if there is one.
     """
 
     section, topic = _SECTION, "memory"
@@ -232,11 +166,6 @@ class Memory(Facts):
     task: TaskFacts | None = None
 
     @property
-    def batch_bytes(self) -> int:
-        """Of one rank's batch; 0 if no task says."""
-        return (self.task and self.task.batch_bytes) or 0
-
-    @property
     def rank_need_bytes(self) -> int:
         """What a CPU rank needs at least: the interpreter, weights, gradients, Adam's state."""
         return _RANK_BYTES + ((self.task.weight_bytes or 0) + 3 * self.task.trained_bytes if self.task else 0)
@@ -244,21 +173,18 @@ class Memory(Facts):
     @property
     def summary(self) -> str:
         """How much there is of both kinds."""
-        shm = f"{size(self.shm_free_bytes)} free of {size(self.shm_bytes)}" if self.shm_bytes else "no /dev/shm"
+        shm = f"{size(self.shm_free_bytes)} free of {size(self.shm_bytes)}"
         return f"{size(self.available_bytes)} available; /dev/shm has {shm}"
 
 
 def read_memory(plan: Plan, task: TaskFacts | None, shm: Path = _SHM) -> Memory:
     """Return what memory there is, and what is known of the need for it."""
     available = psutil.virtual_memory().available
-    limit = min(_group_numbers("memory.max", "memory.limit_in_bytes"), default=None)
-    if limit is not None:
+    limits = _group_numbers("memory.max", "memory.limit_in_bytes")
+    if limits:
         used = min(_group_numbers("memory.current", "memory.usage_in_bytes"), default=0)
-        available = min(available, max(0, limit - used))
-    try:
-        total, _, free = shutil.disk_usage(shm)
-    except OSError:
-        total = free = 0
+        available = min(available, max(0, min(limits) - used))
+    total, free = shutil.disk_usage(shm)[::2] if shm.is_dir() else (0, 0)
     return Memory(plan, total, free, available, task)
 
 
@@ -280,21 +206,18 @@ def shared_memory_small(facts: Memory) -> Iterator[Problem]:
     Fix: Start the container with more, or make it larger.
     """
     ranks, workers = facts.plan.devices, facts.plan.workers or 0
+    batch_bytes = (facts.task and facts.task.batch_bytes) or 0
     nccl_bytes = ranks * _NCCL_BYTES if facts.plan.on_gpus and ranks > 1 else 0
-    need = ranks * workers * (_BATCHES_AHEAD + 1) * facts.batch_bytes + nccl_bytes
-    if need > facts.shm_free_bytes:
+    need = ranks * workers * (_BATCHES_AHEAD + 1) * batch_bytes + nccl_bytes
+    # How large a batch is may not be known: then the container's default is taken for too little.
+    is_default = workers > 0 and facts.shm_bytes <= _DOCKER_DEFAULT_BYTES
+    if need > facts.shm_free_bytes or is_default:
         users = [f"{ranks} x {plural(workers, 'loader worker')}"] * bool(workers) + ["NCCL"] * bool(nccl_bytes)
+        amount = f"at least {size(need)} is needed" if need else "that is little"
         free = f"/dev/shm has {size(facts.shm_free_bytes)} free of {size(facts.shm_bytes)}"
-        found = f"{free}; {size(need)} is needed for {' and '.join(users)}."
-    elif not facts.shm_bytes:
-        found = "There is no /dev/shm."
-    elif facts.shm_bytes <= _DOCKER_DEFAULT_BYTES:
-        found = f"/dev/shm has {size(facts.shm_bytes)}, as containers have by default."
-    else:
-        return
-    gib = max(1, -(-2 * need // GIB))
-    paste = f"docker run --shm-size={gib}g ...  # or: sudo mount -o remount,size={gib}g /dev/shm"
-    yield Problem(HANG if need or workers else NOTE, found, paste)
+        gib = max(1, -(-2 * need // GIB))
+        paste = f"docker run --shm-size={gib}g ...  # or: sudo mount -o remount,size={gib}g /dev/shm"
+        yield Problem(HANG, f"{free}; {amount} for {' and '.join(users)}.", paste)
 
 
 @check(Memory)
@@ -307,14 +230,13 @@ def memory_small(facts: Memory) -> Iterator[Problem]:
     Cost: The kernel kills a rank when memory is gone, and the run ends.
     Fix: Start fewer ranks, or divide the optimizer's state among them.
     """
-    need = facts.plan.devices * facts.rank_need_bytes
-    if not facts.plan.on_gpus and need > facts.available_bytes:
-        found = (
-            f"{plural(facts.plan.devices, 'rank')} need {size(need)} at least, before activations; "
-            f"{size(facts.available_bytes)} are available."
-        )
-        fitting = max(1, facts.available_bytes // facts.rank_need_bytes)
-        yield Problem(HANG, found, f"lockstep train TASK.py --devices {fitting} --strategy ddp-zero1")
+    ranks, available = facts.plan.devices, facts.available_bytes
+    need = ranks * facts.rank_need_bytes
+    if not facts.plan.on_gpus and need > available:
+        least = f"{plural(ranks, 'rank')} need {size(need)} at least, before activations"
+        fitting = max(1, available // facts.rank_need_bytes)
+        paste = f"lockstep train TASK.py --devices {fitting} --strategy ddp-zero1"
+        yield Problem(HANG, f"{least}; {size(available)} are available.", paste)
 
 
 _FILES_OF_A_BATCH = 16
@@ -329,8 +251,6 @@ class Limits(Facts):
         plan: The run.
         open_files: The soft limit.
         open_files_hard: What it may be raised to.
-        locked_bytes: Of memory that may be pinned.
-        has_infiniband: Whether there is an active port.
         temp_folder: The folder for temporary files.
     """
 
@@ -339,23 +259,19 @@ class Limits(Facts):
     plan: Plan
     open_files: int | None
     open_files_hard: int | None
-    locked_bytes: int | None
-    has_infiniband: bool = False
     temp_folder: str = "/tmp"
 
     @property
     def summary(self) -> str:
         """The limits."""
-        files = "any number of" if self.open_files is None else f"{self.open_files:,}"
-        locked = "any amount of" if self.locked_bytes is None else size(self.locked_bytes)
-        return f"{files} open files, {locked} locked memory"
+        return f"{'any number of' if self.open_files is None else self.open_files} open files"
 
 
-def read_limits(plan: Plan, *, has_infiniband: bool) -> Limits:
+def read_limits(plan: Plan) -> Limits:
     """Return the limits of this process."""
-    values = [*resource.getrlimit(resource.RLIMIT_NOFILE), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]]
-    soft, hard, locked = (None if value == resource.RLIM_INFINITY else value for value in values)
-    return Limits(plan, soft, hard, locked, has_infiniband, tempfile.gettempdir())
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (None if value == resource.RLIM_INFINITY else value for value in limits)
+    return Limits(plan, soft, hard, tempfile.gettempdir())
 
 
 @check(Limits)
@@ -369,26 +285,12 @@ def open_files(facts: Limits) -> Iterator[Problem]:
     Fix: Raise the limit in the shell that starts the run; where only root can, let workers pass batches without files.
     """
     limit = facts.open_files
-    batches = (facts.plan.workers or 0) * _BATCHES_AHEAD
-    needed = 64 + 4 * facts.plan.world_size + batches * _FILES_OF_A_BATCH
+    needed = 64 + 4 * facts.plan.world_size + (facts.plan.workers or 0) * _BATCHES_AHEAD * _FILES_OF_A_BATCH
     if limit is not None and needed > limit:
         wanted = min(65536, facts.open_files_hard or 65536)
         without_files = "torch.multiprocessing.set_sharing_strategy('file_system')  # at the top of the script"
         found = f"A process may have {plural(limit, 'file')} open; a rank of this run needs about {needed}."
         yield Problem(HANG, found, f"ulimit -n {wanted}" if wanted > limit else without_files)
-
-
-@check(Limits)
-def locked_memory(facts: Limits) -> Iterator[Problem]:
-    """There is an InfiniBand card, and the limit of locked memory is below 1 GiB.
-
-    Cost: NCCL cannot register its buffers with the card, which locks them, and fails at the first collective.
-    Fix: Lift the limit: in the container, or in /etc/security/limits.conf for a login.
-    """
-    if facts.has_infiniband and facts.locked_bytes is not None and facts.locked_bytes < GIB:
-        found = f"A process may lock {size(facts.locked_bytes)} of memory, and there is an InfiniBand card."
-        login = "echo '* - memlock unlimited' | sudo tee -a /etc/security/limits.conf  # or this"
-        yield Problem(HANG, found, f"docker run --ulimit memlock=-1 ...\n{login}")
 
 
 @check(Limits)
@@ -405,7 +307,7 @@ def temp_folder(facts: Limits) -> Iterator[Problem]:
 
 
 _SILENT_S = 3.0
-"""A file system that has not answered by then, as one over a broken network, is said to be silent."""
+"""A file system that has not answered by then, as one over a broken network, is taken to be silent."""
 
 _KEPT = 3
 """Checkpoints that lie there at a time: two that are kept, and the one being written."""
@@ -420,7 +322,7 @@ class Disk(Facts):
         problem: Why nothing can be written there; ``None`` if it can.
         filesystem: Its kind, such as ``ext4``.
         free_bytes: Left there.
-        checkpoint_bytes: Weights and optimizer state, where a task says.
+        checkpoint_bytes: Weights and optimizer state, where they are known from a task.
     """
 
     section, topic = "Software and storage", "checkpoints"
@@ -434,14 +336,13 @@ class Disk(Facts):
     @property
     def summary(self) -> str:
         """How full it is, or why it cannot be written."""
-        free = f"({self.filesystem}) {size(self.free_bytes)} free"
-        return f"{self.folder}: {self.problem or free}"
+        return f"{self.folder}: {self.problem or f'({self.filesystem}) {size(self.free_bytes)} free'}"
 
 
 def read_disk(folder: str, checkpoint_bytes: int | None) -> Disk:
     """Return whether ``folder``, or the nearest folder above that is there, can be written, and what is free."""
     place = Path(folder).expanduser().resolve()
-    while not place.exists() and place != place.parent:
+    while not place.exists():
         place = place.parent
 
     def write() -> int:
@@ -457,7 +358,7 @@ def read_disk(folder: str, checkpoint_bytes: int | None) -> Disk:
     except OSError as error:
         return Disk(folder, error.strerror or str(error))
     mounts = [part for part in psutil.disk_partitions(all=True) if place.is_relative_to(part.mountpoint)]
-    longest = max(mounts, key=lambda part: len(Path(part.mountpoint).parts), default=None)
+    longest = max(mounts, key=lambda part: len(part.mountpoint), default=None)
     return Disk(folder, None, longest.fstype if longest else "", free, checkpoint_bytes)
 
 
@@ -515,8 +416,8 @@ class Switches(Facts):
     @property
     def on(self) -> list[str]:
         """The switches that are on, as ``NAME=VALUE``."""
-        found = {name: self.environ.get(name) for name in _DEBUG_SWITCHES}
-        return [f"{name}={value}" for name, value in found.items() if value in _DEBUG_SWITCHES[name]]
+        values = {name: self.environ.get(name) for name in _DEBUG_SWITCHES}
+        return [f"{name}={value}" for name, value in values.items() if value in _DEBUG_SWITCHES[name]]
 
     @property
     def summary(self) -> str:
@@ -534,7 +435,7 @@ def debug_switch(facts: Switches) -> Iterator[Problem]:
     ``MALLOC_CHECK_``, ``PYTHONMALLOC``, ``PYTHONDEVMODE`` (the heap is checked at every call).
 
     Cost: Each makes every step slower, some of them several times.
-    Fix: Unset it, unless you are looking for a fault right now.
+    Fix: Unset it, unless a fault is being searched for right now.
     """
     for switch in facts.on:
         yield Problem(SLOW, f"{switch} is set.", f"unset {switch.partition('=')[0]}")

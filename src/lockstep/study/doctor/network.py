@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
-import platform
+import re
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,8 +13,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from lockstep.comm.network import GLOO_INTERFACE, gloo_interface, is_local
-from lockstep.env import DEFAULT_MASTER_PORT
+from lockstep.comm.network import GLOO_INTERFACE, gloo_interface, is_local, reachable_address
+from lockstep.env import DEFAULT_MASTER_PORT, is_loopback
 from lockstep.study.doctor.findings import HANG, NOTE, SLOW, WRONG, Facts, NotChecked, Plan, Problem, check, listed
 from lockstep.study.doctor.task import in_time
 
@@ -34,11 +33,10 @@ _VIRTUAL = (*_CONTAINERS, "podman", "ifb", "dummy", "tun", "tap", "wg", "zt", "t
 
 @dataclass(frozen=True)
 class Interface:
-    """One network interface, in the system's order."""
+    """One network interface that is up and has an address."""
 
     name: str
     addresses: tuple[str, ...] = ()
-    is_up: bool = True
     speed_mbps: int = 0
 
     @property
@@ -46,23 +44,22 @@ class Interface:
         """Whether it leads nowhere but here."""
         return any(map(is_loopback, self.addresses))
 
-    @property
-    def is_usable(self) -> bool:
-        """Whether it is up and has an address."""
-        return self.is_up and bool(self.addresses)
-
 
 @dataclass(frozen=True)
 class Network(Facts):
-    """The interfaces, and what tells the backends which to take.
+    """The interfaces, what makes the backends take one of them, and what names lead to.
 
     Attributes:
         plan: The run.
-        interfaces: In the system's order.
+        interfaces: Those that are up, in the system's order.
         gloo: What Gloo will use, if that is known.
         environ: The variables that name interfaces, those that are set.
         has_infiniband: Whether a port of an InfiniBand or RoCE card is active.
-        gradient_bytes: Of all gradients, where a task says.
+        gradient_bytes: Of all gradients, where they are known from a task.
+        host: The name of this host, by which Gloo and torchrun make it known to the other machines.
+        addresses: What that name leads to, in the resolver's order; empty if nowhere.
+        own_address: This machine's address for others, if it has one.
+        master_addresses: What the address leads to at which the ranks meet.
     """
 
     section, topic = _SECTION, "network"
@@ -73,6 +70,10 @@ class Network(Facts):
     environ: Mapping[str, str] = field(default_factory=dict)
     has_infiniband: bool = False
     gradient_bytes: int | None = None
+    host: str = ""
+    addresses: tuple[str, ...] = ()
+    own_address: str | None = None
+    master_addresses: tuple[str, ...] = ()
 
     @property
     def nccl(self) -> list[Interface]:
@@ -82,37 +83,38 @@ class Network(Facts):
     @property
     def chosen(self) -> Interface | None:
         """What the backend of a job of several machines will use."""
-        if self.plan.machines == 1:
-            return None
         named = [interface for interface in self.interfaces if interface.name == self.gloo]
-        return next(iter(self.nccl if self.plan.on_gpus else named), None)
+        found = self.nccl if self.plan.on_gpus else named
+        return found[0] if found and self.plan.machines > 1 else None
 
     @property
     def missing(self) -> dict[str, str]:
         """The variables that name an interface which is not there, with their values."""
-        usable = {interface.name for interface in self.interfaces if interface.is_usable}
-        found = {}
-        gloo, nccl = self.environ.get(GLOO_INTERFACE), self.environ.get(_NCCL_INTERFACE)
-        if gloo is not None and any(name.strip() not in usable for name in gloo.split(",")):
-            found[GLOO_INTERFACE] = gloo
-        if nccl is not None and not self.nccl:
-            found[_NCCL_INTERFACE] = nccl
-        return found
+        names = {interface.name for interface in self.interfaces}
+        is_there = {
+            GLOO_INTERFACE: names.issuperset(part.strip() for part in self.environ.get(GLOO_INTERFACE, "").split(",")),
+            _NCCL_INTERFACE: bool(self.nccl),
+        }
+        return {name: value for name, value in self.environ.items() if not is_there[name]}
+
+    @property
+    def best(self) -> str:
+        """The fastest interface that leads outside."""
+        outside = [one for one in self.interfaces if not (one.is_loopback or one.name.startswith(_VIRTUAL))]
+        return max(outside, key=lambda one: one.speed_mbps, default=Interface("eth0")).name
 
     @property
     def paste(self) -> str:
-        """The line that names the fastest interface that leads outside."""
-        usable = [one for one in self.interfaces if one.is_usable and not one.is_loopback]
-        outside = [one for one in usable if not one.name.startswith(_VIRTUAL)]
-        best = max(outside, key=lambda one: one.speed_mbps, default=Interface("eth0"))
-        return f"export {GLOO_INTERFACE}={best.name} {_NCCL_INTERFACE}={best.name}"
+        """The line that names the interface that should be used."""
+        return f"export {GLOO_INTERFACE}={self.best} {_NCCL_INTERFACE}={self.best}"
 
     @property
     def summary(self) -> str:
-        """What Gloo and NCCL will take."""
-        nccl = listed([interface.name for interface in self.nccl]) or "none"
+        """What Gloo and NCCL will take, and what this host's name leads to."""
         cards = "InfiniBand, rendezvous over " if self.has_infiniband else ""
-        return f"Gloo takes {self.gloo or 'what this host name leads to'}; NCCL would take {cards}{nccl}"
+        nccl = f"{cards}{listed([interface.name for interface in self.nccl]) or 'none'}"
+        leads = f"{self.host} leads to {listed(self.addresses) or 'nowhere'}"
+        return f"Gloo takes {self.gloo or 'what this host name leads to'}, NCCL would take {nccl}; {leads}"
 
 
 def nccl_interfaces(interfaces: tuple[Interface, ...], chosen: str | None) -> list[Interface]:
@@ -126,47 +128,48 @@ def nccl_interfaces(interfaces: tuple[Interface, ...], chosen: str | None) -> li
     Source: NCCL's manual, "Environment variables": without a choice, those that begin with ``ib`` come first, and
     ``docker`` and ``lo`` are used only where there is nothing else.
     """
-    usable = [interface for interface in interfaces if interface.is_usable]
     if chosen:
         rule = chosen.removeprefix("^")
         names = tuple(part.strip() for part in rule.removeprefix("=").split(",") if part.strip())
-        matching = [one for one in usable if (one.name in names if rule[:1] == "=" else one.name.startswith(names))]
-        return [one for one in usable if one not in matching] if chosen.startswith("^") else matching
+        matching = [one for one in interfaces if (one.name in names if rule[:1] == "=" else one.name.startswith(names))]
+        return [one for one in interfaces if one not in matching] if chosen.startswith("^") else matching
     last = ("docker", "lo")
     by_preference = [
-        [one for one in usable if one.name.startswith("ib")],
-        [one for one in usable if not one.name.startswith(last)],
-        *([one for one in usable if one.name.startswith(prefix)] for prefix in last),
+        [one for one in interfaces if one.name.startswith("ib")],
+        [one for one in interfaces if not one.name.startswith(last)],
+        *([one for one in interfaces if one.name.startswith(prefix)] for prefix in last),
     ]
     return next(filter(None, by_preference), [])
 
 
 def read_network(plan: Plan, environ: Mapping[str, str], gradient_bytes: int | None) -> Network:
-    """Return the interfaces and which the backends will take."""
-    interfaces = read_interfaces()
-    gloo: str | None = environ.get(GLOO_INTERFACE, "").split(",")[0].strip() or None
+    """Return the interfaces, which the backends will take, and what names lead to. Blocks some seconds at most."""
+    interfaces, host = read_interfaces(), socket.gethostname()
+    addresses = _resolve(host)
+    master = _resolve(plan.master_addr) if plan.master_addr else ()
+    gloo: str | None = environ.get(GLOO_INTERFACE, "").split(",")[0].strip()
+    own = next((address for address in addresses if not is_loopback(address)), None)
+    try:  # asks name servers, which may take long
+        towards = master[0] if master and not is_loopback(master[0]) else _ANYWHERE
+        own = own or in_time(_RESOLVE_S, lambda: reachable_address(towards))
+        gloo = gloo or in_time(_RESOLVE_S, lambda: gloo_interface(towards, one_machine=plan.machines == 1))
+    except (OSError, TimeoutError):
+        gloo = gloo or None
     if gloo is None:
-        one_machine = plan.machines == 1
-        try:  # looks names up, so it may take long
-            gloo = in_time(_RESOLVE_S, lambda: gloo_interface(plan.master_addr or _ANYWHERE, one_machine=one_machine))
-        except (OSError, TimeoutError):
-            gloo = None
-    if gloo is None:
-        gloo = _interface_of(_resolve(socket.gethostname())[:1], interfaces)
+        gloo = next((one.name for one in interfaces if set(addresses[:1]) & set(one.addresses)), None)
     named = {name: environ[name] for name in (GLOO_INTERFACE, _NCCL_INTERFACE) if name in environ}
-    ports = [(port / "state").read_text() for port in _INFINIBAND.glob("*/ports/*") if (port / "state").exists()]
-    return Network(plan, interfaces, gloo, named, any("ACTIVE" in port for port in ports), gradient_bytes)
+    has_infiniband = any("ACTIVE" in state.read_text() for state in _INFINIBAND.glob("*/ports/*/state"))
+    return Network(plan, interfaces, gloo, named, has_infiniband, gradient_bytes, host, addresses, own, master)
 
 
 def read_interfaces() -> tuple[Interface, ...]:
-    """Return the network interfaces in the order of their numbers, with their IP addresses."""
-    addresses, states = psutil.net_if_addrs(), psutil.net_if_stats()
-    families = (socket.AF_INET, socket.AF_INET6)
+    """Return the network interfaces that are up and have an IP address."""
+    states, families = psutil.net_if_stats(), (socket.AF_INET, socket.AF_INET6)
     found = []
-    for _, name in sorted(socket.if_nameindex()):
-        own = tuple(address.address for address in addresses.get(name, ()) if address.family in families)
-        state = states.get(name)
-        found.append(Interface(name, own, state is not None and state.isup, 0 if state is None else state.speed))
+    for name, all_addresses in psutil.net_if_addrs().items():
+        addresses = tuple(address.address for address in all_addresses if address.family in families)
+        if addresses and name in states and states[name].isup:
+            found.append(Interface(name, addresses, states[name].speed))
     return tuple(found)
 
 
@@ -177,18 +180,6 @@ def _resolve(name: str) -> tuple[str, ...]:
     except (OSError, TimeoutError):
         return ()
     return tuple(dict.fromkeys(str(answer[4][0]) for answer in answers))
-
-
-def _interface_of(addresses: tuple[str, ...], interfaces: tuple[Interface, ...]) -> str | None:
-    return next((one.name for one in interfaces for own in one.addresses if own.partition("%")[0] in addresses), None)
-
-
-def is_loopback(address: str) -> bool:
-    """Say whether an address leads to its own machine."""
-    try:
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
 
 
 @check(Network)
@@ -202,12 +193,12 @@ def interface_missing(facts: Network) -> Iterator[Problem]:
     Cost: What needs it cannot connect: the run fails at the start, or waits until its time is up.
     Fix: Name one that is there, or unset it.
     """
-    there = listed([interface.name for interface in facts.interfaces if interface.is_usable], 8)
-    alone = facts.plan.machines == 1
+    there = listed([interface.name for interface in facts.interfaces], 8)
+    is_alone = facts.plan.machines == 1
     for name, value in facts.missing.items():
-        is_needed = not alone or (facts.plan.on_gpus and name == _NCCL_INTERFACE)
+        is_needed = not is_alone or (facts.plan.on_gpus and name == _NCCL_INTERFACE)
         found = f"{name}={value}, but no interface of that name is up here; there are {there}."
-        yield Problem(HANG if is_needed else NOTE, found, f"unset {name}" if alone else facts.paste)
+        yield Problem(HANG if is_needed else NOTE, found, f"unset {name}" if is_alone else facts.paste)
 
 
 @check(Network)
@@ -227,7 +218,7 @@ def interface_local(facts: Network) -> Iterator[Problem]:
         where = f"which leads to this machine only, but {facts.plan.machines} machines are to take part"
         yield Problem(HANG, f"{backend} will use {chosen.name}, {where}.", facts.paste)
     elif chosen.name.startswith(_VIRTUAL):
-        where = "which looks like a bridge to containers or a tunnel"
+        where = "which by its name is a bridge to containers or a tunnel"
         yield Problem(HANG, f"{backend} will use {chosen.name}, {where}.", facts.paste)
 
 
@@ -235,8 +226,8 @@ def interface_local(facts: Network) -> Iterator[Problem]:
 def interface_slow(facts: Network) -> Iterator[Problem]:
     """The interface runs at 1 Gbit/s or less.
 
-    The time is worked out from the size of the gradients, where a task tells it, for a ring between the machines:
-    ``2 (n-1)/n`` times the bytes, divided by the speed.
+    The time is worked out from the size of the gradients, where it is known from a task, for a ring between the
+    machines: ``2 (n-1)/n`` times the bytes, divided by the speed.
 
     Cost: Each step waits for the gradients of all machines.
     Fix: Use a faster network; on this one exchange less: accumulate, and round gradients on the way.
@@ -253,65 +244,14 @@ def interface_slow(facts: Network) -> Iterator[Problem]:
         yield Problem(SLOW, found, "lockstep train TASK.py --accumulate 8 --wire bf16")
 
 
-@dataclass(frozen=True)
-class Host(Facts):
-    """What this host's name leads to, which Gloo and torchrun tell the other machines.
-
-    Attributes:
-        plan: The run.
-        name: This host's.
-        addresses: What it leads to, in the resolver's order; empty if nowhere.
-        own_address: This machine's address for others, if it has one.
-        interface: The interface of that address.
-        master_addresses: What the address leads to at which the ranks meet.
-        gloo_is_told: Whether ``GLOO_SOCKET_IFNAME`` is set, so that Gloo does not ask for the name.
-    """
-
-    section, topic = _SECTION, "host name"
-
-    plan: Plan
-    name: str
-    addresses: tuple[str, ...]
-    own_address: str | None = None
-    interface: str | None = None
-    master_addresses: tuple[str, ...] = ()
-    gloo_is_told: bool = False
-
-    @property
-    def summary(self) -> str:
-        """What the name leads to."""
-        outside = f"; others reach this machine at {self.own_address}" if self.own_address else ""
-        return f"{self.name} leads to {listed(list(self.addresses)) or 'nowhere'}{outside}"
-
-
-def read_host(plan: Plan, environ: Mapping[str, str], interfaces: tuple[Interface, ...]) -> Host:
-    """Return what this host's name and the master address lead to. Blocks some seconds if a name server is silent."""
-    name, master = socket.gethostname(), _resolve(plan.master_addr) if plan.master_addr else ()
-    own = _own_address(master[0] if master and not is_loopback(master[0]) else _ANYWHERE)
-    interface = _interface_of((own,) if own else (), interfaces)
-    return Host(plan, name, _resolve(name), own, interface, master, GLOO_INTERFACE in environ)
-
-
-def _own_address(towards: str) -> str | None:
-    """Return the address from which this machine would send to ``towards``."""
-    family = socket.AF_INET6 if ":" in towards else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((towards, 9))  # sends nothing; the system only looks up the route
-            own = str(probe.getsockname()[0])
-    except OSError:
-        return None
-    return None if is_loopback(own) else own
-
-
-@check(Host)
-def hostname_loopback(facts: Host) -> Iterator[Problem]:
+@check(Network)
+def hostname_loopback(facts: Network) -> Iterator[Problem]:
     """The name of the host leads to a loopback address, mostly because ``/etc/hosts`` says 127.0.1.1, or nowhere.
 
-    Gloo binds to what the name leads to, and torchrun tells it to the other machines. On one machine that does no harm.
-    ``lockstep run --nnodes`` looks for the interface that leads to the first machine and goes round it.
+    Gloo binds to what the name leads to, and torchrun gives it to the other machines. On one machine that does no harm.
+    ``lockstep run --nnodes`` finds the interface that leads to the first machine and goes round it.
 
-    Cost: A job of several machines waits till time is up: each is told an address that leads it to itself, or nowhere.
+    Cost: A job of several machines waits till time is up: each gets an address that leads it to itself, or nowhere.
     Fix: Start the ranks with `lockstep run --nnodes`, which goes round it; for other launchers name the interface for
         Gloo, and give torchrun an address (--local-addr); or give the name its address.
     """
@@ -319,15 +259,15 @@ def hostname_loopback(facts: Host) -> Iterator[Problem]:
         return
     own = f"; its address for them is {facts.own_address}" if facts.own_address else ""
     where = f"{facts.addresses[0]}, which no other machine can reach{own}" if facts.addresses else "no address"
-    entry = f"{facts.own_address or 'ADDRESS'} {facts.name}"
+    entry = f"{facts.own_address or 'ADDRESS'} {facts.host}"
     hosts = f"echo '{entry}' | sudo tee -a /etc/hosts  # and delete the name from the line of 127.0.x.x"
-    is_harmless = facts.plan.machines == 1 or (facts.gloo_is_told and bool(facts.addresses))
-    found = f"The name of this host, {facts.name}, leads to {where}."
-    yield Problem(NOTE if is_harmless else HANG, found, f"export {GLOO_INTERFACE}={facts.interface or 'eth0'}\n{hosts}")
+    is_harmless = facts.plan.machines == 1 or (GLOO_INTERFACE in facts.environ and bool(facts.addresses))
+    found = f"The name of this host, {facts.host}, leads to {where}."
+    yield Problem(NOTE if is_harmless else HANG, found, f"export {GLOO_INTERFACE}={facts.best}\n{hosts}")
 
 
-@check(Host)
-def master_address(facts: Host) -> Iterator[Problem]:
+@check(Network)
+def master_address(facts: Network) -> Iterator[Problem]:
     """For several machines, the address where the ranks are to meet leads to this machine's loopback, or nowhere.
 
     Cost: Machines other than the first wait there for somebody who never comes.
@@ -346,7 +286,7 @@ class Port(Facts):
 
     Attributes:
         port: Its number.
-        problem: Why it cannot be listened at; ``None`` if it can.
+        problem: Why it cannot be bound; ``None`` if it can.
         free_port: One that is free.
         was_chosen: Whether the run asks for this port; otherwise it is torchrun's default.
     """
@@ -382,7 +322,7 @@ def read_port(plan: Plan) -> Port | NotChecked:
 
 @check(Port)
 def port_taken(facts: Port) -> Iterator[Problem]:
-    """Somebody listens at the port that the ranks are to meet at, often a job that was thought to have ended.
+    """The port where the ranks are to meet is in use, often by a job that was thought to have ended.
 
     Without a port ``lockstep run`` takes a free one on one machine, so that torchrun's 29500 being taken is a note.
 
@@ -402,6 +342,11 @@ class Rendezvous(Facts):
 
     error: str
 
+    @property
+    def summary(self) -> str:
+        """That they did not."""
+        return "the ranks did not meet"
+
 
 @check(Rendezvous)
 def ranks_do_not_meet(facts: Rendezvous) -> Iterator[Problem]:
@@ -410,14 +355,22 @@ def ranks_do_not_meet(facts: Rendezvous) -> Iterator[Problem]:
     The message is the one that ``lockstep.init`` would end with.
 
     Cost: No run can begin: ranks wait for each other.
-    Fix: Look at the other ranks' output, and whether this machine reaches the first one.
+    Fix: Read the other ranks' output, and check whether this machine reaches the first one.
     """
     found = " ".join(facts.error.split())
     yield Problem(HANG, found, "ping -c 1 $MASTER_ADDR && nc -vz $MASTER_ADDR $MASTER_PORT")
 
 
-_VERSIONS = {"torch": HANG, "lockstep": HANG, "nccl": HANG, "cuda": WRONG, "python": NOTE, "driver": NOTE}
-"""How bad it is if ranks differ in it."""
+_CPU_INFO = Path("/proc/cpuinfo")
+_INSTALL = "python -m pip install"
+_VERSIONS = {
+    "torch": (HANG, f"{_INSTALL} torch=={{}}"),
+    "lockstep": (HANG, f"{_INSTALL} lockstep-torch=={{}}"),
+    "nccl": (HANG, f"{_INSTALL} torch  # which brings NCCL"),
+    "cuda": (WRONG, f"{_INSTALL} torch  # which brings CUDA"),
+    "processor": (SLOW, "lockstep train TASK.py --shares 2,1"),
+}
+"""How bad it is if ranks differ in it, and the line to paste, with the most common version."""
 
 
 @dataclass(frozen=True)
@@ -427,19 +380,6 @@ class Versions(Facts):
     section, topic = "Software and storage", "versions"
 
     ranks: tuple[Mapping[str, str], ...]
-
-    def by_value(self, name: str) -> dict[str, list[str]]:
-        """Return the ranks by their version of ``name``."""
-        values: dict[str, list[str]] = {}
-        for rank, versions in enumerate(self.ranks):
-            values.setdefault(versions[name] or "none", []).append(str(rank))
-        return values
-
-    def differences(self, name: str) -> str:
-        """Say who has which ``name``; nothing if all have the same."""
-        values = self.by_value(name)
-        who = [f"{value} on rank{'s' * (len(ranks) > 1)} {listed(ranks)}" for value, ranks in values.items()]
-        return "; ".join(who) if len(values) > 1 else ""
 
     @property
     def summary(self) -> str:
@@ -455,53 +395,36 @@ def read_versions(*, on_gpus: bool) -> dict[str, str]:
     except metadata.PackageNotFoundError:
         own = ""
     has_cuda = torch.cuda.is_available()
-    cpu = _line(Path("/proc/cpuinfo"), "model name").partition(":")[2].strip()
     return {
         "torch": torch.__version__,
         "lockstep": own,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_cuda else "",
         "cuda": torch.version.cuda or "",
-        "python": platform.python_version(),
-        "driver": _line(Path("/sys/module/nvidia/version"), ""),
-        "processor": torch.cuda.get_device_name() if on_gpus and has_cuda else cpu,
+        "processor": torch.cuda.get_device_name() if on_gpus and has_cuda else _cpu_model(),
     }
 
 
-def _line(file: Path, beginning: str) -> str:
-    """Return the first line of ``file`` that begins so; empty if there is none."""
-    try:
-        return next((line.strip() for line in file.read_text().splitlines() if line.startswith(beginning)), "")
-    except OSError:
-        return ""
+def _cpu_model() -> str:
+    text = _CPU_INFO.read_text() if _CPU_INFO.is_file() else ""
+    found = re.search(r"^model name\s*: (.*)", text, re.MULTILINE)
+    return found[1] if found else ""
 
 
 @check(Versions)
 def versions_differ(facts: Versions) -> Iterator[Problem]:
-    """Started as the ranks of a job: torch, NCCL, CUDA, the driver, Python or lockstep are not the same on all of them.
+    """Started as the ranks of a job: they differ in torch, NCCL, CUDA, lockstep, processor or GPU.
 
-    torch, NCCL and lockstep must be; another CUDA rounds otherwise.
+    torch, NCCL and lockstep must be the same; another CUDA rounds otherwise; a slower processor or GPU is waited for.
 
     Cost: Ranks may not understand each other, or make other collectives in another order: the start fails, or all wait.
-    Fix: Install the same everywhere.
+    Fix: Install the same everywhere; give faster ranks larger parts of each batch.
     """
-    for name, severity in _VERSIONS.items():
-        differences = facts.differences(name)
-        if differences:
-            packages = {"torch": "torch=={}", "lockstep": "lockstep-torch=={}"}
-            most_common = max(facts.by_value(name).items(), key=lambda item: len(item[1]))[0]
-            install = packages.get(name, "torch  # which brings NCCL and CUDA").format(most_common)
-            found = f"The ranks have different versions of {name}: {differences}."
-            yield Problem(severity, found, f"python -m pip install {install}")
-
-
-@check(Versions)
-def machines_differ(facts: Versions) -> Iterator[Problem]:
-    """Started as the ranks of a job: they compute on different processors or GPUs.
-
-    Cost: Every step takes as long as on the slowest, and roundings may differ between them.
-    Fix: Use machines that are alike, or give the faster ranks larger parts of each batch.
-    """
-    differences = facts.differences("processor")
-    if differences:
-        found = f"The ranks compute on different processors: {differences}."
-        yield Problem(SLOW, found, "lockstep train TASK.py --shares 2,1")
+    for name, (severity, paste) in _VERSIONS.items():
+        by_value: dict[str, list[str]] = {}
+        for rank, versions in enumerate(facts.ranks):
+            by_value.setdefault(versions[name] or "none", []).append(str(rank))
+        if len(by_value) > 1:
+            who = "; ".join(f"{value} on rank{'s' * (len(r) > 1)} {listed(r)}" for value, r in by_value.items())
+            most_common = max(by_value, key=lambda value: len(by_value[value]))
+            noun = name if name == "processor" else f"version of {name}"
+            yield Problem(severity, f"The ranks differ in their {noun}: {who}.", paste.format(most_common))

@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
@@ -32,8 +33,8 @@ from lockstep.study.doctor.findings import (
     check,
     listed,
     plural,
-    size,
 )
+from lockstep.telemetry.live_view import size
 from lockstep.train.task import Task, build_model, load_task
 
 T = TypeVar("T")
@@ -41,17 +42,16 @@ T = TypeVar("T")
 ALL_S = 6.0
 """How long a task's own functions may take together: with the rest it must stay under ten seconds."""
 
-_STEPS = (("the task", 5.0), ("the model of the task", 2.0), ("the data set of the task", ALL_S))
-"""What the process that reads a task sends, in this order, and how long it may take for each."""
+_PARTS = ("the task", "the model of the task", "the data set of the task")
+"""What the process that reads a task sends, in this order."""
 
-_SECTION = "Tasks"
 _FEW_FOR_STATISTICS = 16
 """Mean and variance of fewer samples are so noisy that accuracy suffers, as papers on batch norm found."""
 
 
 @dataclass(frozen=True)
 class TaskFacts(Facts):
-    """What a task says without being trained.
+    """What is known of a task without training it.
 
     Attributes:
         name: Its own.
@@ -59,25 +59,23 @@ class TaskFacts(Facts):
         world_size: Devices.
         num_samples: In the data set; ``None`` for a stream, or if it was not built.
         drop_last: Whether a last batch that is not full is left out.
-        batchnorms: Names of the BatchNorm layers that are not synchronised; ``None`` if the model was not built.
-        weight_bytes: Of parameters and buffers.
+        batchnorms: Names of the BatchNorm layers that are not synchronised.
+        weight_bytes: Of parameters and buffers; ``None`` if the model was not built.
         trained_bytes: Of the parameters that are trained.
         sample_bytes: Of the first sample's tensors and arrays; ``None`` if it was not loaded.
-        sample_s: How long it took to load it, the second time.
     """
 
-    section, topic = _SECTION, "task"
+    section, topic = "Tasks", "task"
 
     name: str
     global_batch_size: int
     world_size: int
     num_samples: int | None = None
     drop_last: bool = False
-    batchnorms: tuple[str, ...] | None = None
+    batchnorms: tuple[str, ...] = ()
     weight_bytes: int | None = None
     trained_bytes: int = 0
     sample_bytes: int | None = None
-    sample_s: float | None = None
 
     @property
     def share(self) -> int:
@@ -96,54 +94,38 @@ class TaskFacts(Facts):
 
     @property
     def summary(self) -> str:
-        """What the task is."""
-        parts = [f"{self.name}: global batch {self.global_batch_size}, {self.share} on each of {self.world_size}"]
-        if self.num_samples is not None:
-            parts.append(f"{self.num_samples:,} samples")
-        if self.weight_bytes is not None:
-            parts.append(f"{size(self.weight_bytes)} of weights")
-        if self.sample_s is not None:
-            parts.append(f"a sample loads in {1e3 * self.sample_s:.2g} ms")
-        return ", ".join(parts)
-
-
-@dataclass(frozen=True)
-class TaskFailure(Facts):
-    """That the file of a task, or the function that makes it, fails with ``message``."""
-
-    section, topic = _SECTION, "task"
-
-    target: str
-    message: str
+        """Batch, data and weights."""
+        samples = "" if self.num_samples is None else f", {self.num_samples:,} samples"
+        weights = "" if self.weight_bytes is None else f", {size(self.weight_bytes)} of weights"
+        batch = f"global batch {self.global_batch_size}, {self.share} on each of {self.world_size}"
+        return f"{self.name}: {batch}{samples}{weights}"
 
 
 def read_task(
     spec: str, plan: Plan, *, is_named: bool, seconds: float = ALL_S
-) -> tuple[Facts | None, list[NotChecked]]:
-    """Return what the task that ``spec`` names says, and what it does not. Blocks at most ``seconds``.
+) -> tuple[TaskFacts | None, list[NotChecked]]:
+    """Return the facts of the task that ``spec`` names, and what is unknown of it. Blocks at most ``seconds``.
 
     The task's own code runs in a process of its own, which has ended when this returns.
 
     Raises:
-        ConfigurationError: The file has no task, although ``is_named``: the name of one was given.
+        ConfigurationError: The file has no task, although ``is_named``: the name of one was given; or making it fails.
     """
     deadline = time.monotonic() + seconds
     fields: dict[str, Any] = {}
     missed: list[NotChecked] = []
-    with ProbeProcess(send_facts, spec) as probe:
-        for number, (what, limit_s) in enumerate(_STEPS):
+    with _probe(spec) as receive:
+        for index, what in enumerate(_PARTS):
             try:
-                kind, value = probe.receive(min(limit_s, deadline - time.monotonic()))
+                kind, value = receive(deadline)
             except TimeoutError as error:
                 missed.append(NotChecked(what, str(error)))
-                missed += [NotChecked(later, f"{what} comes before it") for later, _ in _STEPS[number + 1 :]]
+                missed += [NotChecked(later, f"{what} comes before it") for later in _PARTS[index + 1 :]]
                 break
+            if kind == "failed" or (kind == "absent" and is_named):
+                raise ConfigurationError(value)
             if kind == "facts":
                 fields |= value
-            elif kind == "failed":
-                return TaskFailure(spec, value), []
-            elif kind == "absent" and is_named:
-                raise ConfigurationError(value)
             else:
                 missed.append(NotChecked(what, value.splitlines()[0].rstrip(".")))
             if kind == "absent":
@@ -151,8 +133,54 @@ def read_task(
     return TaskFacts(world_size=plan.world_size, **fields) if fields else None, missed
 
 
-def send_facts(send: Callable[[Any], None], spec: str) -> None:
-    """Send the facts of `_STEPS`, or why there are none. Runs the user's code."""
+@contextlib.contextmanager
+def _probe(spec: str) -> Iterator[Callable[[float], Any]]:
+    """Run `_send_facts` in a process that ends with the block; yield what receives the next part until a deadline."""
+    context = multiprocessing.get_context("fork")  # so that it has all modules at once
+    ours, theirs = context.Pipe(duplex=False)
+    # Not a daemon: those may have no children, and a loader of the user's may want some.
+    process = context.Process(target=_run_probe, args=(theirs, spec), name="lockstep-doctor")
+    with warnings.catch_warnings():
+        # Python warns that a fork with threads may hang; this one is ended when its time is up.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+    theirs.close()
+    assert process.pid is not None
+
+    def receive(deadline: float) -> Any:
+        if not ours.poll(max(0.0, deadline - time.monotonic())):
+            raise TimeoutError("it took too long")
+        try:
+            return ours.recv()
+        except EOFError:
+            process.join(1.0)
+            code = process.exitcode
+            how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+            raise TimeoutError(f"its process ended with {how}") from None
+
+    try:
+        yield receive
+    finally:
+        # The process made a group of its own, for what it has started; right after the fork it has not yet.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+        process.close()
+        ours.close()
+
+
+def _run_probe(connection: Connection, spec: str) -> None:
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked ends this one
+    sys.stdout = sys.stderr  # standard output is for the report, which may be JSON
+    os.dup2(2, 1)  # also for what is not Python
+    _send_facts(connection.send, spec)
+    connection.close()
+
+
+def _send_facts(send: Callable[[Any], None], spec: str) -> None:
+    """Send the facts of `_PARTS`, or why there are none. Runs the user's code."""
     try:
         task = load_task(spec)
     except ConfigurationError as error:
@@ -171,7 +199,7 @@ def _model_facts(task: Task) -> dict[str, Any]:
     try:
         with torch.device("meta"):
             model = build_model(task)
-    except Exception:  # it looks at the values of its weights, so it must have some
+    except Exception:  # it reads the values of its weights, so it must have some
         model = build_model(task)
     names = tuple(
         name or type(module).__name__
@@ -179,11 +207,10 @@ def _model_facts(task: Task) -> dict[str, Any]:
         if isinstance(module, nn.modules.batchnorm._BatchNorm)
         and not type(module).__name__.endswith("SyncBatchNorm")  # torch's or ours
     )
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return {
         "batchnorms": names,
         "weight_bytes": sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
-        "trained_bytes": sum(tensor.nbytes for tensor in trained),
+        "trained_bytes": sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad),
     }
 
 
@@ -192,81 +219,17 @@ def _data_facts(task: Task) -> dict[str, Any]:
     if isinstance(dataset, IterableDataset):
         return {}
     count = len(dataset)
-    if count == 0:
-        return {"num_samples": 0}
-    dataset[0]  # the first time opens files
-    began = time.perf_counter()
-    sample = dataset[0]
-    return {"num_samples": count, "sample_bytes": num_bytes(sample), "sample_s": time.perf_counter() - began}
+    return {"num_samples": count, "sample_bytes": _num_bytes(dataset[0]) if count else None}
 
 
-def num_bytes(value: Any) -> int:
+def _num_bytes(value: Any) -> int:
     """Return the bytes of the tensors and arrays in a sample."""
-    if isinstance(value, (list, tuple)):
-        return sum(num_bytes(part) for part in value)
-    if isinstance(value, dict):
-        return sum(num_bytes(part) for part in value.values())
+    if isinstance(value, (list, tuple, dict)):
+        return sum(map(_num_bytes, value.values() if isinstance(value, dict) else value))
     if isinstance(value, (bytes, bytearray, str)):
         return len(value)
-    own: object = getattr(value, "nbytes", None)
-    return own if isinstance(own, int) else 8
-
-
-class ProbeProcess:
-    """A process that runs ``function(send, *args)``; forked, so that it has all modules at once.
-
-    A context manager: leaving the block ends the process and all that it has started. What it prints goes to stderr.
-    """
-
-    def __init__(self, function: Callable[..., None], *args: Any) -> None:
-        context = multiprocessing.get_context("fork")
-        self._ours, theirs = context.Pipe(duplex=False)
-        # Not a daemon: those may have no children, and a loader of the user's may want some.
-        self._process = context.Process(target=_run_probe, args=(theirs, function, args), name="lockstep-doctor")
-        with warnings.catch_warnings():
-            # Python warns that a fork with threads may hang; this one is ended when its time is up.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self._process.start()
-        theirs.close()
-
-    def receive(self, seconds: float) -> Any:
-        """Return the next value. Blocks at most ``seconds``.
-
-        Raises:
-            TimeoutError: Nothing came in time, or the process ended without a word; the message says which.
-        """
-        if not self._ours.poll(max(0.0, seconds)):
-            raise TimeoutError("it took too long")
-        try:
-            return self._ours.recv()
-        except EOFError:
-            self._process.join(1.0)
-            code = self._process.exitcode
-            how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-            raise TimeoutError(f"its process ended with {how}") from None
-
-    def __enter__(self) -> ProbeProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pid = self._process.pid
-        assert pid is not None
-        # The process made a group of its own; right after the fork it has not yet.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
-        self._process.kill()
-        self._process.join()
-        self._process.close()
-        self._ours.close()
-
-
-def _run_probe(ours: Connection, function: Callable[..., None], args: tuple[Any, ...]) -> None:
-    os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked ends this one
-    sys.stdout = sys.stderr
-    os.dup2(2, 1)  # also for what is not Python
-    function(ours.send, *args)
-    ours.close()
+    num_bytes: object = getattr(value, "nbytes", None)
+    return num_bytes if isinstance(num_bytes, int) else 8
 
 
 def in_time(seconds: float, action: Callable[[], T]) -> T:
@@ -278,33 +241,17 @@ def in_time(seconds: float, action: Callable[[], T]) -> T:
     Raises:
         TimeoutError: It was not over in time.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
+    outcome: Future[T] = Future()
 
     def run() -> None:
         try:
-            results.append(action())
+            outcome.set_result(action())
         except BaseException as error:
-            errors.append(error)
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, name="lockstep-doctor", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TimeoutError
-    return results[0]
-
-
-@check(TaskFailure)
-def task_fails(facts: TaskFailure) -> Iterator[Problem]:
-    """The task's file, or the function that makes the task, raises an error, which is shown with its line.
-
-    Cost: The run fails in the same way, on every rank.
-    Fix: Correct what it says.
-    """
-    yield Problem(HANG, f"The task cannot be made: {facts.message}", f"lockstep train {facts.target} --steps 1")
+    # Not an executor, whose threads Python waits for at its end.
+    threading.Thread(target=run, name="lockstep-doctor", daemon=True).start()
+    return outcome.result(seconds)
 
 
 @check(TaskFacts)
@@ -329,10 +276,10 @@ def batchnorm_not_synchronised(facts: TaskFacts) -> Iterator[Problem]:
     apart the runs come.
 
     Cost: It is another run than on one device.
-    Fix: Synchronise them, or train in reproducible mode, or use a norm that looks at one sample.
+    Fix: Synchronise them, or train in reproducible mode, or use a norm that needs one sample only.
     """
     if facts.batchnorms and facts.world_size > 1:
-        layers = f"{plural(len(facts.batchnorms), 'BatchNorm layer')} ({listed(list(facts.batchnorms), 2)})"
+        layers = f"{plural(len(facts.batchnorms), 'BatchNorm layer')} ({listed(facts.batchnorms, 2)})"
         own = f"the {plural(facts.share, 'sample')} of their own device, of {facts.global_batch_size}"
         convert = "model = lockstep.SyncBatchNorm.convert_sync_batchnorm(model)  # in the function of Task.model"
         paste = f"{convert}\nlockstep train TASK.py --reproducible {facts.world_size}  # or this"
