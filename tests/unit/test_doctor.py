@@ -5,7 +5,7 @@ import json
 import os
 import socket
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from rich.console import Console
@@ -296,6 +296,7 @@ REPORT = Report(
 
 
 def test_a_report_as_json():
+    assert examine.report_from(json.loads(json.dumps(asdict(REPORT)))) == REPORT
     record = json.loads(REPORT.to_json())
     assert (record["exit_code"], record["plan"]["machines"], record["seconds"]) == (1, 2, 1.5)
     assert record["findings"][0]["severity"] == "slow"

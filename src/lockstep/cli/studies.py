@@ -342,8 +342,8 @@ def doctor(
 ) -> int:
     """Say before a run what will hang, falsify or slow it, with the fix to paste.
 
-    Looks at devices and their links, network interfaces, host name, port, shared memory, cores, threads, limits, disk
-    speed and versions; at a script by its syntax tree (samplers, seeds, BatchNorm, devices, saving, collectives); at a
+    Examines devices, network interfaces, host name, port, shared memory, cores, threads, limits, disk
+    space and versions; a script by its syntax tree (samplers, devices, saving, collectives); a
     task also by building its model without memory. Trains nothing, changes nothing, takes under ten seconds, and says
     what it could not see.
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -130,17 +131,26 @@ def examine_job(plan: Plan, env: RankEnv, environ: Mapping[str, str]) -> tuple[R
     report: Report | None = None
     if env.local_rank == 0:
         report = examine(plan if env.rank == 0 else replace(plan, target=None), environ)
+    own = {"versions": network.read_versions(on_gpus=plan.on_gpus), "report": asdict(report) if report else None}
     try:
         with init(backend="gloo", device="cpu", timeout_s=RENDEZVOUS_S) as world:
-            parts = all_gather_object((network.read_versions(on_gpus=plan.on_gpus), report), group=world.group)
+            parts = all_gather_object(own, group=world.group)
     except LockstepError as error:
         if report is None:
             return None, EXIT_CODE
         findings = worst_first([*judge(network.Rendezvous(str(error))), *report.findings])
         missed = (*report.not_checked, NotChecked("versions across ranks", "the ranks did not meet"))
         return replace(report, findings=findings, not_checked=missed), EXIT_CODE
-    merged = merge([found for _, found in parts if found], network.Versions(tuple(each for each, _ in parts)))
+    versions = network.Versions(tuple(part["versions"] for part in parts))
+    merged = merge([report_from(part["report"]) for part in parts if part["report"]], versions)
     return merged if env.rank == 0 else None, merged.exit_code
+
+
+def report_from(record: dict[str, Any]) -> Report:
+    """Return the report of which `dataclasses.asdict` made ``record``, which came from another rank as JSON."""
+    findings = tuple(Finding(**each | {"severity": Severity(each["severity"])}) for each in record["findings"])
+    missed = tuple(NotChecked(**each) for each in record["not_checked"])
+    return Report(**record | {"plan": Plan(**record["plan"]), "findings": findings, "not_checked": missed})
 
 
 def merge(reports: Sequence[Report], versions: network.Versions) -> Report:

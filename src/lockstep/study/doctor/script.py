@@ -370,7 +370,8 @@ def _gpus_named(facts: Script) -> Iterator[tuple[ast.Call, list[str]]]:
             ids = argument(call, "device_ids", 1)
             numbers = ids.elts if isinstance(ids, ast.List) else []
         elif last in ("cuda", "to", "set_device") or name == "torch.device":
-            texts = [constant(part) for given in call.args for part in ast.walk(given) if isinstance(part, ast.expr)]
+            given = [one for one in call.args if not isinstance(one, ast.Call)]  # such as .to(torch.device("cuda"))
+            texts = [constant(part) for one in given for part in ast.walk(one) if isinstance(part, ast.expr)]
             numbers = call.args[:1] if last in ("cuda", "set_device") else []
             texts += ["cuda"] if last == "cuda" and not call.args and not call.keywords else []
         texts += [f"cuda:{constant(one)}" for one in numbers if isinstance(constant(one), int)]
