@@ -83,17 +83,18 @@ def examine(plan: Plan, environ: Mapping[str, str], task_s: float = ALL_S) -> Re
     facts: list[Facts] = []
     missed: list[NotChecked] = []
     task: TaskFacts | None = None
-    if plan.target is None:
+    target = plan.target
+    if target is None:
         missed.append(NotChecked("a script or task", "none was named: lockstep doctor train.py"))
     else:
-        script = read_script(plan.target)
+        script = read_script(target)
         facts.append(script)
         missed += script.not_checked
         if plan.workers is None:
             plan = replace(plan, workers=script.most_workers)
-        is_named = str(path_of(plan.target)) != plan.target
+        is_named = str(path_of(target)) != target
         if script.uses_task or is_named:
-            task, unknown = read_task(plan.target, plan, is_named=is_named, seconds=task_s)
+            task, unknown = read_task(target, plan, is_named=is_named, seconds=task_s)
             facts += [task] if task else []
             missed += unknown
     gpus, unknown = read_gpus(plan)
@@ -111,7 +112,8 @@ def examine(plan: Plan, environ: Mapping[str, str], task_s: float = ALL_S) -> Re
         because = "how large a batch is, is known from a Task only"
         missed.append(NotChecked("whether /dev/shm holds the loaders' batches", because))
     facts += [machine.read_limits(plan), machine.read_cores(plan, environ), machine.read_memory(plan, task)]
-    facts += [machine.read_disk(plan.checkpoint, task and task.checkpoint_bytes), machine.Switches(environ)]
+    checkpoint_bytes = task.checkpoint_bytes if task else None
+    facts += [machine.read_disk(plan.checkpoint, checkpoint_bytes), machine.Switches(environ)]
     if not plan.is_running:  # otherwise those of all ranks are compared
         facts.append(network.Versions((network.read_versions(on_gpus=plan.on_gpus),)))
     seen = {each.topic: each.summary for each in facts}
