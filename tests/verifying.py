@@ -21,14 +21,14 @@ def as_launched(world, function, args):
         os.environ.update(kept)
 
 
-def verify_on(ranks, task, *, torch_ddp=False, num_steps=3, num_devices=2, **settings):
+def verify_on(ranks, task, *, num_steps=3, num_devices=2, **settings):
     """Return what verify finds about the task in a file, and what it said meanwhile."""
 
-    def processes(num, function, *args):
+    def processes(num, timeout_s, function, *args):
         return ranks(num, warnings="ignore")(as_launched, function, args)
 
     said = []
-    subject = Subject(str(task), Settings(**settings), num_devices, torch_ddp, num_steps)
+    subject = Subject(str(task), Settings(**settings), num_devices, num_steps)
     return diagnose(subject, processes, said.append), said
 
 

@@ -162,14 +162,3 @@ def test_fp32_is_used_and_said_where_the_task_insists_on_it(planted):
     assert verification.same
     assert not verification.subject.double
     assert verification.why_single.startswith("RuntimeError: mat1 and mat2 must have the same dtype")
-
-
-def test_torch_ddp_weighs_ranks_and_not_tokens_and_repeats_samples(planted):
-    verification = planted({"torch_ddp": True})
-    assert causes(verification) == [WEIGHTING]
-    assert verification.comparison.first.words == "1 sample more than there are"
-    assert verification.comparison.first.step == 5
-    verification = planted({"torch_ddp": True}, LOSS=TOKENS)
-    assert causes(verification) == [WEIGHTING]
-    assert verification.comparison.first.kind == "loss"
-    assert "lockstep.backward(loss, count=n)" in verification.findings[0].fix

@@ -239,7 +239,6 @@ def _check_free(file: str) -> None:
 @_DEVICES
 @click.option("--steps", type=int, default=4, show_default=True, metavar="N", help="Steps to train.")
 @click.option("--reproducible", type=int, metavar="SHARDS", help="Train in reproducible mode, and compare every bit.")
-@click.option("--torch-ddp", is_flag=True, help="Examine torch's DistributedDataParallel in a hand-written loop.")
 @_SEED
 @_BATCH
 @click.option("--json", "json_file", metavar="FILE", help="Write everything that was found as JSON.")
@@ -248,7 +247,6 @@ def verify(
     devices: int | None,
     steps: int,
     reproducible: int | None,
-    torch_ddp: bool,
     seed: int,
     global_batch_size: int | None,
     json_file: str | None,
@@ -263,8 +261,6 @@ def verify(
           is it the same run with fit on 2 devices as on one?
       lockstep verify train.py --devices 4 --reproducible 4
           the same to the bit, dropout and batch norm included?
-      lockstep verify train.py --devices 2 --torch-ddp
-          what torch's DistributedDataParallel makes of it in a hand-written loop
     """
     import torch
 
@@ -278,7 +274,6 @@ def verify(
         task_file,
         devices=torch.cuda.device_count() or 2 if devices is None else devices,
         steps=steps,
-        torch_ddp=torch_ddp,
         settings=Settings(seed=seed, global_batch_size=global_batch_size, reproducible=reproducible),
     )
     name = Path(task_file).name

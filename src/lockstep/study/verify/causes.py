@@ -1,28 +1,19 @@
-"""Why two runs differ: experiments on determinism, on how a batch is split, on what ranks hold; and what they found."""
+"""Why two runs differ: experiments on determinism, on how a batch is divided, on what ranks hold; what they prove."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import ParamSpec, TypeVar
+
+import torch
 
 from lockstep.comm.world import World
 from lockstep.errors import LockstepError
-from lockstep.study.verify.fingerprint import (
-    DOUBLE,
-    EXACT,
-    SINGLE,
-    Difference,
-    Kind,
-    Tolerance,
-    Trace,
-    TraceComparison,
-    compare,
-)
+from lockstep.study.verify.fingerprint import DOUBLE, EXACT, SINGLE, Kind, Tolerance, Trace, TraceComparison, compare
 from lockstep.study.verify.interventions import Experiment, Given, Off, Subject, Switch
 from lockstep.study.verify.reference_loop import StepWeights, measure_weights, perform
-
-# The causes that verify knows, and what it says about each.
 
 
 class Cause(Enum):
@@ -39,6 +30,57 @@ class Cause(Enum):
     COUPLED = "samples that depend on each other"
     RANK = "a forward pass that depends on the rank"
     MODEL = "a model that depends on the rank"
+
+
+FIXES = {
+    Cause.DATA: (
+        "Make the data set the same on every rank, and in the same order: fit divides it among the ranks. Take rank, "
+        "world size, set order and private generators out of it."
+    ),
+    Cause.WEIGHTING: (
+        "Return lockstep.Loss(total, count) from the loss: the sum of its parts and how many there are, not their mean."
+    ),
+    Cause.RANDOM: (
+        "Train with --reproducible {num}, which gives each part of the batch random numbers of its own on any rank."
+    ),
+    Cause.BATCHNORM: (
+        "Use lockstep.SyncBatchNorm.convert_sync_batchnorm(model) in Task.model, or train with --reproducible {num}, "
+        "or use a norm that does not look at other samples, such as GroupNorm."
+    ),
+    Cause.RATES: (
+        "Let the learning rate depend on the global batch only: take the rank and the world size out of Task.optimizer "
+        "and Task.schedule (--lr-scaling linear follows the global batch)."
+    ),
+    Cause.BUFFERS: (
+        "Change buffers and parameters in the same way on every rank: from what all ranks know, without asking for the "
+        "rank."
+    ),
+    Cause.OPERATOR: (
+        "Take everything from the seed: no clock, no system randomness, no order of threads. Where an operator is at "
+        "fault, torch.use_deterministic_algorithms(True) replaces it or names it."
+    ),
+    Cause.SUM: "Return the mean over the batch, or lockstep.Loss(total, count) with the number that the sum is over.",
+    Cause.COUPLED: (
+        "Train with --reproducible {num}: then each part is computed alike on any number of ranks, though not as in "
+        "one undivided batch. Or gather what the samples need of each other from all ranks inside the loss."
+    ),
+    Cause.RANK: (
+        "Take rank and world size out of loss and model: the engine averages over the ranks already, so dividing or "
+        "multiplying by their number is once too often."
+    ),
+    Cause.MODEL: (
+        "Build the same model on every rank: Task.model is called with the seed set, so do not seed anew in it, and "
+        "leave rank and world size out."
+    ),
+}
+OWN_PART = (
+    "Train with --reproducible {num}, which combines what all parts of the batch write, or all-reduce over the ranks "
+    "what the buffer is computed from."
+)
+OWN_GENERATOR = (
+    "Draw from the default generators of torch, Python and numpy, and do not seed them in the task: --reproducible "
+    "{num} sets these for each part of the batch, but no others."
+)
 
 
 @dataclass(frozen=True)
@@ -74,84 +116,73 @@ class Row:
     same: bool
 
 
-FIXES = {
-    Cause.DATA: (
-        "Make the data set the same on every rank, and in the same order: fit divides it among the ranks. Take rank, "
-        "world size, set order and private generators out of it."
-    ),
-    Cause.WEIGHTING: (
-        "Return lockstep.Loss(total, count) from the loss: the sum of its parts and how many there are, not their mean."
-    ),
-    Cause.RANDOM: (
-        "Train with {reproducible}, which gives each part of the batch random numbers of its own on any rank."
-    ),
-    Cause.BATCHNORM: (
-        "Use lockstep.SyncBatchNorm.convert_sync_batchnorm(model) in Task.model, or train with {reproducible}, or "
-        "use a norm that does not look at other samples, such as GroupNorm."
-    ),
-    Cause.RATES: (
-        "Let the learning rate depend on the global batch only: take the rank and the world size out of Task.optimizer "
-        "and Task.schedule (--lr-scaling linear follows the global batch)."
-    ),
-    Cause.BUFFERS: (
-        "Change buffers and parameters in the same way on every rank: from what all ranks know, without asking for the "
-        "rank."
-    ),
-    Cause.OPERATOR: (
-        "Take everything from the seed: no clock, no system randomness, no order of threads. Where an operator is at "
-        "fault, torch.use_deterministic_algorithms(True) replaces it or names it."
-    ),
-    Cause.SUM: "Return the mean over the batch, or lockstep.Loss(total, count) with the number that the sum is over.",
-    Cause.COUPLED: (
-        "Train with {reproducible}: then each part is computed alike on any number of ranks, though not as in one "
-        "undivided batch. Or gather what the samples need of each other from all ranks inside the loss."
-    ),
-    Cause.RANK: (
-        "Take rank and world size out of loss and model: the engine averages over the ranks already, so dividing or "
-        "multiplying by their number is once too often."
-    ),
-    Cause.MODEL: (
-        "Build the same model on every rank: Task.model is called with the seed set, so do not seed anew in it, and "
-        "leave rank and world size out."
-    ),
-}
+GIVEN: Off = frozenset({"data", "rates"})
+"""Always turned off in the process that stands for the ranks: it has no samples and learning rates of its own."""
+
+T = TypeVar("T")
+P = ParamSpec("P")
+Outcome = list[Trace] | str
+"""What a run gave, or why it failed."""
 
 
-OWN_PART = (
-    "Train with {reproducible}, which combines what all parts of the batch write, or all-reduce over the ranks what "
-    "the buffer is computed from."
-)
-OWN_GENERATOR = (
-    "Draw from the default generators of torch, Python and numpy, and do not seed them in the task: {reproducible} "
-    "sets these for each part of the batch, but no others."
-)
+def reason_of(error: BaseException) -> str:
+    """Return an error in one line."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def reproducible(subject: Subject) -> str:
-    """Return how reproducible mode is asked for."""
-    num = subject.num_devices
-    return f"lockstep.fit(task, reproducible={num})" if subject.torch_ddp else f"--reproducible {num}"
+def attempt(run: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | str:
+    """Run an experiment; a task that cannot stand what is turned off gives the reason."""
+    try:
+        return run(*args, **kwargs)
+    except (torch.OutOfMemoryError, LockstepError, RuntimeError, ValueError, TypeError, LookupError) as error:
+        return reason_of(error)
 
 
-def fix(cause: Cause, subject: Subject) -> str:
-    """Return what to do about ``cause``."""
-    return FIXES[cause].format(reproducible=reproducible(subject))
+def tolerance_of(subject: Subject) -> Tolerance:
+    """Return how far apart numbers may be."""
+    return DOUBLE if subject.double else SINGLE
 
 
-def own_part(subject: Subject) -> str:
-    """Return what to do about buffers that follow a rank's part of the batch."""
-    return OWN_PART.format(reproducible=reproducible(subject))
+@dataclass
+class Findings:
+    """What the experiments have found so far.
 
+    Attributes:
+        explained: Whether the runs are the same with all that was found turned off.
+    """
 
-def own_generator(subject: Subject) -> str:
-    """Return what to do about random numbers that reproducible mode does not reach."""
-    return OWN_GENERATOR.format(reproducible=reproducible(subject))
+    subject: Subject
+    diagnoses: list[Diagnosis] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    explained: bool = True
+
+    def add(self, cause: Cause, evidence: str, advice: str = "") -> None:
+        """Add a cause that was found, with other advice than the usual where it is given."""
+        text = (advice or FIXES[cause]).format(num=self.subject.num_devices)
+        self.diagnoses.append(Diagnosis(cause, evidence, text))
+
+    def compare(
+        self,
+        turned_off: str,
+        pair: str,
+        expected: Outcome,
+        found: Outcome,
+        tolerance: Tolerance,
+        skip: Sequence[Kind] = (),
+    ) -> TraceComparison | None:
+        """Compare two runs and record what came of it; None if either failed."""
+        if isinstance(expected, str) or isinstance(found, str):
+            reason = found if isinstance(found, str) else expected
+            self.rows.append(Row(turned_off, pair, f"failed: {reason}", False))
+            return None
+        comparison = compare(expected, found, tolerance, skip=skip)
+        self.rows.append(Row(turned_off, pair, str(comparison), comparison.same))
+        return comparison
 
 
 # Is one process by itself the same run twice? If not: what makes it one?
 
 TWICE = "one process, twice"
-
 _TRIALS: tuple[tuple[Switch, str, str], ...] = (
     ("random", "random numbers in forward", "it draws random numbers that do not follow the seed of the run"),
     ("outside", "clock and system randomness", "it asks the clock or the system's random numbers"),
@@ -160,419 +191,263 @@ _TRIALS: tuple[tuple[Switch, str, str], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Repetition:
-    """What came of running the same thing twice.
+def study_repetition(findings: Findings, given: Given, world: World, plain: TraceComparison) -> Off | None:
+    """Find what must be turned off so that one process is the same run twice; None if nothing makes it so.
 
-    Attributes:
-        base: What has to be turned off so that one process is the same run twice.
-        restored: Whether it is then.
+    Args:
+        findings: Gets what is found.
+        given: What one process had.
+        world: Of this process alone.
+        plain: Two runs with nothing turned off.
     """
-
-    base: Off
-    restored: bool
-    findings: tuple[Diagnosis, ...]
-    rows: tuple[Row, ...]
-
-
-def study_repetition(subject: Subject, given: Given, world: World, plain: TraceComparison) -> Repetition:
-    """Find what makes two runs of one process differ, which ``plain`` says of them."""
     base: Off = frozenset()
-    findings, rows = [], [Row("nothing", TWICE, outcome(plain), plain.same)]
     first = plain.first
     if first is None:
-        return Repetition(base, True, (), ())
-    if plain.has("sample", "size"):
+        return base
+    findings.rows.append(Row("nothing", TWICE, str(plain), plain.same))
+
+    def repeat(off: Off, turned_off: str) -> TraceComparison | None:
+        one, two = (attempt(perform, findings.subject, Experiment("one", off), given, world) for _ in range(2))
+        return findings.compare(turned_off, TWICE, one, two, EXACT)
+
+    if plain.of_kind("sample", "size"):
         base |= {"data"}
-        evidence = f"One process loads other samples the second time ({tell(first)}): they do not follow the seed."
-        findings.append(Diagnosis(Cause.DATA, evidence, fix(Cause.DATA, subject)))
-    if plain.has("initial parameter", "initial buffer"):
+        evidence = f"One process loads other samples the second time ({first}): they do not follow the seed."
+        findings.add(Cause.DATA, evidence)
+    if plain.of_kind("initial parameter", "initial buffer"):
         base |= {"initial"}
         evidence = "One process starts from other weights the second time: they do not follow the seed."
-        findings.append(Diagnosis(Cause.RANDOM, evidence, fix(Cause.MODEL, subject)))
-    if findings:
-        again = _twice(subject, given, world, base)
-        rows.append(Row(" and ".join(finding.cause.value for finding in findings), TWICE, outcome(again), again.same))
-        if again.same:
-            return Repetition(base, True, tuple(findings), tuple(rows))
-        first = again.first
-        assert first is not None
-    text = f"The same process, run twice from the same seed, gives another {tell(first)}"
+        findings.add(Cause.RANDOM, evidence, FIXES[Cause.MODEL])
+    if base:
+        again = repeat(base, " and ".join(found.cause.value for found in findings.diagnoses))
+        if again is not None and again.first is None:
+            return base
+        first = first if again is None else again.first
+    text = f"The same process, run twice from the same seed, gives another {first}"
     for switch, words, reason in _TRIALS:
-        try:
-            again = _twice(subject, given, world, base | {switch})
-        except LockstepError:
-            raise
-        except RuntimeError as error:
-            rows.append(Row(words, TWICE, f"failed: {str(error).splitlines()[0]}", False))
-            continue
-        rows.append(Row(words, TWICE, outcome(again), again.same))
-        if again.same:
-            evidence = f"{text}; with {words} turned off it does not: {reason}."
-            findings.append(Diagnosis(Cause.OPERATOR, evidence, fix(Cause.OPERATOR, subject)))
-            return Repetition(base | {switch}, True, tuple(findings), tuple(rows))
-    evidence = f"{text}, and turning off {', '.join(words for _, words, _ in _TRIALS)} does not change that."
-    findings.append(Diagnosis(Cause.OPERATOR, evidence, fix(Cause.OPERATOR, subject)))
-    return Repetition(base, False, tuple(findings), tuple(rows))
-
-
-def _twice(subject: Subject, given: Given, world: World, off: Off) -> TraceComparison:
-    experiment = Experiment("one", off)
-    one, two = (perform(subject, experiment, given, world) for _ in range(2))
-    return compare(one, two, EXACT)
-
-
-def tell(difference: Difference) -> str:
-    """Name a difference in running text."""
-    name = "" if difference.name in (difference.kind, "batch") else f" {difference.name}"
-    ranks = f" on rank{'s' * (len(difference.ranks) > 1)} {_list(difference.ranks)}" if difference.ranks else ""
-    step = "" if difference.step is None else f" at step {difference.step}"
-    kind = {"size": "size:", "sample": "samples"}.get(difference.kind, difference.kind)
-    return f"{kind}{name}{step}{ranks} ({difference.words})"
-
-
-def _list(ranks: tuple[int, ...]) -> str:
-    return ", ".join(map(str, ranks))
-
-
-def outcome(comparison: TraceComparison) -> str:
-    """Say in a few words what came of a comparison."""
-    return "the same" if comparison.first is None else f"differ: {tell(comparison.first)}"
+        again = repeat(base | {switch}, words)
+        if again is not None and again.same:
+            findings.add(Cause.OPERATOR, f"{text}; with {words} turned off it does not: {reason}.")
+            return base | {switch}
+    tried = ", ".join(words for _, words, _ in _TRIALS)
+    findings.add(Cause.OPERATOR, f"{text}, and turning off {tried} does not change that.")
+    findings.explained = False
+    return None
 
 
 # Does it matter that the batch is divided? One process against the same process, share after share.
 
 PAIR = "whole batch, in shares"
-NAMES: dict[Switch, str] = {
+_OF_DIVISION: dict[Switch, str] = {
     "random": "random state",
     "batchnorm": "BatchNorm statistics",
     "state": "changes of buffers in forward",
     "weights": "sample weighting",
-    "data": "repeated samples",
 }
 
 
-@dataclass(frozen=True)
-class DivisionStudy:
-    """What came of dividing the batch.
-
-    Attributes:
-        findings: What makes the result depend on the division.
-        explained: Whether the two are the same run with all of that turned off.
-        given: With the factors that the shares' losses would need.
-        causes: The switches that turn off what was found.
-    """
-
-    findings: tuple[Diagnosis, ...]
-    rows: tuple[Row, ...]
-    explained: bool
-    given: Given
-    causes: Off
-
-
-class Divider:
-    """Runs one process both ways, with things turned off."""
-
-    def __init__(self, subject: Subject, given: Given, world: World, base: Off) -> None:
-        self.subject, self.world, self.base = subject, world, base
-        self.given = given
-        self.draws: tuple[str, ...] = ()
-
-    def one(self, off: Off) -> list[Trace]:
-        """Return the run on the whole batch; weights and padding have no meaning there."""
-        found = perform(self.subject, Experiment("one", (self.base | off) - {"weights"}), self.given, self.world)
-        self.draws = self.draws or found[0].draws
-        return found
-
-    def shares(self, off: Off) -> list[Trace]:
-        """Return the run share after share."""
-        own: Off = frozenset() if self.subject.torch_ddp else frozenset({"data", "rates"})
-        return perform(self.subject, Experiment("shares", self.base | off | own), self.given, self.world)
-
-    def compare(self, off: Off) -> TraceComparison:
-        """Compare the two."""
-        return compare(self.one(off), self.shares(off), tolerance_of(self.subject), skip=["sample"])
-
-
-def tolerance_of(subject: Subject) -> Tolerance:
-    """Return how far apart numbers may be."""
-    return DOUBLE if subject.double else SINGLE
-
-
-def study_division(divider: Divider, layers: Sequence[str]) -> DivisionStudy:
+def study_division(
+    findings: Findings, given: Given, world: World, base: Off, norms: Sequence[str]
+) -> tuple[Given, Off]:
     """Find what makes the result depend on how the batch is divided.
 
     Args:
-        divider: Runs the experiments.
-        layers: Names of the batch norm layers.
+        findings: Gets what is found.
+        given: What one process had.
+        world: Of this process alone.
+        base: What is turned off in all runs.
+        norms: Names of the batch norm layers.
+
+    Returns:
+        ``given`` with the factors that the shares' losses need, and the switches that turn off what was found.
     """
-    subject = divider.subject
-    plain = divider.compare(frozenset())
-    rows = [Row("nothing", PAIR, outcome(plain), plain.same)]
-    if plain.same:
-        return DivisionStudy((), tuple(rows), True, divider.given, frozenset())
-    weights = measure_weights(subject, divider.given, divider.base, divider.world.device)
-    divider.given = replace(divider.given, factors={step.step: list(step.factors) for step in weights})
-    everything: Off = frozenset({"random", "batchnorm", "state", "weights"})
-    everything |= {"data"} if subject.torch_ddp else set()
-    nothing = divider.compare(everything)
-    rows.append(Row("all of the below", PAIR, outcome(nothing), nothing.same))
-    findings, causes = [], set()
-    for switch in sorted(everything, key=list(NAMES).index):
-        found = divider.compare(everything - {switch})
-        rows.append(Row(f"all but {NAMES[switch]}", PAIR, outcome(found), found.same))
-        # Where something else keeps the two apart, only a change for the worse would say anything, and it might not be.
-        if nothing.same and not found.same:
+    subject = findings.subject
+    draws: list[str] = []
+
+    def divide(off: Off, turned_off: str) -> TraceComparison | None:
+        # The whole batch has no weights; shares have no data and rates but the given ones.
+        one = attempt(perform, subject, Experiment("one", (base | off) - {"weights"}), given, world)
+        shares = attempt(perform, subject, Experiment("shares", (base | off).union(GIVEN)), given, world)
+        draws.extend(() if isinstance(one, str) else one[0].draws)
+        return findings.compare(turned_off, PAIR, one, shares, tolerance_of(subject), skip=["sample"])
+
+    plain = divide(frozenset(), "nothing")
+    if plain is not None and plain.same:
+        return given, frozenset()
+    weights = attempt(measure_weights, subject, given, base, world.device)
+    if plain is None or isinstance(weights, str):
+        findings.explained = False
+        return given, frozenset()
+    given = replace(given, factors={step.step: step.factors for step in weights})
+    everything: Off = frozenset(_OF_DIVISION)
+    nothing = divide(everything, "all of the below")
+    is_same = nothing is not None and nothing.same
+    causes: set[Switch] = set()
+    for switch, name in _OF_DIVISION.items():
+        found = divide(everything - {switch}, f"all but {name}")
+        # Where something else keeps the two apart, only a change for the worse would mean anything, and it might not.
+        if is_same and found is not None and not found.same:
             causes.add(switch)
-    weights = [step for step in weights if step.kind != "right"]
-    if "data" in causes:  # without the repeated samples shares are uneven, and only therefore have to be weighed
-        weights = [step for step in weights if not step.by_samples]
-        causes -= set() if weights else {"weights"}
-    for switch in sorted(causes, key=list(NAMES).index):
-        findings.append(_finding(switch, divider, plain, weights, layers))
-    coupled = next((step for step in weights if step.kind == "none"), None)
-    if not nothing.same and coupled is not None:
-        findings.append(_coupled(coupled, subject))
-    return DivisionStudy(tuple(findings), tuple(rows), bool(findings), divider.given, frozenset(causes))
-
-
-def _finding(
-    switch: Switch, divider: Divider, plain: TraceComparison, weights: Sequence[StepWeights], layers: Sequence[str]
-) -> Diagnosis:
-    subject, num = divider.subject, divider.subject.num_devices
-    if switch == "random":
-        drawn = ", ".join(divider.draws) or "random numbers"
+    wrong = [step for step in weights if step.kind != "right"] or weights
+    if "random" in causes:
+        drawn = ", ".join(dict.fromkeys(draws)) or "random numbers"
         evidence = f"Forward draws random numbers ({drawn}), and each part of the batch gets others than the whole."
-        return Diagnosis(Cause.RANDOM, evidence, fix(Cause.RANDOM, subject))
-    if switch == "batchnorm":
-        where = f" ({', '.join(layers[:3])}{' ...' if len(layers) > 3 else ''})" if layers else ""
+        findings.add(Cause.RANDOM, evidence)
+    if "batchnorm" in causes:
+        where = f" ({', '.join(norms[:3])}{' ...' if len(norms) > 3 else ''})" if norms else ""
         evidence = f"Each rank normalises with mean and variance of its own part of the batch{where}."
-        return Diagnosis(Cause.BATCHNORM, evidence, fix(Cause.BATCHNORM, subject))
-    if switch == "state":
-        evidence = f"Forward changes {_buffer(plain)} by the part of the batch that a rank has, so each has another."
-        return Diagnosis(Cause.BUFFERS, evidence, own_part(subject))
-    if switch == "data":
-        evidence = "torch's DistributedSampler repeats samples to give all ranks equally many, so these count twice."
-        advice = (
-            "Use lockstep.DistributedSampler(pad=False) and weigh each rank's loss by its samples, or lockstep.fit."
+        findings.add(Cause.BATCHNORM, evidence)
+    if "state" in causes:
+        buffer = plain.of_kind("buffer")
+        what = "a buffer or parameter" if buffer is None else f"the buffer {buffer.name}"
+        evidence = f"Forward changes {what} by the part of the batch that a rank has, so each has another."
+        findings.add(Cause.BUFFERS, evidence, OWN_PART)
+    if "weights" in causes:
+        _add_weighting(findings, wrong[0])
+    coupled = next((step for step in weights if step.kind == "none"), None)
+    if not is_same and coupled is not None:
+        _add_weighting(findings, coupled)
+    findings.explained &= bool(causes) or coupled is not None
+    return given, frozenset(causes)
+
+
+def _add_weighting(findings: Findings, step: StepWeights) -> None:
+    at = f"At step {step.step}"
+    coupled = f"{at}, with random state and batch norm turned off, the gradient of the whole batch"
+    so = "So a sample's loss depends on which others are with it."
+    if step.kind == "one":
+        findings.add(
+            Cause.COUPLED, f"{coupled} is that of one of its parts alone, as with a maximum over the batch. {so}"
         )
-        return Diagnosis(Cause.WEIGHTING, evidence, advice)
-    wrong = weights[0]
-    if wrong.kind == "one":
-        return _coupled(wrong, subject)
-    if wrong.kind == "sum":
+    elif step.kind == "none":
+        left = f"{step.residual:.1%} of it is left over"
+        findings.add(Cause.COUPLED, f"{coupled} is no combination of those of its parts: {left}. {so}")
+    elif step.kind == "sum":
         evidence = (
-            f"At step {wrong.step} the loss of the whole batch is the sum of the losses of its {num} parts, not their "
+            f"{at} the loss of the whole batch is the sum of the losses of its {len(step.sizes)} parts, not their "
             "mean: it grows with the number of samples."
         )
-        return Diagnosis(Cause.SUM, evidence, fix(Cause.SUM, subject))
-    counted, wanted = (" : ".join(f"{w:.3g}" for w in ws) for ws in (wrong.counted, wrong.wanted))
-    sizes = " + ".join(map(str, wrong.sizes))
-    evidence = (
-        f"At step {wrong.step} the parts of the batch ({sizes} samples) count {counted}; the whole needs {wanted}."
-    )
-    advice = fix(Cause.WEIGHTING, subject)
-    if subject.torch_ddp:
-        advice = (
-            "Weigh each rank's loss by what it stands for: lockstep.DistributedDataParallel with "
-            "lockstep.backward(loss, count=n), or lockstep.fit with a task whose loss is Loss(total, count)."
-        )
-    return Diagnosis(Cause.WEIGHTING, evidence, advice)
-
-
-def _coupled(step: StepWeights, subject: Subject) -> Diagnosis:
-    if step.kind == "one":
-        what = "is that of one of its parts alone, as with a maximum over the batch"
+        findings.add(Cause.SUM, evidence)
     else:
-        what = f"is no combination of those of its parts: {step.residual:.1%} of it is left over"
-    evidence = (
-        f"At step {step.step}, with random state and batch norm turned off, the gradient of the whole batch {what}. "
-        "So a sample's loss depends on which others are with it."
-    )
-    return Diagnosis(Cause.COUPLED, evidence, fix(Cause.COUPLED, subject))
-
-
-def _buffer(plain: TraceComparison) -> str:
-    names = [difference.name for difference in plain.differences if difference.kind == "buffer"]
-    return f"the buffer {names[0]}" if names else "a buffer or parameter"
+        sizes = " + ".join(map(str, step.sizes))
+        counted, wanted = (" : ".join(f"{w:.3g}" for w in ws) for ws in (step.counted, step.wanted))
+        evidence = f"{at} the parts of the batch ({sizes} samples) count {counted}; the whole needs {wanted}."
+        findings.add(Cause.WEIGHTING, evidence)
 
 
 # Does it matter which rank computes a share? The ranks against one process that stands for them.
 
 RANKS_PAIR = "shares in one process, ranks"
-SWITCH_NAMES: dict[Switch, str] = {
+_OF_RANKS: dict[Switch, str] = {
     "random": "random state",
     "state": "changes of buffers in forward",
     "data": "data order",
     "initial": "initial weights",
     "rates": "learning-rate rule",
 }
-EVERYTHING: Off = frozenset(SWITCH_NAMES)
-HIDDEN: Switch = "place"
+EVERYTHING: Off = frozenset(_OF_RANKS)
+HIDDEN: Off = EVERYTHING | {"place"}
 
-Runs = Mapping[Off, Sequence[Trace] | str]
+_OF_TRAINING: tuple[Kind, ...] = ("loss", "gradient", "parameter", "buffer")
+
+Runs = Mapping[Off, Outcome]
 """By what was turned off, the traces of all ranks (or shares), or why there are none."""
 
 
 def variants(base: Off) -> list[Off]:
     """Return what is turned off in each run, on the ranks and in the process that stands for them."""
     all_but = [EVERYTHING - {switch} for switch in ("random", "state", "rates")]
-    return [base | off for off in (frozenset(), EVERYTHING, *all_but, EVERYTHING | {HIDDEN})]
+    return [base | off for off in (frozenset[Switch](), EVERYTHING, *all_but, HIDDEN)]
 
 
-def shares_experiment(subject: Subject, off: Off) -> Experiment:
-    """Return the experiment that stands for the ranks: what is theirs alone can only be as in one process."""
-    own: Off = frozenset() if subject.torch_ddp else frozenset({"data", "rates"})
-    return Experiment("shares", (off | own) - {HIDDEN})
-
-
-@dataclass(frozen=True)
-class RankStudy:
-    """What came of it; ``explained``: with all that was found turned off, the ranks do what one process does."""
-
-    findings: tuple[Diagnosis, ...]
-    rows: tuple[Row, ...]
-    explained: bool
-
-
-class _Judge:
-    def __init__(
-        self, subject: Subject, base: Off, shares: Runs, ranks: Runs, reference: Sequence[Trace], tolerance: Tolerance
-    ) -> None:
-        self.subject, self.base, self.shares, self.ranks = subject, base, shares, ranks
-        self.reference, self.tolerance = reference, tolerance
-        self.rows: list[Row] = []
-
-    def compare(self, off: Off, words: str) -> TraceComparison | None:
-        """Compare the two with ``off`` turned off; None if either failed."""
-        ranks, shares = self.ranks[self.base | off], self.shares[self.base | off]
-        for found in (ranks, shares):
-            if isinstance(found, str):
-                self.rows.append(Row(words, RANKS_PAIR, f"failed: {found}", False))
-                return None
-        assert not isinstance(ranks, str) and not isinstance(shares, str)
-        comparison = compare(shares, ranks, self.tolerance, skip=["sample", "size"])
-        self.rows.append(Row(words, RANKS_PAIR, outcome(comparison), comparison.same))
-        return comparison
-
-    def values(self, off: Off) -> TraceComparison | None:
-        """Compare samples, sizes, initial weights and rates with those of one process itself."""
-        ranks = self.ranks[self.base | off]
-        if isinstance(ranks, str):
-            return None
-        skip: list[Kind] = ["loss", "gradient", "parameter", "buffer"]
-        return compare(self.reference, ranks, self.tolerance, skip=skip, strided=self.subject.torch_ddp)
-
-
-def study_ranks(
-    subject: Subject, base: Off, shares: Runs, ranks: Runs, reference: Sequence[Trace], tolerance: Tolerance
-) -> RankStudy:
+def study_ranks(findings: Findings, base: Off, shares: Runs, ranks: Runs, reference: Sequence[Trace]) -> None:
     """Find what makes the ranks do something else than one process that stands for them.
 
     Args:
-        subject: What is examined.
+        findings: Gets what is found.
         base: What is turned off in all runs.
         shares: The runs of one process, by what was turned off: all `variants`.
         ranks: The same runs on the ranks.
         reference: The run of one process on whole batches.
-        tolerance: What counts as equal.
     """
-    judge = _Judge(subject, base, shares, ranks, reference, tolerance)
-    num = subject.num_devices
-    plain = judge.compare(frozenset(), "nothing")
-    findings = _values(judge)
+    tolerance = tolerance_of(findings.subject)
+    num_before = len(findings.diagnoses)
+
+    def compare_with(off: Off, turned_off: str) -> TraceComparison | None:
+        pair = shares[base | off], ranks[base | off]
+        return findings.compare(turned_off, RANKS_PAIR, *pair, tolerance, skip=["sample", "size"])
+
+    plain = compare_with(frozenset(), "nothing")
+    _add_values(findings, base, ranks, reference)
     if plain is not None and plain.same:
-        return RankStudy(tuple(findings), tuple(judge.rows), True)
-    nothing = judge.compare(EVERYTHING, "all of the below")
-    if nothing is None:  # as when the model has other shapes
-        return RankStudy(tuple(findings), tuple(judge.rows), bool(findings))
-    if nothing.same:
-        for switch in ("random", "state"):
-            found = judge.compare(EVERYTHING - {switch}, f"all but {SWITCH_NAMES[switch]}")
-            if found is not None and found.first is not None:
-                findings.append(_draws_or_writes(switch, found, subject))
-        return RankStudy(tuple(findings), tuple(judge.rows), bool(findings))
-    hidden = judge.compare(EVERYTHING | {HIDDEN}, "all of that, and rank and world size hidden from the task")
-    first = nothing.first
-    assert first is not None
-    factor, collated = _factor(judge), _collated(judge)
-    if collated is not None:
-        evidence = f"From the same samples, a rank makes other batches than one process, from step {collated} on."
-        findings.append(Diagnosis(Cause.DATA, evidence, fix(Cause.DATA, subject)))
-    elif factor is not None:
-        evidence = (
-            f"With data, learning rates, weights and random numbers as in one process, the gradient on {num} ranks is "
-            f"{factor:.4g} times what it should be."
-        )
-        findings.append(Diagnosis(Cause.WEIGHTING, evidence, fix(Cause.RANK, subject)))
-    elif first.kind == "parameter":
-        evidence = f"Gradients and learning rates are as in one process, and yet the update is not: {tell(first)}."
-        findings.append(Diagnosis(Cause.RATES, evidence, fix(Cause.RATES, subject)))
-    elif hidden is not None and hidden.same:
-        evidence = f"The {tell(first)} is as in one process once rank and world size are hidden from the task."
-        findings.append(Diagnosis(Cause.RANK, evidence, fix(Cause.RANK, subject)))
-    else:
-        return RankStudy(tuple(findings), tuple(judge.rows), False)
-    return RankStudy(tuple(findings), tuple(judge.rows), True)
+        return
+    nothing = compare_with(EVERYTHING, "all of the below")
+    if nothing is not None and nothing.first is None:
+        found = compare_with(EVERYTHING - {"random"}, f"all but {_OF_RANKS['random']}")
+        if found is not None and found.first is not None:
+            evidence = (
+                f"Forward draws other random numbers on a rank than one process does for the same part: {found.first} "
+                "is as it should be only without them. They come from a generator that is seeded by rank or shared by "
+                "parts."
+            )
+            findings.add(Cause.RANDOM, evidence, OWN_GENERATOR)
+        found = compare_with(EVERYTHING - {"state"}, f"all but {_OF_RANKS['state']}")
+        if found is not None and found.first is not None:
+            written = found.of_kind("buffer") or found.first
+            evidence = f"Forward writes something else on each rank: {written}. Undoing what it writes makes it right."
+            findings.add(Cause.BUFFERS, evidence)
+    elif nothing is not None and nothing.first is not None:
+        hidden = compare_with(HIDDEN, "all of that, and rank and world size hidden from the task")
+        ours, theirs = ranks[base | EVERYTHING], shares[base | EVERYTHING]
+        assert not isinstance(ours, str) and not isinstance(theirs, str)
+        collated, factor = _first_other_batch(ours, theirs), _factor_of_gradients(ours, theirs, tolerance)
+        if collated is not None:
+            evidence = f"From the same samples, a rank makes other batches than one process, from step {collated} on."
+            findings.add(Cause.DATA, evidence)
+        elif factor is not None:
+            evidence = (
+                "With data, learning rates, weights and random numbers as in one process, the gradient on "
+                f"{len(ours)} ranks is {factor:.4g} times what it should be."
+            )
+            findings.add(Cause.WEIGHTING, evidence, FIXES[Cause.RANK])
+        elif nothing.first.kind == "parameter":
+            evidence = (
+                f"Gradients and learning rates are as in one process, and yet the update is not: {nothing.first}."
+            )
+            findings.add(Cause.RATES, evidence)
+        elif hidden is not None and hidden.same:
+            evidence = f"The {nothing.first} is as in one process once rank and world size are hidden from the task."
+            findings.add(Cause.RANK, evidence)
+        else:
+            findings.explained = False
+    findings.explained &= len(findings.diagnoses) > num_before
 
 
-def _values(judge: _Judge) -> list[Diagnosis]:
-    """Return what can be seen at once: other samples, other initial weights, other rates."""
-    found = judge.values(frozenset())
+def _add_values(findings: Findings, base: Off, ranks: Runs, reference: Sequence[Trace]) -> None:
+    """Add what the runs show at once: other samples, other initial weights, other rates."""
+
+    def compare_values(off: Off) -> TraceComparison | None:
+        found, skip = ranks[base | off], _OF_TRAINING
+        return None if isinstance(found, str) else compare(reference, found, tolerance_of(findings.subject), skip=skip)
+
+    found = compare_values(frozenset())
     if found is None:
-        return []
-    subject = judge.subject
-    findings = []
-    firsts = _firsts(found)
-    data = firsts.get("size") or firsts.get("sample")
-    if data is not None and "data" not in judge.base and not (subject.torch_ddp and _is_padding(data)):
-        evidence = f"The ranks do not train on what one process trains on: {tell(data)}."
-        findings.append(Diagnosis(Cause.DATA, evidence, fix(Cause.DATA, subject)))
-    start = firsts.get("initial parameter") or firsts.get("initial buffer")
-    if start is not None and "initial" not in judge.base:
-        evidence = f"The ranks start from another model than one process: {tell(start)}."
-        findings.append(Diagnosis(Cause.MODEL, evidence, fix(Cause.MODEL, subject)))
-    rate = firsts.get("learning rate")
-    if rate is not None and data is not None:  # an epoch of another length changes the schedule too
-        alone = judge.values(EVERYTHING - {"rates"})
-        rate = None if alone is None else _firsts(alone).get("learning rate")
-    if rate is not None:
-        evidence = f"The ranks train with another {tell(rate)}."
-        findings.append(Diagnosis(Cause.RATES, evidence, fix(Cause.RATES, subject)))
-    return findings
+        return
+    data = found.of_kind("size", "sample")
+    if data is not None and "data" not in base:
+        findings.add(Cause.DATA, f"The ranks do not train on what one process trains on: {data}.")
+    start = found.of_kind("initial parameter", "initial buffer")
+    if start is not None and "initial" not in base:
+        findings.add(Cause.MODEL, f"The ranks start from another model than one process: {start}.")
+    # An epoch of another length changes the schedule too, so with other data the rates are compared without that.
+    alone = found if data is None else compare_values(EVERYTHING - {"rates"})
+    rate = found.of_kind("learning rate") and alone and alone.of_kind("learning rate")
+    if rate:
+        findings.add(Cause.RATES, f"The ranks train with another {rate}.")
 
 
-def _firsts(found: TraceComparison) -> dict[str, Difference]:
-    """Return the first difference of each kind."""
-    firsts: dict[str, Difference] = {}
-    for difference in found.differences:
-        firsts.setdefault(difference.kind, difference)
-    return firsts
-
-
-def _is_padding(difference: Difference) -> bool:
-    return "more than there are" in difference.words
-
-
-def _draws_or_writes(switch: str, found: TraceComparison, subject: Subject) -> Diagnosis:
-    first = found.first
-    assert first is not None
-    if switch == "random":
-        evidence = (
-            f"Forward draws other random numbers on a rank than one process does for the same part: {tell(first)} is "
-            "as it should be only without them. They come from a generator that is seeded by rank or shared by parts."
-        )
-        return Diagnosis(Cause.RANDOM, evidence, own_generator(subject))
-    written = next((d for d in found.differences if d.kind == "buffer"), first)
-    evidence = f"Forward writes something else on each rank: {tell(written)}. Undoing what it writes makes it right."
-    return Diagnosis(Cause.BUFFERS, evidence, fix(Cause.BUFFERS, subject))
-
-
-def _collated(judge: _Judge) -> int | None:
+def _first_other_batch(ranks: Sequence[Trace], shares: Sequence[Trace]) -> int | None:
     """Return the first step in which the loss got another batch, though all samples were the same."""
-    ranks, shares = judge.ranks[judge.base | EVERYTHING], judge.shares[judge.base | EVERYTHING]
-    if isinstance(ranks, str) or isinstance(shares, str):
-        return None
     for trace, expected in zip(ranks, shares, strict=True):
         for ours, theirs in zip(trace.steps, expected.steps, strict=True):
             if ours.batches != theirs.batches:
@@ -580,19 +455,16 @@ def _collated(judge: _Judge) -> int | None:
     return None
 
 
-def _factor(judge: _Judge) -> float | None:
+def _factor_of_gradients(ranks: Sequence[Trace], shares: Sequence[Trace], tolerance: Tolerance) -> float | None:
     """Return the one number that all gradients of the first step are off by, if there is one."""
-    ranks, shares = judge.ranks[judge.base | EVERYTHING], judge.shares[judge.base | EVERYTHING]
-    if isinstance(ranks, str) or isinstance(shares, str):
-        return None
     ours, theirs = ranks[0].steps[0].tensors.gradients, shares[0].steps[0].tensors.gradients
     if set(ours) != set(theirs) or not ours:
         return None
-    dots = sum(float(ours[name].values @ theirs[name].values) for name in ours)
-    squares = sum(float(theirs[name].values @ theirs[name].values) for name in theirs)
-    if not squares or not dots:
+    mine, expected = (torch.cat([grads[name].values for name in theirs]) for grads in (ours, theirs))
+    square, product = float(expected @ expected), float(mine @ expected)
+    if not square or not product:
         return None
-    factor = dots / squares
-    rest = sum(float((ours[name].values - factor * theirs[name].values).square().sum()) for name in ours)
-    is_one = abs(factor - 1) <= judge.tolerance.relative
-    return None if is_one or rest > (judge.tolerance.relative * factor) ** 2 * squares * 100 else factor
+    factor = product / square
+    rest = float((mine - factor * expected).norm())
+    is_one = abs(factor - 1) <= tolerance.relative
+    return None if is_one or rest > tolerance.relative * abs(factor) * square**0.5 * 10 else factor

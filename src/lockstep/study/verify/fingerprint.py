@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -13,26 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-# A tensor in a thousand numbers: enough to say whether two runs hold the same one, and how far apart they are.
-#
-# Processes compare every gradient and every weight of every step. Small tensors travel whole; of larger ones each
-# element is added, with a fixed random sign, to one of a thousand sums. The sums of a difference are the difference
-# of the sums, and their norm is that of the tensor, give or take a few percent.
-#
-# Source: the count sketch of Charikar, Chen and Farach-Colton, 2002.
-
 SIZE = 1024
-"""Numbers of a sketch; the norm of a difference is then uncertain by about sqrt(2 / SIZE), 4%."""
+"""Numbers of a fingerprint; the norm of a difference is then uncertain by about sqrt(2 / SIZE), 4%."""
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What is kept of a tensor.
+    """A tensor in at most a thousand numbers: enough to tell whether two runs hold the same one, and how far apart.
+
+    Source: the count sketch of Charikar, Chen and Farach-Colton, 2002.
 
     Attributes:
         shape: Of the tensor.
         digest: Of its bits.
-        values: Float64, at most `SIZE` numbers: the tensor itself if it is that small, else sums.
+        values: Float64, at most `SIZE` numbers: the tensor itself if it is that small, else sums of its elements.
         norm: Euclidean, exact.
     """
 
@@ -42,8 +36,8 @@ class Fingerprint:
     norm: float
 
 
-def sketch(tensor: Tensor) -> Fingerprint:
-    """Return the sketch of a tensor of any dtype, on any device; sparse ones count as dense."""
+def fingerprint(tensor: Tensor) -> Fingerprint:
+    """Return the fingerprint of a tensor of any dtype, on any device; sparse ones count as dense."""
     dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
     real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
     flat = real.to("cpu").contiguous().flatten()
@@ -51,13 +45,23 @@ def sketch(tensor: Tensor) -> Fingerprint:
     digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
     values = flat.double()
     norm = float(values.norm())
-    return Fingerprint(
-        tuple(tensor.shape), digest.digest(), values.clone() if len(values) <= SIZE else _sums(values), norm
-    )
+    if len(values) > SIZE:
+        # Each element goes with a fixed random sign into one of SIZE sums. The sums of a difference are the difference
+        # of the sums, and their norm is that of the tensor, give or take a few percent.
+        padding = -len(values) % SIZE
+        values = nn.functional.pad(values * _signs(len(values)), (0, padding)).view(-1, SIZE).sum(0)
+    # A copy, because `double` returns the tensor itself where it is float64 already, and training changes that.
+    return Fingerprint(tuple(tensor.shape), digest.digest(), values.clone(), norm)
+
+
+@lru_cache(maxsize=8)
+def _signs(size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(size)
+    return torch.randint(0, 2, (size,), generator=generator, dtype=torch.int8) * 2 - 1
 
 
 def distance(found: Fingerprint, expected: Fingerprint) -> float:
-    """Return the norm of the difference of two tensors of one shape; infinite if either is not finite and they differ.
+    """Return the norm of the difference of two tensors; infinite if shapes differ, or either is not finite.
 
     An estimate for tensors of more than `SIZE` elements, but 0 only for tensors of the same bits or equal sums.
     """
@@ -69,28 +73,26 @@ def distance(found: Fingerprint, expected: Fingerprint) -> float:
     return apart if math.isfinite(apart) else math.inf
 
 
-def _sums(values: Tensor) -> Tensor:
-    signed = values * _signs(len(values))
-    padding = -len(values) % SIZE
-    return torch.nn.functional.pad(signed, (0, padding)).view(-1, SIZE).sum(0)
-
-
-@lru_cache(maxsize=8)
-def _signs(size: int) -> Tensor:
-    generator = torch.Generator().manual_seed(size)
-    return torch.randint(0, 2, (size,), generator=generator, dtype=torch.int8) * 2 - 1
-
-
-# What is written down of a run: everything that two runs must have in common to be the same run.
+# What is recorded of a run: everything that two runs must have in common to be the same run.
 
 
 @dataclass(frozen=True)
-class Tensors:
+class ModelFingerprint:
     """Parameters, gradients and buffers by name; a parameter without a gradient has none here either."""
 
     parameters: dict[str, Fingerprint]
     gradients: dict[str, Fingerprint]
     buffers: dict[str, Fingerprint]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelFingerprint:
+        """Return what there is of ``model`` now."""
+        with torch.no_grad():
+            return cls(
+                {name: fingerprint(value) for name, value in model.named_parameters()},
+                {name: fingerprint(value.grad) for name, value in model.named_parameters() if value.grad is not None},
+                {name: fingerprint(value) for name, value in model.named_buffers()},
+            )
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class StepTrace:
     samples: tuple[bytes, ...]
     loss: float
     rates: dict[str, float]
-    tensors: Tensors
+    tensors: ModelFingerprint
     batches: tuple[bytes, ...] = ()
 
 
@@ -119,49 +121,33 @@ class Trace:
     """A run as one process saw it.
 
     Attributes:
-        sizes: Numbers that the whole run hangs on: samples of the data set and of a global batch.
+        sizes: Samples of the data set and of a global batch.
         initial: Before the first step.
         is_stream: Whether every process reads all samples.
         draws: Names of the random operations that forward used; known only where they were watched.
     """
 
     sizes: dict[str, int | None]
-    initial: Tensors
+    initial: ModelFingerprint
     steps: tuple[StepTrace, ...]
     is_stream: bool = False
     draws: tuple[str, ...] = ()
-
-
-def take(model: nn.Module) -> Tensors:
-    """Return what there is of a model now."""
-    with torch.no_grad():
-        return Tensors(
-            {name: sketch(value) for name, value in model.named_parameters()},
-            {name: sketch(value.grad) for name, value in model.named_parameters() if value.grad is not None},
-            {name: sketch(value) for name, value in model.named_buffers()},
-        )
 
 
 def read_rates(optimizer: Optimizer) -> dict[str, float]:
     """Return every number of the optimizer's groups by name, the learning rates first."""
     found = {}
     for index, group in enumerate(optimizer.param_groups):
-        names = sorted((name for name in group if name not in ("params", "initial_lr")), key=lambda name: name != "lr")
-        for name in names:
-            for part, value in _numbers(group[name]):
-                found[f"{name}{part} of group {index}"] = value
+        for name in sorted(group.keys() - {"params", "initial_lr"}, key=lambda name: (name != "lr", name)):
+            is_many = isinstance(group[name], (tuple, list))
+            for place, value in enumerate(group[name] if is_many else [group[name]]):
+                is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+                if is_number and not isinstance(value, bool):
+                    found[f"{name}{f'[{place}]' if is_many else ''} of group {index}"] = float(value)
     return found
 
 
-def _numbers(value: object) -> list[tuple[str, float]]:
-    if isinstance(value, (tuple, list)):
-        return [(f"[{index}]", float(item)) for index, item in enumerate(value) if isinstance(item, (int, float))]
-    if isinstance(value, bool) or not isinstance(value, (int, float, torch.Tensor)):
-        return []
-    return [("", float(value))] if not isinstance(value, torch.Tensor) or value.numel() == 1 else []
-
-
-# What two runs differ in: the first tensor, and by how much at worst.
+# Where two runs differ: the first tensor, and by how much at worst.
 
 Kind = Literal[
     "size", "initial parameter", "initial buffer", "sample", "loss", "learning rate", "gradient", "parameter", "buffer"
@@ -186,10 +172,6 @@ class Tolerance:
     relative: float
     floor: float
 
-    def floor_of(self, kind: str) -> float:
-        """Return the floor for a kind of tensor: Adam makes steps of such gradients too, so weights get more room."""
-        return 10 * self.floor if kind == "parameter" else self.floor
-
 
 DOUBLE, SINGLE = Tolerance(1e-8, 1e-2), Tolerance(1e-3, 1e-1)
 EXACT = Tolerance(0.0, 0.0)
@@ -204,7 +186,7 @@ class Difference:
         name: Of the tensor, or of the number.
         ranks: Those that have it differently; empty if all do, or if there are none.
         size: Relative to what was expected; infinite where that makes no sense.
-        words: Such as ``0.2 instead of 0.1``.
+        words: Such as ``0.2 instead of 0.1``; empty if it is within the tolerance.
     """
 
     kind: Kind
@@ -214,13 +196,21 @@ class Difference:
     size: float
     words: str
 
+    def __str__(self) -> str:
+        """Name it in running text."""
+        name = "" if self.name in (self.kind, "batch") else f" {self.name}"
+        step = "" if self.step is None else f" at step {self.step}"
+        ranks = f" on rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}" if self.ranks else ""
+        kind = {"size": "size:", "sample": "samples"}.get(self.kind, self.kind)
+        return f"{kind}{name}{step}{ranks} ({self.words})"
+
 
 @dataclass(frozen=True)
 class TraceComparison:
     """Two runs side by side.
 
     Attributes:
-        differences: In the order in which they came about.
+        differences: Those beyond the tolerance, in the order in which they came about.
         worst: By kind, the largest relative difference, also where it is within the tolerance.
     """
 
@@ -237,9 +227,13 @@ class TraceComparison:
         """Whether it is the same run."""
         return not self.differences
 
-    def has(self, *kinds: Kind) -> bool:
-        """Return whether anything of these kinds differs."""
-        return any(difference.kind in kinds for difference in self.differences)
+    def of_kind(self, *kinds: Kind) -> Difference | None:
+        """Return the first difference of the first of ``kinds`` that has one."""
+        return next((found for kind in kinds for found in self.differences if found.kind == kind), None)
+
+    def __str__(self) -> str:
+        """Name what came of it in a few words."""
+        return "the same" if self.first is None else f"differ: {self.first}"
 
 
 def compare(
@@ -248,7 +242,6 @@ def compare(
     tolerance: Tolerance,
     *,
     skip: Sequence[Kind] = (),
-    strided: bool = False,
 ) -> TraceComparison:
     """Compare runs, each as every process or share of it saw it.
 
@@ -256,63 +249,47 @@ def compare(
         expected: One trace, or as many as ``found``.
         found: A trace for each rank or share.
         tolerance: What counts as equal.
-        skip: Kinds that are not looked at.
-        strided: Whether rank r has every n-th sample from the r-th on, not a contiguous part.
+        skip: Kinds that are not compared.
     """
-    worst: dict[str, float] = dict.fromkeys((kind for kind in KINDS if kind not in skip), 0.0)
-    differences = []
     expected = expected if len(expected) == len(found) else list(expected) * len(found)
-    for difference in _all(expected, found, tolerance, strided=strided):
-        if difference.kind in skip:
-            continue
+    compared = [one for one in _compare_all(expected, found, tolerance) if one.kind not in skip]
+    worst: dict[str, float] = dict.fromkeys((kind for kind in KINDS if kind not in skip), 0.0)
+    for difference in compared:
         worst[difference.kind] = max(worst[difference.kind], difference.size)
-        if difference.words:
-            differences.append(difference)
-    return TraceComparison(tuple(differences), worst)
+    return TraceComparison(tuple(difference for difference in compared if difference.words), worst)
 
 
-def _all(
-    expected: Sequence[Trace], found: Sequence[Trace], tolerance: Tolerance, *, strided: bool
-) -> Iterator[Difference]:
-    """Yield every comparison; those without words are within the tolerance."""
+def _compare_all(expected: Sequence[Trace], found: Sequence[Trace], tolerance: Tolerance) -> Iterator[Difference]:
+    """Yield all that is not equal to the bit."""
     for name, size in expected[0].sizes.items():
         ranks = [rank for rank, trace in enumerate(found) if trace.sizes[name] != size]
         if ranks:
             words = f"{found[ranks[0]].sizes[name]} instead of {size}"
             yield Difference("size", None, name, _some(ranks, found), math.inf, words)
-    starts = [trace.initial for trace in expected], [trace.initial for trace in found]
-    yield from _tensors(*starts, None, tolerance, ("initial parameter", "parameters"))
-    yield from _tensors(*starts, None, tolerance, ("initial buffer", "buffers"))
+    models = [trace.initial for trace in expected], [trace.initial for trace in found]
+    yield from _compare_tensors(*models, None, tolerance, "initial parameter")
+    yield from _compare_tensors(*models, None, tolerance, "initial buffer")
     for number, step in enumerate(expected[0].steps):
         theirs, ours = [trace.steps[number] for trace in expected], [trace.steps[number] for trace in found]
-        yield from _samples(theirs, ours, is_stream=expected[0].is_stream, strided=strided)
-        yield from _loss(step, ours, tolerance)
-        yield from _rates(step, ours)
-        tensors = [one.tensors for one in theirs], [one.tensors for one in ours]
-        yield from _tensors(*tensors, step.step, tolerance, ("gradient", "gradients"))
-        yield from _tensors(*tensors, step.step, tolerance, ("parameter", "parameters"))
-        yield from _tensors(*tensors, step.step, tolerance, ("buffer", "buffers"))
+        yield from _compare_samples(step, ours, is_stream=expected[0].is_stream)
+        yield from _compare_losses(step, ours, tolerance)
+        yield from _compare_rates(step, ours)
+        models = [one.tensors for one in theirs], [one.tensors for one in ours]
+        yield from _compare_tensors(*models, step.step, tolerance, "gradient")
+        yield from _compare_tensors(*models, step.step, tolerance, "parameter")
+        yield from _compare_tensors(*models, step.step, tolerance, "buffer")
 
 
-def _samples(
-    expected: Sequence[StepTrace], found: Sequence[StepTrace], *, is_stream: bool, strided: bool
-) -> Iterator[Difference]:
-    one = expected[0].samples
-    if is_stream or len(found) == 1:
-        wrong = [(rank, step.samples) for rank, step in enumerate(found) if step.samples != one]
-        ranks, theirs = [rank for rank, _ in wrong], wrong[0][1] if wrong else one
+def _compare_samples(expected: StepTrace, found: Sequence[StepTrace], *, is_stream: bool) -> Iterator[Difference]:
+    parts, ranks = [step.samples for step in found], []
+    if is_stream or len(found) == 1:  # each process has all samples
+        ranks = [rank for rank, samples in enumerate(parts) if samples != expected.samples]
+        ours = parts[ranks[0]] if ranks else expected.samples
     else:
-        parts = [step.samples for step in found]
-        theirs = _interleaved(parts) if strided else tuple(sample for part in parts for sample in part)
-        ranks = []
-    if theirs == one:
-        return
-    yield Difference("sample", found[0].step, "batch", _some(ranks, found), math.inf, _sample_words(one, theirs))
-
-
-def _interleaved(parts: Sequence[tuple[bytes, ...]]) -> tuple[bytes, ...]:
-    longest = max(map(len, parts))
-    return tuple(part[place] for place in range(longest) for part in parts if place < len(part))
+        ours = tuple(sample for part in parts for sample in part)
+    if ours != expected.samples:
+        words = _sample_words(expected.samples, ours)
+        yield Difference("sample", expected.step, "batch", _some(ranks, found), math.inf, words)
 
 
 def _sample_words(expected: tuple[bytes, ...], found: tuple[bytes, ...]) -> str:
@@ -327,78 +304,75 @@ def _sample_words(expected: tuple[bytes, ...], found: tuple[bytes, ...]) -> str:
     return f"{wrong} of {len(expected)} samples are others"
 
 
-def _loss(expected: StepTrace, found: Sequence[StepTrace], tolerance: Tolerance) -> Iterator[Difference]:
-    for rank, step in enumerate(found):
-        if step.loss == expected.loss or (math.isnan(step.loss) and math.isnan(expected.loss)):
-            continue
-        apart = abs(step.loss - expected.loss)
-        size = apart / max(abs(expected.loss), tolerance.floor) if expected.loss or tolerance.floor else math.inf
-        size = size if math.isfinite(size) else math.inf
-        wrong = size > tolerance.relative
-        words = f"{step.loss:.6g} instead of {expected.loss:.6g}" if wrong else ""
+def _compare_losses(expected: StepTrace, found: Sequence[StepTrace], tolerance: Tolerance) -> Iterator[Difference]:
+    least = max(abs(expected.loss), tolerance.floor)
+
+    def apart(loss: float) -> float:
+        if loss == expected.loss or (math.isnan(loss) and math.isnan(expected.loss)):
+            return 0.0
+        size = abs(loss - expected.loss) / least if least else math.inf
+        return size if math.isfinite(size) else math.inf
+
+    loss = max((step.loss for step in found), key=apart)
+    if size := apart(loss):
+        words = f"{loss:.6g} instead of {expected.loss:.6g}" if size > tolerance.relative else ""
         yield Difference("loss", expected.step, "loss", (), size, words)
-        if wrong or rank == len(found) - 1:
-            return
 
 
-def _rates(expected: StepTrace, found: Sequence[StepTrace]) -> Iterator[Difference]:
+def _compare_rates(expected: StepTrace, found: Sequence[StepTrace]) -> Iterator[Difference]:
     for name in {**expected.rates, **found[0].rates}:
-        ranks = [rank for rank, step in enumerate(found) if step.rates.get(name) != expected.rates.get(name)]
+        theirs = expected.rates.get(name)
+        ranks = [rank for rank, step in enumerate(found) if step.rates.get(name) != theirs]
         if ranks:
-            ours, theirs = found[ranks[0]].rates.get(name), expected.rates.get(name)
+            ours = found[ranks[0]].rates.get(name)
             size = abs(ours - theirs) / abs(theirs) if ours is not None and theirs else math.inf
             words = f"{ours} instead of {theirs}"
             yield Difference("learning rate", expected.step, name, _some(ranks, found), size, words)
 
 
-def _tensors(
-    expected: Sequence[Tensors],
-    found: Sequence[Tensors],
+def _compare_tensors(
+    expected: Sequence[ModelFingerprint],
+    found: Sequence[ModelFingerprint],
     step: int | None,
     tolerance: Tolerance,
-    what: tuple[Kind, str],
+    kind: Kind,
 ) -> Iterator[Difference]:
-    kind, attribute = what
-    groups: list[tuple[Mapping[str, Fingerprint], Mapping[str, Fingerprint]]] = [
-        (getattr(theirs, attribute), getattr(ours, attribute)) for theirs, ours in zip(expected, found, strict=True)
-    ]
-    scale = math.hypot(*(one.norm for one in groups[0][0].values())) if groups[0][0] else 0.0
-    scale = scale if math.isfinite(scale) and "buffer" not in kind else 0.0
-    least = tolerance.floor_of(kind) * scale
-    for name in {**groups[0][0], **groups[0][1]}:
-        apart = [_apart(name, theirs, ours) for theirs, ours in groups]
-        limits = [theirs[name].norm if name in theirs else 0.0 for theirs, _ in groups]
-        limits = [tolerance.relative * max(norm, least) for norm in limits]
-        sizes = [_relative(a, theirs.get(name), least) for a, (theirs, _) in zip(apart, groups, strict=True)]
-        if not any(apart):
+    field = kind.removeprefix("initial ") + "s"
+    pairs = [(getattr(theirs, field), getattr(ours, field)) for theirs, ours in zip(expected, found, strict=True)]
+    scale = math.hypot(*(one.norm for one in pairs[0][0].values()))
+    # Buffers have nothing in common, so each is measured by itself. Adam makes whole steps of a gradient that is pure
+    # rounding, so parameters get more room than gradients.
+    floor = 0.0 if "buffer" in kind else tolerance.floor * (10 if kind == "parameter" else 1)
+    least = floor * scale if math.isfinite(scale) else 0.0
+    for name in {**pairs[0][0], **pairs[0][1]}:
+        sizes = [_relative_distance(theirs.get(name), ours.get(name), least) for theirs, ours in pairs]
+        if not any(sizes):
             continue
-        ranks = [rank for rank, limit in enumerate(limits) if not apart[rank] <= limit]
-        worst = max((sizes[rank] for rank in ranks), default=max(sizes))
-        words = _tensor_words(name, *groups[ranks[0]], worst) if ranks else ""
-        yield Difference(kind, step, name, _some(ranks, found), worst, words)
+        ranks = [rank for rank, size in enumerate(sizes) if size > tolerance.relative]
+        words = ""
+        if ranks:
+            theirs, ours = pairs[ranks[0]]
+            words = _tensor_words(theirs.get(name), ours.get(name), max(sizes))
+        yield Difference(kind, step, name, _some(ranks, found), max(sizes), words)
 
 
-def _apart(name: str, expected: Mapping[str, Fingerprint], found: Mapping[str, Fingerprint]) -> float:
-    if (name in expected) != (name in found):
-        return math.inf
-    return distance(found[name], expected[name]) if name in expected else 0.0
-
-
-def _relative(apart: float, expected: Fingerprint | None, least: float) -> float:
+def _relative_distance(expected: Fingerprint | None, found: Fingerprint | None, least: float) -> float:
+    if expected is None or found is None:
+        return 0.0 if expected is found else math.inf
+    apart, norm = distance(found, expected), max(expected.norm, least)
     if apart == 0.0:
         return 0.0
-    norm = max(expected.norm if expected else 0.0, least)
     return apart / norm if norm > 0 and math.isfinite(norm) else math.inf
 
 
-def _tensor_words(name: str, expected: Mapping[str, Fingerprint], found: Mapping[str, Fingerprint], size: float) -> str:
-    if name not in found:
+def _tensor_words(expected: Fingerprint | None, found: Fingerprint | None, size: float) -> str:
+    if found is None:
         return "there is none"
-    if name not in expected:
+    if expected is None:
         return "there should be none"
-    if expected[name].shape != found[name].shape:
-        return f"of shape {found[name].shape} instead of {expected[name].shape}"
-    return "not finite" if not math.isfinite(found[name].norm) else f"off by {size:.1e} of its size"
+    if expected.shape != found.shape:
+        return f"of shape {found.shape} instead of {expected.shape}"
+    return "not finite" if not math.isfinite(found.norm) else f"off by {size:.1e} of its size"
 
 
 def _some(ranks: Sequence[int], found: Sequence[object]) -> tuple[int, ...]:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import IterableDataset
+from torch.utils._pytree import tree_flatten
+from torch.utils.data import Dataset, IterableDataset
 
 from lockstep.comm.process import single_process_view
 from lockstep.data.batch_iterator import map_tensors
 from lockstep.data.order import mix, seed_cpu
-from lockstep.study.verify.fingerprint import Fingerprint, take
+from lockstep.study.verify.fingerprint import Fingerprint, ModelFingerprint, fingerprint
 from lockstep.study.verify.interventions import (
     Draws,
     Experiment,
@@ -27,16 +29,107 @@ from lockstep.study.verify.interventions import (
     NoBatchStatistics,
     NoWrites,
     Subject,
-    Watch,
-    digest,
     is_batch_norm,
     outside_stands_still,
-    watched,
 )
 from lockstep.train.task import Loss, Task, load_task
 
 _COUNTERFACTUAL = 40
 """Keeps the bits of counterfactual runs apart from those that training draws from the same seed."""
+
+# The samples that a process loads: recorded, and replaced by those that another process had.
+
+
+def digest(sample: Any) -> bytes:
+    """Return a digest of a sample of any structure: equal for equal values, in any process."""
+    leaves, structure = tree_flatten(dict(sample) if isinstance(sample, Mapping) else sample)
+    found = blake2b(str(structure).encode(), digest_size=12)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            found.update(fingerprint(leaf).digest)
+        elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
+            found.update(f"{leaf.shape}{leaf.dtype}".encode() + leaf.tobytes())
+        elif isinstance(leaf, (str, bytes, int, float, complex, type(None))):
+            found.update(repr(leaf).encode())
+        else:
+            found.update(cloudpickle.dumps(leaf))
+    return found.digest()
+
+
+LoadedSample = tuple[int | None, Any, bytes]
+"""Index, value and digest."""
+
+
+class SampleRecorder:
+    """Keeps what was loaded for the step that is being computed.
+
+    Args:
+        given: Where samples are taken from instead, or None.
+    """
+
+    def __init__(self, given: Given | None) -> None:
+        self.given = given
+        self.step = 0
+        self._pending: list[LoadedSample] = []
+        self._used: list[LoadedSample] = []
+
+    def record(self, index: int | None, sample: Any) -> Any:
+        """Record a sample that was loaded, and return it."""
+        self._pending.append((index, sample, digest(sample)))
+        return sample
+
+    def mark_used(self) -> None:
+        """Assign all that was loaded until now to this step; what comes may be loaded ahead."""
+        self._used += self._pending
+        self._pending = []
+
+    def end_step(self, *, ahead: bool) -> list[LoadedSample]:
+        """Return what the step loaded; ``ahead``: what came after the last use is of the next step."""
+        if not ahead:
+            self.mark_used()
+        used, self._used = self._used, []
+        return used
+
+    def given_sample(self, index: int) -> Any:
+        """Return the sample that was given for ``index`` in this step, or in a later one if it is loaded ahead."""
+        assert self.given is not None
+        for step in sorted(step for step in self.given.samples if step >= self.step):
+            for known, sample in self.given.samples[step]:
+                if known == index:
+                    return sample
+        raise LookupError(f"sample {index} was not loaded in step {self.step} by one process")
+
+
+class RecordedSamples(Dataset[Any]):
+    """A data set with a length, recorded."""
+
+    def __init__(self, samples: Any, recorder: SampleRecorder) -> None:
+        self._samples, self._recorder = samples, recorder
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        given = self._recorder.given
+        return len(self._samples) if given is None else int(given.sizes["samples of the data set"] or 0)
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a sample."""
+        is_own = self._recorder.given is None
+        return self._recorder.record(index, self._samples[index] if is_own else self._recorder.given_sample(index))
+
+
+class RecordedStream(IterableDataset[Any]):
+    """A stream, recorded."""
+
+    def __init__(self, stream: Any, recorder: SampleRecorder) -> None:
+        self._stream, self._recorder = stream, recorder
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return the samples."""
+        given, stream = self._recorder.given, self._stream
+        if given is not None:
+            stream = [sample for step in sorted(given.samples) for _, sample in given.samples[step]]
+        for sample in stream:
+            yield self._recorder.record(None, sample)
 
 
 class Sandbox:
@@ -44,35 +137,37 @@ class Sandbox:
 
     Attributes:
         draws: Sees the random numbers of forward.
+        tasks: The copies of the task, one for each share that this process computes.
     """
 
     def __init__(self, subject: Subject, experiment: Experiment, given: Given) -> None:
         self.subject, self.experiment, self.given = subject, experiment, given
         self.draws = Draws(off="random" in experiment.off)
         self.writes = NoWrites()
-        self.places: list[SandboxedTask] = []
+        self.tasks: list[SandboxedTask] = []
 
-    def place(self, share: int) -> SandboxedTask:
+    def load_task(self, share: int) -> SandboxedTask:
         """Return a fresh copy of the task for share ``share``; the whole batch counts as share 0."""
-        with self.disguised():
-            place = SandboxedTask(self, share, _fresh(self.subject.task))
-        self.places.append(place)
-        return place
+        task = self.subject.task
+        with self.rank_view():
+            self.tasks.append(
+                SandboxedTask(self, share, load_task(task) if isinstance(task, str) else cloudpickle.loads(task))
+            )
+        return self.tasks[-1]
 
-    def disguised(self) -> AbstractContextManager[None]:
-        """Return the context in which the task's own code runs."""
+    def rank_view(self) -> AbstractContextManager[None]:
+        """Return the context in which the task's own code runs: where its rank may be hidden from it."""
         return single_process_view() if "place" in self.experiment.off else nullcontext()
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Compute ``step`` within: only here is anything turned off."""
-        for place in self.places:
-            place.begin(step)
-        off = self.experiment.off
+        for task in self.tasks:
+            task.begin(step)
         with ExitStack() as stack:
-            if "batchnorm" in off:
+            if "batchnorm" in self.experiment.off:
                 stack.enter_context(NoBatchStatistics())
-            if "state" in off:
+            if "state" in self.experiment.off:
                 stack.enter_context(self.writes)
             if self.experiment.watched:
                 stack.enter_context(self.draws)
@@ -86,27 +181,27 @@ class SandboxedTask:
     """One process's copy of the task, as it goes into the loop.
 
     Attributes:
-        task: The task, fitted with what is watched and turned off.
-        watch: Sees what its data set loads.
+        task: The task, fitted with what is recorded and turned off.
+        recorder: Sees what its data set loads.
         rates: Of each update, the options of the optimizer's groups.
         batches: Digests of what the loss got in this step.
         is_stream: Whether its data set turned out to be one without a length.
         gradients: What the optimizer was called with in this step; it may change them.
     """
 
-    def __init__(self, bench: Sandbox, share: int, plain: Task) -> None:
-        self._bench, self._share, self._plain = bench, share, plain
-        off, self._given = bench.experiment.off, bench.given
+    def __init__(self, sandbox: Sandbox, share: int, plain: Task) -> None:
+        self._sandbox, self._share, self._plain = sandbox, share, plain
         self._step = self._num_calls = 0
         self.rates: list[list[dict[str, Any]]] = []
         self.gradients: dict[str, Fingerprint] | None = None
         self.batches: list[bytes] = []
         self._built: nn.Module | None = None
         self.is_stream = False
-        self.watch = Watch(self._given if "data" in off else None)
+        is_given = "data" in sandbox.experiment.off
+        self.recorder = SampleRecorder(sandbox.given if is_given else None)
         others: dict[str, Any] = {}
-        if "data" in off:
-            others["global_batch_size"] = self._given.sizes["samples of a global batch"]
+        if is_given:
+            others["global_batch_size"] = sandbox.given.sizes["samples of a global batch"]
         if plain.collate is not None:
             others["collate"] = self._collate
         self.task = dataclasses.replace(
@@ -114,97 +209,88 @@ class SandboxedTask:
         )
 
     def begin(self, step: int) -> None:
-        """Note that ``step`` comes."""
-        self._step, self._num_calls, self.watch.step = step, 0, step
+        """Prepare for ``step``."""
+        self._step, self._num_calls, self.recorder.step = step, 0, step
         self.gradients, self.batches = None, []
 
     def _dataset(self) -> Any:
-        with self._bench.disguised():
+        with self._sandbox.rank_view():
             samples = self._plain.dataset()
         self.is_stream = isinstance(samples, IterableDataset)
-        return watched(samples, self.watch)
+        return (RecordedStream if self.is_stream else RecordedSamples)(samples, self.recorder)
 
     def _collate(self, samples: list[Any]) -> Any:
         assert self._plain.collate is not None
         self._set_seed()
-        with self._bench.disguised():
-            self._bench.draws.active = True
+        with self._sandbox.rank_view():
+            self._sandbox.draws.active = True
             batch = self._plain.collate(samples)
-            self._bench.draws.active = False
+            self._sandbox.draws.active = False
         return batch
 
     def _set_seed(self) -> None:
         """Set the random numbers of forward by step and share, and by step alone if they should not matter."""
-        if self._bench.experiment.watched:
-            share = 0 if self._bench.draws.off else self._share
-            seed_cpu(mix(self._bench.subject.settings.seed, _COUNTERFACTUAL, self._step, self._num_calls, share))
+        if self._sandbox.experiment.watched:
+            share = 0 if self._sandbox.draws.off else self._share
+            seed_cpu(mix(self._sandbox.subject.settings.seed, _COUNTERFACTUAL, self._step, self._num_calls, share))
 
     def _model(self) -> nn.Module:
-        with self._bench.disguised():
+        experiment = self._sandbox.experiment
+        with self._sandbox.rank_view():
             model = self._plain.model()
         if not isinstance(model, nn.Module):
-            return model  # type: ignore[unreachable]  # the loop says what is wrong with it
-        experiment = self._bench.experiment
+            return model  # type: ignore[unreachable]  # the loop's own error names what is wrong with it
         if experiment.convert:
             from lockstep.parallel.sync_batchnorm import SyncBatchNorm
 
             model = SyncBatchNorm.convert_sync_batchnorm(model)
-        if self._bench.subject.double:
+        if self._sandbox.subject.double:
             model = model.double()
         if "initial" in experiment.off:
-            model.load_state_dict({**model.state_dict(), **self._given.initial})
+            model.load_state_dict({**model.state_dict(), **self._sandbox.given.initial})
         self._built = model
         return model
 
     def _optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
-        with self._bench.disguised():
+        with self._sandbox.rank_view():
             optimizer = self._plain.optimizer(parameters)
         if isinstance(optimizer, Optimizer):
             optimizer.register_step_pre_hook(self._before_update)
         return optimizer
 
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
-        """Set the rates that one process had, if so wanted, and note those that there are."""
+        """Set the rates that one process had, if the experiment asks for it, and record those that there are."""
         if self.gradients is not None:
             return  # an optimizer of the task's own may call torch's, which comes here again
         assert self._built is not None
-        self.gradients = take(self._built).gradients
-        number = len(self.rates)
-        if "rates" in self._bench.experiment.off and number < len(self._given.rates):
-            for group, known in zip(optimizer.param_groups, self._given.rates[number], strict=False):
+        self.gradients = ModelFingerprint.of(self._built).gradients
+        number, given = len(self.rates), self._sandbox.given.rates
+        if "rates" in self._sandbox.experiment.off and number < len(given):
+            for group, known in zip(optimizer.param_groups, given[number], strict=False):
                 group.update({key: value for key, value in known.items() if key in group})
         self.rates.append([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups])
 
     def _loss(self, model: nn.Module, batch: Any) -> Tensor | Loss:
-        bench, off = self._bench, self._bench.experiment.off
-        self.watch.use()
-        if bench.subject.double:
+        sandbox, off = self._sandbox, self._sandbox.experiment.off
+        self.recorder.mark_used()
+        if sandbox.subject.double:
             batch = map_tensors(batch, _to_double)
         self.batches.append(digest(batch))
         self._set_seed()
         self._num_calls += 1
-        if "batchnorm" in off:
+        if "batchnorm" in off:  # what they would write into their running statistics
             for module in model.modules():
                 if is_batch_norm(module):
                     module.eval()
-        with ExitStack() as stack:
-            stack.enter_context(bench.disguised())
-            if "state" in off:
-                stack.enter_context(bench.writes.during(model))
-            bench.draws.active = True
+        with sandbox.rank_view(), sandbox.writes.during(model) if "state" in off else nullcontext():
+            sandbox.draws.active = True
             result = self._plain.loss(model, batch)
-        return self._weigh(result, model) if "weights" in off else result
-
-    def _weigh(self, result: Tensor | Loss, model: nn.Module) -> Tensor:
-        factor = self._given.factors[self._step][self._share]
+        if "weights" not in off:
+            return result
+        factor = sandbox.given.factors[self._step][self._share]
         if factor == 0.0:  # it may not even be finite
             return sum((p.sum() * 0.0 for p in model.parameters() if p.requires_grad), torch.zeros(()))
-        return as_mean(result) * factor
-
-
-def as_mean(result: Tensor | Loss) -> Tensor:
-    """Return what a loss comes to."""
-    return result.total / result.count if isinstance(result, Loss) else result
+        return (result.total / result.count if isinstance(result, Loss) else result) * factor
 
 
 def _to_double(tensor: Tensor) -> Tensor:
@@ -215,49 +301,36 @@ def _to_double(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def open_sandbox(subject: Subject, experiment: Experiment, given: Given) -> Iterator[Sandbox]:
-    """Make a bench for one run, with what must be turned off before the task is loaded; undo all of it at the end."""
-    bench, off = Sandbox(subject, experiment, given), experiment.off
-    kept_dtype, kept_threads = torch.get_default_dtype(), torch.get_num_threads()
-    kept_strictness = torch.are_deterministic_algorithms_enabled()
+    """Make a sandbox for one run, with what must be turned off before the task is loaded; undo all of it at the end."""
+    sandbox, off = Sandbox(subject, experiment, given), experiment.off
     with ExitStack() as stack:
-        stack.callback(torch.set_default_dtype, kept_dtype)
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         stack.enter_context(_modules_forgotten(subject.task))
         if "outside" in off:
             stack.enter_context(outside_stands_still())
         if experiment.watched:
-            stack.enter_context(bench.draws.watching())
+            stack.enter_context(sandbox.draws.watching())
         if "operators" in off:
-            stack.callback(torch.use_deterministic_algorithms, kept_strictness)
+            stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
             torch.use_deterministic_algorithms(True)
         if "threads" in off:
-            stack.callback(torch.set_num_threads, kept_threads)
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
         if subject.double:
             torch.set_default_dtype(torch.float64)
-        yield bench
-
-
-def _fresh(task: str | bytes) -> Task:
-    if isinstance(task, str):
-        return load_task(task)
-    found: Task = cloudpickle.loads(task)
-    return found
+        yield sandbox
 
 
 @contextmanager
 def _modules_forgotten(task: str | bytes) -> Iterator[None]:
     """Forget at the end what the task's file and its neighbours imported, so that the next run starts afresh."""
     kept_path, kept = list(sys.path), set(sys.modules)
-    folder = Path(task.rpartition(".py")[0] or ".").resolve().parent if isinstance(task, str) else None
-    is_beside: Callable[[str], bool] = partial(_is_under, folder)
     try:
         yield
     finally:
         sys.path[:] = kept_path
+        folder = Path(task.rpartition(".py")[0]).resolve().parent if isinstance(task, str) else None
         for name in set(sys.modules) - kept:
-            if is_beside(getattr(sys.modules[name], "__file__", None) or ""):
+            file = getattr(sys.modules[name], "__file__", None)
+            if folder is not None and file and Path(file).resolve().is_relative_to(folder):
                 del sys.modules[name]
-
-
-def _is_under(folder: Path | None, file: str) -> bool:
-    return folder is not None and file != "" and Path(file).resolve().is_relative_to(folder)

@@ -10,16 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.study.verify.interventions import (
-    Draws,
-    Given,
-    NoBatchStatistics,
-    NoWrites,
-    Watch,
-    digest,
-    outside_stands_still,
-    watched,
-)
+from lockstep.study.verify.interventions import Draws, Given, NoBatchStatistics, NoWrites, outside_stands_still
+from lockstep.study.verify.sandbox import RecordedSamples, SampleRecorder, digest
 
 PRIVATE = torch.Generator().manual_seed(0)
 DRAWS = {
@@ -139,25 +131,25 @@ def test_what_forward_writes_is_undone():
     assert not model.bias.any()
 
 
-def test_samples_are_noted_and_replaced():
-    watch = Watch(None)
-    samples = watched([10, 11, 12], watch)
+def test_samples_are_recorded_and_replaced():
+    recorder = SampleRecorder(None)
+    samples = RecordedSamples([10, 11, 12], recorder)
     assert [samples[2], samples[0]] == [12, 10]
-    assert [(index, value) for index, value, _ in watch.end_step(ahead=False)] == [(2, 12), (0, 10)]
+    assert [(index, value) for index, value, _ in recorder.end_step(ahead=False)] == [(2, 12), (0, 10)]
     given = Given(samples={0: [(2, 5), (0, 6)]}, sizes={"samples of the data set": 2})
-    replaced = watched([10, 11, 12], Watch(given))
+    replaced = RecordedSamples([10, 11, 12], SampleRecorder(given))
     assert len(replaced) == 2
     assert [replaced[0], replaced[2]] == [6, 5]
 
 
 def test_what_is_loaded_ahead_belongs_to_the_next_step():
-    watch = Watch(None)
-    samples = watched([10, 11], watch)
+    recorder = SampleRecorder(None)
+    samples = RecordedSamples([10, 11], recorder)
     assert samples[0] == 10
-    watch.use()
+    recorder.mark_used()
     assert samples[1] == 11
-    assert [index for index, _, _ in watch.end_step(ahead=True)] == [0]
-    assert [index for index, _, _ in watch.end_step(ahead=False)] == [1]
+    assert [index for index, _, _ in recorder.end_step(ahead=True)] == [0]
+    assert [index for index, _, _ in recorder.end_step(ahead=False)] == [1]
 
 
 @pytest.mark.parametrize(

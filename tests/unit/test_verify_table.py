@@ -1,11 +1,12 @@
-"""What verify says of what it found."""
+"""What verify reports of what it found."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from lockstep.study.verify.causes import Cause, Diagnosis, Row, fix
+from lockstep.study.verify.causes import Cause, Findings, Row
 from lockstep.study.verify.diagnose import Verification
 from lockstep.study.verify.fingerprint import Difference, TraceComparison
 from lockstep.study.verify.interventions import Subject
@@ -17,7 +18,7 @@ WORST = {"loss": 0.0, "gradient": 0.25}
 
 
 def verification(*findings, same=False, explained=True, first=FIRST, repeatable=True, why_single="", **subject):
-    values = {"num_devices": 2, "torch_ddp": False, "num_steps": 3, "steps": (0, 1, 5), "double": not why_single}
+    values = {"num_devices": 2, "num_steps": 3, "steps": (0, 1, 5), "double": not why_single}
     comparison = TraceComparison(() if first is None else (first,), WORST)
     rows = (Row("nothing", "one process, ranks", "differ", False),)
     return Verification(
@@ -33,7 +34,9 @@ def verification(*findings, same=False, explained=True, first=FIRST, repeatable=
 
 
 def finding(cause, tried=""):
-    return Diagnosis(cause, "It was measured.", fix(cause, Subject("task.py", Settings(), 2, False, 3)), tried)
+    found = Findings(Subject("task.py", Settings(), 2, 3))
+    found.add(cause, "It was measured.")
+    return replace(found.diagnoses[0], tried=tried)
 
 
 def test_the_same_run_is_one_sentence():
@@ -83,12 +86,6 @@ def test_every_cause_has_a_fix(cause):
     text = finding(cause).fix
     assert text.endswith(".")
     assert "{" not in text
-
-
-def test_torch_ddp_is_named_and_told_of_fit():
-    subject = Subject("task.py", Settings(), 2, True, 3)
-    assert fix(Cause.RANDOM, subject).startswith("Train with lockstep.fit(task, reproducible=2), which")
-    assert "2 ranks with torch's DistributedDataParallel part" in sentences(verification(torch_ddp=True))[0]
 
 
 def test_the_page_fits_and_begins_with_the_verdict():
