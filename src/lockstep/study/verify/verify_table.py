@@ -88,15 +88,14 @@ def render(verification: Verification, name: str) -> RenderableType:
     parts: list[RenderableType] = [Text(heading, style="bold"), Text()]
     parts += [Text(sentence) for sentence in sentences(verification)]
     if comparison is not None:
-        rows = []
+        rows: list[list[str | Text]] = []
         for kind, worst in comparison.worst.items():
             first = next((difference for difference in comparison.differences if difference.kind == kind), "")
             largest = "none" if worst == 0 else f"{worst:.1e}" if isfinite(worst) else "-"
             rows.append([PLURALS.get(kind, f"{kind}s"), largest, str(first)])
-        table = Table("What was compared", ["", "largest difference", "first difference"], rows)
-        parts += [Text(), table.rich()]
+        parts += [Text(), Table("What was compared", ["", "largest difference", "first difference"], rows).rich()]
     if verification.rows:
-        experiments = [
+        experiments: list[list[str | Text]] = [
             [row.turned_off, row.compared, Text(row.outcome, style="" if row.same else "bold")]
             for row in verification.rows
         ]
