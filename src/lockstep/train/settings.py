@@ -9,8 +9,8 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
@@ -18,15 +18,49 @@ from typing import Annotated, Any, Literal, Union
 from lockstep.errors import ConfigurationError
 from lockstep.telemetry.sinks.factory import parse_targets
 
-# Settings as data: what a dataclass of annotated fields declares, for checking values and for making flags.
-
 FilePath = str | Path
 Kind = Literal["int", "float", "bool", "path", "choice", "numbers", "words"]
+
+# --- a setting: what an annotated field of a dataclass declares, for checking values and for making flags -------------
+
+
+def _is_number(value: object, kinds: tuple[type, ...] = (int, float)) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)  # True is an int to Python, but no number of steps
+
+
+def _are_positive(value: Any) -> bool:
+    if not isinstance(value, Sequence) or not value:
+        return False
+    return all(_is_number(number) and 0 < number < math.inf for number in value)
+
+
+def _are_words(value: object) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, Sequence) and len(value) > 0 and all(isinstance(word, str) for word in value)
+    )
+
+
+_KINDS: dict[frozenset[Any], Kind] = {
+    frozenset({int}): "int",
+    frozenset({float}): "float",
+    frozenset({bool}): "bool",
+    frozenset({str, Path}): "path",
+    frozenset({Sequence[float]}): "numbers",
+    frozenset({str, Sequence[str]}): "words",
+}
+_ALLOWED: dict[Kind, tuple[Callable[[Any], bool], str]] = {
+    "int": (lambda value: _is_number(value, (int,)), "a whole number"),
+    "float": (_is_number, "a number"),
+    "bool": (lambda value: isinstance(value, bool), "True or False"),
+    "path": (lambda value: isinstance(value, (str, Path)), "a path"),
+    "numbers": (_are_positive, "numbers above 0, such as (2, 1, 1)"),
+    "words": (_are_words, "a text, or several"),
+}
 
 
 @dataclass(frozen=True)
 class Flag:
-    """What a field says of itself, besides its type and default.
+    """What a field declares besides its type and default.
 
     Args:
         help: One sentence for ``--help``.
@@ -41,7 +75,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Setting:
-    """One field, as checked and shown; ``optional`` ones may be None, and numbers may be one of the ``choices``."""
+    """One field, as checked and shown; ``optional`` ones may be None."""
 
     name: str
     kind: Kind
@@ -50,7 +84,7 @@ class Setting:
     default: Any
     flag: Flag
 
-    def check(self, value: object) -> None:
+    def check(self, value: Any) -> None:
         """Check a value.
 
         Raises:
@@ -58,50 +92,15 @@ class Setting:
         """
         if value is None and self.optional:
             return
-        allowed = self._allowed(value)
-        if allowed is not None:
-            raise ConfigurationError(f"{self.name}={value!r} is not allowed.\nGive {allowed}.")
-
-    def _allowed(self, value: object) -> str | None:
-        """Return in words what is allowed if ``value`` is not."""
         if self.kind == "choice":
-            return None if value in self.choices else "one of " + ", ".join(self.choices)
-        if self.kind == "bool":
-            return None if isinstance(value, bool) else "True or False"
-        if self.kind == "path":
-            return None if isinstance(value, (str, Path)) else "a path"
-        if self.kind == "numbers":
-            return None if _are_positive(value) else "numbers above 0, such as (2, 1, 1)"
-        if self.kind == "words":
-            return None if _are_words(value) else "a text, or several"
-        if isinstance(value, str) and value in self.choices:
-            return None
-        numbers = (int,) if self.kind == "int" else (int, float)
-        smallest = self.flag.at_least
-        if isinstance(value, numbers) and not isinstance(value, bool) and (smallest is None or value >= smallest):
-            return None
-        number = "a whole number" if self.kind == "int" else "a number"
-        words = "".join(f", or {choice}" for choice in self.choices)
-        return (number if smallest is None else f"{number} of at least {smallest}") + words
-
-
-def _are_positive(value: object) -> bool:
-    """Return whether ``value`` is a sequence of finite numbers above 0, of one at least."""
-    return (
-        isinstance(value, Sequence)
-        and len(value) > 0
-        and all(
-            isinstance(number, (int, float)) and not isinstance(number, bool) and 0 < number < math.inf
-            for number in value
-        )
-    )
-
-
-def _are_words(value: object) -> bool:
-    """Return whether ``value`` is a text, or a sequence of texts, of one at least."""
-    if isinstance(value, str):
-        return True
-    return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(word, str) for word in value)
+            is_allowed, allowed = value in self.choices, "one of " + ", ".join(self.choices)
+        else:
+            test, allowed = _ALLOWED[self.kind]
+            is_allowed = test(value)
+        if (smallest := self.flag.at_least) is not None:
+            is_allowed, allowed = is_allowed and value >= smallest, f"{allowed} of at least {smallest}"
+        if not is_allowed:
+            raise ConfigurationError(f"{self.name}={value!r} is not allowed.\nGive {allowed}.")
 
 
 @cache
@@ -112,37 +111,18 @@ def settings_of(cls: type) -> tuple[Setting, ...]:
 
 
 def _setting(name: str, hint: Any, default: object) -> Setting:
-    assert typing.get_origin(hint) is Annotated and default is not MISSING, name
     inner, flag = typing.get_args(hint)
-    assert isinstance(flag, Flag), name
-    members = typing.get_args(inner) if typing.get_origin(inner) in (Union, types.UnionType) else (inner,)
-    optional = type(None) in members
-    members = tuple(member for member in members if member is not type(None))
-    choices = tuple(
-        word for member in members if typing.get_origin(member) is Literal for word in typing.get_args(member)
-    )
-    members = tuple(member for member in members if typing.get_origin(member) is not Literal)
-    if not members:
-        return Setting(name, "choice", optional, choices, default, flag)
-    kinds: dict[frozenset[Any], Kind] = {
-        frozenset({int}): "int",
-        frozenset({float}): "float",
-        frozenset({bool}): "bool",
-        frozenset({str, Path}): "path",
-        frozenset({Sequence[float]}): "numbers",
-        frozenset({str, Sequence[str]}): "words",
-    }
-    return Setting(name, kinds[frozenset(members)], optional, choices, default, flag)
+    is_union = typing.get_origin(inner) in (Union, types.UnionType)
+    members = frozenset(typing.get_args(inner) if is_union else [inner])
+    kinds = members - {type(None)}
+    optional = kinds != members
+    (first, *_) = kinds
+    if typing.get_origin(first) is Literal:
+        return Setting(name, "choice", optional, typing.get_args(first), default, flag)
+    return Setting(name, _KINDS[kinds], optional, (), default, flag)
 
 
-def check_all(settings: object) -> None:
-    """Check every field of a dataclass of settings; see `Setting.check`."""
-    cls: type = type(settings)
-    for setting in settings_of(cls):
-        setting.check(getattr(settings, setting.name))
-
-
-# Which steps of a run are profiled: pure arithmetic.
+# --- which steps of a run are profiled ------------------------------------------------------------------------------
 
 FIRST_PROFILED, NUM_PROFILED = 11, 3
 """By then memory is allocated, kernels are chosen and buckets have found their order."""
@@ -155,7 +135,7 @@ class ProfileWindows:
     Args:
         first: The first step.
         count: How many, one after the other.
-        every: Steps from the beginning of one stretch to that of the next; None: there is only one.
+        every: Steps from the beginning of one window to that of the next; None: there is only one.
     """
 
     first: int = FIRST_PROFILED
@@ -163,39 +143,17 @@ class ProfileWindows:
     every: int | None = None
 
     def is_first(self, step: int) -> bool:
-        """Return whether a stretch begins with ``step``."""
-        return step == self.first or (
-            self.every is not None and step > self.first and (step - self.first) % self.every == 0
-        )
+        """Return whether a window begins with ``step``."""
+        since = step - self.first
+        return since == 0 or (self.every is not None and since > 0 and since % self.every == 0)
 
     def is_last(self, step: int) -> bool:
-        """Return whether a stretch ends with ``step``."""
+        """Return whether a window ends with ``step``."""
         return self.is_first(step - self.count + 1)
 
 
-def check_profile_steps(numbers: Sequence[float] | None) -> None:
-    """Check what was given as ``profile_steps``.
-
-    Raises:
-        ConfigurationError: It is not two or three whole numbers, or stretches would overlap.
-    """
-    if numbers is None:
-        return
-    if len(numbers) not in (2, 3) or any(number != int(number) for number in numbers):
-        raise ConfigurationError(
-            f"profile_steps={tuple(numbers)} is not allowed.\n"
-            "Give the first step and how many, such as 101,5; to do so again and again, also the steps from one "
-            "beginning to the next, such as 101,5,1000."
-        )
-    if len(numbers) == 3 and numbers[2] <= numbers[1]:
-        raise ConfigurationError(
-            f"profile_steps={tuple(numbers)}: {numbers[1]:.0f} steps every {numbers[2]:.0f} leave none out.\n"
-            "Make the third number larger than the second."
-        )
-
-
 def profile_windows(numbers: Sequence[float] | None, num_steps: int) -> ProfileWindows:
-    """Return the stretches that checked ``numbers`` stand for, in a run of so many steps.
+    """Return the windows that checked ``numbers`` stand for, in a run of so many steps.
 
     Without numbers, they are a few steps after the first ones; of a short run, its last.
     """
@@ -205,10 +163,7 @@ def profile_windows(numbers: Sequence[float] | None, num_steps: int) -> ProfileW
     return ProfileWindows(first, count, every[0] if every else None)
 
 
-# Every setting of a training run, declared once: ``fit``'s keywords and ``lockstep train``'s flags derive from it.
-#
-# `Settings` is what determines the arithmetic, and all that the step loop needs. `FitSettings` adds what goes on
-# around the steps.
+# --- every setting of a training run --------------------------------------------------------------------------------
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Schedule = Literal["constant", "linear", "cosine"]
@@ -222,7 +177,7 @@ StrategyName = Literal["single", "dp", "ddp", "ddp-zero1", "fsdp", "torch-dp", "
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a task is trained, apart from where.
+    """How a task is trained, apart from where: what determines the arithmetic, and all that the step loop needs.
 
     Raises:
         ConfigurationError: A value is of the wrong kind or out of range; says which, and what is allowed.
@@ -280,52 +235,51 @@ class Settings:
     ] = None
 
     def __post_init__(self) -> None:
-        check_all(self)
-        if self.reproducible is not None and self.accumulate > 1:
-            raise ConfigurationError(
-                f"Both reproducible={self.reproducible} and accumulate={self.accumulate} are given.\n"
-                "Each virtual shard is a micro-batch already: for smaller ones, cut the batch into more of them "
-                f"(reproducible={self.reproducible * self.accumulate})."
-            )
+        for setting in settings_of(type(self)):  # of the subclass, too
+            setting.check(getattr(self, setting.name))
         if self.shares is not None:
             object.__setattr__(self, "shares", tuple(self.shares))  # so that nobody changes it
+        if self.clip is not None and not self.clip > 0:
+            raise ConfigurationError(f"clip={self.clip} is no length.\nGive a number above 0, or leave it out.")
+        if self.bucket_cap_mb is not None and not 0 < self.bucket_cap_mb < math.inf:
+            raise ConfigurationError(f"bucket_cap_mb={self.bucket_cap_mb} is no size.\nGive a number of MiB above 0.")
         if self.steps is not None and self.epochs is not None:
             raise ConfigurationError(
                 f"Both steps={self.steps} and epochs={self.epochs} are given.\nGive the one that should end the run."
             )
-        if self.clip is not None and not self.clip > 0:
-            raise ConfigurationError(f"clip={self.clip} is no length.\nGive a number above 0, or leave it out.")
-        check_combinations(self)
+        if self.overlap_optimizer:
+            self._check_overlap()
+        if self.reproducible is not None:
+            self._check_reproducible(self.reproducible)
 
+    def _check_overlap(self) -> None:
+        needs_the_end = {
+            "clip": (self.clip is not None, "the norm of the whole gradient is known"),
+            "precision=fp16": (self.precision == "fp16", "the whole gradient is known to be finite"),
+            "bad_samples=skip": (self.bad_samples == "skip", "it is known how many samples there were"),
+            "on_nan=skip": (self.on_nan == "skip", "the whole gradient is known to be finite"),
+            "reproducible": (self.reproducible is not None, "all virtual shards are summed"),
+        }
+        for name, (is_given, when) in needs_the_end.items():
+            if is_given:
+                raise ConfigurationError(
+                    f"With {name} no parameter can be stepped before {when}, so overlap_optimizer cannot be had with "
+                    "it.\nLeave one of the two out."
+                )
 
-def check_combinations(settings: Settings) -> None:
-    """Refuse settings that cannot be had together.
-
-    Raises:
-        ConfigurationError: Names both, and says why.
-    """
-    cap_mb = settings.bucket_cap_mb
-    if cap_mb is not None and not 0 < cap_mb < math.inf:
-        raise ConfigurationError(f"bucket_cap_mb={cap_mb} is no size.\nGive a number of MiB above 0.")
-    needs_the_end = {
-        "clip": (settings.clip is not None, "the norm of the whole gradient is known"),
-        "precision=fp16": (settings.precision == "fp16", "the whole gradient is known to be finite"),
-        "bad_samples=skip": (settings.bad_samples == "skip", "it is known how many samples there were"),
-        "on_nan=skip": (settings.on_nan == "skip", "the whole gradient is known to be finite"),
-        "reproducible": (settings.reproducible is not None, "all virtual shards are summed"),
-    }
-    for name, (is_given, when) in needs_the_end.items():
-        if settings.overlap_optimizer and is_given:
+    def _check_reproducible(self, num_shards: int) -> None:
+        if self.accumulate > 1:
             raise ConfigurationError(
-                f"With {name} no parameter can be stepped before {when}, so overlap_optimizer cannot be had with it.\n"
-                "Leave one of the two out."
+                f"Both reproducible={num_shards} and accumulate={self.accumulate} are given.\n"
+                "Each virtual shard is a micro-batch already: for smaller ones, cut the batch into more of them "
+                f"(reproducible={num_shards * self.accumulate})."
             )
-    for name in ("wire", "bucket_cap_mb"):
-        if settings.reproducible is not None and getattr(settings, name) is not None:
-            raise ConfigurationError(
-                f"{name} does nothing with reproducible, which exchanges gradients in its own way.\n"
-                "Leave one of the two out."
-            )
+        for name in ("wire", "bucket_cap_mb"):
+            if getattr(self, name) is not None:
+                raise ConfigurationError(
+                    f"{name} does nothing with reproducible, which exchanges gradients in its own way.\n"
+                    "Leave one of the two out."
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,20 +346,17 @@ class FitSettings(Settings):
             raise ConfigurationError(
                 "resume needs a folder to resume from.\nName it with checkpoint=DIR (--checkpoint DIR)."
             )
-        if self.checkpoint is None:
-            for name, is_given in (("keep_best", self.keep_best), ("checkpoint_blocking", self.checkpoint_blocking)):
-                if is_given:
-                    raise ConfigurationError(
-                        f"{name} needs a folder for checkpoints.\nName it with checkpoint=DIR (--checkpoint DIR)."
-                    )
+        for name in ("keep_best", "checkpoint_blocking"):
+            if getattr(self, name) and self.checkpoint is None:
+                raise ConfigurationError(
+                    f"{name} needs a folder for checkpoints.\nName it with checkpoint=DIR (--checkpoint DIR)."
+                )
         if self.export is not None and Path(self.export).suffix != ".safetensors":
             raise ConfigurationError(f"export={self.export} does not end in .safetensors.\nName a file that does.")
         if self.log_to is not None:
             object.__setattr__(self, "log_to", tuple(str(target) for target in parse_targets(self.log_to)))
-        self._check_profile()
-
-    def _check_profile(self) -> None:
-        check_profile_steps(self.profile_steps)
+        if self.profile_steps is not None:
+            self._check_profile_steps(self.profile_steps)
         for name in ("profile_steps", "profile_dir"):
             if getattr(self, name) is not None and not self.profile:
                 raise ConfigurationError(
@@ -417,8 +368,21 @@ class FitSettings(Settings):
                 "the run with run_dir=DIR (--run-dir DIR)."
             )
 
+    def _check_profile_steps(self, numbers: Sequence[float]) -> None:
+        if len(numbers) not in (2, 3) or any(number != int(number) for number in numbers):
+            raise ConfigurationError(
+                f"profile_steps={tuple(numbers)} is not allowed.\n"
+                "Give the first step and how many, such as 101,5; to do so again and again, also the steps from one "
+                "beginning to the next, such as 101,5,1000."
+            )
+        if len(numbers) == 3 and numbers[2] <= numbers[1]:
+            raise ConfigurationError(
+                f"profile_steps={tuple(numbers)}: {numbers[1]:.0f} steps every {numbers[2]:.0f} leave none out.\n"
+                "Make the third number larger than the second."
+            )
 
-# Settings in a file: TOML lines such as ``workers = 2``, which `lockstep tune` writes and ``lockstep train`` reads.
+
+# --- settings in a file: TOML lines such as ``workers = 2`` -----------------------------------------------------------
 
 _EXCLUSIVE = {"steps": "epochs", "epochs": "steps"}
 """Settings of which only one can be given: the one that has the last word takes the other's place."""
@@ -435,29 +399,40 @@ def read_settings(path: FilePath) -> dict[str, Any]:
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(
-            f"{path} cannot be read: {error.strerror}.\nName a file of settings, such as lockstep tune writes."
-        ) from None
-    except UnicodeDecodeError:
-        raise ConfigurationError(
-            f"{path} is no text.\nName a file of settings, such as lockstep tune writes."
-        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        cause = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else "is no text"
+        raise ConfigurationError(f"{path} {cause}.\nName a file of settings, such as lockstep tune writes.") from None
+    lines = text.splitlines() or [""]
+
+    def wrong(number: int, cause: str, advice: str) -> ConfigurationError:
+        return ConfigurationError(f"{path}, line {number}: {cause}\n    {lines[number - 1].strip()}\n{advice}")
+
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise _not_toml(path, text, str(error)) from None
+        found = _TOML_POSITION.search(str(error))
+        number = min(int(found[1]), len(lines)) if found and found[1] else len(lines)
+        advice = 'Write a setting in each line, as in workers = 2 or strategy = "ddp".'
+        raise wrong(number, f"{_TOML_POSITION.sub('', str(error))}.", advice) from None
     known = {setting.name: setting for setting in settings_of(FitSettings)}
     for name, value in values.items():
-        where = _SettingsLine(path, text, name)
+        # tomllib does not keep where a value stood.
+        sets = re.compile(rf"""\s*\[*\s*["']?{re.escape(name)}["']?\s*[=.\]]""")
+        number = next((number for number, line in enumerate(lines, 1) if sets.match(line)), 1)
         if name not in known:
-            raise where.error(f"there is no setting {name!r}.", _hint(name, value, list(known)))
+            raise wrong(number, f"there is no setting {name!r}.", _hint(name, value, list(known)))
         try:
             known[name].check(value)
         except ConfigurationError as error:
-            cause, _, advice = str(error).partition("\n")
-            raise where.error(cause, advice) from None
+            raise wrong(number, *str(error).split("\n", 1)) from None
     return values
+
+
+def _hint(name: str, value: object, known: list[str]) -> str:
+    if isinstance(value, dict):
+        return "Write each setting in a line of its own, without a heading in brackets."
+    near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
+    return f"Did you mean {near[0]}?" if near else "lockstep train --help lists them all."
 
 
 def merge_settings(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -468,46 +443,5 @@ def merge_settings(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[
 
 def toml_line(name: str, value: object) -> str:
     """Return the line of a setting."""
-    return f"{name} = {_toml_value(value)}"
-
-
-def _toml_value(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (int, float)):
-        return repr(value)
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_toml_value(each) for each in value)}]"
-    return json.dumps(str(value), ensure_ascii=False)
-
-
-class _SettingsLine:
-    """The line of a file that sets a name."""
-
-    def __init__(self, path: FilePath, text: str, name: str) -> None:
-        sets = re.compile(rf"""\s*\[*\s*["']?{re.escape(name)}["']?\s*[=.\]]""")
-        lines = text.splitlines()
-        self._path = path
-        self._number = next((number for number, line in enumerate(lines, 1) if sets.match(line)), 1)
-        self._line = lines[self._number - 1].strip()
-
-    def error(self, cause: str, advice: str) -> ConfigurationError:
-        return ConfigurationError(f"{self._path}, line {self._number}: {cause}\n    {self._line}\n{advice}")
-
-
-def _not_toml(path: FilePath, text: str, reason: str) -> ConfigurationError:
-    lines = text.splitlines() or [""]
-    found = _TOML_POSITION.search(reason)
-    number = int(found[1]) if found and found[1] else len(lines)
-    line = lines[min(number, len(lines)) - 1].strip()
-    return ConfigurationError(
-        f"{path}, line {number}: {_TOML_POSITION.sub('', reason)}.\n    {line}\n"
-        'Write a setting in each line, as in workers = 2 or strategy = "ddp".'
-    )
-
-
-def _hint(name: str, value: object, known: list[str]) -> str:
-    if isinstance(value, dict):
-        return "Write each setting in a line of its own, without a heading in brackets."
-    near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
-    return f"Did you mean {near[0]}?" if near else "lockstep train --help lists them all."
+    # JSON's numbers, booleans, lists and strings are TOML's, too.
+    return f"{name} = {json.dumps(value, ensure_ascii=False, default=str)}"
