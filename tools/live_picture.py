@@ -16,8 +16,7 @@ from rich.text import Text
 
 import lockstep
 from lockstep.telemetry.live_view import picture
-from lockstep.telemetry.metrics import EventFigures, Snapshot
-from lockstep.train.display import Display
+from lockstep.telemetry.metrics import EventFigures, Snapshot, SnapshotSink
 from lockstep.train.task import load_task
 
 REPO = Path(__file__).parents[1]
@@ -27,7 +26,7 @@ SLOW_RANK, SLOW_S = 2, 0.03
 AT_STEP = 150
 
 
-class LastPicture(Display):
+class LastPicture(SnapshotSink):
     """Keeps the picture of one snapshot in the middle of the run."""
 
     def __init__(self) -> None:
@@ -40,7 +39,7 @@ class LastPicture(Display):
         if not self.lines and snapshot.step >= AT_STEP and len(snapshot.ranks) == snapshot.world_size:
             self.lines = picture(snapshot, self._events, width=WIDTH, height=HEIGHT)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Do nothing."""
 
     def close(self) -> None:
@@ -60,7 +59,7 @@ def train() -> list[Text]:
         return compute(model, batch)
 
     object.__setattr__(task, "loss", loss)
-    with patch("lockstep.train.run.make_display", lambda view, silent: display):
+    with patch("lockstep.train.fit.Display", lambda view, silent: display):
         lockstep.fit(task, strategy="ddp", steps=400, clip=1.0, eval_every=10_000)
     return display.lines
 

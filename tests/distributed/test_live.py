@@ -52,7 +52,7 @@ def test_rank_zero_sees_all_ranks_and_which_is_slowest(ranks):
             def update(self, snapshot):
                 self.snapshots.append(snapshot)
 
-            def say(self, text):
+            def log(self, text):
                 self.said.append(text)
 
             def close(self):
@@ -63,11 +63,11 @@ def test_rank_zero_sees_all_ranks_and_which_is_slowest(ranks):
             return mean_loss(model, batch)
 
         display = Display()
-        before, run.make_display = run.make_display, lambda view, silent: display
+        before, run.Display = run.Display, lambda view, silent: display
         try:
             lockstep.fit(make_task(loss=loss), strategy="ddp", steps=60, check_replicas=0)
         finally:
-            run.make_display = before
+            run.Display = before
         return display.snapshots, display.said
 
     (snapshots, said), (none, _) = ranks(2)(train)

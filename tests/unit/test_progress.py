@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lockstep.telemetry.metrics import Snapshot
-from lockstep.train.display import Lines, Live, Said, Silence, format_metrics, make_display
+from lockstep.train import display as display_module
+from lockstep.train.display import Display, format_metrics
 from lockstep.train.fit import Throughput
 from lockstep.train.timing import StepRecord, StepTimer
 
@@ -22,14 +23,13 @@ def surroundings(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
 
 
-def test_lines_in_a_pipe(capsys):
-    display = make_display(silent=False)
-    assert isinstance(display, Lines)
+def test_lines_in_a_pipe(capsys, monkeypatch):
+    display = Display(silent=False)
     display.update(SNAPSHOT)
-    display.every_s = 0.0
+    monkeypatch.setattr(display_module, "_LINE_S", 0.0)
     display.update(SNAPSHOT)
     display.update(replace(SNAPSHOT, samples_per_s=None, left_s=2.0))  # a step that takes long
-    display.say("said [bold]as it is[/]")
+    display.log("said [bold]as it is[/]")
     display.close()
     assert capsys.readouterr().out.splitlines() == [
         "step 15/20  loss 0.2500  1,234 samples/s  3 s left",
@@ -39,35 +39,39 @@ def test_lines_in_a_pipe(capsys):
 
 
 def test_nothing_when_silent(capsys):
-    display = make_display("live", silent=True)
-    assert isinstance(display, Silence)
+    display = Display("live", silent=True)
     display.update(SNAPSHOT)
-    display.say("nothing")
+    display.log("nothing")
     display.close()
     assert capsys.readouterr() == ("", "")
 
 
 def test_no_view_but_what_stays(capsys):
-    display = make_display("none", silent=False)
-    assert isinstance(display, Said)
+    display = Display("none", silent=False)
     display.update(SNAPSHOT)
-    display.say("said")
+    display.log("said")
     assert capsys.readouterr().out == "said\n"
 
 
 def test_a_view_where_there_is_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    display = make_display(silent=False)
-    assert isinstance(display, Live)
+    display = Display(silent=False)
     display.update(SNAPSHOT)
-    display.say("said")
+    display.log("said")
     display.close()
     assert "15/20" in capsys.readouterr().out
-    for name, value in (("CI", "true"), ("TERM", "dumb"), ("TERM", "")):
+    for view, name, value in (
+        ("auto", "CI", "true"),
+        ("auto", "TERM", "dumb"),
+        ("live", "TERM", ""),
+        ("lines", "A", ""),
+    ):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
-            assert isinstance(make_display(silent=False), Lines)
-    assert isinstance(make_display("lines", silent=False), Lines)
+            display = Display(view, silent=False)
+            display.update(SNAPSHOT)  # a view would draw it at once
+            display.close()
+    assert capsys.readouterr().out == ""
 
 
 def test_metrics_as_words():

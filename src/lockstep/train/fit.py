@@ -7,9 +7,9 @@ import functools
 import inspect
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
@@ -21,15 +21,7 @@ from lockstep.data.loader import BadSample, explaining_worker_failures
 from lockstep.data.stream import check_same_length
 from lockstep.telemetry.run_record import Event
 from lockstep.train.checkpoints.export import check_export, export_weights
-from lockstep.train.display import (
-    NUM_NAMED,
-    RunLogger,
-    describe_not_finite,
-    describe_plan,
-    describe_skipped,
-    describe_stop,
-    make_display,
-)
+from lockstep.train.display import NUM_NAMED, Display, RunLogger, describe_not_finite, describe_plan, describe_skipped
 from lockstep.train.evaluate import Evaluation, Evaluations
 from lockstep.train.nonfinite import NonFiniteStep
 from lockstep.train.plan import devices_of
@@ -48,26 +40,6 @@ _MAX_UNREAD = 256
 """So many losses are left on the device before they are read."""
 
 P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def takes_settings(
-    make: Callable[P, FitSettings],
-) -> Callable[[Callable[[Task, FitSettings], R]], Callable[Concatenate[Task, P], R]]:
-    """Have a function of task and settings take the settings as keywords, with the types and defaults of ``make``."""
-
-    def decorate(function: Callable[[Task, FitSettings], R]) -> Callable[Concatenate[Task, P], R]:
-        @functools.wraps(function)
-        def called(task: Task, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            return function(task, make(*args, **kwargs))
-
-        task, _ = inspect.signature(function).parameters.values()
-        keywords = inspect.signature(make).parameters.values()
-        signature = inspect.signature(function).replace(parameters=[task, *keywords])
-        called.__signature__ = signature  # type: ignore[attr-defined]
-        return called
-
-    return decorate
 
 
 @dataclass(frozen=True)
@@ -118,21 +90,21 @@ class FitResult:
         return self.evaluations[-1].metrics if self.evaluations else {}
 
 
-@dataclass
 class Throughput:
     """Takes every step's loss without waiting for it, and measures the throughput.
 
-    The first step, which also allocates and compiles, is left out of the throughput as soon as there is a second.
+    Attributes:
+        losses: As far as they were read.
+        num_samples: Of all steps.
+        num_counted: What the losses were means over if not samples, such as tokens, as far as they were read.
     """
 
-    losses: list[float] = field(default_factory=list)
-    num_samples: int = 0
-    num_counted: float = 0.0
-    _unread: list[Tensor] = field(default_factory=list)
-    _unread_counts: list[Tensor] = field(default_factory=list)
-    _num_timed: int = 0
-    _elapsed_s: float = 0.0
-    _first: tuple[int, float] | None = None
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.num_samples, self.num_counted = 0, 0.0
+        self._unread: list[Tensor] = []
+        self._unread_counts: list[Tensor] = []
+        self._took: list[tuple[int, float]] = []  # samples and seconds of each stretch of training
 
     def add(self, record: StepRecord) -> None:
         """Add a step that ends now. Blocks every 256 steps until the device has come to it."""
@@ -142,7 +114,7 @@ class Throughput:
             self._unread_counts.append(record.count)
         if len(self._unread) >= _MAX_UNREAD:
             self.read()
-        self._count(record.num_samples, record.timer.began_at)
+        self._took.append((record.num_samples, time.perf_counter() - record.timer.began_at))
 
     def read(self) -> list[float]:
         """Return all losses so far. Blocks until the device has come to the last step."""
@@ -158,45 +130,28 @@ class Throughput:
         """Wait for the device, and count that as training: something else comes next."""
         started_at = time.perf_counter()
         self.read()
-        self._count(0, started_at)
-
-    def _count(self, num_samples: int, started_at: float) -> None:
-        elapsed_s = time.perf_counter() - started_at
-        if self._first is None:
-            self._first = (num_samples, elapsed_s)
-            return
-        self._num_timed += num_samples
-        self._elapsed_s += elapsed_s
+        self._took.append((0, time.perf_counter() - started_at))
 
     @property
     def samples_per_s(self) -> float:
         """Samples of the global batches per second of training."""
-        num_samples, elapsed_s = self._num_timed, self._elapsed_s
-        if num_samples == 0 and self._first is not None:
-            num_samples, elapsed_s = self._first
-        return num_samples / elapsed_s if elapsed_s else 0.0
+        took = self._took[1:]  # the first step also allocates and compiles
+        if not any(num_samples for num_samples, _ in took):
+            took = self._took[:1]
+        elapsed_s = sum(seconds for _, seconds in took)
+        return sum(num_samples for num_samples, _ in took) / elapsed_s if elapsed_s else 0.0
 
     @property
-    def counted(self) -> tuple[float, float] | None:
-        """What the losses were means over if not samples, such as tokens: how many, and how many a second.
-
-        None if they were means over samples. Blocks until the device has come to the last step.
-        """
-        self.read()
-        if not self.num_counted:
-            return None
-        return self.num_counted, self.samples_per_s * self.num_counted / self.num_samples
-
-    def describe(self, counts: str) -> str:
-        """Return the throughput in words; ``counts`` is what the losses count if not samples."""
-        text = f"{self.samples_per_s:,.0f} samples/s"
-        return text if self.counted is None else f"{text}, {self.counted[1]:,.0f} {counts}/s"
+    def counted_per_s(self) -> float:
+        """What the losses were means over, a second."""
+        return self.samples_per_s * self.num_counted / self.num_samples
 
 
 class Run:
     """A run of `fit`: the steps, and what goes on around them.
 
-    Collective for ``ddp`` and ``torch-ddp``: every rank makes one and calls its methods in the same order.
+    Collective for strategies with a process for each device: every rank makes one, and calls its methods in the same
+    order.
     """
 
     def __init__(
@@ -211,42 +166,51 @@ class Run:
         self._signals, self._checkpoints = signals, checkpoints
         if settings.export is not None:
             check_export(Path(settings.export))
-        self._trainer = Trainer(task, settings, world, strategy=settings.strategy, devices=devices_of(settings, world))
-        group, device = self._trainer.group, self._trainer.device
-        check_same_length(self._trainer.samples, "dataset", group=group, device=device)
-        self.evaluations = Evaluations(task, self._trainer, keep_best=settings.keep_best)
+        trainer = Trainer(task, settings, world, strategy=settings.strategy, devices=devices_of(settings, world))
+        self._trainer = trainer
+        check_same_length(trainer.samples, "dataset", group=trainer.group, device=trainer.device)
+        self.evaluations = Evaluations(task, trainer, keep_best=settings.keep_best)
         self._checkpoint: Path | None = None
         self._saved: tuple[int, float | None] | None = None
         if checkpoints is not None:
-            self._trainer.stop_requested = lambda: signals.asked() is not None
-            self._trainer.failure_seen = lambda: checkpoints.failed
-        resumed = self._resume()
-        self._first_step = self._trainer.num_steps_done
-        self.num_steps = max(self._trainer.plan.num_steps, self._first_step)
-        """Of the whole run."""
+            trainer.stop_requested = lambda: signals.asked() is not None
+            trainer.failure_seen = lambda: checkpoints.failed
+        lines = self._resume()
+        self._first_step = trainer.num_steps_done
+        # A run that goes on may have more steps behind it than it is now to have in all.
+        self.num_steps = max(trainer.plan.num_steps, self._first_step)
+        if self._first_step:
+            lines.append(f"resumed after step {self._first_step} of {self.num_steps}")
         self._throughput = Throughput()
-        self._record = RunRecord(task, settings, world, self._trainer, num_steps=self.num_steps)
+        self._record = RunRecord(task, settings, world, trainer, num_steps=self.num_steps)
         self._started_at = time.perf_counter()
-        sinks = make_sinks(task, settings, world, self._trainer, num_steps=self.num_steps)
-        self._display = make_display(settings.view, silent=settings.quiet or not world.is_rank_zero)
-        self._logger = RunLogger(self._trainer, self._display, self._record)
-        self._slow_ranks = SlowRanks(self._trainer, self._logger.report_slow_rank)
-        num_devices = len(self._trainer.devices) if self._trainer.group is None else world.world_size
-        plan = describe_plan(task, settings, self._trainer.plan, self._trainer.device, num_devices=num_devices)
-        for line in (*plan, *resumed, *sinks.remarks):
-            self._display.say(line)
+        sinks = make_sinks(task, settings, world, trainer, num_steps=self.num_steps)
+        self._display = Display(settings.view, silent=settings.quiet or not world.is_rank_zero)
+        self._logger = RunLogger(trainer, self._display, self._record)
+        self._slow_ranks = SlowRanks(trainer, self._logger.report_slow_rank)
+        num_devices = len(trainer.devices) if trainer.group is None else world.world_size
+        plan = describe_plan(task, settings, trainer.plan, trainer.device, num_devices=num_devices)
+        for line in (*plan, *lines, *sinks.remarks):
+            self._display.log(line)
         self._logger.report()
         self._record.deliver(None if settings.quiet else self._display, [sink for _, sink in sinks.sinks])
+
+    def _resume(self) -> list[str]:
+        """Go on from the newest checkpoint, if there is one; return why others were passed over."""
+        if self._checkpoints is None:
+            return []
+        state = self._checkpoints.load(required=self._settings.resume is True)
+        if state is not None:
+            self._trainer.load_state_dict(state)
+            self._checkpoint = self._checkpoints.path(self.num_steps_done)
+            self._saved = self.num_steps_done, None
+            self.evaluations.restore(state["best"], is_owed=state["owes_evaluation"])
+        return [f"passed over the checkpoint {why}" for why in self._checkpoints.passed_over]
 
     @property
     def num_steps_done(self) -> int:
         """Of the whole run, up to now."""
         return self._trainer.num_steps_done
-
-    @property
-    def has_steps_left(self) -> bool:
-        """Whether there is more to train."""
-        return self._trainer.num_steps_done < self.num_steps
 
     def is_due(self, every: int | None) -> bool:
         """Return whether something is to be done now that is done every so many steps, each epoch if None, and last."""
@@ -259,44 +223,47 @@ class Run:
         trainer = self._trainer
         record = trainer.step()
         recorded = self._record.step(record)
-        if trainer.bad_samples.skipped or trainer.nonfinite.found or trainer.caveats or trainer.remarks:
+        if trainer.bad_samples.skipped or trainer.nonfinite.found or trainer.caveats:
             self._logger.report()
         self._throughput.add(record)
         self._slow_ranks.after_step(recorded)
 
-    def beside(self, event: Event, act: Callable[[], str]) -> None:
+    def pause_for(self, event: Event, act: Callable[[], str]) -> None:
         """Do something for which training stands still, and report what it returns. Collective: every rank."""
         self._settle()
         text = act()
-        self._display.say(text)
+        self._display.log(text)
         self._record.event(event, text)
 
     def evaluate(self) -> None:
         """Evaluate the model, if the task has what to evaluate it on."""
         if self.evaluations.are_wanted:
             self._settle()
-            self.evaluations.make(self.num_steps, self._display, self._record)
+            activity.now.phase = "evaluation"
+            found, text = self.evaluations.make()
+            epoch = self._trainer.epoch
+            at = f"step {found.step}/{self.num_steps}"
+            self._display.log(f"{at}  {text}" if epoch is None else f"epoch {epoch:.1f}  {at}  {text}")
+            self._record.event("evaluation", text, found.metrics)
 
     def save(self, *, owes_evaluation: bool = False) -> None:
         """Start to write a checkpoint, if there is a folder for them and none of the same was written.
 
         Collective: every rank. Blocks rank zero until the one before is on disk and the state is copied.
         """
-        loss = self.evaluations.loss_after(self.num_steps_done)
+        made, step = self.evaluations.made, self.num_steps_done
+        loss = made[-1].metrics["loss"] if made and made[-1].step == step else None
         self.evaluations.has_new_best = False
-        if self._checkpoints is None or self._saved == (self.num_steps_done, loss):
+        if self._checkpoints is None or self._saved == (step, loss):
             return
         self._settle()
         activity.now.phase = "checkpoint"
-        self._trainer.check_replicas()
-        state = self._trainer.state_dict() | self._own_state(owes_evaluation)
-        self._checkpoint = self._checkpoints.save(state, step=self.num_steps_done, loss=loss)
-        self._saved = (self.num_steps_done, loss)
-        self._record.event("checkpoint", f"checkpoint after step {self.num_steps_done}")
-
-    def _own_state(self, owes_evaluation: bool) -> dict[str, Any]:
-        best = self.evaluations.best
-        return {"best": None if best is None else asdict(best), "owes_evaluation": owes_evaluation}
+        self._trainer.check_replicas()  # what is kept must be what all ranks hold
+        best = None if self.evaluations.best is None else asdict(self.evaluations.best)
+        state = self._trainer.state_dict() | {"best": best, "owes_evaluation": owes_evaluation}
+        self._checkpoint = self._checkpoints.save(state, step=step, loss=loss)
+        self._saved = (step, loss)
+        self._record.event("checkpoint", f"checkpoint after step {step}")
 
     def is_to_stop(self) -> bool:
         """Return whether the run is to stop after this step; the same on every rank.
@@ -321,22 +288,29 @@ class Run:
         assert self._checkpoints is not None
         self.save(owes_evaluation=self.evaluations.are_wanted and self.is_due(self._settings.eval_every))
         self._checkpoints.finish()
+        # The ranks on which no signal came learn here what stopped the others.
         names = all_gather_object(self._signals.asked(), group=self._world.group, device=self._world.device)
         name: str = next(name for name in names if name is not None)
-        text = describe_stop(name, self.num_steps_done, self.num_steps, self._checkpoint)
+        text = (
+            f"Stopped by {'Ctrl-C' if name == 'SIGINT' else name} after step {self.num_steps_done} of "
+            f"{self.num_steps}, saved in {self._checkpoint}.\nThe same command goes on from there."
+        )
         self._end("stop", text)
-        if not self._signals.has_launcher:  # which says it itself
-            self._display.say(text)
+        if not self._signals.has_launcher:  # which prints it itself
+            self._display.log(text)
         self._signals.report(text)
-        losses = self._throughput.read()
-        return self._result(losses, stopped=name)
+        self._throughput.read()
+        return self._result(stopped=name)
 
     def catch_up(self) -> None:
         """Evaluate what a run that was stopped did not come to. Collective: every rank."""
         if self.evaluations.is_owed:
-            self.evaluate()
-            if self.evaluations.has_new_best:
-                self.save()
+            self._evaluate_and_keep()
+
+    def _evaluate_and_keep(self) -> None:
+        self.evaluate()
+        if self.evaluations.has_new_best:
+            self.save()
 
     def finish(self) -> FitResult:
         """Export the weights, hand the model to the task, and return what came of it.
@@ -344,53 +318,55 @@ class Run:
         Collective: every rank. Files are written once it returns.
         """
         if not self.evaluations.made:
-            self.evaluate()
-            if self.evaluations.has_new_best:
-                self.save()
+            self._evaluate_and_keep()
         if self._first_step < self.num_steps:
             self._settle()
-        losses = self._throughput.losses
-        seconds = time.perf_counter() - self._started_at
-        if losses:
-            rate = self._throughput.describe(self._task.counts)
-            self._display.say(f"{len(losses)} steps in {seconds:.1f} s, {rate}, last loss {losses[-1]:.4f}")
-        skipped, not_finite = self._trainer.bad_samples.skipped, self._trainer.nonfinite.found
-        if skipped:
-            self._display.say(describe_skipped(skipped))
-        if not_finite:
-            self._display.say(describe_not_finite(not_finite))
-        model = self._trainer.model if self._settings.export is not None or self._task.after is not None else None
-        if self._world.is_rank_zero and self._settings.export is not None:
-            assert model is not None
-            export_weights(model, Path(self._settings.export))
-            self._display.say(f"weights written to {self._settings.export}")
+        self._log_summary()
+        export, after = self._settings.export, self._task.after
+        # A strategy whose ranks hold parts of the model puts it together here, with every rank's help.
+        model = self._trainer.model if export is not None or after is not None else None
+        if model is not None and self._world.is_rank_zero and export is not None:
+            export_weights(model, Path(export))
+            self._display.log(f"weights written to {export}")
         if self._checkpoints is not None:
             self._checkpoints.finish()
         self._end("end", f"{self.num_steps_done} steps done")
         self._world.barrier()  # now every rank finds the files
-        if self._world.is_rank_zero and self._task.after is not None:
+        if model is not None and self._world.is_rank_zero and after is not None:
             self._display.close()
-            assert model is not None
-            self._task.after(model.eval())
-        return self._result(losses)
+            after(model.eval())
+        return self._result()
+
+    def _log_summary(self) -> None:
+        trainer, throughput = self._trainer, self._throughput
+        if throughput.losses:
+            rate = f"{throughput.samples_per_s:,.0f} samples/s"
+            if throughput.num_counted:
+                rate += f", {throughput.counted_per_s:,.0f} {self._task.counts}/s"
+            seconds = time.perf_counter() - self._started_at
+            steps = f"{len(throughput.losses)} steps in {seconds:.1f} s"
+            self._display.log(f"{steps}, {rate}, last loss {throughput.losses[-1]:.4f}")
+        if trainer.bad_samples.skipped:
+            self._display.log(describe_skipped(trainer.bad_samples.skipped))
+        if trainer.nonfinite.found:
+            self._display.log(describe_not_finite(trainer.nonfinite.found))
 
     def _end(self, event: Event, text: str) -> None:
-        """Record that there are no more steps, and say where their time went. Collective: every rank."""
+        """Record that there are no more steps, and print where their time went. Collective: every rank."""
         where = self._record.finish(event, text)
         if where is not None and self._first_step < self.num_steps_done:
-            self._display.say(where)
+            self._display.log(where)
 
-    def _result(self, losses: list[float], *, stopped: str | None = None) -> FitResult:
-        skipped, counted = self._trainer.bad_samples.skipped, self._throughput.counted
-        num_counted, tokens_per_s = (None, None) if counted is None else counted
+    def _result(self, *, stopped: str | None = None) -> FitResult:
+        skipped, throughput = self._trainer.bad_samples.skipped, self._throughput
         return FitResult(
             first_step=self._first_step,
             num_steps=self.num_steps_done,
-            losses=losses,
+            losses=throughput.losses,
             evaluations=self.evaluations.made,
             best=self.evaluations.best,
-            num_samples=self._throughput.num_samples - len(skipped),
-            samples_per_s=self._throughput.samples_per_s,
+            num_samples=throughput.num_samples - len(skipped),
+            samples_per_s=throughput.samples_per_s,
             seconds=time.perf_counter() - self._started_at,
             checkpoint=self._checkpoint,
             skipped_samples=len(skipped),
@@ -398,8 +374,8 @@ class Run:
             not_finite=tuple(self._trainer.nonfinite.found),
             stopped=stopped,
             exit_code=exit_code_of(stopped, has_launcher=self._signals.has_launcher),
-            num_counted=num_counted,
-            tokens_per_s=tokens_per_s,
+            num_counted=throughput.num_counted or None,
+            tokens_per_s=throughput.counted_per_s if throughput.num_counted else None,
         )
 
     def close(self) -> None:
@@ -418,21 +394,6 @@ class Run:
         self._trainer.settle()
         self._logger.report()
 
-    def _resume(self) -> list[str]:
-        """Go on from the newest checkpoint, if there is one; return what the user should know of it."""
-        if self._checkpoints is None:
-            return []
-        state = self._checkpoints.load(required=self._settings.resume is True)
-        lines = [f"passed over the checkpoint {why}" for why in self._checkpoints.passed_over]
-        if state is not None:
-            self._trainer.load_state_dict(state)
-            num_steps_done = self.num_steps_done
-            self._checkpoint, self._saved = self._checkpoints.path(num_steps_done), (num_steps_done, None)
-            self.evaluations.restore(state["best"], is_owed=state["owes_evaluation"])
-            num_steps = max(self._trainer.plan.num_steps, num_steps_done)
-            lines.append(f"resumed after step {num_steps_done} of {num_steps}")
-        return lines
-
 
 def fit_with(task: Task, settings: FitSettings) -> FitResult:
     """Train ``task`` as `fit` does, with its keywords as one object."""
@@ -446,7 +407,7 @@ def fit_with(task: Task, settings: FitSettings) -> FitResult:
         run.catch_up()
         is_to_stop = False
         with profiled(settings, world, run) as step:
-            while run.has_steps_left:
+            for _ in range(run.num_steps - run.num_steps_done):
                 step()
                 if is_to_stop := run.is_to_stop():
                     break
@@ -474,7 +435,25 @@ def _checkpoints(settings: FitSettings, world: World) -> contextlib.AbstractCont
     )
 
 
-@takes_settings(FitSettings)
+def _with_keywords_of(
+    make: Callable[P, FitSettings],
+) -> Callable[[Callable[[Task, FitSettings], FitResult]], Callable[Concatenate[Task, P], FitResult]]:
+    """Have a function of task and settings take the settings as keywords, with the types and defaults of ``make``."""
+
+    def decorate(function: Callable[[Task, FitSettings], FitResult]) -> Callable[Concatenate[Task, P], FitResult]:
+        @functools.wraps(function)
+        def called(task: Task, /, *args: P.args, **kwargs: P.kwargs) -> FitResult:
+            return function(task, make(*args, **kwargs))
+
+        signature = inspect.signature(function)
+        parameters = [signature.parameters["task"], *inspect.signature(make).parameters.values()]
+        called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return called
+
+    return decorate
+
+
+@_with_keywords_of(FitSettings)
 def fit(task: Task, settings: FitSettings) -> FitResult:
     """Train ``task`` and return what came of it.
 

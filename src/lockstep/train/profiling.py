@@ -39,7 +39,7 @@ class SteppedRun(Protocol):
     def step(self) -> None:
         """Train on the next global batch."""
 
-    def beside(self, event: Event, act: Callable[[], str]) -> None:
+    def pause_for(self, event: Event, act: Callable[[], str]) -> None:
         """Do something for which training stands still, and report what it returns."""
 
 
@@ -124,14 +124,14 @@ class Profiling:
             self._prepare()
         _named_step(self._run)
         if self._began and self._stretches.is_last(self._number):
-            self._run.beside("profile", self._write)
+            self._run.pause_for("profile", self._write)
 
     def finish(self) -> None:
         """Write what the end of the run has cut short, and say if there was nothing. Collective: every rank."""
         if self._began:
-            self._run.beside("profile", self._write)
+            self._run.pause_for("profile", self._write)
         elif not self._num_written:
-            self._run.beside("remark", self._nothing)
+            self._run.pause_for("remark", self._nothing)
         self.abandon()
 
     def abandon(self) -> None:

@@ -54,7 +54,6 @@ class StepTimer:
         spans: Phase, begin, end, and the seconds that the host spent in blocking collectives meanwhile.
         waits: Within backward, from when this rank's own work was done until all ranks' was, of engines that do not
             report that themselves.
-        is_separable: Whether waiting within forward and backward can be told from work.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,7 +63,6 @@ class StepTimer:
         self.begin = self.end = self.mark()
         self.spans: list[tuple[str, Mark, Mark, float]] = []
         self.waits: list[tuple[Mark, Mark]] = []
-        self.is_separable = True
         self._waited_s = activity.now.waited_s
         activity.now.phase = "loader"
         if ranges.now is not None:
@@ -91,12 +89,10 @@ class StepTimer:
             asked_ahead = phase == "data_wait" and len(self.spans) > 1 and self.spans[-2][0] != "data_wait"
             self.name_phase("data_wait" if asked_ahead else follows)
 
-    def waits_are_counted(self, *, all_of_them: bool) -> None:
-        """Note that what backward waited for is a lap of its own or counted in `spans`; or that it cannot be told."""
-        if all_of_them:
-            now = self.mark()
-            self.waits.append((now, now))
-        self.is_separable = all_of_them
+    def mark_waits_counted(self) -> None:
+        """Note that what backward waited for is a lap of its own or counted in `spans`."""
+        now = self.mark()
+        self.waits.append((now, now))
 
     def name_phase(self, name: str) -> None:
         """End the range of the phase before and begin another, for a profiler; none if ``name`` is empty."""
@@ -162,32 +158,3 @@ class StepRecord:
     def times(self) -> PhaseSeconds:
         """Seconds of the step on this rank, by what they went into."""
         return self.timer.seconds()
-
-
-class StepBegin:
-    """Tells of each step when it began; asked in their order, when the device is done with them."""
-
-    def __init__(self) -> None:
-        self.end: tuple[Mark, float] | None = None
-
-    def of(self, start: Mark, *, wall_s: float, began_at: float, total_s: float) -> float:
-        """Return when a step began, in Unix time; see [Note: when a step began].
-
-        Args:
-            start: Its first mark.
-            wall_s: When the host asked for it, in Unix time.
-            began_at: The same by the clock that host marks are of.
-            total_s: How long it took.
-        """
-        if isinstance(start, float):
-            return wall_s + (start - began_at)
-        began_s = wall_s
-        if self.end is not None:
-            before, before_s = self.end
-            began_s = max(began_s, min(before_s + seconds_between(before, start), time.time() - total_s))
-        self.end = start, began_s
-        return began_s
-
-    def forget(self) -> None:
-        """Take notice that the device has come to rest: the host's clock tells when the next step begins."""
-        self.end = None

@@ -162,7 +162,8 @@ class FullyShard(Strategy):
         how.after_forward([part])
         scaled(part, how.scale * self._num_ranks).backward()  # torch's mean over the ranks becomes the sum again
         how.timer.lap("backward")
-        how.timer.waits_are_counted(all_of_them=self._counts_waits)
+        if self._counts_waits:
+            how.timer.mark_waits_counted()
 
 
 def find_units(model: nn.Module) -> list[nn.Module]:

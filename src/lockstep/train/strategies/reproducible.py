@@ -578,7 +578,7 @@ class Reproducible(Strategy):
             self._deliver_own(table.used)
             how.after_forward([table.loss(self._placement)])
             return
-        how.timer.waits_are_counted(all_of_them=True)
+        how.timer.mark_waits_counted()
         if self.group is not None:
             table = share_table(table, self._placement, self.group, self._device)
         how.after_forward([table.loss(self._placement)])
