@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.parallel.flat import multiply_
-from lockstep.train.step import GradScaler, clip_factor, global_norm
+from lockstep.parallel.flat import combine_norms, list_norms, multiply_
+from lockstep.train.step import GradScaler, clip_factor
 
 
 def test_the_scale_is_halved_after_an_overflow_and_doubled_after_a_good_while():
@@ -38,7 +38,7 @@ def test_clipping_is_that_of_torch(max_norm):
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 2.0)
     grads = [parameter.grad.clone() for parameter in parameters]
-    norm = global_norm(grads)
+    norm = combine_norms(list_norms(grads))
     multiply_(grads, clip_factor(norm, max_norm))
     assert norm.item() == pytest.approx(math.sqrt(20))
     torch.nn.utils.clip_grad_norm_(parameters, max_norm)

@@ -235,7 +235,8 @@ class Settings:
     ] = None
 
     def __post_init__(self) -> None:
-        for setting in settings_of(type(self)):  # of the subclass, too
+        cls: type = type(self)  # those of the subclass, too
+        for setting in settings_of(cls):
             setting.check(getattr(self, setting.name))
         if self.shares is not None:
             object.__setattr__(self, "shares", tuple(self.shares))  # so that nobody changes it

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, NamedTuple, Protocol, final
 
 import psutil
 import torch
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lockstep import activity
 from lockstep.comm.collectives import Group, all_reduce_async
@@ -25,10 +23,6 @@ from lockstep.parallel.flat import are_finite, combine_norms, list_norms, multip
 from lockstep.telemetry.resources import says_out_of_memory
 from lockstep.train.settings import Precision, Scaling, Schedule
 from lockstep.train.task import Loss, Task
-
-if TYPE_CHECKING:
-    from lockstep.parallel.ddp.wrapper import DistributedDataParallel
-
 
 # --- low precision ----------------------------------------------------------------------------------------------------
 
@@ -54,21 +48,13 @@ class GradScaler:
     num_good_steps: int = 0
     growth_interval: int = 2000
 
-    @property
-    def is_smallest(self) -> bool:
-        """Whether it cannot become smaller, so that an overflow has another cause."""
-        return self.scale <= 1.0
-
     def update(self, *, finite: bool) -> None:
         """Adapt the scale to whether the gradient of a step was finite."""
-        if not finite:
-            self.scale = max(self.scale / 2, 1.0)
-            self.num_good_steps = 0
-            return
         self.num_good_steps += 1
-        if self.num_good_steps == self.growth_interval:
-            self.scale = min(self.scale * 2, 2.0**24)
-            self.num_good_steps = 0
+        if not finite:
+            self.scale, self.num_good_steps = max(self.scale / 2, 1.0), 0
+        elif self.num_good_steps == self.growth_interval:
+            self.scale, self.num_good_steps = min(self.scale * 2, 2.0**24), 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
@@ -80,6 +66,9 @@ class GradScaler:
 
 
 # --- the loss ---------------------------------------------------------------------------------------------------------
+
+
+_RETURN = "Return its mean over the batch, or Loss(total, count)."
 
 
 class Part(NamedTuple):
@@ -114,20 +103,14 @@ class Objective:
         with autocast(self.precision, next(model.parameters()).device):
             result: object = self.task.loss(model, batch)
         if isinstance(result, Loss):
-            value, count = result.total, torch.as_tensor(result.count)
-            part = Part(value, 1.0, count)
+            part = Part(result.total, 1.0, torch.as_tensor(result.count))
         elif isinstance(result, Tensor):
             part = Part(result, float(num_samples), float(num_samples))
         else:
-            raise ConfigurationError(
-                f"The loss returned a {type(result).__name__}, no tensor.\n"
-                "Return its mean over the batch, or Loss(total, count)."
-            )
+            raise ConfigurationError(f"The loss returned a {type(result).__name__}, no tensor.\n{_RETURN}")
         if part.value.dim() != 0:
-            raise ConfigurationError(
-                f"The loss is a tensor of shape {tuple(part.value.shape)}, not a single number.\n"
-                "Return its mean over the batch, or Loss(total, count)."
-            )
+            shape = tuple(part.value.shape)
+            raise ConfigurationError(f"The loss is a tensor of shape {shape}, not a single number.\n{_RETURN}")
         if torch.is_grad_enabled() and not part.value.requires_grad:
             raise ConfigurationError(
                 "The loss has no gradient: it does not depend on any trainable parameter.\n"
@@ -150,8 +133,11 @@ class LossModule(nn.Module):
     def forward(self, batch: object, num_samples: int) -> Part:
         """Return the loss on ``batch``; without samples, one that has every parameter in its graph but no gradient."""
         if num_samples == 0:
-            parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-            return Part(no_samples(parameters), 1.0, 0.0)
+            # A rank whose part of the batch is empty must take part in the collectives of backward. Running the model
+            # on a made-up sample would move its batch-norm statistics and random state, and zero times a loss that is
+            # not finite is no zero; this touches neither, and each parameter's hooks run all the same.
+            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            return Part(_NoSamples.apply(*trained), 1.0, 0.0)  # type: ignore[no-untyped-call]
         return self._objective(self.model, batch, num_samples)
 
 
@@ -165,19 +151,7 @@ class _NoSamples(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grad: Tensor) -> tuple[None, ...]:
-        num_parameters: int = ctx.num_parameters  # type: ignore[attr-defined]
-        return (None,) * num_parameters
-
-
-def no_samples(parameters: list[nn.Parameter]) -> Tensor:
-    """Return zero as the loss of no samples.
-
-    A rank whose part of the last global batch is empty must still take part in the collectives of the backward pass.
-    Running the model on a made-up sample would move its batch-norm statistics and random state, and zero times a loss
-    that is not finite is no zero; this touches neither, and each parameter's hooks run all the same.
-    """
-    loss: Tensor = _NoSamples.apply(*parameters)  # type: ignore[no-untyped-call]
-    return loss
+        return (None,) * ctx.num_parameters  # type: ignore[attr-defined, no-any-return]
 
 
 # --- the learning rate ------------------------------------------------------------------------------------------------
@@ -236,18 +210,21 @@ def set_rates(optimizer: Optimizer, base: list[float], factor: float) -> None:
 # --- the gradient -----------------------------------------------------------------------------------------------------
 
 
-class Gradients(ABC):
-    """The gradient of a whole model, which backward has left behind. Abstract; a strategy says which kind it leaves."""
+class Gradients(Protocol):
+    """The gradient of a whole model, which backward has left behind; a strategy says which kind it leaves.
 
-    @abstractmethod
+    ``FlatGradients`` of our `DistributedDataParallel` is one of them.
+    """
+
+    def expect_norm(self) -> None:
+        """Compute what `norm` needs as early as can be, from now on."""
+
     def norm(self) -> Tensor:
         """Return the Euclidean norm of all gradients together, a 0-dimensional tensor. Does not block."""
 
-    @abstractmethod
     def multiply_(self, factor: Tensor) -> None:
         """Multiply all gradients in place by a 0-dimensional tensor. Does not block."""
 
-    @abstractmethod
     def is_finite(self, norm: Tensor) -> bool:
         """Return whether all gradients are finite, the same on every rank. Blocks on CUDA.
 
@@ -255,18 +232,10 @@ class Gradients(ABC):
             norm: What `norm` returned for these gradients, or that times something finite.
         """
 
-    @abstractmethod
-    def expect_norm(self) -> None:
-        """Compute what `norm` needs as early as can be, from now on."""
-
 
 @final
-class ParameterGradients(Gradients):
-    """Gradients parameter by parameter: the same bits on every rank that has them, so all come to the same verdict.
-
-    Args:
-        model: The bare model.
-    """
+class ParameterGradients:
+    """Gradients parameter by parameter: the same bits on every rank that has them, so all come to the same verdict."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = list(model.parameters())
@@ -274,53 +243,20 @@ class ParameterGradients(Gradients):
     def _all(self) -> list[Tensor]:
         return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
-    @override
     def expect_norm(self) -> None:
         """Do nothing: there is no earlier."""
 
-    @override
     def norm(self) -> Tensor:
-        return global_norm(self._all())
+        """Return the norm of all."""
+        return combine_norms(list_norms(self._all()))
 
-    @override
     def multiply_(self, factor: Tensor) -> None:
+        """Multiply all in place."""
         multiply_(self._all(), factor)
 
-    @override
     def is_finite(self, norm: Tensor) -> bool:
+        """Return whether all are finite."""
         return are_finite(self._all(), norm)
-
-
-@final
-class BucketGradients(Gradients):
-    """Gradients bucket by bucket, as our `DistributedDataParallel` leaves them: the same bits on every rank.
-
-    So every rank comes to the same verdict on its own; see `are_finite` for ranks that compute differently.
-    """
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self.model = model
-
-    @override
-    def expect_norm(self) -> None:
-        self.model.flat_gradients.compute_norms_early()
-
-    @override
-    def norm(self) -> Tensor:
-        return self.model.flat_gradients.norm()
-
-    @override
-    def multiply_(self, factor: Tensor) -> None:
-        self.model.flat_gradients.multiply_(factor)
-
-    @override
-    def is_finite(self, norm: Tensor) -> bool:
-        return are_finite(self.model.flat_gradients.tensors(), norm)
-
-
-def global_norm(grads: Iterable[Tensor]) -> Tensor:
-    """Return the Euclidean norm of all gradients together, a 0-dimensional tensor."""
-    return combine_norms(list_norms(list(grads)))
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
@@ -475,10 +411,6 @@ class Seeds:
         seed_cpu(mix(*position, self._shares.start))
         for share, device in zip(self._shares, self._devices, strict=False):
             seed_device(device, mix(*position, share))
-
-    def share(self, step: int, index: int, share: int, device: torch.device) -> None:
-        """Give one share random numbers of its own, on the CPU and on its device."""
-        self.all(FORWARD, step, index, share, device=device)
 
 
 # --- out of memory ----------------------------------------------------------------------------------------------------

@@ -30,9 +30,9 @@ from lockstep.train.plan import PER_PROCESS, make_plan
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.step import (
     DATA,
+    FORWARD,
     INIT,
     UPDATE,
-    BucketGradients,
     GradScaler,
     HostCopy,
     Objective,
@@ -87,7 +87,7 @@ class Trainer:
         num_steps_done: In this run and those that it goes on with.
         stop_requested, failure_seen: What this rank has to report to the others with each step: whether the run is to
             stop, and whether something failed beside the steps, such as a write to disk.
-        caveats, remarks: What whoever drives the steps should report.
+        caveats: Why the bits may differ after all, for whoever drives the steps to report.
 
     Raises:
         ConfigurationError: Task, settings and devices do not go together.
@@ -109,7 +109,6 @@ class Trainer:
         )
         self._has_own_arithmetic = self.arithmetic.threads is not None or self.arithmetic.deterministic
         self.caveats: list[str] = []
-        self.remarks: list[str] = []
         self.stop_requested: Callable[[], bool] | None = None
         self.failure_seen: Callable[[], bool] | None = None
         self.num_steps_done = self._first_step = self._num_updates = 0
@@ -151,9 +150,6 @@ class Trainer:
         self._base_rates = base_rates(self.optimizer)
         self._gradients = self.strategy.gradients or ParameterGradients(self._model)
         self._in_backward = settings.overlap_optimizer
-        if settings.overlap_optimizer:
-            assert isinstance(self._gradients, BucketGradients), "checked when the strategy was made"
-            self._gradients.model.overlap_optimizer(self.optimizer)
         self._gradients.expect_norm()
         self.scaler = GradScaler() if settings.precision == "fp16" else None
         # With on_nan="raise" on CUDA the host would wait for each step's verdict: it checks one step later instead.
@@ -283,7 +279,7 @@ class Trainer:
             is_finite = self.checks_later or self._gradients.is_finite(norm)
             if self.scaler is not None:
                 # An overflow that a smaller loss scale can mend is no bad gradient: such steps are left out.
-                may_mend = not is_finite and not self.scaler.is_smallest
+                may_mend = not is_finite and self.scaler.scale > 1.0
                 if is_finite or may_mend:
                     self.scaler.update(finite=is_finite)
                 updated, is_finite = is_finite, is_finite or may_mend
@@ -329,7 +325,7 @@ class Trainer:
             sync=sync,
             timer=timer,
             after_forward=after_forward,
-            seed=partial(self._seeds.share, micro.step, 0),
+            seed=lambda share, device: self._seeds.all(FORWARD, micro.step, 0, share, device=device),
             all_have_samples=partial(self.bad_samples.all_have_samples, micro, index, self.plan.division),
         )
         self.strategy.run(micro, how)
@@ -544,7 +540,7 @@ def make_strategy(
         from lockstep.train.strategies.fsdp import Zero1
 
         return Zero1(model, objective, world, wrap)
-    return Distributed(model, objective, world, wrap, watches_part=settings.overlap_optimizer)
+    return Distributed(model, objective, world, wrap, overlap_optimizer=settings.overlap_optimizer)
 
 
 def _prepare_sync_layers(name: StrategyName, model: nn.Module, devices: Sequence[torch.device]) -> None:

@@ -38,7 +38,7 @@ class FlatGradients:
         self._outside = [parameter for parameter in parameters if id(parameter) not in bucketed]
         self._norms: dict[Bucket, Tensor] = {}
 
-    def compute_norms_early(self) -> None:
+    def expect_norm(self) -> None:
         """Compute the Euclidean norm of each bucket when it is reduced, while others travel; for the next `norm`.
 
         Only for a loop in which nothing changes gradients in between.
@@ -55,14 +55,23 @@ class FlatGradients:
     @torch.no_grad()
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """Return the norm of all gradients together, a 0-dimensional tensor; does not block."""
-        buckets, others = self._pieces()
+        buckets, others = self._pieces(self._outside)
         known, self._norms = self._norms if norm_type == 2.0 else {}, {}  # they hold once: gradients may be changed
-        norms = [known[bucket] if bucket in known else flat_norm(bucket.gradients, norm_type) for bucket in buckets]
-        return combine_norms(norms + list_norms(self._unreduced() + others, norm_type), norm_type)
+        norms = []
+        for bucket in buckets:
+            norms.append(known[bucket] if bucket in known else flat_norm(bucket.gradients, norm_type))
+        if others:
+            norms += list_norms(others, norm_type)
+        return combine_norms(norms, norm_type)
+
+    def is_finite(self, norm: Tensor) -> bool:
+        """Return whether all gradients are finite, whose `norm` times something finite is ``norm``. Blocks on CUDA."""
+        return math.isfinite(float(norm)) or are_finite(self.tensors(), norm)
 
     def tensors(self) -> list[Tensor]:
         """Return tensors that together hold all gradients."""
-        return self._unreduced() + self.reduced()
+        buckets, others = self._pieces(self._outside)
+        return others + [bucket.gradients for bucket in buckets]
 
     def reduced(self) -> list[Tensor]:
         """Return tensors that together hold all gradients that are the same on every rank: those of the buckets."""
@@ -73,19 +82,21 @@ class FlatGradients:
         """Multiply all gradients in place by a 0-dimensional tensor; not at all by one that is known to be 1."""
         multiply_(self.tensors(), factor)
 
-    def _unreduced(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self._outside if parameter.grad is not None]
+    def _pieces(self, outside: Iterable[nn.Parameter] = ()) -> tuple[list[Bucket], list[Tensor]]:
+        """Return the buckets that hold all gradients of their parameters, and the gradients that are in no such one.
 
-    def _pieces(self) -> tuple[list[Bucket], list[Tensor]]:
-        """Return the buckets that hold all gradients of their parameters, and the gradients of the other buckets."""
+        Args:
+            outside: Parameters that are in no bucket, whose gradients come first among those.
+        """
         whole: list[Bucket] = []
-        others: list[Tensor] = []
+        others: list[nn.Parameter] = [*outside]
         for bucket in self._reducer.bucket_set.buckets:
             if bucket.holds_all:
                 whole.append(bucket)
             else:
-                others += [parameter.grad for parameter in bucket.parameters if parameter.grad is not None]
-        return whole, others
+                others += bucket.parameters
+        # No comprehension where there is nothing: it would be a call in every step.
+        return whole, [parameter.grad for parameter in others if parameter.grad is not None] if others else []
 
 
 class LocalGradientMonitor:

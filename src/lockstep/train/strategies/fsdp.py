@@ -22,7 +22,7 @@ from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.parallel.flat import are_finite, multiply_
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer, norm_of_shards, shard_optimizer
 from lockstep.train.checkpoints.model_state import full_model_state_dict
-from lockstep.train.step import Gradients, LossModule, Objective, Part
+from lockstep.train.step import LossModule, Objective, Part
 from lockstep.train.strategies.strategy import Distributed, Pass, Strategy, scaled
 from lockstep.train.task import build_model
 
@@ -30,7 +30,7 @@ from lockstep.train.task import build_model
 
 
 @final
-class ShardedGradients(Gradients):
+class ShardedGradients:
     """Gradients of which each rank has its part; the same norm on every rank.
 
     Args:
@@ -42,20 +42,17 @@ class ShardedGradients(Gradients):
     def __init__(self, local: Callable[[], list[Tensor]], like: Tensor, group: Group) -> None:
         self._local, self._like, self._group = local, like, group
 
-    @override
     def expect_norm(self) -> None:
         """Do nothing: there is no earlier."""
 
-    @override
     def norm(self) -> Tensor:
         """Collective: every rank."""
         return norm_of_shards(self._local(), self._like, group=self._group)
 
-    @override
     def multiply_(self, factor: Tensor) -> None:
+        """Multiply this rank's part in place."""
         multiply_(self._local(), factor)
 
-    @override
     def is_finite(self, norm: Tensor) -> bool:
         """Collective if the norm is not finite: every rank then."""
         if math.isfinite(float(norm)):

@@ -27,10 +27,8 @@ from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.telemetry.run_record import Mark
 from lockstep.train.plan import PER_PROCESS
 from lockstep.train.settings import Settings, StrategyName
-from lockstep.train.step import BucketGradients, Gradients, LossModule, Objective, ParameterGradients, Part
+from lockstep.train.step import Gradients, LossModule, Objective, ParameterGradients, Part
 from lockstep.train.timing import StepTimer, compute_end_marked
-
-_WITH_OUR_REDUCER = ("ddp",)
 
 
 @dataclass(frozen=True)
@@ -176,8 +174,7 @@ class Distributed(Strategy):
         objective: Its loss.
         world: The ranks.
         wrap: Makes the engine.
-        watches_part: Whether to look at this rank's part of the gradient in each step, since a step whose gradient is
-            not finite will not be computed again.
+        overlap_optimizer: Whether parameters are stepped in backward, as soon as their bucket is reduced.
     """
 
     buffers = "healed"
@@ -189,20 +186,28 @@ class Distributed(Strategy):
         world: World,
         wrap: Callable[..., nn.Module],
         *,
-        watches_part: bool = False,
+        overlap_optimizer: bool = False,
     ) -> None:
         from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 
-        self._num_ranks = world.world_size
+        self._num_ranks, self._overlap_optimizer = world.world_size, overlap_optimizer
         self.group = world.group
         self._module = wrap(LossModule(model, objective), process_group=world.group)
         self._ours = self._module if isinstance(self._module, DistributedDataParallel) else None
-        self.gradients = ParameterGradients(model) if self._ours is None else BucketGradients(self._ours)
+        self.gradients = ParameterGradients(model) if self._ours is None else self._ours.flat_gradients
         self.part_was_bad: Callable[[], bool] | None = None
-        # On CUDA looking costs next to nothing, and a step is not always computed again.
-        if self._ours is not None and (watches_part or world.device.type == "cuda"):
+        # A step that has changed the parameters cannot be computed again to see where a NaN came from, so this rank's
+        # part is looked at while it is there. So it is on CUDA, where a step may be checked too late for that.
+        if self._ours is not None and (overlap_optimizer or world.device.type == "cuda"):
             self.part_was_bad = self._ours.monitor_local_gradients()
         self._has_sync_layers = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
+
+    @override
+    def take_over(self, optimizer: Optimizer) -> Optimizer:
+        if self._overlap_optimizer:
+            assert self._ours is not None, "checked when the strategy was made"
+            self._ours.overlap_optimizer(optimizer)
+        return optimizer
 
     @override
     def stamp_buckets(self, stamps: BucketStamps) -> bool:
@@ -218,11 +223,11 @@ class Distributed(Strategy):
     def run(self, micro: MicroBatch, how: Pass) -> None:
         """Collective: every rank, with or without samples; forward may exchange buffers whether or not ``how.sync``."""
         batch, num_samples = (micro.batches[0], micro.sizes[0]) if micro.batches else (None, 0)
-        no_sync: Callable[[], contextlib.AbstractContextManager[None]] = self._module.no_sync  # type: ignore[assignment]
-        uneven: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self._has_sync_layers and not how.all_have_samples():
-            uneven = self._some_without_batch(num_samples)
-        with uneven, contextlib.nullcontext() if how.sync else no_sync():
+        with contextlib.ExitStack() as contexts:
+            if self._has_sync_layers and not how.all_have_samples():
+                contexts.enter_context(self._some_without_batch(num_samples))
+            if not how.sync:
+                contexts.enter_context(self._module.no_sync())  # type: ignore[operator]
             part: Part = self._module(batch, num_samples)
             how.timer.lap("forward")
             how.after_forward([part] if num_samples else [])
@@ -274,14 +279,8 @@ def check_engine(name: StrategyName, settings: Settings) -> None:
     Raises:
         ConfigurationError: Names the setting.
     """
-    given = {
-        "wire": settings.wire is not None,
-        "bucket_cap_mb": settings.bucket_cap_mb is not None,
-        "overlap_optimizer": settings.overlap_optimizer,
-    }
-    for setting, is_given in given.items():
-        if is_given and name not in _WITH_OUR_REDUCER:
+    for setting in ("wire", "bucket_cap_mb", "overlap_optimizer"):
+        if name != "ddp" and getattr(settings, setting) not in (None, False):
             raise ConfigurationError(
-                f"{setting} is for strategy {' or '.join(_WITH_OUR_REDUCER)}, but the strategy is {name}.\n"
-                f"Leave {setting} out."
+                f"{setting} is for strategy ddp, but the strategy is {name}.\nLeave {setting} out."
             )
