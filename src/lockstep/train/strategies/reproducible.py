@@ -7,7 +7,6 @@ import pickle
 import random
 import re
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lockstep.comm.collectives import Group, all_gather, broadcast_coalesced
+from lockstep.comm.collectives import Group, all_reduce, broadcast_coalesced
 from lockstep.comm.world import World
 from lockstep.data.loader import MicroBatch
 from lockstep.errors import ConfigurationError
@@ -33,6 +32,7 @@ from lockstep.parallel.reduction_tree import (
     LocalReduction,
     PairwiseAccumulator,
     RankReduction,
+    ReductionTree,
     TreeReduction,
 )
 from lockstep.train.buffers import BufferSnapshot, overwrite_buffer
@@ -41,17 +41,15 @@ from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.step import Objective, Part
 from lockstep.train.strategies.strategy import Pass, Strategy, scaled
 
-# The settings of the process that change the bits of a sum: threads and the choice of kernels.
+# --- what changes the bits of a sum: threads, kernels, the machine ----------------------------------------------------
 
 _NO_DETERMINISTIC_KERNEL = re.compile(r"(\S+) does not have a deterministic implementation")
 
 
 def use_threads(count: int) -> None:
-    """Set the number of cores that an operation of the calling thread may use.
-
-    torch gives a thread the process's number at the first operation that asks for it, over the thread's own; asking
-    for it first gets that behind us.
-    """
+    """Set the number of cores that an operation of the calling thread may use."""
+    # torch gives a thread the process's number at the first operation that asks for it, over the thread's own; asking
+    # for it first gets that behind us.
     torch.get_num_threads()
     torch.set_num_threads(count)
 
@@ -71,12 +69,9 @@ class Arithmetic:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Compute this way inside, and as before afterwards."""
-        threads = torch.get_num_threads()
-        deterministic, warn_only = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
-        benchmark = torch.backends.cudnn.benchmark
+        threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
         if self.deterministic:
             # cuBLAS reads it when it is first used in the process.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -113,15 +108,17 @@ def describe_machine(device: torch.device) -> dict[str, str]:
     machine = {"torch": torch.__version__.partition("+")[0]}
     if device.type == "cuda":
         return machine | {"device": torch.cuda.get_device_name(device), "CUDA": str(torch.version.cuda)}
-    return machine | {"device": _cpu_name(), "instructions": torch.backends.cpu.get_cpu_capability()}
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part")))
+    return machine | {"device": next(names, "CPU"), "instructions": torch.backends.cpu.get_cpu_capability()}
 
 
 def differences(first: dict[str, str], other: dict[str, str]) -> list[str]:
     """Return in words in what ``other`` differs from ``first``."""
-    names = dict.fromkeys([*first, *other])
     return [
         f"{name} {other.get(name, 'none')} instead of {first.get(name, 'none')}"
-        for name in names
+        for name in dict.fromkeys([*first, *other])
         if first.get(name) != other.get(name)
     ]
 
@@ -134,24 +131,16 @@ def first_unlike(machines: Sequence[dict[str, str]]) -> str | None:
     return None
 
 
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part"))]
-    return names[0] if names else "CPU"
-
-
-# The buffers of a model whose virtual shards run one after the other, or in several places at once.
-#
-# [Note: buffers]
-# Each virtual shard starts from the buffers that the step started with. Afterwards a floating-point buffer that any of
-# them changed becomes the mean of what they all left in it, weighted by samples and summed in the tree in float64; so
-# batch norm's statistics see every sample. Any other buffer that was changed becomes what the first shard with samples
-# left in it: a counter counts steps.
+# --- buffers ----------------------------------------------------------------------------------------------------------
 
 
 class ShardBuffers:
     """What the virtual shards of this process leave in the buffers of ``model``, and what becomes of it.
+
+    Each virtual shard starts from the buffers that the step started with. Afterwards a floating-point buffer that any
+    of them changed becomes the mean of what they all left in it, weighted by samples and summed in the tree in float64;
+    so batch norm's statistics see every sample. Any other buffer that was changed becomes what the first shard with
+    samples left in it: a counter counts steps.
 
     Args:
         model: With all of its buffers.
@@ -163,22 +152,22 @@ class ShardBuffers:
 
     def __init__(self, model: nn.Module, leaves: range) -> None:
         self._leaves = leaves
-        self._kept = BufferSnapshot(model)
+        self._start = BufferSnapshot(model)
         for name, buffer in model.named_buffers():
             if buffer.requires_grad:
                 raise ConfigurationError(
                     f"The buffer {name} requires a gradient, which reproducible does not sum.\nMake it a parameter."
                 )
-        self._left: dict[int, list[Tensor | None]] = {}
+        self._left: dict[int, list[Tensor | None]] = {}  # by shard and buffer; None: as the step started
 
     def begin(self) -> None:
         """Keep the buffers that the step starts with."""
-        self._kept.keep()
+        self._start.keep()
         self._left = {}
 
-    @property
-    def _start(self) -> list[Tensor]:
-        return self._kept.values
+    def restore(self) -> None:
+        """Give the model the buffers that the step started with."""
+        self._start.restore()
 
     def record(self, leaf: int, module: nn.Module) -> None:
         """Keep what a virtual shard left in the buffers of ``module``, which is the model or a replica of it.
@@ -187,7 +176,7 @@ class ShardBuffers:
             ConfigurationError: A buffer has another shape or dtype than before.
         """
         left: list[Tensor | None] = []
-        for value, name, start in zip(self._kept.read(module), self._kept.names, self._start, strict=True):
+        for value, name, start in zip(self._start.read(module), self._start.names, self._start.values, strict=True):
             if value.shape != start.shape or value.dtype != start.dtype:
                 raise ConfigurationError(
                     f"The buffer {name} changed from {_shape_and_dtype(start)} "
@@ -197,13 +186,9 @@ class ShardBuffers:
             left.append(None if torch.equal(value.to(start.device), start) else value.detach().clone())
         self._left[leaf] = left
 
-    def restore(self) -> None:
-        """Give the model the buffers that the step started with."""
-        self._kept.restore()
-
     def changed(self) -> list[bool]:
         """Return for each buffer whether a shard of this process changed it."""
-        return [any(left[index] is not None for left in self._left.values()) for index in range(len(self._kept.names))]
+        return [any(left[index] is not None for left in self._left.values()) for index in range(len(self._start.names))]
 
     def finish(
         self,
@@ -224,152 +209,113 @@ class ShardBuffers:
             exchange: Sums between the ranks.
             group: The ranks, or None if it is only this process.
         """
-        floating = [i for i, start in enumerate(self._start) if changed[i] and start.is_floating_point()]
-        others = [i for i, start in enumerate(self._start) if changed[i] and not start.is_floating_point()]
+        floating = [i for i, start in enumerate(self._start.values) if changed[i] and start.is_floating_point()]
+        others = [i for i, start in enumerate(self._start.values) if changed[i] and not start.is_floating_point()]
         if floating:
-            self._average(floating, sizes, placement, exchange, 1 if group is None else group.size())
+            self._average(floating, sizes, placement.tree, exchange, 1 if group is None else group.size())
         if others:
             first = min(sizes)
-            owner = next(rank for rank, leaves in enumerate(placement.ranges) if first in leaves)
-            if first in self._left:
-                for index in others:
-                    overwrite_buffer(self._kept.objects[index], self._at(first, index))
+            for index in others if first in self._left else ():
+                overwrite_buffer(self._start.objects[index], self._value(first, index))
             if group is not None:
-                broadcast_coalesced([self._kept.objects[index] for index in others], group=group, src=owner)
+                owner = next(rank for rank, leaves in enumerate(placement.ranges) if first in leaves)
+                broadcast_coalesced([self._start.objects[index] for index in others], group=group, src=owner)
 
     def _average(
         self,
         indices: Sequence[int],
         sizes: Mapping[int, int],
-        placement: LeafPlacement,
+        tree: ReductionTree,
         exchange: TreeReduction,
         num_ranks: int,
     ) -> None:
-        device = self._start[indices[0]].device
-        numel = sum(self._start[index].numel() for index in indices)
-        padding = -numel % num_ranks
+        starts = [self._start.values[index] for index in indices]
+        numels = [start.numel() for start in starts]
+        numel, device = sum(numels), starts[0].device
         flats: dict[range, Tensor] = {}
         for leaf in self._leaves:
-            flat = torch.zeros(numel + padding, dtype=torch.float64, device=device)
+            # Ranks share the sum, so it divides by their number.
+            flat = torch.zeros(numel + -numel % num_ranks, dtype=torch.float64, device=device)
             if leaf in self._left:
-                pieces = [self._at(leaf, index).to(device, torch.float64).flatten() for index in indices]
+                pieces = [self._value(leaf, index).to(device, torch.float64).flatten() for index in indices]
                 torch.cat(pieces, out=flat[:numel]).mul_(sizes[leaf])
             flats[range(leaf, leaf + 1)] = flat
-        nodes = placement.tree.roots(self._leaves)
-        parts = {node: GradientRow([placement.tree.combine(flats, Tensor.add_, root=node)], []) for node in nodes}
-        total = exchange.sum([parts]).flats[0][:numel] / sum(sizes.values())
-        for index, piece in zip(indices, total.split([self._start[i].numel() for i in indices]), strict=True):
-            overwrite_buffer(self._kept.objects[index], piece.view(self._start[index].shape))
+        nodes = tree.roots(self._leaves)
+        parts = {node: GradientRow([tree.combine(flats, Tensor.add_, root=node)], []) for node in nodes}
+        mean = exchange.sum([parts]).flats[0][:numel] / sum(sizes.values())
+        for index, start, piece in zip(indices, starts, mean.split(numels), strict=True):
+            overwrite_buffer(self._start.objects[index], piece.view(start.shape))
 
-    def _at(self, leaf: int, index: int) -> Tensor:
+    def _value(self, leaf: int, index: int) -> Tensor:
         """Return what a shard left in a buffer, changed or not."""
         left = self._left[leaf][index]
-        return self._start[index] if left is None else left
+        return self._start.values[index] if left is None else left
 
 
 def _shape_and_dtype(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-# What the ranks tell each other of their virtual shards besides gradients: small, and the same on all afterwards.
-
-
-class Entry(NamedTuple):
-    """A virtual shard with samples: how many, and its part of the loss."""
-
-    num_samples: int
-    total: float
-    out_of: float
-    is_mean: bool
+# --- what the ranks exchange besides gradients ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Table:
-    """All virtual shards that have samples, the parameters that received a gradient, and the buffers that changed.
+    """The losses of virtual shards, the parameters that received a gradient, and the buffers that changed.
 
     Args:
-        entries: By number of the shard.
+        rows: For each virtual shard, on the host in float64: number of samples, total and count of its loss, and
+            whether that is a mean over samples; zeros for those without samples, and for those of other ranks.
         used: For each parameter.
         changed: For each buffer.
     """
 
-    entries: dict[int, Entry]
+    rows: Tensor
     used: list[bool]
     changed: list[bool]
 
+    def over_ranks(self, group: Group, device: torch.device) -> Table:
+        """Return what all ranks have. Collective: every rank. Blocks until complete."""
+        flags = torch.tensor([*self.used, *self.changed], dtype=torch.float64)
+        everything = torch.cat([self.rows.flatten(), flags]).to(device)
+        # A shard is of one rank, and the others add zeros to what it reports: no bit of it changes.
+        all_reduce(everything, group=group)
+        rows, flags = everything.cpu().split([self.rows.numel(), len(flags)])
+        found = [flag > 0 for flag in flags.tolist()]
+        return Table(rows.view_as(self.rows), found[: len(self.used)], found[len(self.used) :])
+
     @property
     def sizes(self) -> dict[int, int]:
-        """The samples of each shard."""
-        return {leaf: entry.num_samples for leaf, entry in self.entries.items()}
+        """The samples of each shard that has any."""
+        return {leaf: int(size) for leaf, size in enumerate(self.rows[:, 0].tolist()) if size}
 
-    def loss(self, placement: LeafPlacement) -> Part:
+    def loss(self, tree: ReductionTree) -> Part:
         """Return the parts of the loss, summed in the tree in float64."""
-        nothing = Entry(0, 0.0, 0.0, True)
-        entries = [self.entries.get(leaf, nothing) for leaf in placement.tree.root]
+        rows: list[list[float]] = self.rows.tolist()
         total, count = (
-            placement.tree.combine({range(i, i + 1): value for i, value in enumerate(values)}, float.__add__)
-            for values in ([entry.total for entry in entries], [entry.out_of for entry in entries])
+            tree.combine({range(leaf, leaf + 1): row[column] for leaf, row in enumerate(rows)}, float.__add__)
+            for column in (1, 2)
         )
-        is_mean = all(entry.is_mean for entry in entries)
-        return Part(torch.tensor(total, dtype=torch.float64), 1.0, count if is_mean else torch.tensor(count).double())
+        is_mean = all(is_mean for size, _, _, is_mean in rows if size)
+        out_of = count if is_mean else torch.tensor(count, dtype=torch.float64)
+        return Part(torch.tensor(total, dtype=torch.float64), 1.0, out_of)
 
 
-def own_entries(sizes: Mapping[int, int], parts: Mapping[int, Part], device: torch.device) -> dict[int, Entry]:
-    """Return the entries of this process's shards. Waits for ``device``, once."""
+def _rows(sizes: Mapping[int, int], parts: Mapping[int, Part], num_leaves: int, device: torch.device) -> Tensor:
+    """Return the rows of a table for this process's shards. Waits for ``device``, once."""
+    rows = torch.zeros(num_leaves, 4, dtype=torch.float64)
     if not parts:
-        return {}
+        return rows
     values = [
-        torch.stack(
-            [
-                part.value.detach().to(device, torch.float64) * part.weight,
-                torch.as_tensor(part.out_of).detach().to(device, torch.float64),
-            ]
-        )
+        torch.stack([torch.as_tensor(item).detach().to(device, torch.float64) for item in (part.value, part.out_of)])
         for part in parts.values()
     ]
-    numbers: list[list[float]] = torch.stack(values).tolist()
-    return {
-        leaf: Entry(sizes[leaf], total, count, part.is_mean)
-        for (leaf, part), (total, count) in zip(parts.items(), numbers, strict=True)
-    }
+    for (leaf, part), (value, count) in zip(parts.items(), torch.stack(values).tolist(), strict=True):
+        rows[leaf] = torch.tensor([sizes[leaf], value * part.weight, count, part.is_mean], dtype=torch.float64)
+    return rows
 
 
-def share_table(mine: Table, placement: LeafPlacement, group: Group, device: torch.device) -> Table:
-    """Return what all ranks have. Collective: every rank. Blocks until complete.
-
-    Args:
-        mine: Of this rank's shards.
-        placement: Of the shards over the ranks.
-        group: The ranks.
-        device: Where the bytes lie while they travel.
-    """
-    most = max(map(len, placement.ranges))
-    rows = torch.zeros(most, 4, dtype=torch.float64)
-    for position, leaf in enumerate(placement.ranges[group.rank()]):
-        if leaf in mine.entries:
-            rows[position] = torch.tensor(mine.entries[leaf], dtype=torch.float64)
-    flags = torch.tensor([*mine.used, *mine.changed], dtype=torch.uint8)
-    gathered = all_gather(torch.cat([rows.view(torch.uint8).flatten(), flags]).to(device), group=group)
-    entries: dict[int, Entry] = {}
-    seen = torch.zeros_like(flags)
-    for leaves, data in zip(placement.ranges, gathered, strict=True):
-        data = data.cpu()
-        table = data[: rows.nbytes].view(torch.float64).view(most, 4).tolist()
-        entries |= _read(leaves, table)
-        seen |= data[rows.nbytes :]
-    found = [bool(flag) for flag in seen.tolist()]
-    return Table(entries, found[: len(mine.used)], found[len(mine.used) :])
-
-
-def _read(leaves: Sequence[int], rows: Sequence[Sequence[float]]) -> dict[int, Entry]:
-    return {
-        leaf: Entry(int(num_samples), total, count, bool(is_mean))
-        for leaf, (num_samples, total, count, is_mean) in zip(leaves, rows, strict=False)
-        if num_samples
-    }
-
-
-# Compute virtual shards on the devices of this process, each with random numbers of its own.
+# --- compute virtual shards on the devices of this process ------------------------------------------------------------
 
 
 class Shard(NamedTuple):
@@ -387,53 +333,33 @@ class ShardResult(NamedTuple):
     gradients: Sequence[Tensor | None]
 
 
-class LocalReplicas(ABC):
-    """The replicas of the model in this process."""
-
-    @abstractmethod
-    def compute(self, shards: Mapping[int, Shard], how: Pass, buffers: ShardBuffers) -> dict[int, ShardResult]:
-        """Run forward and backward of at most one shard a replica, from the model as it is.
-
-        Args:
-            shards: By number of the replica.
-            how: As for any strategy.
-            buffers: Records what each shard leaves there; the model has those that the step started with again.
-
-        Returns:
-            By number of the replica. ``param.grad`` of the model is None.
-        """
-
-
 @final
-class OneReplica(LocalReplicas):
-    """The model itself."""
+class OneReplica:
+    """Computes on the model itself."""
 
     def __init__(self, model: nn.Module, objective: Objective, device: torch.device) -> None:
         self._model, self._objective, self._device = model, objective, device
         self._parameters = list(model.parameters())
 
-    @override
     def compute(self, shards: Mapping[int, Shard], how: Pass, buffers: ShardBuffers) -> dict[int, ShardResult]:
-        """Run forward and backward of the only shard."""
-        results = {}
-        for replica, shard in shards.items():
-            how.timer.name_phase("forward")
-            how.seed(shard.leaf, self._device)
-            part = self._objective(self._model, shard.batch, shard.num_samples)
-            how.timer.lap("forward")
-            scaled(part, how.scale).backward()
-            gradients = [parameter.grad for parameter in self._parameters]
-            for parameter in self._parameters:
-                parameter.grad = None
-            how.timer.lap("backward")
-            buffers.record(shard.leaf, self._model)
-            buffers.restore()
-            results[replica] = ShardResult(part._replace(value=part.value.detach()), gradients)
-        return results
+        """Run forward and backward of the only shard; see `ManyReplicas.compute`."""
+        ((replica, shard),) = shards.items()
+        how.timer.name_phase("forward")
+        how.seed(shard.leaf, self._device)
+        part = self._objective(self._model, shard.batch, shard.num_samples)
+        how.timer.lap("forward")
+        scaled(part, how.scale).backward()
+        gradients = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        how.timer.lap("backward")
+        buffers.record(shard.leaf, self._model)
+        buffers.restore()
+        return {replica: ShardResult(part._replace(value=part.value.detach()), gradients)}
 
 
 @final
-class ManyReplicas(LocalReplicas):
+class ManyReplicas:
     """Our `DataParallel`: a thread for each device.
 
     Random numbers come from generators that belong to the process (Python's, numpy's, torch's for the CPU) or to a
@@ -450,9 +376,17 @@ class ManyReplicas(LocalReplicas):
         self._objective, self._devices, self._arithmetic = objective, list(devices), arithmetic
         self._take_turns = devices[0].type == "cpu" or len(set(devices)) < len(devices)
 
-    @override
     def compute(self, shards: Mapping[int, Shard], how: Pass, buffers: ShardBuffers) -> dict[int, ShardResult]:
-        """Run forward and backward of the shards, all at the same time where that is safe."""
+        """Run forward and backward of at most one shard a replica, all at the same time where that is safe.
+
+        Args:
+            shards: By number of the replica.
+            how: As for any strategy.
+            buffers: Records what each shard leaves there; the model has those that the step started with again.
+
+        Returns:
+            By number of the replica. ``param.grad`` of the model is None.
+        """
         if not self._take_turns:
             before = _shared_state()
             found = self._differentiate(shards, how)
@@ -501,23 +435,6 @@ def _shared_state() -> tuple[object, ...]:
     return random.getstate(), numpy_state, torch.get_rng_state().numpy().tobytes()
 
 
-def check_gradients(names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
-    """Check that gradients can be summed in the tree.
-
-    Raises:
-        ConfigurationError: One is sparse.
-    """
-    for name, gradient in zip(names, gradients, strict=True):
-        if gradient is not None and gradient.layout is not torch.strided:
-            raise ConfigurationError(
-                f"The gradient of {name} is sparse, which reproducible does not sum.\n"
-                "Make the embedding with sparse=False, and use an optimizer for dense gradients."
-            )
-
-
-# Train so that the bits do not depend on the number of devices; see docs/design/reproducible.md.
-
-
 @final
 class Reproducible(Strategy):
     """Runs the virtual shards of this process, and sums what comes of all of them in one tree.
@@ -538,25 +455,31 @@ class Reproducible(Strategy):
     def __init__(
         self,
         model: nn.Module,
-        replicas: LocalReplicas,
+        replicas: OneReplica | ManyReplicas,
         placement: LeafPlacement,
         devices: Sequence[torch.device],
         group: Group | None,
     ) -> None:
-        check_layers(model)
+        for name, layer in model.named_modules():
+            if isinstance(layer, nn.SyncBatchNorm):  # ours is one of these
+                raise ConfigurationError(
+                    f"The layer {name} is a SyncBatchNorm, which needs all samples of a batch at once.\n"
+                    "With reproducible, virtual shards run one after the other. Use BatchNorm, which then normalises "
+                    "over a virtual shard on any number of devices, or leave reproducible out."
+                )
         self.group = group
         self._replicas, self._placement, self._device = replicas, placement, devices[0]
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._trained = [index for index, parameter in enumerate(model.parameters()) if parameter.requires_grad]
         self._names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         layout = GradientLayout(self._parameters, multiple_of=1 if group is None else group.size())
-        tree = placement.tree
-        self._ladders = [PairwiseAccumulator(tree, layout, device) for device in devices]
-        self._exchange: TreeReduction = LocalReduction(tree) if group is None else RankReduction(placement, group)
+        self._tree = placement.tree
+        self._sums = [PairwiseAccumulator(self._tree, layout, device) for device in devices]  # by replica
+        self._exchange: TreeReduction = LocalReduction(self._tree) if group is None else RankReduction(placement, group)
         self._mine = placement.ranges if group is None else placement.ranges[group.rank() : group.rank() + 1]
-        self._over_ranks = placement if group is not None else LeafPlacement((tree.root,))
+        self._over_ranks = placement if group is not None else LeafPlacement((self._tree.root,))
         self._buffers = ShardBuffers(model, range(self._mine[0].start, self._mine[-1].stop))
-        self._given_away: list[GradientRow] = []
+        self._in_use: GradientRow | None = None  # that ``param.grad`` are views of
 
     @override
     def run(self, micro: MicroBatch, how: Pass) -> None:
@@ -564,26 +487,28 @@ class Reproducible(Strategy):
 
         Collective if there is a group and ``how.sync``: every rank, with or without samples.
         """
-        shards = {
-            leaf: Shard(leaf, batch, size)
-            for leaf, batch, size in zip(micro.numbers, micro.batches, micro.sizes, strict=True)
-        }
+        items = zip(micro.numbers, micro.batches, micro.sizes, strict=True)
+        shards = {leaf: Shard(leaf, batch, size) for leaf, batch, size in items}
         for parameter in self._parameters:
             parameter.grad = None  # also of those that the optimizer does not have
-        self._ladders[0].give_back(self._given_away)
-        self._given_away = []
+        if self._in_use is not None:
+            self._sums[0].give_back([self._in_use])
         table = self._compute(shards, how)
         how.timer.name_phase("communication")
         if not how.sync:
-            self._deliver_own(table.used)
-            how.after_forward([table.loss(self._placement)])
+            how.after_forward([table.loss(self._tree)])
+            self._deliver(self._sum_own(), table.used)
             return
         how.timer.mark_waits_counted()
         if self.group is not None:
-            table = share_table(table, self._placement, self.group, self._device)
-        how.after_forward([table.loss(self._placement)])
+            table = table.over_ranks(self.group, self._device)
+        how.after_forward([table.loss(self._tree)])
         self._buffers.finish(table.changed, table.sizes, self._over_ranks, self._exchange, self.group)
-        self._deliver(table.used)
+        taken = [sums.take() for sums in self._sums]
+        total = self._exchange.sum(taken)
+        for sums, rows in zip(self._sums, taken, strict=True):
+            sums.give_back([row for row in rows.values() if row is not total])
+        self._deliver(total, table.used)
         how.timer.lap("communication")
         how.timer.name_phase("data_wait")
 
@@ -591,65 +516,45 @@ class Reproducible(Strategy):
         """Run the shards, round after round: one on each replica at a time."""
         parts = {}
         used = [False] * len(self._parameters)
-        nothing = [None] * len(self._parameters)
         self._buffers.begin()
         for leaves in zip_longest(*self._mine):
             current = {replica: shards[leaf] for replica, leaf in enumerate(leaves) if leaf in shards}
             results = self._replicas.compute(current, how, self._buffers) if current else {}
             for replica, leaf in enumerate(leaves):
-                if leaf is None:
+                if leaf is None:  # this replica has fewer shards than others
                     continue
-                if replica not in results:
-                    self._ladders[replica].push(leaf, nothing)
-                    continue
-                result = results[replica]
-                gradients = [result.gradients[index] for index in self._trained]
-                check_gradients(self._names, gradients)
-                used = [was or gradient is not None for was, gradient in zip(used, gradients, strict=True)]
-                self._ladders[replica].push(leaf, gradients)
-                parts[leaf] = result.part
+                gradients: list[Tensor | None] = [None] * len(self._parameters)
+                if replica in results:
+                    gradients = [results[replica].gradients[index] for index in self._trained]
+                    parts[leaf] = results[replica].part
+                for index, gradient in enumerate(gradients):
+                    if gradient is not None and gradient.layout is not torch.strided:
+                        raise ConfigurationError(
+                            f"The gradient of {self._names[index]} is sparse, which reproducible does not sum.\n"
+                            "Make the embedding with sparse=False, and use an optimizer for dense gradients."
+                        )
+                    used[index] = used[index] or gradient is not None
+                self._sums[replica].push(leaf, gradients)
             how.timer.lap("backward")
-        entries = own_entries({leaf: shard.num_samples for leaf, shard in shards.items()}, parts, self._device)
-        return Table(entries, used, self._buffers.changed())
+        sizes = {leaf: shard.num_samples for leaf, shard in shards.items()}
+        return Table(_rows(sizes, parts, self._tree.num_leaves, self._device), used, self._buffers.changed())
 
-    def _deliver_own(self, used: Sequence[bool]) -> None:
-        """Leave the sum over this process's shards alone: enough to see where a NaN came from, in no fixed order."""
-        total, *others = [(ladder, row) for ladder in self._ladders for row in ladder.take().values()]
-        for ladder, row in others:
-            for mine, flat in zip(total[1].flats, row.flats, strict=True):
+    def _sum_own(self) -> GradientRow:
+        """Return the sum over this process's shards alone: enough to see where a NaN came from, in no fixed order."""
+        (_, total), *others = [(sums, row) for sums in self._sums for row in sums.take().values()]
+        for sums, row in others:
+            for mine, flat in zip(total.flats, row.flats, strict=True):
                 mine.add_(flat.to(mine.device))
-            ladder.give_back([row])
-        for parameter, view, is_used in zip(self._parameters, total[1].views, used, strict=True):
-            parameter.grad = view if is_used else None
-        self._given_away = [total[1]]
+            sums.give_back([row])
+        return total
 
-    def _deliver(self, used: Sequence[bool]) -> None:
-        """Sum the gradients over replicas and ranks for the parameters. Collective if there is a group."""
-        taken = [ladder.take() for ladder in self._ladders]
-        total = self._exchange.sum(taken)
+    def _deliver(self, total: GradientRow, used: Sequence[bool]) -> None:
         for parameter, view, is_used in zip(self._parameters, total.views, used, strict=True):
             parameter.grad = view if is_used else None
-        for ladder, rows in zip(self._ladders, taken, strict=True):
-            ladder.give_back([row for row in rows.values() if row is not total])
-        self._given_away = [total]
+        self._in_use = total
 
 
-def check_layers(model: nn.Module) -> None:
-    """Check that no layer looks beyond its own virtual shard.
-
-    Raises:
-        ConfigurationError: One does; names it.
-    """
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.SyncBatchNorm):  # ours is one of these
-            raise ConfigurationError(
-                f"The layer {name} is a SyncBatchNorm, which needs all samples of a batch at once.\n"
-                "With reproducible, virtual shards run one after the other. Use BatchNorm, which then normalises over "
-                "a virtual shard on any number of devices, or leave reproducible out."
-            )
-
-
-# Put the reproducible mode together: the virtual shards of this process, and the strategy that computes them.
+# --- put the reproducible mode together -------------------------------------------------------------------------------
 
 
 def virtual_shards(
@@ -697,9 +602,7 @@ def make_reproducible(
         sync = ModelSync(model, set(), group, devices[0])
         sync.check(with_buffers=True)
         sync.broadcast(src=0, with_buffers=True)
-    replicas: LocalReplicas = (
-        ManyReplicas(model, objective, devices, arithmetic)
-        if name == "dp" and len(devices) > 1
-        else OneReplica(model, objective, devices[0])
-    )
+    replicas: OneReplica | ManyReplicas = OneReplica(model, objective, devices[0])
+    if name == "dp" and len(devices) > 1:
+        replicas = ManyReplicas(model, objective, devices, arithmetic)
     return Reproducible(model, replicas, shards.placement, devices, group)
