@@ -210,7 +210,7 @@ def test_too_many_of_them_end_the_run(ranks):
         lines = str(outcome.error).splitlines()
         assert lines[:3] == [
             "6 steps in a row had a gradient that is not finite, which is no accident any more.",
-            "The last of them: The gradient is not finite on ranks 0 and 1 (epoch 1, step 6): "
+            "The last of them: The gradient is not finite on ranks 0, 1 (epoch 1, step 6): "
             "first that of parameter 0.weight.",
             "The loss was nan.",
         ]

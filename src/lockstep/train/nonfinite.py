@@ -29,11 +29,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.comm.fully_shard import local_part, own_class
-from lockstep.data.batch_iterator import map_tensors
+from lockstep.comm.rendezvous import format_ranks
 from lockstep.data.loader import MicroBatch
 from lockstep.data.order import BatchSplit, GlobalOrder, cut
 from lockstep.data.stream import StreamOrder
 from lockstep.errors import NonFiniteGradient
+from lockstep.parallel.ddp.module_io import find_tensors
 from lockstep.train.buffers import BufferSnapshot
 from lockstep.train.settings import NanRule
 from lockstep.train.step import Gradients, HostCopy
@@ -53,7 +54,7 @@ Computed = list[tuple[MicroBatch, list[Tensor]]]
 """The micro-batches of a step on this process, each with the losses of its shares."""
 
 
-class Diagnosis(NamedTuple):
+class Origin(NamedTuple):
     """The first micro-batch of a rank whose loss or gradient is not finite.
 
     Args:
@@ -61,7 +62,7 @@ class Diagnosis(NamedTuple):
         micro: Which micro-batch, from 0; None: one of them, and ``samples`` are those of all.
         samples: Its samples: indices in the data set; of a stream, positions in the global batch.
         faulty: Those of them whose inputs are not finite.
-        loss: In words, if it is not finite.
+        loss: As a text, if it is not finite.
         module: The first one, in the order of computation, whose output is not finite.
         parameter: The first one, in the order of the model, whose gradient is not finite.
     """
@@ -81,7 +82,7 @@ class NonFiniteStep(NamedTuple):
     Args:
         step: Counted from 0 over all epochs.
         epoch: Counted from 0; None for a stream.
-        diagnoses: Of the ranks that found something, in their order.
+        origins: Of the ranks that found something, in their order.
         parameter: The first one of the model whose gradient, summed over the ranks, is not finite, if that is known.
         num_ranks: How many train together.
         num_micro: Micro-batches of a rank.
@@ -91,7 +92,7 @@ class NonFiniteStep(NamedTuple):
 
     step: int
     epoch: int | None
-    diagnoses: tuple[Diagnosis, ...]
+    origins: tuple[Origin, ...]
     parameter: str | None
     num_ranks: int
     num_micro: int
@@ -101,105 +102,76 @@ class NonFiniteStep(NamedTuple):
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks on which it arose."""
-        return tuple(diagnosis.rank for diagnosis in self.diagnoses) or self.suspects
+        return tuple(origin.rank for origin in self.origins) or self.suspects
 
     @property
     def first(self) -> str | None:
         """The first parameter, of the first of these ranks if it is known there."""
-        return (self.diagnoses[0].parameter if self.diagnoses else None) or self.parameter
+        return (self.origins[0].parameter if self.origins else None) or self.parameter
 
     @property
     def samples(self) -> list[int]:
         """Those that it arose from, of the first of these ranks."""
-        if not self.diagnoses:
-            return []
-        return self.diagnoses[0].faulty or self.diagnoses[0].samples
+        return (self.origins[0].faulty or self.origins[0].samples) if self.origins else []
 
     @property
     def headline(self) -> str:
         """Rank, parameter and step, in one line."""
         epoch = "" if self.epoch is None else f"epoch {self.epoch + 1}, "
-        where = f" on {format_ranks(self.ranks)}" if self.ranks and self.num_ranks > 1 else ""
+        where = f" on {format_ranks(list(self.ranks))}" if self.ranks and self.num_ranks > 1 else ""
         first = f": first that of parameter {self.first}" if self.first else ""
         return f"The gradient is not finite{where} ({epoch}step {self.step + 1}){first}."
 
     @property
-    def text(self) -> str:
-        """All that is known, and what to do."""
-        return "\n".join([self.headline, *self.details, _ADVICE])
-
-    @property
     def details(self) -> list[str]:
         """What came before the gradient, and from which samples."""
-        if not self.diagnoses:
-            return [self._without_diagnosis]
-        diagnosis = self.diagnoses[0]
-        on = f" of rank {diagnosis.rank}" if self.num_ranks > 1 else ""
+        if not self.origins:
+            return [self._unknown_origin]
+        origin = self.origins[0]
+        lines = ["The loss was finite." if origin.loss is None else f"The loss was {origin.loss}."]
+        if origin.module is not None:
+            lines[0] += f" The first module whose output is not finite is {origin.module}."
+        elif origin.loss is None:
+            lines[0] = "The loss was finite: it arose in backward."
         which = "batch" if self.num_micro == 1 else "step"
-        if self.num_micro > 1 and diagnosis.micro is not None:
-            which = f"micro-batch {diagnosis.micro + 1} of {self.num_micro}"
+        if self.num_micro > 1 and origin.micro is not None:
+            which = f"micro-batch {origin.micro + 1} of {self.num_micro}"
+        on = f" of rank {origin.rank}" if self.num_ranks > 1 else ""
         noun = "Samples" if self.epoch is not None else "Positions in the global batch"
-        origin = "The loss was finite" if diagnosis.loss is None else f"The loss was {diagnosis.loss}"
-        origin += ": it arose in backward." if diagnosis.loss is None and diagnosis.module is None else "."
-        if diagnosis.module is not None:
-            origin += f" The first module whose output is not finite is {diagnosis.module}."
-        lines = [origin, f"{noun} of that {which}{on}: {format_samples(diagnosis.samples)}."]
-        if diagnosis.faulty:
-            lines.append(f"Not finite before the model saw them: {format_samples(diagnosis.faulty)}.")
-        for other in self.diagnoses[1:]:
-            what = f"{noun.lower()} {format_samples(other.samples)}"
+        lines.append(f"{noun} of that {which}{on}: {_format_samples(origin.samples)}.")
+        if origin.faulty:
+            lines.append(f"Not finite before the model saw them: {_format_samples(origin.faulty)}.")
+        for other in self.origins[1:]:
+            what = f"{noun.lower()} {_format_samples(other.samples)}"
             lines.append(f"On rank {other.rank} too: first parameter {other.parameter or self.parameter}, {what}.")
         return lines
 
     @property
-    def _without_diagnosis(self) -> str:
+    def _unknown_origin(self) -> str:
         if not self.again:
             unknown = "" if self.suspects else "; on which rank cannot be told"
             return f"Every loss was finite, so it arose in backward{unknown}."
-        faulty = "a device or its memory is faulty"
-        if self.suspects:
-            return f"Computed again, it was finite on every rank. A kernel is not deterministic, or {faulty}."
-        overflow = "The sum over the ranks overflowed (wire=fp16?), a kernel is not deterministic, or"
-        return f"Computed again, it was finite on every rank. {overflow} {faulty}."
+        # Where a rank's own part was not finite in the step itself, the sum over the ranks is not to blame.
+        cause = "A kernel is" if self.suspects else "The sum over the ranks overflowed (wire=fp16?), a kernel is"
+        return (
+            f"Computed again, it was finite on every rank. {cause} not deterministic, or a device or its memory is "
+            "faulty."
+        )
 
     @property
     def error(self) -> NonFiniteGradient:
         """What ends the run."""
-        return NonFiniteGradient(self.text, step=self.step, ranks=self.ranks)
+        return NonFiniteGradient("\n".join([self.headline, *self.details, _ADVICE]), step=self.step, ranks=self.ranks)
 
 
-def too_many(steps: Sequence[NonFiniteStep], how_many: str) -> NonFiniteGradient:
-    """Return the error that ends a run in which such ``steps`` come too often.
-
-    Args:
-        steps: Oldest first.
-        how_many: In words.
-    """
-    last = steps[-1]
-    lines = [
-        f"{how_many} had a gradient that is not finite, which is no accident any more.",
-        f"The last of them: {last.headline}",
-        *last.details,
-        "Lower the learning rate, clip the gradient (--clip), or mend the data or the loss.",
-    ]
-    return NonFiniteGradient("\n".join(lines), step=last.step, ranks=last.ranks)
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Return ``rank 1``, ``ranks 1 and 3`` or ``ranks 1, 2 and 5``."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-
-
-def format_samples(numbers: Sequence[int]) -> str:
+def _format_samples(numbers: Sequence[int]) -> str:
     """Return ``numbers`` in a row, not more than a reader needs."""
     rest = len(numbers) - _MOST_SAMPLES
     return ", ".join(map(str, numbers[:_MOST_SAMPLES])) + (f", and {rest} more" if rest > 0 else "")
 
 
 class NonFiniteGuard:
-    """Refuses steps whose gradient is not finite, and says where they went wrong.
+    """Refuses steps whose gradient is not finite, and names where they went wrong.
 
     Args:
         rule: What happens then.
@@ -284,50 +256,58 @@ class NonFiniteGuard:
 
     def _check_number(self, step: int) -> None:
         steps = [bad.step for bad in self.found]
-        if steps[-_MOST_IN_A_ROW - 1 :] == list(range(step - _MOST_IN_A_ROW, step + 1)):
-            raise too_many(self.found, f"{_MOST_IN_A_ROW + 1} steps in a row")
         recent = sum(step - _LAST < each for each in steps)
-        if recent > _MOST_OF_LAST:
-            raise too_many(self.found, f"{recent} of the last {min(_LAST, step + 1)} steps")
+        if steps[-_MOST_IN_A_ROW - 1 :] == list(range(step - _MOST_IN_A_ROW, step + 1)):
+            number = f"{_MOST_IN_A_ROW + 1} steps in a row"
+        elif recent > _MOST_OF_LAST:
+            number = f"{recent} of the last {min(_LAST, step + 1)} steps"
+        else:
+            return
+        last = self.found[-1]
+        lines = [
+            f"{number} had a gradient that is not finite, which is no accident any more.",
+            f"The last of them: {last.headline}",
+            *last.details,
+            "Lower the learning rate, clip the gradient (--clip), or mend the data or the loss.",
+        ]
+        raise NonFiniteGradient("\n".join(lines), step=last.step, ranks=last.ranks)
 
     def _describe(self, computed: Computed, step: int, *, replays: bool) -> NonFiniteStep:
         """Return what all ranks together know of a bad step. Collective: every rank. Blocks."""
         group = self._strategy.group
         rank = 0 if group is None else group.rank()
-        summed = first_not_finite(self._model)
+        names = [name for name, _ in self._model.named_parameters()]
+        summed = _first_not_finite(self._model)  # before a replay puts other gradients there
         is_suspect = self._strategy.part_is_bad()
         shares = [self._samples_of(micro, index) for index, (micro, _) in enumerate(computed)]
-        found: list[Diagnosis] = []
+        origin: Origin | None = None
         has_gradients = False
         for index, (micro, losses) in enumerate(computed):
             module = parameter = None
-            if replays:
+            if replays:  # all of them, although the first bad one tells enough: synchronised layers need every rank
                 self._optimizer.zero_grad(set_to_none=True)
                 with _watching_outputs(self._model) as bad_outputs:
                     losses = self._replay(micro, index)
                 module = bad_outputs[0] if bad_outputs else None
-                parameter = first_not_finite(self._model)
+                parameter = _first_not_finite(self._model)
                 has_gradients = has_gradients or any(each.grad is not None for each in self._model.parameters())
-            bad_losses = [None if math.isfinite(float(loss)) else str(float(loss)) for loss in losses]
-            if parameter is None and not any(bad_losses):
-                continue
-            wrong = list(range(len(shares[index])))
-            if len(bad_losses) == len(wrong) and any(bad_losses):
-                wrong = [share for share, loss in enumerate(bad_losses) if loss is not None]
-            samples = [sample for share in wrong for sample in shares[index][share]]
-            faulty = [sample for sample in _faulty_inputs(micro, shares[index]) if sample in samples]
-            loss = next(filter(None, bad_losses), None)
-            found.append(Diagnosis(rank, index, samples, faulty, loss, module, parameter))
-        if is_suspect and not found and not replays:
-            found = [_diagnose_part(rank, shares, [micro for micro, _ in computed])]
-        names = [name for name, _ in self._model.named_parameters()]
+            values = [float(loss) for loss in losses]
+            bad = [share for share, value in enumerate(values) if not math.isfinite(value)]
+            if origin is None and (parameter is not None or bad):
+                wrong = bad if bad and len(values) == len(shares[index]) else range(len(shares[index]))
+                samples = [sample for share in wrong for sample in shares[index][share]]
+                faulty = [sample for sample in _faulty_inputs(micro, shares[index]) if sample in samples]
+                loss = str(values[bad[0]]) if bad else None
+                origin = Origin(rank, index, samples, faulty, loss, module, parameter)
+        if is_suspect and origin is None and not replays:
+            origin = _origin_of_part(rank, shares, [micro for micro, _ in computed])
         first = None if summed is None else names.index(summed)
-        ranks = self._gather([found[0] if found else None, first, has_gradients, is_suspect])
+        ranks = self._gather([origin, first, has_gradients, is_suspect])
         firsts = [first for _, first, *_ in ranks if first is not None]
         return NonFiniteStep(
             step=step,
             epoch=self._order.epoch(step) if isinstance(self._order, GlobalOrder) else None,
-            diagnoses=tuple(Diagnosis(*diagnosis) for diagnosis, *_ in ranks if diagnosis is not None),
+            origins=tuple(Origin(*origin) for origin, *_ in ranks if origin is not None),
             parameter=names[min(firsts)] if firsts else None,
             num_ranks=len(ranks),
             num_micro=self._split.accumulate,
@@ -350,7 +330,7 @@ class NonFiniteGuard:
         return shares
 
 
-def first_not_finite(model: nn.Module) -> str | None:
+def _first_not_finite(model: nn.Module) -> str | None:
     """Return the name of the first parameter of ``model`` whose gradient, or this rank's part of it, is not finite."""
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and not _is_finite(local_part(parameter.grad)):
@@ -367,7 +347,7 @@ def _watching_outputs(model: nn.Module) -> Iterator[list[str]]:
 
     def check(module: nn.Module, _inputs: Any, output: Any) -> None:
         name = names.get(id(module))
-        if name is not None and not all(map(_is_finite, _tensors_in(output))):
+        if name is not None and not all(map(_is_finite, find_tensors(output))):
             with lock:
                 found.append(name)
 
@@ -378,17 +358,6 @@ def _watching_outputs(model: nn.Module) -> Iterator[list[str]]:
         handle.remove()
 
 
-def _tensors_in(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(value, note)
-    return found
-
-
 def _is_finite(tensor: Tensor) -> bool:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return True
@@ -396,7 +365,7 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(values.coalesce().values() if values.is_sparse else values).all())
 
 
-def _diagnose_part(rank: int, shares: Sequence[Sequence[Sequence[int]]], micros: Sequence[MicroBatch]) -> Diagnosis:
+def _origin_of_part(rank: int, shares: Sequence[Sequence[Sequence[int]]], micros: Sequence[MicroBatch]) -> Origin:
     """Return what is known of a rank whose part of the gradient was not finite, though its losses were. Blocks.
 
     Args:
@@ -408,7 +377,7 @@ def _diagnose_part(rank: int, shares: Sequence[Sequence[Sequence[int]]], micros:
     which = next((index for index, found in enumerate(faulty) if found), 0 if len(micros) == 1 else None)
     suspected = shares if which is None else [shares[which]]
     samples = [sample for of_micro in suspected for share in of_micro for sample in share]
-    return Diagnosis(rank, which, samples, [] if which is None else faulty[which])
+    return Origin(rank, which, samples, [] if which is None else faulty[which])
 
 
 def _faulty_inputs(micro: MicroBatch, shares: Sequence[Sequence[int]]) -> list[int]:
@@ -416,7 +385,7 @@ def _faulty_inputs(micro: MicroBatch, shares: Sequence[Sequence[int]]) -> list[i
     faulty: list[int] = []
     for batch, samples in zip(micro.batches, shares, strict=False):
         bad: set[int] = set()
-        for tensor in _tensors_in(batch):
+        for tensor in find_tensors(batch):
             # A tensor of the batch that was stacked from the samples has a row for each, in their order.
             if tensor.is_floating_point() and tensor.layout is torch.strided and tensor.shape[:1] == (len(samples),):
                 rows = torch.isfinite(tensor.detach().reshape(len(samples), -1)).all(dim=1)
