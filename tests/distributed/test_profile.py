@@ -31,19 +31,19 @@ def test_each_rank_writes_a_trace_in_which_phases_hold_what_happens_in_them(rank
     def train(world):
         result = lockstep.fit(
             make_task(),
-            steps=14,
+            steps=8,
             quiet=True,
             accumulate=2,
             bucket_cap_mb=1e-4,
             run_dir=tmp_path,
             profile=True,
-            profile_steps=(4, 2, 8),
+            profile_steps=(4, 2),
         )
         return result.losses, ranges.now
 
     found = ranks(2)(train)
     assert [now for _, now in found] == [None, None]
-    names = [f"rank-{rank}.steps-{steps}.pt.trace.json" for rank in (0, 1) for steps in ("12-13", "4-5")]
+    names = [f"rank-{rank}.steps-{steps}.pt.trace.json" for rank in (0, 1) for steps in ("4-5",)]
     assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == names
     for rank in (0, 1):
         spans = spans_of(tmp_path / "profile" / f"rank-{rank}.steps-4-5.pt.trace.json")
@@ -61,11 +61,11 @@ def test_each_rank_writes_a_trace_in_which_phases_hold_what_happens_in_them(rank
         assert (count["forward"], count["backward"], count["communication"], count["optimizer"]) == (4, 4, 2, 2)
         assert count["exchange/bucket 0"] == 2  # once a step, in backward of its last micro-batch
     told = [event for event in read_run(tmp_path).events if event.event == "profile"]
-    assert [event.text.split(":")[0] for event in told] == ["steps 4 to 5 profiled", "steps 12 to 13 profiled"]
+    assert [event.text.split(":")[0] for event in told] == ["steps 4 to 5 profiled"]
     assert all(event.seconds > 0 for event in told)
 
     def plain(world):
-        return lockstep.fit(make_task(), steps=14, quiet=True, accumulate=2, bucket_cap_mb=1e-4).losses
+        return lockstep.fit(make_task(), steps=8, quiet=True, accumulate=2, bucket_cap_mb=1e-4).losses
 
     assert ranks(2)(plain) == [losses for losses, _ in found]
 

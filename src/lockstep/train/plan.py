@@ -19,45 +19,6 @@ from lockstep.train.step import LearningRate, batch_scale
 from lockstep.train.task import Task
 
 
-def check_number_of_shares(proportions: Sequence[float], num_devices: int) -> None:
-    """Check that there is a share for each device.
-
-    Raises:
-        ConfigurationError: There are more or fewer.
-    """
-    if len(proportions) != num_devices:
-        raise ConfigurationError(
-            f"shares={_spell(proportions)} is for {format_devices(len(proportions))}, but this run has {num_devices}.\n"
-            "Give one number for each device, or leave shares out to make them all the same."
-        )
-
-
-def check_samples_per_share(batch_size: int, accumulate: int, proportions: Sequence[float]) -> None:
-    """Check that each share of a global batch has a sample for each micro-batch.
-
-    Raises:
-        ConfigurationError: One has not; names a size from which on all have.
-    """
-    if min(len(cut_by(batch_size, proportions, index)) for index in range(len(proportions))) >= accumulate:
-        return
-    exact = [Fraction(proportion) for proportion in proportions]
-    enough = ceil(accumulate * sum(exact) / min(exact))  # from here on even the smallest is rounded down to enough
-    what = "a sample" if accumulate == 1 else f"a sample in each of {accumulate} micro-batches"
-    raise ConfigurationError(
-        f"A global batch of {batch_size} samples, divided by shares={_spell(proportions)}, does not have {what} for "
-        f"each device.\nSet the global batch size to {enough} or more, or make the shares more alike."
-    )
-
-
-def format_devices(number: int) -> str:
-    """Return so many devices, in words."""
-    return f"{number} device{'s' * (number > 1)}"
-
-
-def _spell(proportions: Sequence[float]) -> str:
-    return ",".join(f"{proportion:g}" for proportion in proportions)
-
-
 @dataclass(frozen=True)
 class VirtualShards:
     """The virtual shards of a global batch, and where they are computed.
@@ -86,10 +47,10 @@ def place_shards(num_leaves: int, num_devices: int, proportions: Sequence[float]
     Raises:
         ConfigurationError: There is none for some device, or a proportion too many or too few.
     """
+    _check_number_of_shares(proportions, num_devices)
     if proportions is None:
         ranges = tuple(cut(num_leaves, num_devices, device) for device in range(num_devices))
     else:
-        check_number_of_shares(proportions, num_devices)
         ranges = tuple(cut_by(num_leaves, proportions, device) for device in range(num_devices))
     if not all(ranges):
         idle = sum(not leaves for leaves in ranges)
@@ -146,11 +107,7 @@ def num_devices(wanted: int | None) -> int:
 
 
 def check_gpus(wanted: int | None) -> None:
-    """Check that a machine with GPUs has ``wanted`` of them.
-
-    Raises:
-        ConfigurationError: It has fewer.
-    """
+    """Raise a ConfigurationError if a machine with GPUs has fewer than ``wanted`` of them."""
     there = torch.cuda.device_count()
     if wanted is not None and 0 < there < wanted:
         raise ConfigurationError(
@@ -185,40 +142,26 @@ def make_plan(task: Task, settings: Settings, division: BatchSplit, *, num_sampl
     batch_size = settings.global_batch_size or task.global_batch_size
     if settings.reproducible is None:
         check_split(batch_size, division.num_shares, settings.accumulate, division.proportions)
-    order, num_steps = _lay_out(task, settings, batch_size, num_samples)
-    base = settings.base_batch_size or task.global_batch_size
-    return Plan(
-        order=order,
-        division=division,
-        num_steps=num_steps,
-        learning_rate=LearningRate(
-            scale=batch_scale(settings.lr_scaling, batch_size, base),
-            warmup=settings.warmup,
-            num_steps=num_steps,
-            decay=settings.schedule or task.schedule or "constant",
-        ),
-        base_batch_size=base,
-    )
-
-
-def _lay_out(
-    task: Task, settings: Settings, batch_size: int, num_samples: int | None
-) -> tuple[GlobalOrder | StreamOrder, int]:
-    """Return which samples are in which step, and the number of steps."""
-    if num_samples is not None:
+    order: GlobalOrder | StreamOrder
+    if num_samples is None:
+        if settings.steps is None:
+            raise ConfigurationError(
+                "The data set is a stream without a length, so its epochs cannot be planned.\n"
+                "Give the number of steps instead: steps=1000 (--steps 1000)."
+            )
+        order, num_steps = StreamOrder(batch_size, settings.seed, task.drop_last), settings.steps
+    else:
         order = GlobalOrder(num_samples, batch_size, settings.seed, task.drop_last)
         if order.steps_per_epoch == 0:
             raise ConfigurationError(
                 f"The data set of {num_samples} samples is smaller than a global batch of {batch_size}.\n"
                 "Make the global batch smaller, or leave drop_last out of the task."
             )
-        return order, settings.steps or (settings.epochs or task.epochs) * order.steps_per_epoch
-    if settings.steps is None:
-        raise ConfigurationError(
-            "The data set is a stream without a length, so its epochs cannot be planned.\n"
-            "Give the number of steps instead: steps=1000 (--steps 1000)."
-        )
-    return StreamOrder(batch_size, settings.seed, task.drop_last), settings.steps
+        num_steps = settings.steps or (settings.epochs or task.epochs) * order.steps_per_epoch
+    base = settings.base_batch_size or task.global_batch_size
+    scale = batch_scale(settings.lr_scaling, batch_size, base)
+    decay = settings.schedule or task.schedule or "constant"
+    return Plan(order, division, num_steps, LearningRate(scale, settings.warmup, num_steps, decay), base)
 
 
 def check_batch(task: Task, settings: Settings, num_devices: int) -> None:
@@ -240,14 +183,37 @@ def check_split(batch_size: int, num_shares: int, accumulate: int, proportions: 
     Raises:
         ConfigurationError: One has not; names what would do.
     """
-    if proportions is not None:
-        check_number_of_shares(proportions, num_shares)
-        check_samples_per_share(batch_size, accumulate, proportions)
-    elif accumulate > max(1, batch_size // num_shares):
+    _check_number_of_shares(proportions, num_shares)
+    if proportions is None:
         most = max(1, batch_size // num_shares)
+        if accumulate > most:
+            raise ConfigurationError(
+                f"A global batch of {batch_size} samples on {_devices(num_shares)} does not have a sample in each of "
+                f"{accumulate} micro-batches for each.\n"
+                f"Set the global batch size to {num_shares * accumulate} or more, or accumulate to {most}"
+                f"{' or less' * (most > 1)}."
+            )
+    elif min(len(cut_by(batch_size, proportions, index)) for index in range(num_shares)) < accumulate:
+        exact = [Fraction(proportion) for proportion in proportions]
+        enough = ceil(accumulate * sum(exact) / min(exact))  # from here on even the smallest is rounded down to enough
+        what = "a sample" if accumulate == 1 else f"a sample in each of {accumulate} micro-batches"
         raise ConfigurationError(
-            f"A global batch of {batch_size} samples on {format_devices(num_shares)} does not have a sample in each of "
-            f"{accumulate} micro-batches for each.\n"
-            f"Set the global batch size to {num_shares * accumulate} or more, or accumulate to {most}"
-            f"{' or less' * (most > 1)}."
+            f"A global batch of {batch_size} samples, divided by shares={_spell(proportions)}, does not have {what} "
+            f"for each device.\nSet the global batch size to {enough} or more, or make the shares more alike."
         )
+
+
+def _check_number_of_shares(proportions: Sequence[float] | None, num_devices: int) -> None:
+    if proportions is not None and len(proportions) != num_devices:
+        raise ConfigurationError(
+            f"shares={_spell(proportions)} is for {_devices(len(proportions))}, but this run has {num_devices}.\n"
+            "Give one number for each device, or leave shares out to make them all the same."
+        )
+
+
+def _devices(number: int) -> str:
+    return f"{number} device{'s' * (number > 1)}"
+
+
+def _spell(proportions: Sequence[float]) -> str:
+    return ",".join(f"{proportion:g}" for proportion in proportions)

@@ -1,10 +1,4 @@
-"""Some steps under torch.profiler, a Chrome trace for each rank; and the phases' names for NVIDIA's tools.
-
-[Note: one step ahead]
-The profiler is made ready while the step before the first one runs, so that what that costs is not in the trace. On
-CUDA it waits for the device when it stops, and then only. Names are given to phases and buckets as long as somebody
-looks, which is what ``lockstep.telemetry.ranges.now`` says; otherwise none of this is there.
-"""
+"""Some steps under torch.profiler, a Chrome trace for each rank; and the phases' names for NVIDIA's tools."""
 
 from __future__ import annotations
 
@@ -24,7 +18,13 @@ from lockstep.errors import ConfigurationError
 from lockstep.telemetry import ranges
 from lockstep.telemetry.run_record import Event
 from lockstep.train.plan import PER_PROCESS
-from lockstep.train.settings import FitSettings, ProfileWindows, profile_windows
+from lockstep.train.settings import FitSettings
+
+FOLDER = "profile"
+"""Where traces go, in the folder of the run."""
+
+_FIRST, _COUNT = 11, 3
+"""Unless steps were named: by then memory is allocated, kernels are chosen and buckets have found their order."""
 
 
 class SteppedRun(Protocol):
@@ -41,10 +41,6 @@ class SteppedRun(Protocol):
 
     def pause_for(self, event: Event, act: Callable[[], str]) -> None:
         """Do something for which training stands still, and report what it returns."""
-
-
-FOLDER = "profile"
-"""Where traces go, in the folder of the run."""
 
 
 @contextmanager
@@ -67,6 +63,7 @@ def profiled(settings: FitSettings, world: World, run: SteppedRun) -> Iterator[C
         )
     names = ranges.Ranges(nvtx=on_cuda)
     profiling = Profiling(settings, world, run, names) if settings.profile else None
+    # Phases and buckets have names as long as this is set; otherwise none of it costs anything.
     ranges.now = names if settings.nvtx else None
     try:
         yield partial(_named_step, run) if profiling is None else profiling.step
@@ -79,13 +76,12 @@ def profiled(settings: FitSettings, world: World, run: SteppedRun) -> Iterator[C
 
 
 def _named_step(run: SteppedRun) -> None:
-    """Do a step under its number."""
     with ranges.around(f"step {run.num_steps_done + 1}"):
         run.step()
 
 
 class Profiling:
-    """Hands steps of a run over to torch.profiler.
+    """Hands some steps of a run over to torch.profiler.
 
     Collective: every rank makes one.
 
@@ -102,55 +98,51 @@ class Profiling:
     def __init__(self, settings: FitSettings, world: World, run: SteppedRun, names: ranges.Ranges) -> None:
         self._run, self._rank, self._names, self._nvtx = run, world.rank, names, settings.nvtx
         self._folder = _folder(settings, world)
-        self._stretches: ProfileWindows = profile_windows(settings.profile_steps, run.num_steps - run.num_steps_done)
+        # Counted from 1, in this start of the run; of a short run its last ones.
+        first = max(1, min(_FIRST, run.num_steps - run.num_steps_done - _COUNT + 1))
+        self._first, self._count = map(int, settings.profile_steps or (first, _COUNT))
         self._activities = [ProfilerActivity.CPU]
         if world.device.type == "cuda":
             self._activities.append(ProfilerActivity.CUDA)
-        self._all_threads = settings.strategy not in PER_PROCESS  # replicas have threads of their own
-        self._number = self._num_written = 0
+        self._config = None
+        if settings.strategy not in PER_PROCESS:  # replicas have threads of their own
+            self._config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
         self._profiler: profile | None = None
-        self._began = 0
+        self._number = self._began_at = 0
 
     def step(self) -> None:
         """Do the next step of the run. Collective: every rank."""
         self._number += 1
-        if self._profiler is None and self._stretches.is_first(self._number):
+        if self._number == max(1, self._first - 1):  # a step ahead, so that what it costs is not in the trace
             self._prepare()
-        if self._stretches.is_first(self._number):
+        if self._number == self._first:
             assert self._profiler is not None
             self._profiler.start_trace()
-            self._began, ranges.now = self._run.num_steps_done + 1, self._names
-        elif self._profiler is None and self._stretches.is_first(self._number + 1):
-            self._prepare()
+            self._began_at, ranges.now = self._run.num_steps_done + 1, self._names
         _named_step(self._run)
-        if self._began and self._stretches.is_last(self._number):
+        if self._number == self._first + self._count - 1:
             self._run.pause_for("profile", self._write)
 
     def finish(self) -> None:
-        """Write what the end of the run has cut short, and say if there was nothing. Collective: every rank."""
-        if self._began:
+        """Write what the end of the run has cut short, and report if there was nothing. Collective: every rank."""
+        if self._began_at:
             self._run.pause_for("profile", self._write)
-        elif not self._num_written:
-            self._run.pause_for("remark", self._nothing)
-        self.abandon()
+        elif self._number < self._first:
+            text = f"no step was profiled: the first was to be step {self._first} of this start, which had"
+            self._run.pause_for("remark", lambda: f"{text} {self._number}")
 
     def abandon(self) -> None:
         """End the profiler, if it runs: an error has ended the run. What it has seen is written."""
-        if self._began:
-            with suppress(Exception):
+        with suppress(Exception):  # of which that error is not to be hidden
+            if self._began_at:
                 self._write(half_done=1)
-        elif self._profiler is not None:  # made ready, and not started
-            with suppress(Exception):
+            elif self._profiler is not None:  # made ready, and not started
                 self._profiler.start_trace()
                 self._profiler.stop_trace()
         self._profiler = None
 
     def _prepare(self) -> None:
-        config = None
-        if self._all_threads:
-            config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-        # Each stretch has a profiler of its own; one that adds up does not warn that it begins anew.
-        profiler = profile(activities=self._activities, experimental_config=config, acc_events=True)
+        profiler = profile(activities=self._activities, experimental_config=self._config, acc_events=True)
         try:
             profiler.prepare_trace()
         except RuntimeError as error:
@@ -161,7 +153,7 @@ class Profiling:
         self._profiler = profiler
 
     def _write(self, half_done: int = 0) -> str:
-        """Stop the profiler and write its trace; return what to say of it. Blocks on CUDA for the device.
+        """Stop the profiler and write its trace; return what to report of it. Blocks on CUDA for the device.
 
         Args:
             half_done: Steps that an error has cut short, which are in the trace as well.
@@ -169,7 +161,7 @@ class Profiling:
         assert self._profiler is not None
         ranges.now = self._names if self._nvtx else None
         profiler, self._profiler = self._profiler, None
-        first, last, self._began = self._began, self._run.num_steps_done + half_done, 0
+        first, last, self._began_at = self._began_at, self._run.num_steps_done + half_done, 0
         profiler.stop_trace()
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
         path = self._folder / f"rank-{self._rank}.steps-{first}-{last}.pt.trace.json"
@@ -179,12 +171,7 @@ class Profiling:
             os.replace(part, path)
         except (OSError, RuntimeError) as error:
             return f"{steps} profiled, but {path} cannot be written: {error}"
-        self._num_written += 1
         return f"{steps} profiled: {path.parent}/rank-*.steps-{first}-{last}.pt.trace.json, for ui.perfetto.dev"
-
-    def _nothing(self) -> str:
-        first = self._stretches.first
-        return f"no step was profiled: the first was to be step {first} of this start, which had {self._number}"
 
 
 def _folder(settings: FitSettings, world: World) -> Path:
@@ -196,14 +183,17 @@ def _folder(settings: FitSettings, world: World) -> Path:
         ConfigurationError: On every rank: a rank cannot write there.
     """
     folder = Path(settings.profile_dir) if settings.profile_dir is not None else Path(settings.run_dir or "") / FOLDER
-    error = ""
+    problem = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
-            error = f"Cannot write traces to {folder}: Permission denied."
+            problem = "Permission denied"
     except OSError as failure:
-        error = f"Cannot write traces to {folder}: {failure.strerror}."
-    errors = all_gather_object(error, group=world.group, device=world.device)
-    if found := [f"Rank {rank}: {each}" for rank, each in enumerate(errors) if each]:
-        raise ConfigurationError(f"{found[0]}\nName another folder with profile_dir=DIR (--profile-dir DIR).")
+        problem = failure.strerror
+    for rank, each in enumerate(all_gather_object(problem, group=world.group, device=world.device)):
+        if each is not None:
+            raise ConfigurationError(
+                f"Rank {rank}: Cannot write traces to {folder}: {each}.\n"
+                "Name another folder with profile_dir=DIR (--profile-dir DIR)."
+            )
     return folder

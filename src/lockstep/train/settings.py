@@ -122,47 +122,6 @@ def _setting(name: str, hint: Any, default: object) -> Setting:
     return Setting(name, _KINDS[kinds], optional, (), default, flag)
 
 
-# --- which steps of a run are profiled ------------------------------------------------------------------------------
-
-FIRST_PROFILED, NUM_PROFILED = 11, 3
-"""By then memory is allocated, kernels are chosen and buckets have found their order."""
-
-
-@dataclass(frozen=True)
-class ProfileWindows:
-    """Steps in a row, once or again and again; counted from 1, in this start of the run.
-
-    Args:
-        first: The first step.
-        count: How many, one after the other.
-        every: Steps from the beginning of one window to that of the next; None: there is only one.
-    """
-
-    first: int = FIRST_PROFILED
-    count: int = NUM_PROFILED
-    every: int | None = None
-
-    def is_first(self, step: int) -> bool:
-        """Return whether a window begins with ``step``."""
-        since = step - self.first
-        return since == 0 or (self.every is not None and since > 0 and since % self.every == 0)
-
-    def is_last(self, step: int) -> bool:
-        """Return whether a window ends with ``step``."""
-        return self.is_first(step - self.count + 1)
-
-
-def profile_windows(numbers: Sequence[float] | None, num_steps: int) -> ProfileWindows:
-    """Return the windows that checked ``numbers`` stand for, in a run of so many steps.
-
-    Without numbers, they are a few steps after the first ones; of a short run, its last.
-    """
-    if numbers is None:
-        return ProfileWindows(first=max(1, min(FIRST_PROFILED, num_steps - NUM_PROFILED + 1)))
-    first, count, *every = map(int, numbers)
-    return ProfileWindows(first, count, every[0] if every else None)
-
-
 # --- every setting of a training run --------------------------------------------------------------------------------
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -321,7 +280,7 @@ class FitSettings(Settings):
     ] = False
     profile_steps: Annotated[
         Sequence[float] | None,
-        Flag("The first step, how many, and after how many again; 11,3 if not given.", "FIRST,N[,EVERY]"),
+        Flag("The first step to profile, and how many; 11,3 if not given.", "FIRST,N"),
     ] = None
     profile_dir: Annotated[
         FilePath | None, Flag("Folder for these traces; profile/ in the folder of the run if not given.", "DIR")
@@ -356,8 +315,11 @@ class FitSettings(Settings):
             raise ConfigurationError(f"export={self.export} does not end in .safetensors.\nName a file that does.")
         if self.log_to is not None:
             object.__setattr__(self, "log_to", tuple(str(target) for target in parse_targets(self.log_to)))
-        if self.profile_steps is not None:
-            self._check_profile_steps(self.profile_steps)
+        numbers = self.profile_steps
+        if numbers is not None and (len(numbers) != 2 or any(number != int(number) for number in numbers)):
+            raise ConfigurationError(
+                f"profile_steps={tuple(numbers)} is not allowed.\nGive the first step and how many, such as 101,5."
+            )
         for name in ("profile_steps", "profile_dir"):
             if getattr(self, name) is not None and not self.profile:
                 raise ConfigurationError(
@@ -367,19 +329,6 @@ class FitSettings(Settings):
             raise ConfigurationError(
                 "profile needs a folder for its traces.\nName it with profile_dir=DIR (--profile-dir DIR), or record "
                 "the run with run_dir=DIR (--run-dir DIR)."
-            )
-
-    def _check_profile_steps(self, numbers: Sequence[float]) -> None:
-        if len(numbers) not in (2, 3) or any(number != int(number) for number in numbers):
-            raise ConfigurationError(
-                f"profile_steps={tuple(numbers)} is not allowed.\n"
-                "Give the first step and how many, such as 101,5; to do so again and again, also the steps from one "
-                "beginning to the next, such as 101,5,1000."
-            )
-        if len(numbers) == 3 and numbers[2] <= numbers[1]:
-            raise ConfigurationError(
-                f"profile_steps={tuple(numbers)}: {numbers[1]:.0f} steps every {numbers[2]:.0f} leave none out.\n"
-                "Make the third number larger than the second."
             )
 
 

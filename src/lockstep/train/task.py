@@ -18,8 +18,6 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lockstep.errors import ConfigurationError
 
-# What to train, never how: `Task`, and `Loss` for losses that are not a mean over the samples.
-
 
 @dataclass(frozen=True)
 class Loss:
@@ -88,26 +86,19 @@ class Task:
             number: object = getattr(self, field)
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ConfigurationError(f"Task.{field} is {number!r}.\nGive a whole number of at least 1.")
-        for field in ("model", "dataset", "loss", "optimizer"):
-            _require_callable(field, getattr(self, field))
-        for field in ("eval_dataset", "metrics", "collate", "schedule", "after", "shard"):
-            if getattr(self, field) is not None:
-                _require_callable(field, getattr(self, field))
-
-
-_EXAMPLES = {
-    "model": "model=Net, not model=Net()",
-    "dataset": "dataset=lambda: MyDataset(...)",
-    "loss": "loss=my_loss, with def my_loss(model, batch)",
-    "optimizer": "optimizer=lambda params: AdamW(params, lr=3e-4)",
-}
-
-
-def _require_callable(field: str, value: object) -> None:
-    # A module or a data set is callable or not as it happens to be, but never what makes a new one.
-    if not callable(value) or (field == "model" and isinstance(value, nn.Module)):
-        example = f", such as {_EXAMPLES[field]}" if field in _EXAMPLES else ""
-        raise ConfigurationError(f"Task.{field} is a {type(value).__name__}.\nGive a function{example}.")
+        examples = {
+            "model": "model=Net, not model=Net()",
+            "dataset": "dataset=lambda: MyDataset(...)",
+            "loss": "loss=my_loss, with def my_loss(model, batch)",
+            "optimizer": "optimizer=lambda params: AdamW(params, lr=3e-4)",
+        }
+        for field in (*examples, "eval_dataset", "metrics", "collate", "schedule", "after", "shard"):
+            value: object = getattr(self, field)
+            # A module is callable, but is not what makes a new one.
+            is_made = field == "model" and isinstance(value, nn.Module)
+            if is_made or not (callable(value) or (value is None and field not in examples)):
+                example = f", such as {examples[field]}" if field in examples else ""
+                raise ConfigurationError(f"Task.{field} is a {type(value).__name__}.\nGive a function{example}.")
 
 
 def build_model(task: Task) -> nn.Module:
@@ -168,9 +159,7 @@ def build_dataset(task: Task, *, evaluation: bool = False) -> Any:
     return dataset
 
 
-# Find the task in a file.
-
-_DEFAULT_NAME = "task"
+# --- find the task in a file ------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -184,7 +173,15 @@ def load_task(spec: str) -> Task:
     Raises:
         ConfigurationError: There is no such file or attribute, it is no task, or the file fails; names the line.
     """
-    path, name = _split(spec)
+    file, _, name = spec.rpartition(":")
+    if not file.endswith(".py"):
+        file, name = spec, "task"
+    path = Path(file)
+    if not path.is_file():
+        kind = "is a folder" if path.is_dir() else "does not exist"
+        nearby = Path(f"{path}.py")
+        hint = f"Did you mean {nearby}?" if nearby.is_file() else "Name a Python file that has a lockstep.Task."
+        raise ConfigurationError(f"{path} {kind}.\n{hint}")
     module = _explain_errors(path, lambda: _import(path))
     found: object = getattr(module, name, None)
     if found is None:
@@ -199,17 +196,6 @@ def load_task(spec: str) -> Task:
             "It must be a Task, or a function without arguments that returns one."
         )
     return found
-
-
-def _split(spec: str) -> tuple[Path, str]:
-    file, colon, name = spec.rpartition(":")
-    path = Path(file if colon and file.endswith(".py") else spec)
-    if path.is_file():
-        return path, name if colon and file.endswith(".py") else _DEFAULT_NAME
-    kind = "is a folder" if path.is_dir() else "does not exist"
-    nearby = Path(f"{path}.py")
-    hint = f"Did you mean {nearby}?" if nearby.is_file() else "Name a Python file that has a lockstep.Task."
-    raise ConfigurationError(f"{path} {kind}.\n{hint}")
 
 
 def _import(path: Path) -> ModuleType:
@@ -230,18 +216,16 @@ def _explain_errors(path: Path, action: Callable[[], T]) -> T:
     try:
         return action()
     except Exception as error:
-        raise ConfigurationError(_describe(error, path)) from error
-
-
-def _describe(error: Exception, path: Path) -> str:
-    cause, *rest = (str(error) or "no message").splitlines()
-    kind = "" if isinstance(error, ConfigurationError) else f"{type(error).__name__}: "
-    if isinstance(error, SyntaxError) and error.filename:
-        line = (error.text or "").strip()
-        return f"{error.filename}, line {error.lineno}: {kind}{error.msg}\n    {line}"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename) == path.resolve()]
-    frame = own[-1] if own else frames[-1]
-    shown = path if own else frame.filename
-    line = linecache.getline(frame.filename, frame.lineno or 0).strip()
-    return "\n".join([f"{shown}, line {frame.lineno}: {kind}{cause}", f"    {line}", *rest])
+        kind = "" if isinstance(error, ConfigurationError) else f"{type(error).__name__}: "
+        if isinstance(error, SyntaxError) and error.filename:
+            line = (error.text or "").strip()
+            text = f"{error.filename}, line {error.lineno}: {kind}{error.msg}\n    {line}"
+        else:
+            cause, *rest = (str(error) or "no message").splitlines()
+            frames = traceback.extract_tb(error.__traceback__)
+            own = [frame for frame in frames if Path(frame.filename) == path.resolve()]
+            frame = (own or frames)[-1]
+            line = linecache.getline(frame.filename, frame.lineno or 0).strip()
+            where = f"{path if own else frame.filename}, line {frame.lineno}"
+            text = "\n".join([f"{where}: {kind}{cause}", f"    {line}", *rest])
+        raise ConfigurationError(text) from error
