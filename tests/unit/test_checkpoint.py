@@ -176,17 +176,6 @@ def test_if_none_is_whole_the_run_does_not_start_anew(tmp_path, world):
     assert load(world, tmp_path) == (1, [])
 
 
-def test_the_format_before_this_one_is_refused(tmp_path, world):
-    torch.save(state_of(7), tmp_path / "step-0000000007.pt")
-    with Checkpoints(tmp_path, world) as checkpoints, pytest.raises(CheckpointError) as error:
-        checkpoints.load(required=False)
-    assert str(error.value) == (
-        f"The checkpoints in {tmp_path}, such as step-0000000007.pt, are of an older Lockstep, whose format is no "
-        "longer read.\nEnd that run with the version it was started with, or start anew (resume=False)."
-    )
-    assert load(world, tmp_path, fresh=True) == (None, [])
-
-
 def test_killed_at_every_byte_a_whole_one_is_left(tmp_path, world, monkeypatch):
     """With one that is there, and with one of the same step that is damaged and leftovers of another kill."""
     save(world, tmp_path / "run", 1)

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import FileIO
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
@@ -31,9 +31,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep import errors
 from lockstep.comm.collectives import all_gather_object, backend_name, broadcast_object, default_group, is_initialized
 from lockstep.comm.world import World
-from lockstep.errors import CheckpointError, ConfigurationError, LockstepError
+from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.train.checkpoints.checkpoint_storage import (
     TreePacker,
     UnfitValueError,
@@ -43,16 +44,14 @@ from lockstep.train.checkpoints.checkpoint_storage import (
     read_manifest,
     read_parts,
     remove_leftover_files,
-    sync_folder,
     verify_files,
     write_shard,
 )
+from lockstep.train.checkpoints.export import sync
 from lockstep.train.checkpoints.model_state import (
     TensorChunks,
-    load_model_state_dict,
-    load_optimizer_state_dict,
-    optimizer_state_dict,
-    plain_names,
+    load_state_dict,
+    local_state_dict,
     read_tensors,
     unwrap,
 )
@@ -82,7 +81,6 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 """What file systems without locks answer."""
 _NAME = re.compile(r"step-(\d{10})")
 _LEFTOVER = re.compile(r"step-\d{10}(\.[0-9a-f]{16})?\.(partial|removed)")
-_OLD_FORMAT = re.compile(r"step-\d{10}\.pt")
 _TOP_LEVEL = ("model", "optimizer")
 
 State = dict[str, Any]
@@ -107,16 +105,18 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self._name = os.path.realpath(folder)
+        taken = f"Another process is writing the checkpoint {folder}.\nGive each run a folder of its own."
         if self._name in self._held:
-            raise _taken(folder)
+            raise CheckpointError(taken)
         self._file = FileIO(folder / _LOCK_NAME, "ab")
         try:
+            # Not flock: forked children, such as loader processes, would hold it beyond this process's end.
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 self._file.close()
                 if error.errno in (errno.EACCES, errno.EAGAIN):
-                    raise _taken(folder) from None
+                    raise CheckpointError(taken) from None
                 raise
         self._held.add(self._name)
 
@@ -127,14 +127,10 @@ class FolderLock:
             self._held.discard(self._name)
 
 
-def _taken(folder: Path) -> CheckpointError:
-    return CheckpointError(f"Another process is writing the checkpoint {folder}.\nGive each run a folder of its own.")
-
-
 def _lock_folder(folder: Path) -> FolderLock:
     """Return the lock; ranks that were started again wait for it, as a server may know late that a machine is gone."""
-    patience_s = RESTART_TIMEOUT_S if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) else 0.0
-    deadline = time.monotonic() + patience_s
+    is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    deadline = time.monotonic() + RESTART_TIMEOUT_S * is_restart
     while True:
         try:
             return FolderLock(folder)
@@ -186,7 +182,6 @@ class FoundCheckpoint:
         step: After how many steps it was taken.
         number: Of the save, in the order in which they happened in this folder; infinite if it does not say.
         loss: What the evaluation after that step found, or None.
-        digest: Of its manifest.
         problem: Why it cannot be loaded, as far as its manifest tells.
     """
 
@@ -194,13 +189,7 @@ class FoundCheckpoint:
     step: int
     number: float = math.inf
     loss: float | None = None
-    digest: str = ""
     problem: str | None = None
-
-
-def checkpoint_name(step: int) -> str:
-    """Return the name of the checkpoint after ``step`` steps."""
-    return f"step-{step:010d}"
 
 
 def find_checkpoints(folder: Path) -> list[FoundCheckpoint]:
@@ -208,31 +197,24 @@ def find_checkpoints(folder: Path) -> list[FoundCheckpoint]:
     found = []
     for path in folder.iterdir():
         if match := _NAME.fullmatch(path.name):
-            found.append(_read_about(path, int(match[1])))
+            found.append(_read_about(FoundCheckpoint(path, int(match[1]))))
     return sorted(found, key=lambda each: (each.number, each.step), reverse=True)
 
 
-def _read_about(path: Path, step: int) -> FoundCheckpoint:
+def _read_about(found: FoundCheckpoint) -> FoundCheckpoint:
     try:
-        manifest = read_manifest(path)
+        about = read_manifest(found.path).about
     except CheckpointError as error:
-        return FoundCheckpoint(path, step, problem=_reason(error))
-    number, loss = manifest.about.get("number"), manifest.about.get("loss")
-    if type(number) is not int or manifest.about.get("step") != step:
-        return FoundCheckpoint(path, step, problem="it is not a checkpoint of a run")
-    return FoundCheckpoint(path, step, number, loss if type(loss) is float else None, manifest.digest)
+        return replace(found, problem=_reason(error))
+    if type(about.get("number")) is not int or about.get("step") != found.step:
+        return replace(found, problem="it is not a checkpoint of a run")
+    return replace(found, number=about["number"], loss=about["loss"])
 
 
 def _reason(error: CheckpointError) -> str:
     """Return why a checkpoint cannot be loaded, without its path."""
     cause = str(error).splitlines()[0].removesuffix(".")
     return cause.partition(" is damaged: ")[2] or cause
-
-
-def best_of(found: Sequence[FoundCheckpoint]) -> FoundCheckpoint | None:
-    """Return the one whose evaluation found the lowest loss, the older one of equals; None if none was evaluated."""
-    evaluated = [each for each in found if each.loss is not None]
-    return min(evaluated, key=lambda each: (each.loss, each.number), default=None)
 
 
 def to_remove(
@@ -243,14 +225,15 @@ def to_remove(
     Args:
         found: All of them, as `find_checkpoints` returns them.
         keep: So many of the newest whole ones stay.
-        keep_best: Whether the best one stays, too.
+        keep_best: Whether that of the lowest loss stays, too; of equals the older one.
         damaged: Those that are known not to be whole.
     """
     bad = set(damaged)
     whole = [each for each in found if each.problem is None and each.path not in bad]
+    evaluated = [each for each in whole if each.loss is not None]
     stay = whole[:keep]
-    if keep_best and (best := best_of(whole)) is not None:
-        stay.append(best)
+    if keep_best and evaluated:
+        stay.append(min(evaluated, key=lambda each: (each.loss, each.number)))
     # A damaged one ahead of the newest may be one that can be read later.
     newest = whole[0].step if whole else -1
     return [each for each in found if each not in stay and (each in whole or each.step <= newest)]
@@ -297,13 +280,10 @@ class HostStager:
             self._copies.clear()  # first: there may be no room for both
             self._copies = [torch.empty(chunk.shape, dtype=chunk.dtype, pin_memory=chunk.is_cuda) for chunk in chunks]
             self._layout = layout
-        pairs: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-        for copy, chunk in zip(self._copies, chunks, strict=True):
-            into, outof = pairs.setdefault(chunk.device, ([], []))
-            into.append(copy)
-            outof.append(chunk)
         events = []
-        for device, (into, outof) in pairs.items():
+        for device in {chunk.device for chunk in chunks}:
+            pairs = [pair for pair in zip(self._copies, chunks, strict=True) if pair[1].device == device]
+            into, outof = map(list, zip(*pairs, strict=True))
             torch._foreach_copy_(into, outof, non_blocking=device.type == "cuda")
             if device.type == "cuda":
                 events.append(torch.cuda.Event())
@@ -321,14 +301,15 @@ class HostStager:
         return taken, wait_for_device
 
 
-def _unfit_message(what: object, error: UnfitValueError) -> str:
-    return (
-        f"The checkpoint {what} cannot hold {error}.\n"
-        "Give numbers, strings, bytes, None, dense tensors, and lists, tuples and dicts of them."
-    )
-
-
-def _unwritable_message(what: object, error: BaseException) -> str:
+def _problem_of(what: object, error: BaseException) -> str:
+    """Return the message that the checkpoint ``what`` could not be written because of ``error``."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, UnfitValueError):
+        return (
+            f"The checkpoint {what} cannot hold {error}.\n"
+            "Give numbers, strings, bytes, None, dense tensors, and lists, tuples and dicts of them."
+        )
     why = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
     return f"Cannot write the checkpoint {what}: {why}.\nThe one before it is as it was."
 
@@ -389,33 +370,37 @@ class Checkpoints:
         self._path = self.folder
         self._writes: list[Future[None]] = []  # of this rank's shard; on rank zero then of the checkpoint
         self._no_more_parts = threading.Event()
-        problem: tuple[str, str] | None = None
-        if self.world.is_rank_zero:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._lock = _lock_folder(self.folder)
-                found = find_checkpoints(self.folder)
-                self._number = max((int(each.number) for each in found if each.problem is None), default=0)
-                self._stale = [each.path for each in found] if self.fresh else []
-            except OSError as error:
-                text = f"Cannot make the checkpoint folder {self.folder}: {error.strerror}.\nName another one."
-                problem = ("configuration", text)
-            except CheckpointError as error:
-                problem = ("checkpoint", str(error))
-        problem = self._from_rank_zero(problem)
-        if problem is not None:
-            kind: type[LockstepError] = ConfigurationError if problem[0] == "configuration" else CheckpointError
-            raise kind(problem[1])
+        kind, answer = self._from_rank_zero(self._open_folder() if self.world.is_rank_zero else None)
+        if kind is not None:
+            raise getattr(errors, kind)(answer)
+        self._candidates: list[tuple[str, str | None]] = answer
         try:
             require_shared(self.folder, self.world)
         except ConfigurationError:
             self.close()
             raise
 
+    def _open_folder(self) -> tuple[str | None, Any]:
+        """Take the folder; return None and what can be loaded from it, or the type of an error and its message."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock_folder(self.folder)
+            found = find_checkpoints(self.folder)
+        except OSError as error:
+            text = f"Cannot make the checkpoint folder {self.folder}: {error.strerror}.\nName another one."
+            return "ConfigurationError", text
+        except CheckpointError as error:
+            return "CheckpointError", str(error)
+        self._number = max((int(each.number) for each in found if each.problem is None), default=0)
+        if self.fresh:
+            self._stale = [each.path for each in found]
+            return None, []
+        return None, [(each.path.name, each.problem) for each in found]
+
     # --- loading ---
 
     def load(self, *, required: bool) -> State | None:
-        """Return the state in the newest whole checkpoint, or None if there is none or the run starts anew.
+        """Return the state in the newest checkpoint that was whole when this began; None if there was none.
 
         Tensors of model and optimizer are read when the state is given to them: each rank reads what it needs.
 
@@ -425,15 +410,11 @@ class Checkpoints:
             CheckpointError: On every rank: none of them is whole, or a rank does not see the same one; or
                 ``required`` and there is none.
         """
-        problem, candidates = self._from_rank_zero(self._list() if self.world.is_rank_zero else None)
-        if problem is not None:
-            raise CheckpointError(problem)
-        for name, digest, why in candidates:
-            parts = None
+        for name, why in self._candidates:
+            parts: State = {}
             if why is None:
-                parts, why = self._read(self.folder / name, digest)
+                parts, why = self._read(self.folder / name)
             if why is None:
-                assert parts is not None
                 return _state_in(parts)
             self.passed_over.append(f"{name}: {why}")
             self._damaged.append(self.folder / name)
@@ -449,45 +430,21 @@ class Checkpoints:
             )
         return None
 
-    def _list(self) -> tuple[str | None, list[tuple[str, str, str | None]]]:
-        """Return why there is nothing to load though something is there; and all that there is, newest first."""
-        if self.fresh:
-            return None, []
-        try:
-            found = find_checkpoints(self.folder)
-            old = sorted(path.name for path in self.folder.iterdir() if _OLD_FORMAT.fullmatch(path.name))
-        except OSError as error:
-            text = f"Cannot look into the checkpoint folder {self.folder}: {error.strerror}.\nCheck its permissions."
-            return text, []
-        if old and not found:
-            return (
-                f"The checkpoints in {self.folder}, such as {old[-1]}, are of an older Lockstep, whose format is "
-                "no longer read.\nEnd that run with the version it was started with, or start anew (resume=False)."
-            ), []
-        return None, [(each.path.name, each.digest, each.problem) for each in found]
-
-    def _read(self, path: Path, digest: str) -> tuple[State | None, str | None]:
-        """Return the parts of a checkpoint, or why it cannot be loaded. Collective: every rank, with rank zero's."""
-        parts, problem, is_other = None, None, False
-        try:
-            manifest = read_manifest(path)
-            is_other = manifest.digest != digest
-            verify_files(path, manifest, rank=self.world.rank, world_size=self.world.world_size)
-            parts = read_parts(path, manifest)
-        except CheckpointError as error:
-            problem = _reason(error)
-        answers = self._gather([socket.gethostname(), problem, is_other])
-        for host, _, differs in answers:
-            if differs:
+    def _read(self, path: Path) -> tuple[State, str | None]:
+        """Return the parts of a checkpoint, or why it cannot be loaded. Collective: every rank."""
+        digest, parts, error = _try_read(path, self.world.rank, self.world.world_size)
+        answers = self._gather([socket.gethostname(), digest, error and _reason(error)])
+        for host, other, _ in answers:
+            if other and answers[0][1] and other != answers[0][1]:
                 raise CheckpointError(
                     f"{path} on {host} is another checkpoint than on rank 0's host {answers[0][0]}.\n"
                     "The folder must be one that every rank sees, such as on a network drive."
                 )
-        return parts, next((problem for _, problem, _ in answers if problem is not None), None)
+        return parts, next((problem for _, _, problem in answers if problem is not None), None)
 
     def path(self, step: int) -> Path:
         """Return where the checkpoint after ``step`` steps is."""
-        return self.folder / checkpoint_name(step)
+        return self.folder / f"step-{step:010d}"
 
     # --- saving ---
 
@@ -509,13 +466,11 @@ class Checkpoints:
         if place is not None and not self.failed:  # otherwise all hear of it in `agree`
             name, token = place
             self._path = path
-            finite_loss = None if loss is None or not math.isfinite(loss) else loss
+            about = {"step": step, "loss": None if loss is None or not math.isfinite(loss) else loss}
             try:
-                self._start(state, self.folder / name, token, {"step": step, "loss": finite_loss})
-            except UnfitValueError as error:
-                self._problem = _unfit_message(path, error)
+                self._start(state, self.folder / name, token, about)
             except Exception as error:  # such as no memory for the copy
-                self._problem = _unwritable_message(path, error)
+                self._problem = _problem_of(path, error)
         if self.blocking:
             self.finish()
         return path
@@ -524,12 +479,10 @@ class Checkpoints:
         """Copy what this rank holds, and start the threads that write it into ``folder``; see [Note: one save]."""
         path, world = self._path, self.world
         packer, packed = pack_parts(_parts_of(state), is_coordinator=world.is_rank_zero)
-        if not world.is_rank_zero and not packer.is_sharded:
+        ranks = packer.writers(world.world_size)
+        if world.rank not in ranks:
             return
-        if self.blocking:
-            tensors, wait_for_device = packer.tensors, None
-        else:
-            tensors, wait_for_device = self._stager.stage(packer.tensors)
+        tensors, wait_for_device = (packer.tensors, None) if self.blocking else self._stager.stage(packer.tensors)
 
         def write_part() -> None:
             if wait_for_device is not None:
@@ -538,9 +491,8 @@ class Checkpoints:
 
         def complete() -> None:
             self._clear(folder, token)
-            ranks = range(world.world_size if packer.is_sharded else 1)
             if self._wait_for_parts(folder, token, ranks):
-                commit(folder, token, packed, packer.tensors, ranks, {**about, "number": number})
+                commit(folder, token, packed, packer, world.world_size, {**about, "number": number})
                 self._take_name(folder, path)
                 self._remove_others(path)
 
@@ -560,7 +512,7 @@ class Checkpoints:
         try:
             (self.folder / name).mkdir(exist_ok=in_place)
         except OSError as error:
-            self._problem = self._problem or _unwritable_message(path, error)
+            self._problem = self._problem or _problem_of(path, error)
         return None if self.failed else (name, token)
 
     def _clear(self, folder: Path, token: str) -> None:
@@ -588,7 +540,7 @@ class Checkpoints:
         if path.exists():  # of another run, which this one has started over
             path.replace(path.with_name(f"{path.name}.removed"))
         folder.replace(path)
-        sync_folder(self.folder)
+        sync(self.folder)
 
     def _remove_others(self, newest: Path) -> None:
         for path in self._stale:
@@ -604,7 +556,12 @@ class Checkpoints:
     @property
     def failed(self) -> bool:
         """Whether this rank knows of a failure that the others may not know of."""
-        return self._problem is not None or any(write.done() and write.exception() for write in self._writes)
+        return self._failure() is not None
+
+    def _failure(self) -> str | None:
+        errors_of_writes = [write.exception() for write in self._writes if write.done()]
+        problems = [_problem_of(self._path, error) for error in errors_of_writes if error is not None]
+        return self._problem or next(iter(problems), None)
 
     def agree(self) -> None:
         """Raise what went wrong with a checkpoint, if anything did.
@@ -614,11 +571,7 @@ class Checkpoints:
         Raises:
             CheckpointError: On every rank.
         """
-        problem = self._problem
-        for write in self._writes:
-            if problem is None and write.done() and (error := write.exception()) is not None:
-                problem = _unwritable_message(self._path, error)
-        problems = self._gather(problem)
+        problems = self._gather(self._failure())
         if any(problems):
             self._no_more_parts.set()  # for rank zero would wait for those of the rank that failed
         _raise_first(problems)
@@ -681,10 +634,27 @@ def read_state(path: Path) -> State:
     Raises:
         CheckpointError: There is none, or it is damaged.
     """
-    manifest = read_manifest(path)
-    verify_files(path, manifest)
-    state: State = read_tensors(_state_in(read_parts(path, manifest)))
-    return state
+    _, parts, error = _try_read(path)
+    if error is not None:
+        raise error
+    return cast(State, read_tensors(_state_in(parts)))
+
+
+def _try_read(path: Path, rank: int = 0, world_size: int = 1) -> tuple[str, State, CheckpointError | None]:
+    """Return digest and parts of a checkpoint as far as they can be read, and why not further.
+
+    Every digest is compared, each shard's by one of the ranks. Tensors of model and optimizer are not read yet.
+    """
+    digest = ""
+    try:
+        manifest = read_manifest(path)
+        digest = manifest.digest
+        verify_files(path, manifest, rank=rank, world_size=world_size)
+        parts = read_parts(path, manifest)
+        parts["state"] = read_tensors(parts["state"])
+        return digest, parts, None
+    except CheckpointError as error:
+        return digest, {}, error
 
 
 def _parts_of(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -694,8 +664,8 @@ def _parts_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _state_in(parts: Mapping[str, Any]) -> State:
-    """Return what `_parts_of` took apart, with tensors of model and optimizer that are not read yet."""
-    return {**read_tensors(parts["state"]), **{name: parts[name] for name in _TOP_LEVEL if name in parts}}
+    """Return what `_parts_of` took apart."""
+    return {**parts["state"], **{name: parts[name] for name in _TOP_LEVEL if name in parts}}
 
 
 # --- for a script of one's own ---
@@ -727,12 +697,8 @@ def save(
     with contextlib.ExitStack() as stack:
 
         def begin() -> tuple[TreePacker, dict[str, Any]]:
-            parts: dict[str, Any] = {"state": state}
-            if model is not None:
-                parts["model"] = plain_names(unwrap(model).state_dict())
-            if optimizer is not None:
-                parts["optimizer"] = optimizer_state_dict(optimizer)
-            packed = pack_parts(parts, is_coordinator=rank == 0)
+            bare = None if model is None else unwrap(model)
+            packed = pack_parts({"state": state, **local_state_dict(bare, optimizer)}, is_coordinator=rank == 0)
             if rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
                 stack.callback(FolderLock(folder).release)
@@ -743,12 +709,12 @@ def save(
         token = _gather(secrets.token_hex(8))[0]
 
         def write_part() -> None:
-            if rank == 0 or packer.is_sharded:
+            if rank in packer.writers(world_size):
                 write_shard(folder, token, rank, packer.tensors)
 
         def complete() -> None:
             if rank == 0:
-                commit(folder, token, packed, packer.tensors, range(world_size if packer.is_sharded else 1), {})
+                commit(folder, token, packed, packer, world_size, {})
 
         _on_all_ranks(folder, write_part)
         _on_all_ranks(folder, complete)
@@ -777,10 +743,7 @@ def load(
             for name, given in (("model", model), ("optimizer", optimizer)):
                 if given is not None and name not in parts:
                     raise ValueError(f"it was saved without {name}")
-            if model is not None:
-                load_model_state_dict(unwrap(model), parts["model"])
-            if optimizer is not None:
-                load_optimizer_state_dict(optimizer, parts["optimizer"])
+            load_state_dict(None if model is None else unwrap(model), optimizer, parts)
         except CheckpointError:
             raise
         except Exception as error:
@@ -794,23 +757,13 @@ def load(
 
 def _read_alike(folder: Path) -> dict[str, Any]:
     """Return the parts of the checkpoint, the same one on every rank, before anything is changed on any rank."""
-    rank, world_size = _rank_and_size()
     for attempt in range(_NUM_TRIES):
-        parts: dict[str, Any] = {}
-        digest, problem, is_replaced = "", None, False
-        try:
-            manifest = read_manifest(folder)
-            digest = manifest.digest
-            verify_files(folder, manifest, rank=rank, world_size=world_size)
-            parts = read_parts(folder, manifest)
-            parts["state"] = read_tensors(parts["state"])
-        except CheckpointError as error:
-            problem = str(error)
+        digest, parts, error = _try_read(folder, *_rank_and_size())
+        is_replaced = False
+        if error is not None:
             with contextlib.suppress(CheckpointError):  # a save removes the files of the checkpoint that it replaces
                 is_replaced = bool(digest) and read_manifest(folder).digest != digest
-        except Exception as error:
-            problem = f"Cannot read the checkpoint {folder}: {type(error).__name__}: {error}\nLoad another one."
-        answers = _gather([problem, is_replaced, digest, socket.gethostname()])
+        answers = _gather([error and str(error), is_replaced, digest, socket.gethostname()])
         if not any(replaced for _, replaced, _, _ in answers):
             _raise_first([text for text, _, _, _ in answers])
             others = [other for other, (_, _, theirs, _) in enumerate(answers) if theirs != answers[0][2]]
@@ -822,7 +775,7 @@ def _read_alike(folder: Path) -> dict[str, Any]:
                     f"{answers[0][3]}.\nIt must be one folder that every rank sees, such as on a network drive, and no "
                     "save may be replacing it."
                 )
-            time.sleep(_RETRY_PAUSE_S)
+        time.sleep(_RETRY_PAUSE_S)
     raise CheckpointError(f"The checkpoint {folder} is replaced faster than it can be read.\nTry again.")
 
 
@@ -832,12 +785,8 @@ def _on_all_ranks(folder: Path, act: Callable[[], T]) -> T:
     problem = None
     try:
         value = act()
-    except CheckpointError as error:
-        problem = str(error)
-    except UnfitValueError as error:
-        problem = _unfit_message(folder, error)
     except Exception as error:  # the other ranks wait for the verdict, whatever it is
-        problem = _unwritable_message(folder, error)
+        problem = _problem_of(folder, error)
     _raise_first(_gather(problem))
     return cast(T, value)
 

@@ -1,9 +1,9 @@
-"""One checkpoint on disk: safetensors files and JSON with digests, behind DCP's planner and storage interfaces.
+"""One checkpoint on disk: safetensors files, and JSON with their digests and the plan of DCP's chunks.
 
 [Note: files of a checkpoint]
     shard-00000-TOKEN.safetensors   the tensors, or the boxes of tensors (DCP: chunks), that one rank holds
     state-TOKEN.json                everything else, with the names of tensors in their places, and where each chunk is
-    manifest.json                   format, digest and size of each file that counts; its own digest in the first line
+    manifest.json                   format, digest of each file that counts; its own digest in the first line
     part-00000-TOKEN.json           while it is written: what one rank has put into its shard file
 
 All files of a save have its token in their names. So they never take the place of a file that a whole checkpoint needs,
@@ -24,7 +24,6 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, StorageReader, StorageWriter
+from torch.distributed.checkpoint import StorageReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -40,36 +39,27 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
+from lockstep import __version__
 from lockstep.comm.fully_shard import is_sharded
 from lockstep.errors import CheckpointError
+from lockstep.train.checkpoints.export import sync
 from lockstep.train.checkpoints.model_state import StoredTensor, TensorChunks
 
 MANIFEST = "manifest.json"
 FORMAT = "lockstep checkpoint 2"
-_WRITTEN_BY = {"lockstep checkpoint 1": "0.1.0.dev0 before it saved shards"}
-"""Formats that are no longer read, and the versions that wrote them."""
 _STATE = "state"
 _MAX_MANIFEST_BYTES = 1 << 22
 _WRITE_BYTES = 1 << 22
-_OURS = re.compile(r"((state|shard-\d{5,}|part-\d{5,}|tensors)-[0-9a-f]{16}\.(json|safetensors)|.*-[0-9a-f]{16}\.tmp)")
-"""Names of files that a save may remove; ``tensors`` is that of format 1."""
+_OURS = re.compile(r"((state|shard-\d{5,}|part-\d{5,})-[0-9a-f]{16}\.(json|safetensors)|.*-[0-9a-f]{16}\.tmp)")
+"""Names of files that a save may remove."""
 
 SAFETENSORS_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
@@ -82,11 +72,6 @@ _OTHER_FORM = (SafetensorError, OSError, ValueError, LookupError, TypeError, Att
 
 class UnfitValueError(ValueError):
     """A value that cannot be written; names its type and place."""
-
-
-def damaged_message(path: Path, why: str) -> str:
-    """Return the message that the checkpoint's file ``path`` is not what was written."""
-    return f"The checkpoint {path.parent} is damaged: {path.name} {why}.\nLoad another one."
 
 
 # --- a state as JSON and named tensors ---
@@ -130,8 +115,13 @@ class TreePacker:
             items = [self.pack(item, f"{place}.{number}") for number, item in enumerate(value)]
             return {"tuple": items} if kind is tuple else items
         if isinstance(value, dict):
+            # Pairs, as a JSON object would make 1 and "1" the same key.
             return {"dict": [[_pack_key(key, place), self.pack(item, f"{place}.{key}")] for key, item in value.items()]}
         raise UnfitValueError(f"{kind.__module__}.{kind.__qualname__} at {place}")
+
+    def writers(self, world_size: int) -> range:
+        """Return which ranks write a shard file: where nothing is sharded rank zero alone."""
+        return range(world_size if self.is_sharded else 1)
 
     def _pack_tensor(self, value: Tensor | TensorChunks, place: str) -> dict[str, str]:
         if isinstance(value, TensorChunks) or is_sharded(value):
@@ -148,9 +138,8 @@ class TreePacker:
         return self._packed[memory]
 
     def _add(self, held: TensorChunks, place: str) -> dict[str, str]:
-        real = held.as_real()
         on_meta = any(chunk.is_meta for chunk in held.chunks.values())
-        if real.dtype not in SAFETENSORS_DTYPES or on_meta:
+        if held.dtype not in SAFETENSORS_DTYPES or on_meta:
             raise UnfitValueError(f"tensor of {held.dtype}{' on meta' if on_meta else ''} at {place}")
         # A name goes into the file's header, whose reader knows no half characters.
         place = place.encode("utf-8", "backslashreplace").decode()
@@ -158,8 +147,8 @@ class TreePacker:
         while name in self.tensors:  # such as the keys 1 and "1" of one dict
             number += 1
             name = f"{place}#{number}"
-        self.tensors[name] = real
-        return {"complex tensor" if held.dtype.is_complex else "tensor": name}
+        self.tensors[name] = held
+        return {"tensor": name}
 
 
 def _pack_key(key: Any, place: str) -> Any:
@@ -186,161 +175,51 @@ def pack_parts(parts: Mapping[str, Any], *, is_coordinator: bool) -> tuple[TreeP
 
 _UNPACK: dict[str, Callable[[Any, Mapping[str, StoredTensor]], Any]] = {
     "tensor": lambda content, tensors: tensors[content],
-    "complex tensor": lambda content, tensors: tensors[content].as_complex(),
-    "tuple": lambda content, tensors: tuple(unpack_tree(item, tensors) for item in content),
-    "dict": lambda content, tensors: {unpack_tree(key, {}): unpack_tree(item, tensors) for key, item in content},
+    "tuple": lambda content, tensors: tuple(_unpack(item, tensors) for item in content),
+    "dict": lambda content, tensors: {_unpack(key, {}): _unpack(item, tensors) for key, item in content},
     "complex": lambda content, _: complex(*content),
     "bytes": lambda content, _: base64.b64decode(content, validate=True),
 }
 
 
-def unpack_tree(packed: Any, tensors: Mapping[str, StoredTensor]) -> Any:
-    """Return what `TreePacker.pack` took apart, with tensors that are not read yet.
-
-    Raises:
-        ValueError, TypeError, KeyError: It is not of that form, or a tensor is not there.
-    """
+def _unpack(packed: Any, tensors: Mapping[str, StoredTensor]) -> Any:
+    """Return what `TreePacker.pack` took apart; what it raises for another form is among `_OTHER_FORM`."""
     if type(packed) is list:
-        return [unpack_tree(item, tensors) for item in packed]
+        return [_unpack(item, tensors) for item in packed]
     if type(packed) is not dict:
         return packed
     ((kind, content),) = packed.items()
     return _UNPACK[kind](content, tensors)
 
 
-# --- what DCP plans ---
-
-
-class _SavePlanner(DefaultSavePlanner):
-    """Plans to write the chunks that this rank holds; what another rank holds is not in its plan."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    @override
-    def create_local_plan(self) -> SavePlan:
-        items = []
-        for name, held in self.state_dict.items():
-            for offsets, chunk in held.chunks.items():
-                kind = WriteItemType.TENSOR if chunk.shape == held.size else WriteItemType.SHARD
-                place = ChunkStorageMetadata(torch.Size(offsets), chunk.shape)
-                data = TensorWriteData(place, TensorProperties(dtype=held.dtype), held.size)
-                items.append(WriteItem(MetadataIndex(name, offsets), kind, tensor_data=data))
-        self.plan = SavePlan(items)
-        return self.plan
-
-    @override
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        chunk: Tensor = self.state_dict[index.fqn].chunks[tuple(index.offset or ())]
-        return chunk
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    """Plans to read the chunks that this rank wants, out of those that the ranks of the save have written."""
-
-    @override
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
-
-    @override
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        items = []
-        for name, wanted in self.state_dict.items():
-            stored = self.metadata.state_dict_metadata[name]
-            assert isinstance(stored, TensorStorageMetadata)
-            chunks = [ChunkStorageMetadata(torch.Size(offsets), each.shape) for offsets, each in wanted.chunks.items()]
-            items += create_read_items_for_chunk_list(name, stored, chunks)
-        return LoadPlan(items)
-
-    @override
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        chunk: Tensor = self.state_dict[index.fqn].chunks[tuple(index.offset or ())]
-        return chunk
-
-
 # --- what each rank writes ---
 
 
-class _WithoutPlans:
-    """What DCP asks of a storage that has nothing to plan or to set up."""
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
-
-    def prepare_local_plan(self, plan: Any) -> Any:
-        return plan
-
-    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
-
-
-class ShardWriter(_WithoutPlans, StorageWriter):
-    """DCP's storage interface: writes what one rank holds as one safetensors file, and a record of what is in it.
-
-    Args:
-        folder: Of the checkpoint, which rank zero has made.
-        token: Of the save.
-        rank: Who writes.
-    """
-
-    def __init__(self, folder: Path, token: str, rank: int) -> None:
-        self._folder, self._token, self._rank = folder, token, rank
-        self._entry: dict[str, Any] = {}
-
-    @override
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        tensors, results = {}, []
-        for item in plan.items:
-            assert item.tensor_data is not None
-            # Whole tensors keep their name, so that the file of an unsharded model is one that others can read.
-            name, offsets = item.index.fqn, list(item.index.offset or ())
-            key = name if item.type == WriteItemType.TENSOR else f"{name} from {offsets}"
-            chunk = planner.resolve_data(item)
-            assert isinstance(chunk, Tensor)
-            tensors[key] = chunk
-            results.append(WriteResult(item.index, chunk.nbytes, [self._rank, key, offsets, list(chunk.shape)]))
-        file = f"shard-{self._rank:05d}-{self._token}.safetensors"
-        self._entry = {"file": file, **write_file(self._folder / file, safetensors_pieces(tensors))}
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
-
-    @override
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the record. It is there once the shard file is on disk, and in whole: rank zero waits for it."""
-        chunks: dict[str, list[Any]] = {}
-        for result in results[0]:
-            chunks.setdefault(result.index.fqn, []).append(result.storage_data)
-        record = part_file(self._folder, self._token, self._rank)
-        temporary = record.with_suffix(".tmp")
-        write_file(temporary, [json.dumps({"entry": self._entry, "chunks": chunks}).encode()])
-        temporary.replace(record)
-
-    @override
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
-
-
 def write_shard(folder: Path, token: str, rank: int, tensors: Mapping[str, TensorChunks]) -> None:
-    """Write what this rank holds of ``tensors``. Blocks until it is on disk; communicates nothing.
+    """Write what this rank holds of ``tensors`` as one safetensors file, and a record of what is in it.
 
-    DCP's own loop is not used: it pickles the plans of all ranks over their group, and would do so in a thread, beside
-    the collectives of the steps. Plans need not meet: rank zero alone holds what is not sharded, and what the others
-    hold is in their records.
+    Blocks until both are on disk; communicates nothing. DCP's own loop is not used: it pickles the plans of all ranks
+    over their group, and would do so in a thread, beside the collectives of the steps. Plans need not meet: rank zero
+    alone holds what is not sharded, and what the others hold is in their records.
 
     Raises:
         OSError: It cannot be written.
     """
-    planner, writer = _SavePlanner(), ShardWriter(folder, token, rank)
-    planner.set_up_planner(dict(tensors))
-    (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
-    results = writer.write_data(planner.finish_plan(plan), planner).wait()
-    writer.finish(metadata, [results])
+    content: dict[str, Tensor] = {}
+    chunks: dict[str, list[Any]] = {}
+    for name, held in tensors.items():
+        for offsets, chunk in held.chunks.items():
+            # Whole tensors keep their name, so that the file of an unsharded model is one that others can read.
+            key = name if chunk.shape == held.size else f"{name} from {list(offsets)}"
+            content[key] = chunk
+            chunks.setdefault(name, []).append([rank, key, offsets, list(chunk.shape)])
+    file = f"shard-{rank:05d}-{token}.safetensors"
+    entry = _write_file(folder / file, _safetensors_pieces(content))
+    # Rank zero waits for the record: it is there once the shard file is on disk, and in whole.
+    record = part_file(folder, token, rank)
+    temporary = record.with_suffix(".tmp")
+    _write_file(temporary, [json.dumps({"entry": entry, "chunks": chunks}).encode()])
+    temporary.replace(record)
 
 
 def part_file(folder: Path, token: str, rank: int) -> Path:
@@ -348,21 +227,18 @@ def part_file(folder: Path, token: str, rank: int) -> Path:
     return folder / f"part-{rank:05d}-{token}.json"
 
 
-def safetensors_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+def _safetensors_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     """Yield the content of a safetensors file: each tensor from where it lies, if that is on the host in one piece.
 
-    The safetensors package returns a file as one object of bytes: a large state would be in memory once more.
+    The safetensors package wants all as objects of bytes: a large state would be in memory once more.
     """
     order = sorted(tensors, key=lambda name: -tensors[name].itemsize)  # so that each lies at a multiple of its width
     entries, end = {}, 0
     for name in order:
         tensor, start = tensors[name], end
         end += tensor.nbytes
-        entries[name] = {
-            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
+        dtype = SAFETENSORS_DTYPES[tensor.dtype]
+        entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
@@ -372,13 +248,14 @@ def safetensors_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memory
             yield memoryview(array)
 
 
-def write_file(path: Path, content: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Write a new file; return its size and digest. Blocks until it is on disk."""
+def _write_file(path: Path, content: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Write a new file; return its name, size and digest. Blocks until it is on disk."""
     digest, num_bytes = hashlib.blake2b(digest_size=32), 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         for piece in content:
             view = memoryview(piece)
+            # In steps, so that what was just hashed is written while it is in the processor's cache.
             for start in range(0, len(view), _WRITE_BYTES):
                 chunk = view[start : start + _WRITE_BYTES]
                 digest.update(chunk)
@@ -388,16 +265,7 @@ def write_file(path: Path, content: Iterable[bytes | memoryview]) -> dict[str, A
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return {"bytes": num_bytes, "blake2b": digest.hexdigest()}
-
-
-def sync_folder(path: Path) -> None:
-    """Block until the names in a folder are on disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return {"file": path.name, "bytes": num_bytes, "blake2b": digest.hexdigest()}
 
 
 # --- what rank zero does before and after ---
@@ -411,13 +279,15 @@ def remove_leftover_files(folder: Path, token: str | None = None) -> None:
         _remove_files_but(folder, named, token)
 
 
+def _remove_files_but(folder: Path, kept: set[str], token: str | None = None) -> None:
+    for path in folder.iterdir():
+        is_of_save = token is not None and f"-{token}." in path.name
+        if _OURS.fullmatch(path.name) and path.name not in kept and not is_of_save:
+            path.unlink(missing_ok=True)
+
+
 def commit(
-    folder: Path,
-    token: str,
-    packed: Mapping[str, Any],
-    tensors: Mapping[str, TensorChunks],
-    ranks: Iterable[int],
-    about: Mapping[str, Any],
+    folder: Path, token: str, packed: Mapping[str, Any], packer: TreePacker, world_size: int, about: Mapping[str, Any]
 ) -> None:
     """Make what the ranks have written the checkpoint ``folder``. Blocks until that is on disk.
 
@@ -427,8 +297,8 @@ def commit(
         folder: Where the ranks have written their parts, all of which are there.
         token: Of the save.
         packed: The state without its tensors.
-        tensors: All that are in it.
-        ranks: That wrote a part.
+        packer: What took it apart.
+        world_size: How many ranks there are.
         about: Small numbers and strings for the manifest.
 
     Raises:
@@ -436,10 +306,10 @@ def commit(
     """
     index: dict[str, dict[str, Any]] = {
         name: {"dtype": SAFETENSORS_DTYPES[each.dtype], "size": list(each.size), "chunks": []}
-        for name, each in tensors.items()
+        for name, each in packer.tensors.items()
     }
     entries: dict[str, Any] = {}
-    for rank in ranks:
+    for rank in packer.writers(world_size):
         part = json.loads(part_file(folder, token, rank).read_bytes())
         entries[str(rank)] = part["entry"]
         for name, chunks in part["chunks"].items():
@@ -448,16 +318,15 @@ def commit(
         # Ranks may hold the same chunk, as they do on a mesh that also replicates: one of them counts.
         each["chunks"] = list({tuple(chunk[2]): chunk for chunk in each["chunks"]}.values())
         _check_cover(name, each)
-    state = f"{_STATE}-{token}.json"
     content = json.dumps({"state": packed, "tensors": index}).encode()
-    entries[_STATE] = {"file": state, **write_file(folder / state, [content])}
-    body = json.dumps({"format": FORMAT, "version": _version(), "files": entries, "about": dict(about)}).encode()
+    entries[_STATE] = _write_file(folder / f"{_STATE}-{token}.json", [content])
+    body = json.dumps({"format": FORMAT, "version": __version__, "files": entries, "about": dict(about)}).encode()
     temporary = folder / f"manifest-{token}.tmp"
-    write_file(temporary, [f"{_digest(body)}\n".encode() + body + b"\n"])
-    sync_folder(folder)  # all names are on disk before the manifest says that they are
+    _write_file(temporary, [f"{_digest(body)}\n".encode() + body + b"\n"])
+    sync(folder)  # all names are on disk before the manifest says that they are
     temporary.replace(folder / MANIFEST)
-    sync_folder(folder)
-    sync_folder(folder.parent)
+    sync(folder)
+    sync(folder.parent)
     _remove_files_but(folder, {entry["file"] for entry in entries.values()})
 
 
@@ -469,7 +338,7 @@ class Manifest:
     """What a checkpoint's folder says of itself.
 
     Attributes:
-        entries: ``file``, ``bytes`` and ``blake2b`` of the state and of each rank's shard.
+        entries: ``file`` and ``blake2b`` of the state and of each rank's shard.
         about: What the writer added.
         digest: Of the manifest, which tells this checkpoint from all others.
     """
@@ -484,6 +353,10 @@ class Manifest:
         return {entry["file"] for entry in self.entries.values()}
 
 
+def _damaged(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"The checkpoint {path.parent} is damaged: {path.name} {why}.\nLoad another one.")
+
+
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
     """Name the file of a checkpoint in which something is not what was written.
@@ -493,69 +366,64 @@ def _reading(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except CheckpointError:
-        raise
     except FileNotFoundError:
-        if path.name == MANIFEST and not _has_files(path.parent):
+        if path.name == MANIFEST and not (path.parent.is_dir() and any(map(_is_ours, path.parent.iterdir()))):
             text = f"There is no checkpoint {path.parent}.\nIt must be a folder that every rank sees."
             raise CheckpointError(text) from None
-        raise CheckpointError(damaged_message(path, "is not there")) from None
+        raise _damaged(path, "is not there") from None
     except _OTHER_FORM as error:
         why = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"
-        raise CheckpointError(damaged_message(path, f"cannot be read: {why}")) from error
+        raise _damaged(path, f"cannot be read: {why}") from error
 
 
-def _open(path: Path, num_bytes: int | None = None) -> BufferedReader:
-    """Open a file, of ``num_bytes`` if that is known; no link out of the folder, and no pipe that somebody fills."""
+def _is_ours(path: Path) -> bool:
+    return _OURS.fullmatch(path.name) is not None
+
+
+def _open(path: Path) -> BufferedReader:
+    """Open a file: no link out of the folder, and no pipe that somebody fills."""
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    found = os.fstat(file.fileno())
-    if not stat.S_ISREG(found.st_mode):
-        why = "is not a file"
-    elif num_bytes is not None and found.st_size != num_bytes:
-        why = f"has {found.st_size} bytes, not {num_bytes}"
-    else:
-        return file
-    file.close()
-    raise CheckpointError(damaged_message(path, why))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise _damaged(path, "is not a file")
+    return file
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=32).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Return what ``folder`` says of itself, without a look at its files.
 
     Raises:
-        CheckpointError: There is no manifest, or it is damaged, or of an older version.
+        CheckpointError: There is no manifest, or it is damaged, or of another version.
     """
     path = folder / MANIFEST
     with _reading(path), _open(path) as file:
         digest, _, body = file.read(_MAX_MANIFEST_BYTES).partition(b"\n")
     body = body.removesuffix(b"\n")
     if digest != _digest(body).encode():
-        raise CheckpointError(damaged_message(path, "does not match its checksum"))
+        raise _damaged(path, "does not match its checksum")
     try:
         manifest = json.loads(body)
         found, entries, about = manifest["format"], manifest["files"], manifest["about"]
-        if found in _WRITTEN_BY:
-            raise CheckpointError(
-                f"The checkpoint {folder} was written by Lockstep {_WRITTEN_BY[found]}, in a format that is no longer "
-                "read.\nLoad it with that version, or start anew (resume=False)."
-            )
-        if found != FORMAT:
-            written_by = f"Lockstep {manifest.get('version', 'of another version')}"
-            raise CheckpointError(damaged_message(path, f"is of the format {found!r} of {written_by}, not {FORMAT!r}"))
-        well_formed = _STATE in entries and all(
+        if found == FORMAT and not all(
             # No names that point out of the folder.
-            _OURS.fullmatch(entry["file"]) and type(entry["bytes"]) is int and type(entry["blake2b"]) is str
-            for entry in entries.values()
-        )
+            _OURS.fullmatch(entry["file"]) and type(entry["blake2b"]) is str
+            for entry in (entries[_STATE], *entries.values())
+        ):
+            raise ValueError
     except _OTHER_FORM:
-        well_formed = False
-    if not well_formed:
-        raise CheckpointError(damaged_message(path, "is not of the form that Lockstep writes"))
+        raise _damaged(path, "is not of the form that Lockstep writes") from None
+    if found != FORMAT:
+        written_by = f"Lockstep {manifest.get('version', 'of another version')}"
+        raise _damaged(path, f"is of the format {found!r} of {written_by}, not {FORMAT!r}")
     return Manifest(entries, about, digest.decode())
 
 
 def verify_files(folder: Path, manifest: Manifest, *, rank: int = 0, world_size: int = 1) -> None:
-    """Compare size and digest of each file with the manifest; each rank takes its share of the shards.
+    """Compare the digest of each file with the manifest; each rank takes its share of the shards.
 
     Raises:
         CheckpointError: A file is not what was written; names it.
@@ -563,13 +431,13 @@ def verify_files(folder: Path, manifest: Manifest, *, rank: int = 0, world_size:
     for number, (name, entry) in enumerate(manifest.entries.items()):
         if number % world_size == rank or name == _STATE:
             path = folder / entry["file"]
-            with _reading(path), _open(path, entry["bytes"]) as file:
+            with _reading(path), _open(path) as file:
                 digest = hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=32)).hexdigest()
             if digest != entry["blake2b"]:
-                raise CheckpointError(damaged_message(path, "does not match its checksum"))
+                raise _damaged(path, "does not match its checksum")
 
 
-class ShardReader(_WithoutPlans, StorageReader):
+class ShardReader(StorageReader):
     """DCP's storage interface: reads chunks out of the files of a checkpoint, whose digests were compared before.
 
     Args:
@@ -584,7 +452,7 @@ class ShardReader(_WithoutPlans, StorageReader):
         self._folder, self._manifest = folder, manifest
         self._files: dict[str, Any] = {}
         self._places: dict[MetadataIndex, tuple[str, str]] = {}
-        self._metadata = Metadata({}, storage_data=self._places)
+        self._tensors: dict[str, Any] = {}
         path = folder / manifest.entries[_STATE]["file"]
         with _reading(path):
             content = json.loads(path.read_bytes())
@@ -600,34 +468,72 @@ class ShardReader(_WithoutPlans, StorageReader):
     def _add(self, name: str, stored: Mapping[str, Any]) -> None:
         _check_cover(name, stored)
         chunks = []
-        for file, key, offsets, sizes in stored["chunks"]:
+        for rank, key, offsets, sizes in stored["chunks"]:
             chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-            self._places[MetadataIndex(name, offsets)] = self._manifest.entries[str(file)]["file"], key
+            self._places[MetadataIndex(name, offsets)] = self._manifest.entries[str(rank)]["file"], key
         properties = TensorProperties(dtype=_DTYPES[stored["dtype"]])
-        self._metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, torch.Size(stored["size"]), chunks)
+        self._tensors[name] = TensorStorageMetadata(properties, torch.Size(stored["size"]), chunks)
 
-    @override
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Return all tensors by name, to be read when somebody wants them."""
+        return {
+            name: StoredTensor(stored.size, stored.properties.dtype, partial(self._load, name))
+            for name, stored in self._tensors.items()
+        }
+
+    def _load(self, name: str, wanted: TensorChunks) -> None:
+        """Read the chunks that this rank wants of a tensor, out of those that the ranks of the save have written."""
+        chunks = [ChunkStorageMetadata(torch.Size(offsets), each.shape) for offsets, each in wanted.chunks.items()]
+        for item in create_read_items_for_chunk_list(name, self._tensors[name], chunks):
+            target = wanted.chunks[tuple(item.dest_index.offset or ())]
+            self._read(item, target[_window(item.dest_offsets, item.lengths)])
+
+    def _read(self, item: ReadItem, target: Tensor) -> None:
+        file, key = self._places[item.storage_index]
+        with _reading(self._folder / file):
+            found = self._files[file].get_slice(key)[_window(item.storage_offsets, item.lengths)]
+            if found.shape != target.shape:
+                raise ValueError(f"{key} has another shape than the state says")
+        target.copy_(found)
 
     @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
-            file, key = self._places[item.storage_index]
-            window = tuple(slice(start, start + n) for start, n in zip(item.storage_offsets, item.lengths, strict=True))
             target = planner.resolve_tensor(item).detach()
-            with _reading(self._folder / file):
-                found = self._files[file].get_slice(key)[window]
-                if found.shape != target.shape:
-                    raise ValueError(f"{key} has another shape than the state says")
-            target.copy_(found)
+            self._read(item, target)
             planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
     @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata(self._tensors, storage_data=self._places)
+
+    # DCP asks for these of every storage; here there is nothing to plan or to set up.
+
+    @override
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    @override
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    @override
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    @override
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    @override
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def _window(offsets: torch.Size, lengths: torch.Size) -> tuple[slice, ...]:
+    return tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
 
 
 def read_parts(folder: Path, manifest: Manifest) -> dict[str, Any]:
@@ -637,20 +543,9 @@ def read_parts(folder: Path, manifest: Manifest) -> dict[str, Any]:
         CheckpointError: They are not of the form that Lockstep writes.
     """
     reader = ShardReader(folder, manifest)
-    metadata = reader.read_metadata()
-
-    def load(name: str, wanted: TensorChunks) -> None:
-        planner = _LoadPlanner()
-        planner.set_up_planner({name: wanted}, metadata)
-        reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
-
-    tensors = {
-        name: StoredTensor(stored.size, stored.properties.dtype, partial(load, name))
-        for name, stored in metadata.state_dict_metadata.items()
-        if isinstance(stored, TensorStorageMetadata)
-    }
+    tensors = reader.tensors()
     with _reading(folder / manifest.entries[_STATE]["file"]):
-        parts = {name: unpack_tree(packed, tensors) for name, packed in reader.packed.items()}
+        parts = {name: _unpack(packed, tensors) for name, packed in reader.packed.items()}
         if type(parts["state"]) is not dict:
             raise ValueError("it holds no state")
     return parts
@@ -670,27 +565,3 @@ def _check_cover(name: str, stored: Mapping[str, Any]) -> None:
         num_elements += math.prod(sizes) if inside else 0
     if num_elements != math.prod(size):
         raise ValueError(f"{name} has chunks of {num_elements} of its {math.prod(size)} elements")
-
-
-def _has_files(folder: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return any(_OURS.fullmatch(path.name) for path in folder.iterdir())
-    return False
-
-
-def _remove_files_but(folder: Path, kept: set[str], token: str | None = None) -> None:
-    for path in folder.iterdir():
-        is_of_save = token is not None and f"-{token}." in path.name
-        if _OURS.fullmatch(path.name) and path.name not in kept and not is_of_save:
-            path.unlink(missing_ok=True)
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=32).hexdigest()
-
-
-def _version() -> str:
-    try:
-        return version("lockstep-torch")
-    except PackageNotFoundError:  # run from a source tree
-        return "unknown"

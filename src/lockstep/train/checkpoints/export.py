@@ -23,16 +23,16 @@ def whole_file(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         yield temporary
-        _fsync(temporary, os.O_RDWR)
+        sync(temporary)
         os.replace(temporary, path)
-        _fsync(path.parent, os.O_RDONLY)
+        sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _fsync(path: Path, flags: int) -> None:
-    """Block until the file, or the entries of the folder, are on disk."""
-    descriptor = os.open(path, flags)
+def sync(path: Path) -> None:
+    """Block until a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:

@@ -64,13 +64,6 @@ class TensorChunks:
         """Return it as a rank has it that holds nothing of it."""
         return TensorChunks(self.size, self.dtype, {})
 
-    def as_real(self) -> TensorChunks:
-        """Return complex numbers as pairs; others as they are."""
-        if not self.dtype.is_complex:
-            return self
-        chunks = {(*offsets, 0): torch.view_as_real(chunk) for offsets, chunk in self.chunks.items()}
-        return TensorChunks(torch.Size([*self.size, 2]), self.dtype.to_real(), chunks)
-
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -83,16 +76,6 @@ class StoredTensor:
     size: torch.Size
     dtype: torch.dtype
     load: Callable[[TensorChunks], None]
-
-    def as_complex(self) -> StoredTensor:
-        """Return it as complex numbers, of which it has the pairs.
-
-        Raises:
-            ValueError: It has none.
-        """
-        if self.dtype not in {torch.float16, torch.float32, torch.float64} or self.size[-1:] != (2,):
-            raise ValueError("a complex tensor in its state is not of the form that Lockstep writes")
-        return StoredTensor(self.size[:-1], self.dtype.to_complex(), lambda wanted: self.load(wanted.as_real()))
 
     def read(self, like: Any = None) -> Tensor:
         """Return it on the CPU; sharded as ``like`` is, if that is sharded and of its shape. Blocks."""
@@ -141,23 +124,25 @@ def plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
 # --- what a rank holds ---
 
 
-def local_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def local_state_dict(model: nn.Module | None, optimizer: Optimizer | None) -> dict[str, Any]:
     """Return what this rank holds of the state of model and optimizer: shards as they are, everything else whole.
 
     Collective with `ZeroRedundancyOptimizer`: every rank. Blocks then.
     """
+    state: dict[str, Any] = {}
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        optimizer.wait()  # for the parameters of other ranks
-    return {"model": plain_names(model.state_dict()), "optimizer": optimizer_state_dict(optimizer)}
+        optimizer.wait()  # it may still be gathering the parameters that other ranks have updated
+    if model is not None:
+        state["model"] = plain_names(model.state_dict())
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        state["optimizer"] = _zero_state_dict(optimizer)
+    elif optimizer is not None:
+        state["optimizer"] = optimizer.state_dict()
+    return state
 
 
-def optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the state of an optimizer in torch's format, shards as `TensorChunks`.
-
-    Collective with `ZeroRedundancyOptimizer`: every rank. Blocks then.
-    """
-    if not isinstance(optimizer, ZeroRedundancyOptimizer):
-        return optimizer.state_dict()
+def _zero_state_dict(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
+    """Return the state of an optimizer in torch's format, shards as `TensorChunks`. Collective: every rank. Blocks."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     held: dict[tuple[int, str], Any] = {}
     for shard, entries in optimizer.local_shards():
@@ -236,7 +221,7 @@ def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Offset
 # --- and back ---
 
 
-def load_local_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def load_state_dict(model: nn.Module | None, optimizer: Optimizer | None, state: Mapping[str, Any]) -> None:
     """Give model and optimizer a state of any strategy and number of ranks. Each rank reads what it needs. Blocks.
 
     Raises:
@@ -244,21 +229,18 @@ def load_local_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping
         RuntimeError, ValueError: It is of another model or optimizer.
     """
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        optimizer.wait()
-    load_model_state_dict(model, state["model"])
-    load_optimizer_state_dict(optimizer, state["optimizer"])
+        optimizer.wait()  # or what it still gathers would be written over what is read
+    if model is not None:
+        # Either of them may be compiled, in whole or in parts.
+        mine = model.state_dict()
+        names = {plain_name(name): name for name in mine}
+        theirs = {names.get(plain_name(name), name): value for name, value in state["model"].items()}
+        model.load_state_dict({name: _read(value, mine.get(name)) for name, value in theirs.items()})
+    if optimizer is not None:
+        _load_optimizer(optimizer, state["optimizer"])
 
 
-def load_model_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Give a model a state, whatever is compiled in either of them. Raises what `load_local_state_dict` does."""
-    mine = model.state_dict()
-    names = {plain_name(name): name for name in mine}
-    theirs = {names.get(plain_name(name), name): value for name, value in state.items()}
-    model.load_state_dict({name: _read(value, mine.get(name)) for name, value in theirs.items()})
-
-
-def load_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Give an optimizer a state. Raises what `load_local_state_dict` does."""
+def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     parameters = dict(enumerate(parameter for group in optimizer.param_groups for parameter in group["params"]))
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
         entries = {
@@ -333,7 +315,7 @@ def load_into(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) 
         ConfigurationError: It is of another model or optimizer.
     """
     try:
-        load_local_state_dict(model, optimizer, state)
+        load_state_dict(model, optimizer, state)
     except CheckpointError:
         raise
     except (RuntimeError, ValueError) as error:
