@@ -1,6 +1,6 @@
 """Runs blocks one after the other in this process, as ``__main__``, and writes what each printed.
 
-python run_blocks.py blocks.json printed.json; or as ranks, of which rank zero writes.
+python run_blocks.py blocks.json printed.json, as ranks of which rank zero writes; or `run` alone.
 """
 
 import contextlib

@@ -50,11 +50,13 @@ def test_how_commands_end(command, capsys, action, code, text):
     assert text is None or err == text
 
 
-def test_wrong_usage_has_the_same_exit_code(capsys):
-    assert cli.main(["nonsense"]) == 1
+def test_wrong_usage_has_an_exit_code_of_its_own(capsys):
+    assert cli.main(["nonsense"]) == 2
     assert "No such command 'nonsense'" in capsys.readouterr().err
-    assert cli.main(["run", "--nonsense", "x.py"]) == 1
-    assert capsys.readouterr().err == "Error: unrecognized arguments: --nonsense\nTry 'lockstep run --help'.\n"
+    assert cli.main(["run", "--nonsense", "x.py"]) == 2
+    assert capsys.readouterr().err.endswith(
+        "\n\nError: unrecognized arguments: --nonsense\nTry 'lockstep run --help'.\n"
+    )
 
 
 def test_a_bug_is_not_hidden(command):

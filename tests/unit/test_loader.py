@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from lockstep.data.loader import LoadOptions, TrainRequests, load
+from lockstep.data.loader import LoadOptions, load, train_requests
 from lockstep.data.order import BatchSplit, GlobalOrder
 
 ORDER = GlobalOrder(num_samples=10, batch_size=6, seed=3)
@@ -26,7 +26,7 @@ class Noisy(Dataset):
 
 def micro_batches(num_items, *, rank=0, num_ranks=1, accumulate=1, first_step=0, workers=0, samples=None):
     division = BatchSplit(num_ranks, range(rank, rank + 1), accumulate)
-    requests = TrainRequests(ORDER, division, first_step)
+    requests = train_requests(ORDER, division, first_step)
     options = LoadOptions(None, workers, pin_memory=False)
     return list(islice(load(samples or Noisy(), requests, options, seed=ORDER.seed), num_items))
 
@@ -77,7 +77,7 @@ def test_shares_without_samples_are_left_out():
 
 
 def test_several_shares_of_one_process_are_collated_apart():
-    requests = TrainRequests(ORDER, BatchSplit(4, range(4), 1), 1)
+    requests = train_requests(ORDER, BatchSplit(4, range(4), 1), 1)
     micro = next(load(Noisy(), requests, LoadOptions(None, 0, pin_memory=False), seed=0))
     assert (micro.numbers, micro.sizes) == ([0, 1, 2, 3], [1, 1, 1, 1])
     assert [batch[0].tolist() for batch in micro.batches] == [[index] for index in ORDER.batch(1).tolist()]
@@ -95,7 +95,7 @@ def test_loading_leaves_the_callers_generator_of_seeds_alone():
     torch.manual_seed(0)
     iterator = load(
         TensorDataset(torch.arange(10)),
-        TrainRequests(ORDER, BatchSplit(1, range(1), 1), 0),
+        train_requests(ORDER, BatchSplit(1, range(1), 1), 0),
         LoadOptions(None, 0, pin_memory=False),
         seed=0,
     )

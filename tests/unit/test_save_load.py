@@ -382,8 +382,8 @@ def test_another_format_is_refused(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         lockstep.load(tmp_path)
     assert str(caught.value) == (
-        f"The checkpoint {tmp_path} is damaged: manifest.json is of the format 'lockstep checkpoint 1' of Lockstep of "
-        f"another version, not '{FORMAT}'.\nLoad another one."
+        f"The checkpoint {tmp_path} is damaged: manifest.json is of the format 'lockstep checkpoint 1' of another "
+        f"version of Lockstep, not '{FORMAT}'.\nLoad another one."
     )
     lockstep.save(tmp_path, step=2)
     assert lockstep.load(tmp_path) == {"step": 2}

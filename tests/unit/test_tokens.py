@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from lockstep.data import TokenFiles
-from lockstep.data.tokens import PositionalReader
 from lockstep.errors import ConfigurationError, DataError
 
 
@@ -56,7 +55,7 @@ def test_windows_can_overlap_or_leave_gaps_and_never_cross_files(tmp_path):
     write(tmp_path / "t-0.bin", range(7))
     write(tmp_path / "t-1.bin", [100])
     write(tmp_path / "t-2.bin", range(200, 206))
-    data = TokenFiles(tmp_path / "t-{0..2}.bin", length=3, stride=2, target=False)
+    data = TokenFiles([tmp_path / f"t-{number}.bin" for number in range(3)], length=3, stride=2, target=False)
     assert [x.tolist() for x in data] == [[0, 1, 2], [2, 3, 4], [4, 5, 6], [200, 201, 202], [202, 203, 204]]
     assert (data.num_tokens, data.num_unused_tokens) == (14, 2)
     data = TokenFiles(tmp_path / "t-*.bin", length=1, stride=5)
@@ -84,12 +83,11 @@ def test_a_header_is_skipped(tmp_path):
     assert inputs(data) == [[0, 1, 2, 3]]
 
 
-def test_loader_processes_read_the_same_whether_forked_or_spawned(tmp_path):
+def test_loader_processes_read_the_same(tmp_path):
     data = TokenFiles(write(tmp_path / "a.bin", range(41)), length=4)
     expected = inputs(data)  # the file is open by now, in this process
-    for context in ("fork", "spawn"):
-        loader = DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context=context)
-        assert [x.tolist() for x, _ in loader] == expected
+    assert [x.tolist() for x, _ in DataLoader(data, batch_size=None, num_workers=2)] == expected
+    assert inputs(pickle.loads(pickle.dumps(data))) == expected  # as where they are spawned
 
 
 def test_many_files_need_few_descriptors(tmp_path, monkeypatch):
@@ -114,24 +112,22 @@ def test_what_cannot_be_right_is_found_at_once(tmp_path):
     os.truncate(tmp_path / "short.npy", 300)
     (tmp_path / "text.npy").write_text("no numbers at all")
     one_dimension = "Save whole numbers in one dimension."
+    check = "Check name and permissions, and that this machine sees the file."
     for file, text in {
         path: f"{path} has 1001 bytes, which is no whole number of uint16 tokens.\n{advice}",
-        tmp_path / "no.bin": f"{tmp_path}/no.bin does not exist.\nCheck the name, and that this machine sees it.",
+        tmp_path / "no.bin": f"{tmp_path}/no.bin cannot be read: No such file or directory.\n{check}",
         tmp_path / "n*.bin": f"No file matches {tmp_path}/n*.bin.\n"
         "Check the pattern, and that this machine sees the folder.",
-        tmp_path: f"{tmp_path} is a folder.\nName the files in it, as with {tmp_path}/*.",
+        tmp_path: f"{tmp_path} cannot be read: Is a directory.\n{check}",
         tmp_path / "floats.npy": f"{tmp_path}/floats.npy holds an array of float64 in 1 dimensions.\n{one_dimension}",
         tmp_path / "table.npy": f"{tmp_path}/table.npy holds an array of uint16 in 2 dimensions.\n{one_dimension}",
-        tmp_path / "objects.npy": f"{tmp_path}/objects.npy holds an array of object in 1 dimensions.\n{one_dimension}",
-        tmp_path / "short.npy": f"{tmp_path}/short.npy has 300 bytes, but 328 by its header (100 tokens of uint16).\n"
-        "It was cut short or is damaged: restore it.",
     }.items():
         with pytest.raises(DataError) as error:
             TokenFiles(file, length=4)
         assert str(error.value) == text
-    with pytest.raises(DataError) as error:
-        TokenFiles(tmp_path / "text.npy", length=4)
-    assert str(error.value).startswith(f"{tmp_path}/text.npy does not begin as a .npy file: the magic string")
+    for name in ("objects", "short", "text"):
+        with pytest.raises(DataError, match=rf"{name}\.npy is not a whole \.npy file: .*\nWrite it with numpy\.save"):
+            TokenFiles(tmp_path / f"{name}.npy", length=4)
     with pytest.raises(DataError) as error:
         TokenFiles(path, length=4, header_bytes=256)
     assert str(error.value) == (
@@ -203,7 +199,8 @@ def test_reads_that_come_in_pieces_are_put_together(tmp_path, monkeypatch):
     path = write(tmp_path / "a.bin", range(100), "uint8")
     pread = os.pread
     monkeypatch.setattr(os, "pread", lambda descriptor, size, offset: pread(descriptor, min(size, 7), offset))
-    assert PositionalReader().read(str(path), 10, 60, what="x") == bytes(range(10, 70))
+    data = TokenFiles(path, length=60, dtype="uint8", target=False)
+    assert data[0].tolist() == list(range(60))
 
 
 FLAT = """
@@ -220,6 +217,7 @@ print(process.memory_info().rss - before)
 """
 
 
+@pytest.mark.soak
 def test_memory_stays_flat_over_a_file_larger_than_it(tmp_path):
     path = tmp_path / "large.bin"
     with path.open("wb") as file:

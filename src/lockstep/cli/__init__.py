@@ -17,6 +17,9 @@ from lockstep.errors import EXIT_CODE, HANG_EXIT_CODE, JobHangs, LockstepError, 
 INTERRUPTED = 130
 """What shells return for a command that Ctrl-C ended: 128 and the number of SIGINT."""
 
+USAGE = 2
+"""What click and torchrun return for a command line that makes no sense: so CI can tell it from a failure."""
+
 COMMANDS = {
     "run": ("lockstep.cli.run:run", "Start a script on every device, as torchrun does."),
     "train": ("lockstep.cli.train:train", "Train the task of a file on one device or many."),
@@ -87,29 +90,23 @@ def group() -> None:
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.
 
-    0, 75 for a run that was stopped and has saved, 83 for a hang, 1 for any other error, 130 for Ctrl-C.
+    0, 75 for a run that was stopped and has saved, 83 for a hang, 2 for wrong usage, 130 for Ctrl-C, else 1.
     """
     try:
         code = group.main(args=args, prog_name="lockstep", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except click.ClickException as error:
         error.show()
-    except Stopped as error:
-        _complain(error)
         return error.exit_code
-    except JobHangs as error:
-        _complain(error)
-        return HANG_EXIT_CODE
     except LockstepError as error:
-        _complain(error)
+        click.echo(f"lockstep: {error}", err=True)
+        if isinstance(error, Stopped):
+            return error.exit_code
+        return HANG_EXIT_CODE if isinstance(error, JobHangs) else EXIT_CODE
     except (KeyboardInterrupt, click.Abort):
         click.echo("lockstep: stopped by Ctrl-C", err=True)
         return INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has left, as `head` does. Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return EXIT_CODE
-
-
-def _complain(error: LockstepError) -> None:
-    click.echo(f"lockstep: {error}", err=True)
+        return EXIT_CODE

@@ -67,7 +67,7 @@ def run(args: tuple[str, ...]) -> None:
     try:
         start(args)
     except UsageError as error:
-        raise click.ClickException(f"{error}\nTry 'lockstep run --help'.") from None
+        raise click.UsageError(f"{error}\nTry 'lockstep run --help'.") from None
 
 
 def start(args: Sequence[str]) -> None:

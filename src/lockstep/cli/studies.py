@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.cli import command
+from lockstep.cli import INTERRUPTED, USAGE, command
+from lockstep.cli.train import settings_options
 from lockstep.errors import EXIT_CODE, ConfigurationError
 from lockstep.run_folder import hide_secrets
 from lockstep.study.rehearse.fault_rules import taught
+from lockstep.train.settings import Settings, read_settings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,8 +25,8 @@ _TASK = click.argument("task_file", metavar="TASK.py")
 _DEVICES = click.option(
     "--devices", type=int, metavar="N", help="Devices; all GPUs, or 2 CPU processes if there are none."
 )
-_BATCH = click.option("--global-batch-size", type=int, metavar="SAMPLES", help="Instead of the task's own.")
-_SEED = click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="For weights and order.")
+_STRATEGIES = click.option("--strategies", metavar="LIST", help="What to try, with commas between, such as ddp,fsdp.")
+_JSON = click.option("--json", "json_file", metavar="FILE", help="Write all that was found as JSON.")
 
 FAULTS = f"""Faults (rank and step are counted from 0 and from 1):
 {taught()}
@@ -51,28 +53,32 @@ def check_writable(file: str | None) -> None:
         path.unlink()
 
 
-def say_written(terminal: Console, what: str, file: str) -> None:
-    """Say where something was written: in one line however long it is, so that the name can be copied."""
+def write(what: str, file: str, text: str, terminal: Console) -> None:
+    """Write a text, and print where: in one line however long it is, so that the name can be copied."""
+    Path(file).write_text(text, encoding="utf-8")
     terminal.out(f"{what} written to {file}", highlight=False)
+
+
+def _num_devices(devices: int | None) -> int:
+    import torch
+
+    return torch.cuda.device_count() or 2 if devices is None else devices
+
+
+def _words(text: str | None, otherwise: Sequence[str]) -> Sequence[str]:
+    return otherwise if text is None else [word.strip() for word in text.split(",")]
 
 
 @command()
 @_TASK
 @_DEVICES
-@click.option(
-    "--strategies",
-    metavar="LIST",
-    help="Who takes part besides single, with commas between; dp and ddp, ours and torch's, if not given.",
-)
+@_STRATEGIES
 @click.option("--rounds", type=int, default=10, show_default=True, metavar="N", help="Turns of each strategy.")
 @click.option("--steps", type=int, metavar="N", help="Steps of a turn; as many as take the fastest half a second.")
 @click.option("--warmup", type=int, default=5, show_default=True, metavar="N", help="Steps of each before the rounds.")
-@_SEED
-@_BATCH
-@click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True)
-@click.option("--workers", type=int, default=0, show_default=True, metavar="N", help="Loader processes per rank.")
+@settings_options(Settings, "seed", "global_batch_size", "precision", "workers")
 @click.option("--memory/--no-memory", default=True, help="Measure peak memory, in fresh processes; on if not given.")
-@click.option("--json", "json_file", metavar="FILE", help="Write all figures as JSON.")
+@_JSON
 @click.option("--html", "html_file", metavar="FILE", help="Write a page with plots, to be opened offline.")
 def compare(
     task_file: str,
@@ -81,13 +87,10 @@ def compare(
     rounds: int,
     steps: int | None,
     warmup: int,
-    seed: int,
-    global_batch_size: int | None,
-    precision: str,
-    workers: int,
     memory: bool,
     json_file: str | None,
     html_file: str | None,
+    **settings: Any,
 ) -> None:
     """Train the task of TASK.py on one device, with DataParallel and DistributedDataParallel, ours and torch's.
 
@@ -102,15 +105,12 @@ def compare(
       lockstep compare examples/gpt.py --devices 2 --strategies torch-ddp,ddp --rounds 20
           two contenders, more rounds: a narrower spread
     """
-    import torch
-
     from lockstep.study.common import console
     from lockstep.study.compare import compare as run_comparison
     from lockstep.study.compare import page, table
     from lockstep.study.compare.benchmark import STRATEGIES
     from lockstep.study.compare.verdict import judge
     from lockstep.telemetry import provenance
-    from lockstep.train.settings import Settings
 
     for file in (json_file, html_file):
         check_writable(file)
@@ -118,12 +118,12 @@ def compare(
         page.import_matplotlib()  # rather now than after the race
     comparison = run_comparison(
         task_file,
-        devices=torch.cuda.device_count() or 2 if devices is None else devices,
-        strategies=STRATEGIES if strategies is None else [name.strip() for name in strategies.split(",")],
+        devices=_num_devices(devices),
+        strategies=_words(strategies, STRATEGIES),
         num_steps=steps,
         num_rounds=rounds,
         num_warmup=warmup,
-        settings=Settings(seed=seed, global_batch_size=global_batch_size, precision=precision, workers=workers),  # type: ignore[arg-type]
+        settings=Settings(**settings),
         memory=memory,
         command=hide_secrets(["lockstep", *sys.argv[1:]]),
     )
@@ -132,31 +132,21 @@ def compare(
     terminal.print(table.render(comparison, verdict, width=terminal.width))
     found = provenance.gather(Path(task_file.rpartition(".py")[0] + ".py"))
     if json_file is not None:
-        Path(json_file).write_text(table.comparison_to_json(comparison, verdict, found), encoding="utf-8")
-        say_written(terminal, "figures", json_file)
+        write("figures", json_file, table.comparison_to_json(comparison, verdict, found), terminal)
     if html_file is not None:
-        Path(html_file).write_text(page.render(comparison, verdict, found), encoding="utf-8")
-        say_written(terminal, "page", html_file)
+        write("page", html_file, page.render(comparison, verdict, found), terminal)
 
 
 @command()
 @_TASK
 @_DEVICES
-@click.option(
-    "--minutes", type=float, default=5.0, show_default=True, metavar="M", help="How long it may take; Ctrl-C ends it."
-)
+@click.option("--minutes", type=float, default=5.0, show_default=True, metavar="M", help="How long it may take.")
 @click.option("--out", metavar="FILE", help="Where to write the settings; TASK-tuned.toml if not given.")
 @click.option("--settings", "settings_file", metavar="FILE", help="Settings to begin with; the defaults if not given.")
-@click.option(
-    "--strategies", metavar="LIST", help="What to try, with commas between; single, dp, ddp, ddp-zero1 if not given."
-)
-@_BATCH
+@_STRATEGIES
+@settings_options(Settings, "global_batch_size")
 @click.option("--allow-precision", is_flag=True, help="Take bf16, too, if it is faster: another arithmetic.")
-@click.option(
-    "--allow-division",
-    is_flag=True,
-    help="Divide batches otherwise, too, if that is faster, though batch norm or dropout see that.",
-)
+@click.option("--allow-division", is_flag=True, help="Divide batches otherwise, too: batch norm and dropout see that.")
 def tune(
     task_file: str,
     devices: int | None,
@@ -184,26 +174,22 @@ def tune(
           beginning with settings of your own, and trying these strategies
     """
     import psutil
-    import torch
 
-    from lockstep.cli import INTERRUPTED
     from lockstep.study import tune as tuning
     from lockstep.study.common import console
     from lockstep.telemetry import provenance
-    from lockstep.train.settings import read_settings
 
     file = out or f"{Path(task_file.rpartition('.py')[0] or task_file).name}-tuned.toml"
-    _check_free(file)
+    _check_free(file, tuning.FIRST_LINE)
     start: dict[str, Any] = {} if settings_file is None else read_settings(settings_file)
-    count = devices if devices is not None else start.get("devices") or torch.cuda.device_count() or 2
     if global_batch_size is not None:
         start["global_batch_size"] = global_batch_size
     outcome = tuning.tune(
         task_file,
-        devices=count,
+        devices=_num_devices(start.get("devices") if devices is None else devices),
         minutes=minutes,
         start=start,
-        strategies=tuning.STRATEGIES if strategies is None else [name.strip() for name in strategies.split(",")],
+        strategies=_words(strategies, tuning.STRATEGIES),
         allow_precision=allow_precision,
         allow_division=allow_division,
         began_at=psutil.Process().create_time(),
@@ -212,23 +198,20 @@ def tune(
     terminal.print(tuning.render(outcome))
     found = provenance.gather()
     facts = {"measured": found.when, **found.versions, **found.machine}
-    Path(file).write_text(tuning.as_file(outcome, task_file=task_file, file=file, facts=facts), encoding="utf-8")
-    say_written(terminal, "settings", file)
+    write("settings", file, tuning.as_file(outcome, task_file=task_file, file=file, facts=facts), terminal)
     return INTERRUPTED if outcome.interrupted else 0
 
 
-def _check_free(file: str) -> None:
+def _check_free(file: str, first_line: str) -> None:
     """Refuse to write over what is not of the same making.
 
     Raises:
         ConfigurationError: It cannot be written, or is somebody else's.
     """
-    from lockstep.study.tune import FIRST_LINE
-
     check_writable(file)
     path = Path(file)
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    if text and not text.startswith(FIRST_LINE):
+    if text and not text.startswith(first_line):
         raise ConfigurationError(
             f"{file} is there already, and lockstep tune has not written it.\nName another file (--out FILE)."
         )
@@ -238,19 +221,9 @@ def _check_free(file: str) -> None:
 @_TASK
 @_DEVICES
 @click.option("--steps", type=int, default=4, show_default=True, metavar="N", help="Steps to train.")
-@click.option("--reproducible", type=int, metavar="SHARDS", help="Train in reproducible mode, and compare every bit.")
-@_SEED
-@_BATCH
-@click.option("--json", "json_file", metavar="FILE", help="Write everything that was found as JSON.")
-def verify(
-    task_file: str,
-    devices: int | None,
-    steps: int,
-    reproducible: int | None,
-    seed: int,
-    global_batch_size: int | None,
-    json_file: str | None,
-) -> int:
+@settings_options(Settings, "reproducible", "seed", "global_batch_size")
+@_JSON
+def verify(task_file: str, devices: int | None, steps: int, json_file: str | None, **settings: Any) -> int:
     """Train some steps of TASK.py as one process and as N ranks: is it the same run?
 
     If not, names the first tensor that differs, and finds the cause by turning one thing off at a time. Computes in
@@ -262,67 +235,35 @@ def verify(
       lockstep verify train.py --devices 4 --reproducible 4
           the same to the bit, dropout and batch norm included?
     """
-    import torch
-
     from lockstep.study.common import console
     from lockstep.study.verify import verify as run_verification
     from lockstep.study.verify import verify_table
-    from lockstep.train.settings import Settings
 
     check_writable(json_file)
     verification = run_verification(
         task_file,
-        devices=torch.cuda.device_count() or 2 if devices is None else devices,
+        devices=_num_devices(devices),
         steps=steps,
-        settings=Settings(seed=seed, global_batch_size=global_batch_size, reproducible=reproducible),
+        settings=Settings(**settings),
     )
-    name = Path(task_file).name
-    console().print(verify_table.render(verification, name))
+    name, terminal = Path(task_file).name, console()
+    terminal.print(verify_table.render(verification, name))
     if json_file is not None:
-        Path(json_file).write_text(verify_table.to_json(verification, name), encoding="utf-8")
-        say_written(console(), "findings", json_file)
+        write("findings", json_file, verify_table.to_json(verification, name), terminal)
     return 0 if verification.same else EXIT_CODE
 
-
-USAGE = 2
-"""The exit code for a command line that makes no sense, so that CI can tell it from findings."""
 
 ALL_S, LEAST_S = 8.0, 2.0
 """When a task has to be through, from the start of this process, which imports torch; and what it gets in any case."""
 
 
-class _ExitsWithUsage(click.Command):
-    """Ends with `USAGE` where arguments make no sense."""
-
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
-    ) -> click.Context:
-        """Parse the arguments."""
-        try:
-            return super().make_context(info_name, args, parent, **extra)
-        except click.UsageError as error:
-            error.show()
-            raise click.exceptions.Exit(USAGE) from None
-
-
-@command(cls=_ExitsWithUsage)
+@command()
 @click.argument("target", metavar="[SCRIPT.py | TASK.py[:NAME]]", required=False)
-@click.option(
-    "--devices", type=click.IntRange(1), metavar="N", help="Ranks on this machine; all GPUs, or all CPU cores."
-)
-@click.option(
-    "--nnodes", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Machines of the job."
-)
+@click.option("--devices", type=click.IntRange(1), metavar="N", help="Ranks on this machine; all GPUs, or all cores.")
+@click.option("--nnodes", type=click.IntRange(1), default=1, metavar="N", help="Machines of the job; 1 if not given.")
 @click.option("--master-addr", metavar="HOST", help="Where ranks meet; MASTER_ADDR if it is set.")
-@click.option(
-    "--master-port", type=click.IntRange(1, 65535), metavar="PORT", help="The port there; MASTER_PORT if it is set."
-)
-@click.option(
-    "--workers",
-    type=click.IntRange(0),
-    metavar="N",
-    help="Loader processes per rank; the script's number if it has one.",
-)
+@click.option("--master-port", type=click.IntRange(1, 65535), metavar="PORT", help="MASTER_PORT if it is set.")
+@click.option("--workers", type=click.IntRange(0), metavar="N", help="Loader processes per rank; the script's number.")
 @click.option("--checkpoint", metavar="DIR", help="Folder that checkpoints go to; here if not given.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def doctor(
@@ -386,7 +327,7 @@ def doctor(
     except ConfigurationError as error:
         click.echo(f"lockstep: {error}", err=True)
         return USAGE
-    if report is None:  # rank zero tells
+    if report is None:  # rank zero prints it
         return code
     if as_json:
         click.echo(report.to_json())
@@ -407,12 +348,7 @@ def _time_left_s() -> float:
 @click.argument("folder", metavar="RUN")
 @click.option("--out", "out_file", metavar="FILE", help="Where the page goes; report.html in the folder of the run.")
 @click.option("--trace", "trace_file", metavar="FILE", help="Write the timeline as a Chrome trace, too.")
-@click.option(
-    "--against",
-    "baseline_folder",
-    metavar="RUN",
-    help="Another run to compare with, as on one device: whether the losses are the same, and how much faster this is.",
-)
+@click.option("--against", "baseline_folder", metavar="RUN", help="Compare losses and speed with those of another run.")
 def report(folder: str, out_file: str | None, trace_file: str | None, baseline_folder: str | None) -> None:
     """Say of a run that was recorded with --run-dir: how fast it was, where the time went, and what to change first.
 
@@ -438,15 +374,12 @@ def report(folder: str, out_file: str | None, trace_file: str | None, baseline_f
     if trace_file is not None:
         Path(trace_file).write_text(to_trace(view.run), encoding="utf-8")
     Path(page_file).write_text(render(view, baseline), encoding="utf-8")
-    for sentence in sentences(view, baseline):
-        click.echo(sentence)
-    for gap in view.run.gaps:
-        click.echo(f"Missing: {gap}")
+    lines = [*sentences(view, baseline), *(f"Missing: {gap}" for gap in view.run.gaps)]
     if baseline is not None:
-        click.echo(baseline.loss_note)
+        lines.append(baseline.loss_note)
     if trace_file is not None:
-        click.echo(f"trace written to {trace_file}")
-    click.echo(f"page written to {page_file}")
+        lines.append(f"trace written to {trace_file}")
+    click.echo("\n".join([*lines, f"page written to {page_file}"]))
 
 
 @command(before=FAULTS, ignore_unknown_options=True)
@@ -455,12 +388,7 @@ def report(folder: str, out_file: str | None, trace_file: str | None, baseline_f
 @click.option("--devices", type=click.IntRange(1), default=2, show_default=True, metavar="N", help="Ranks, on the CPU.")
 @click.option("--inject", "texts", multiple=True, required=True, metavar="RULE", help="A fault; may be given often.")
 @click.option(
-    "--watchdog",
-    type=click.FloatRange(0),
-    default=5.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long ranks may wait for each other before that is reported.",
+    "--watchdog", default=5.0, show_default=True, metavar="SECONDS", help="How long ranks may wait unreported."
 )
 @click.option("--max-restarts", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Restarts.")
 @click.option("--quiet", is_flag=True, help="Show only the table, not what the job says.")
@@ -488,17 +416,12 @@ def rehearse(
     """
     from lockstep.study.rehearse import runner
     from lockstep.study.rehearse.fault_rules import check_ranks, parse
-    from lockstep.study.rehearse.runner import is_task
-    from lockstep.study.rehearse.runner import rehearse as run_rehearsal
 
     rules = [parse(text) for text in texts]
     check_ranks(rules, devices)
     command = [sys.executable, "-m", "lockstep"]
     flags = ["--devices", str(devices), "--watchdog", f"{watchdog:g}", "--max-restarts", str(max_restarts)]
-    if is_task(file):
-        command += ["train", file, *flags, *args]
-    else:
-        command += ["run", *flags, file, *args]
-    rehearsal = run_rehearsal(command, rules, shows=not quiet)
+    command += ["train", file, *flags, *args] if runner.is_task(file) else ["run", *flags, file, *args]
+    rehearsal = runner.rehearse(command, rules, shows=not quiet)
     runner.console().print(runner.render(rehearsal))
     return 0 if rehearsal.passed else 1

@@ -15,19 +15,19 @@ from click.core import ParameterSource
 from lockstep.cli import command
 from lockstep.cli.run import log_options, take_logs
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, RankFailed
-from lockstep.launcher.output import LogSettings
 from lockstep.run_folder import hide_secrets
 from lockstep.train.settings import FitSettings, Setting, Settings, merge_settings, read_settings, settings_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def settings_options(cls: type) -> Callable[[F], F]:
-    """Give a command a flag for each field of ``cls``; the command gets the values by the fields' names."""
+def settings_options(cls: type, *names: str) -> Callable[[F], F]:
+    """Give a command a flag for each field of ``cls``, or those of ``names``; it gets the values by these names."""
 
     def decorate(function: F) -> F:
         for setting in reversed(settings_of(cls)):
-            function = _option(setting)(function)
+            if not names or setting.name in names:
+                function = _option(setting)(function)
         return function
 
     return decorate
@@ -45,12 +45,8 @@ def settings_from(values: Mapping[str, Any], file: str | None) -> FitSettings:
     """
     if file is None:
         return FitSettings(**values)
-    context = click.get_current_context()
-    given = {
-        name: value
-        for name, value in values.items()
-        if context.get_parameter_source(name) is not ParameterSource.DEFAULT
-    }
+    source = click.get_current_context().get_parameter_source
+    given = {name: value for name, value in values.items() if source(name) is not ParameterSource.DEFAULT}
     try:
         return FitSettings(**merge_settings(read_settings(file), given))
     except ConfigurationError as error:
@@ -108,15 +104,10 @@ class SettingsCommand(click.Command):
         """Write one section of flags for each class, and one for the rest."""
         options = [parameter for parameter in self.get_params(ctx) if isinstance(parameter, click.Option)]
         records = {option.name: option.get_help_record(ctx) for option in options}
-        for heading, cls in self._sections.items():
-            self._write(formatter, heading, [records.pop(setting.name, None) for setting in settings_of(cls)])
-        self._write(formatter, "Other", list(records.values()))
-
-    def _write(self, formatter: click.HelpFormatter, heading: str, records: list[tuple[str, str] | None]) -> None:
-        rows = [record for record in records if record is not None]
-        if rows:
+        names = {heading: [setting.name for setting in settings_of(cls)] for heading, cls in self._sections.items()}
+        for heading, those in {**names, "Other": list(records)}.items():
             with formatter.section(heading):
-                formatter.write_dl(rows)
+                formatter.write_dl([record for name in those if (record := records.pop(name, None)) is not None])
 
 
 @command(cls=partial(SettingsCommand, sections={"How to train": Settings, "On what, and what to keep": FitSettings}))
@@ -128,20 +119,8 @@ class SettingsCommand(click.Command):
     metavar="FILE",
     help="TOML file with settings, as lockstep tune writes it; flags that are given win over it.",
 )
-@click.option(
-    "--max-restarts",
-    type=click.IntRange(0),
-    default=0,
-    show_default=True,
-    metavar="N",
-    help="How often all ranks are started again after one has failed; they go on from the newest state kept.",
-)
-@click.option(
-    "--min-devices",
-    type=click.IntRange(1),
-    metavar="N",
-    help="After a rank was killed, go on with one fewer, but no fewer than N; as many as before if not given.",
-)
+@click.option("--max-restarts", type=click.IntRange(0), default=0, metavar="N", help="Starts after a rank has failed.")
+@click.option("--min-devices", type=click.IntRange(1), metavar="N", help="Go on without killed ranks, with N at least.")
 @click.option(
     "--watchdog",
     type=click.FloatRange(0),
@@ -187,24 +166,36 @@ def train(
     os.environ.setdefault("LOCKSTEP_COMMAND", hide_secrets(["lockstep", *sys.argv[1:]]))  # for the record of the run
     logs = take_logs(values)
     settings = settings_from(values, settings_file)
-    if _starts_ranks(settings, even_one=max_restarts > 0 or bool(logs.flags)):
-        _launch(
-            task_file,
-            settings,
+    if not _starts_ranks(settings, even_one=max_restarts > 0 or bool(logs.flags)):
+        if logs.flags:
+            raise ConfigurationError(
+                f"{' and '.join(logs.flags)} is for ranks that this command starts, and it starts none.\n"
+                f"Give it to the command that does; the output of strategy {settings.strategy} in one process can be "
+                "redirected."
+            )
+        return _train_here(task_file, settings)
+    num_ranks = _check_before(task_file, settings, min_devices)
+    # Imported late: it takes as long as all else, and a rank of another launcher does not need it.
+    from lockstep.launcher.api import launch_with
+    from lockstep.launcher.supervise import watchdog_policy
+
+    try:
+        launch_with(
+            _train_here,
+            (task_file, settings, _checkpoints(settings)),
+            devices=num_ranks,
             max_restarts=max_restarts,
             min_ranks=min_devices,
-            watchdog=watchdog,
-            action=watchdog_action,
             logs=logs,
+            policy=watchdog_policy(watchdog, watchdog_action),
         )
-        return 0
-    if logs.flags:
-        raise ConfigurationError(
-            f"{' and '.join(logs.flags)} is for ranks that this command starts, and it starts none.\n"
-            f"Give it to the command that does; the output of strategy {settings.strategy} in one process can be "
-            "redirected."
-        )
-    return _train_here(task_file, settings)
+    except RankFailed as error:
+        # What a rank found wrong with task or settings needs no traceback; the other ranks found the same.
+        cause = error.__cause__
+        if isinstance(cause, LockstepError) and not isinstance(cause, CollectiveError):
+            raise cause from None
+        raise
+    return 0
 
 
 def _starts_ranks(settings: FitSettings, *, even_one: bool) -> bool:
@@ -217,45 +208,19 @@ def _starts_ranks(settings: FitSettings, *, even_one: bool) -> bool:
     return settings.strategy in PER_PROCESS and (even_one or num_devices(settings.devices) > 1)
 
 
-def _launch(
-    task_file: str,
-    settings: FitSettings,
-    *,
-    max_restarts: int,
-    min_ranks: int | None,
-    watchdog: float | None,
-    action: str | None,
-    logs: LogSettings,
-) -> None:
-    from lockstep.launcher.api import launch_with
-    from lockstep.launcher.supervise import watchdog_policy
+def _check_before(task_file: str, settings: FitSettings, min_ranks: int | None) -> int:
+    """Find what can be wrong before any process is started; return how many ranks there will be."""
     from lockstep.telemetry.sinks.factory import parse_targets, require_package
     from lockstep.train.plan import check_batch, num_devices
     from lockstep.train.task import load_task
 
     num_ranks = num_devices(settings.devices)
-    # What can be wrong is found here, before any process is started.
     task = load_task(task_file)
     for count in range(min(min_ranks or num_ranks, num_ranks), num_ranks + 1):
         check_batch(task, settings, count)
     for target in parse_targets(settings.log_to or ()):
         require_package(target)
-    try:
-        launch_with(
-            _train_here,
-            (task_file, settings, _checkpoints(settings)),
-            devices=num_ranks,
-            max_restarts=max_restarts,
-            min_ranks=min_ranks,
-            logs=logs,
-            policy=watchdog_policy(watchdog, action),
-        )
-    except RankFailed as error:
-        # What a rank found wrong with task or settings needs no traceback; the other ranks found the same.
-        cause = error.__cause__
-        if isinstance(cause, LockstepError) and not isinstance(cause, CollectiveError):
-            raise cause from None
-        raise
+    return num_ranks
 
 
 def _checkpoints(settings: FitSettings) -> frozenset[tuple[str, int]]:

@@ -7,15 +7,15 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from lockstep.data.loader import LoadOptions, MicroBatch, StreamNote, TrainRequests, load
+from lockstep.data.loader import LoadOptions, MicroBatch, StreamNote, as_it_is, load, train_requests
 from lockstep.data.order import BatchSplit, GlobalOrder
-from lockstep.data.stream import StreamOrder, StreamPosition, load_stream, unfit
+from lockstep.data.stream import StreamOrder, StreamPosition, load_stream
 
 # --- To the devices
 
@@ -28,11 +28,7 @@ class Movable(Protocol):
         """Return it on ``device``."""
 
 
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
-def map_tensors(value: Any, function: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = _as_it_is) -> Any:
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = as_it_is) -> Any:
     """Return ``value`` with ``function`` applied to each tensor in it, and ``other`` to all that is not looked into.
 
     Looks into mappings, lists, tuples, named tuples and dataclasses.
@@ -44,7 +40,11 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor], other: Callabl
         return other(value)
     if isinstance(value, Mapping):
         mapped = {key: again(item) for key, item in value.items()}
-        return mapped if type(value) is dict else _like(value, mapped)
+        make: Any = type(value)
+        try:
+            return make(mapped)
+        except TypeError:  # such as a defaultdict, which wants another argument first
+            return mapped
     if isinstance(value, tuple):
         items = map(again, value)
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
@@ -54,15 +54,6 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor], other: Callabl
         changes = {field.name: again(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return dataclasses.replace(value, **changes)
     return other(value)
-
-
-def _like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return ``items`` in the type of ``value`` if it can be made from them, as for an OrderedDict."""
-    make: Any = type(value)
-    try:
-        return make(items)
-    except TypeError:
-        return items
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:
@@ -75,11 +66,17 @@ def _move(value: Any, device: torch.device) -> Any:
 
 def to_device(batch: MicroBatch, devices: Mapping[int, torch.device]) -> MicroBatch:
     """Return ``batch`` with each share on the device of its number; pinned memory is copied without blocking."""
-    moved = [
-        map_tensors(share, partial(_to, device=devices[number]), partial(_move, device=devices[number]))
-        for number, share in zip(batch.numbers, batch.batches, strict=True)
-    ]
-    return batch._replace(batches=moved)
+    return batch._replace(
+        batches=[
+            map_tensors(share, partial(_to, device=device), partial(_move, device=device))
+            for share, device in _on_devices(batch, devices)
+        ]
+    )
+
+
+def _on_devices(batch: MicroBatch, devices: Mapping[int, torch.device]) -> Iterator[tuple[Any, torch.device]]:
+    """Give each share of a batch with the device that it goes to."""
+    return zip(batch.batches, map(devices.__getitem__, batch.numbers), strict=True)
 
 
 Copy = tuple[torch.cuda.Event, torch.cuda.Event]
@@ -116,8 +113,7 @@ class Prefetcher:
         """Return the next micro-batch, usable on each device's current stream."""
         batch, self._ahead = self._ahead or self._copy(), None
         shares = []
-        for number, share in zip(batch.numbers, batch.batches, strict=True):
-            device = self._devices[number]
+        for share, device in _on_devices(batch, self._devices):
             current = torch.cuda.current_stream(device)
             current.wait_stream(self._streams[device])
             shares.append(map_tensors(share, partial(_record, stream=current), partial(_move, device=device)))
@@ -130,22 +126,18 @@ class Prefetcher:
     def _copy(self) -> MicroBatch:
         batch = next(self._batches)
         shares: list[Any] = []
-        for number, share in zip(batch.numbers, batch.batches, strict=True):
-            device = self._devices[number]
+        for share, device in _on_devices(batch, self._devices):
+            is_timed = self._copies is not None and not shares
             with torch.cuda.stream(self._streams[device]):
-                began = self._mark(is_first=not shares)
+                events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * is_timed)]
+                for began in events[:1]:
+                    began.record()
                 shares.append(map_tensors(share, partial(_to, device=device)))
-                ended = self._mark(is_first=len(shares) == 1)
-            if self._copies is not None and began is not None and ended is not None:
-                self._copies.append((began, ended))
+                for ended in events[1:]:
+                    ended.record()
+            if self._copies is not None and is_timed:
+                self._copies.append((events[0], events[1]))
         return batch._replace(batches=shares)
-
-    def _mark(self, *, is_first: bool) -> torch.cuda.Event | None:
-        if self._copies is None or not is_first:
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
 
 def _record(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
@@ -223,20 +215,17 @@ class BatchIterator:
 
         Warns on the first rank if what it says is of no use.
         """
-        if self._note is None:
+        note = self._note
+        if note is None:
             return self._position.state
-        state = None if self._note.state is None else pickle.loads(self._note.state)
-        problem = self._note.problem or unfit(state)
-        if problem is None:
-            return state
-        if self._split.shares.start == 0:
+        if note.problem is not None and self._split.shares.start == 0:
             warnings.warn(
                 f"A resumed run will read and drop what came before: state_dict() of {type(self._samples).__name__} "
-                f"{problem}.\nReturn all that its position and order depend on as numbers, strings, lists, dicts and "
-                "tensors, to resume at once.",
+                f"{note.problem}.\nReturn all that its position and order depend on as numbers, strings, lists, dicts "
+                "and tensors, to resume at once.",
                 stacklevel=2,
             )
-        return None
+        return None if note.state is None else cast(dict[str, Any], pickle.loads(note.state))
 
     def close(self) -> None:
         """Stop the loader's processes."""
@@ -249,5 +238,5 @@ class BatchIterator:
     def _open(self) -> Iterator[MicroBatch]:
         if isinstance(self._order, StreamOrder):
             return load_stream(self._samples, self._order, self._split, self._how, position=self._position)
-        requests = TrainRequests(self._order, self._split, self._position.step)
+        requests = train_requests(self._order, self._split, self._position.step)
         return load(self._samples, requests, self._how, seed=self._order.seed)

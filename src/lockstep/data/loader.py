@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import signal
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lockstep.data.order import BatchSplit, GlobalOrder, mix, seed_cpu
 from lockstep.data.tokens import TokenFiles
@@ -59,9 +60,11 @@ class BadSample(NamedTuple):
             return cls(index, epoch, step, str(error), error.file, error.offset)
         if isinstance(error, LockstepError):
             return cls(index, epoch, step, str(error))
-        words = "".join(traceback.format_exception_only(error)).strip()
-        trace = "".join(traceback.format_exception(error))
-        return cls(index, epoch, step, f"{words} ({_raising_line(error)})", trace=trace)
+        # The last line that is not in a library raised it, as far as the reader is concerned: that is the one to mend.
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(frame.filename)]
+        where = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "in the data set"
+        cause = f"{''.join(traceback.format_exception_only(error)).strip()} ({where})"
+        return cls(index, epoch, step, cause, trace="".join(traceback.format_exception(error)))
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> Self:
@@ -69,24 +72,10 @@ class BadSample(NamedTuple):
         *rest, others = fields
         return cls(*rest)._replace(others=tuple(others))
 
-    @classmethod
-    def of_batch(cls, error: Exception, indices: Sequence[int], epoch: int, step: int) -> Self:
-        """Return what ``error`` says of samples that cannot be made into a batch."""
-        return cls.of(error, indices[0], epoch, step)._replace(others=tuple(indices[1:]))
-
     @property
     def name(self) -> str:
         """The sample and the cause, in one line."""
         return f"sample {self.sample}: {self.cause.splitlines()[0]}"
-
-
-def _raising_line(error: Exception) -> str:
-    """Return the line that raised ``error``: the last one that is not in a library, for that is the one to mend."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(frame.filename)]
-    if not frames:
-        return "in the data set"
-    last = frames[-1]
-    return f"{last.filename}:{last.lineno} in {last.name}"
 
 
 def _is_library(filename: str) -> bool:
@@ -171,16 +160,16 @@ class LoadOptions:
             batch_size=None,
             num_workers=self.workers,
             prefetch_factor=self.ahead if self.workers else None,
-            collate_fn=_as_it_is,
+            collate_fn=as_it_is,
             pin_memory=self.pin_memory,
             worker_init_fn=partial(_init_worker, self.threads),
             generator=torch.Generator(),  # or else it would draw from the default generator
         )
 
 
-def _as_it_is(batch: Any) -> Any:
-    """Return ``batch``: what is loaded is collated already."""
-    return batch
+def as_it_is(value: Any) -> Any:
+    """Return ``value``, such as a batch that is collated already."""
+    return value
 
 
 def _init_worker(num_threads: int | None, _worker: int) -> None:
@@ -233,19 +222,12 @@ class MicroBatch(NamedTuple):
     note: StreamNote | None = None
 
 
-class TrainRequests(Sampler[Request]):
-    """All requests of this process from a step on, without end."""
-
-    def __init__(self, order: GlobalOrder, split: BatchSplit, first_step: int) -> None:
-        self._order, self._split, self._first_step = order, split, first_step
-
-    def __iter__(self) -> Iterator[Request]:
-        step = self._first_step
-        while True:
-            batch = self._order.batch(step)
-            for shares in self._split.micro_batches(batch):
-                yield Request(self._order.epoch(step), step, len(batch), list(shares), list(shares.values()))
-            step += 1
+def train_requests(order: GlobalOrder, split: BatchSplit, first_step: int) -> Iterator[Request]:
+    """Give all requests of this process from a step on, without end."""
+    for step in itertools.count(first_step):
+        batch = order.batch(step)
+        for shares in split.micro_batches(batch):
+            yield Request(order.epoch(step), step, len(batch), list(shares), list(shares.values()))
 
 
 class _Fetch(Dataset[MicroBatch]):
@@ -273,11 +255,12 @@ class _Fetch(Dataset[MicroBatch]):
         if self._read_at_once is not None:
             with contextlib.suppress(Exception):  # which sample it was is found out below
                 return len(indices), self._read_at_once(indices)
-        samples = []
+        samples, read = [], []
         for number in indices:
             seed_cpu(mix(self._seed, _SAMPLE, request.epoch, number))
             try:
                 samples.append(self._samples[number])
+                read.append(number)
             except MemoryError:  # says nothing of the sample
                 raise
             except Exception as error:
@@ -291,23 +274,17 @@ class _Fetch(Dataset[MicroBatch]):
         except MemoryError:
             raise
         except Exception as error:
-            read = [number for number in indices if all(number != sample.sample for sample in bad)]
-            bad.append(BadSample.of_batch(error, read, request.epoch, request.step))
+            found = BadSample.of(error, read[0], request.epoch, request.step)
+            bad.append(found._replace(others=tuple(read[1:])))
             return 0, None
 
 
-def load(
-    samples: Any,
-    requests: Iterable[Request],
-    how: LoadOptions,
-    *,
-    seed: int,
-) -> Iterator[MicroBatch]:
+def load(samples: Any, requests: Iterable[Request], how: LoadOptions, *, seed: int) -> Iterator[MicroBatch]:
     """Return the micro-batches that ``requests`` ask for, in their order; still in host memory.
 
     Args:
         samples: With ``len`` and ``[]``.
-        requests: Such as `TrainRequests`.
+        requests: Such as `train_requests` gives.
         how: Apart from which.
         seed: What the random numbers of each sample derive from.
     """
@@ -317,8 +294,7 @@ def load(
 # --- Loader processes that die
 
 _TORCH_SAYS = re.compile(r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\)")
-_SIGNAL = re.compile(r"is killed by signal: (?P<signal>[^.]+)\.")
-_STATUS = re.compile(r"with exit code (?P<status>\d+)")
+_HOW = re.compile(r"is killed by signal: (?P<signal>[^.]+)\.|with exit code (?P<status>\d+)")
 
 _MEANINGS = {
     "Killed": (
@@ -350,10 +326,9 @@ def explaining_worker_failures(rank: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        explained = explain_worker_failure(error, rank)
-        if explained is None:
-            raise
-        raise explained from None
+        if explained := explain_worker_failure(error, rank):
+            raise explained from None
+        raise
 
 
 def explain_worker_failure(error: RuntimeError, rank: int) -> LoaderDied | None:
@@ -361,16 +336,13 @@ def explain_worker_failure(error: RuntimeError, rank: int) -> LoaderDied | None:
     said = _TORCH_SAYS.match(str(error))
     if said is None:
         return None
-    text = f"{error} {error.__cause__ or ''}"
-    who = f"A loader process of rank {rank} (pid {said['pids']})"
-    if (signal := _SIGNAL.search(text)) is not None:
-        what, advice = _MEANINGS.get(
-            signal["signal"],
-            (f"was ended by a signal: {signal['signal']}", "Find out what sent it; nothing in the run did."),
-        )
-    elif (status := _STATUS.search(text)) is not None:
-        what = f"ended itself with exit status {status['status']}"
+    how = _HOW.search(f"{error} {error.__cause__ or ''}")
+    what, advice = "is gone", "Find out why with workers=0 (--workers 0), which loads in the process that trains."
+    if how is not None and how["signal"] is not None:
+        what = f"was ended by a signal: {how['signal']}"
+        what, advice = _MEANINGS.get(how["signal"], (what, "Find out what sent it; nothing in the run did."))
+    elif how is not None:
+        what = f"ended itself with exit status {how['status']}"
         advice = "Something that the data set calls ends the process: find it with workers=0 (--workers 0)."
-    else:
-        what, advice = "is gone", "Find out why with workers=0 (--workers 0), which loads in the process that trains."
+    who = f"A loader process of rank {rank} (pid {said['pids']})"
     return LoaderDied(f"{who} {what}.\n{advice}")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -65,29 +65,25 @@ def checksum(samples: list[Any]) -> str:
 
 def _update_digest(digest: blake2b, value: Any) -> None:
     if isinstance(value, Tensor) and value.layout is torch.strided:
-        _update_digest(
-            digest, value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
-        )
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        value = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        digest.update(value.reshape(-1).view(torch.uint8).numpy())
     elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        digest.update(f"{value.dtype}{value.shape}".encode())
+        digest.update(f"array{value.dtype}{value.shape}".encode())
         digest.update(np.ascontiguousarray(value).tobytes())
     elif isinstance(value, Mapping):
-        digest.update(f"mapping{len(value)}".encode())
-        for key, item in value.items():
-            _update_digest(digest, key)
-            _update_digest(digest, item)
+        digest.update(b"mapping")
+        _update_digest(digest, list(value.items()))
     elif isinstance(value, list | tuple):
         digest.update(f"list{len(value)}".encode())
         for item in value:
             _update_digest(digest, item)
     elif isinstance(value, bytes | bytearray):
-        digest.update(b"bytes%d" % len(value))
-        digest.update(value)
-    elif value is None or isinstance(value, str | int | float | complex | np.generic):
-        digest.update(f"{type(value).__name__}{value!r}".encode())
+        digest.update(b"bytes%d" % len(value) + value)
     else:
-        digest.update(type(value).__name__.encode())
+        # Of other objects only the type: their repr may have an address.
+        is_plain = value is None or isinstance(value, str | int | float | complex | np.generic)
+        digest.update(f"{type(value).__name__}{repr(value) if is_plain else ''}".encode())
 
 
 def check_same_stream(note: StreamNote, step: int, *, group: Group | None, device: torch.device) -> None:
@@ -204,19 +200,6 @@ class StreamPosition:
     state: dict[str, Any] | None = None
 
 
-class GlobalBatch(NamedTuple):
-    """The samples of a step."""
-
-    step: int
-    samples: list[Any]
-
-
-def unfit(state: dict[str, Any] | None) -> str | None:
-    """Return why a checkpoint cannot hold ``state``, or None if it can."""
-    found = first_not_serializable(state["stream"]) if state is not None else None
-    return None if found is None else f"holds {found}, which a checkpoint cannot"
-
-
 class StreamReader:
     """Reads a stream a global batch at a time, epoch after epoch.
 
@@ -236,8 +219,8 @@ class StreamReader:
         self._epoch = 0 if self._start is None else int(self._start["epoch"])
         self.problem: str | None = None
 
-    def __iter__(self) -> Iterator[GlobalBatch]:
-        """Read the batches from the position on, without end.
+    def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
+        """Read from the position on, without end: the number of each step and its samples.
 
         Raises:
             ConfigurationError: The stream has no samples.
@@ -257,7 +240,7 @@ class StreamReader:
                 if not samples or (self._order.drop_last and len(samples) < self._order.batch_size):
                     break
                 if step >= self._position.step:
-                    yield GlobalBatch(step, samples)
+                    yield step, samples
                     expected = self._try_out(step + 1)
                 step, is_empty = step + 1, False
             if is_empty:
@@ -272,16 +255,17 @@ class StreamReader:
 
         None if the stream cannot say that, or the first time it did has yet to be tried out.
         """
+        # Not while the first one is being tried out: its batch has been read, the one that proves it has not.
         return self._state() if self._is_tried and self.problem is None else None
 
     def _state(self) -> bytes | None:
         if not isinstance(self._stream, Stateful):
             return None
-        try:
-            return pickle.dumps({"epoch": self._epoch, "stream": self._stream.state_dict()})
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            self.problem = f"cannot be stored: {error}"
+        state = self._stream.state_dict()
+        if (found := first_not_serializable(state)) is not None:
+            self.problem = f"holds {found}, which a checkpoint cannot"
             return None
+        return pickle.dumps({"epoch": self._epoch, "stream": state})
 
     def _try_out(self, step: int) -> str | None:
         """Return the checksum of what a copy of the stream gives next, made to go on from the state that it has now."""
@@ -291,14 +275,12 @@ class StreamReader:
         pickled = self._state()
         if pickled is None:
             return None
-        state = pickle.loads(pickled)
-        self.problem = unfit(state)
         try:
             stream = copy.deepcopy(self._stream)
         except Exception:  # it holds a connection, say: then its state must be believed
             return None
         try:
-            return checksum(self._read(self._begin(stream, step, state), step)) if self.problem is None else None
+            return checksum(self._read(self._begin(stream, step, pickle.loads(pickled)), step))
         except Exception:  # what the stream itself raises will come up when it is read
             return _NOTHING
 
@@ -359,21 +341,17 @@ class _Steps(IterableDataset[list[MicroBatch] | LockstepError]):
     collate: Collate | None
 
     def __iter__(self) -> Iterator[list[MicroBatch] | LockstepError]:
-        try:
-            yield from self._steps()
-        except LockstepError as error:
-            yield error
-
-    def _steps(self) -> Iterator[list[MicroBatch]]:
         worker = get_worker_info()
         index, num_workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         reader = StreamReader(self.stream if worker is None else _apart(self.stream), self.order, self.position)
-        for step, samples in reader:
-            num_steps = step - self.position.step
-            if num_steps % num_workers == index:  # the loader asks its processes in turn, from the first
-                compared = checksum(samples) if is_checked(num_steps) else None
-                note = StreamNote(reader.state(), compared, reader.problem)
-                yield self._divide(step, samples, note)
+        try:
+            for step, samples in reader:
+                num_steps = step - self.position.step
+                if num_steps % num_workers == index:  # the loader asks its processes in turn, from the first
+                    compared = checksum(samples) if is_checked(num_steps) else None
+                    yield self._divide(step, samples, StreamNote(reader.state(), compared, reader.problem))
+        except LockstepError as error:
+            yield error
 
     def _divide(self, step: int, samples: list[Any], note: StreamNote) -> list[MicroBatch]:
         collate = self.collate or default_collate
@@ -401,22 +379,13 @@ def _apart(stream: Iterable[Any]) -> Iterable[Any]:
 
 
 def load_stream(
-    stream: Iterable[Any],
-    order: StreamOrder,
-    split: BatchSplit,
-    how: LoadOptions,
-    *,
-    position: StreamPosition,
+    stream: Iterable[Any], order: StreamOrder, split: BatchSplit, how: LoadOptions, *, position: StreamPosition
 ) -> Iterator[MicroBatch]:
     """Return the micro-batches of this process from ``position`` on, without end; still in host memory.
 
     Reads and drops what comes before, unless the position holds the stream's own state.
     """
-    return _unpack(how.open(_Steps(stream, order, split, position, how.collate)))
-
-
-def _unpack(loader: Iterable[list[MicroBatch] | LockstepError]) -> Iterator[MicroBatch]:
-    for item in loader:
+    for item in how.open(_Steps(stream, order, split, position, how.collate)):
         if isinstance(item, LockstepError):
             raise item
         yield from item

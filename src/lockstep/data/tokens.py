@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import glob
-import itertools
 import os
-import re
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
-from typing import Any, BinaryIO, NamedTuple
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,71 +19,8 @@ from torch.utils.data import Dataset
 
 from lockstep.errors import ConfigurationError, DataError
 
-# --- Names of files
-
 Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
-"""A name, in which braces and wildcards are expanded, or several."""
-
-_BRACES = re.compile(r"\{([^{}]*)\}")
-_RANGE = re.compile(r"(\d+)\.\.(\d+)")
-
-
-def expand(files: Files) -> list[str]:
-    """Return the absolute paths that ``files`` stands for.
-
-    ``train-{000..031}.tar`` counts, with as many digits as are given; ``{train,valid}.bin`` lists; ``*``, ``?`` and
-    ``[...]`` match what is there, sorted by name. What exists under the very name is taken as it is.
-
-    Raises:
-        ConfigurationError: There are none, or one is named twice.
-        DataError: Nothing matches a pattern.
-    """
-    names = [files] if isinstance(files, str | os.PathLike) else list(files)
-    paths = [path for name in names for path in _expand_one(os.path.expanduser(os.fspath(name)))]
-    if not paths:
-        raise ConfigurationError("No files are named.\nGive the path of at least one.")
-    seen: set[str] = set()
-    for path in paths:
-        if path in seen:
-            raise ConfigurationError(f"{path} is named twice, so its samples would count twice.\nName each file once.")
-        seen.add(path)
-    return paths
-
-
-def _expand_one(name: str) -> Iterator[str]:
-    if os.path.exists(name):
-        yield os.path.abspath(name)
-        return
-    for path in _braces(name):
-        if not glob.has_magic(path) or os.path.exists(path):
-            yield os.path.abspath(path)
-            continue
-        matches = sorted(glob.glob(path))
-        if not matches:
-            raise DataError(f"No file matches {path}.\nCheck the pattern, and that this machine sees the folder.")
-        yield from map(os.path.abspath, matches)
-
-
-def _braces(name: str) -> Iterator[str]:
-    parts = _BRACES.split(name)  # the contents of braces are at odd places
-    choices = [[part] if place % 2 == 0 else _alternatives(part) for place, part in enumerate(parts)]
-    return map("".join, itertools.product(*choices))
-
-
-def _alternatives(content: str) -> list[str]:
-    numbers = _RANGE.fullmatch(content)
-    if numbers is None:
-        return content.split(",") if "," in content else [f"{{{content}}}"]
-    first, last = numbers.groups()
-    return [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
-
-
-# --- Reading
-#
-# Each piece is asked for with ``pread`` rather than mapped into memory: mapped pages count as the process's own
-# memory until the system takes them back, and a file that became shorter would end the process with SIGBUS, where here
-# it is an error that names the file. ``pread`` has no position, so threads and forked processes can share a descriptor.
-
+"""A name, in which wildcards are expanded, or several."""
 
 _MAX_OPEN = 256
 """A quarter of what systems allow a process as a rule; further files are opened in place of the oldest."""
@@ -100,81 +36,8 @@ class _Descriptor:
         os.close(self.number)
 
 
-class PositionalReader:
-    """Reads pieces of any number of files; opens each when it is first needed, in each process anew if pickled.
-
-    Thread-safe.
-    """
-
-    def __init__(self) -> None:
-        self._open: OrderedDict[str, _Descriptor] = OrderedDict()
-
-    def read(self, path: str, offset: int, size: int, *, what: str, sample: int | str | None = None) -> bytes:
-        """Return ``size`` bytes of the file from ``offset`` on. Blocks until they are there.
-
-        Args:
-            path: The file.
-            offset: In bytes.
-            size: In bytes.
-            what: What the bytes are, for errors: ``sample 7``.
-            sample: The same for programs.
-
-        Raises:
-            DataError: The file cannot be opened or read, or ends before; names the file, the place and ``what``.
-        """
-        try:
-            descriptor = self._open.get(path) or self._add(path)
-            pieces = []
-            missing = size
-            while missing:
-                piece = os.pread(descriptor.number, missing, offset + size - missing)
-                if not piece:
-                    break
-                pieces.append(piece)
-                missing -= len(piece)
-        except OSError as error:
-            cause = f"{path} cannot be read at byte {offset}, for {what}: {error.strerror}."
-            advice = "Check that the file is still there, and that this machine sees it."
-            raise DataError(f"{cause}\n{advice}", file=path, offset=offset, sample=sample) from error
-        if missing:
-            cause = (
-                f"{path} ends at byte {offset + size - missing}, but {what} lies at bytes {offset} to {offset + size}."
-            )
-            advice = "The file was cut short after the data set was made. Restore it and resume."
-            raise DataError(f"{cause}\n{advice}", file=path, offset=offset, sample=sample)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    def _add(self, path: str) -> _Descriptor:
-        descriptor = _Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-        if len(self._open) >= _MAX_OPEN:  # a thread that reads from the oldest still holds it
-            self._open.popitem(last=False)
-        self._open[path] = descriptor
-        return descriptor
-
-    def __getstate__(self) -> dict[str, object]:
-        return {"_open": OrderedDict()}
-
-
-def size_of(path: str) -> int:
-    """Return the bytes of a file.
-
-    Raises:
-        DataError: It is not there, is a folder, or must not be read.
-    """
-    try:
-        status = os.stat(path)
-        if os.path.isdir(path):
-            raise DataError(f"{path} is a folder.\nName the files in it, as with {path}/*.", file=path)
-        if not os.access(path, os.R_OK):
-            raise DataError(f"{path} must not be read by this user.\nChange its permissions.", file=path)
-    except FileNotFoundError:
-        raise DataError(f"{path} does not exist.\nCheck the name, and that this machine sees it.", file=path) from None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.\nCheck the file system.", file=path) from error
-    return status.st_size
-
-
-# --- The data set
+def _open(path: str) -> _Descriptor:
+    return _Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
 
 
 class _TokenFile(NamedTuple):
@@ -194,8 +57,8 @@ class TokenFiles(Dataset[tuple[Tensor, Tensor] | Tensor]):
     Holds a few bytes for each file and nothing for each window. Can be pickled and forked.
 
     Args:
-        files: A path, in which ``{000..031}``, ``{a,b}`` and ``*`` are expanded, or several. Those that end in ``.npy``
-            say themselves what they hold; others are raw numbers.
+        files: A path, in which ``*``, ``?`` and ``[...]`` are expanded, or several. Those that end in ``.npy`` say
+            themselves what they hold; others are raw numbers.
         length: Tokens of a window.
         stride: Tokens from the beginning of a window to that of the next; ``length`` if None, so that each token is
             an input once.
@@ -224,9 +87,9 @@ class TokenFiles(Dataset[tuple[Tensor, Tensor] | Tensor]):
         self._window = length + target
         self._stride = stride or length
         self._target = target
-        raw = _integers(dtype, "dtype")
+        raw = _integers(dtype)
         self._files = [
-            _open_npy(path) if path.endswith(".npy") else _open_raw(path, raw, header_bytes) for path in expand(files)
+            _open_npy(path) if path.endswith(".npy") else _open_raw(path, raw, header_bytes) for path in _expand(files)
         ]
         counts = [max(0, (file.num_tokens - self._window) // self._stride + 1) for file in self._files]
         self._ends = list(accumulate(counts))
@@ -236,7 +99,7 @@ class TokenFiles(Dataset[tuple[Tensor, Tensor] | Tensor]):
                 f"No file holds a window of {self._window} tokens: the longest, {longest.path}, "
                 f"has {longest.num_tokens}.\nMake length smaller."
             )
-        self._reader = PositionalReader()
+        self._open = lru_cache(_MAX_OPEN)(_open)
 
     @property
     def num_tokens(self) -> int:
@@ -246,7 +109,7 @@ class TokenFiles(Dataset[tuple[Tensor, Tensor] | Tensor]):
     @property
     def num_unused_tokens(self) -> int:
         """Tokens behind the last window of their file."""
-        counts = [end - before for end, before in zip(self._ends, [0, *self._ends], strict=False)]
+        counts = [end - before for before, end in pairwise([0, *self._ends])]
         return self.num_tokens - sum((count - 1) * self._stride + self._window for count in counts if count)
 
     def __len__(self) -> int:
@@ -283,29 +146,87 @@ class TokenFiles(Dataset[tuple[Tensor, Tensor] | Tensor]):
         number = bisect_right(self._ends, index)
         file = self._files[number]
         place = index - (self._ends[number - 1] if number else 0)
-        size = file.dtype.itemsize
-        data = self._reader.read(
-            file.path,
-            file.start + place * self._stride * size,
-            self._window * size,
-            what=f"sample {index}",
-            sample=index,
-        )
+        size = self._window * file.dtype.itemsize
+        offset = file.start + place * self._stride * file.dtype.itemsize
+        data = b""
+        # Not mapped into memory: mapped pages count as the process's own memory until the system takes them back, and
+        # a file that became shorter would end the process with SIGBUS. ``pread`` has no position, so threads and
+        # forked processes can share a descriptor.
+        try:
+            descriptor = self._open(file.path)  # held here: another thread may push it out of the cache
+            while len(data) < size and (piece := os.pread(descriptor.number, size - len(data), offset + len(data))):
+                data += piece
+        except OSError as error:
+            raise DataError(
+                f"{file.path} cannot be read at byte {offset}, for sample {index}: {error.strerror}.\n"
+                "Check that the file is still there, and that this machine sees it.",
+                file=file.path,
+                offset=offset,
+                sample=index,
+            ) from error
+        if len(data) < size:
+            raise DataError(
+                f"{file.path} ends at byte {offset + len(data)}, but sample {index} lies at bytes {offset} to "
+                f"{offset + size}.\nThe file was cut short after the data set was made. Restore it and resume.",
+                file=file.path,
+                offset=offset,
+                sample=index,
+            )
         return np.frombuffer(data, file.dtype)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": None}
 
-def _integers(dtype: str, what: str) -> np.dtype[Any]:
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _open=lru_cache(_MAX_OPEN)(_open))  # another process opens its own
+
+
+def _expand(files: Files) -> list[str]:
+    """Return the absolute paths that ``files`` stands for.
+
+    ``*``, ``?`` and ``[...]`` match what is there, sorted by name. What exists under the very name is taken as it is.
+
+    Raises:
+        ConfigurationError: There are none, or one is named twice.
+        DataError: Nothing matches a pattern.
+    """
+    paths = []
+    for given in [files] if isinstance(files, str | os.PathLike) else files:
+        name = os.path.expanduser(os.fspath(given))
+        is_pattern = glob.has_magic(name) and not os.path.exists(name)
+        matches = sorted(glob.glob(name)) if is_pattern else [name]
+        if not matches:
+            raise DataError(f"No file matches {name}.\nCheck the pattern, and that this machine sees the folder.")
+        paths += map(os.path.abspath, matches)
+    if not paths:
+        raise ConfigurationError("No files are named.\nGive the path of at least one.")
+    path, times = Counter(paths).most_common(1)[0]
+    if times > 1:
+        raise ConfigurationError(f"{path} is named twice, so its samples would count twice.\nName each file once.")
+    return paths
+
+
+def _integers(dtype: str) -> np.dtype[Any]:
     try:
         found = np.dtype(dtype)
     except TypeError:
         found = np.dtype(object)
     if found.kind not in "iu":
-        raise ConfigurationError(f'{what}={dtype!r} is no type of whole numbers.\nGive one, such as "uint16".')
+        raise ConfigurationError(f'dtype={dtype!r} is no type of whole numbers.\nGive one, such as "uint16".')
     return found
 
 
+def _unreadable(path: str, error: OSError) -> DataError:
+    text = f"{path} cannot be read: {error.strerror}.\nCheck name and permissions, and that this machine sees the file."
+    return DataError(text, file=path)
+
+
 def _open_raw(path: str, dtype: np.dtype[Any], header_bytes: int) -> _TokenFile:
-    size = size_of(path)
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise _unreadable(path, error) from error
     if size < header_bytes or (size - header_bytes) % dtype.itemsize:
         header = f", {header_bytes} of them a header" if header_bytes else ""
         raise DataError(
@@ -317,37 +238,18 @@ def _open_raw(path: str, dtype: np.dtype[Any], header_bytes: int) -> _TokenFile:
 
 
 def _open_npy(path: str) -> _TokenFile:
-    size = size_of(path)
-    with open(path, "rb") as file:
-        try:
-            shape, dtype = _read_header(file)
-        except ValueError as error:
-            raise DataError(
-                f"{path} does not begin as a .npy file: {error}.\nWrite it with numpy.save.", file=path, offset=0
-            ) from error
-        start = file.tell()
-    if len(shape) != 1 or dtype.kind not in "iu":
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)  # reads the header, and compares it with the size
+        if not isinstance(array, np.memmap):
+            raise ValueError("it is an archive of several")
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except (ValueError, EOFError) as error:
+        text = f"{path} is not a whole .npy file: {error}.\nWrite it with numpy.save, or restore it."
+        raise DataError(text, file=path) from error
+    if array.ndim != 1 or array.dtype.kind not in "iu":
         raise DataError(
-            f"{path} holds an array of {dtype} in {len(shape)} dimensions.\nSave whole numbers in one dimension.",
+            f"{path} holds an array of {array.dtype} in {array.ndim} dimensions.\nSave whole numbers in one dimension.",
             file=path,
         )
-    expected = start + shape[0] * dtype.itemsize
-    if size != expected:
-        raise DataError(
-            f"{path} has {size} bytes, but {expected} by its header ({shape[0]} tokens of {dtype.name}).\n"
-            "It was cut short or is damaged: restore it.",
-            file=path,
-        )
-    return _TokenFile(path, dtype, start, shape[0])
-
-
-def _read_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return shape and dtype of a ``.npy`` file, and leave it where the data begin. Runs no code from the file."""
-    version = np.lib.format.read_magic(file)
-    if version == (1, 0):
-        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-    elif version == (2, 0):
-        shape, _, dtype = np.lib.format.read_array_header_2_0(file)
-    else:
-        raise ValueError(f"version {version[0]}.{version[1]} is not for numbers")
-    return shape, dtype
+    return _TokenFile(path, array.dtype, array.offset, len(array))

@@ -3,7 +3,7 @@
 [Note: files of a checkpoint]
     shard-00000-TOKEN.safetensors   the tensors, or the boxes of tensors (DCP: chunks), that one rank holds
     state-TOKEN.json                everything else, with the names of tensors in their places, and where each chunk is
-    manifest.json                   format, digest of each file that counts; its own digest in the first line
+    manifest.json                   format, size and digest of each file that counts; its own digest in the first line
     part-00000-TOKEN.json           while it is written: what one rank has put into its shard file
 
 All files of a save have its token in their names. So they never take the place of a file that a whole checkpoint needs,
@@ -44,7 +44,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.futures import Future
 from typing_extensions import override
 
-from lockstep import __version__
 from lockstep.comm.fully_shard import is_sharded
 from lockstep.errors import CheckpointError
 from lockstep.train.checkpoints.export import sync
@@ -320,7 +319,7 @@ def commit(
         _check_cover(name, each)
     content = json.dumps({"state": packed, "tensors": index}).encode()
     entries[_STATE] = _write_file(folder / f"{_STATE}-{token}.json", [content])
-    body = json.dumps({"format": FORMAT, "version": __version__, "files": entries, "about": dict(about)}).encode()
+    body = json.dumps({"format": FORMAT, "files": entries, "about": dict(about)}).encode()
     temporary = folder / f"manifest-{token}.tmp"
     _write_file(temporary, [f"{_digest(body)}\n".encode() + body + b"\n"])
     sync(folder)  # all names are on disk before the manifest says that they are
@@ -338,7 +337,7 @@ class Manifest:
     """What a checkpoint's folder says of itself.
 
     Attributes:
-        entries: ``file`` and ``blake2b`` of the state and of each rank's shard.
+        entries: ``file``, ``bytes`` and ``blake2b`` of the state and of each rank's shard.
         about: What the writer added.
         digest: Of the manifest, which tells this checkpoint from all others.
     """
@@ -417,13 +416,12 @@ def read_manifest(folder: Path) -> Manifest:
     except _OTHER_FORM:
         raise _damaged(path, "is not of the form that Lockstep writes") from None
     if found != FORMAT:
-        written_by = f"Lockstep {manifest.get('version', 'of another version')}"
-        raise _damaged(path, f"is of the format {found!r} of {written_by}, not {FORMAT!r}")
+        raise _damaged(path, f"is of the format {found!r} of another version of Lockstep, not {FORMAT!r}")
     return Manifest(entries, about, digest.decode())
 
 
 def verify_files(folder: Path, manifest: Manifest, *, rank: int = 0, world_size: int = 1) -> None:
-    """Compare the digest of each file with the manifest; each rank takes its share of the shards.
+    """Compare size and digest of each file with the manifest; each rank takes its share of the shards.
 
     Raises:
         CheckpointError: A file is not what was written; names it.
@@ -432,6 +430,9 @@ def verify_files(folder: Path, manifest: Manifest, *, rank: int = 0, world_size:
         if number % world_size == rank or name == _STATE:
             path = folder / entry["file"]
             with _reading(path), _open(path) as file:
+                num_bytes = os.fstat(file.fileno()).st_size
+                if num_bytes != entry["bytes"]:
+                    raise _damaged(path, f"has {num_bytes} bytes, not {entry['bytes']}")
                 digest = hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=32)).hexdigest()
             if digest != entry["blake2b"]:
                 raise _damaged(path, "does not match its checksum")
