@@ -190,7 +190,7 @@ def _expand(files: Files) -> list[str]:
         ConfigurationError: There are none, or one is named twice.
         DataError: Nothing matches a pattern.
     """
-    paths = []
+    paths: list[str] = []
     for given in [files] if isinstance(files, str | os.PathLike) else files:
         name = os.path.expanduser(os.fspath(given))
         is_pattern = glob.has_magic(name) and not os.path.exists(name)
