@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.parallel.flat import flatten_like
 from lockstep.parallel.zero import partition as shard_module
 from lockstep.parallel.zero.partition import (
     ELEMENTWISE,
@@ -12,7 +13,6 @@ from lockstep.parallel.zero.partition import (
     ShardOptimizer,
     ShardRange,
     cut_ranges,
-    flatten_like,
     shard_bounds,
 )
 
@@ -44,8 +44,7 @@ class Sharded:
     def __init__(self, made, factory, num_ranks):
         group_of = [0, 0, 1, 1, 0, 1]
         members = [(each, ShardRange(index, 0, each.numel(), group_of[index])) for index, each in enumerate(made)]
-        numel = sum(each.numel() for each in made)
-        self.buffer = FlatBuffer(members, torch.empty(numel, dtype=torch.float64), num_ranks=num_ranks)
+        self.buffer = FlatBuffer(members, lambda numel, dtype, _: torch.empty(numel, dtype=dtype), num_ranks=num_ranks)
         self.shards = [ShardOptimizer(factory, [self.buffer], rank, [{}, {"lr": 0.003}]) for rank in range(num_ranks)]
 
     def step(self):
@@ -84,7 +83,7 @@ def test_elements_are_laid_flat_as_the_parameter_has_them():
     assert torch.equal(flatten_like(value, torch.empty(2, 3, 4, 5)), value.reshape(-1))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3, 7])
+@pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize("optimizer_class", sorted(ELEMENTWISE, key=lambda each: each.__name__))
 def test_slices_are_updated_as_whole_parameters_are(optimizer_class, num_ranks):
     """Also where some parameters have no gradient in some steps, and so have made fewer steps than others."""

@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,14 @@ from lockstep.comm.collectives import Group, all_gather, all_reduce, default_gro
 from lockstep.errors import CollectiveError, ConfigurationError
 from lockstep.parallel.compile import keep_out_of_graphs
 
+if TYPE_CHECKING:
+    from lockstep.parallel.ddp.uneven_inputs import SyncLayerShadow
+
 TorchSyncBatchNorm = nn.SyncBatchNorm
 """torch's own class, also after ``adopt()`` has put ours in its place."""
 
 
-# --- the engine that trains the layer ---------------------------------------------------------------------------------
+# --- The engine that trains the layer
 
 
 class Event(IntEnum):
@@ -40,47 +43,16 @@ class Event(IntEnum):
     END = 5
 
 
-class TrainingEngine(Protocol):
-    """Trains the layer's model; see `SyncLayerShadow` in ddp/uneven_inputs.py."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether some rank may be without a batch, so that the others announce what they do."""
-
-    @property
-    def step(self) -> int:
-        """The number of such steps so far."""
-
-    @property
-    def unit(self) -> float:
-        """What this rank's gradients are multiplied by once backward is over, relative to those of the other ranks."""
-
-    def announce(self, event: Event, layer: nn.Module, step: int) -> None:
-        """Say that ``layer`` is about to exchange something. Collective: every rank. Blocks until complete.
-
-        Args:
-            event: What it is about to do.
-            layer: The layer.
-            step: What `step` was in the layer's forward.
-        """
+_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[SyncLayerShadow]] = weakref.WeakKeyDictionary()
 
 
-_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[TrainingEngine]] = weakref.WeakKeyDictionary()
-
-
-def engine_of(layer: nn.Module) -> TrainingEngine | None:
-    """Return what trains ``layer``, if it is one of our engines."""
-    reference = _engines.get(layer)
-    return None if reference is None else reference()
-
-
-def register_engine(engine: TrainingEngine, layers: Sequence[nn.Module]) -> None:
+def register_engine(engine: SyncLayerShadow, layers: Sequence[nn.Module]) -> None:
     """Have ``layers`` trained by ``engine`` from now on."""
     for layer in layers:
         _engines[layer] = weakref.ref(engine)
 
 
-# --- statistics, and their exchange between ranks ---------------------------------------------------------------------
+# --- Statistics, and their exchange between ranks
 
 
 class Statistics(NamedTuple):
@@ -96,20 +68,6 @@ class Statistics(NamedTuple):
     mean: Tensor
     var: Tensor
     total: Tensor
-
-    @property
-    def unbiased_var(self) -> Tensor:
-        """The variance as running statistics hold it."""
-        return self.var * (self.total / (self.total - 1))
-
-    def to(self, dtype: torch.dtype) -> Statistics:
-        """Return them with mean and variance of another dtype."""
-        return Statistics(self.mean.to(dtype), self.var.to(dtype), self.total)
-
-
-def compute_dtype(input: Tensor) -> torch.dtype:
-    """Return the dtype in which statistics of ``input`` are computed: float32 for half precision too."""
-    return torch.float64 if input.dtype is torch.float64 else torch.float32
 
 
 def measure(input: Tensor) -> Tensor:
@@ -152,10 +110,7 @@ def merge(vectors: Tensor) -> Statistics:
     return Statistics(mean, (within.sum(0) + between) / divisor, total)
 
 
-_ADVICE = (
-    "Every rank must run the same SyncBatchNorm layers in the same order, on as many channels, forward and backward; "
-    "if another rank ended or failed, look at the first error of the job."
-)
+_ANOTHER_LAYER = "other ranks run another layer."
 
 
 class LayerPlace(NamedTuple):
@@ -189,12 +144,13 @@ class StatisticsExchange:
 
     def __init__(self, layer: nn.Module, place: LayerPlace, group: Group) -> None:
         self._layer, self._place, self._group = layer, place, group
-        self._engine = engine_of(layer)
+        reference = _engines.get(layer)
+        self._engine = None if reference is None else reference()
         self._announces = self._engine is not None and self._engine.is_open
         self._step = 0 if self._engine is None else self._engine.step
 
     def announce(self, event: Event) -> None:
-        """Tell ranks without a batch, if there may be any. Collective then: every rank. Blocks until complete."""
+        """Announce it to ranks without a batch, if there may be any. Collective then: every rank. Blocks."""
         if self._announces:
             assert self._engine is not None
             self._engine.announce(event, self._layer, self._step)
@@ -213,7 +169,7 @@ class StatisticsExchange:
         on_rank = [int(each) for each in rows.flatten().tolist()]
         if any(each != num_channels for each in on_rank):
             channels = ", ".join(f"{each} on rank {rank}" for rank, each in enumerate(on_rank))
-            raise self._failed("forward", f"it has different numbers of channels: {channels}.")
+            raise self._error("forward", f"it has different numbers of channels: {channels}.")
         _compared.add(self._layer)
 
     def gather(self, vector: Tensor) -> Tensor:
@@ -233,47 +189,40 @@ class StatisticsExchange:
         try:
             all_reduce(marked, group=self._group)
         except RuntimeError as error:
-            raise self._failed("backward", error) from error
-        if vector.is_cpu:
-            self._check([float(marked[-1]) / self._group.size()], "backward")
+            raise self._error("backward", error) from error
+        if vector.is_cpu and float(marked[-1]) / self._group.size() != self._place.number:
+            raise self._error("backward", _ANOTHER_LAYER)
         return marked[:-1] if unit == 1 else marked[:-1] / unit
 
     def _gather(self, vector: Tensor, *, check: bool) -> Tensor:
         try:
             rows = torch.stack(all_gather(self._marked(vector), group=self._group))
         except RuntimeError as error:
-            raise self._failed("forward", error) from error
-        if check:
-            self._check(rows[:, -1].tolist(), "forward")
+            raise self._error("forward", error) from error
+        if check and any(number != self._place.number for number in rows[:, -1].tolist()):
+            raise self._error("forward", _ANOTHER_LAYER)
         return rows[:, :-1]
 
     def _marked(self, vector: Tensor) -> Tensor:
         return torch.cat([vector, vector.new_full((1,), self._place.number)])
 
-    def _check(self, numbers: list[float], phase: str) -> None:
-        if any(number != self._place.number for number in numbers):
-            raise self._failed(phase, "other ranks run another layer.")
-
-    def _failed(self, phase: str, cause: object) -> CollectiveError:
+    def _error(self, phase: str, cause: object) -> CollectiveError:
         return CollectiveError(
             f"Rank {self._group.rank()}: the {phase} of {self._place.name} could not be done together with the other "
-            f"ranks: {cause}\n{_ADVICE}"
+            f"ranks: {cause}\n"
+            "Every rank must run the same SyncBatchNorm layers in the same order, on as many channels, forward and "
+            "backward; if another rank ended or failed, look at the first error of the job."
         )
 
 
-# --- kernels: torch's own, given the statistics of all ranks ----------------------------------------------------------
+# --- Kernels: torch's own, given the statistics of all ranks
 
 
-def contiguous_like(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return ``tensor`` in a memory format that kernels are fast with: its own, or that of ``like``."""
-    return tensor.contiguous(memory_format=_memory_format(tensor if like is None else like))
-
-
-def _memory_format(tensor: Tensor) -> torch.memory_format:
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
-    if last is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last):
-        return last
-    return torch.contiguous_format
+def contiguous_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return ``tensor`` in a memory format that kernels are fast with: that of ``like``, if it is one."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.dim())
+    is_last = last is not None and not like.is_contiguous() and like.is_contiguous(memory_format=last)
+    return tensor.contiguous(memory_format=last if is_last else torch.contiguous_format)
 
 
 # On the CPU the kernels of ``batch_norm`` in evaluation mode serve, which normalise with statistics that they are given
@@ -288,12 +237,13 @@ def normalise(input: Tensor, weight: Tensor | None, bias: Tensor | None, batch: 
         input: Of any floating dtype.
         weight: By channel; None: one.
         bias: By channel; None: zero.
-        batch: In the dtype that `compute_dtype` says; so in the functions below.
+        batch: In float64 for an input in float64, else in float32; so in the functions below.
         eps: Added to the variance.
     """
     if input.numel() == 0:
         return torch.empty_like(input)
-    weight, bias = _cast(weight, batch), _cast(bias, batch)
+    dtype = batch.mean.dtype
+    weight, bias = (None if each is None else each.to(dtype) for each in (weight, bias))
     if input.device.type == "cpu":
         return _affine(input, weight, bias, batch, eps)
     return torch.batch_norm_elemt(input, weight, bias, batch.mean, torch.rsqrt(batch.var + eps), eps)
@@ -322,35 +272,21 @@ def gradient_of_input(
     """Return the gradient with respect to ``input``, given the sums over all ranks of `sums_of_gradient`."""
     if input.numel() == 0:
         return torch.zeros_like(input)
-    weight = _cast(weight, batch)
+    weight = None if weight is None else weight.to(batch.mean.dtype)
     inverse = torch.rsqrt(batch.var + eps)
     if input.device.type == "cpu":
+        # scale * (gradient - mean gradient - normalised input * mean product), in two passes
         scale = inverse if weight is None else inverse * weight
-        means = (sums / batch.total).to(scale.dtype)
-        return _gradient_on_cpu(gradient, input, batch, scale, means, eps)
+        mean_gradient, mean_product = ((sums / batch.total).to(scale.dtype).view(2, -1) * -scale).unbind()
+        # The second and third term are the input normalised once more, with another weight and bias.
+        result = _affine(input.to(scale.dtype), mean_product, mean_gradient, batch, eps)
+        by_channel = scale.view(1, -1, *[1] * (input.dim() - 2))
+        return result.addcmul_(gradient.to(scale.dtype), by_channel).to(input.dtype)
     of_gradient, of_product = sums.to(inverse.dtype).chunk(2)
+    count = batch.total.to(torch.int32).view(1)
     return torch.batch_norm_backward_elemt(
-        gradient,
-        input,
-        batch.mean,
-        inverse,
-        weight,
-        of_gradient,
-        of_product / inverse,
-        batch.total.to(torch.int32).view(1),
+        gradient, input, batch.mean, inverse, weight, of_gradient, of_product / inverse, count
     )
-
-
-def _gradient_on_cpu(
-    gradient: Tensor, input: Tensor, batch: Statistics, scale: Tensor, means: Tensor, eps: float
-) -> Tensor:
-    """Return ``scale * (gradient - mean gradient - normalised input * mean product)``, in two passes."""
-    dtype = scale.dtype
-    mean_gradient, mean_product = (means.view(2, -1) * -scale).unbind()
-    # The second and third term are the input normalised once more, with another weight and bias.
-    result = _affine(input.to(dtype), mean_product, mean_gradient, batch, eps)
-    shape = (1, -1) + (1,) * (input.dim() - 2)
-    return result.addcmul_(gradient.to(dtype), scale.view(shape)).to(input.dtype)
 
 
 def _affine(input: Tensor, weight: Tensor | None, bias: Tensor | None, batch: Statistics, eps: float) -> Tensor:
@@ -358,11 +294,7 @@ def _affine(input: Tensor, weight: Tensor | None, bias: Tensor | None, batch: St
     return output
 
 
-def _cast(tensor: Tensor | None, batch: Statistics) -> Tensor | None:
-    return None if tensor is None else tensor.to(batch.mean.dtype)
-
-
-# --- what autograd sees -----------------------------------------------------------------------------------------------
+# --- What autograd sees
 
 
 class NormaliseFunction(torch.autograd.Function):
@@ -386,7 +318,8 @@ class NormaliseFunction(torch.autograd.Function):
         exchange: StatisticsExchange,
     ) -> Tensor:
         """Return the normalised input; see `normalise`."""
-        batch = batch.to(compute_dtype(input))
+        dtype = torch.float64 if input.dtype is torch.float64 else torch.float32  # float32 for half precision too
+        batch = batch._replace(mean=batch.mean.to(dtype), var=batch.var.to(dtype))
         ctx.save_for_backward(input, weight, *batch)
         ctx.eps, ctx.exchange = eps, exchange
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (weight, bias)]
@@ -398,7 +331,7 @@ class NormaliseFunction(torch.autograd.Function):
         """Return the gradients. Collective if the input requires one: every rank. Blocks."""
         input, weight, *statistics = ctx.saved_tensors
         batch = Statistics(*statistics)
-        gradient = contiguous_like(gradient, like=input)  # kernels want both in one memory format
+        gradient = contiguous_like(gradient, input)  # kernels want both in one memory format
         mine = sums_of_gradient(gradient, input, batch, ctx.eps)
         of_bias, of_weight = mine.chunk(2)  # this rank's part: the engine sums parameters' gradients over the ranks
         of_input = None
@@ -415,7 +348,7 @@ class NormaliseFunction(torch.autograd.Function):
         )
 
 
-# --- the layer --------------------------------------------------------------------------------------------------------
+# --- The layer
 
 
 class SyncBatchNorm(TorchSyncBatchNorm):
@@ -465,11 +398,12 @@ class SyncBatchNorm(TorchSyncBatchNorm):
         self._check_non_zero_input_channels(input)
         if input.size(1) != self.num_features:
             raise ValueError(f"expected input with {self.num_features} channels (got {tuple(input.shape)})")
-        input = contiguous_like(input)
+        input = contiguous_like(input, input)
         exchange = StatisticsExchange(self, self.place, group)
-        exchange.announce(Event.TRACKED_FORWARD if self._tracks else Event.FORWARD)
+        tracked = self.track_running_stats and self.running_mean is not None
+        exchange.announce(Event.TRACKED_FORWARD if tracked else Event.FORWARD)
         with torch.no_grad():
-            batch = self._take_part(exchange, measure(input), input.numel() // input.size(1), tracked=self._tracks)
+            batch = self._take_part(exchange, measure(input), input.numel() // input.size(1), tracked=tracked)
         output: Tensor = NormaliseFunction.apply(input, self.weight, self.bias, batch, self.eps, exchange)  # type: ignore[no-untyped-call]
         return output
 
@@ -498,10 +432,6 @@ class SyncBatchNorm(TorchSyncBatchNorm):
         zeros = torch.zeros(2 * self.num_features, dtype=torch.float64, device=device)
         StatisticsExchange(self, self.place, group).sum(zeros)
 
-    @property
-    def _tracks(self) -> bool:
-        return self.track_running_stats and self.running_mean is not None
-
     def _take_part(self, exchange: StatisticsExchange, mine: Tensor, num_here: int, *, tracked: bool) -> Statistics:
         """Return the statistics of the whole batch, after moving the running ones. Collective: every rank."""
         exchange.compare_channels(self.num_features, mine.device)
@@ -520,7 +450,8 @@ class SyncBatchNorm(TorchSyncBatchNorm):
             self.num_batches_tracked.add_(1)
             factor = 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
             self.running_mean.lerp_(batch.mean.to(self.running_mean.dtype), factor)
-            self.running_var.lerp_(batch.unbiased_var.to(self.running_var.dtype), factor)
+            unbiased = batch.var * (batch.total / (batch.total - 1))
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
         return batch
 
     @override
@@ -545,12 +476,10 @@ class SyncBatchNorm(TorchSyncBatchNorm):
         return _convert(module, cls, process_group, "", {})
 
 
-# --- conversion of a model --------------------------------------------------------------------------------------------
+# --- Conversion of a model
 
 
 _Layer = TypeVar("_Layer", bound=nn.SyncBatchNorm)
-
-_PLAIN_FORWARDS = {_BatchNorm.forward, nn.SyncBatchNorm.forward}
 
 
 def _convert(
@@ -558,14 +487,12 @@ def _convert(
 ) -> nn.Module:
     if module in done:  # a layer that the model holds twice stays one layer
         return done[module]
-    done[module] = module
-    if isinstance(module, _BatchNorm):
-        done[module] = _layer_like(module, to, group, name or "the layer")
-        done[done[module]] = done[module]
+    new = _layer_like(module, to, group, name or "the layer") if isinstance(module, _BatchNorm) else module
+    done[module] = done[new] = new
     for child_name, child in module._modules.items():
         if child is not None:
-            done[module]._modules[child_name] = _convert(child, to, group, f"{name}.{child_name}".lstrip("."), done)
-    return done[module]
+            new._modules[child_name] = _convert(child, to, group, f"{name}.{child_name}".lstrip("."), done)
+    return new
 
 
 def _layer_like(old: _BatchNorm, to: type[_Layer], group: Group | None, name: str) -> _Layer:
@@ -574,19 +501,13 @@ def _layer_like(old: _BatchNorm, to: type[_Layer], group: Group | None, name: st
             f"{name} is a {type(old).__name__} that has not seen a batch, so its number of channels is not known yet.\n"
             "Run one batch through the model before converting it."
         )
-    if type(old).forward not in _PLAIN_FORWARDS and not isinstance(old, to):
+    if type(old).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward) and not isinstance(old, to):
         warnings.warn(
             f"{name} is a {type(old).__name__} with a forward of its own, which the layer in its place does not have.",
             stacklevel=4,
         )
-    layer = to(
-        old.num_features,
-        old.eps,
-        old.momentum,
-        old.affine,
-        old.track_running_stats,
-        getattr(old, "process_group", None) if group is None else group,
-    )
+    process_group = getattr(old, "process_group", None) if group is None else group
+    layer = to(old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats, process_group)
     if old.affine:
         layer.weight, layer.bias = old.weight, old.bias
     layer.running_mean, layer.running_var = old.running_mean, old.running_var

@@ -128,17 +128,13 @@ def _row_on(device: torch.device, row: Gradients, origin: torch.device) -> Gradi
 
 
 def _add_pairs(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Add in place, the second of each pair to the first, with one call for each dtype."""
-    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    """Add in place, the second of each pair to the first."""
+    dense = [(target, other) for target, other in pairs if not target.is_sparse]
+    if dense:
+        torch._foreach_add_([target for target, _ in dense], [other for _, other in dense])
     for target, other in pairs:
         if target.is_sparse:
             target.add_(other)
-        else:
-            targets, others = groups.setdefault(target.dtype, ([], []))
-            targets.append(target)
-            others.append(other)
-    for targets, others in groups.values():
-        torch._foreach_add_(targets, others)
 
 
 def _address(gradient: Tensor) -> int:

@@ -7,11 +7,11 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,8 @@ _TURN_TIMEOUT_S = 600.0
 
 _SIGNAL_CHECK_S = 0.5
 
-_Tasks = queue.SimpleQueue["Callable[[], None] | None"]
+_Results = queue.SimpleQueue[tuple[int, Any]]
+_Tasks = queue.SimpleQueue["tuple[int, Callable[[], Any], _Results] | None"]
 
 
 class ReplicaThreads:
@@ -53,22 +54,22 @@ class ReplicaThreads:
         self._stop: Callable[[], object] = lambda: None
         self._started_with: tuple[int, int] | None = None
 
-    def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Call ``functions[i]`` on thread i, all of them at once, and return their results in order.
+    def run(self, functions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
+        """Call ``functions[i]`` on thread i, all of them at once, and return their results.
 
         Blocks until all are done, however long they take. An interrupt (Ctrl-C) leaves the unfinished calls to threads
         that this object no longer uses; they end after their call.
 
         Args:
-            functions: At most ``size``, none of which raises.
+            functions: None of which raises.
         """
         # The process may have been forked, or may have been given another number of cores.
         if self._started_with != (os.getpid(), torch.get_num_threads()):
             self._start()
-        results: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        results: _Results = queue.SimpleQueue()
         try:
-            for index, function in enumerate(functions):
-                self._tasks[index].put(partial(_put_result, function, index, results))
+            for index, function in functions.items():
+                self._tasks[index].put((index, function, results))
             done: dict[int, Any] = {}
             while len(done) < len(functions):
                 # A signal that comes just before the wait begins is handled when it ends: so no wait is long.
@@ -79,7 +80,7 @@ class ReplicaThreads:
             self._stop()
             self._started_with = None
             raise
-        return [done[index] for index in range(len(functions))]
+        return done
 
     def refuse_inside(self) -> None:
         """Raise if called from one of these threads, which would wait for itself.
@@ -97,8 +98,6 @@ class ReplicaThreads:
         if self._started_with is not None and self._started_with[0] == os.getpid():
             self._stop()  # of a parent process there are no threads here
         total = torch.get_num_threads()
-        if self._divide_cores:
-            keep_freed_memory()
         share = max(1, total // self._size) if self._divide_cores else None
         self._tasks = [queue.SimpleQueue() for _ in range(self._size)]
         ready = threading.Barrier(self._size + 1)
@@ -111,6 +110,7 @@ class ReplicaThreads:
             thread.start()
         ready.wait(_TURN_TIMEOUT_S)
         if self._divide_cores:
+            keep_freed_memory()
             # set_num_threads() sets the number of the calling thread, and also the one that threads started later
             # begin with: put the latter back.
             torch.set_num_threads(total)
@@ -126,12 +126,9 @@ def _work(tasks: _Tasks, num_cores: int | None, ready: threading.Barrier) -> Non
         torch.set_num_threads(num_cores)
     ready.wait(_TURN_TIMEOUT_S)
     while (task := tasks.get()) is not None:
-        task()
-        del task  # it holds inputs and outputs, which must not live until the next one
-
-
-def _put_result(function: Callable[[], Any], index: int, results: queue.SimpleQueue[tuple[int, Any]]) -> None:
-    results.put((index, function()))
+        index, function, results = task
+        results.put((index, function()))
+        del task, function, results  # they hold inputs and outputs, which must not live until the next one
 
 
 def _stop_all(queues: Sequence[_Tasks]) -> None:
@@ -158,55 +155,45 @@ class ReplicaContext:
     @classmethod
     def of_caller(cls, device: torch.device) -> ReplicaContext:
         """Return the calling thread's state, for a replica on ``device``."""
+        kinds = [kind for kind in dict.fromkeys(("cpu", device.type)) if torch.is_autocast_enabled(kind)]
         return cls(
             device=device,
             grad_enabled=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
-            autocasts=tuple(
-                (kind, torch.get_autocast_dtype(kind))
-                for kind in dict.fromkeys(("cpu", device.type))
-                if torch.is_autocast_enabled(kind)
-            ),
+            autocasts=tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds),
             autocast_cache=torch.is_autocast_cache_enabled(),
             stream=torch.cuda.current_stream(device) if device.type == "cuda" else None,
         )
 
-    @contextmanager
-    def on_device(self) -> Iterator[None]:
-        """Make the device and its stream current in this thread."""
-        if self.stream is None:
-            yield
-        else:
-            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-                yield
+    def on_device(self) -> ExitStack:
+        """Return a context in which the device and its stream are current in this thread."""
+        stack = ExitStack()
+        if self.stream is not None:
+            stack.enter_context(torch.cuda.device(self.device))
+            stack.enter_context(torch.cuda.stream(self.stream))
+        return stack
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Enter everything: device, stream, inference mode, grad mode and autocast."""
-        with self.on_device(), ExitStack() as stack:
-            if self.inference:
-                stack.enter_context(torch.inference_mode())
-            stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
-            for kind, dtype in self.autocasts:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache))
-            yield
+    def entered(self) -> ExitStack:
+        """Return a context with everything: device, stream, inference mode, grad mode and autocast."""
+        stack = self.on_device()
+        if self.inference:
+            stack.enter_context(torch.inference_mode())
+        stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
+        for kind, dtype in self.autocasts:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache))
+        return stack
 
 
-@dataclass(frozen=True)
-class StepTimings:
-    """Where the time of one ``backward`` went: seconds on the host's clock, which CUDA work may outlast.
+class StepTimings(NamedTuple):
+    """What one ``backward`` took besides the work of the replicas: seconds on the host's clock.
 
     Attributes:
         refresh_s: Bringing the replicas up to date.
-        forward_s: Computing the losses, in the slowest replica.
-        backward_s: Differentiating them, in the slowest replica.
         reduce_s: Summing the gradients.
     """
 
-    refresh_s: float
-    forward_s: float
-    backward_s: float
-    reduce_s: float
+    refresh_s: float = 0.0
+    reduce_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -272,7 +259,9 @@ class ReplicaEngine:
                 return module(*positional, **keywords)
 
         contexts = map(ReplicaContext.of_caller, self.replicas.devices)
-        return self._run([partial(call, *each) for each in zip(modules, inputs, kwargs, contexts, strict=False)])
+        calls = [partial(call, *each) for each in zip(modules, inputs, kwargs, contexts, strict=False)]
+        outputs = self._run(dict(enumerate(calls)))
+        return [outputs[index] for index in range(len(calls))]
 
     def backward(
         self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[float | Tensor]
@@ -284,70 +273,67 @@ class ReplicaEngine:
         Raises:
             BaseException: What the lowest failing replica raised; the text has its traceback.
         """
-        losses, _, timings = self._differentiate(loss, shards, scales)
+        losses, _, refresh_s = self._differentiate(loss, shards, scales)
         start = time.perf_counter()
         if losses:
             self.replicas.reduce_gradients()
-        return list(losses.values()), replace(timings, reduce_s=time.perf_counter() - start)
+        return list(losses.values()), StepTimings(refresh_s, time.perf_counter() - start)
 
     def gradients(
         self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[float | Tensor]
-    ) -> tuple[dict[int, ReplicaGradients], StepTimings]:
+    ) -> dict[int, ReplicaGradients]:
         """Differentiate as `backward` does, but leave the replicas' gradients apart, and the module's as they are.
 
         Returns:
             What each replica with a shard computed, by number.
         """
-        losses, modules, timings = self._differentiate(loss, shards, scales)
+        losses, modules, _ = self._differentiate(loss, shards, scales)
         rows = self.replicas.take_gradients() if losses else []
         count = self.replicas.num_parameters
-        return {
-            index: ReplicaGradients(value, rows[index][:count], modules[index]) for index, value in losses.items()
-        }, timings
+        return {index: ReplicaGradients(value, rows[index][:count], modules[index]) for index, value in losses.items()}
 
     def _differentiate(
         self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[float | Tensor]
-    ) -> tuple[dict[int, Tensor], list[nn.Module], StepTimings]:
-        """Leave the gradients of the shards in the leaves of their replicas; return the losses by replica."""
-        num_replicas = max((index + 1 for index, shard in enumerate(shards) if shard is not None), default=0)
-        if num_replicas == 0:
-            return {}, [], StepTimings(0.0, 0.0, 0.0, 0.0)
+    ) -> tuple[dict[int, Tensor], list[nn.Module], float]:
+        """Leave the gradients of the shards in the leaves of their replicas.
+
+        Returns:
+            The losses by replica, the replicas, and how long it took to bring these up to date.
+        """
+        present = [index for index, shard in enumerate(shards) if shard is not None]
+        if not present:
+            return {}, [], 0.0
         start = time.perf_counter()
-        modules = self.replicas.refresh(num_replicas, leaves=True)
+        modules = self.replicas.refresh(present[-1] + 1, leaves=True)
         refresh_s = time.perf_counter() - start
-        steps = [
-            partial(differentiate, loss, module, shard, scale, ReplicaContext.of_caller(device))
-            if shard is not None
-            else _skip
-            for module, shard, scale, device in zip(modules, shards, scales, self.replicas.devices, strict=False)
-        ]
+        contexts = {index: ReplicaContext.of_caller(self.replicas.devices[index]) for index in present}
+        calls = {
+            index: partial(differentiate, loss, modules[index], shards[index], scales[index], context)
+            for index, context in contexts.items()
+        }
         try:
-            results = {index: result for index, result in enumerate(self._run(steps)) if result is not None}
+            losses = self._run(calls)
         except BaseException:
             self.replicas.drop_gradients()  # those of the replicas that did not fail
             raise
-        timings = StepTimings(
-            refresh_s=refresh_s,
-            forward_s=max(each.forward_s for _, each in results.values()),
-            backward_s=max(each.backward_s for _, each in results.values()),
-            reduce_s=0.0,
-        )
-        return {index: value for index, (value, _) in results.items()}, modules, timings
+        return {index: losses[index] for index in present}, modules, refresh_s
 
-    def _run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    def _run(self, functions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
         """Run one function for each replica, a single one in the calling thread; raise the first failure."""
-        guarded = [
-            partial(_catch, function, f"in replica {index} on device {as_listed(device)}")
-            for index, (function, device) in enumerate(zip(functions, self.replicas.devices, strict=False))
-        ]
+        guarded = {
+            index: partial(_catch, function, f"in replica {index} on device {as_listed(self.replicas.devices[index])}")
+            for index, function in functions.items()
+        }
         try:
-            # One replica alone has nothing to run beside; in the calling thread it has all the cores.
-            outcomes = self._threads.run(guarded) if len(guarded) > 1 else [function() for function in guarded]
+            if len(guarded) > 1:
+                outcomes = self._threads.run(guarded)
+            else:  # has nothing to run beside; in the calling thread it has all the cores
+                outcomes = {index: function() for index, function in guarded.items()}
         except BaseException:  # Ctrl-C: the calls run on, with these replicas
             self.replicas.forget()
             raise
         # The lowest failing replica, not the first in time: the same error in every run.
-        for outcome in outcomes:
+        for _, outcome in sorted(outcomes.items(), key=lambda item: item[0]):
             if isinstance(outcome, ExceptionWrapper):
                 outcome.reraise()
         return outcomes
@@ -355,12 +341,11 @@ class ReplicaEngine:
 
 def differentiate(
     loss: LossFunction, module: nn.Module, shard: Any, scale: float | Tensor, context: ReplicaContext
-) -> tuple[Tensor, StepTimings]:
-    """Add the gradients of ``scale * loss(module, shard)`` to those of the module; return the loss and the times.
+) -> Tensor:
+    """Add the gradients of ``scale * loss(module, shard)`` to those of the module; return the loss.
 
     Autograd differentiates a CPU graph in the thread that calls it, so replicas do so at the same time.
     """
-    start = time.perf_counter()
     with ranges.around("forward"), replace(context, grad_enabled=True, inference=False).entered():
         value = loss(module, shard)
         if not isinstance(value, Tensor):
@@ -368,14 +353,13 @@ def differentiate(
                 f"The loss function returned a {type(value).__name__}; DataParallel.backward needs a tensor.\n"
                 "Return the loss itself, a tensor of one element."
             )
-    middle = time.perf_counter()
     with ranges.around("backward"), context.on_device():  # outside of autocast, as backward should be
         if isinstance(scale, Tensor) and not (scale.dim() == 0 and scale.device.type == "cpu"):  # that is read here
             scale = scale.to(value.device, non_blocking=True)
         with torch.enable_grad():
             scaled = value * scale
         scaled.backward()
-    return value.detach(), StepTimings(0.0, middle - start, time.perf_counter() - middle, 0.0)
+    return value.detach()
 
 
 def as_listed(device: torch.device) -> int | torch.device:
@@ -392,7 +376,3 @@ def _catch(function: Callable[[], Any], where: str) -> Any:
         return function()
     except BaseException:
         return ExceptionWrapper(where=where)
-
-
-def _skip() -> None:
-    return None

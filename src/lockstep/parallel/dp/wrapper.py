@@ -66,7 +66,7 @@ class DataParallel(nn.Module, Generic[Wrapped]):
         output_device: As given, a GPU as its index; None without devices.
         dim: As given.
         src_device_obj: The first device, where the module must be; None without devices.
-        last_timings: Where the time of the last ``backward`` went; None before the first.
+        last_timings: What the last ``backward`` took besides the work of the replicas; None before the first.
 
     Raises:
         ConfigurationError: A device does not exist, or types of devices are mixed.
@@ -84,7 +84,10 @@ class DataParallel(nn.Module, Generic[Wrapped]):
         self.module = module
         self.dim = dim
         self.device_ids = [as_listed(device) for device in devices]
-        self.output_device = as_listed(_choose_output_device(output_device, devices)) if devices else None
+        self.output_device: int | torch.device | None = None
+        if devices:
+            place = devices[0] if output_device is None else output_device
+            self.output_device = as_listed(torch.device("cpu") if place == -1 else _existing(place, "output_device"))
         self.src_device_obj = devices[0] if devices else None
         self.last_timings: StepTimings | None = None
         self._engine: ReplicaEngine | None = None
@@ -172,12 +175,12 @@ class DataParallel(nn.Module, Generic[Wrapped]):
                 losses, self.last_timings = engine.backward(loss, shards, scales)
             return losses
         context = ReplicaContext.of_caller(self.src_device_obj or torch.device("cpu"))
-        losses = []
-        for shard, scale in zip(shards, scales, strict=True):
-            if shard is not None:
-                value, self.last_timings = differentiate(loss, self.module, shard, scale, context)
-                losses.append(value)
-        return losses
+        self.last_timings = StepTimings()
+        return [
+            differentiate(loss, self.module, shard, scale, context)
+            for shard, scale in zip(shards, scales, strict=True)
+            if shard is not None
+        ]
 
     def gradients(
         self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[float | Tensor]
@@ -201,8 +204,7 @@ class DataParallel(nn.Module, Generic[Wrapped]):
         self._check_shards(shards, scales)
         engine = self._current_engine()
         with engine.turn():
-            found, self.last_timings = engine.gradients(loss, shards, scales)
-        return found
+            return engine.gradients(loss, shards, scales)
 
     def _check_shards(self, shards: Sequence[Any], scales: Sequence[float | Tensor]) -> None:
         room = max(1, len(self.device_ids))
@@ -281,23 +283,23 @@ def _choose_devices(device_ids: Sequence[Device] | None) -> list[torch.device]:
             f"DataParallel cannot use the devices {sorted(types)} together.\n"
             'Name devices of one type in device_ids: GPUs, as in [0, 1], or the CPU, as in ["cpu", "cpu"].'
         )
-    devices = [_existing(device, num_gpus, "device_ids") for device in named]
+    devices = [_existing(device, "device_ids") for device in named]
     if "cuda" in types:
         _warn_imbalance(devices)
     return devices
 
 
-def _choose_output_device(output_device: Device | None, devices: Sequence[torch.device]) -> torch.device:
-    """Return where outputs are gathered: the device named, else the first of ``devices``.
-
-    Raises:
-        ConfigurationError: It does not exist.
-    """
-    if output_device is None:
-        return devices[0]
-    if output_device == -1:
-        return torch.device("cpu")
-    return _existing(output_device, torch.cuda.device_count() if torch.cuda.is_available() else 0, "output_device")
+def _existing(device: Device, argument: str) -> torch.device:
+    """Return ``device``. Raises ``ConfigurationError`` if it is a GPU that this process does not have."""
+    index = device if isinstance(device, int) else torch.device(device).index
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    is_gpu = isinstance(device, int) or torch.device(device).type == "cuda"
+    if is_gpu and index is not None and not 0 <= index < num_gpus:
+        raise ConfigurationError(
+            f"{argument} names GPU {index}, but this process sees {num_gpus} (numbered from 0).\n"
+            "Name fewer devices, or make more visible with CUDA_VISIBLE_DEVICES."
+        )
+    return as_device(device)
 
 
 def _warn_imbalance(devices: Sequence[torch.device]) -> None:
@@ -317,22 +319,6 @@ def _warn_imbalance(devices: Sequence[torch.device]) -> None:
                 stacklevel=4,
             )
             return
-
-
-def _existing(device: Device, num_gpus: int, argument: str) -> torch.device:
-    if isinstance(device, int):
-        index: int | None = device
-    else:
-        device = torch.device(device)
-        if device.type != "cuda":
-            return as_device(device)
-        index = device.index
-    if index is not None and not 0 <= index < num_gpus:
-        raise ConfigurationError(
-            f"{argument} names GPU {index}, but this process sees {num_gpus} (numbered from 0).\n"
-            "Name fewer devices, or make more visible with CUDA_VISIBLE_DEVICES."
-        )
-    return as_device(device)
 
 
 def _with_prefix(state_dict: Mapping[str, Any], own_names: set[str]) -> Mapping[str, Any]:

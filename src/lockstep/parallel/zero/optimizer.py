@@ -10,8 +10,9 @@ and reads a state that was loaded before a second time.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ from lockstep.comm.collectives import (
     all_reduce,
     default_group,
     empty_buffer,
-    gather_states,
     has_reduce_scatter,
+    wait_for,
 )
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.parallel.compile import keep_out_of_graphs
@@ -40,6 +41,7 @@ from lockstep.parallel.flat import combine_norms, list_norms, multiply_
 from lockstep.parallel.zero.partition import (
     Entries,
     FlatBuffer,
+    Member,
     OptimizerFactory,
     Read,
     ShardOptimizer,
@@ -47,20 +49,10 @@ from lockstep.parallel.zero.partition import (
     options_of,
     partition_by_parameter,
     partition_evenly,
-    partition_like_buckets,
     start_parameter_gather,
-    wait_for_all,
 )
 from lockstep.parallel.zero.reduce_scatter import ReduceScatterMean, SecondBackwardCheck, find_reducer
-from lockstep.parallel.zero.state_dict import (
-    ShardedState,
-    StateReader,
-    StateShard,
-    check_shards,
-    copy_to_cpu,
-    layout_of,
-    shards_of_full,
-)
+from lockstep.parallel.zero.state_dict import gather_full_state, read_from_full
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -162,7 +154,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             )
         return False
 
-    # --- a step ----------------------------------------------------------------------------------------------------
+    # --- A step
 
     @keep_out_of_graphs
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
@@ -190,7 +182,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._collect_gradients()
         # Schedulers and scripts change the options of these param groups, while the shard's optimizer has its own; and
         # some optimizers change theirs.
-        self._set_options()
+        for group, options in zip(self.optim.param_groups, options_of(self.param_groups), strict=True):
+            group.update(options)
         self.optim.step(**kwargs)
         self._adopt_options()
         self._drop_gradients()
@@ -209,7 +202,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def wait(self) -> None:
         """Block until the parameters that the last `step` updated are there (on CUDA: let the current stream wait)."""
         gathers, self._gathers = self._gathers, []
-        wait_for_all(gathers)
+        for work in gathers:
+            wait_for(work, "all_gather of updated parameters")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters."""
@@ -262,7 +256,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 buffer.take_back()
         if self._factory.elementwise:
             present = [parameter.grad is not None for parameter in self._parameters]
-            self._refuse_sparse()
+            for index, parameter in enumerate(self._parameters):
+                if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                    raise LockstepError(
+                        f"Parameter {index} of the optimizer received a sparse gradient, which cannot be divided.\n"
+                        "Build nn.Embedding and nn.EmbeddingBag with sparse=False, or give them an optimizer of their "
+                        "own."
+                    )
             # Gradients that were reduce-scattered are used where they lie in their bucket; others are copied together.
             buckets: Sequence[Bucket] = self._laid_for or ()
             sliced = [
@@ -279,16 +279,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._reducer is not None:
             self._second_backward.reset()
 
-    # --- what is kept ----------------------------------------------------------------------------------------------
+    # --- What is kept
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Send the state of all ranks to rank ``to``, whose `state_dict` has it then; None: to every rank.
 
         Collective: every rank. Blocks. The state lies on the CPU.
         """
-        reader = self._gather_state(to)
-        if reader is not None:
-            self._consolidated = reader.full()
+        state = self._gather_state(to)
+        if state is not None:
+            self._consolidated = state
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as it was consolidated last: that of the bare optimizer, which can load it.
@@ -299,7 +299,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._consolidated is None:
             raise RuntimeError(
                 "Optimizer state has not been consolidated on this rank.\n"
-                f"Call consolidate_state_dict(to={self.rank}) on all ranks before, or use sharded_state_dict()."
+                f"Call consolidate_state_dict(to={self.rank}) on all ranks before, or use lockstep.save()."
             )
         return {**super().state_dict(), "state": dict(self._consolidated)}
 
@@ -312,31 +312,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ValueError: It is of other parameters.
         """
         self._load_options(state_dict["param_groups"])
-        shards = shards_of_full(state_dict["state"], self._parameters, flat=self._factory.elementwise)
-        self._load(StateReader(shards, self._parameters).read)
-
-    def sharded_state_dict(self) -> dict[str, Any]:
-        """Return what this rank keeps, on the CPU, for each rank to save in a file of its own; see `load_sharded`."""
-        sharded = ShardedState(
-            rank=self.rank,
-            world_size=self.world_size,
-            layout=layout_of(self._parameters),
-            param_groups=super().state_dict()["param_groups"],
-            pieces=copy_to_cpu(self._shard.state(), flat=self._factory.elementwise),
-        )
-        return dict(sharded)
-
-    def load_sharded(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Take over this rank's shard of what the ranks of another run kept, however many they were.
-
-        Every rank gets all of it; files opened with ``torch.load(..., mmap=True)`` are read only where needed.
-
-        Raises:
-            ConfigurationError: It is not all there, or of parameters with another layout.
-        """
-        given = check_shards(states, self._parameters)
-        reader = StateReader((shard for each in given for shard in each["pieces"]), self._parameters)
-        self.load_shards(reader.read, given[0]["param_groups"])
+        self._load(read_from_full(state_dict["state"], self._parameters, flat=self._factory.elementwise))
 
     @property
     def is_elementwise(self) -> bool:
@@ -369,21 +345,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._loaded = read if self._reducer is not None else None
         self._shard.load(read, options_of(self.param_groups))
 
-    def _gather_state(self, to: int | None) -> StateReader | None:
-        """Return what all ranks keep, on rank ``to`` or on all. Collective: every rank. Blocks."""
-        mine = copy_to_cpu(self._shard.state(), flat=self._factory.elementwise)
-        states: list[list[StateShard]] | None = gather_states(
-            mine, group=self.process_group, device=self._parameters[0].device, to=to
-        )
-        if states is None:
-            return None
-        return StateReader((shard for each in states for shard in each), self._parameters)
+    def _gather_state(self, to: int | None) -> dict[int, dict[str, Any]] | None:
+        """Return the whole state on rank ``to`` or on all. Collective: every rank. Blocks."""
+        flat, group = self._factory.elementwise, self.process_group
+        return gather_full_state(self._shard.state(), self._parameters, flat=flat, group=group, to=to)
 
-    # --- how it is laid --------------------------------------------------------------------------------------------
+    # --- How it is laid
 
     def _build(self) -> None:
         """Lay the flat buffers and make the shard's optimizer. Collective: every rank."""
-        members: list[tuple[nn.Parameter, ShardRange]] = []
+        members: list[Member] = []
         for group, each in enumerate(self.param_groups):
             for parameter in each["params"]:
                 members.append((parameter, ShardRange(len(members), 0, parameter.numel(), group)))
@@ -395,7 +366,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         else:
             if self._reducer is not None:
                 self._laid_for = self._reducer.bucket_set.buckets
-                self._buffers = partition_like_buckets(members, [each.parameters for each in self._laid_for], *how)
+                member_of = {id(parameter): (parameter, whole) for parameter, whole in members}
+                for bucket in self._laid_for:
+                    inside = [member_of[id(parameter)] for parameter in bucket.parameters]
+                    self._buffers.append(FlatBuffer(inside, self._allocate, num_ranks=self.world_size))
             laid = {id(parameter) for buffer in self._buffers for parameter in buffer.parameters}
             self._buffers += partition_evenly([each for each in members if id(each[0]) not in laid], *how)
         self._shard = ShardOptimizer(self._factory, self._buffers, self.rank, options_of(self.param_groups))
@@ -405,9 +379,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Lay the buffers anew, with the state as it is. Collective: every rank. Blocks."""
         read = self._loaded
         if read is None:
-            reader = self._gather_state(to=None)
-            assert reader is not None
-            read = reader.read
+            state = self._gather_state(to=None)
+            assert state is not None
+            read = read_from_full(state, self._parameters, flat=self._factory.elementwise)
         self._build()
         self._shard.load(read, options_of(self.param_groups))
 
@@ -417,10 +391,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
-
-    def _set_options(self) -> None:
-        for group, options in zip(self.optim.param_groups, options_of(self.param_groups), strict=True):
-            group.update(options)
 
     def _adopt_options(self) -> None:
         """Take over what the optimizer's constructor or step has set, such as defaults."""
@@ -457,15 +427,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                     "Make the optimizer on every rank with the same arguments."
                 )
 
-    def _refuse_sparse(self) -> None:
-        for index, parameter in enumerate(self._parameters):
-            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-                raise LockstepError(
-                    f"Parameter {index} of the optimizer received a sparse gradient, which cannot be divided.\n"
-                    "Build nn.Embedding and nn.EmbeddingBag with sparse=False, or give them an optimizer of their own."
-                )
-
-    # --- uneven inputs ---------------------------------------------------------------------------------------------
+    # --- Uneven inputs
 
     def join_hook(self, **_kwargs: Any) -> JoinHook:
         """Return what a rank does in ``Join`` when its data is at an end: it goes on taking part in `step`."""
@@ -526,12 +488,30 @@ def shard_optimizer(optimizer: Optimizer, *, group: Group) -> ZeroRedundancyOpti
     Raises:
         ConfigurationError: It cannot be made anew from its class and its param groups, or cannot be divided.
     """
-    factory = OptimizerFactory.of(optimizer)
+    kind = type(optimizer)
+    first, *others = inspect.signature(kind).parameters.values()
+    if first.name != "params":
+        raise ConfigurationError(
+            f"{kind.__name__} cannot be made anew on each rank's part: its constructor takes no params first.\n"
+            "Use strategy ddp, or the optimizer inside it."
+        )
+    named = [each for each in others if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+    needed = [each.name for each in named if each.default is each.empty and each.name not in optimizer.defaults]
+    if needed:
+        raise ConfigurationError(
+            f"{kind.__name__} cannot be made anew on each rank's part: its constructor wants {', '.join(needed)}, "
+            "which it does not keep in its defaults.\n"
+            "Use strategy ddp, or an optimizer that passes its arguments to Optimizer.__init__ as defaults."
+        )
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in others)
+    accepted = optimizer.defaults if takes_any else {each.name for each in named}
+    defaults = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     device = optimizer.param_groups[0]["params"][0].device
+    elementwise = OptimizerFactory.make(kind, defaults).elementwise
     return ZeroRedundancyOptimizer(
         [dict(param_group) for param_group in optimizer.param_groups],
-        type(optimizer),
+        kind,
         process_group=group,
-        shard_gradients=factory.elementwise and has_reduce_scatter(group, device),
-        **factory.defaults,
+        shard_gradients=elementwise and has_reduce_scatter(group, device),
+        **defaults,
     )

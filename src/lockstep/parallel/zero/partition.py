@@ -1,4 +1,4 @@
-"""Which rank owns which elements of the parameters: flat buffers, the shard of each rank, and its way to the others.
+"""Which rank owns which elements of the parameters: flat buffers, each rank's shard of them, and its optimizer.
 
 [Note: flat buffers]
 Parameters of one device and dtype lie back to back in a *flat buffer*, as views of it. Each rank owns a *shard* of the
@@ -6,39 +6,34 @@ buffer: a slice of equal size, the remainder at the end belongs to the last rank
 parameters, a region that holds whole ones. A `ShardRange` says which elements of which parameter lie where in it. With
 ``shard_gradients`` a buffer has the layout of a bucket of the `DistributedDataParallel`, so that a rank's shard of the
 parameters and its slice of the reduced gradients are the same elements.
+
+[Note: segments]
+What the optimizer of a shard sees as a parameter is a *segment*: neighbouring elements of a shard, of one param group,
+and of parameters that have received the same updates so far. There are as many segments as param groups take turns in
+a shard, so a step is a few kernels, however many parameters there are. An optimizer that is not element-wise gets the
+parameters that this rank owns, whole: each is a segment.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.comm.collectives import Group, Waitable, all_gather_slices, broadcast_async, has_all_gather, wait_for
+from lockstep.comm.collectives import Group, Waitable, all_gather_slices, broadcast_async, has_all_gather
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.flat import flatten_like, view_like
-
-# Which rank owns which elements of the parameters: flat buffers, the shard of each rank, and its way to the others.
-#
-# [Note: flat buffers]
-# Parameters of one device and dtype lie back to back in a *flat buffer*, as views of it. Each rank owns a *shard* of
-# the buffer: a slice of equal size, the remainder at the end belongs to the last rank; or, for optimizers that need
-# whole parameters, a region that holds whole ones. A `ShardRange` says which elements of which parameter lie where in
-# it. With ``shard_gradients`` a buffer has the layout of a bucket of the `DistributedDataParallel`, so that a rank's
-# shard of the parameters and its slice of the reduced gradients are the same elements.
 
 _MAX_BUFFER_BYTES = 256 * 2**20
 """So that moving parameters to flat memory does not need twice their memory."""
 
 
-@dataclass(frozen=True)
-class ShardRange:
+class ShardRange(NamedTuple):
     """Neighbouring elements of one parameter.
 
     Attributes:
@@ -58,8 +53,8 @@ class ShardRange:
         return self.stop - self.start
 
 
-Members = Sequence[tuple[nn.Parameter, ShardRange]]
-"""Parameters, each with the range of all of its elements."""
+Member = tuple[nn.Parameter, ShardRange]
+"""A parameter, and the range of all of its elements."""
 
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 """Returns a flat tensor of so many elements."""
@@ -67,8 +62,7 @@ Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 
 def shard_bounds(numel: int, num_ranks: int) -> list[tuple[int, int]]:
     """Return each rank's slice of ``numel`` elements: equal ones, the remainder at the end is the last one's."""
-    size = numel // num_ranks
-    starts = [rank * size for rank in range(num_ranks)]
+    starts = [rank * (numel // num_ranks) for rank in range(num_ranks)]
     return list(zip(starts, [*starts[1:], numel], strict=True))
 
 
@@ -80,11 +74,11 @@ def even_end(numel: int, num_ranks: int) -> int:
 def cut_ranges(ranges: Iterable[ShardRange], start: int, stop: int) -> list[ShardRange]:
     """Return what lies from element ``start`` to ``stop`` of flat memory that ``ranges`` fill back to back."""
     inside = []
-    for position, each in with_offsets(ranges):
-        first, last = max(start, position), min(stop, position + each.numel)
+    for offset, each in with_offsets(ranges):
+        first, last = max(start, offset), min(stop, offset + each.numel)
         if first < last:
-            shift = each.start - position
-            inside.append(replace(each, start=first + shift, stop=last + shift))
+            shift = each.start - offset
+            inside.append(each._replace(start=first + shift, stop=last + shift))
     return inside
 
 
@@ -102,18 +96,26 @@ class FlatBuffer:
     Args:
         members: The parameters in their order, of one device and dtype. Their ``data`` become views of ``flat``; what
             they held is copied there.
-        flat: One-dimensional, with as many elements as the parameters have together.
+        allocate: Makes the memory.
         num_ranks: Among how many it is partitioned.
         bounds: By rank, where its shard begins and ends. Default: see `shard_bounds`.
     """
 
     def __init__(
-        self, members: Members, flat: Tensor, *, num_ranks: int, bounds: Sequence[tuple[int, int]] | None = None
+        self,
+        members: Sequence[Member],
+        allocate: Allocate,
+        *,
+        num_ranks: int,
+        bounds: Sequence[tuple[int, int]] | None = None,
     ) -> None:
-        self.parameters, self.ranges = [each for each, _ in members], [each for _, each in members]
-        self.flat = flat
+        self.parameters, self.ranges = [each for each, _ in members], [whole for _, whole in members]
+        first, numel = self.parameters[0], sum(whole.numel for whole in self.ranges)
+        self.flat = allocate(numel, first.dtype, first.device)
         self.has_equal_slices = bounds is None
-        self.bounds = shard_bounds(flat.numel(), num_ranks) if bounds is None else list(bounds)
+        self.bounds = bounds or shard_bounds(numel, num_ranks)
+        self.ranges_of_rank = [cut_ranges(self.ranges, *each) for each in self.bounds]
+        self._parameter_of = {whole.parameter: parameter for parameter, whole in members}
         self.take_back()
 
     def take_back(self) -> None:
@@ -147,88 +149,66 @@ class FlatBuffer:
         start, stop = self.bounds[rank]
         return (self.flat if flat is None else flat)[start:stop]
 
-    def ranges_of(self, rank: int) -> list[ShardRange]:
-        """Return what lies in the shard of ``rank``."""
-        return cut_ranges(self.ranges, *self.bounds[rank])
-
     def gradients_of(self, rank: int) -> Tensor:
         """Return a copy of the gradients of what lies in the shard of ``rank``; arbitrary numbers where there is none.
 
         Raises:
             RuntimeError: One is sparse.
         """
-        start, stop = self.bounds[rank]
         shard = torch.empty_like(self.shard_of(rank))
         targets, sources = [], []
-        for parameter, (offset, each) in zip(self.parameters, with_offsets(self.ranges), strict=True):
-            first, last = max(start, offset), min(stop, offset + each.numel)
-            if first < last and parameter.grad is not None:
-                targets.append(shard[first - start : last - start])
-                sources.append(flatten_like(parameter.grad, parameter)[first - offset : last - offset])
+        for offset, each in with_offsets(self.ranges_of_rank[rank]):
+            parameter = self._parameter_of[each.parameter]
+            if parameter.grad is not None:
+                targets.append(shard[offset : offset + each.numel])
+                sources.append(flatten_like(parameter.grad, parameter)[each.start : each.stop])
         if targets:
             torch._foreach_copy_(targets, sources)
         return shard
 
 
-def partition_evenly(members: Members, num_ranks: int, allocate: Allocate) -> list[FlatBuffer]:
+def partition_evenly(members: Sequence[Member], num_ranks: int, allocate: Allocate) -> list[FlatBuffer]:
     """Lay parameters into flat buffers, of which each rank has an equal slice. As collective as ``allocate``."""
-    buffers = []
+    parts: list[list[Member]] = []
     for alike in _by_kind(members):
-        parts: list[list[tuple[nn.Parameter, ShardRange]]] = [[]]
-        size_bytes = 0
+        size_bytes = _MAX_BUFFER_BYTES
         for parameter, whole in alike:
-            if parts[-1] and size_bytes + parameter.nbytes > _MAX_BUFFER_BYTES:
+            if size_bytes + parameter.nbytes > _MAX_BUFFER_BYTES:
                 parts.append([])
                 size_bytes = 0
             parts[-1].append((parameter, whole))
             size_bytes += parameter.nbytes
-        buffers += [FlatBuffer(part, _allocate_for(part, allocate), num_ranks=num_ranks) for part in parts]
-    return buffers
+    return [FlatBuffer(part, allocate, num_ranks=num_ranks) for part in parts]
 
 
-def partition_like_buckets(
-    members: Members, buckets: Sequence[Sequence[nn.Parameter]], num_ranks: int, allocate: Allocate
-) -> list[FlatBuffer]:
-    """Lay parameters as their gradients lie in ``buckets``. As collective as ``allocate``.
-
-    Args:
-        members: Those of all parameters in the buckets, and maybe others, which are left out.
-        buckets: The parameters of each bucket, the same on every rank.
-        num_ranks: Among how many each buffer is partitioned.
-        allocate: Makes a buffer's memory.
-    """
-    member_of = {id(parameter): (parameter, whole) for parameter, whole in members}
-    found = [[member_of[id(parameter)] for parameter in bucket] for bucket in buckets]
-    return [FlatBuffer(each, _allocate_for(each, allocate), num_ranks=num_ranks) for each in found]
-
-
-def partition_by_parameter(members: Members, num_ranks: int, allocate: Allocate) -> list[FlatBuffer]:
+def partition_by_parameter(members: Sequence[Member], num_ranks: int, allocate: Allocate) -> list[FlatBuffer]:
     """Lay parameters into flat buffers in which each rank's lie together, whole. As collective as ``allocate``.
 
-    Ranks own nearly as many elements as each other, as far as the sizes of the parameters allow.
+    Ranks own nearly as many elements as each other, as far as the sizes of the parameters allow: the largest first, to
+    the rank with least so far.
     """
     buffers = []
     for alike in _by_kind(members):
-        owners = assign_greedily([whole.numel for _, whole in alike], num_ranks)
-        owned = [
-            [each for each, owner in zip(alike, owners, strict=True) if owner == rank] for rank in range(num_ranks)
-        ]
-        ends = list(accumulate(sum(whole.numel for _, whole in mine) for mine in owned))
-        ordered = [each for mine in owned for each in mine]
+        owned: list[list[Member]] = [[] for _ in range(num_ranks)]
+        loads = [0] * num_ranks
+        # All ranks compute this, so ties must fall alike: by index (the sort is stable), never by address.
+        for member in sorted(alike, key=lambda member: -member[1].numel):
+            rank = loads.index(min(loads))
+            owned[rank].append(member)
+            loads[rank] += member[1].numel
+        ordered = [member for mine in owned for member in sorted(mine, key=lambda member: member[1])]
+        ends = list(accumulate(loads))
         bounds = list(zip([0, *ends[:-1]], ends, strict=True))
-        buffers.append(FlatBuffer(ordered, _allocate_for(ordered, allocate), num_ranks=num_ranks, bounds=bounds))
+        buffers.append(FlatBuffer(ordered, allocate, num_ranks=num_ranks, bounds=bounds))
     return buffers
 
 
-def assign_greedily(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """Return a rank for each size: the largest first, to the one with least so far; a pure function."""
-    # All ranks compute this, so ties must fall alike: by index, never by address.
-    loads = [0] * num_ranks
-    owners = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        owners[index] = loads.index(min(loads))
-        loads[owners[index]] += sizes[index]
-    return owners
+def _by_kind(members: Sequence[Member]) -> list[list[Member]]:
+    """Return the parameters by device, dtype and whether they are trained: frozen ones would take no part in steps."""
+    kinds: dict[tuple[torch.device, torch.dtype, bool], list[Member]] = {}
+    for parameter, whole in members:
+        kinds.setdefault((parameter.device, parameter.dtype, parameter.requires_grad), []).append((parameter, whole))
+    return list(kinds.values())
 
 
 def start_parameter_gather(buffers: Sequence[FlatBuffer], group: Group, *, alone: bool) -> list[Waitable]:
@@ -257,44 +237,7 @@ def start_parameter_gather(buffers: Sequence[FlatBuffer], group: Group, *, alone
     return works
 
 
-def wait_for_all(works: Iterable[Waitable]) -> None:
-    """Block until all are complete (on CUDA: let the current stream wait)."""
-    for work in works:
-        wait_for(work, "gathering of the updated parameters")
-
-
-def _by_kind(members: Members) -> list[list[tuple[nn.Parameter, ShardRange]]]:
-    """Return the parameters by device, dtype and whether they are trained: frozen ones would take no part in steps."""
-    kinds: dict[tuple[torch.device, torch.dtype, bool], list[tuple[nn.Parameter, ShardRange]]] = {}
-    for parameter, whole in members:
-        kinds.setdefault((parameter.device, parameter.dtype, parameter.requires_grad), []).append((parameter, whole))
-    return list(kinds.values())
-
-
-def _allocate_for(members: Members, allocate: Allocate) -> Tensor:
-    first = members[0][0]
-    return allocate(sum(whole.numel for _, whole in members), first.dtype, first.device)
-
-
-# The optimizer of one rank's shard.
-#
-# [Note: segments]
-# What the optimizer inside sees as a parameter is a *segment*: neighbouring elements of a shard, of one param group,
-# and of parameters that have received the same updates so far. There are as many segments as param groups take turns
-# in a shard, so a step is a few kernels, however many parameters there are.
-#
-# A parameter without a gradient must not be touched, not by weight decay or momentum either, and its number of steps
-# (Adam's bias correction) must stand still. So the first time that only some parameters of a segment have a gradient,
-# the segment is split there, and its state with it: from then on both parts have numbers of their own. Nothing is saved
-# and put back, and the result is exact.
-#
-# An optimizer that is not element-wise gets the parameters that this rank owns, whole: each is a segment.
-#
-# [Note: cache]
-# torch's optimizers on the CPU pass over a parameter once for each operation, a dozen times in Adam. For a segment of
-# millions of elements all of that comes from memory. So segments are cut there to a size of which value, gradient and
-# state fit in a core's cache together, and the passes but the first find them there. Fused and foreach kernels pass
-# once, or over all parameters in turn; for them, and on other devices, segments stay long.
+# --- The optimizer of one rank's shard
 
 Entries = Mapping[str, Any]
 """What an optimizer keeps of a parameter, by name: per element in tensors, for all of it in numbers."""
@@ -325,6 +268,10 @@ _REFUSED = {
     torch.optim.SparseAdam: "is for sparse gradients",
 }
 
+# torch's optimizers on the CPU pass over a parameter once for each operation, a dozen times in Adam. For a segment of
+# millions of elements all of that comes from memory. So segments are cut there to a size of which value, gradient and
+# state fit in a core's cache together, and the passes but the first find them there. Fused and foreach kernels pass
+# once, or over all parameters in turn; for them, and on other devices, segments stay long.
 _CHUNK_BYTES = 2**18
 """Four times that, for Adam's value, gradient and two averages, fit in the second-level cache of most cores."""
 
@@ -350,7 +297,7 @@ class OptimizerFactory:
         """Return the factory for ``optimizer_class(params, **defaults)``.
 
         Args:
-            optimizer_class: Any optimizer that does not look at all parameters together.
+            optimizer_class: Any optimizer that does not work with all parameters together.
             defaults: See above.
             elementwise: None: what is known of the class, or what its attribute ``elementwise`` says.
 
@@ -372,50 +319,13 @@ class OptimizerFactory:
             elementwise = bool(getattr(optimizer_class, "elementwise", optimizer_class in ELEMENTWISE))
         return cls(optimizer_class, dict(defaults), elementwise)
 
-    @classmethod
-    def of(cls, optimizer: Optimizer) -> OptimizerFactory:
-        """Return the factory for optimizers like this one.
-
-        Raises:
-            ConfigurationError: Its constructor wants something else.
-        """
-        name = type(optimizer).__name__
-        first, *others = inspect.signature(type(optimizer)).parameters.values()
-        if first.name != "params":
-            raise ConfigurationError(
-                f"{name} cannot be made anew on each rank's part: its constructor takes no params first.\n"
-                "Use strategy ddp, or the optimizer inside it."
-            )
-        named = [each for each in others if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
-        needed = [each.name for each in named if each.default is each.empty and each.name not in optimizer.defaults]
-        if needed:
-            raise ConfigurationError(
-                f"{name} cannot be made anew on each rank's part: its constructor wants {', '.join(needed)}, which it "
-                "does not keep in its defaults.\n"
-                "Use strategy ddp, or an optimizer that passes its arguments to Optimizer.__init__ as defaults."
-            )
-        takes_any = any(each.kind is each.VAR_KEYWORD for each in others)
-        accepted = optimizer.defaults if takes_any else {each.name for each in named}
-        return cls.make(type(optimizer), {key: value for key, value in optimizer.defaults.items() if key in accepted})
-
-    def build(self, parameters: Sequence[Sequence[nn.Parameter]], options: Sequence[Mapping[str, Any]]) -> Optimizer:
-        """Return a new optimizer.
-
-        Args:
-            parameters: By param group; groups may be empty.
-            options: By param group, what differs from the defaults.
-        """
-        groups = [{**each, "params": list(group)} for group, each in zip(parameters, options, strict=True)]
-        return self.optimizer_class(groups, **self.defaults)
-
 
 def options_of(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return what param groups say besides their parameters."""
     return [{name: value for name, value in group.items() if name != "params"} for group in param_groups]
 
 
-@dataclass(frozen=True, eq=False)
-class Segment:
+class Segment(NamedTuple):
     """See [Note: segments].
 
     Attributes:
@@ -427,12 +337,16 @@ class Segment:
 
     buffer: int
     offset: int
-    ranges: tuple[ShardRange, ...]
+    ranges: Sequence[ShardRange]
     parameter: nn.Parameter
 
-    def is_per_element(self, value: object) -> bool:
-        """Return whether ``value`` of the optimizer's state has a number for each element."""
-        return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == self.parameter.numel()
+    def cut(self, entries: Entries, start: int, numel: int) -> dict[str, Any]:
+        """Return the part of its state for ``numel`` of its elements: views of what is per element, and the numbers."""
+        whole = self.parameter.numel()
+        return {
+            name: value[start : start + numel] if is_flat(value) and value.numel() == whole else value
+            for name, value in entries.items()
+        }
 
 
 class ShardOptimizer:
@@ -465,8 +379,8 @@ class ShardOptimizer:
         passes_once = any(each.get("fused") or each.get("foreach") for each in (factory.defaults, *options))
         self._chunks: list[tuple[int, int, list[ShardRange]]] = []
         for index, buffer in enumerate(buffers):
-            ranges, shard = buffer.ranges_of(rank), self._shards[index]
-            is_cut = factory.elementwise and shard.is_cpu and not passes_once  # see [Note: cache]
+            ranges, shard = buffer.ranges_of_rank[rank], self._shards[index]
+            is_cut = factory.elementwise and shard.is_cpu and not passes_once
             size = max(_CHUNK_BYTES // shard.itemsize if is_cut else shard.numel(), 1)
             for start in range(0, shard.numel(), size):
                 self._chunks.append((index, start, cut_ranges(ranges, start, start + size)))
@@ -480,7 +394,14 @@ class ShardOptimizer:
             present: By parameter, whether it has a gradient; what ``gradients`` holds for others does not matter.
         """
         if not all(present):
-            self._split_by(present)
+            # A parameter without a gradient must not be touched, not by weight decay or momentum either, and its number
+            # of steps (Adam's bias correction) must stand still. So a segment of which only some parameters have one is
+            # split for good, and its state with it. Nothing is saved and put back, and the result is exact.
+            segments = []
+            for segment in self._segments:
+                runs = [list(run) for _, run in groupby(segment.ranges, key=lambda each: present[each.parameter])]
+                segments += [segment] if len(runs) == 1 else self._split(segment, runs)
+            self._segments = segments
         for segment in self._segments:
             if present[segment.ranges[0].parameter]:
                 end = segment.offset + segment.parameter.numel()
@@ -499,15 +420,10 @@ class ShardOptimizer:
     def state(self) -> Iterator[tuple[ShardRange, dict[str, Any]]]:
         """Yield what the optimizer keeps, by range: views of what is per element, and numbers for all of it."""
         for segment in self._segments:
-            if segment.parameter not in self.optimizer.state:
-                continue
-            entries = self.optimizer.state[segment.parameter]
-            for offset, each in with_offsets(segment.ranges):
-                cut = slice(offset, offset + each.numel)
-                yield (
-                    each,
-                    {name: value[cut] if segment.is_per_element(value) else value for name, value in entries.items()},
-                )
+            if segment.parameter in self.optimizer.state:
+                entries = self.optimizer.state[segment.parameter]
+                for offset, each in with_offsets(segment.ranges):
+                    yield each, segment.cut(entries, offset, each.numel)
 
     def load(self, read: Read, options: Sequence[Mapping[str, Any]]) -> None:
         """Make the optimizer anew, with the state that ``read`` returns and these options, by param group."""
@@ -518,12 +434,12 @@ class ShardOptimizer:
         # their number over all groups.
         saved = self.optimizer.state_dict()
         in_order = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        place_of = {id(parameter): place for place, parameter in enumerate(in_order)}
+        number_of = {id(parameter): number for number, parameter in enumerate(in_order)}
         for segment in self._segments:
             parts = [entries for each in segment.ranges if (entries := found[each]) is not None]
             if parts:  # else what the constructor may have made
-                saved["state"][place_of[id(segment.parameter)]] = {
-                    name: torch.cat([part[name] for part in parts]) if _is_flat(value) else _copy(value)
+                saved["state"][number_of[id(segment.parameter)]] = {
+                    name: torch.cat([part[name] for part in parts]) if is_flat(value) else _copy(value)
                     for name, value in parts[0].items()
                 }
         self.optimizer.load_state_dict(saved)
@@ -532,15 +448,13 @@ class ShardOptimizer:
         """Make segments of neighbours with the same ``key``, and an optimizer for them."""
         self._segments: list[Segment] = []
         for buffer, offset, ranges in self._chunks:
-            if self._factory.elementwise:
-                runs = [list(run) for _, run in groupby(ranges, key=key)]
-            else:
-                runs = [[each] for each in ranges]
+            alike = key if self._factory.elementwise else None  # None: each range, a whole parameter, by itself
+            runs = [list(run) for _, run in groupby(ranges, key=alike)]
             self._segments += self._make_segments(buffer, offset, runs)
-        parameters: list[list[nn.Parameter]] = [[] for _ in options]
+        groups: list[dict[str, Any]] = [{**each, "params": []} for each in options]
         for segment in self._segments:
-            parameters[segment.ranges[0].group].append(segment.parameter)
-        self.optimizer = self._factory.build(parameters, options)
+            groups[segment.ranges[0].group]["params"].append(segment.parameter)
+        self.optimizer = self._factory.optimizer_class(groups, **self._factory.defaults)
 
     def _make_segments(self, buffer: int, offset: int, runs: Sequence[Sequence[ShardRange]]) -> list[Segment]:
         """Return a segment for each run of ranges, back to back from ``offset`` in this rank's shard of a buffer."""
@@ -551,50 +465,36 @@ class ShardOptimizer:
                 parameter = nn.Parameter(self._shards[buffer][offset:end].detach())
             else:
                 parameter = self._parameters[run[0].parameter]
-            segments.append(Segment(buffer, offset, tuple(run), parameter))
+            segments.append(Segment(buffer, offset, run, parameter))
             offset = end
         return segments
-
-    def _split_by(self, present: Sequence[bool]) -> None:
-        """Split the segments in which some parameters are ``present`` and some are not."""
-        segments = []
-        for segment in self._segments:
-            runs = [list(run) for _, run in groupby(segment.ranges, key=lambda each: present[each.parameter])]
-            segments += [segment] if len(runs) == 1 else self._split(segment, runs)
-        self._segments = segments
 
     def _split(self, segment: Segment, runs: list[list[ShardRange]]) -> list[Segment]:
         parts = self._make_segments(segment.buffer, segment.offset, runs)
         group = self.optimizer.param_groups[segment.ranges[0].group]["params"]
         place = next(index for index, each in enumerate(group) if each is segment.parameter)
         group[place : place + 1] = [part.parameter for part in parts]
-        if segment.parameter not in self.optimizer.state:
-            return parts
-        entries = self.optimizer.state.pop(segment.parameter)
-        for part in parts:
-            start = part.offset - segment.offset
-            cut = slice(start, start + part.parameter.numel())
-            self.optimizer.state[part.parameter] = {
+        if segment.parameter in self.optimizer.state:
+            entries = self.optimizer.state.pop(segment.parameter)
+            for part in parts:
+                cut = segment.cut(entries, part.offset - segment.offset, part.parameter.numel())
                 # copies, so that parts do not keep the memory of the whole
-                name: _copy(value[cut] if segment.is_per_element(value) else value)
-                for name, value in entries.items()
-            }
+                self.optimizer.state[part.parameter] = {name: _copy(value) for name, value in cut.items()}
         return parts
+
+
+def is_flat(value: object) -> bool:
+    """Return whether an entry of an element-wise optimizer's state is per element."""
+    return isinstance(value, Tensor) and value.dim() == 1
 
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _is_flat(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 1
-
-
 def _numbers_of(entries: Entries | None) -> object:
     """Return what ranges that are to be one segment must have in common."""
-    if entries is None:
-        return None
-    return tuple(
-        (name, "elements" if _is_flat(value) else float(value) if isinstance(value, Tensor) else repr(value))
+    return entries and [
+        (name, "elements" if is_flat(value) else float(value) if isinstance(value, Tensor) else repr(value))
         for name, value in sorted(entries.items())
-    )
+    ]

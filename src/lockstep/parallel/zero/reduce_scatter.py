@@ -29,7 +29,7 @@ from lockstep.parallel.zero.partition import even_end
 class _Works:
     """Several collectives as one, with the methods of a future that the reducer uses."""
 
-    def __init__(self, works: Sequence[Waitable]) -> None:
+    def __init__(self, works: list[Waitable]) -> None:
         self._works = works
 
     def done(self) -> bool:
@@ -38,8 +38,9 @@ class _Works:
 
     def wait(self) -> None:
         """Block until all are complete."""
-        for work in self._works:
-            wait_for(work, "reduce_scatter of gradients")
+        while self._works:
+            wait_for(self._works[0], "reduce_scatter of gradients")
+            del self._works[0]
 
 
 @final
@@ -65,19 +66,14 @@ class ReduceScatterMean(BucketReduction):
     def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
         if not self._bucket_set.is_rebuilt:
             return self._first_step.start(bucket, alone=alone)
-        if not alone or not bucket.payload.is_cpu:
-            return cast("Future[Any]", self._start(bucket, alone=False))
-        self._start(bucket, alone=True).wait()
-        done: Future[Any] = Future()
-        done.set_result(None)
-        return done
-
-    def _start(self, bucket: Bucket, *, alone: bool) -> _Works:
         end = even_end(bucket.gradients.numel(), self._group.size())
         works = [reduce_scatter_slices(bucket.payload[:end], group=self._group, alone=alone)] if end else []
         # The remainder has fewer elements than there are ranks; the tail behind it is what every rank must know.
         works.append(all_reduce_work(bucket.payload[end:], group=self._group, alone=alone))
-        return _Works(works)
+        pending = _Works(works)
+        if alone and bucket.payload.is_cpu:
+            pending.wait()
+        return cast("Future[Any]", pending)
 
     @override
     def finish(self, bucket: Bucket, future: Future[Any]) -> None:
@@ -139,15 +135,12 @@ def find_reducer(parameters: Sequence[torch.nn.Parameter]) -> Reducer:
     given = {id(parameter) for parameter in parameters}
 
     def find_all() -> list[Reducer]:
-        return [
-            reducer
-            for reducer in live_reducers()
-            if any(id(parameter) in given for parameter in reducer.bucket_set.parameters)
-        ]
+        return [each for each in live_reducers() if not given.isdisjoint(map(id, each.bucket_set.parameters))]
 
-    if len(find_all()) > 1:
-        gc.collect()  # a wrapper that is no longer used may be left in a cycle, on some ranks and not on others
     found = find_all()
+    if len(found) > 1:
+        gc.collect()  # a wrapper that is no longer used may be left in a cycle, on some ranks and not on others
+        found = find_all()
     if not found:
         raise ConfigurationError(
             "shard_gradients=True, but no lockstep.DistributedDataParallel averages these parameters' gradients.\n"
