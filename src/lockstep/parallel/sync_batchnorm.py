@@ -220,8 +220,8 @@ class StatisticsExchange:
 
 def contiguous_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Return ``tensor`` in a memory format that kernels are fast with: that of ``like``, if it is one."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.dim())
-    is_last = last is not None and not like.is_contiguous() and like.is_contiguous(memory_format=last)
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.dim(), torch.contiguous_format)
+    is_last = not like.is_contiguous() and like.is_contiguous(memory_format=last)
     return tensor.contiguous(memory_format=last if is_last else torch.contiguous_format)
 
 

@@ -370,6 +370,7 @@ class ShardOptimizer:
         options: Sequence[Mapping[str, Any]],
     ) -> None:
         self._factory = factory
+        self._segments: list[Segment] = []
         self._shards = [buffer.shard_of(rank) for buffer in buffers]
         self._parameters = {
             whole.parameter: parameter
@@ -397,7 +398,7 @@ class ShardOptimizer:
             # A parameter without a gradient must not be touched, not by weight decay or momentum either, and its number
             # of steps (Adam's bias correction) must stand still. So a segment of which only some parameters have one is
             # split for good, and its state with it. Nothing is saved and put back, and the result is exact.
-            segments = []
+            segments: list[Segment] = []
             for segment in self._segments:
                 runs = [list(run) for _, run in groupby(segment.ranges, key=lambda each: present[each.parameter])]
                 segments += [segment] if len(runs) == 1 else self._split(segment, runs)
@@ -446,7 +447,7 @@ class ShardOptimizer:
 
     def _install(self, options: Sequence[Mapping[str, Any]], key: Callable[[ShardRange], object]) -> None:
         """Make segments of neighbours with the same ``key``, and an optimizer for them."""
-        self._segments: list[Segment] = []
+        self._segments = []
         for buffer, offset, ranges in self._chunks:
             alike = key if self._factory.elementwise else None  # None: each range, a whole parameter, by itself
             runs = [list(run) for _, run in groupby(ranges, key=alike)]
