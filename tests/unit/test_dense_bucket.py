@@ -38,7 +38,7 @@ def test_every_gradient_is_divided_once_and_becomes_a_view(shapes, divisor):
         assert parameter.grad.is_set_to(view)
         assert torch.equal(view, gradient)
     assert bucket.payload[-len(shapes) - 3 :].tolist() == [1.0] * len(shapes) + MESSAGE
-    assert bucket.missing == []
+    assert bucket.missing == {}
 
 
 def test_gradients_that_are_in_the_bucket_already_are_divided_as_those_that_come_in():

@@ -5,20 +5,24 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from operator import methodcaller
 
 import torch
 from torch import Tensor
 
 
-def view_like(piece: Tensor, parameter: Tensor) -> Tensor:
-    """Return the flat ``piece`` in the shape of ``parameter``; dense strides such as channels_last are kept.
+def _order_in_memory(parameter: Tensor) -> list[int] | None:
+    """Return the dimensions from the largest stride to the smallest; None if it overlaps itself or has gaps."""
+    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    return order if parameter.permute(order).is_contiguous() else None
 
-    autograd accumulates fastest, and without a warning, into gradients with the strides of their parameter.
-    """
-    by_stride = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
-    if parameter.permute(by_stride).is_contiguous():
-        return piece.as_strided(parameter.shape, parameter.stride())
-    return piece.view(parameter.shape)  # it overlaps itself or has gaps
+
+def view_like(piece: Tensor, parameter: Tensor) -> Tensor:
+    """Return the flat ``piece`` in the shape of ``parameter``; dense strides such as channels_last are kept."""
+    if _order_in_memory(parameter) is None:
+        return piece.view(parameter.shape)
+    # autograd accumulates fastest, and without a warning, into gradients with the strides of their parameter.
+    return piece.as_strided(parameter.shape, parameter.stride())
 
 
 def flatten_like(value: Tensor, parameter: Tensor) -> Tensor:
@@ -26,15 +30,12 @@ def flatten_like(value: Tensor, parameter: Tensor) -> Tensor:
 
     The inverse of `view_like`. A view where ``value`` has the strides of the parameter.
     """
-    by_stride = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
-    if parameter.permute(by_stride).is_contiguous():
-        return value.permute(by_stride).reshape(-1)
-    return value.reshape(-1)
+    order = _order_in_memory(parameter)
+    return value.reshape(-1) if order is None else value.permute(order).reshape(-1)
 
 
 _ROW = 4096
-_SHORT = 2**15
-"""Up to here torch uses one thread."""
+_SHORT = 2**15  # up to here torch uses one thread
 
 
 def flat_norm(flat: Tensor, norm_type: float = 2.0) -> Tensor:
@@ -63,11 +64,9 @@ def flat_norm(flat: Tensor, norm_type: float = 2.0) -> Tensor:
 
 
 def total(flat: Tensor) -> Tensor:
-    """Return the sum of a tensor, a 0-dimensional one: NaN or infinite if an element is. Does not block.
-
-    One pass at the speed of memory, also on CPUs, where torch takes 25 times as long for the largest element. Elements
-    that are all finite can overflow it only if they are about to overflow themselves.
-    """
+    """Return the sum of a tensor, a 0-dimensional one: NaN or infinite if an element is. Does not block."""
+    # One pass at the speed of memory, also on CPUs, where torch takes 25 times as long for the largest element.
+    # Elements that are all finite can overflow it only if they are about to overflow themselves.
     return flat.sum(dtype=torch.float32 if flat.dtype in (torch.float16, torch.bfloat16) else None)
 
 
@@ -75,8 +74,8 @@ def combine_norms(norms: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """Return the norm of tensors whose norms are given, on the device of the first; zero if there are none."""
     if not norms:
         return torch.tensor(0.0)
-    first = norms[0].device
-    combined: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]), norm_type)
+    on_first = map(methodcaller("to", norms[0].device), norms)
+    combined: Tensor = torch.linalg.vector_norm(torch.stack(list(on_first)), norm_type)
     return combined
 
 
@@ -100,7 +99,7 @@ def flatten(tensor: Tensor) -> Tensor:
 
 def multiply_(grads: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply all gradients in place by a 0-dimensional tensor; not at all by one that is known to be 1."""
-    if factor.device.type == "cpu" and factor.item() == 1:
+    if factor.device.type == "cpu" and factor.item() == 1:  # on CUDA to ask would make the host wait
         return
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for grad in grads:
@@ -115,9 +114,9 @@ def multiply_(grads: Iterable[Tensor], factor: Tensor) -> None:
 def are_finite(grads: Iterable[Tensor], norm: Tensor) -> bool:
     """Return whether each element of ``grads`` is finite, whose norm (times something finite) is ``norm``.
 
-    A finite norm proves it. Where it is not finite, the elements decide, since the sum of their squares may overflow on
-    one machine and just not on another. So all ranks with the same gradients say the same. Blocks on CUDA.
+    Blocks on CUDA. All ranks with the same gradients return the same.
     """
     if math.isfinite(float(norm)):
         return True
+    # The sum of squares may overflow on one machine and just not on another: the elements decide.
     return all(bool(torch.isfinite(grad.coalesce().values() if grad.is_sparse else grad).all()) for grad in grads)

@@ -9,6 +9,7 @@ import time
 import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, final
 
 import torch
@@ -37,8 +38,7 @@ def mark_on(device: torch.device) -> Mark:
 class BucketStamps:
     """Takes the moments of each step, for whoever records the run.
 
-    How long the step waited for communication is taken in each step, single buckets only in steps that are looked at
-    closely.
+    How long the step waited for communication is taken in each step, single buckets only in steps with a timeline.
 
     Args:
         device: Where the model is.
@@ -49,12 +49,10 @@ class BucketStamps:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self.closely = False
         self.last: Reduction | None = None
-        self._now, self._is_over = Reduction(), False
-        self._own_work_end: Mark | None = None
-        self._wait_from_s = self._exposed_s = self._waited_before_s = 0.0
+        self._device = device
+        self._begin()
 
     def take(self) -> Reduction | None:
         """Return the step that ended last, once."""
@@ -64,7 +62,7 @@ class BucketStamps:
     def on_event(self, kind: Event, bucket: Bucket | None) -> None:
         """Take note of an event of the reducer."""
         if kind is Event.BACKWARD:
-            self._begin()
+            self._begin()  # also behind a backward that failed
         elif kind is Event.BACKWARD_END:
             self._is_over = True
         elif kind is Event.WAIT and self._is_over:
@@ -74,21 +72,21 @@ class BucketStamps:
         elif kind is Event.WAIT_END and self._is_over:
             self._exposed_s += time.perf_counter() - self._wait_from_s
         elif kind is Event.CLOSED:
-            self._end()
+            step = self._now
+            if self._own_work_end is not None:
+                step.waited = self._own_work_end, mark_on(self._device)
+                activity.now.waited_s = self._waited_before_s  # what was waited since is in `waited`
+            # On CUDA the host does not wait, but the stream, which is what `waited` measures.
+            step.exposed_s = None if self._device.type == "cuda" else self._exposed_s
+            self.last = step
+            self._begin()
         elif self.closely and bucket is not None:
             self._stamp(kind, bucket)
 
     def _begin(self) -> None:
         self._now, self._is_over = Reduction(), False
-        self._own_work_end, self._exposed_s = None, 0.0
-
-    def _end(self) -> None:
-        if self._own_work_end is not None:
-            self._now.waited = self._own_work_end, mark_on(self._device)
-            activity.now.waited_s = self._waited_before_s  # what was waited since is in `waited`
-        self._now.exposed_s = None if self._device.type == "cuda" else self._exposed_s
-        self.last = self._now
-        self._begin()
+        self._own_work_end: Mark | None = None
+        self._wait_from_s = self._exposed_s = self._waited_before_s = 0.0
 
     def _stamp(self, kind: Event, bucket: Bucket) -> None:
         if kind is Event.READY:
@@ -127,16 +125,6 @@ class BucketRanges:
             self._open.close()
 
 
-@dataclass
-class _Step:
-    """The moments of one step, and what this rank had waited in other collectives by then."""
-
-    before: Mark
-    waited_s: list[float]
-    optimizer: list[tuple[Mark, Mark]]
-    moments: list[Mark] = field(default_factory=list)
-
-
 @final
 class PaceClock:
     """Measures what each step of this rank takes by phase, so that ranks can be compared; see telemetry/stragglers.py.
@@ -153,123 +141,109 @@ class PaceClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._number = 0
-        self._last_end: Mark | None = None
-        self._step: _Step | None = None
+        self._step: _Step | None = None  # the one that is measured, from the end of the one before
         self._steps: list[_Step] = []
         self._ready: tuple[Mark, float] | None = None
 
     def on_event(self, kind: Event, bucket: Bucket | None) -> None:
         """Take note of an event of the reducer."""
+        step = self._step
         if kind is Event.FORWARD:
-            self._begin()
-        elif kind is Event.BACKWARD:
-            if self._step is not None and len(self._step.moments) == 1:
-                self._note()
+            self._ready = None
+            if step is not None and not step.moments and self._publishes():
+                step.note(self._device)
+            elif step is not None and len(step.moments) > 1:
+                self._step = None  # its backward failed; with one moment this is another forward before a backward
+        elif kind is Event.BACKWARD and step is not None and len(step.moments) == 1:
+            step.note(self._device)
         elif kind is Event.BACKWARD_END:
-            if self._step is not None:
-                self._note()
+            if step is not None:
+                step.note(self._device)
             if activity.callbacks.waits is not None and not is_capturing(self._device):
                 self._ready = mark_on(self._device), activity.now.waited_s
         elif kind is Event.CLOSED:
-            self._end()
+            self._close()
 
-    def _begin(self) -> None:
-        self._ready = None
-        if self._step is not None and len(self._step.moments) == 1:
-            return  # one of several forwards before a backward
-        self._step = None
-        if self._last_end is None or not self._publishes():
-            return
-        self._step = _Step(self._last_end, [], _optimizer_clock.take())
-        self._note()
+    def on_optimizer(self, *, is_over: bool) -> None:
+        """Take note that an optimizer of this process begins a step, or has ended it."""
+        if self._step is not None and not self._step.moments:
+            self._step.optimizer.append((is_over, mark_on(self._device)))
 
-    def _end(self) -> None:
+    def _close(self) -> None:
         if self._ready is not None and activity.callbacks.waits is not None:
             mark, waited_s = self._ready
             activity.callbacks.waits.append((mark, mark_on(self._device)))
             activity.now.waited_s = waited_s  # what was waited since is in `waits` already
         if not self._publishes():
             return
-        if self._step is not None:
-            self._note()
-            if len(self._step.moments) == 4:
-                self._steps.append(self._step)
-            self._step = None
+        step, self._step = self._step, None
+        if step is not None:
+            step.note(self._device)
+            if len(step.moments) == 4:
+                self._steps.append(step)
         if ends_window(self._number):
             self._publish()
         self._number += 1
-        self._last_end = None
         if is_looked_at(self._number) and not is_capturing(self._device):
-            self._last_end = mark_on(self._device)
-            _optimizer_clock.watch(self._device)
+            self._step = _Step(mark_on(self._device))
 
     def _publishes(self) -> bool:
         """Return whether the launcher asks for this rank's pace, and this is the first wrapper in it that trains."""
         global _publisher
         if not activity.callbacks.wants_pace or activity.callbacks.waits is not None:
             return False
+        if _publisher is None:
+            register_optimizer_step_pre_hook(lambda *_: _note_optimizer(is_over=False))
+            register_optimizer_step_post_hook(lambda *_: _note_optimizer(is_over=True))
         if _publisher is None or _publisher() is None:
             _publisher = weakref.ref(self)
         return _publisher() is self
 
-    def _note(self) -> None:
-        assert self._step is not None
-        self._step.moments.append(mark_on(self._device))
-        self._step.waited_s.append(activity.now.waited_s)
-
     def _publish(self) -> None:
-        """Write the pace of the steps that were looked at. Blocks on CUDA until the last of them is over."""
+        """Write the pace of the steps that were measured. Blocks on CUDA until the last of them is over."""
         steps, self._steps = self._steps, []
         if len(steps) < 2:
             return
         last = steps[-1].moments[-1]
         if isinstance(last, torch.cuda.Event):
             last.synchronize()
-        activity.now.pace = note_of(self._number, pace_of([_times_of(step) for step in steps]))
+        activity.now.pace = note_of(self._number, pace_of([step.times() for step in steps]))
 
 
-class _OptimizerClock:
-    """Takes when optimizers step, between two steps of the wrapper that publishes the pace."""
-
-    def __init__(self) -> None:
-        self._device: torch.device | None = None
-        self._began: Mark | None = None
-        self._spans: list[tuple[Mark, Mark]] = []
-        self._is_hooked = False
-
-    def watch(self, device: torch.device) -> None:
-        """Take them from now on, until `take`."""
-        self._device, self._spans = device, []
-        if not self._is_hooked:
-            self._is_hooked = True
-            register_optimizer_step_pre_hook(self._begin)
-            register_optimizer_step_post_hook(self._end)
-
-    def take(self) -> list[tuple[Mark, Mark]]:
-        """Return when they began and ended."""
-        self._device = None
-        return self._spans
-
-    def _begin(self, *_: Any) -> None:
-        self._began = None if self._device is None else mark_on(self._device)
-
-    def _end(self, *_: Any) -> None:
-        if self._began is not None and self._device is not None:
-            self._spans.append((self._began, mark_on(self._device)))
-
-
-_optimizer_clock = _OptimizerClock()
 _publisher: weakref.ref[PaceClock] | None = None
 
 
-def _times_of(step: _Step) -> StepTimes:
-    forward, backward, ready, end = step.moments
-    optimizer_s = sum(seconds_between(*span) for span in step.optimizer)
-    in_forward_s, in_backward_s = (step.waited_s[i + 1] - step.waited_s[i] for i in range(2))
-    return StepTimes(
-        loader=seconds_between(step.before, forward) - optimizer_s,
-        forward=seconds_between(forward, backward) - in_forward_s,
-        backward=seconds_between(backward, ready) - in_backward_s,
-        optimizer=optimizer_s,
-        waits=seconds_between(ready, end) + in_forward_s + in_backward_s,
-    )
+def _note_optimizer(*, is_over: bool) -> None:
+    clock = None if _publisher is None else _publisher()
+    if clock is not None:
+        clock.on_optimizer(is_over=is_over)
+
+
+@dataclass
+class _Step:
+    """The moments of one step: the end of the one before; forward, backward, own work done, end; and optimizers."""
+
+    before: Mark
+    moments: list[Mark] = field(default_factory=list)
+    waited_s: list[float] = field(default_factory=list)
+    optimizer: list[tuple[bool, Mark]] = field(default_factory=list)
+
+    def note(self, device: torch.device) -> None:
+        """Add a moment, and what this rank had waited in other collectives by then."""
+        self.moments.append(mark_on(device))
+        self.waited_s.append(activity.now.waited_s)
+
+    def times(self) -> StepTimes:
+        """Return what the step took, once all its moments have come."""
+        forward, backward, ready, end = self.moments
+        # A step that raised has a beginning without an end.
+        spans = [(begin, end) for (over, begin), (ends, end) in pairwise(self.optimizer) if ends and not over]
+        optimizer_s = sum(seconds_between(*span) for span in spans)
+        in_forward_s, in_backward_s = (self.waited_s[i + 1] - self.waited_s[i] for i in range(2))
+        return StepTimes(
+            loader=seconds_between(self.before, forward) - optimizer_s,
+            forward=seconds_between(forward, backward) - in_forward_s,
+            backward=seconds_between(backward, ready) - in_backward_s,
+            optimizer=optimizer_s,
+            waits=seconds_between(ready, end) + in_forward_s + in_backward_s,
+        )

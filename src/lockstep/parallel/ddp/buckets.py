@@ -17,39 +17,30 @@ from __future__ import annotations
 
 import operator
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import repeat
-from typing import Any, cast, final
+from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor
 from torch.futures import Future
-from typing_extensions import override
 
-from lockstep.comm.collectives import Group, empty_buffer
+from lockstep.comm.collectives import Group, all_gather_object, empty_buffer
 from lockstep.errors import LockstepError
-from lockstep.parallel.ddp.bucket_plan import BucketSpec, ParameterSpec, agree_on_order, plan_buckets
+from lockstep.parallel.ddp.bucket_plan import BucketSpec, ParameterSpec, merge_arrivals, plan_buckets
 from lockstep.parallel.flat import view_like
 
+# Gradients of this size are divided while they are copied; smaller ones all in one go, which takes fewer calls.
 _LARGE_NUMEL = 2**15
-"""Gradients of this size are divided while they are copied; smaller ones all in one go, which takes fewer calls."""
 
+# Of a view that nobody else holds, as sys.getrefcount counts them where it is called the same way.
 _OWN_REFERENCES = max(map(sys.getrefcount, map([object()].__getitem__, range(1))))
-"""Of a view that nobody else holds, as sys.getrefcount counts them where it is called the same way."""
+
+_grad_of = operator.attrgetter("grad")
 
 
-@dataclass(frozen=True)
-class MissingGradient:
-    """A parameter that received no gradient on this rank: its place in the bucket and the gradient it had before."""
-
-    place: int
-    previous: Tensor | None
-
-
-@dataclass(frozen=True)
-class GradientScale:
+class GradientScale(NamedTuple):
     """What a rank's gradients count in the sum over the ranks.
 
     Attributes:
@@ -63,73 +54,36 @@ class GradientScale:
     message: Sequence[float] | None = None
 
 
-class Bucket(ABC):
-    """The gradients of ``spec.parameters`` on their way through one collective.
+class _Members:
+    """What dense and sparse buckets have in common: the parameters whose gradients go through one collective.
 
     Attributes:
         gradients: The gradients alone, as communication hooks see them.
         payload: What the collective sums: the gradients and what travels with them.
         weight_message: The end of the tail, see [Note: weight messages] in weighting.py; None if there is no tail.
         position, is_last: Its place among the buckets of the model, which is the order in which they are launched.
-        missing: What this rank lacks, from `gather` to `settle`.
+        missing: By place, from `gather` to `settle`: the parameters that received no gradient on this rank, and the
+            gradient that they had before.
         future: Of the reduction, once it is launched; done when the bucket is reduced.
         sent_dtype: In what the tail travels; that of the gradients unless they are compressed.
     """
 
     gradients: Tensor
     payload: Tensor
-    weight_message: Tensor | None
+    weight_message: Tensor | None = None
 
     def __init__(self, spec: BucketSpec, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
         self.spec = spec
         self.parameters = [parameters[index] for index in spec.parameters]
         self.names = [names[index] for index in spec.parameters]
         self.position, self.is_last = 0, False
-        self.missing: list[MissingGradient] = []
+        self.missing: dict[int, Tensor | None] = {}
         self.future: Future[Any] | None = None
         self.sent_dtype = spec.dtype
 
-    @property
-    @abstractmethod
-    def holds_all(self) -> bool:
-        """Whether `gradients` is what all its parameters have as their gradients."""
-
-    @abstractmethod
-    def gradient_views(self) -> list[Tensor]:
-        """Return the gradients one by one, by place."""
-
-    @abstractmethod
-    def replace_gradients(self, value: Tensor) -> None:
-        """Take what a communication hook has made of `gradients`."""
-
-    @abstractmethod
-    def gather(self, used: Sequence[int], scale: GradientScale) -> None:
-        """Bring this rank's gradients in.
-
-        Args:
-            used: At place k, whether that parameter received a gradient since the last step.
-            scale: What they are multiplied by.
-        """
-
-    @abstractmethod
-    def scale(self, factor: float) -> None:
-        """Multiply the reduced gradients by ``factor``; after the reduction and before `settle`."""
-
-    @abstractmethod
-    def settle(self, num_users: Sequence[int] | None) -> None:
-        """Hand the reduced gradients to the parameters.
-
-        Args:
-            num_users: On how many ranks each parameter of the model received a gradient; None: as the tail says.
-        """
-
-    @abstractmethod
-    def adopt(self) -> None:
-        """Take over the gradients that the parameters have now, from a bucket of an earlier plan."""
-
 
 @final
-class DenseBucket(Bucket):
+class DenseBucket(_Members):
     """Gradients in one flat buffer; see [Note: layout of a bucket].
 
     Args:
@@ -174,27 +128,32 @@ class DenseBucket(Bucket):
         self._num_aliases = self._count_aliases()
 
     @property
-    @override
     def holds_all(self) -> bool:
-        return not any(map(operator.is_not, [parameter.grad for parameter in self.parameters], self._views))
+        """Whether `gradients` is what all its parameters have as their gradients."""
+        return not any(map(operator.is_not, map(_grad_of, self.parameters), self._views))
 
-    @override
     def gradient_views(self) -> list[Tensor]:
+        """Return the gradients one by one, by place."""
         return list(self._slots)
 
-    @override
     def replace_gradients(self, value: Tensor) -> None:
+        """Take what a communication hook has made of `gradients`."""
         if value.data_ptr() != self.gradients.data_ptr() or value.dtype != self.gradients.dtype:
             self.gradients.copy_(value.reshape(-1)[: self.gradients.numel()])
 
-    @override
     def gather(self, used: Sequence[int], scale: GradientScale) -> None:
-        gradients = [parameter.grad for parameter in self.parameters]
+        """Bring this rank's gradients in.
+
+        Args:
+            used: At place k, whether that parameter received a gradient since the last step.
+            scale: What they are multiplied by.
+        """
+        gradients = list(map(_grad_of, self.parameters))
         is_none = map(operator.is_, gradients, repeat(None))
         if any(is_none) or not all(used) or any(map(operator.is_, gradients, self._views)):
             self._gather_some(gradients, used, scale)
         else:  # the usual case, without a Python loop over the parameters but the one that hands out the views
-            self.missing = []
+            self.missing = {}
             if self._keep_held_gradients and self._is_held(range(len(self._views))):
                 self._renew()
             self._copy_in(cast("list[Tensor]", gradients), scale.factor)
@@ -204,11 +163,11 @@ class DenseBucket(Bucket):
 
     def _gather_some(self, gradients: Sequence[Tensor | None], used: Sequence[int], scale: GradientScale) -> None:
         """Gather where gradients are missing or in the bucket already."""
-        self.missing = [
-            MissingGradient(place, None if gradient is None else gradient.clone())
+        self.missing = {
+            place: None if gradient is None else gradient.clone()
             for place, gradient in enumerate(gradients)
             if gradient is None or not used[place]
-        ]
+        }
         # Slots that will be overwritten, though the parameter does not have them as its gradient now. One without any
         # gradient is overwritten, too: by zeros, and by what other ranks send.
         outside = [place for place, gradient in enumerate(gradients) if gradient is not self._views[place]]
@@ -219,12 +178,11 @@ class DenseBucket(Bucket):
         for place in outside:
             if gradients[place] is not None:
                 self.parameters[place].grad = self._views[place]
-        for missing in self.missing:
-            slot = self._slots[missing.place]
-            if missing.previous is None:
-                slot.zero_()
+        for place, previous in self.missing.items():
+            if previous is None:
+                self._slots[place].zero_()
             elif scale.unused_factor != scale.factor:
-                torch.mul(missing.previous, scale.unused_factor, out=slot)
+                torch.mul(previous, scale.unused_factor, out=self._slots[place])
 
     @torch.no_grad()  # backward with create_graph=True records what we do
     def _copy_in(self, gradients: list[Tensor], factor: float) -> None:
@@ -237,26 +195,23 @@ class DenseBucket(Bucket):
             if small:
                 torch._foreach_copy_(self._small_slots if large else slots, small)
         except RuntimeError as error:
-            self._explain_sparse(gradients, error)
+            for name, gradient in zip(self.names, gradients, strict=True):
+                if gradient.layout is not torch.strided:
+                    raise LockstepError(
+                        f"Parameter {name} received a sparse gradient, which was not expected.\n"
+                        "Only nn.Embedding and nn.EmbeddingBag with sparse=True may produce sparse gradients."
+                    ) from error
             raise
         if factor != 1 and not large:
             self.gradients.mul_(factor)
         elif small and factor != 1:
             torch._foreach_mul_(self._small_slots, factor)
 
-    def _explain_sparse(self, gradients: Sequence[Tensor], error: RuntimeError) -> None:
-        for name, gradient in zip(self.names, gradients, strict=True):
-            if gradient.layout is not torch.strided:
-                raise LockstepError(
-                    f"Parameter {name} received a sparse gradient, which was not expected.\n"
-                    "Only nn.Embedding and nn.EmbeddingBag with sparse=True may produce sparse gradients."
-                ) from error
-
     @torch.no_grad()
     def _fill_tail(self, scale: GradientScale) -> None:
         self._tail.copy_(self._usual_tail)
-        for missing in self.missing:
-            self._tail[missing.place] = 0
+        for place in self.missing:
+            self._tail[place] = 0
         if scale.message is not None:
             message = torch.tensor(scale.message, dtype=torch.float64).to(self.spec.dtype)
             # Does not block, but reads pageable memory before it returns.
@@ -269,8 +224,7 @@ class DenseBucket(Bucket):
         return max(map(sys.getrefcount, map(self._views.__getitem__, places))) > _OWN_REFERENCES
 
     def _count_aliases(self) -> int:
-        storage = self.payload.untyped_storage()
-        return int(torch._C._storage_Use_Count(storage._cdata))
+        return int(torch._C._storage_Use_Count(self.payload.untyped_storage()._cdata))
 
     def _renew(self) -> None:
         old_views = self._views
@@ -280,27 +234,31 @@ class DenseBucket(Bucket):
                 new.copy_(old)
                 parameter.grad = new
 
-    @override
     @torch.no_grad()
     def scale(self, factor: float) -> None:
+        """Multiply the reduced gradients by ``factor``; after the reduction and before `settle`."""
         self.gradients.mul_(factor)
 
-    @override
     def settle(self, num_users: Sequence[int] | None) -> None:
-        if not self.missing:
+        """Hand the reduced gradients to the parameters that lack one; the others have theirs since `gather`.
+
+        Args:
+            num_users: On how many ranks each parameter of the model received a gradient; None: as the tail says.
+        """
+        if not self.missing:  # so only a rank that lacks a gradient reads the tail
             return
         counts = self._tail.real.tolist() if num_users is None else [num_users[each] for each in self.spec.parameters]
-        for missing in self.missing:
-            parameter, view = self.parameters[missing.place], self._views[missing.place]
-            if round(counts[missing.place]):
-                parameter.grad = view
-            elif missing.previous is None:
-                parameter.grad = None
+        for place, previous in self.missing.items():
+            view = self._views[place]
+            if round(counts[place]):
+                self.parameters[place].grad = view
+            elif previous is None:
+                self.parameters[place].grad = None
             else:
-                view.copy_(missing.previous)
+                view.copy_(previous)
 
-    @override
     def adopt(self) -> None:
+        """Take over the gradients that the parameters have now, from a bucket of an earlier plan."""
         for parameter, view in zip(self.parameters, self._views, strict=True):
             if parameter.grad is not None:
                 view.copy_(parameter.grad)
@@ -314,60 +272,57 @@ def cut_views(flat: Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[Te
 
 
 @final
-class SparseBucket(Bucket):
+class SparseBucket(_Members):
     """The gradient of one embedding with ``sparse=True``; it has no fixed size and so neither buffer nor tail."""
+
+    holds_all = False
 
     def __init__(self, spec: BucketSpec, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
         super().__init__(spec, parameters, names)
-        self.weight_message = None
+        (self._parameter,) = self.parameters
         self.replace_gradients(self._empty())
 
     def _empty(self) -> Tensor:
-        shape = self.parameters[0].shape
+        shape = self._parameter.shape
         make = torch.ops.aten._sparse_coo_tensor_with_dims  # public constructors warn about invariants in torch 2.11
-        empty: Tensor = make(
-            1, len(shape) - 1, shape, dtype=self.spec.dtype, layout=torch.sparse_coo, device=self.spec.device
-        )
-        return empty
+        where = {"dtype": self.spec.dtype, "layout": torch.sparse_coo, "device": self.spec.device}
+        return cast("Tensor", make(1, len(shape) - 1, shape, **where))
 
-    @property
-    @override
-    def holds_all(self) -> bool:
-        return False
-
-    @override
     def gradient_views(self) -> list[Tensor]:
+        """Return the one gradient."""
         return [self.gradients]
 
-    @override
     def replace_gradients(self, value: Tensor) -> None:
+        """Take what a communication hook has made of `gradients`."""
         self.gradients = self.payload = value
 
-    @override
     def gather(self, used: Sequence[int], scale: GradientScale) -> None:
-        gradient = self.parameters[0].grad
+        """Take this rank's gradient, coalesced and multiplied."""
+        gradient = self._parameter.grad
+        self.missing = {} if gradient is not None and used[0] else {0: gradient}
         if gradient is None:
             self.replace_gradients(self._empty())
-        else:
-            factor = scale.factor if used[0] else scale.unused_factor
-            sparse = gradient if gradient.is_sparse else gradient.to_sparse(1)
-            self.replace_gradients(sparse.detach().coalesce() * factor)
-        self.missing = [] if gradient is not None and used[0] else [MissingGradient(0, gradient)]
+            return
+        factor = scale.factor if used[0] else scale.unused_factor
+        sparse = gradient if gradient.is_sparse else gradient.to_sparse(1)
+        self.replace_gradients(sparse.detach().coalesce() * factor)
 
-    @override
     def scale(self, factor: float) -> None:
+        """Multiply the reduced gradient by ``factor``."""
         self.replace_gradients(self.gradients * factor)
 
-    @override
     def settle(self, num_users: Sequence[int] | None) -> None:
+        """Hand the reduced gradient to the parameter, unless no rank had one."""
         reduced = self.gradients.coalesce()
         self.replace_gradients(self._empty())
         if not self.missing or reduced._nnz() > 0:
-            self.parameters[0].grad = reduced
+            self._parameter.grad = reduced
 
-    @override
     def adopt(self) -> None:
         """Do nothing: the parameter's gradient is a tensor of its own."""
+
+
+Bucket = DenseBucket | SparseBucket
 
 
 class BucketSet:
@@ -382,6 +337,7 @@ class BucketSet:
 
     Attributes:
         parameters, names: By index, which is how a bucket names them.
+        device: One whose tensors the ranks can exchange.
         buckets: In the order in which they are launched, the same on every rank. A new list when they are rebuilt.
         position_of: By parameter, the position of its bucket.
         on_rebuilt: What to call with new buckets when the ranks have made them, all ranks in the same order.
@@ -402,20 +358,16 @@ class BucketSet:
         self.is_rebuilt = self.is_uneven = False
         self.on_rebuilt: list[Callable[[Sequence[Bucket]], None]] = []
         self._caps_bytes = tuple(caps_bytes)
-        self._keep_held_gradients = keep_held_gradients
-        self._message = tuple(message)
+        self._dense_options: dict[str, Any] = {"keep_held_gradients": keep_held_gradients, "message": tuple(message)}
         self._specs = [
             ParameterSpec(parameter.numel(), parameter.dtype, parameter.device, sparse=parameter in sparse)
             for parameter in self.parameters
         ]
+        # A copy of a model that was frozen since has none.
+        self.device = self._specs[0].device if self._specs else torch.device("cpu")
         self._default_order = tuple(reversed(range(len(self.parameters))))
         # Not yet with the group: a copy of the model may be made on one rank alone.
         self._install(self._default_order, None)
-
-    @property
-    def device(self) -> torch.device:
-        """A device whose tensors the ranks can exchange."""
-        return self._specs[0].device if self._specs else torch.device("cpu")  # a copy of a model that was frozen since
 
     def rebuild(self, ready_order: Sequence[int], *, group: Group) -> None:
         """Build the buckets anew from what the first step showed. Collective: every rank. Blocks until complete.
@@ -424,7 +376,8 @@ class BucketSet:
             ready_order: Indices of the parameters as their gradients arrived on this rank; empty if it had no data.
             group: The ranks that take part.
         """
-        agreed = agree_on_order(ready_order, self._default_order, group=group, device=self.device)
+        arrivals = all_gather_object(list(ready_order), group=group, device=self.device)
+        agreed = merge_arrivals(arrivals, self._default_order)
         self._specs = [replace(spec, deferred=index in agreed.repeated) for index, spec in enumerate(self._specs)]
         self._install(agreed.order, group)
         for bucket in self.buckets:
@@ -445,19 +398,11 @@ class BucketSet:
                 self.position_of[index] = bucket.position
 
     def _make(self, specs: Sequence[BucketSpec], group: Group | None) -> list[Bucket]:
-        buckets: list[Bucket] = [
-            SparseBucket(spec, self.parameters, self.names)
-            if spec.sparse
-            else DenseBucket(
-                spec,
-                self.parameters,
-                self.names,
-                keep_held_gradients=self._keep_held_gradients,
-                message=self._message,
-                group=group,
-            )
-            for spec in specs
-        ]
-        for position, bucket in enumerate(buckets):
-            bucket.position, bucket.is_last = position, position == len(buckets) - 1
+        buckets: list[Bucket] = []
+        for spec in specs:
+            if spec.sparse:
+                buckets.append(SparseBucket(spec, self.parameters, self.names))
+            else:
+                buckets.append(DenseBucket(spec, self.parameters, self.names, group=group, **self._dense_options))
+            buckets[-1].position, buckets[-1].is_last = len(buckets) - 1, len(buckets) == len(specs)
         return buckets

@@ -72,7 +72,7 @@ class BucketReduction(ABC):
             message: This rank's weight message.
             device: Where tensors lie that this group can send.
         """
-        raise NotImplementedError("the buckets' tails say it")
+        raise NotImplementedError
 
 
 @final
@@ -103,9 +103,14 @@ class AllReduceMean(BucketReduction):
 
 # --- compression ------------------------------------------------------------------------------------------------------
 
-CompressionName = Literal["bf16", "fp16"]
-WireDtype = torch.dtype | CompressionName | None
-_NAMES: dict[CompressionName, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+WireDtype = torch.dtype | Literal["bf16", "fp16"] | None
+_WIRE_DTYPES: dict[WireDtype, torch.dtype | None] = {
+    None: None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    torch.bfloat16: torch.bfloat16,
+    torch.float16: torch.float16,
+}
 
 
 def compression_dtype(value: WireDtype) -> torch.dtype | None:
@@ -114,15 +119,12 @@ def compression_dtype(value: WireDtype) -> torch.dtype | None:
     Raises:
         ConfigurationError: It is none of those that can be.
     """
-    for name, dtype in _NAMES.items():
-        if value in (name, dtype):
-            return dtype
-    if value is None:
-        return None
-    raise ConfigurationError(
-        f"wire_dtype={value!r} is not allowed.\n"
-        "Give torch.bfloat16 or torch.float16 ('bf16', 'fp16'), or None to send gradients as they are."
-    )
+    if value not in _WIRE_DTYPES:
+        raise ConfigurationError(
+            f"wire_dtype={value!r} is not allowed.\n"
+            "Give torch.bfloat16 or torch.float16 ('bf16', 'fp16'), or None to send gradients as they are."
+        )
+    return _WIRE_DTYPES[value]
 
 
 @final
@@ -144,29 +146,25 @@ class CompressedAllReduce(BucketReduction):
     def _allocate(self, buckets: Sequence[Bucket]) -> None:
         """Give buckets that all ranks make now a buffer where all can see it. Collective: every rank."""
         for bucket in filter(_is_compressible, buckets):
-            payload = bucket.payload
-            self._buffers[bucket] = empty_buffer(
-                payload.numel(), dtype=self._dtype, device=payload.device, group=self._group
-            )
+            size, device = bucket.payload.numel(), bucket.payload.device
+            self._buffers[bucket] = empty_buffer(size, dtype=self._dtype, device=device, group=self._group)
 
     @override
+    @torch.no_grad()
     def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
         if not _is_compressible(bucket):
             return all_reduce_async(bucket.payload, group=self._group)
-        buffer = self._buffers.get(bucket)
-        if buffer is None:  # a bucket of the first step, or one that this rank made alone
-            buffer = self._buffers[bucket] = torch.empty_like(bucket.payload, dtype=self._dtype)
+        if bucket not in self._buffers:  # a bucket of the first step, or one that this rank made alone
+            self._buffers[bucket] = torch.empty_like(bucket.payload, dtype=self._dtype)
         bucket.sent_dtype = self._dtype
-        with torch.no_grad():
-            buffer.copy_(bucket.payload)
-        return all_reduce_async(buffer, group=self._group)
+        return all_reduce_async(self._buffers[bucket].copy_(bucket.payload), group=self._group)
 
     @override
+    @torch.no_grad()
     def finish(self, bucket: Bucket, future: Future[Any]) -> None:
         future.wait()
         if _is_compressible(bucket):
-            with torch.no_grad():
-                bucket.payload.copy_(self._buffers[bucket])
+            bucket.payload.copy_(self._buffers[bucket])
 
 
 def _is_compressible(bucket: Bucket) -> bool:
