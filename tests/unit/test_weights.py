@@ -8,7 +8,7 @@ from torch import nn
 
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.buckets import GradientScale
-from lockstep.parallel.ddp.weighting import NO_WEIGHTS, WeightMessage, Weights
+from lockstep.parallel.ddp.weighting import Weights
 
 CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ def test_without_weights_gradients_are_divided_by_the_divisor_or_left_to_the_hoo
     each = Weights(Group(), CPU)
     assert each.scale([0], [1], 3.0) == GradientScale(1 / 3, 1 / 3)
     assert each.scale([0], [1], None) == GradientScale(1.0, 1.0)
-    assert each.message() == NO_WEIGHTS == WeightMessage(is_missing=True)
+    assert each.message() == [0.0, 0.0, 2.0]  # rank 1 gave none
 
 
 def test_gradients_leave_with_the_latest_weight_over_the_typical_one():
@@ -66,7 +66,7 @@ def test_weights_that_sum_to_zero_change_nothing():
     each, _ = weighed(0.0)
     assert correction(each, bucket(8.0)) == 0.5
     assert correction(each, bucket(0.0)) == 1.0
-    assert each.message() == WeightMessage(0.0, is_weighed=True)
+    assert each.message() == [0.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -74,7 +74,7 @@ def test_narrow_dtypes_tell_that_there_are_weights_but_not_which(dtype):
     each, _ = weighed(2.0)
     with mock.patch.object(each, "_exchange", return_value=[8.0, 3.0, 0.0]) as exchange:
         assert correction(each, bucket(9.0, dtype)) == 0.5
-        exchange.assert_called_once_with(WeightMessage(2.0, is_weighed=True))
+        exchange.assert_called_once_with([2.0, 1.0, 0.0])
         assert correction(each, bucket(0.0, dtype)) == 1.0
         with pytest.raises(ConfigurationError, match="rank 0 ran a backward without one"):
             correction(each, bucket(8.0, dtype, missing=1.0))

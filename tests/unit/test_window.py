@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.ddp.weighting import AccumulationWindow, WeightMessage, all_zero
+from lockstep.parallel.ddp.weighting import AccumulationWindow, all_zero
 
 NUM_PARAMETERS = 3
 
@@ -52,7 +52,7 @@ def test_gradients_are_kept_in_units_of_the_latest_weight():
     script.backward(1, None, 5)
     assert script.gradients() == [4.0, 6.0, 5.0]
     assert (script.window.unit, script.window.total) == (2.0, 8.0)
-    assert script.window.message(4.0) == WeightMessage(2.0, is_weighed=True)
+    assert (script.window.is_weighed, script.window.has_unweighed) == (True, False)
 
 
 def test_equal_weights_leave_gradients_alone():
@@ -143,7 +143,7 @@ def test_a_weight_counts_once_for_all_backwards_of_its_micro_batch():
     assert script.window.total == 3.0
     script.window.on_forward()
     script.backward(1)
-    assert script.window.message(1.0) == WeightMessage(3.0, is_weighed=True, is_missing=True)
+    assert (script.window.is_weighed, script.window.has_unweighed) == (True, True)
 
 
 def test_a_weight_that_no_backward_used_can_be_withdrawn_and_replaced():
@@ -152,7 +152,7 @@ def test_a_weight_that_no_backward_used_can_be_withdrawn_and_replaced():
     assert script.window.discard_weight()
     assert not script.window.discard_weight()
     script.backward(1)
-    assert script.window.message(1.0) == WeightMessage(0.0, is_missing=True)
+    assert (script.window.is_weighed, script.window.has_unweighed) == (False, True)
     script.window.close()
     script.give(3)
     script.give(5)

@@ -340,6 +340,7 @@ class BucketSet:
         device: One whose tensors the ranks can exchange.
         buckets: In the order in which they are launched, the same on every rank. A new list when they are rebuilt.
         position_of: By parameter, the position of its bucket.
+        num_parameters: By position.
         on_rebuilt: What to call with new buckets when the ranks have made them, all ranks in the same order.
         is_rebuilt: Whether the order is the observed one.
         is_uneven: Whether ranks then observed different things.
@@ -392,6 +393,7 @@ class BucketSet:
 
     def _install(self, order: Sequence[int], group: Group | None) -> None:
         self.buckets = self._make(plan_buckets(self._specs, order, self._caps_bytes), group)
+        self.num_parameters = [len(bucket.parameters) for bucket in self.buckets]
         self.position_of = [0] * len(self.parameters)
         for bucket in self.buckets:
             for index in bucket.spec.parameters:

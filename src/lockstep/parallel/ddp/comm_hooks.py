@@ -6,7 +6,7 @@ import inspect
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
@@ -29,21 +29,12 @@ from lockstep.parallel.ddp.buckets import Bucket, BucketSet, cut_views
 CommHook = Callable[[Any, Any], Future[Any]]
 
 
-class UseCounts(NamedTuple):
-    """On how many ranks each parameter was used, and the sum of the ranks' weight messages."""
-
-    num_users: list[int]
-    messages: Tensor
-
-
 class BucketReduction(ABC):
     """Starts the reduction of buckets and takes the results in."""
 
-    divides_first: bool
-    """Whether gradients are to be divided by the number of ranks before `start`."""
-
-    counts_in_tails: bool
-    """Whether a finished bucket's tail holds the sum over the ranks; else `count_users` asks for it."""
+    sums_payloads = True
+    """Whether payloads are summed over the ranks. Then gradients are divided before `start`, and the tail of a finished
+    bucket holds the counts of all ranks. If not, the hook divides, and `count_users` asks for the counts."""
 
     leaves_whole = True
     """Whether every rank then has all of the reduced gradients, and not only a part."""
@@ -62,8 +53,10 @@ class BucketReduction(ABC):
     def finish(self, bucket: Bucket, future: Future[Any]) -> None:
         """Block until ``bucket`` holds the reduced gradients."""
 
-    def count_users(self, used: Sequence[int], message: Sequence[float], device: torch.device) -> UseCounts:
-        """Return what the buckets' tails would say, where they do not.
+    def count_users(
+        self, used: Sequence[int], message: Sequence[float], device: torch.device
+    ) -> tuple[list[int], Tensor]:
+        """Return what the buckets' tails would hold: by parameter the ranks that used it; the sum of weight messages.
 
         Collective: every rank, when all buckets of the step are finished. Blocks until complete.
 
@@ -78,9 +71,6 @@ class BucketReduction(ABC):
 @final
 class AllReduceMean(BucketReduction):
     """The mean over ranks: divided first, so that fp16 does not overflow, then summed together with the tail."""
-
-    divides_first = True
-    counts_in_tails = True
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -134,9 +124,6 @@ class CompressedAllReduce(BucketReduction):
     The tail travels in the same message. It counts ranks, exactly as far as ``dtype`` can count (256 ranks in bfloat16)
     and never to zero beyond; a sum of weights follows apart, as for a model whose parameters are that narrow.
     """
-
-    divides_first = True
-    counts_in_tails = True
 
     def __init__(self, bucket_set: BucketSet, group: Group, dtype: torch.dtype) -> None:
         self._group, self._dtype = group, dtype
@@ -217,8 +204,7 @@ class GradBucket:
 class CommHookReduction(BucketReduction):
     """A communication hook: it owns the gradients and divides them itself, and the counts travel on their own."""
 
-    divides_first = False
-    counts_in_tails = False
+    sums_payloads = False
 
     def __init__(self, group: Group, hook: CommHook, state: object) -> None:
         self._group = group
@@ -243,15 +229,18 @@ class CommHookReduction(BucketReduction):
         bucket.replace_gradients(result[0] if isinstance(result, list | tuple) else result)
 
     @override
-    def count_users(self, used: Sequence[int], message: Sequence[float], device: torch.device) -> UseCounts:
+    def count_users(
+        self, used: Sequence[int], message: Sequence[float], device: torch.device
+    ) -> tuple[list[int], Tensor]:
         # Not earlier: hooks start collectives of their own when others finish, at a time that differs between ranks.
         mine = [*used, *message]
         if mine != self._last_sent:  # the same in most steps, and a copy to a GPU would block
             self._last_sent, self._on_device = mine, torch.tensor(mine, dtype=torch.float64, device=device)
         sums = self._on_device.clone()
         all_reduce(sums, group=self._group)
-        counts, messages = sums[: len(used)], sums[len(used) :]
-        return UseCounts([1] * len(used) if all(used) else [int(count) for count in counts.tolist()], messages)
+        # A parameter that was used here needs no count, so usually nothing is read from the device.
+        num_users = [1] * len(used) if all(used) else [int(count) for count in sums[: len(used)].tolist()]
+        return num_users, sums[len(used) :]
 
 
 def check_comm_hook(hook: Any, wire_dtype: torch.dtype | None) -> None:

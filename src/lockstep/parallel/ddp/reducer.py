@@ -62,7 +62,7 @@ from lockstep.parallel.compile import is_capturing, keep_out_of_graphs
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
 from lockstep.parallel.ddp.module_io import find_tensors
-from lockstep.parallel.ddp.weighting import WeightMessage, Weights
+from lockstep.parallel.ddp.weighting import Weights
 
 
 class Phase(Enum):
@@ -75,7 +75,7 @@ class Phase(Enum):
 
 
 class Event(Enum):
-    """What observers of a step are told, in this order; those with a bucket once for each bucket."""
+    """What observers of a step get, in this order; those with a bucket once for each bucket."""
 
     FORWARD = "forward"  # a forward begins whose backward will be synchronised
     BACKWARD = "backward"  # that backward has reached the model
@@ -90,7 +90,7 @@ class Event(Enum):
 
 
 class Observer(Protocol):
-    """Who wants to know of the moments of a step; called under the reducer's lock, so it must start no backward."""
+    """Gets the moments of a step; called under the reducer's lock, so it must start no backward."""
 
     def on_event(self, kind: Event, bucket: Bucket | None) -> None:
         """Take note of ``kind``, which concerns ``bucket``."""
@@ -142,28 +142,28 @@ class Reducer:
         self._lock = threading.Lock()  # a model on several devices calls hooks from one autograd thread per device
         self._phase = Phase.IDLE
         # The callback that will close the step, which only autograd keeps alive: until it has called it, or the
-        # backward has failed.
+        # backward has failed. So it is gone where the phase still says that a backward runs.
         self._queued_close: Callable[[], object] = lambda: None
-        # By parameter, whether it received a gradient since the last synchronised step.
+        # By parameter, whether it received a gradient since the last synchronised step, in no_sync() too.
         self._used = bytearray(len(bucket_set.parameters))
         self._in_flight: list[Bucket] = []  # launched in this step, in order
         self._num_finished = 0  # of these, those that are reduced and settled
         self._abandoned: list[Future[Any]] = []  # of buckets in a step that an exception has cut short
         self._finishing_stream: torch.cuda.Stream | None = None
-        self._has_taken_over = False
-        self._optimizers_in_backward: Callable[[], None] | None = None
+        self._optimizers_in_backward: list[nn.Parameter] | None = None  # None: not looked for yet
         self._hooks: list[Any] = []
         self._may_hook = True
         self._reset_step()
         self._launches_last_early = False
         self._sharers: list[weakref.ref[Reducer]] = []  # reducers that average some of the same parameters
-        mine = {id(parameter) for parameter in bucket_set.parameters}
+        mine = set(map(id, bucket_set.parameters))
         for other in live_reducers():
-            if any(id(parameter) in mine for parameter in other.bucket_set.parameters):
+            if not mine.isdisjoint(map(id, other.bucket_set.parameters)):
                 self._sharers.append(weakref.ref(other))
                 other._sharers.append(weakref.ref(self))
         _reducers[:] = [weakref.ref(other) for other in (*live_reducers(), self)]
-        if group.size() > 1 or not is_native(group):  # a rank alone has nothing to reduce
+        # A rank alone has nothing to reduce, but a process group written in Python may want to see the gradients.
+        if group.size() > 1 or not is_native(group):
             self._hook_parameters()
 
     # --- configuration, between steps -------------------------------------------------------------------------------
@@ -186,16 +186,13 @@ class Reducer:
         return self.weights.window is not None and self.weights.window.discard_weight()
 
     def _hook_parameters(self) -> None:
-        """Call `_on_gradient` for each parameter's gradient.
-
-        Hooks live as long as their parameter, so they hold the reducer weakly: a wrapper that is gone is freed with its
-        buckets, and leaves the model alone.
-        """
-        if self._hooks or not self._may_hook:
-            return
-        this = weakref.ref(self)
-        for index, parameter in enumerate(self.bucket_set.parameters):
-            self._hooks.append(_register_hook(parameter, partial(Reducer._on_gradient, this, index)))
+        """Call `_on_gradient` for each parameter's gradient."""
+        if not self._hooks and self._may_hook:
+            # Hooks live as long as their parameter, so they hold the reducer weakly: a wrapper that is gone is freed
+            # with its buckets, and leaves the model alone.
+            this = weakref.ref(self)
+            for index, parameter in enumerate(self.bucket_set.parameters):
+                self._hooks.append(_register_hook(parameter, partial(Reducer._on_gradient, this, index)))
 
     def remove_hooks(self) -> None:
         """Stop watching the parameters, for good."""
@@ -207,11 +204,11 @@ class Reducer:
         """Make a synchronised backward raise LockstepError when it reaches a parameter that is ``frozen`` now.
 
         Buckets are planned once, for the parameters that require a gradient at that time. The gradient of one that is
-        unfrozen later would not be averaged: ranks would drift apart unnoticed. It costs nothing as long as parameters
-        stay frozen, since autograd then never runs their hooks.
+        unfrozen later would not be averaged: ranks would drift apart unnoticed.
         """
         for name, parameter in frozen.items():
             if (parameter.is_floating_point() or parameter.is_complex()) and not parameter.is_inference():
+                # It costs nothing as long as they stay frozen, since autograd then never runs their hooks.
                 _register_hook(parameter, partial(Reducer._on_frozen_gradient, weakref.ref(self), name))
 
     @staticmethod
@@ -230,8 +227,7 @@ class Reducer:
     def begin_forward(self, *, will_sync: bool) -> None:
         """Take note that a forward begins, and whether its backward is to be synchronised."""
         self.has_run = True
-        if self._hooks and not self._has_taken_over:
-            self._has_taken_over = True
+        if self._optimizers_in_backward is None and self._hooks:
             self._optimizers_in_backward = _take_over_optimizers(self.bucket_set.parameters)
         if will_sync:
             self.num_forwards += 1
@@ -242,9 +238,9 @@ class Reducer:
 
         Blocks until reductions of a backward that failed are over; see [Note: a backward that fails].
         """
-        if torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != -1:  # a forward within backward, as checkpointing runs them
             return
-        if self._phase is Phase.COLLECTING:
+        if self._phase is Phase.COLLECTING:  # its backward has failed, or the step would be closed
             self._abandon_step()
         self._phase = Phase.IDLE
         if self.weights.window is not None:
@@ -260,7 +256,7 @@ class Reducer:
 
     def expect_accumulation(self, output: Any) -> None:
         """Take note of a forward whose backward is not synchronised, and of what it returned."""
-        if self.weights.window is not None or self.weights.shares_batch:
+        if self.weights.window is not None or self.weights.shares_batch:  # else nothing is to be done before gradients
             for tensor in find_tensors(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._on_local_output)
@@ -300,11 +296,17 @@ class Reducer:
         Args:
             arrived: The parameter whose gradient has come before any hooked output.
         """
-        _refuse_compiled_autograd()
+        compiler = sys.modules.get("torch._dynamo.compiled_autograd")  # not imported where nobody compiles
+        if compiler is not None and compiler.in_compiled_autograd_region:  # it calls hooks late, and no callbacks
+            raise ConfigurationError(
+                "Compiled autograd does not work with DistributedDataParallel: gradients would not be averaged.\n"
+                "Set torch._dynamo.config.compiled_autograd = False; the backward of what is compiled is compiled "
+                "anyway."
+            )
         if self._phase is Phase.COLLECTING:
             self._abandon_step()
         self._phase = Phase.COLLECTING
-        close = self._close_step
+        close = self._close_step  # a bound method is a new object each time, which autograd alone will hold
         self._queued_close = weakref.ref(close)
         Variable._execution_engine.queue_callback(close)
         self._notify(Event.BACKWARD)
@@ -335,11 +337,11 @@ class Reducer:
                 # A hook that the script has registered after ours will run now, and may change or replace the gradient.
                 # So the bucket stays incomplete until the step closes. From the next backward on we come last.
                 hooks[handle.id] = hooks.pop(handle.id)
-            if not self.bucket_set.is_rebuilt:
+            if not self.bucket_set.is_rebuilt:  # the first step, which only observes
                 self._ready_order.append(index)
                 return
             position = self.bucket_set.position_of[index]
-            if self._received[index]:
+            if self._received[index]:  # again: autograd has added to what is there, if that has not been launched
                 if position < self._num_launched:
                     raise LockstepError(
                         f"Rank {self._group.rank()}: parameter {self.bucket_set.names[index]} received a second "
@@ -356,7 +358,7 @@ class Reducer:
 
     def _launch_complete(self) -> None:
         """Launch the buckets that are complete, up to the first that is not or that has to stay."""
-        if self.before_launch is not None:
+        if self.before_launch is not None:  # layers may exchange something in an order that buckets would disturb
             return
         for reference in self._sharers:
             other = reference()
@@ -377,16 +379,16 @@ class Reducer:
         """
         self._num_launched += 1
         self._notify(Event.READY, bucket)
-        used = [self._used[index] for index in bucket.spec.parameters]
-        divisor = self.divisor if self.reduction.divides_first else None
+        used = list(map(self._used.__getitem__, bucket.spec.parameters))
+        divisor = self.divisor if self.reduction.sums_payloads else None
         scale = self.weights.scale(bucket.spec.parameters, self._used, divisor)
         if self._skip_unused_buckets and not any(used):
             return
         bucket.gather(used, scale)
         if bucket.missing and is_capturing(bucket.spec.device):
             raise ConfigurationError(
-                f"Parameter {bucket.names[bucket.missing[0].place]} received no gradient in a step that is captured in "
-                "a CUDA graph.\nFreeze what is not used (requires_grad_(False)) before wrapping, or train eagerly."
+                f"Parameter {bucket.names[min(bucket.missing)]} received no gradient in a step that is captured in a "
+                "CUDA graph.\nFreeze what is not used (requires_grad_(False)) before wrapping, or train eagerly."
             )
         self._notify(Event.GATHERED, bucket)
         with self._waiting_for(bucket) if alone else nullcontext():
@@ -405,9 +407,10 @@ class Reducer:
         with self._lock:
             try:
                 self._notify(Event.BACKWARD_END)
-                others = [other for other in live_reducers() if other is not self and other.is_collecting]
-                for each in [self, *others] if others else ():
-                    each._launches_last_early = True
+                if len(_reducers) > 1:
+                    others = [other for other in live_reducers() if other is not self and other.is_collecting]
+                    for each in [self, *others] if others else ():  # one backward runs through several wrappers
+                        each._launches_last_early = True
                 self._phase = Phase.CLOSING
                 if self.before_launch is not None:
                     self.before_launch()
@@ -419,8 +422,10 @@ class Reducer:
                 self._finish(message)
                 for future in self.post_backward:
                     future.wait()
-                if self._optimizers_in_backward is not None:
-                    self._optimizers_in_backward()
+                for parameter in self._optimizers_in_backward or ():
+                    for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
+                        optimizer.step()
+                    parameter.grad = None
                 if not self.bucket_set.is_rebuilt:
                     self.bucket_set.rebuild(self._ready_order, group=self._group)
                 self._used = bytearray(len(self._used))
@@ -429,16 +434,16 @@ class Reducer:
                 self.post_backward = []
                 self._reset_step()
 
-    def _finish(self, message: WeightMessage) -> None:
+    def _finish(self, message: Sequence[float]) -> None:
         """Wait for the buckets in flight and hand their gradients to the parameters."""
         if self._finishing_stream is not None:
             torch.cuda.current_stream(self.bucket_set.device).wait_stream(self._finishing_stream)
         if self._finishes_one_by_one:
             while self._num_finished < len(self._in_flight):  # observers work on one while the next is under way
                 self._finish_next()
-            self._correct(self._in_flight, self._used, message)  # which can only be that a weight is missing
+            self._correct(self._in_flight, self._used, message)  # raises if other ranks gave weights
             return
-        for bucket in self._in_flight:
+        for bucket in self._in_flight:  # all, since it takes all of them to know the sum of the weights
             self._wait_for(bucket)
         num_users = self._correct(self._in_flight, self._used, message)
         for bucket in self._in_flight:
@@ -448,7 +453,7 @@ class Reducer:
     @property
     def _finishes_one_by_one(self) -> bool:
         """Whether a bucket's own collective tells all that is needed: no sum of weights, no counts apart."""
-        return self.weights.window is None and self.reduction.counts_in_tails
+        return self.weights.window is None and self.reduction.sums_payloads
 
     def _finish_next(self) -> None:
         bucket = self._in_flight[self._num_finished]
@@ -496,7 +501,7 @@ class Reducer:
             activity.now.bucket = None
             self._notify(Event.WAIT_END, bucket)
 
-    def _correct(self, buckets: Sequence[Bucket], used: Sequence[int], message: WeightMessage) -> list[int] | None:
+    def _correct(self, buckets: Sequence[Bucket], used: Sequence[int], message: Sequence[float]) -> list[int] | None:
         """Make of the reduced ``buckets`` the weighted mean; return on how many ranks each parameter was used.
 
         Collective: every rank. None: the buckets' tails say it.
@@ -506,9 +511,8 @@ class Reducer:
         """
         num_users: list[int] | None = None
         messages: Tensor | None = None
-        if not self.reduction.counts_in_tails:
-            counts = self.reduction.count_users(used, self.weights.encode(message), self.weights.device)
-            num_users, messages = counts.num_users, counts.messages
+        if not self.reduction.sums_payloads:
+            num_users, messages = self.reduction.count_users(used, message, self.weights.device)
         factor = self.weights.correction(buckets, messages, message)
         if factor != 1.0:
             for bucket in buckets:
@@ -529,14 +533,15 @@ class Reducer:
             self.before_launch = None
             self._close_step()
             return
+        message = self.weights.encode()
         if not self.bucket_set.is_rebuilt:
-            self.weights.agree_first(WeightMessage())
+            self.weights.agree_first(message)
         buckets = self.bucket_set.scratch()
         for bucket in buckets:
             bucket.future = self.reduction.start(bucket, alone=False)
         for bucket in buckets:
             self._wait_for(bucket)
-        self._correct(buckets, bytes(len(self._used)), WeightMessage())
+        self._correct(buckets, bytes(len(self._used)), message)
         if not self.bucket_set.is_rebuilt:
             self.bucket_set.rebuild([], group=self._group)
 
@@ -551,11 +556,13 @@ class Reducer:
 
     def _reset_step(self) -> None:
         self._phase = Phase.IDLE
-        self._abandoned += [bucket.future for bucket in self._in_flight[self._num_finished :] if bucket.future]
+        for bucket in self._in_flight[self._num_finished :]:
+            if bucket.future is not None:
+                self._abandoned.append(bucket.future)
         self._in_flight, self._num_finished, self._num_launched = [], 0, 0
         self._ready_order: list[int] = []
         self._received = bytearray(len(self._used))
-        self._num_awaited = [len(bucket.parameters) for bucket in self.bucket_set.buckets]
+        self._num_awaited = list(self.bucket_set.num_parameters)  # by bucket, gradients that have not come yet
         if self.weights.window is not None:
             self.weights.window.close()
 
@@ -574,35 +581,14 @@ def _register_hook(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> A
         parameter.requires_grad_(requires_grad)
 
 
-def _refuse_compiled_autograd() -> None:
-    """Refuse a backward that torch.compile runs as a graph of its own: it calls hooks when it likes, and no callbacks.
+def _take_over_optimizers(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters with optimizers of their own, and keep these from stepping on this rank's gradient alone.
 
-    Raises:
-        ConfigurationError: It is one.
-    """
-    compiler = sys.modules.get("torch._dynamo.compiled_autograd")  # not imported where nobody compiles
-    if compiler is not None and compiler.in_compiled_autograd_region:
-        raise ConfigurationError(
-            "Compiled autograd does not work with DistributedDataParallel: gradients would not be averaged.\n"
-            "Set torch._dynamo.config.compiled_autograd = False; the backward of what is compiled is compiled anyway."
-        )
-
-
-def _take_over_optimizers(parameters: Iterable[nn.Parameter]) -> Callable[[], None] | None:
-    """Return what runs the parameters' own optimizers and frees their gradients; None if they have none.
-
-    Those that ``torch.distributed.optim._apply_optimizer_in_backward`` set up. Torch's hooks, which would step as soon
-    as this rank's gradient is there, are removed: the optimizers are to be run when the gradients have been averaged.
+    Those that ``torch.distributed.optim._apply_optimizer_in_backward`` set up. Torch's hooks would run them as soon as
+    a gradient is there, and it has not been averaged yet: they are removed.
     """
     ours = [parameter for parameter in parameters if hasattr(parameter, "_in_backward_optimizers")]
     for parameter in ours:
         for handle in in_backward_hooks(parameter):
             handle.remove()
-
-    def step() -> None:
-        for parameter in ours:
-            for optimizer in parameter._in_backward_optimizers:
-                optimizer.step()
-            parameter.grad = None
-
-    return step if ours else None
+    return ours

@@ -33,10 +33,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -47,12 +46,8 @@ from lockstep.parallel.compile import is_capturing
 from lockstep.parallel.ddp.buckets import Bucket, GradientScale
 
 _RANKS_PER_NUMBER = 8
-_ADVICE = (
-    "Call model.weight(n) before each backward, or lockstep.backward(loss, count=n), on all ranks or on none; "
-    "n is 0 where a batch holds nothing that counts."
-)
+# The dtypes that can hold a sum of weights, as exact as the gradients that travel with it.
 _WIDTHS = {torch.float32: 1, torch.complex64: 1, torch.float64: 2, torch.complex128: 2}
-"""The dtypes that can hold a sum of weights, as exact as the gradients that travel with it."""
 
 
 def check_weight(weight: Any) -> float:
@@ -61,10 +56,8 @@ def check_weight(weight: Any) -> float:
     Raises:
         ConfigurationError: It is no number, negative, infinite or NaN.
     """
-    is_number = isinstance(weight, Real) or (
-        isinstance(weight, Tensor) and weight.dim() == 0 and not weight.is_complex()
-    )
-    if not is_number:
+    is_scalar = isinstance(weight, Tensor) and weight.dim() == 0 and not weight.is_complex()
+    if not is_scalar and not isinstance(weight, Real):
         what = f"a tensor of shape {list(weight.shape)}" if isinstance(weight, Tensor) else f"{weight!r}"
         raise ConfigurationError(
             f"The weight of a batch must be a number or a tensor with no dimensions, not {what}.\n"
@@ -79,70 +72,47 @@ def check_weight(weight: Any) -> float:
     return number
 
 
-@dataclass(frozen=True)
-class WeightMessage:
-    """What one rank sends at the end of a step: its weight, whether it gave one, and whether one was missing."""
+def encode_message(
+    rank: int, world_size: int, weight: float = 0.0, *, is_weighed: bool = False, is_missing: bool = False
+) -> list[float]:
+    """Return what a rank sends at the end of a step; see [Note: weight messages].
 
-    weight: float = 0.0
-    is_weighed: bool = False
-    is_missing: bool = False
-
-    def encode(self, rank: int, world_size: int) -> list[float]:
-        """Return the numbers to be summed."""
-        missing = [0.0] * -(-world_size // _RANKS_PER_NUMBER)
-        if self.is_missing:
-            missing[rank // _RANKS_PER_NUMBER] = float(2 ** (rank % _RANKS_PER_NUMBER))
-        return [self.weight, float(self.is_weighed), *missing]
-
-
-NO_WEIGHTS = WeightMessage(is_missing=True)
-"""What a rank with data sends that has given no weight."""
+    Args:
+        rank: Of the sender.
+        world_size: The number of ranks.
+        weight: What its micro-batches count.
+        is_weighed: Whether it gave a weight.
+        is_missing: Whether it gave none for some of them.
+    """
+    missing = [0.0] * -(-world_size // _RANKS_PER_NUMBER)
+    if is_missing:
+        missing[rank // _RANKS_PER_NUMBER] = float(2 ** (rank % _RANKS_PER_NUMBER))
+    return [weight, float(is_weighed), *missing]
 
 
-@dataclass(frozen=True)
-class WeightSum:
-    """What all ranks sent: the sum of the weights, whether any rank gave one, and which ranks left one out."""
+def refuse_missing(sums: Sequence[float]) -> None:
+    """Refuse weights that came with some backwards only.
 
-    weight: float
-    is_weighed: bool
-    missing: tuple[int, ...]
+    Args:
+        sums: Of all ranks' messages.
 
-    @classmethod
-    def decode(cls, numbers: Sequence[float]) -> WeightSum:
-        """Read the sum of all ranks' messages."""
-        weight, num_weighed, *masks = numbers
-        missing = [
-            _RANKS_PER_NUMBER * place + bit
-            for place, mask in enumerate(masks)
-            for bit in range(_RANKS_PER_NUMBER)
-            if int(mask) >> bit & 1
-        ]
-        return cls(weight, num_weighed > 0, tuple(missing))
-
-    def check(self) -> None:
-        """Refuse weights that came with some backwards only.
-
-        Raises:
-            ConfigurationError: Some ranks gave weights, and some left one out; names the latter.
-        """
-        if self.is_weighed and self.missing:
-            who = "rank " if len(self.missing) == 1 else "ranks "
-            raise ConfigurationError(
-                f"A weight is missing in this step: {who}{', '.join(map(str, self.missing))} ran a backward without "
-                f"one, but other backwards of the step had theirs.\n{_ADVICE}"
-            )
-
-    def correction(self, world_size: int, *, tolerance: float) -> float:
-        """Return what makes of the sum over the ranks, divided by their number, the weighted mean.
-
-        Args:
-            world_size: The number of ranks.
-            tolerance: How far from 1 the result may be to be taken as 1, which saves a multiplication.
-        """
-        if self.weight == 0:
-            return 1.0  # all gradients are zero
-        factor = world_size / self.weight
-        return 1.0 if abs(factor - 1) <= tolerance else factor
+    Raises:
+        ConfigurationError: Some ranks gave weights, and some left one out; names the latter.
+    """
+    _, num_weighed, *masks = sums
+    missing = [
+        str(_RANKS_PER_NUMBER * place + bit)
+        for place, mask in enumerate(masks)
+        for bit in range(_RANKS_PER_NUMBER)
+        if int(mask) >> bit & 1
+    ]
+    if num_weighed and missing:
+        raise ConfigurationError(
+            f"A weight is missing in this step: rank{'s' * (len(missing) > 1)} {', '.join(missing)} ran a backward "
+            "without one, but other backwards of the step had theirs.\n"
+            "Call model.weight(n) before each backward, or lockstep.backward(loss, count=n), on all ranks or on none; "
+            "n is 0 where a batch holds nothing that counts."
+        )
 
 
 class _Given(Enum):
@@ -229,10 +199,6 @@ class AccumulationWindow:
     def holds_gradients(self, used: Sequence[int]) -> bool:
         """Tell whether weighed gradients are waiting for a synchronised backward."""
         return self.is_weighed and not self._was_zeroed(used, arrived=None)
-
-    def message(self, typical_weight: float) -> WeightMessage:
-        """Return what this rank sends when the step closes."""
-        return WeightMessage(self.total / typical_weight, self.is_weighed, self.has_unweighed or not self.is_weighed)
 
     @torch.no_grad()
     def begin_backward(self, used: bytearray, *, accumulates: bool, arrived: int | None = None) -> None:
@@ -371,7 +337,8 @@ class Weights:
         self.device = device
         self.refusal: str | None = None
         self.shares_batch = False
-        self._group, self._rank, self._world_size = group, group.rank(), group.size()
+        self._group, self._world_size = group, group.size()
+        self._no_weights = self.encode(is_missing=True)
         self._typical = 1.0
         # On CUDA: the sum of the messages on its way to the host, and the event of its arrival. Reading it would make
         # the host wait, so a rank without weights reads it when the next backward begins: then it is less than a step
@@ -392,13 +359,18 @@ class Weights:
             self.window = AccumulationWindow(parameters, has_unweighed=has_unweighed, shares_batch=self.shares_batch)
         self.window.set_weight(weight)
 
-    def message(self) -> WeightMessage:
-        """Return what this rank sends at the end of a step."""
-        return NO_WEIGHTS if self.window is None else self.window.message(self._typical)
+    def encode(self, weight: float = 0.0, *, is_weighed: bool = False, is_missing: bool = False) -> list[float]:
+        """Return a message of this rank; without arguments that of a rank without data."""
+        rank = self._group.rank()
+        return encode_message(rank, self._world_size, weight, is_weighed=is_weighed, is_missing=is_missing)
 
-    def encode(self, message: WeightMessage) -> list[float]:
-        """Return the numbers that ``message`` is on this rank."""
-        return message.encode(self._rank, self._world_size)
+    def message(self) -> list[float]:
+        """Return what this rank sends at the end of a step."""
+        window = self.window
+        if window is None:
+            return self._no_weights
+        is_missing = window.has_unweighed or not window.is_weighed
+        return self.encode(window.total / self._typical, is_weighed=window.is_weighed, is_missing=is_missing)
 
     def scale(self, indices: Sequence[int], used: Sequence[int], divisor: float | None) -> GradientScale:
         """Make the gradients of a bucket ready to be gathered, and return what they count.
@@ -414,11 +386,11 @@ class Weights:
             return GradientScale(factor, factor)
         window.end(indices, used)
         scale = self._typical * (1 if divisor is None else self._world_size)
-        return GradientScale(window.unit / scale, window.total / scale, self.encode(self.message()))
+        return GradientScale(window.unit / scale, window.total / scale, self.message())
 
     # --- the sum over the ranks -------------------------------------------------------------------------------------
 
-    def agree_first(self, message: WeightMessage) -> None:
+    def agree_first(self, message: Sequence[float]) -> None:
         """Agree on the typical weight before any bucket is launched. Collective: every rank. Blocks until complete.
 
         Raises:
@@ -426,7 +398,7 @@ class Weights:
         """
         self._conclude(self._exchange(message))
 
-    def correction(self, buckets: Sequence[Bucket], messages: Tensor | None, message: WeightMessage) -> float:
+    def correction(self, buckets: Sequence[Bucket], messages: Tensor | None, message: Sequence[float]) -> float:
         """Return what the reduced ``buckets`` are to be multiplied by.
 
         Collective where no bucket can carry the messages: every rank. Blocks until complete, but on CUDA on a rank
@@ -440,20 +412,47 @@ class Weights:
         Raises:
             ConfigurationError: On every rank: only some have given weights.
         """
-        carrier: Bucket | None = None
+        carrier: Bucket | None = None  # whose tail is read: the widest, which all ranks see alike
         if messages is None:
             widest = -1
             for bucket in buckets:
                 width = _WIDTHS.get(bucket.sent_dtype, 0)
                 if bucket.weight_message is not None and width > widest:
                     carrier, messages, widest = bucket, bucket.weight_message, width
-        factor = None if messages is None else self._read(messages, message, carrier)
-        if factor is None:
-            factor = self._conclude(self._exchange(message)) if buckets else 1.0
-        return factor
+        if messages is None:  # sparse buckets have no tail
+            return self._conclude(self._exchange(message)) if buckets else 1.0
+        device = messages.device
+        if device.type == "cuda":
+            if is_capturing(device):
+                if message != self._no_weights:
+                    raise ConfigurationError(
+                        "A step with weights cannot be captured in a CUDA graph: the host has to read their sum.\n"
+                        "Capture without weight(), or train eagerly."
+                    )
+                return 1.0  # believing that the other ranks give none either
+            if message == self._no_weights:
+                event = torch.cuda.Event()
+                self._unread = messages.to("cpu", non_blocking=True), event
+                event.record(torch.cuda.current_stream(device))
+                return 1.0
+        if device.type == "cuda" and carrier is not None and carrier.sent_dtype == carrier.spec.dtype:
+            # Beside the current stream, which has to wait for all buckets, and this number for one of them only.
+            with torch.cuda.stream(torch.cuda.Stream(device)):
+                assert carrier.future is not None
+                carrier.future.wait()
+                sums = messages.tolist()
+        else:
+            sums = messages.tolist()
+        if not sums[1]:
+            return 1.0
+        sent_dtype = messages.dtype if carrier is None else carrier.sent_dtype
+        if sent_dtype in _WIDTHS:
+            return self._conclude(sums, messages.dtype)
+        refuse_missing(sums)  # too narrow to tell more
+        return self._conclude(self._exchange(message))
 
     def check_last_step(self) -> None:
-        """Raise ConfigurationError if other ranks gave weights in the last step, and this one did not look then."""
+        """Raise ConfigurationError if other ranks gave weights in the last step, and this one did not read it then."""
         if self._unread is None or is_capturing(self.device):  # no event may be waited for in a capture
             return
         messages, event = self._unread
@@ -461,54 +460,25 @@ class Weights:
         event.synchronize()
         self._conclude(messages.tolist())
 
-    def _read(self, messages: Tensor, message: WeightMessage, carrier: Bucket | None) -> float | None:
-        """Return the correction that the sum of all messages tells; None if it travelled in too narrow a dtype."""
-        if messages.device.type == "cuda":
-            if is_capturing(messages.device):
-                if message != NO_WEIGHTS:
-                    raise ConfigurationError(
-                        "A step with weights cannot be captured in a CUDA graph: the host has to read their sum.\n"
-                        "Capture without weight(), or train eagerly."
-                    )
-                return 1.0  # believing that the other ranks give none either
-            if message == NO_WEIGHTS:
-                event = torch.cuda.Event()
-                self._unread = messages.to("cpu", non_blocking=True), event
-                event.record(torch.cuda.current_stream(messages.device))
-                return 1.0
-        sent_dtype = messages.dtype if carrier is None else carrier.sent_dtype
-        if messages.device.type == "cuda" and carrier is not None and sent_dtype == carrier.spec.dtype:
-            # Beside the current stream, which has to wait for all buckets, and this number for one of them only.
-            with torch.cuda.stream(torch.cuda.Stream(messages.device)):
-                assert carrier.future is not None
-                carrier.future.wait()
-                numbers = messages.tolist()
-        else:
-            numbers = messages.tolist()
-        if numbers[1] and sent_dtype not in _WIDTHS:
-            WeightSum.decode(numbers).check()
-            return None
-        return self._conclude(numbers, messages.dtype)
-
-    def _exchange(self, message: WeightMessage) -> list[float]:
+    def _exchange(self, message: Sequence[float]) -> list[float]:
         """Return the sum of all messages. Collective: every rank. Blocks until complete."""
-        sums = torch.tensor(self.encode(message), dtype=torch.float64, device=self.device)
+        sums = torch.tensor(message, dtype=torch.float64, device=self.device)
         try:
             all_reduce(sums, group=self._group)
         except RuntimeError as error:
             raise CollectiveError(
-                f"Rank {self._rank}: the exchange of the ranks' weights failed: {error}\n"
+                f"Rank {self._group.rank()}: the exchange of the ranks' weights failed: {error}\n"
                 "Another rank probably ended or ran no backward; look at the first error of the job."
             ) from error
-        numbers: list[float] = sums.tolist()
-        return numbers
+        return cast("list[float]", sums.tolist())
 
-    def _conclude(self, numbers: Sequence[float], dtype: torch.dtype = torch.float64) -> float:
-        """Return what the reduced gradients are to be multiplied by, according to the sum of all messages."""
-        if not numbers[1]:
+    def _conclude(self, sums: Sequence[float], dtype: torch.dtype = torch.float64) -> float:
+        """Return what makes the weighted mean of reduced gradients, given the sums of all messages in ``dtype``."""
+        refuse_missing(sums)
+        weight, num_weighed = sums[:2]
+        if not num_weighed or not weight:  # no weights; or all are zero, and so are all gradients
             return 1.0
-        weights = WeightSum.decode(numbers)
-        weights.check()
-        if weights.weight:
-            self._typical *= weights.weight / self._world_size
-        return weights.correction(self._world_size, tolerance=4 * torch.finfo(dtype).eps)
+        self._typical *= weight / self._world_size
+        factor = self._world_size / weight
+        # What rounding alone makes of 1 is not worth a multiplication of all gradients.
+        return 1.0 if abs(factor - 1) <= 4 * torch.finfo(dtype).eps else factor

@@ -53,7 +53,7 @@ from lockstep.parallel.ddp.setup import (
 )
 from lockstep.parallel.ddp.torch_compat import TorchReducer, accept_bare_keys
 from lockstep.parallel.ddp.uneven_inputs import SyncLayerShadow, UnevenInputs, announce_backward, common_rank
-from lockstep.parallel.ddp.weighting import NO_WEIGHTS, check_weight
+from lockstep.parallel.ddp.weighting import check_weight, encode_message
 from lockstep.telemetry import ranges
 
 
@@ -187,7 +187,7 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
             sparse=sparse_parameters(self.module),
             caps_bytes=self._bucket_caps_bytes,
             keep_held_gradients=not self.gradient_as_bucket_view,
-            message=NO_WEIGHTS.encode(group.rank(), group.size()),
+            message=encode_message(group.rank(), group.size(), is_missing=True),
         )
         self._reducer = Reducer(bucket_set, group=group, skip_unused_buckets=self.skip_all_reduce_unused_params)
         self._reducer.refuse_gradients_of({name: each for name, each in parameters.items() if not each.requires_grad})

@@ -54,8 +54,6 @@ class ReduceScatterMean(BucketReduction):
         group: The ranks that take part.
     """
 
-    divides_first = True
-    counts_in_tails = True
     leaves_whole = False
 
     def __init__(self, bucket_set: BucketSet, group: Group) -> None:
