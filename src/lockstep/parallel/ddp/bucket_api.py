@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence, Set
-from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +33,7 @@ class FlatGradients:
 
     def __init__(self, reducer: Reducer, parameters: Iterable[nn.Parameter]) -> None:
         self._reducer = reducer
-        bucketed = {id(parameter) for parameter in reducer.bucket_set.parameters}
+        bucketed = set(map(id, reducer.bucket_set.parameters))
         self._outside = [parameter for parameter in parameters if id(parameter) not in bucketed]
         self._norms: dict[Bucket, Tensor] = {}
 
@@ -55,11 +54,16 @@ class FlatGradients:
     @torch.no_grad()
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """Return the norm of all gradients together, a 0-dimensional tensor; does not block."""
-        buckets, others = self._pieces(self._outside)
-        known, self._norms = self._norms if norm_type == 2.0 else {}, {}  # they hold once: gradients may be changed
-        norms = []
-        for bucket in buckets:
-            norms.append(known[bucket] if bucket in known else flat_norm(bucket.gradients, norm_type))
+        early, self._norms = self._norms, {}  # they hold once: gradients may be changed
+        norms: list[Tensor] = []
+        others = _gradients_of(self._outside) if self._outside else []
+        for bucket in self._reducer.bucket_set.buckets:
+            if not bucket.holds_all:
+                others += _gradients_of(bucket.parameters)
+            elif bucket in early and norm_type == 2.0:
+                norms.append(early[bucket])
+            else:
+                norms.append(flat_norm(bucket.gradients, norm_type))
         if others:
             norms += list_norms(others, norm_type)
         return combine_norms(norms, norm_type)
@@ -70,58 +74,43 @@ class FlatGradients:
 
     def tensors(self) -> list[Tensor]:
         """Return tensors that together hold all gradients."""
-        buckets, others = self._pieces(self._outside)
-        return others + [bucket.gradients for bucket in buckets]
+        return _gradients_of(self._outside) + self.reduced()
 
     def reduced(self) -> list[Tensor]:
         """Return tensors that together hold all gradients that are the same on every rank: those of the buckets."""
-        buckets, others = self._pieces()
-        return [bucket.gradients for bucket in buckets] + others
+        tensors: list[Tensor] = []
+        for bucket in self._reducer.bucket_set.buckets:
+            tensors += [bucket.gradients] if bucket.holds_all else _gradients_of(bucket.parameters)
+        return tensors
 
     def multiply_(self, factor: Tensor) -> None:
         """Multiply all gradients in place by a 0-dimensional tensor; not at all by one that is known to be 1."""
         multiply_(self.tensors(), factor)
 
-    def _pieces(self, outside: Iterable[nn.Parameter] = ()) -> tuple[list[Bucket], list[Tensor]]:
-        """Return the buckets that hold all gradients of their parameters, and the gradients that are in no such one.
 
-        Args:
-            outside: Parameters that are in no bucket, whose gradients come first among those.
-        """
-        whole: list[Bucket] = []
-        others: list[nn.Parameter] = [*outside]
-        for bucket in self._reducer.bucket_set.buckets:
-            if bucket.holds_all:
-                whole.append(bucket)
-            else:
-                others += bucket.parameters
-        # No comprehension where there is nothing: it would be a call in every step.
-        return whole, [parameter.grad for parameter in others if parameter.grad is not None] if others else []
+def _gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 class LocalGradientMonitor:
-    """Whether this rank's own gradients were finite when their buckets were launched.
-
-    A reduced gradient tells that it is not finite, but not whose fault that is: the part of this rank is gone. So each
-    bucket is looked at when it is launched: one pass over it, whose result stays on the device until it is needed.
-    """
+    """Whether this rank's own gradients were finite in the last backward, when their buckets were launched."""
 
     def __init__(self) -> None:
-        self._totals: WeakKeyDictionary[Bucket, Tensor] = WeakKeyDictionary()  # buckets are rebuilt now and then
+        self._totals: list[Tensor] = []
 
     @torch.no_grad()
     def on_event(self, kind: Event, bucket: Bucket | None) -> None:
         """Take note of an event of the reducer. Does not block."""
-        if kind is Event.GATHERED and bucket is not None and not bucket.spec.sparse:
-            self._totals[bucket] = total(bucket.gradients)
+        if kind is Event.BACKWARD:
+            self._totals = []
+        elif kind is Event.GATHERED and bucket is not None and not bucket.spec.sparse:
+            # A reduced gradient tells that it is not finite, but not whose fault that is: the part of this rank is
+            # gone by then. One pass over the bucket, whose result stays on the device until it is needed.
+            self._totals.append(total(bucket.gradients))
 
-    def saw_nonfinite(self, buckets: Iterable[Bucket]) -> bool:
-        """Return whether one of ``buckets`` was not finite when it was launched last. Blocks."""
-        return any(not bool(self._totals[bucket].isfinite()) for bucket in buckets if bucket in self._totals)
-
-
-_Plan = list[tuple[int, list[nn.Parameter]]]
-"""Which parameters of which groups are stepped together."""
+    def saw_nonfinite(self) -> bool:
+        """Return whether one of them was not. Blocks."""
+        return any(not bool(each.isfinite()) for each in self._totals)
 
 
 class BucketOptimizer:
@@ -133,13 +122,12 @@ class BucketOptimizer:
 
     Args:
         optimizer: Of parameters that the reducer holds, and maybe others: those are stepped when the step closes.
-        reduced: The parameters that the reducer holds.
 
     Raises:
         ConfigurationError: The optimizer cannot step without being called with a closure.
     """
 
-    def __init__(self, optimizer: Optimizer, reduced: Sequence[nn.Parameter]) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         name = type(optimizer).__name__
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
@@ -148,12 +136,10 @@ class BucketOptimizer:
                 "Call its step(closure) after backward."
             )
         self._optimizer = optimizer
-        self._reduced = {id(parameter) for parameter in reduced}
-        self._plans: WeakKeyDictionary[Bucket, _Plan] = WeakKeyDictionary()
-        self._plan_outside: _Plan = []
-        self._sizes: list[int] = []
-        self._done: list[Bucket] = []
-        self._changed: dict[int, dict[str, Any]] = {}
+        # The parameters that are still to be stepped, with the place of their group; None between two steps. It is made
+        # anew in each, since parameters may be added to the optimizer.
+        self._left: dict[nn.Parameter, int] | None = None
+        self._changed: dict[int, dict[str, Any]] = {}  # by place of a group, what the steps changed in it
         self._is_stepping = False
         self._handle = optimizer.register_step_pre_hook(self._refuse_others)
 
@@ -164,64 +150,41 @@ class BucketOptimizer:
     def on_event(self, kind: Event, bucket: Bucket | None) -> None:
         """Take note of an event of the reducer."""
         if kind is Event.BACKWARD:
-            self._done, self._changed = [], {}  # of a backward that failed
+            self._left, self._changed = None, {}  # of a backward that failed
         elif kind is Event.REDUCED and bucket is not None:
-            self._step_bucket(bucket)
+            self._step(bucket.parameters)
         elif kind is Event.CLOSED:
-            self._step_rest()
+            self._step(None)
+            for place, values in self._changed.items():
+                self._optimizer.param_groups[place].update(values)
+            self._left, self._changed = None, {}
 
-    def _step_bucket(self, bucket: Bucket) -> None:
-        self._update_plans()
-        plan = self._plans.get(bucket)
-        if plan is None:
-            plan = self._plans[bucket] = self._part({id(parameter) for parameter in bucket.parameters})
-        self._step(plan)
-        self._done.append(bucket)
-
-    def _step_rest(self) -> None:
-        """Step what no bucket had; write back what the optimizer counts in its groups."""
-        self._update_plans()
-        self._step(self._plan_outside)
-        if sum(len(bucket.parameters) for bucket in self._done) < len(self._reduced):  # some buckets were skipped
-            done = {id(parameter) for bucket in self._done for parameter in bucket.parameters}
-            self._step(self._part(self._reduced - done))
-        for place, values in self._changed.items():
-            self._optimizer.param_groups[place].update(values)
-        self._done, self._changed = [], {}
-
-    def _update_plans(self) -> None:
-        """Follow parameters that were added to the optimizer."""
-        sizes = [len(group["params"]) for group in self._optimizer.param_groups]
-        if sizes != self._sizes:
-            self._sizes = sizes
-            self._plans.clear()
-            everything = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
-            self._plan_outside = self._part(everything - self._reduced)
-
-    def _part(self, members: Set[int]) -> _Plan:
-        """Return by place of a group which of ``members``, parameters by ``id``, are in it."""
-        mine = [[each for each in group["params"] if id(each) in members] for group in self._optimizer.param_groups]
-        return [(place, parameters) for place, parameters in enumerate(mine) if parameters]
-
-    def _step(self, plan: _Plan) -> None:
-        if not plan:
+    def _step(self, parameters: Iterable[nn.Parameter] | None) -> None:
+        """Step those of ``parameters`` that the optimizer has; None: all that are left."""
+        optimizer, whole = self._optimizer, self._optimizer.param_groups
+        if self._left is None:
+            self._left = {each: place for place, group in enumerate(whole) for each in group["params"]}
+        members: dict[int, list[nn.Parameter]] = {}
+        for parameter in list(self._left) if parameters is None else parameters:
+            place = self._left.pop(parameter, None)
+            if place is not None:
+                members.setdefault(place, []).append(parameter)
+        if not members:
             return
         # The optimizer gets ``param_groups`` that hold these parameters and copies of all else. So its state stays
         # where it is, schedulers see nothing of it, and what a step counts in a group is counted once, when the step
         # closes. Whatever treats each parameter on its own gives the same bits as one step over all.
-        optimizer, whole = self._optimizer, self._optimizer.param_groups
-        parts = [{**whole[place], "params": parameters} for place, parameters in plan]
+        parts = {place: {**whole[place], "params": part} for place, part in members.items()}
         self._is_stepping = True
-        optimizer.param_groups = parts
+        optimizer.param_groups = list(parts.values())
         try:
             optimizer.step()
         finally:
             self._is_stepping = False
             optimizer.param_groups = whole
-        for (place, _), part in zip(plan, parts, strict=True):
+        for place, part in parts.items():
             changed = {key: part[key] for key in part if key != "params" and part[key] is not whole[place].get(key)}
-            if changed:
-                self._changed.setdefault(place, {}).update(changed)
+            self._changed.setdefault(place, {}).update(changed)
 
     def _refuse_others(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._is_stepping:
@@ -238,13 +201,6 @@ class BucketApi(TorchCompat):
     """For `fit`: the gradients, a tensor for each bucket."""
 
     _monitor: LocalGradientMonitor | None
-    _tied_to_reducer: ClassVar = {"flat_gradients", "_monitor"}
-    """Attributes that belong to the reducer, and neither to a copy nor to a pickle."""
-
-    def _attach_bucket_api(self) -> None:
-        """Attach to the reducer, when it is new."""
-        self.flat_gradients = FlatGradients(self._reducer, self.module.parameters())
-        self._monitor = None
 
     def stamp_buckets(self, stamps: BucketStamps | None) -> None:
         """For whoever records steps: have the moments of buckets taken from now on, or with None not any more."""
@@ -284,16 +240,16 @@ class BucketApi(TorchCompat):
             ConfigurationError: This rank has only a slice of the gradients.
         """
         was_monitored = self._monitor is not None
-        local_is_nonfinite = self.monitor_local_gradients()
+        saw_nonfinite = self.monitor_local_gradients()
         if self.gradients_are_finite():
             return
-        bad = {
-            id(parameter)
-            for parameter in self._reducer.bucket_set.parameters
-            if parameter.grad is not None and not are_finite([parameter.grad], torch.tensor(math.nan))
-        }
-        first = next(name for name, parameter in self.module.named_parameters() if id(parameter) in bad)
-        flag = torch.tensor([int(was_monitored and local_is_nonfinite())], device=self.device)
+        buckets = self._reducer.bucket_set
+        first = next(
+            name
+            for name, parameter in zip(buckets.names, buckets.parameters, strict=True)
+            if not are_finite(_gradients_of([parameter]), torch.tensor(math.nan))
+        )
+        flag = torch.tensor([int(was_monitored and saw_nonfinite())], device=self.device)
         ranks = [rank for rank, bad in enumerate(all_gather(flag, group=self.process_group)) if int(bad)]
         where = f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
         raise NonFiniteGradient(
@@ -312,8 +268,7 @@ class BucketApi(TorchCompat):
         if self._monitor is None:
             self._monitor = LocalGradientMonitor()
             self._reducer.observers.append(self._monitor)
-        monitor = self._monitor
-        return lambda: monitor.saw_nonfinite(self._reducer.bucket_set.buckets)
+        return self._monitor.saw_nonfinite
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -367,7 +322,7 @@ class BucketApi(TorchCompat):
                 "overlap_optimizer() cannot be had with ZeroRedundancyOptimizer, which divides a step among ranks."
                 "\nCall optimizer.step() after backward."
             )
-        stepping = BucketOptimizer(optimizer, reducer.bucket_set.parameters)
+        stepping = BucketOptimizer(optimizer)
         reducer.set_reduction(reducer.reduction)  # a rank alone begins to watch its gradients
         reducer.observers.append(stepping)
         reducer.finishes_early = True

@@ -28,6 +28,13 @@ def find_tensors(value: Any) -> Iterator[Tensor]:
             yield from find_tensors(getattr(value, field.name, None))
 
 
+def hook_tensors(value: Any, hook: Callable[[Tensor], Tensor | None]) -> None:
+    """Have autograd call ``hook`` with the gradient of each tensor in ``value``, in every backward through it."""
+    for tensor in find_tensors(value):
+        if tensor.grad_fn is not None:  # a hook on a leaf would stay for good
+            tensor.register_hook(hook)
+
+
 def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Return ``value`` with ``function`` of its tensors; other things, and containers of unknown type, as they are."""
     if isinstance(value, Tensor):
@@ -110,7 +117,9 @@ class WrappedParameters:
         if sum(map(len, self._homes)) == self._num_entries and not any(map(operator.is_not, entries, self._entries)):
             return
         for name, parameter in self._module.named_parameters():
-            if parameter.requires_grad and parameter not in self._known and name not in self._ignore:
+            # torch.func.functional_call puts plain tensors there for a while, which are not this model's to average.
+            is_new = isinstance(parameter, nn.Parameter) and parameter not in self._known
+            if is_new and parameter.requires_grad and name not in self._ignore:
                 raise LockstepError(
                     f"Parameter {name} was put into the model after it was wrapped: its gradient would not be averaged "
                     "over the ranks.\nReplace parameters and layers before wrapping, or wrap again: "

@@ -61,7 +61,7 @@ from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 from lockstep.parallel.compile import is_capturing, keep_out_of_graphs
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
-from lockstep.parallel.ddp.module_io import find_tensors
+from lockstep.parallel.ddp.module_io import hook_tensors
 from lockstep.parallel.ddp.weighting import Weights
 
 
@@ -246,20 +246,17 @@ class Reducer:
         if self.weights.window is not None:
             self.weights.window.on_forward()
 
-    def prepare_for_backward(self, outputs: Sequence[Tensor] = ()) -> None:
-        """Make the next backward a synchronised step, and every backward that reaches one of ``outputs``."""
+    def prepare_for_backward(self, outputs: Any = ()) -> None:
+        """Make the next backward a synchronised step, and every backward that reaches a tensor in ``outputs``."""
         if self._phase is Phase.IDLE:
             self._phase = Phase.ARMED
-        for output in outputs if self._hooks else ():
-            if output.grad_fn is not None:  # a hook on a leaf would stay for good
-                output.register_hook(self._on_output)
+        if self._hooks:
+            hook_tensors(outputs, self._on_output)
 
     def expect_accumulation(self, output: Any) -> None:
         """Take note of a forward whose backward is not synchronised, and of what it returned."""
         if self.weights.window is not None or self.weights.shares_batch:  # else nothing is to be done before gradients
-            for tensor in find_tensors(output):
-                if tensor.grad_fn is not None:
-                    tensor.register_hook(self._on_local_output)
+            hook_tensors(output, self._on_local_output)
 
     # --- a step opens -----------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +15,6 @@ from lockstep.comm.collectives import Group, Joinable, all_reduce_async, backend
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.bucket_plan import MIB
 from lockstep.parallel.ddp.comm_hooks import GradBucket
-from lockstep.parallel.ddp.module_io import move_to
 from lockstep.parallel.ddp.reducer import Reducer
 from lockstep.parallel.ddp.setup import BufferHook, ModelSync, RegisteredBufferHook
 
@@ -44,9 +42,6 @@ class TorchReducer:
     def _remove_autograd_hooks(self) -> None:
         self._reducer.remove_hooks()
 
-    def _set_optimizer_in_backward(self) -> None:
-        """Do nothing: gradients that a hook frees during backward are not put back."""
-
     def _check_reducer_finalized(self) -> None:
         """Raise RuntimeError if a synchronised backward did not run to its end."""
         self._reducer.check_finished()
@@ -70,8 +65,6 @@ class TorchCompat(nn.Module, Joinable):
     bucket_bytes_cap_list: list[int]
     require_forward_param_sync: bool
     require_backward_grad_sync: bool
-    _joins_uneven_inputs: bool = False
-    _last_error = ""
     _comm_hook_name = ""
     _comm_hooks: list[tuple[Callable[..., Any], object]]
     _model_sync: ModelSync
@@ -103,10 +96,6 @@ class TorchCompat(nn.Module, Joinable):
     @property
     def _has_rebuilt_buckets(self) -> bool:
         return self._reducer.bucket_set.is_rebuilt
-
-    @property
-    def _distributed_rank(self) -> int:
-        return self.process_group.rank()
 
     @classmethod
     def _get_active_ddp_module(cls) -> nn.Module | None:
@@ -144,28 +133,15 @@ class TorchCompat(nn.Module, Joinable):
             "can_set_static_graph": 0,  # it would gain nothing; Lightning advises it where this says 1
             "bucket_cap_bytes": self.bucket_bytes_cap,
             "has_rebuilt_buckets": int(self._has_rebuilt_buckets),
-            "join_uneven_inputs": int(self._joins_uneven_inputs),
         }
         if self._comm_hooks:
             data["comm_hook"] = self._comm_hook_name
-        if self._last_error:
-            data |= {"has_error": 1, "error": self._last_error}
         return data
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Check the number as torch does; steps are timed where a run is recorded, see docs/watching.md."""
-        with self._noting_errors():
-            if sample_rate < 1:
-                raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
-
-    @contextmanager
-    def _noting_errors(self) -> Iterator[None]:
-        """Let `_get_ddp_logging_data` tell of an error inside, as it does of some with torch's class."""
-        try:
-            yield
-        except (TypeError, ValueError, RuntimeError) as error:
-            self._last_error = f"{type(error)}: {error}"
-            raise
+        if sample_rate < 1:
+            raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
 
     def _check_reducer_finalized(self) -> None:
         self._reducer.check_finished()
@@ -174,11 +150,6 @@ class TorchCompat(nn.Module, Joinable):
         self._reducer.remove_hooks()
 
     # --- settings ---------------------------------------------------------------------------------------------------
-
-    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> tuple[tuple[Any], tuple[Any]]:
-        """Return inputs and keyword arguments on a device, in torch's wrapping."""
-        device = self.device if self.device.type == "cpu" else torch.device(self.device.type, device_id)
-        return (move_to(inputs, device),), (move_to(kwargs, device),)
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Do nothing: outputs are never cloned."""

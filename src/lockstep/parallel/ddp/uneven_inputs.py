@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from typing_extensions import override
 from lockstep.comm.collectives import Group, Join, JoinHook, all_gather, all_reduce
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 from lockstep.parallel.compile import keep_out_of_graphs
-from lockstep.parallel.ddp.module_io import find_tensors
+from lockstep.parallel.ddp.module_io import hook_tensors
 from lockstep.parallel.ddp.torch_compat import TorchCompat
 from lockstep.parallel.ddp.weighting import Weights
 from lockstep.parallel.sync_batchnorm import Event, LayerPlace, SyncBatchNorm, TorchSyncBatchNorm, register_engine
@@ -47,23 +47,30 @@ class SyncLayerShadow:
         module: The model.
         group: The ranks that train it together.
         device: Where tensors can be exchanged.
+        weights: Gets to know that there are such layers, which ask what this rank's micro-batches count.
+
+    Attributes:
+        is_needed: Whether there are such layers, and other ranks.
+        step: The number of the step that is open; layers remember it from forward to backward.
     """
 
-    def __init__(self, module: nn.Module, *, group: Group, device: torch.device) -> None:
-        self._group, self._device = group, device
-        self._layers: list[nn.Module] = []
-        self._names: list[str] = []
-        for name, layer in module.named_modules():
-            if isinstance(layer, TorchSyncBatchNorm):
-                if isinstance(layer, SyncBatchNorm):
-                    layer.place = LayerPlace(len(self._layers), f"SyncBatchNorm {name}")
-                    layer.alone = False
-                self._layers.append(layer)
-                self._names.append(name)
+    def __init__(self, module: nn.Module, *, group: Group, device: torch.device, weights: Weights) -> None:
+        self._group, self._device, self._weights = group, device, weights
+        layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, TorchSyncBatchNorm)]
+        self._names, self._layers = [name for name, _ in layers], [layer for _, layer in layers]
+        self.is_needed = bool(layers) and group.size() > 1
+        self.step = 0
         self._phase = _Phase.CLOSED
         self._has_batch = True
-        self._step = 0
-        self._weights: Weights | None = None
+        for number, (name, layer) in enumerate(layers):
+            if isinstance(layer, SyncBatchNorm):
+                layer.place, layer.alone = LayerPlace(number, f"SyncBatchNorm {name}"), False
+            elif self.is_needed:
+                weights.refusal = (
+                    f"{name} is a torch.nn.SyncBatchNorm, which mixes the ranks' gradients regardless of weights.\n"
+                    f"{_CONVERT}"
+                )
+        weights.shares_batch = self.is_needed
         register_engine(self, self._layers)
 
     @property
@@ -72,41 +79,21 @@ class SyncLayerShadow:
         return self._phase is not _Phase.CLOSED
 
     @property
-    def step(self) -> int:
-        """The number of the step that is open; layers remember it from forward to backward."""
-        return self._step
-
-    @property
     def unit(self) -> float:
         """What this rank's gradients are multiplied by once backward is over, relative to those of the other ranks."""
-        window = None if self._weights is None else self._weights.window
+        window = self._weights.window
         return 1.0 if window is None else window.unit_of_backward
 
     def must_delay_buckets(self, *, uneven: bool) -> bool:
         """Return whether no bucket may be launched before the end of backward, as it would meet an exchange of a layer.
 
-        That is so in an open step. In others, a rank that does not use some parameter completes that bucket late, so
-        that buckets and exchanges would come in another order than on other ranks. It shows too late. So on the CPU,
-        where overlap gains little, buckets of a model with such layers always wait, and elsewhere if ranks used
-        different parameters in the first step.
-
         Args:
-            uneven: Whether they did.
+            uneven: Whether ranks used different parameters in the first step.
         """
-        is_exposed = bool(self._layers) and self._group.size() > 1 and (uneven or self._device.type == "cpu")
-        return self.is_open or is_exposed
-
-    def use_weights(self, weights: Weights) -> None:
-        """Let layers know what this rank's micro-batches count, and the weights that there are such layers."""
-        self._weights = weights
-        if self._group.size() > 1:
-            for name, layer in zip(self._names, self._layers, strict=True):
-                weights.shares_batch = True
-                if not isinstance(layer, SyncBatchNorm):
-                    weights.refusal = (
-                        f"{name} is a torch.nn.SyncBatchNorm, which mixes the ranks' gradients regardless of weights."
-                        f"\n{_CONVERT}"
-                    )
+        # Outside an open step, too: a rank that does not use some parameter completes that bucket late, so that
+        # buckets and exchanges come in another order than on other ranks, and it shows too late. On the CPU, where
+        # overlap gains little, buckets of such a model always wait.
+        return self.is_open or (self.is_needed and (uneven or self._device.type == "cpu"))
 
     def open(self, *, has_batch: bool) -> None:
         """Begin a step in which some rank may be without a batch. Every rank calls it; nothing is sent.
@@ -115,12 +102,23 @@ class SyncLayerShadow:
             ConfigurationError: On every rank: a layer cannot be followed; names it.
             LockstepError: As `require_closed`.
         """
-        if not self._layers or self._group.size() == 1:
+        if not self.is_needed:
             return
         self.require_closed()
-        self._check_layers()
+        for name, layer in zip(self._names, self._layers, strict=True):
+            if not isinstance(layer, SyncBatchNorm):
+                raise ConfigurationError(
+                    f"{name} is a torch.nn.SyncBatchNorm, which would wait for ever for ranks without a batch.\n"
+                    f"{_CONVERT}"
+                )
+            if layer.group_in_use() not in (self._group, None):
+                raise ConfigurationError(
+                    f"{name} is synchronised over another group than the gradients, so ranks without a batch cannot "
+                    "take part in it.\nGive the layer and the wrapper the same process_group, or leave incomplete "
+                    "batches out (drop_last)."
+                )
         self._phase, self._has_batch = _Phase.FORWARD, has_batch
-        self._step += 1
+        self.step += 1
 
     def require_closed(self) -> None:
         """Make sure that the last such step is over.
@@ -140,20 +138,6 @@ class SyncLayerShadow:
         """Forget a step that an exception cut short."""
         self._phase = _Phase.CLOSED
 
-    def _check_layers(self) -> None:
-        for name, layer in zip(self._names, self._layers, strict=True):
-            if not isinstance(layer, SyncBatchNorm):
-                raise ConfigurationError(
-                    f"{name} is a torch.nn.SyncBatchNorm, which would wait for ever for ranks without a batch.\n"
-                    f"{_CONVERT}"
-                )
-            if layer.group_in_use() not in (self._group, None):
-                raise ConfigurationError(
-                    f"{name} is synchronised over another group than the gradients, so ranks without a batch cannot "
-                    "take part in it.\nGive the layer and the wrapper the same process_group, or leave incomplete "
-                    "batches out (drop_last)."
-                )
-
     # --- what ranks with a batch do, and those without one alongside -------------------------------------------------
 
     def announce(self, event: Event, layer: nn.Module, step: int) -> None:
@@ -163,30 +147,24 @@ class SyncLayerShadow:
             CollectiveError: Not all ranks do the same, or one did not take part in time.
             LockstepError: The step of that layer's forward is over.
         """
-        if not self.is_open or step != self._step:
+        number = self._layers.index(layer)
+        if not self.is_open or step != self.step:
             raise LockstepError(
-                f"Rank {self._group.rank()}: a second backward through {self._name_of(layer)}, or one after another "
-                "forward, while other ranks have no batch.\nThey follow the SyncBatchNorm layers of one forward and "
-                "one backward at a time."
+                f"Rank {self._group.rank()}: a second backward through SyncBatchNorm {self._names[number]}, or one "
+                "after another forward, while other ranks have no batch.\nThey follow the SyncBatchNorm layers of one "
+                "forward and one backward at a time."
             )
-        self._exchange_events(event, self._layers.index(layer))
+        self._exchange_events(event, number)
 
     def end_forward(self, *, backward_follows: bool) -> None:
         """Announce that forward is over; or, without a batch, take part in it until the others announce that.
 
         Collective in an open step: every rank. Blocks until complete.
         """
-        if self._phase is not _Phase.FORWARD:
-            return
-        end = Event.END_OF_FORWARD if backward_follows else Event.END
-        if not self._has_batch:
-            end = self._shadow()
-        else:
-            self._exchange_events(end, 0)
-        if end is Event.END:
-            self.abandon()
-        else:
-            self._phase = _Phase.BACKWARD
+        if self._phase is _Phase.FORWARD:
+            end = Event.END_OF_FORWARD if backward_follows else Event.END
+            end = self._exchange_events(end, 0)[0] if self._has_batch else self._shadow()
+            self._phase = _Phase.CLOSED if end is Event.END else _Phase.BACKWARD
 
     @keep_out_of_graphs
     def end_backward(self) -> None:
@@ -194,13 +172,12 @@ class SyncLayerShadow:
 
         Collective in a step that is open after its forward: every rank. Blocks until complete.
         """
-        if self._phase is not _Phase.BACKWARD:
-            return
-        if self._has_batch:
-            self._exchange_events(Event.END, 0)
-        else:
-            self._shadow()
-        self.abandon()
+        if self._phase is _Phase.BACKWARD:
+            if self._has_batch:
+                self._exchange_events(Event.END, 0)
+            else:
+                self._shadow()
+            self._phase = _Phase.CLOSED
 
     def _shadow(self) -> Event:
         """Take part in what the others do until they announce that it is over; return which end it is."""
@@ -228,23 +205,19 @@ class SyncLayerShadow:
                 f"failed: {error}\nAnother rank ended, or ran no backward after its forward while some ranks have no "
                 "batch; look at the first error of the job."
             ) from error
-        announced = {(event, number) for event, number in rows if event != Event.NOTHING}
-        if len(announced) > 1:
-            self._raise_mismatch(rows)
-        event, number = next(iter(announced), (Event.NOTHING, 0))
+        active = [rank for rank, (event, _) in enumerate(rows) if event != Event.NOTHING]
+        first = active[0] if active else 0
+        for rank in active:
+            if rows[rank] != rows[first]:
+                message = (
+                    f"The ranks do different things: rank {first} comes to {self._describe(*rows[first])}, "
+                    f"rank {rank} to {self._describe(*rows[rank])}.\n"
+                    "Every rank with a batch must run the same SyncBatchNorm layers in the same order."
+                )
+                self.abandon()
+                raise CollectiveError(message)
+        event, number = rows[first]
         return Event(event), number
-
-    def _raise_mismatch(self, rows: list[list[int]]) -> NoReturn:
-        active = [(rank, event, number) for rank, (event, number) in enumerate(rows) if event != Event.NOTHING]
-        (first_rank, *first), *others = active
-        rank, *second = next(other for other in others if list(other[1:]) != first)
-        message = (
-            f"The ranks do different things: rank {first_rank} comes to {self._describe(*first)}, "
-            f"rank {rank} to {self._describe(*second)}.\n"
-            "Every rank with a batch must run the same SyncBatchNorm layers in the same order."
-        )
-        self.abandon()
-        raise CollectiveError(message)
 
     def _describe(self, event: int, number: int) -> str:
         if event == Event.END_OF_FORWARD:
@@ -252,9 +225,6 @@ class SyncLayerShadow:
         if event == Event.END:
             return "the end of backward" if self._phase is _Phase.BACKWARD else "the end of a forward without gradients"
         return f"the {'backward' if event == Event.BACKWARD else 'forward'} of SyncBatchNorm {self._names[number]}"
-
-    def _name_of(self, layer: nn.Module) -> str:
-        return f"SyncBatchNorm {self._names[self._layers.index(layer)]}"
 
 
 class UnevenInputs(TorchCompat):
@@ -280,16 +250,11 @@ class UnevenInputs(TorchCompat):
             enable: False: do nothing.
             throw_on_early_termination: Raise RuntimeError on every rank when the first one runs out of data.
         """
-        return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
+        divides = {"divide_by_initial_world_size": divide_by_initial_world_size}
+        return Join([self], enable, throw_on_early_termination, **divides)
 
     def join_hook(self, **kwargs: Any) -> DDPJoinHook:
         """Return what a rank without data does in each step; for ``Join`` with several participants."""
-        self._joins_uneven_inputs = True
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return DDPJoinHook(self)
 
@@ -311,18 +276,14 @@ class UnevenInputs(TorchCompat):
         self._reducer.post_backward += self._model_sync.sync_buffers(after_forward=after_forward, src=src)
 
     def _notify_joined_ranks(self) -> None:
-        """Tell ranks without data that another step begins. Collective inside ``join()``, else nothing."""
-        if not self._join_config.enable:
-            return
+        """Tell ranks without data that another step begins. Collective: every rank of a ``join()``."""
         self._sync_layers.require_closed()  # or else they still wait for that step's end
+        num_active = 0.0
         work = Join.notify_join_context(self)
-        if work is None:  # the first of several participants knows who is left, this one does not
-            self._sync_layers.open(has_batch=True)
-            return
-        work.wait()
-        num_active = float(work.result()[0].item())
-        num_ranks = float(self.process_group.size())
-        self._reducer.divisor = num_ranks if self._divide_by_initial_world_size else num_active
+        if work is not None:  # only the first of several participants learns who is left
+            work.wait()
+            num_active, num_ranks = float(work.result()[0].item()), float(self.process_group.size())
+            self._reducer.divisor = num_ranks if self._divide_by_initial_world_size else num_active
         if num_active < self.process_group.size():
             self._sync_layers.open(has_batch=True)
 
@@ -353,10 +314,8 @@ class UnevenInputs(TorchCompat):
         self._sync_layers.end_forward(backward_follows=torch.is_grad_enabled())
         delays = self._sync_layers.must_delay_buckets(uneven=self._reducer.bucket_set.is_uneven)
         self._reducer.before_launch = self._sync_layers.end_backward if delays else None
-        if self._sync_layers.is_open and not self.require_backward_grad_sync:
-            for tensor in find_tensors(output):
-                if tensor.grad_fn is not None:
-                    tensor.register_hook(self._on_local_backward)
+        if self._sync_layers.is_open and not self.require_backward_grad_sync:  # no reducer will call it
+            hook_tensors(output, self._on_local_backward)
 
     @keep_out_of_graphs
     def _on_local_backward(self, _gradient: Tensor) -> None:

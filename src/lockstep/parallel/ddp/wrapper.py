@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -26,7 +27,7 @@ from lockstep.comm.process import keep_freed_memory
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.compile import leave_all_uncompiled, leave_uncompiled
 from lockstep.parallel.consistency import Buffers, find_difference, replica_of
-from lockstep.parallel.ddp.bucket_api import BucketApi
+from lockstep.parallel.ddp.bucket_api import BucketApi, FlatGradients
 from lockstep.parallel.ddp.bucket_events import BucketRanges, PaceClock
 from lockstep.parallel.ddp.bucket_plan import FIRST_CAP_BYTES
 from lockstep.parallel.ddp.buckets import BucketSet
@@ -192,9 +193,8 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
         self._reducer = Reducer(bucket_set, group=group, skip_unused_buckets=self.skip_all_reduce_unused_params)
         self._reducer.refuse_gradients_of({name: each for name, each in parameters.items() if not each.requires_grad})
         self.reducer = TorchReducer(self._reducer, group)
-        self._sync_layers = SyncLayerShadow(self.module, group=group, device=self.device)
-        self._sync_layers.use_weights(self._reducer.weights)
-        self._attach_bucket_api()
+        self._sync_layers = SyncLayerShadow(self.module, group=group, device=self.device, weights=self._reducer.weights)
+        self.flat_gradients, self._monitor = FlatGradients(self._reducer, self.module.parameters()), None
         if self.wire_dtype is not None and group.size() > 1:
             self._reducer.reduction = CompressedAllReduce(bucket_set, group, self.wire_dtype)
         for hook, state in self._comm_hooks:
@@ -212,10 +212,11 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
         return self._portable_state()
 
     def _portable_state(self) -> dict[str, Any]:
+        # What `_connect` makes belongs neither to a copy nor to a pickle.
         tied = {"process_group", "reducer", "_reducer", "_model_sync", "_wrapped_parameters", "_sync_layers"}
-        tied |= {"_load_state_dict_pre_hooks"} | self._tied_to_reducer
+        tied |= {"_load_state_dict_pre_hooks", "flat_gradients", "_monitor"}
         state = {name: value for name, value in self.__dict__.items() if name not in tied}
-        return state | {"_comm_hooks": [], "_comm_hook_name": "", "_last_error": ""}
+        return state | {"_comm_hooks": [], "_comm_hook_name": ""}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_bucket_caps_bytes" not in state:
@@ -250,13 +251,14 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
 
     @leave_all_uncompiled
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        will_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if torch.is_grad_enabled():
+        is_training = torch.is_grad_enabled()
+        if is_training:
             self._wrapped_parameters.check()
         self._add_asked_observers()
-        self._reducer.begin_forward(will_sync=will_sync)
-        self._notify_joined_ranks()
+        self._reducer.begin_forward(will_sync=is_training and self.require_backward_grad_sync)
         is_joining = self._join_config.enable
+        if is_joining:
+            self._notify_joined_ranks()
         if self.will_sync_module_buffers():
             self._sync_buffers(after_forward=False, src=common_rank(self, candidate=True) if is_joining else 0)
         if is_joining:
@@ -266,12 +268,10 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
 
     @leave_uncompiled
     def _run_module(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the module; what is compiled meanwhile is compiled in parts, of about a bucket each.
-
-        A graph hands over all its gradients when its backward ends, so one graph for the whole model would leave
-        nothing to overlap. torch.compile cuts graphs while its own class says that a forward runs, and asks the wrapper
-        that it finds there for ``bucket_bytes_cap``. It takes none below that of its first bucket.
-        """
+        """Run the module; what is compiled meanwhile is compiled in parts, of about a bucket each."""
+        # A graph hands over all its gradients when its backward ends, so one graph for the whole model would leave
+        # nothing to overlap. torch.compile cuts graphs while its own class says that a forward runs, and asks the
+        # wrapper that it finds there for ``bucket_bytes_cap``. It takes none below that of its first bucket.
         if self.bucket_bytes_cap < FIRST_CAP_BYTES or self.process_group.size() == 1:
             return self.module(*inputs, **kwargs)
         before = TorchDistributedDataParallel._active_ddp_module
@@ -283,21 +283,21 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
 
     @leave_all_uncompiled
     def _post_forward(self, output: Any) -> Any:
-        self._end_forward(output)
+        if self._sync_layers.is_needed:
+            self._end_forward(output)
         if self.will_sync_module_buffers():
             self._sync_buffers(after_forward=True, src=0)
-        self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if not torch.is_grad_enabled():
+        is_training = torch.is_grad_enabled()
+        self.require_forward_param_sync = is_training and self.require_backward_grad_sync
+        if not is_training:
             return output
         self._reducer.disarm()
         if not self.require_backward_grad_sync:
             self._reducer.expect_accumulation(output)
             return output
-        watched = [tensor for tensor in find_tensors(output) if tensor.requires_grad]
-        if self.training and not watched:
+        if self.training and not any(map(_requires_grad, find_tensors(output))):
             output = anchor_tensors(output)
-            watched = list(find_tensors(output))
-        self._reducer.prepare_for_backward(watched)
+        self._reducer.prepare_for_backward(output)
         return output
 
     def __getattr__(self, name: str) -> Any:
@@ -384,10 +384,9 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
             ValueError: Its annotations say that it expects or returns something else.
             RuntimeError: There is a hook already.
         """
-        with self._noting_errors():
-            check_comm_hook(hook, self.wire_dtype)
-            if self._comm_hooks:
-                raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        check_comm_hook(hook, self.wire_dtype)
+        if self._comm_hooks:
+            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self._comm_hooks.append((hook, state))
         self._comm_hook_name = hook.__qualname__
         self._reducer.set_reduction(CommHookReduction(self.process_group, hook, state))
@@ -435,6 +434,8 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
             raise difference.error(now="", since=since)
         self._num_good_checks += 1
 
+
+_requires_grad = operator.attrgetter("requires_grad")
 
 TorchDistributedDataParallel.register(DistributedDataParallel)  # libraries decide by isinstance
 
