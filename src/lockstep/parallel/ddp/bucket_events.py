@@ -52,6 +52,8 @@ class BucketStamps:
         self.closely = False
         self.last: Reduction | None = None
         self._device = device
+        self._own_work_end: Mark | None = None
+        self._exposed_s = 0.0
         self._begin()
 
     def take(self) -> Reduction | None:
@@ -85,7 +87,7 @@ class BucketStamps:
 
     def _begin(self) -> None:
         self._now, self._is_over = Reduction(), False
-        self._own_work_end: Mark | None = None
+        self._own_work_end = None
         self._wait_from_s = self._exposed_s = self._waited_before_s = 0.0
 
     def _stamp(self, kind: Event, bucket: Bucket) -> None:

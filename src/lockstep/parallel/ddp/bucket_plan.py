@@ -71,8 +71,8 @@ def plan_buckets(
         size_bytes[key] += each.numel * each.dtype.itemsize
         if size_bytes[key] >= caps_bytes[min(num_closed[key], len(caps_bytes) - 1)]:
             close(key)
-    for key in list(open_buckets):
-        close(key)
+    for left in list(open_buckets):
+        close(left)
     return tuple(spec for _, spec in sorted(finished, key=lambda item: item[0]))
 
 

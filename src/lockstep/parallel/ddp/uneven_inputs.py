@@ -57,7 +57,8 @@ class SyncLayerShadow:
     def __init__(self, module: nn.Module, *, group: Group, device: torch.device, weights: Weights) -> None:
         self._group, self._device, self._weights = group, device, weights
         layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, TorchSyncBatchNorm)]
-        self._names, self._layers = [name for name, _ in layers], [layer for _, layer in layers]
+        self._names = [name for name, _ in layers]
+        self._layers: list[nn.Module] = [layer for _, layer in layers]
         self.is_needed = bool(layers) and group.size() > 1
         self.step = 0
         self._phase = _Phase.CLOSED
