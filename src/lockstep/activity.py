@@ -87,16 +87,13 @@ class Callbacks:
     Attributes:
         on_failure: Called with the exception that ends this rank: the launcher is to learn of it before peers notice.
         wants_pace: Whether somebody reads `Activity.pace`.
-        waits: Where the engine is to add when its own work of a step was done and when the step was over, for a loop
-            that measures its phases itself; ``None`` if there is none.
     """
 
-    __slots__ = ("on_failure", "waits", "wants_pace")
+    __slots__ = ("on_failure", "wants_pace")
 
     def __init__(self) -> None:
         self.on_failure: Callable[[BaseException], None] | None = None
         self.wants_pace = False
-        self.waits: list[tuple[Any, Any]] | None = None
 
 
 now = Activity()

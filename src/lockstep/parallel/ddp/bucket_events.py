@@ -132,9 +132,8 @@ class PaceClock:
     """Measures what each step of this rank takes by phase, so that ranks can be compared; see telemetry/stragglers.py.
 
     A rank's own work of a step ends when backward is over and all its buckets are ready, which is before the last of
-    them is launched. ``fit`` measures its own phases, and only asks when that was; in other programs the loader has
-    what lies between two steps, without the optimizer. Nothing is measured unless somebody asks, and then in some steps
-    only.
+    them is launched. The loader has what lies between two steps, without the optimizer. Nothing is measured unless
+    somebody asks, and then in some steps only.
 
     Args:
         device: Where the model is.
@@ -145,26 +144,21 @@ class PaceClock:
         self._number = 0
         self._step: _Step | None = None  # the one that is measured, from the end of the one before
         self._steps: list[_Step] = []
-        self._ready: tuple[Mark, float] | None = None
 
     def on_event(self, kind: Event, bucket: Bucket | None) -> None:
         """Take note of an event of the reducer."""
         step = self._step
-        if kind is Event.FORWARD:
-            self._ready = None
-            if step is not None and not step.moments and self._publishes():
-                step.note(self._device)
-            elif step is not None and len(step.moments) > 1:
-                self._step = None  # its backward failed; with one moment this is another forward before a backward
-        elif kind is Event.BACKWARD and step is not None and len(step.moments) == 1:
-            step.note(self._device)
-        elif kind is Event.BACKWARD_END:
-            if step is not None:
-                step.note(self._device)
-            if activity.callbacks.waits is not None and not is_capturing(self._device):
-                self._ready = mark_on(self._device), activity.now.waited_s
-        elif kind is Event.CLOSED:
+        if kind is Event.CLOSED:
             self._close()
+        elif step is None:
+            return
+        elif kind is Event.FORWARD:
+            if not step.moments and self._publishes():
+                step.note(self._device)
+            elif len(step.moments) > 1:
+                self._step = None  # its backward failed; with one moment this is another forward before a backward
+        elif kind is Event.BACKWARD_END or (kind is Event.BACKWARD and len(step.moments) == 1):
+            step.note(self._device)
 
     def on_optimizer(self, *, is_over: bool) -> None:
         """Take note that an optimizer of this process begins a step, or has ended it."""
@@ -172,10 +166,6 @@ class PaceClock:
             self._step.optimizer.append((is_over, mark_on(self._device)))
 
     def _close(self) -> None:
-        if self._ready is not None and activity.callbacks.waits is not None:
-            mark, waited_s = self._ready
-            activity.callbacks.waits.append((mark, mark_on(self._device)))
-            activity.now.waited_s = waited_s  # what was waited since is in `waits` already
         if not self._publishes():
             return
         step, self._step = self._step, None
@@ -192,7 +182,7 @@ class PaceClock:
     def _publishes(self) -> bool:
         """Return whether the launcher asks for this rank's pace, and this is the first wrapper in it that trains."""
         global _publisher
-        if not activity.callbacks.wants_pace or activity.callbacks.waits is not None:
+        if not activity.callbacks.wants_pace:
             return False
         if _publisher is None:
             register_optimizer_step_pre_hook(lambda *_: _note_optimizer(is_over=False))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -58,55 +57,46 @@ def check_parameters(parameters: Sequence[nn.Parameter]) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Where a module lies, and where inputs are moved to before ``forward`` (None: they stay where they are)."""
+def check_placement(
+    devices: Collection[torch.device], device_ids: Any, output_device: Any
+) -> tuple[torch.device | None, int | None]:
+    """Check ``device_ids`` against the devices that a module lies on.
 
-    device_type: str
-    is_multi_device: bool
-    input_device: torch.device | None
-    output_device: int | None
-
-
-def check_placement(parameters: Sequence[nn.Parameter], device_ids: Any, output_device: Any) -> Placement:
-    """Work out where the module lies and check ``device_ids`` against it.
+    Returns:
+        Where inputs are moved to before ``forward`` (None: they stay where they are), and torch's ``output_device``.
 
     Raises:
         ValueError: ``device_ids`` holds several devices, or does not fit the module, or the module mixes device types.
     """
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError("device_ids can only be None or contain a single element.")
-    devices = {parameter.device for parameter in parameters}
     types = {device.type for device in devices}
     if len(types) != 1:
         raise ValueError(
             "DistributedDataParallel's input module must be on the same type of devices, "
             f"but input module parameters locate in {types}."
         )
-    device_type = types.pop()
+    (device_type,) = types
     if (device_ids and (device_type == "cpu" or len(devices) > 1)) or (output_device and not device_ids):
         raise ValueError(
             "DistributedDataParallel device_ids and output_device arguments only work with single-device/"
             f"multiple-device GPU modules or CPU modules, but got device_ids {device_ids}, output_device "
-            f"{output_device}, and module parameters {devices}."
+            f"{output_device}, and module parameters {set(devices)}."
         )
     if not device_ids:
-        return Placement(device_type, len(devices) > 1, None, None)
+        return None, None
     index = _device_index(device_ids[0])
-    output_index = index if output_device is None else _device_index(output_device)
     input_device = torch.device(device_type, index)
-    if devices != {input_device}:
+    if set(devices) != {input_device}:
         raise ValueError(
-            f"The module lies on {devices.pop()}, but device_ids is {list(device_ids)}.\n"
+            f"The module lies on {next(iter(devices))}, but device_ids is {list(device_ids)}.\n"
             f"Move the module first: module.to('{input_device}')."
         )
-    return Placement(device_type, False, input_device, output_index)
+    return input_device, index if output_device is None else _device_index(output_device)
 
 
 def _device_index(device: Any) -> int:
-    if isinstance(device, int):
-        return device
-    index = torch.device(device).index
+    index = device if isinstance(device, int) else torch.device(device).index
     return torch.accelerator.current_device_index() if index is None else index
 
 
@@ -123,16 +113,12 @@ def bucket_caps_bytes(
     Raises:
         ValueError: Both are given, or a cap is not positive.
     """
-    if bucket_cap_mb_list:
-        if bucket_cap_mb is not None:
-            raise ValueError("bucket_cap_mb and bucket_cap_mb_list cannot both be given.\nUse one of them.")
-        caps = list(bucket_cap_mb_list)
-    elif bucket_cap_mb is not None:
-        caps = [bucket_cap_mb]
-    elif can_overlap:
-        return FIRST_CAP_BYTES, DEFAULT_CAP_BYTES
-    else:
-        return (DEFAULT_CAP_BYTES,)  # an early start gains nothing, and a bucket costs two changes of threads
+    if bucket_cap_mb_list and bucket_cap_mb is not None:
+        raise ValueError("bucket_cap_mb and bucket_cap_mb_list cannot both be given.\nUse one of them.")
+    caps = list(bucket_cap_mb_list or []) if bucket_cap_mb is None else [bucket_cap_mb]
+    if not caps:
+        # Without overlap an early start gains nothing, and a bucket costs two changes of threads.
+        return (FIRST_CAP_BYTES, DEFAULT_CAP_BYTES) if can_overlap else (DEFAULT_CAP_BYTES,)
     for cap in caps:
         if not isinstance(cap, int | float) or cap <= 0:
             raise ValueError(f"A bucket's size must be a positive number of MiB, but got {cap!r}.")
@@ -145,26 +131,24 @@ def buffer_policy(broadcast_buffers: bool | None, forward_sync_buffers: bool | N
     Returns:
         Whether buffers are broadcast at construction, and whether before every ``forward``.
     """
+    text = ""
+    if broadcast_buffers is not None and forward_sync_buffers is not None:
+        text = (
+            "Both `broadcast_buffers` and `forward_sync_buffers` were specified. `broadcast_buffers` is deprecated "
+            "and its value is ignored when `forward_sync_buffers` is provided."
+        )
+    elif broadcast_buffers is not None:
+        text = (
+            "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead. IMPORTANT: unlike "
+            "`broadcast_buffers=False`, `forward_sync_buffers=False` still syncs buffers at init. If you rely on "
+            "buffers NOT being synced at init (e.g. rank-local buffers), keep using `broadcast_buffers=False` until "
+            "`init_sync_buffers` is available."
+        )
+    if text:
+        warnings.warn(text, FutureWarning, stacklevel=3)  # of whoever wraps a model
     if forward_sync_buffers is not None:
-        if broadcast_buffers is not None:
-            _warn_of_broadcast_buffers(
-                "Both `broadcast_buffers` and `forward_sync_buffers` were specified. `broadcast_buffers` is deprecated "
-                "and its value is ignored when `forward_sync_buffers` is provided."
-            )
         return True, forward_sync_buffers
-    if broadcast_buffers is None:
-        return True, True
-    _warn_of_broadcast_buffers(
-        "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead. IMPORTANT: unlike "
-        "`broadcast_buffers=False`, `forward_sync_buffers=False` still syncs buffers at init. If you rely on buffers "
-        "NOT being synced at init (e.g. rank-local buffers), keep using `broadcast_buffers=False` until "
-        "`init_sync_buffers` is available."
-    )
-    return broadcast_buffers, broadcast_buffers
-
-
-def _warn_of_broadcast_buffers(text: str) -> None:
-    warnings.warn(text, FutureWarning, stacklevel=4)  # of whoever wraps a model
+    return (True, True) if broadcast_buffers is None else (broadcast_buffers, broadcast_buffers)
 
 
 def check_batch_norms(module: nn.Module, device_type: str) -> None:
@@ -191,24 +175,16 @@ def sparse_parameters(module: nn.Module) -> set[torch.Tensor]:
 BufferHook = Callable[[Any, dict[str, Tensor]], list[Future[Any]] | None]
 
 
-@dataclass(frozen=True)
-class RegisteredBufferHook:
-    """A user's own way to synchronise buffers, before or after ``forward``."""
-
-    hook: BufferHook
-    state: object
-    after_forward: bool
-
-
 class ModelSync:
-    """Compares and broadcasts the state of ``module``, without what is named in ``ignore``."""
+    """Compares and broadcasts the state of ``module``, without what is named in ``ignore``.
+
+    Attributes:
+        buffer_hook: A user's own way to synchronise buffers, its state, and whether it runs after ``forward``.
+    """
 
     def __init__(self, module: nn.Module, ignore: set[str], group: Group, device: torch.device) -> None:
-        self.registered: RegisteredBufferHook | None = None
-        self._module = module
-        self._ignore = ignore
-        self._group = group
-        self._device = device
+        self.buffer_hook: tuple[BufferHook, object, bool] | None = None
+        self._module, self._ignore, self._group, self._device = module, ignore, group, device
         self._broadcast = RepeatedBroadcast(group)
         # By buffer, the dict that holds it, and its name there. Asked once: walking a large model takes long. A module
         # that assigns a buffer anew changes what its dict holds.
@@ -244,11 +220,10 @@ class ModelSync:
 
         Collective: every rank. Blocks until complete, except for what a registered hook returns as futures.
         """
-        if self.registered is None:
+        if self.buffer_hook is None:
             if not after_forward:
                 buffers = (home[name] for home, name in self._homes)
                 self._broadcast([buffer for buffer in buffers if buffer is not None], src=src)
             return []
-        if self.registered.after_forward is not after_forward:
-            return []
-        return self.registered.hook(self.registered.state, self.named_buffers()) or []
+        hook, state, runs_after_forward = self.buffer_hook
+        return (hook(state, self.named_buffers()) or []) if runs_after_forward is after_forward else []

@@ -16,7 +16,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.bucket_plan import MIB
 from lockstep.parallel.ddp.comm_hooks import GradBucket
 from lockstep.parallel.ddp.reducer import Reducer
-from lockstep.parallel.ddp.setup import BufferHook, ModelSync, RegisteredBufferHook
+from lockstep.parallel.ddp.setup import BufferHook, ModelSync
 
 
 class TorchReducer:
@@ -114,7 +114,7 @@ class TorchCompat(nn.Module, Joinable):
     def _register_buffer_comm_hook(self, state: object, hook: BufferHook, comm_hook_location: Any = None) -> None:
         """Let ``hook(state, named_buffers)`` synchronise buffers; ``comm_hook_location`` is torch's enum."""
         after_forward = comm_hook_location is None or comm_hook_location.name == "POST_FORWARD"
-        self._model_sync.registered = RegisteredBufferHook(hook, state, after_forward)
+        self._model_sync.buffer_hook = hook, state, after_forward
 
     # --- debugging --------------------------------------------------------------------------------------------------
 

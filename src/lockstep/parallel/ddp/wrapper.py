@@ -142,16 +142,15 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
         self.parameters_to_ignore = ignored_names(module)
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
         check_parameters(self._module_parameters)
-        placement = check_placement(self._module_parameters, device_ids, output_device)
+        devices = list(dict.fromkeys(parameter.device for parameter in self._module_parameters))
+        self._input_device, self.output_device = check_placement(devices, device_ids, output_device)
 
         self.module = module
         self.dim = dim
-        self.device_type = placement.device_type
-        self.is_multi_device_module = placement.is_multi_device
-        self.device = self._module_parameters[0].device
-        self._input_device = placement.input_device
-        self.device_ids = None if placement.input_device is None else [placement.input_device.index]
-        self.output_device = placement.output_device
+        self.device = devices[0]
+        self.device_type = self.device.type
+        self.is_multi_device_module = len(devices) > 1
+        self.device_ids = None if self._input_device is None else [self._input_device.index]
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
@@ -332,8 +331,7 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
         observers = self._reducer.observers
         if ranges.now is not None and not any(isinstance(each, BucketRanges) for each in observers):
             observers.append(BucketRanges())
-        wants_pace = activity.callbacks.wants_pace or activity.callbacks.waits is not None
-        if wants_pace and not any(isinstance(each, PaceClock) for each in observers):
+        if activity.callbacks.wants_pace and not any(isinstance(each, PaceClock) for each in observers):
             observers.append(PaceClock(self.device))
 
     # --- accumulation and weights -----------------------------------------------------------------------------------
