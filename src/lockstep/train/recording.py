@@ -13,7 +13,7 @@ import inspect
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -69,6 +69,7 @@ from lockstep.telemetry.stragglers import (
     pace_of,
 )
 from lockstep.train.settings import FitSettings
+from lockstep.train.step import HostCopy
 from lockstep.train.task import Task
 from lockstep.train.timing import StepRecord
 from lockstep.train.trainer import Trainer
@@ -81,8 +82,6 @@ _LOSS_EVERY_S = 0.5
 
 _RANKS_A_SECOND = 64
 """With more ranks than that, snapshots are made less often."""
-
-# --- the record of this run -------------------------------------------------------------------------------------------
 
 
 @final
@@ -144,7 +143,7 @@ class RunRecord:
         self._num_beats = 0
         self._is_over = self._has_ended = False
         if restarts:
-            self.event("restart", f"started again, for the {_ordinal(restarts)} time")
+            self.event("restart", f"start {restarts + 1} of this run")
         if first_step:
             self.event("resume", f"went on after step {first_step}")
 
@@ -160,11 +159,7 @@ class RunRecord:
         timer = record.timer
         self._release(timer.began_at)
         self._paused_at = None
-        values = [value for value in (record.loss, record.grad_norm, record.count) if value is not None]
-        arrived = None
-        if self._device.type == "cuda":
-            values, arrived = self._copy_to_host(values, timer.began_at)
-        numbers = iter([Number(value, arrived) for value in values])
+        numbers = self._numbers(record)
         rate = self._trainer.optimizer.param_groups[0]["lr"]
         if isinstance(rate, Tensor):
             rate = None if rate.is_cuda else float(rate)
@@ -180,9 +175,9 @@ class RunRecord:
             timer.end,
             timer.spans,
             samples=record.num_samples,
-            losses=[next(numbers)] if values else [],
-            grad_norm=next(numbers) if values and record.grad_norm is not None else None,
-            counted=next(numbers) if values and record.count is not None else None,
+            losses=[numbers["loss"]] if numbers else [],
+            grad_norm=numbers.get("grad_norm"),
+            counted=numbers.get("count"),
             learning_rate=rate,
             reductions=reductions,
             exposed_s=None if reductions else self._exposed_s(),
@@ -194,6 +189,30 @@ class RunRecord:
         if self._stamps is not None:
             self._stamps.closely = self._has_timeline
         return self._last
+
+    def _exposed_s(self) -> float | None:
+        """Return what is known of exposed communication of an engine that does not report what it waits for."""
+        exposed_s = self._trainer.strategy.exposed_s
+        if exposed_s is not None and self._device.type == "cpu":
+            return exposed_s * self._trainer.settings.accumulate
+        return 0.0 if self._is_alone else None
+
+    def _numbers(self, record: StepRecord) -> dict[str, Number]:
+        """Return the loss of a step, and what else it has, on their way to the host."""
+        values = {"loss": record.loss}
+        if record.grad_norm is not None:
+            values["grad_norm"] = record.grad_norm
+        if record.count is not None:
+            values["count"] = record.count
+        if self._device.type != "cuda":
+            return {name: Number(value, None) for name, value in values.items()}
+        # They are copied on the step's own stream, so that nobody waits: of every step if there is a file, else now
+        # and then, for the display.
+        if self._writer is None and record.timer.began_at - self._loss_at < _LOSS_EVERY_S:
+            return {}
+        self._loss_at = record.timer.began_at
+        copy = HostCopy(torch.stack([value.detach().double() for value in values.values()]))
+        return {name: Number(value, copy.arrived) for name, value in zip(values, copy.value, strict=True)}
 
     def pause(self) -> None:
         """Training stands still from now on, for the event that comes next."""
@@ -273,28 +292,6 @@ class RunRecord:
             self._recorder.add(self._last)
             self._last = None
 
-    def _exposed_s(self) -> float | None:
-        """Return what is known of exposed communication of an engine that does not report what it waits for."""
-        exposed_s = self._trainer.strategy.exposed_s
-        if exposed_s is not None and self._device.type == "cpu":
-            return exposed_s * self._trainer.settings.accumulate
-        return 0.0 if self._is_alone else None
-
-    def _copy_to_host(self, values: Sequence[Tensor], now_s: float) -> tuple[list[Tensor], torch.cuda.Event | None]:
-        """Start to copy values to pinned memory; return them there, and the event after which they are there.
-
-        They are copied on the step's own stream, so that nobody waits: of every step if there is a file, else now and
-        then.
-        """
-        if self._writer is None and now_s - self._loss_at < _LOSS_EVERY_S:
-            return [], None
-        self._loss_at = now_s
-        there = torch.empty(len(values), dtype=torch.float64, pin_memory=True)
-        there.copy_(torch.stack([value.detach().double() for value in values]), non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record(torch.cuda.current_stream(self._device))
-        return list(there), arrived
-
     def _open_folder(self, folder: Path, task: Task, settings: FitSettings, num_steps: int) -> RunFolder:
         """Return the files of this rank; rank zero also writes ``run.json``. Collective: every rank."""
         world, trainer = self._world, self._trainer
@@ -326,10 +323,6 @@ class RunRecord:
             provenance=provenance,
         )
         return opened
-
-
-def _ordinal(number: int) -> str:
-    return {1: "first", 2: "second", 3: "third"}.get(number, f"{number}th")
 
 
 def _parameters_of(trainer: Trainer) -> list[Tensor]:

@@ -1,5 +1,7 @@
 """Every setting of a training run, declared once: ``fit``'s keywords, ``lockstep train``'s flags and settings files."""
 
+# ruff: noqa: RUF009 - `setting` is dataclasses.field with metadata
+
 from __future__ import annotations
 
 import difflib
@@ -10,10 +12,10 @@ import tomllib
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import Any, Literal, Union
 
 from lockstep.errors import ConfigurationError
 from lockstep.telemetry.sinks.factory import parse_targets
@@ -73,6 +75,11 @@ class Flag:
     at_least: int | None = None
 
 
+def setting(default: Any, help: str, unit: str | None = None, at_least: int | None = None) -> Any:
+    """Return a field of a dataclass of settings; see `Flag`."""
+    return field(default=default, metadata={"flag": Flag(help, unit, at_least)})
+
+
 @dataclass(frozen=True)
 class Setting:
     """One field, as checked and shown; ``optional`` ones may be None."""
@@ -106,20 +113,24 @@ class Setting:
 @cache
 def settings_of(cls: type) -> tuple[Setting, ...]:
     """Return what the dataclass ``cls`` declares, in the order of its fields."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return tuple(_setting(field.name, hints[field.name], field.default) for field in fields(cls))
+    hints = typing.get_type_hints(cls)
+    return tuple(_setting(each, hints[each.name]) for each in fields(cls))
 
 
-def _setting(name: str, hint: Any, default: object) -> Setting:
-    inner, flag = typing.get_args(hint)
-    is_union = typing.get_origin(inner) in (Union, types.UnionType)
-    members = frozenset(typing.get_args(inner) if is_union else [inner])
+def _setting(declared: Field[Any], hint: Any) -> Setting:
+    is_union = typing.get_origin(hint) in (Union, types.UnionType)
+    members = frozenset(typing.get_args(hint) if is_union else [hint])
     kinds = members - {type(None)}
-    optional = kinds != members
     (first, *_) = kinds
-    if typing.get_origin(first) is Literal:
-        return Setting(name, "choice", optional, typing.get_args(first), default, flag)
-    return Setting(name, _KINDS[kinds], optional, (), default, flag)
+    is_choice = typing.get_origin(first) is Literal
+    return Setting(
+        declared.name,
+        kind="choice" if is_choice else _KINDS[kinds],
+        optional=kinds != members,
+        choices=typing.get_args(first) if is_choice else (),
+        default=declared.default,
+        flag=declared.metadata["flag"],
+    )
 
 
 # --- every setting of a training run --------------------------------------------------------------------------------
@@ -142,61 +153,49 @@ class Settings:
         ConfigurationError: A value is of the wrong kind or out of range; says which, and what is allowed.
     """
 
-    epochs: Annotated[int | None, Flag("Passes over the data set; the task's own number if not given.", "N", 1)] = None
-    steps: Annotated[int | None, Flag("Optimizer steps, instead of epochs.", "N", 1)] = None
-    seed: Annotated[int, Flag("Where initial weights, sample order and dropout derive from.", "N", 0)] = 0
-    global_batch_size: Annotated[
-        int | None, Flag("Samples in an optimizer step over all devices, instead of the task's own.", "SAMPLES", 1)
-    ] = None
-    accumulate: Annotated[int, Flag("Micro-batches that a device's part of a global batch is cut into.", "N", 1)] = 1
-    precision: Annotated[Precision, Flag("Autocast to bf16, or to fp16 with gradient scaling.")] = "fp32"
-    clip: Annotated[float | None, Flag("Largest global norm of the gradient; a longer one is cut.", "NORM")] = None
-    schedule: Annotated[
-        Schedule | None, Flag("How the learning rate falls over the steps; the task's own schedule, else constant.")
-    ] = None
-    warmup: Annotated[int, Flag("Optimizer steps over which the learning rate rises from 0.", "STEPS", 0)] = 0
-    lr_scaling: Annotated[
-        Scaling, Flag("How the learning rate follows the global batch, relative to the base batch.")
-    ] = "none"
-    base_batch_size: Annotated[
-        int | None,
-        Flag("Global batch that the learning rate was chosen for; else the task's own.", "SAMPLES", 1),
-    ] = None
-    shares: Annotated[
-        Sequence[float] | None,
-        Flag("Sizes of the devices' parts of a global batch, relative to each other; the same if not given.", "N,N,.."),
-    ] = None
-    workers: Annotated[int, Flag("Processes per rank that load samples.", "N", 0)] = 0
-    prefetch: Annotated[
-        int | None, Flag("Micro-batches that each loader process loads ahead; 2 if not given.", "N", 1)
-    ] = None
-    bad_samples: Annotated[
-        BadSamplesRule, Flag("When a sample cannot be read, stop, or go on without it and count it.")
-    ] = "stop"
-    on_nan: Annotated[
-        NanRule,
-        Flag("When a gradient is NaN or infinite: end the run, or skip the step."),
-    ] = "raise"
-    check_replicas: Annotated[
-        int, Flag("Steps between checks that all ranks still hold the same bits; 0 for never.", "STEPS", 0)
-    ] = 100
-    reproducible: Annotated[
-        int | None,
-        Flag("Cut each global batch into V virtual shards: the same bits on 1 to V devices.", "V", 1),
-    ] = None
-    wire: Annotated[Wire | None, Flag("Round gradients to bf16 or fp16 for the way between the ranks.")] = None
-    bucket_cap_mb: Annotated[
-        float | None, Flag("Size of a bucket of gradients; 25, the first 1, if not given.", "MIB")
-    ] = None
-    overlap_optimizer: Annotated[bool, Flag("Step each bucket of parameters as soon as it is reduced.")] = False
-    threads: Annotated[
-        int | None, Flag("CPU cores that an operation may use; 1 with reproducible, else up to torch.", "N", 1)
-    ] = None
+    epochs: int | None = setting(None, "Passes over the data set; the task's own number if not given.", "N", 1)
+    steps: int | None = setting(None, "Optimizer steps, instead of epochs.", "N", 1)
+    seed: int = setting(0, "Where initial weights, sample order and dropout derive from.", "N", 0)
+    global_batch_size: int | None = setting(
+        None, "Samples in an optimizer step over all devices, instead of the task's own.", "SAMPLES", 1
+    )
+    accumulate: int = setting(1, "Micro-batches that a device's part of a global batch is cut into.", "N", 1)
+    precision: Precision = setting("fp32", "Autocast to bf16, or to fp16 with gradient scaling.")
+    clip: float | None = setting(None, "Largest global norm of the gradient; a longer one is cut.", "NORM")
+    schedule: Schedule | None = setting(
+        None, "How the learning rate falls over the steps; the task's own schedule, else constant."
+    )
+    warmup: int = setting(0, "Optimizer steps over which the learning rate rises from 0.", "STEPS", 0)
+    lr_scaling: Scaling = setting("none", "How the learning rate follows the global batch, relative to the base batch.")
+    base_batch_size: int | None = setting(
+        None, "Global batch that the learning rate was chosen for; else the task's own.", "SAMPLES", 1
+    )
+    shares: Sequence[float] | None = setting(
+        None, "Sizes of the devices' parts of a global batch, relative to each other; the same if not given.", "N,N,.."
+    )
+    workers: int = setting(0, "Processes per rank that load samples.", "N", 0)
+    prefetch: int | None = setting(None, "Micro-batches that each loader process loads ahead; 2 if not given.", "N", 1)
+    bad_samples: BadSamplesRule = setting(
+        "stop", "When a sample cannot be read, stop, or go on without it and count it."
+    )
+    on_nan: NanRule = setting("raise", "When a gradient is NaN or infinite: end the run, or skip the step.")
+    check_replicas: int = setting(
+        100, "Steps between checks that all ranks still hold the same bits; 0 for never.", "STEPS", 0
+    )
+    reproducible: int | None = setting(
+        None, "Cut each global batch into V virtual shards: the same bits on 1 to V devices.", "V", 1
+    )
+    wire: Wire | None = setting(None, "Round gradients to bf16 or fp16 for the way between the ranks.")
+    bucket_cap_mb: float | None = setting(None, "Size of a bucket of gradients; 25, the first 1, if not given.", "MIB")
+    overlap_optimizer: bool = setting(False, "Step each bucket of parameters as soon as it is reduced.")
+    threads: int | None = setting(
+        None, "CPU cores that an operation may use; 1 with reproducible, else up to torch.", "N", 1
+    )
 
     def __post_init__(self) -> None:
         cls: type = type(self)  # those of the subclass, too
-        for setting in settings_of(cls):
-            setting.check(getattr(self, setting.name))
+        for each in settings_of(cls):
+            each.check(getattr(self, each.name))
         if self.shares is not None:
             object.__setattr__(self, "shares", tuple(self.shares))  # so that nobody changes it
         if self.clip is not None and not self.clip > 0:
@@ -246,59 +245,49 @@ class Settings:
 class FitSettings(Settings):
     """`Settings`, on what the run happens, and what is kept of it."""
 
-    strategy: Annotated[
-        StrategyName, Flag("Who computes: one device, one process with a thread a device, or a process a device.")
-    ] = "ddp"
-    devices: Annotated[int | None, Flag("Devices to train on; all GPUs, or 1 CPU if there are none.", "N", 1)] = None
-    checkpoint: Annotated[FilePath | None, Flag("Folder for checkpoints.", "DIR")] = None
-    checkpoint_every: Annotated[
-        int | None, Flag("Steps between checkpoints; each epoch if not given, and always at the end.", "STEPS", 1)
-    ] = None
-    checkpoint_blocking: Annotated[
-        bool, Flag("Let the next step wait until a checkpoint is on disk; saves a copy of the state in host memory.")
-    ] = False
-    keep: Annotated[int, Flag("Newest checkpoints that are kept.", "N", 1)] = 2
-    keep_best: Annotated[bool, Flag("Save when an evaluation finds the lowest loss so far, and keep that, too.")] = (
-        False
+    strategy: StrategyName = setting(
+        "ddp", "Who computes: one device, one process with a thread a device, or a process a device."
     )
-    resume: Annotated[
-        bool | None,
-        Flag("Insist on a checkpoint to go on from, or start anew and replace it; else go on if there is one."),
-    ] = None
-    export: Annotated[FilePath | None, Flag("File for the bare model's weights at the end, .safetensors.", "FILE")] = (
-        None
+    devices: int | None = setting(None, "Devices to train on; all GPUs, or 1 CPU if there are none.", "N", 1)
+    checkpoint: FilePath | None = setting(None, "Folder for checkpoints.", "DIR")
+    checkpoint_every: int | None = setting(
+        None, "Steps between checkpoints; each epoch if not given, and always at the end.", "STEPS", 1
     )
-    eval_every: Annotated[
-        int | None, Flag("Steps between evaluations; each epoch if not given, and always at the end.", "STEPS", 1)
-    ] = None
-    run_dir: Annotated[
-        FilePath | None,
-        Flag("Folder in which every rank records its steps, times and events, for lockstep report.", "DIR"),
-    ] = None
-    profile: Annotated[
-        bool, Flag("Hand some steps over to torch.profiler: a Chrome trace for each rank, with the phases in it.")
-    ] = False
-    profile_steps: Annotated[
-        Sequence[float] | None,
-        Flag("The first step to profile, and how many; 11,3 if not given.", "FIRST,N"),
-    ] = None
-    profile_dir: Annotated[
-        FilePath | None, Flag("Folder for these traces; profile/ in the folder of the run if not given.", "DIR")
-    ] = None
-    nvtx: Annotated[bool, Flag("Name the phases of every step as NVTX ranges, for NVIDIA's tools.")] = False
-    log_to: Annotated[
-        str | Sequence[str] | None,
-        Flag(
-            "Where figures go as it runs, with commas between them: tensorboard:DIR, prometheus:[HOST:]PORT, "
-            "wandb:[ENTITY/]PROJECT, mlflow:[URI].",
-            "SINK,..",
-        ),
-    ] = None
-    view: Annotated[
-        ViewName,
-        Flag("How progress is shown: live, on a terminal or in a notebook, or as lines now and then; auto decides."),
-    ] = "auto"
-    quiet: Annotated[bool, Flag("Print only errors, and what the task itself prints.")] = False
+    checkpoint_blocking: bool = setting(
+        False, "Let the next step wait until a checkpoint is on disk; saves a copy of the state in host memory."
+    )
+    keep: int = setting(2, "Newest checkpoints that are kept.", "N", 1)
+    keep_best: bool = setting(False, "Save when an evaluation finds the lowest loss so far, and keep that, too.")
+    resume: bool | None = setting(
+        None, "Insist on a checkpoint to go on from, or start anew and replace it; else go on if there is one."
+    )
+    export: FilePath | None = setting(None, "File for the bare model's weights at the end, .safetensors.", "FILE")
+    eval_every: int | None = setting(
+        None, "Steps between evaluations; each epoch if not given, and always at the end.", "STEPS", 1
+    )
+    run_dir: FilePath | None = setting(
+        None, "Folder in which every rank records its steps, times and events, for lockstep report.", "DIR"
+    )
+    profile: bool = setting(
+        False, "Hand some steps over to torch.profiler: a Chrome trace for each rank, with the phases in it."
+    )
+    profile_steps: Sequence[float] | None = setting(
+        None, "The first step to profile, and how many; 11,3 if not given.", "FIRST,N"
+    )
+    profile_dir: FilePath | None = setting(
+        None, "Folder for these traces; profile/ in the folder of the run if not given.", "DIR"
+    )
+    nvtx: bool = setting(False, "Name the phases of every step as NVTX ranges, for NVIDIA's tools.")
+    log_to: str | Sequence[str] | None = setting(
+        None,
+        "Where figures go as it runs, with commas between them: tensorboard:DIR, prometheus:[HOST:]PORT, "
+        "wandb:[ENTITY/]PROJECT, mlflow:[URI].",
+        "SINK,..",
+    )
+    view: ViewName = setting(
+        "auto", "How progress is shown: live, on a terminal or in a notebook, or as lines now and then; auto decides."
+    )
+    quiet: bool = setting(False, "Print only errors, and what the task itself prints.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -364,7 +353,7 @@ def read_settings(path: FilePath) -> dict[str, Any]:
         number = min(int(found[1]), len(lines)) if found and found[1] else len(lines)
         advice = 'Write a setting in each line, as in workers = 2 or strategy = "ddp".'
         raise wrong(number, f"{_TOML_POSITION.sub('', str(error))}.", advice) from None
-    known = {setting.name: setting for setting in settings_of(FitSettings)}
+    known = {each.name: each for each in settings_of(FitSettings)}
     for name, value in values.items():
         # tomllib does not keep where a value stood.
         sets = re.compile(rf"""\s*\[*\s*["']?{re.escape(name)}["']?\s*[=.\]]""")

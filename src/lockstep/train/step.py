@@ -363,22 +363,26 @@ class StepMetrics:
 
 
 class HostCopy:
-    """A tensor on its way to the host, where it may be read later without waiting for what came after it."""
+    """A tensor on its way to the host, where it may be read later without waiting for what came after it.
+
+    Attributes:
+        value: There, once ``arrived`` is over; not to be waited for if that is None.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
-        self._arrived: torch.cuda.Event | None = None
-        self._value = tensor.detach()
+        self.arrived: torch.cuda.Event | None = None
+        self.value = tensor.detach()
         if tensor.device.type == "cuda":
-            self._value = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            self._value.copy_(tensor.detach(), non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record(torch.cuda.current_stream(tensor.device))
+            self.value = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self.value.copy_(tensor.detach(), non_blocking=True)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record(torch.cuda.current_stream(tensor.device))
 
     def read(self) -> Tensor:
         """Return it, on the host. Blocks until it is there."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._value
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.value
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------

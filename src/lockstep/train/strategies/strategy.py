@@ -159,8 +159,8 @@ class Replicated(Strategy):
 
         how.timer.name_phase("replicas")
         self._engine.backward(loss, list(enumerate(micro.batches)), [how.scale] * len(micro.batches))
-        timings = self._engine.last_timings
-        self.exposed_s = None if timings is None else timings.refresh_s + timings.reduce_s
+        if (timings := self._engine.last_timings) is not None:
+            self.exposed_s = timings.refresh_s + timings.reduce_s
         how.timer.lap("forward", at=forward_ends[0])
         how.timer.lap("backward")
         how.after_forward([part for part in parts if part is not None])
