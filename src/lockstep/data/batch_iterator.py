@@ -178,6 +178,7 @@ class BatchIterator:
         self._position = StreamPosition()
         self._note: StreamNote | None = None
         self._batches: Iterator[MicroBatch] | None = None
+        self._device_type = devices[0].type
 
     @property
     def workers(self) -> int:
@@ -188,12 +189,12 @@ class BatchIterator:
         """Return the next micro-batch, on the devices. Starts the loader's processes if there are none yet."""
         if self._batches is None:
             batches = self._open()
-            self._batches = Prefetcher(batches, self._devices, self.copies) if self._on_cuda else batches
+            on_cuda = self._device_type == "cuda"
+            self._batches = Prefetcher(batches, self._devices, self.copies) if on_cuda else batches
         batch = next(self._batches)
         self._note = batch.note
-        if not self._on_cuda:
-            batch = to_device(batch, self._devices)
-        return batch
+        # What was loaded is on the CPU already, and to CUDA the prefetcher has brought it.
+        return batch if self._device_type in ("cpu", "cuda") else to_device(batch, self._devices)
 
     def prefetch(self) -> None:
         """Start to copy the next micro-batch to CUDA devices, beside what they are computing; nothing on others."""
@@ -230,10 +231,6 @@ class BatchIterator:
     def close(self) -> None:
         """Stop the loader's processes."""
         self._batches = None
-
-    @property
-    def _on_cuda(self) -> bool:
-        return self._devices[self._split.shares.start].type == "cuda"
 
     def _open(self) -> Iterator[MicroBatch]:
         if isinstance(self._order, StreamOrder):
