@@ -187,13 +187,12 @@ def _folder(settings: FitSettings, world: World) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
-            problem = "Permission denied"
+            problem = f"Cannot write traces to {folder}: Permission denied."
     except OSError as failure:
-        problem = failure.strerror
+        problem = f"Cannot write traces to {folder}: {failure.strerror}."
     for rank, each in enumerate(all_gather_object(problem, group=world.group, device=world.device)):
         if each is not None:
             raise ConfigurationError(
-                f"Rank {rank}: Cannot write traces to {folder}: {each}.\n"
-                "Name another folder with profile_dir=DIR (--profile-dir DIR)."
+                f"Rank {rank}: {each}\nName another folder with profile_dir=DIR (--profile-dir DIR)."
             )
     return folder
