@@ -6,7 +6,7 @@ The public names are loaded on first use, so that ``import lockstep`` costs noth
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lockstep import errors
+from lockstep import errors as errors
 from lockstep.comm.shm import register_when_needed
 
 if TYPE_CHECKING:
@@ -16,36 +16,18 @@ if TYPE_CHECKING:
     from lockstep.data.sampler import DistributedSampler as DistributedSampler
     from lockstep.launcher.api import launch as launch
     from lockstep.observe.monitor import monitor as monitor
-    from lockstep.parallel.ddp.wrapper import DistributedDataParallel, backward
-    from lockstep.parallel.dp.wrapper import DataParallel
-    from lockstep.parallel.sync_batchnorm import SyncBatchNorm
+    from lockstep.parallel.ddp.wrapper import DistributedDataParallel as DistributedDataParallel
+    from lockstep.parallel.ddp.wrapper import backward as backward
+    from lockstep.parallel.dp.wrapper import DataParallel as DataParallel
+    from lockstep.parallel.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
     from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
-    from lockstep.train.checkpoints.checkpoint import load, save
+    from lockstep.train.checkpoints.checkpoint import load as load
+    from lockstep.train.checkpoints.checkpoint import save as save
     from lockstep.train.fit import fit as fit
     from lockstep.train.task import Loss as Loss
     from lockstep.train.task import Task as Task
 
 __version__ = "0.1.0.dev0"
-
-__all__ = [
-    "DataParallel",
-    "DistributedDataParallel",
-    "DistributedSampler",
-    "Loss",
-    "SyncBatchNorm",
-    "Task",
-    "World",
-    "ZeroRedundancyOptimizer",
-    "adopt",
-    "backward",
-    "errors",
-    "fit",
-    "init",
-    "launch",
-    "load",
-    "monitor",
-    "save",
-]
 
 _HOMES = {
     "DataParallel": "lockstep.parallel.dp.wrapper",
@@ -65,6 +47,8 @@ _HOMES = {
     "monitor": "lockstep.observe.monitor",
     "save": "lockstep.train.checkpoints.checkpoint",
 }
+
+__all__ = sorted([*_HOMES, "errors"])
 
 # So that torch.distributed, once somebody imports it, knows the backend by its name.
 register_when_needed()

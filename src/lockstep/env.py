@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import multiprocessing.util
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -18,6 +19,7 @@ from lockstep.errors import ConfigurationError
 # --- SLURM's compressed notations: ``gpu[003-005,9],login`` for hosts and ``4(x2),1`` for tasks on each node
 
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_FIRST_HOST = re.compile(r"((?:[^\[\],]|\[\d+(?:[-,][^\[\]]*)?\])+)(?:,.*)?")
 
 
 def first_host(hosts: str, *, variable: str) -> str:
@@ -30,21 +32,11 @@ def first_host(hosts: str, *, variable: str) -> str:
     Raises:
         ConfigurationError: The list has no first host.
     """
-    name = ""
-    rest = hosts
-    while rest and rest[0] != ",":
-        if rest[0] == "[":
-            inside, closed, rest = rest[1:].partition("]")
-            # Of "003-005,9" the first is 003: as text, since the zeros are part of the name.
-            first = re.split(r"[-,]", inside)[0]
-            if not closed or not first.isdigit():
-                raise ConfigurationError(_unreadable(variable, hosts))
-            name += first
-        else:
-            name, rest = name + rest[0], rest[1:]
-    if not name or "]" in name:
-        raise ConfigurationError(_unreadable(variable, hosts))
-    return name
+    match = _FIRST_HOST.fullmatch(hosts)
+    if match is None:
+        raise _unreadable(variable, hosts)
+    # Of "003-005,9" the first is 003: as text, since the zeros are part of the name.
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[1])
 
 
 def tasks_on_node(layout: str, node: int, *, variable: str) -> int:
@@ -53,22 +45,22 @@ def tasks_on_node(layout: str, node: int, *, variable: str) -> int:
     Raises:
         ConfigurationError: The notation cannot be read, or has fewer nodes than that.
     """
-    seen = 0
+    counts: list[int] = []
     for part in layout.split(","):
         match = _TASKS.fullmatch(part.strip())
         if match is None:
-            raise ConfigurationError(_unreadable(variable, layout))
-        seen += int(match[2] or 1)
-        if node < seen:
-            return int(match[1])
-    raise ConfigurationError(
-        f"{variable}={layout} counts {seen} nodes, but SLURM_NODEID={node}.\n"
-        "Start the ranks with srun, so that these variables belong to the same step."
-    )
+            raise _unreadable(variable, layout)
+        counts += [int(match[1])] * int(match[2] or 1)
+    if node >= len(counts):
+        raise ConfigurationError(
+            f"{variable}={layout} counts {len(counts)} nodes, but SLURM_NODEID={node}.\n"
+            "Start the ranks with srun, so that these variables belong to the same step."
+        )
+    return counts[node]
 
 
-def _unreadable(variable: str, value: str) -> str:
-    return (
+def _unreadable(variable: str, value: str) -> ConfigurationError:
+    return ConfigurationError(
         f"{variable}={value!r} cannot be read.\nSet MASTER_ADDR to the host of rank 0 yourself, and unset {variable}."
     )
 
@@ -121,23 +113,34 @@ class RankEnv:
         Raises:
             ConfigurationError: A variable is missing, is no whole number, or contradicts another; names it.
         """
-        present = {name: value.strip() for name, value in environ.items() if value.strip()}
-        if "RANK" in present:
-            return _from_torchrun(present)
-        if "OMPI_COMM_WORLD_RANK" in present:
-            return _agreeing(_from_open_mpi(present), present)
-        if "PMI_RANK" in present and ("MPI_LOCALRANKID" in present or "SLURM_PROCID" not in present):
-            return _agreeing(_from_pmi(present), present)
-        if "SLURM_PROCID" in present and not _is_batch_shell(present):
-            return _agreeing(_from_slurm(present), present)
-        for name in ("LOCAL_RANK", "WORLD_SIZE"):
-            if name in present and not (name == "WORLD_SIZE" and present[name] == "1"):
+        env = {name: value.strip() for name, value in environ.items() if value.strip()}
+        if "RANK" in env:
+            return _from_torchrun(env)
+        if "OMPI_COMM_WORLD_RANK" in env:
+            # OMPI_COMM_WORLD_NODE_RANK is this process's index on its node, not the node's index.
+            found = _from_mpi(env, Launcher.OPEN_MPI, *(f"OMPI_COMM_WORLD_{name}" for name in _OPEN_MPI))
+        elif "PMI_RANK" in env and ("MPI_LOCALRANKID" in env or "SLURM_PROCID" not in env):
+            found = _from_mpi(env, Launcher.PMI, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+        elif "SLURM_PROCID" in env and not _is_batch_shell(env):
+            found = _from_slurm(env)
+        else:
+            found = cls(0, 0, 1, 1, 0, None, None, Launcher.NONE)
+            if "LOCAL_RANK" in env or env.get("WORLD_SIZE", "1") != "1":
                 raise ConfigurationError(
-                    f"{name} is set, but RANK is not.\n"
+                    f"{'LOCAL_RANK' if 'LOCAL_RANK' in env else 'WORLD_SIZE'} is set, but RANK is not.\n"
                     "Start the ranks with `lockstep run`, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
                     "MASTER_PORT for each."
                 )
-        return cls(0, 0, 1, 1, 0, None, None, Launcher.NONE)
+        for name, value in (("WORLD_SIZE", found.world_size), ("LOCAL_RANK", found.local_rank)):
+            if name in env and _integer(env, name) != value:
+                raise ConfigurationError(
+                    f"{name}={env[name]} contradicts what {found.launcher.value} says ({value}).\n"
+                    f"Unset {name}, or start the ranks with as many tasks as it says."
+                )
+        return found
+
+
+_OPEN_MPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 
 
 def is_loopback(host: str) -> bool:
@@ -151,86 +154,77 @@ def is_loopback(host: str) -> bool:
 
 
 def _from_torchrun(env: Mapping[str, str]) -> RankEnv:
-    rank, world_size = _index(env, "RANK", below="WORLD_SIZE")
-    master_addr, master_port = env.get("MASTER_ADDR"), _port(env)
-    if world_size > 1:
-        for name, value in (("MASTER_ADDR", master_addr), ("MASTER_PORT", master_port)):
-            if value is None:
-                raise ConfigurationError(
-                    f"RANK and WORLD_SIZE are set, but {name} is not.\n"
-                    "Set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, on every rank."
-                )
-    one_machine = world_size == 1 or (master_addr is not None and is_loopback(master_addr))
-    if one_machine:
+    rank, world_size = _rank_and_size(env, "RANK", "WORLD_SIZE")
+    addr, port = env.get("MASTER_ADDR"), _port(env)
+    if world_size > 1 and (addr is None or port is None):
+        raise ConfigurationError(
+            f"RANK and WORLD_SIZE are set, but {'MASTER_ADDR' if addr is None else 'MASTER_PORT'} is not.\n"
+            "Set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, on every rank."
+        )
+    if world_size == 1 or (addr is not None and is_loopback(addr)):
         local_world_size = _integer(env, "LOCAL_WORLD_SIZE", default=world_size)
         local_rank = _integer(env, "LOCAL_RANK", default=rank)
     else:
         hint = "With ranks on several machines, each needs its index on its own machine"
         local_rank = _integer(env, "LOCAL_RANK", hint=hint)
         local_world_size = _integer(env, "LOCAL_WORLD_SIZE", hint=hint.replace("its index", "the number of ranks"))
-    node_rank = _integer(
-        env, "GROUP_RANK", default=_integer(env, "NODE_RANK", default=rank // max(local_world_size, 1))
-    )
-    return _checked(
-        RankEnv(rank, local_rank, world_size, local_world_size, node_rank, master_addr, master_port, Launcher.TORCHRUN),
-        ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"),
-    )
+    node_rank = next((_integer(env, name) for name in ("GROUP_RANK", "NODE_RANK") if name in env), None)
+    if node_rank is None:
+        node_rank = rank // max(local_world_size, 1)
+    found = RankEnv(rank, local_rank, world_size, local_world_size, node_rank, addr, port, Launcher.TORCHRUN)
+    return _checked(found, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
 
 
-def _from_open_mpi(env: Mapping[str, str]) -> RankEnv:
-    # OMPI_COMM_WORLD_NODE_RANK is this process's index on its node, not the node's index.
-    names = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or env.get("OMPI_MCA_orte_ess_jobid")
-    return _from_mpi(env, names, job, Launcher.OPEN_MPI)
-
-
-def _from_pmi(env: Mapping[str, str]) -> RankEnv:
-    return _from_mpi(env, ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), None, Launcher.PMI)
-
-
-def _from_mpi(env: Mapping[str, str], names: tuple[str, ...], job: str | None, launcher: Launcher) -> RankEnv:
-    rank_name, size_name, local_rank_name, local_size_name = names
-    rank, world_size = _index(env, rank_name, below=size_name)
-    local_rank, local_world_size = _integer(env, local_rank_name), _integer(env, local_size_name)
-    addr, port = _mpi_meeting_place(env, world_size, local_world_size, job)
+def _from_mpi(
+    env: Mapping[str, str], launcher: Launcher, rank_name: str, size_name: str, local_name: str, local_size_name: str
+) -> RankEnv:
+    rank, world_size = _rank_and_size(env, rank_name, size_name)
+    local_rank, local_world_size = _integer(env, local_name), _integer(env, local_size_name)
+    addr, port = env.get("MASTER_ADDR"), _port(env)
+    if addr is None and world_size != local_world_size:
+        raise ConfigurationError(
+            "MASTER_ADDR is not set, and mpirun does not tell where rank 0 runs.\n"
+            "Pass it on: mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ... "
+            "(MPICH and Intel MPI: -genv MASTER_ADDR <host>)."
+        )
+    jobs = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid")
+    job = next((env[name] for name in jobs if name in env and launcher is Launcher.OPEN_MPI), None)
+    port = port or (_port_of_job(job) if job else DEFAULT_MASTER_PORT)
     node_rank = rank // max(local_world_size, 1)
-    found = RankEnv(rank, local_rank, world_size, local_world_size, node_rank, addr, port, launcher)
-    return _checked(found, (local_rank_name, local_size_name, size_name))
+    found = RankEnv(rank, local_rank, world_size, local_world_size, node_rank, addr or "127.0.0.1", port, launcher)
+    return _checked(found, local_name, local_size_name, size_name)
 
 
 def _from_slurm(env: Mapping[str, str]) -> RankEnv:
-    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
-    rank, world_size = _index(env, "SLURM_PROCID", below=size_name)
-    local_rank = _integer(env, "SLURM_LOCALID")
-    node_rank = _integer(env, "SLURM_NODEID")
-    layout_name = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in env else "SLURM_TASKS_PER_NODE"
+    def name_of(*names: str) -> str:
+        """Return the first variable that is set: those of a step count before those of the whole allocation."""
+        return next((name for name in names if name in env), names[-1])
+
+    size_name = name_of("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    layout_name = name_of("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    hosts_name = name_of("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    rank, world_size = _rank_and_size(env, "SLURM_PROCID", size_name)
+    local_rank, node_rank = _integer(env, "SLURM_LOCALID"), _integer(env, "SLURM_NODEID")
     if layout_name in env:
         local_world_size = tasks_on_node(env[layout_name], node_rank, variable=layout_name)
     else:
-        nodes_name = "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in env else "SLURM_NNODES"
-        num_nodes = _integer(env, nodes_name, default=1)
+        num_nodes = _integer(env, name_of("SLURM_STEP_NUM_NODES", "SLURM_NNODES"), default=1)
         local_world_size = _integer(env, "SLURM_NTASKS_PER_NODE", default=-(-world_size // max(num_nodes, 1)))
-    addr, port = env.get("MASTER_ADDR"), _port(env)
-    if addr is None:
-        hosts_name = next(
-            (n for n in ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST") if n in env), None
+    addr = env.get("MASTER_ADDR")
+    if addr is None and hosts_name in env:
+        addr = first_host(env[hosts_name], variable=hosts_name)
+    elif addr is None and world_size == local_world_size:
+        addr = "127.0.0.1"
+    elif addr is None:
+        raise ConfigurationError(
+            "SLURM_PROCID is set, but neither SLURM_NODELIST nor MASTER_ADDR says where rank 0 runs.\n"
+            "Start the ranks with srun, or export MASTER_ADDR=<host of rank 0>."
         )
-        if hosts_name is not None:
-            addr = first_host(env[hosts_name], variable=hosts_name)
-        elif world_size == local_world_size:
-            addr = "127.0.0.1"
-        else:
-            raise ConfigurationError(
-                "SLURM_PROCID is set, but neither SLURM_NODELIST nor MASTER_ADDR says where rank 0 runs.\n"
-                "Start the ranks with srun, or export MASTER_ADDR=<host of rank 0>."
-            )
-    if port is None:
-        # Two steps of one job may run side by side, so the step counts too.
-        port = _port_of_job(f"{env.get('SLURM_JOB_ID', env.get('SLURM_JOBID', ''))}.{env.get('SLURM_STEP_ID', '')}")
-    return _checked(
-        RankEnv(rank, local_rank, world_size, local_world_size, node_rank, addr, port, Launcher.SLURM),
-        ("SLURM_LOCALID", layout_name, size_name),
-    )
+    # Two steps of one job may run side by side, so the step counts too.
+    job = f"{env.get(name_of('SLURM_JOB_ID', 'SLURM_JOBID'), '')}.{env.get('SLURM_STEP_ID', '')}"
+    port = _port(env) or _port_of_job(job)
+    found = RankEnv(rank, local_rank, world_size, local_world_size, node_rank, addr, port, Launcher.SLURM)
+    return _checked(found, "SLURM_LOCALID", layout_name, size_name)
 
 
 def _is_batch_shell(env: Mapping[str, str]) -> bool:
@@ -239,40 +233,13 @@ def _is_batch_shell(env: Mapping[str, str]) -> bool:
     return not in_step and (env.get("ENVIRONMENT") == "BATCH" or env.get("SLURM_JOB_NAME") in ("bash", "interactive"))
 
 
-def _mpi_meeting_place(
-    env: Mapping[str, str], world_size: int, local_world_size: int, job: str | None
-) -> tuple[str, int]:
-    addr, port = env.get("MASTER_ADDR"), _port(env)
-    if addr is None:
-        if world_size != local_world_size:
-            raise ConfigurationError(
-                "MASTER_ADDR is not set, and mpirun does not tell where rank 0 runs.\n"
-                "Pass it on: mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ... "
-                "(MPICH and Intel MPI: -genv MASTER_ADDR <host>)."
-            )
-        addr = "127.0.0.1"
-    return addr, port or (_port_of_job(job) if job else DEFAULT_MASTER_PORT)
-
-
 def _port_of_job(job: str) -> int:
     """Return a port that every rank of ``job`` finds alike, without talking to the others."""
     return _MASTER_PORT_RANGE[crc32(job.encode()) % len(_MASTER_PORT_RANGE)]
 
 
-def _agreeing(found: RankEnv, env: Mapping[str, str]) -> RankEnv:
-    """Return ``found`` unless torchrun's own variables, set as well, say something else."""
-    for name, value in (("WORLD_SIZE", found.world_size), ("LOCAL_RANK", found.local_rank)):
-        if name in env and _integer(env, name) != value:
-            raise ConfigurationError(
-                f"{name}={env[name]} contradicts what {found.launcher.value} says ({value}).\n"
-                f"Unset {name}, or start the ranks with as many tasks as it says."
-            )
-    return found
-
-
-def _checked(found: RankEnv, names: tuple[str, str, str]) -> RankEnv:
-    """Return ``found`` if its local numbers fit each other and the world; ``names`` are the variables to blame."""
-    local_rank_name, local_size_name, size_name = names
+def _checked(found: RankEnv, local_rank_name: str, local_size_name: str, size_name: str) -> RankEnv:
+    """Return ``found`` if its local numbers fit each other and the world; the names are the variables to blame."""
     if not 1 <= found.local_world_size <= found.world_size:
         raise ConfigurationError(
             f"{local_size_name} says {found.local_world_size} ranks on this machine, but {size_name} says "
@@ -286,21 +253,20 @@ def _checked(found: RankEnv, names: tuple[str, str, str]) -> RankEnv:
         )
     if found.node_rank < 0:
         raise ConfigurationError(
-            f"The node rank is {found.node_rank}.\nNodes count from 0: check GROUP_RANK or NODE_RANK."
+            f"The node rank is {found.node_rank}.\nNodes count from 0: check GROUP_RANK, NODE_RANK."
         )
     return found
 
 
-def _index(env: Mapping[str, str], name: str, *, below: str) -> tuple[int, int]:
-    """Return the integers of ``name`` and ``below`` after checking ``0 <= name < below``."""
-    index, size = _integer(env, name), _integer(env, below)
+def _rank_and_size(env: Mapping[str, str], name: str, size_name: str) -> tuple[int, int]:
+    rank, size = _integer(env, name), _integer(env, size_name)
     if size < 1:
-        raise ConfigurationError(f"{below}={size} is no world size.\nSet it to the number of processes of the job.")
-    if not 0 <= index < size:
+        raise ConfigurationError(f"{size_name}={size} is no world size.\nSet it to the number of processes of the job.")
+    if not 0 <= rank < size:
         raise ConfigurationError(
-            f"{name}={index} is out of range for {below}={size}.\nRanks count from 0 to {size - 1}."
+            f"{name}={rank} is out of range for {size_name}={size}.\nRanks count from 0 to {size - 1}."
         )
-    return index, size
+    return rank, size
 
 
 def _integer(env: Mapping[str, str], name: str, *, default: int | None = None, hint: str = "") -> int:
@@ -342,42 +308,33 @@ def group_folders(controller: str, root: Path | None = None, own: Path | None = 
         own: The list of this process's groups.
     """
     root, own = root or CGROUP_ROOT, own or OWN_CGROUPS
-    folders = list(dict.fromkeys(_groups_of(controller, root, own)))
-    return [*folders, *([] if root in folders else [root])]
-
-
-def _groups_of(controller: str, root: Path, own: Path) -> Iterator[Path]:
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    folders = []
+    for line in own.read_text().splitlines() if own.exists() else ():
         _, names, path = line.split(":", 2)
         if names == "" or controller in names.split(","):
             # Inside a container the path may be that of the host, which is not there: then its root is what counts.
             inner = (Path(path) / "x").relative_to("/").parents
             bases = [root] if names == "" else [root / names, root / controller]
-            yield from (base / part for base in bases for part in inner)
+            folders += [base / part for base in bases for part in inner]
+    return list(dict.fromkeys([*folders, root]))
 
 
 def read_groups(controller: str, file: str, root: Path | None = None, own: Path | None = None) -> list[str]:
     """Return the texts of ``file``, such as ``cpu.max``, in those of `group_folders` where it is there."""
     found = []
     for folder in group_folders(controller, root, own):
-        try:
+        with contextlib.suppress(OSError):
             found.append((folder / file).read_text().strip())
-        except OSError:
-            continue
     return found
 
 
 def cpu_quota(root: Path | None = None, own: Path | None = None) -> float | None:
     """Return the cores' worth of time that the tightest of this process's control groups allows, if one does."""
-    quotas = [_cores_of_quota(*text.split()) for text in read_groups("cpu", "cpu.max", root, own)]
+    texts = [text.split() for text in read_groups("cpu", "cpu.max", root, own)]
     periods = read_groups("cpu", "cpu.cfs_period_us", root, own)
-    old = zip(read_groups("cpu", "cpu.cfs_quota_us", root, own), periods, strict=False)
-    quotas += [_cores_of_quota(quota, period) for quota, period in old]
-    return min((quota for quota in quotas if quota is not None), default=None)
+    texts += map(list, zip(read_groups("cpu", "cpu.cfs_quota_us", root, own), periods, strict=False))
+    # Without a quota the second version says "max", the first one -1.
+    return min((int(quota) / int(period) for quota, period in texts if quota.isdecimal()), default=None)
 
 
 def usable_cores() -> int:
@@ -385,13 +342,6 @@ def usable_cores() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota()
     return cores if quota is None else min(cores, max(1, int(quota)))
-
-
-def _cores_of_quota(quota: str, period: str) -> float | None:
-    try:
-        return int(quota) / int(period) if int(quota) > 0 else None
-    except ValueError:  # it says "max"
-        return None
 
 
 # --- Sockets of loader processes
@@ -411,13 +361,10 @@ def is_socket_folder_too_long(folder: str) -> bool:
     return not hasattr(multiprocessing.util, "_SUN_PATH_MAX") and _bytes(folder + _FOLDER) > _MOST_BYTES
 
 
-def ensure_short_socket_folder(rather: str | None = None) -> None:
+def ensure_short_socket_folder() -> None:
     """Have this process and its children make their sockets where their names are short enough.
 
     Other temporary files stay where they are. Does nothing if names are short enough.
-
-    Args:
-        rather: A folder that is taken if its own name is short enough.
 
     Raises:
         ConfigurationError: There is no such folder that can be written to, or it is too late for another.
@@ -425,7 +372,7 @@ def ensure_short_socket_folder(rather: str | None = None) -> None:
     folder = tempfile.gettempdir()
     if not is_socket_folder_too_long(folder):
         return
-    short = next(filter(_is_fit, [*([] if rather is None else [rather]), *_SHORT]), None)
+    short = next((name for name in _SHORT if os.path.isdir(name) and os.access(name, os.W_OK | os.X_OK)), None)
     if short is not None:
         tempfile.tempdir = short
         try:
@@ -438,10 +385,6 @@ def ensure_short_socket_folder(rather: str | None = None) -> None:
         f"The folder for temporary files has too long a name for loader processes, which hand tensors over by sockets "
         f"in it: {folder}\nName a shorter one, such as TMPDIR=/tmp, or load in the rank itself (workers=0)."
     )
-
-
-def _is_fit(folder: str) -> bool:
-    return not is_socket_folder_too_long(folder) and os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
 
 
 def _bytes(folder: str) -> int:

@@ -119,7 +119,7 @@ def same(ours, theirs):
     return ours == theirs
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "torch-ddp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("torch-ddp", marks=pytest.mark.soak)])
 def test_a_resumed_run_ends_in_the_same_bits(ranks, tmp_path, strategy):
     def both(world):
         whole = fit(world, strategy, tmp_path / "whole", NUM_STEPS)
