@@ -114,22 +114,6 @@ def test_devices_that_cannot_be_used(monkeypatch):
     assert str(caught.value).splitlines()[0] == "output_device names GPU 7, but this process sees 2 (numbered from 0)."
 
 
-def test_weaker_gpus_are_warned_of(monkeypatch):
-    class Properties:
-        def __init__(self, index):
-            self.total_memory = [100, 100, 70][index]
-            self.multi_processor_count = [10, 7, 10][index]
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties(device.index))
-    for devices, what in [((0, 2), "cuda:2 has less than 75% of the memory of cuda:0"), ((0, 1), "cuda:1 has less")]:
-        with pytest.warns(UserWarning, match=what):
-            model = DataParallel(nn.Linear(1, 1), devices, output_device=-1)
-        assert model.device_ids == list(devices) and model.src_device_obj == torch.device("cuda", 0)
-        assert model.output_device == torch.device("cpu")
-
-
 def test_without_gpus_the_module_just_runs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     module = nn.Linear(2, 1)

@@ -9,11 +9,11 @@ from lockstep.parallel.zero import partition as shard_module
 from lockstep.parallel.zero.partition import (
     ELEMENTWISE,
     FlatBuffer,
-    OptimizerFactory,
     ShardOptimizer,
     ShardRange,
     cut_ranges,
     shard_bounds,
+    works_on_slices,
 )
 
 SHAPES = [(7, 5), (5,), (), (3, 4, 2, 2), (1,), (11, 3)]
@@ -41,11 +41,14 @@ def groups_of(made):
 class Sharded:
     """The shards of all ranks of one flat buffer, in this process."""
 
-    def __init__(self, made, factory, num_ranks):
+    def __init__(self, made, optimizer_class, options, num_ranks):
         group_of = [0, 0, 1, 1, 0, 1]
         members = [(each, ShardRange(index, 0, each.numel(), group_of[index])) for index, each in enumerate(made)]
         self.buffer = FlatBuffer(members, lambda numel, dtype, _: torch.empty(numel, dtype=dtype), num_ranks=num_ranks)
-        self.shards = [ShardOptimizer(factory, [self.buffer], rank, [{}, {"lr": 0.003}]) for rank in range(num_ranks)]
+        self.shards = [
+            ShardOptimizer(optimizer_class, options, [self.buffer], rank, [{}, {"lr": 0.003}], elementwise=True)
+            for rank in range(num_ranks)
+        ]
 
     def step(self):
         present = [each.grad is not None for each in self.buffer.parameters]
@@ -90,7 +93,7 @@ def test_slices_are_updated_as_whole_parameters_are(optimizer_class, num_ranks):
     options = {"lr": 0.01, **OPTIONS.get(optimizer_class, {})}
     ours, theirs = parameters(), parameters()
     expected = optimizer_class(groups_of(theirs), **options)
-    sharded = Sharded(ours, OptimizerFactory.make(optimizer_class, options, None), num_ranks)
+    sharded = Sharded(ours, optimizer_class, options, num_ranks)
     for step in range(7):
         give_gradients(ours, theirs, step=step)
         expected.step()
@@ -103,7 +106,7 @@ def test_slices_are_updated_as_whole_parameters_are(optimizer_class, num_ranks):
 
 def test_segments_stay_whole_as_long_as_all_have_gradients():
     made = parameters()
-    sharded = Sharded(made, OptimizerFactory.make(torch.optim.AdamW, {}, None), 1)
+    sharded = Sharded(made, torch.optim.AdamW, {}, 1)
     give_gradients(made, step=0)
     sharded.step()
     sizes = [[each.numel() for each in group["params"]] for group in sharded.shards[0].optimizer.param_groups]
@@ -120,7 +123,7 @@ def test_slices_that_exceed_a_cache_are_updated_in_parts(monkeypatch):
     monkeypatch.setattr(shard_module, "_CHUNK_BYTES", 7 * 8)
     ours, theirs = parameters(), parameters()
     expected = torch.optim.AdamW(groups_of(theirs), lr=0.01)
-    sharded = Sharded(ours, OptimizerFactory.make(torch.optim.AdamW, {"lr": 0.01}, None), 2)
+    sharded = Sharded(ours, torch.optim.AdamW, {"lr": 0.01}, 2)
     for step in range(4):
         give_gradients(ours, theirs, step=step)
         expected.step()
@@ -130,14 +133,13 @@ def test_slices_that_exceed_a_cache_are_updated_in_parts(monkeypatch):
     assert max(sizes) == 7
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
-    whole = Sharded(parameters(), OptimizerFactory.make(torch.optim.AdamW, {"fused": True}, None), 2)
+    whole = Sharded(parameters(), torch.optim.AdamW, {"fused": True}, 2)
     assert max(each.numel() for each in whole.shards[0].optimizer.param_groups[0]["params"]) > 7
 
 
 def test_state_moves_to_another_number_of_ranks():
     made, others = parameters(), parameters()
-    factory = OptimizerFactory.make(torch.optim.Adam, {"lr": 0.01}, None)
-    first, second = Sharded(made, factory, 3), Sharded(others, factory, 2)
+    first, second = (Sharded(each, torch.optim.Adam, {"lr": 0.01}, num) for each, num in ((made, 3), (others, 2)))
     for step in range(5):
         give_gradients(made, step=step)
         first.step()
@@ -172,7 +174,7 @@ def test_what_is_not_known_to_be_elementwise_is_not_taken_for_it():
 
         elementwise = True
 
-    assert not OptimizerFactory.make(Own, {}, None).elementwise
-    assert OptimizerFactory.make(Own, {}, True).elementwise
-    assert OptimizerFactory.make(Declared, {}, None).elementwise
-    assert not OptimizerFactory.make(torch.optim.Adafactor, {}, None).elementwise
+    assert not works_on_slices(Own)
+    assert works_on_slices(Own, True)
+    assert works_on_slices(Declared)
+    assert not works_on_slices(torch.optim.Adafactor)

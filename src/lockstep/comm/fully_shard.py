@@ -14,15 +14,6 @@ from lockstep import activity
 from lockstep.comm.collectives import Group
 
 
-def _collectives_of_torch() -> tuple[type, type] | None:
-    """Return torch's default all-gather and reduce-scatter; ``None`` with another version of torch."""
-    try:
-        from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-    except ImportError:
-        return None
-    return DefaultAllGather, DefaultReduceScatter
-
-
 class _TimedCollective:
     """A collective of ``fully_shard`` on CPUs, where it blocks: it is marked and counted as waiting.
 
@@ -60,18 +51,18 @@ def fully_shard_units(root: nn.Module, units: Iterable[nn.Module], *, group: Gro
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
     mesh = DeviceMesh.from_group(group, device.type)
     divided = [*units, root]
     for unit in divided:
         fully_shard(unit, mesh=mesh)
     # On a GPU the collectives do not block the host, so nothing would be known by timing them.
-    classes = _collectives_of_torch() if device.type == "cpu" else None
-    if classes is None:
+    if device.type != "cpu":
         return False
     for unit in divided:
-        unit.set_custom_all_gather(_TimedCollective("all_gather of fully_shard", classes[0]()))  # type: ignore[operator]
-        unit.set_custom_reduce_scatter(_TimedCollective("reduce_scatter of fully_shard", classes[1]()))  # type: ignore[operator]
+        unit.set_custom_all_gather(_TimedCollective("all_gather of fully_shard", DefaultAllGather()))  # type: ignore[operator]
+        unit.set_custom_reduce_scatter(_TimedCollective("reduce_scatter of fully_shard", DefaultReduceScatter()))  # type: ignore[operator]
     return True
 
 

@@ -501,7 +501,7 @@ def _layer_like(old: _BatchNorm, to: type[_Layer], group: Group | None, name: st
             f"{name} is a {type(old).__name__} that has not seen a batch, so its number of channels is not known yet.\n"
             "Run one batch through the model before converting it."
         )
-    if type(old).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward) and not isinstance(old, to):
+    if type(old).forward not in (_BatchNorm.forward, TorchSyncBatchNorm.forward) and not isinstance(old, to):
         warnings.warn(
             f"{name} is a {type(old).__name__} with a forward of its own, which the layer in its place does not have.",
             stacklevel=4,

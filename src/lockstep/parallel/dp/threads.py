@@ -8,10 +8,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,6 @@ from torch._utils import ExceptionWrapper
 
 from lockstep.comm.process import keep_freed_memory
 from lockstep.errors import ConfigurationError, LockstepError
-from lockstep.parallel.dp.gradients import Gradients
 from lockstep.parallel.dp.replicas import Replicas
 from lockstep.telemetry import ranges
 
@@ -136,79 +134,39 @@ def _stop_all(queues: Sequence[_Tasks]) -> None:
         tasks.put(None)
 
 
-@dataclass(frozen=True)
-class ReplicaContext:
+class CallerModes:
     """The state that torch keeps for each thread, taken along from the calling thread into a replica's thread.
 
     Grad mode, inference mode and autocast belong to a thread; so do the current CUDA device and its stream. Work on
     the stream that is current in the caller keeps the order that the caller sees. (The default dtype, deterministic
     mode and the random generators belong to the process and need nothing.)
+
+    Args:
+        device: Of the replica.
+        differentiates: Whether gradients are needed, whatever the caller's grad mode.
     """
 
-    device: torch.device
-    grad_enabled: bool
-    inference: bool
-    autocasts: tuple[tuple[str, torch.dtype], ...]
-    autocast_cache: bool
-    stream: torch.cuda.Stream | None
+    def __init__(self, device: torch.device, *, differentiates: bool = False) -> None:
+        self._device: list[Callable[[], AbstractContextManager[Any]]] = []
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device)
+            self._device = [partial(torch.cuda.device, device), partial(torch.cuda.stream, stream)]
+        self._all = [*self._device]
+        if torch.is_inference_mode_enabled() and not differentiates:
+            self._all.append(torch.inference_mode)
+        self._all.append(partial(torch.set_grad_enabled, differentiates or torch.is_grad_enabled()))
+        for kind in dict.fromkeys(("cpu", device.type)):
+            if torch.is_autocast_enabled(kind):
+                dtype, cached = torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+                self._all.append(partial(torch.autocast, kind, dtype=dtype, cache_enabled=cached))
 
-    @classmethod
-    def of_caller(cls, device: torch.device) -> ReplicaContext:
-        """Return the calling thread's state, for a replica on ``device``."""
-        kinds = [kind for kind in dict.fromkeys(("cpu", device.type)) if torch.is_autocast_enabled(kind)]
-        return cls(
-            device=device,
-            grad_enabled=torch.is_grad_enabled(),
-            inference=torch.is_inference_mode_enabled(),
-            autocasts=tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds),
-            autocast_cache=torch.is_autocast_cache_enabled(),
-            stream=torch.cuda.current_stream(device) if device.type == "cuda" else None,
-        )
-
-    def on_device(self) -> ExitStack:
-        """Return a context in which the device and its stream are current in this thread."""
-        stack = ExitStack()
-        if self.stream is not None:
-            stack.enter_context(torch.cuda.device(self.device))
-            stack.enter_context(torch.cuda.stream(self.stream))
-        return stack
-
-    def entered(self) -> ExitStack:
-        """Return a context with everything: device, stream, inference mode, grad mode and autocast."""
-        stack = self.on_device()
-        if self.inference:
-            stack.enter_context(torch.inference_mode())
-        stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
-        for kind, dtype in self.autocasts:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache))
-        return stack
-
-
-class StepTimings(NamedTuple):
-    """What one ``backward`` took besides the work of the replicas: seconds on the host's clock.
-
-    Attributes:
-        refresh_s: Bringing the replicas up to date.
-        reduce_s: Summing the gradients.
-    """
-
-    refresh_s: float = 0.0
-    reduce_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class ReplicaGradients:
-    """What one replica computed from its shard.
-
-    Attributes:
-        loss: Detached and not scaled, on the replica's device.
-        gradients: One for each parameter of the module, in their order; None where the replica did not use it.
-        module: The replica, with the buffers that its forward left; the wrapped module itself for the first one.
-    """
-
-    loss: Tensor
-    gradients: Gradients
-    module: nn.Module
+    @contextmanager
+    def entered(self, *, device_only: bool = False) -> Iterator[None]:
+        """Enter all of it, or only device and stream, in this thread."""
+        with ExitStack() as stack:
+            for mode in self._device if device_only else self._all:
+                stack.enter_context(mode())
+            yield
 
 
 class ReplicaEngine:
@@ -253,52 +211,28 @@ class ReplicaEngine:
                 "\nAn overridden scatter must return as many inputs as keyword arguments."
             )
 
-        def call(module: nn.Module, arguments: Any, keywords: dict[str, Any], context: ReplicaContext) -> Any:
+        def call(module: nn.Module, arguments: Any, keywords: dict[str, Any], modes: CallerModes) -> Any:
             positional = arguments if isinstance(arguments, (tuple, list)) else (arguments,)
-            with context.entered():
+            with modes.entered():
                 return module(*positional, **keywords)
 
-        contexts = map(ReplicaContext.of_caller, self.replicas.devices)
-        calls = [partial(call, *each) for each in zip(modules, inputs, kwargs, contexts, strict=False)]
+        modes = map(CallerModes, self.replicas.devices)
+        calls = [partial(call, *each) for each in zip(modules, inputs, kwargs, modes, strict=False)]
         outputs = self._run(dict(enumerate(calls)))
         return [outputs[index] for index in range(len(calls))]
 
-    def backward(
-        self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[float | Tensor]
-    ) -> tuple[list[Tensor], StepTimings]:
-        """Differentiate the loss of every shard in its replica's thread and sum the gradients into the module's.
-
-        A shard of None is skipped. If a replica fails, the gradients of the module stay as they were.
-
-        Raises:
-            BaseException: What the lowest failing replica raised; the text has its traceback.
-        """
-        losses, _, refresh_s = self._differentiate(loss, shards, scales)
-        start = time.perf_counter()
-        if losses:
-            self.replicas.reduce_gradients()
-        return list(losses.values()), StepTimings(refresh_s, time.perf_counter() - start)
-
-    def gradients(
-        self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[float | Tensor]
-    ) -> dict[int, ReplicaGradients]:
-        """Differentiate as `backward` does, but leave the replicas' gradients apart, and the module's as they are.
-
-        Returns:
-            What each replica with a shard computed, by number.
-        """
-        losses, modules, _ = self._differentiate(loss, shards, scales)
-        rows = self.replicas.take_gradients() if losses else []
-        count = self.replicas.num_parameters
-        return {index: ReplicaGradients(value, rows[index][:count], modules[index]) for index, value in losses.items()}
-
-    def _differentiate(
+    def differentiate(
         self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[float | Tensor]
     ) -> tuple[dict[int, Tensor], list[nn.Module], float]:
-        """Leave the gradients of the shards in the leaves of their replicas.
+        """Differentiate the loss of every shard in its replica's thread; the gradients stay in the replicas' leaves.
+
+        A shard of None is skipped.
 
         Returns:
             The losses by replica, the replicas, and how long it took to bring these up to date.
+
+        Raises:
+            BaseException: What the lowest failing replica raised; the text has its traceback.
         """
         present = [index for index, shard in enumerate(shards) if shard is not None]
         if not present:
@@ -306,10 +240,10 @@ class ReplicaEngine:
         start = time.perf_counter()
         modules = self.replicas.refresh(present[-1] + 1, leaves=True)
         refresh_s = time.perf_counter() - start
-        contexts = {index: ReplicaContext.of_caller(self.replicas.devices[index]) for index in present}
+        modes = {index: CallerModes(self.replicas.devices[index], differentiates=True) for index in present}
         calls = {
-            index: partial(differentiate, loss, modules[index], shards[index], scales[index], context)
-            for index, context in contexts.items()
+            index: partial(differentiate, loss, modules[index], shards[index], scales[index], modes[index])
+            for index in present
         }
         try:
             losses = self._run(calls)
@@ -340,20 +274,20 @@ class ReplicaEngine:
 
 
 def differentiate(
-    loss: LossFunction, module: nn.Module, shard: Any, scale: float | Tensor, context: ReplicaContext
+    loss: LossFunction, module: nn.Module, shard: Any, scale: float | Tensor, modes: CallerModes
 ) -> Tensor:
     """Add the gradients of ``scale * loss(module, shard)`` to those of the module; return the loss.
 
     Autograd differentiates a CPU graph in the thread that calls it, so replicas do so at the same time.
     """
-    with ranges.around("forward"), replace(context, grad_enabled=True, inference=False).entered():
+    with ranges.around("forward"), modes.entered():
         value = loss(module, shard)
         if not isinstance(value, Tensor):
             raise ConfigurationError(
                 f"The loss function returned a {type(value).__name__}; DataParallel.backward needs a tensor.\n"
                 "Return the loss itself, a tensor of one element."
             )
-    with ranges.around("backward"), context.on_device():  # outside of autocast, as backward should be
+    with ranges.around("backward"), modes.entered(device_only=True):  # outside of autocast, as backward should be
         if isinstance(scale, Tensor) and not (scale.dim() == 0 and scale.device.type == "cpu"):  # that is read here
             scale = scale.to(value.device, non_blocking=True)
         with torch.enable_grad():

@@ -9,35 +9,51 @@ Design: docs/design/dp.md.
 
 from __future__ import annotations
 
-import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Sequence
 from threading import Lock
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
 from lockstep.errors import ConfigurationError
+from lockstep.parallel.dp.gradients import Gradients
 from lockstep.parallel.dp.replicas import Replicas, check_devices
 from lockstep.parallel.dp.scatter_gather import Device, as_device, gather, scatter_kwargs
-from lockstep.parallel.dp.threads import (
-    LossFunction,
-    ReplicaContext,
-    ReplicaEngine,
-    ReplicaGradients,
-    StepTimings,
-    as_listed,
-    differentiate,
-)
-
-_IMBALANCE_RATIO = 0.75
+from lockstep.parallel.dp.threads import CallerModes, LossFunction, ReplicaEngine, as_listed, differentiate
 
 Wrapped = TypeVar("Wrapped", bound=nn.Module)
 
 _ENGINES = Lock()
 """Held while a wrapper looks for its engine and makes one, so that two threads do not make two."""
+
+
+class StepTimings(NamedTuple):
+    """What one ``backward`` took besides the work of the replicas: seconds on the host's clock.
+
+    Attributes:
+        refresh_s: Bringing the replicas up to date.
+        reduce_s: Summing the gradients.
+    """
+
+    refresh_s: float
+    reduce_s: float
+
+
+class ReplicaGradients(NamedTuple):
+    """What one replica computed from its shard.
+
+    Attributes:
+        loss: Detached and not scaled, on the replica's device.
+        gradients: One for each parameter of the module, in their order; None where the replica did not use it.
+        module: The replica, with the buffers that its forward left; the wrapped module itself for the first one.
+    """
+
+    loss: Tensor
+    gradients: Gradients
+    module: nn.Module
 
 
 class DataParallel(nn.Module, Generic[Wrapped]):
@@ -172,12 +188,16 @@ class DataParallel(nn.Module, Generic[Wrapped]):
         if len(self.device_ids) > 1:
             engine = self._current_engine()
             with engine.turn():
-                losses, self.last_timings = engine.backward(loss, shards, scales)
-            return losses
-        context = ReplicaContext.of_caller(self.src_device_obj or torch.device("cpu"))
-        self.last_timings = StepTimings()
+                losses, _, refresh_s = engine.differentiate(loss, shards, scales)
+                start = time.perf_counter()
+                if losses:
+                    engine.replicas.reduce_gradients()
+                self.last_timings = StepTimings(refresh_s, time.perf_counter() - start)
+            return list(losses.values())
+        modes = CallerModes(self.src_device_obj or torch.device("cpu"), differentiates=True)
+        self.last_timings = StepTimings(0.0, 0.0)
         return [
-            differentiate(loss, self.module, shard, scale, context)
+            differentiate(loss, self.module, shard, scale, modes)
             for shard, scale in zip(shards, scales, strict=True)
             if shard is not None
         ]
@@ -204,7 +224,10 @@ class DataParallel(nn.Module, Generic[Wrapped]):
         self._check_shards(shards, scales)
         engine = self._current_engine()
         with engine.turn():
-            return engine.gradients(loss, shards, scales)
+            losses, modules, _ = engine.differentiate(loss, shards, scales)
+            rows = engine.replicas.take_gradients() if losses else []
+        count = engine.replicas.num_parameters
+        return {index: ReplicaGradients(value, rows[index][:count], modules[index]) for index, value in losses.items()}
 
     def _check_shards(self, shards: Sequence[Any], scales: Sequence[float | Tensor]) -> None:
         room = max(1, len(self.device_ids))
@@ -213,10 +236,6 @@ class DataParallel(nn.Module, Generic[Wrapped]):
                 f"DataParallel.backward got {len(shards)} shards and {len(scales)} scales for {room} devices.\n"
                 "Give at most one shard a device, and one scale for each shard."
             )
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load the state of a wrapped or of a bare module: with or without ``module.`` before each name."""
-        return super().load_state_dict(_with_prefix(state_dict, set(self.state_dict())), strict, assign)
 
     def extra_repr(self) -> str:
         """Say which devices are used."""
@@ -283,10 +302,7 @@ def _choose_devices(device_ids: Sequence[Device] | None) -> list[torch.device]:
             f"DataParallel cannot use the devices {sorted(types)} together.\n"
             'Name devices of one type in device_ids: GPUs, as in [0, 1], or the CPU, as in ["cpu", "cpu"].'
         )
-    devices = [_existing(device, "device_ids") for device in named]
-    if "cuda" in types:
-        _warn_imbalance(devices)
-    return devices
+    return [_existing(device, "device_ids") for device in named]
 
 
 def _existing(device: Device, argument: str) -> torch.device:
@@ -300,35 +316,3 @@ def _existing(device: Device, argument: str) -> torch.device:
             "Name fewer devices, or make more visible with CUDA_VISIBLE_DEVICES."
         )
     return as_device(device)
-
-
-def _warn_imbalance(devices: Sequence[torch.device]) -> None:
-    """Warn if one GPU has less than 75% of the memory or the cores of another: the slowest sets the pace."""
-    unique = list(dict.fromkeys(devices))
-    measures: dict[str, Callable[[torch.device], int]] = {
-        "memory": lambda device: torch.cuda.get_device_properties(device).total_memory,
-        "cores": lambda device: torch.cuda.get_device_properties(device).multi_processor_count,
-    }
-    for what, measure in measures.items():
-        weakest, strongest = min(unique, key=measure), max(unique, key=measure)
-        if measure(weakest) < _IMBALANCE_RATIO * measure(strongest):
-            warnings.warn(
-                f"There is an imbalance between your GPUs: {weakest} has less than 75% of the {what} of {strongest}, "
-                "and every step lasts as long as on the weakest. Leave it out of device_ids, or out of "
-                "CUDA_VISIBLE_DEVICES.",
-                stacklevel=4,
-            )
-            return
-
-
-def _with_prefix(state_dict: Mapping[str, Any], own_names: set[str]) -> Mapping[str, Any]:
-    """Return ``state_dict`` with ``module.`` before each name, unless more names fit as they are."""
-    as_is = sum(name in own_names for name in state_dict)
-    prefixed = sum(f"module.{name}" in own_names for name in state_dict)
-    if as_is >= prefixed:
-        return state_dict
-    wrapped = OrderedDict((f"module.{name}", value) for name, value in state_dict.items())
-    metadata = getattr(state_dict, "_metadata", None)
-    if metadata is not None:
-        wrapped._metadata = {f"module.{name}".rstrip("."): entry for name, entry in metadata.items()}  # type: ignore[attr-defined]
-    return wrapped

@@ -19,38 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.comm.collectives import (
-    Group,
-    Join,
-    Joinable,
-    JoinHook,
-    Waitable,
-    all_gather_object,
-    all_reduce,
-    default_group,
-    empty_buffer,
-    has_reduce_scatter,
-    wait_for,
-)
+from lockstep.comm import collectives
+from lockstep.comm.collectives import Group, Join, Joinable, JoinHook, Waitable
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.consistency import check_models_agree
 from lockstep.parallel.ddp.buckets import Bucket
 from lockstep.parallel.ddp.reducer import Reducer
 from lockstep.parallel.flat import combine_norms, list_norms, multiply_
-from lockstep.parallel.zero.partition import (
-    Entries,
-    FlatBuffer,
-    Member,
-    OptimizerFactory,
-    Read,
-    ShardOptimizer,
-    ShardRange,
-    options_of,
-    partition_by_parameter,
-    partition_evenly,
-    start_parameter_gather,
-)
+from lockstep.parallel.zero import partition
+from lockstep.parallel.zero.partition import Entries, FlatBuffer, Member, Read, ShardOptimizer, ShardRange, options_of
 from lockstep.parallel.zero.reduce_scatter import ReduceScatterMean, SecondBackwardCheck, find_reducer
 from lockstep.parallel.zero.state_dict import gather_full_state, read_from_full
 
@@ -84,6 +62,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         **defaults: What ``optimizer_class`` gets.
 
     Attributes:
+        is_elementwise: Whether ranks have slices of parameters; otherwise each parameter is on one rank.
         overlaps: Whether `step` returns while parameters of other ranks are still on their way. Whoever sets it calls
             `wait` before anybody reads a parameter.
 
@@ -109,8 +88,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "overlap_with_ddp=True is not supported.\n"
                 "Leave it out; shard_gradients=True with lockstep.DistributedDataParallel is the faster way."
             )
-        factory = OptimizerFactory.make(optimizer_class, defaults, elementwise)
-        if shard_gradients and not factory.elementwise:
+        self.is_elementwise = partition.works_on_slices(optimizer_class, elementwise)
+        if shard_gradients and not self.is_elementwise:
             raise ConfigurationError(
                 f"shard_gradients=True needs an element-wise optimizer, which {optimizer_class.__name__} is not known "
                 "to be.\nLeave it out, or say elementwise=True if its update of an element depends on nothing else."
@@ -118,10 +97,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.initialized = False
         Optimizer.__init__(self, params, dict(defaults))
         Joinable.__init__(self)
-        self.process_group: Group = default_group() if process_group is None else process_group
+        self.process_group: Group = collectives.default_group() if process_group is None else process_group
         self.world_size, self.rank = self.process_group.size(), self.process_group.rank()
         self.parameters_as_bucket_view, self.overlaps = parameters_as_bucket_view, False
-        self._factory, self._shard_gradients = factory, shard_gradients
+        self._optimizer_class, self._defaults = optimizer_class, defaults
+        self._shard_gradients = shard_gradients
         self._has_gradients = False
         self._gathers: list[Waitable] = []  # parameters that are on their way
         self._consolidated: dict[int, dict[str, Any]] | None = None
@@ -193,7 +173,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         trained = [each for each in self._buffers if any(parameter.requires_grad for parameter in each.parameters)]
         for buffer in trained:  # autograd must notice that what it has saved has changed
             torch.autograd.graph.increment_version(buffer.parameters)
-        self._gathers = start_parameter_gather(trained, self.process_group, alone=not self.overlaps)
+        self._gathers = partition.start_parameter_gather(trained, self.process_group, alone=not self.overlaps)
         self._loaded = None
         if not self.overlaps:
             self.wait()
@@ -203,7 +183,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Block until the parameters that the last `step` updated are there (on CUDA: let the current stream wait)."""
         gathers, self._gathers = self._gathers, []
         for work in gathers:
-            wait_for(work, "all_gather of updated parameters")
+            collectives.wait_for(work, "all_gather of updated parameters")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters."""
@@ -254,7 +234,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         for buffer in self._buffers:  # model.to(), or a script that sets ``param.data``, gives parameters other memory
             if not buffer.is_intact:
                 buffer.take_back()
-        if self._factory.elementwise:
+        if self.is_elementwise:
             present = [parameter.grad is not None for parameter in self._parameters]
             for index, parameter in enumerate(self._parameters):
                 if parameter.grad is not None and parameter.grad.layout is not torch.strided:
@@ -312,12 +292,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ValueError: It is of other parameters.
         """
         self._load_options(state_dict["param_groups"])
-        self._load(read_from_full(state_dict["state"], self._parameters, flat=self._factory.elementwise))
-
-    @property
-    def is_elementwise(self) -> bool:
-        """Whether ranks have slices of parameters; otherwise each parameter is on one rank."""
-        return self._factory.elementwise
+        self._load(read_from_full(state_dict["state"], self._parameters, flat=self.is_elementwise))
 
     def local_shards(self) -> list[tuple[ShardRange, Entries]]:
         """Return what this rank keeps, where it lies: by elements of a parameter, see `load_shards`. Copies nothing."""
@@ -347,7 +322,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _gather_state(self, to: int | None) -> dict[int, dict[str, Any]] | None:
         """Return the whole state on rank ``to`` or on all. Collective: every rank. Blocks."""
-        flat, group = self._factory.elementwise, self.process_group
+        flat, group = self.is_elementwise, self.process_group
         return gather_full_state(self._shard.state(), self._parameters, flat=flat, group=group, to=to)
 
     # --- How it is laid
@@ -361,8 +336,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._buffers: list[FlatBuffer] = []
         self._laid_for: Sequence[Bucket] | None = None
         how = (self.world_size, self._allocate)
-        if not self._factory.elementwise:
-            self._buffers = partition_by_parameter(members, *how)
+        if not self.is_elementwise:
+            self._buffers = partition.partition_by_parameter(members, *how)
         else:
             if self._reducer is not None:
                 self._laid_for = self._reducer.bucket_set.buckets
@@ -371,8 +346,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                     inside = [member_of[id(parameter)] for parameter in bucket.parameters]
                     self._buffers.append(FlatBuffer(inside, self._allocate, num_ranks=self.world_size))
             laid = {id(parameter) for buffer in self._buffers for parameter in buffer.parameters}
-            self._buffers += partition_evenly([each for each in members if id(each[0]) not in laid], *how)
-        self._shard = ShardOptimizer(self._factory, self._buffers, self.rank, options_of(self.param_groups))
+            self._buffers += partition.partition_evenly([each for each in members if id(each[0]) not in laid], *how)
+        self._shard = ShardOptimizer(
+            self._optimizer_class,
+            self._defaults,
+            self._buffers,
+            self.rank,
+            options_of(self.param_groups),
+            elementwise=self.is_elementwise,
+        )
         self._adopt_options()
 
     def _rebuild(self) -> None:
@@ -381,12 +363,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if read is None:
             state = self._gather_state(to=None)
             assert state is not None
-            read = read_from_full(state, self._parameters, flat=self._factory.elementwise)
+            read = read_from_full(state, self._parameters, flat=self.is_elementwise)
         self._build()
         self._shard.load(read, options_of(self.param_groups))
 
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return empty_buffer(numel, dtype=dtype, device=device, group=self.process_group)
+        return collectives.empty_buffer(numel, dtype=dtype, device=device, group=self.process_group)
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
@@ -415,11 +397,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         group, device = self.process_group, self._parameters[0].device
         check_models_agree(named, (), group=group, device=device)
         described = (
-            self._factory.optimizer_class.__name__
+            self._optimizer_class.__name__
             + ", shard_gradients" * self._shard_gradients
             + f", param groups of {', '.join(str(len(group['params'])) for group in self.param_groups)} parameters"
         )
-        everybody: list[str] = all_gather_object(described, group=group, device=device)
+        everybody: list[str] = collectives.all_gather_object(described, group=group, device=device)
         for rank, theirs in enumerate(everybody):
             if theirs != everybody[0]:
                 raise ConfigurationError(
@@ -470,10 +452,10 @@ def norm_of_shards(gradients: Sequence[Tensor], like: Tensor, norm_type: float =
     wide = torch.float32 if like.device.type == "mps" else torch.float64
     total = combine_norms(list_norms(gradients, norm_type), norm_type).to(like.device, wide)
     if math.isinf(norm_type):
-        all_reduce(total, group=group, op="max")
+        collectives.all_reduce(total, group=group, op="max")
     else:
         total = total**norm_type
-        all_reduce(total, group=group)
+        collectives.all_reduce(total, group=group)
         total = total ** (1.0 / norm_type)
     return total.to(torch.promote_types(like.dtype.to_real(), torch.float32))
 
@@ -507,11 +489,10 @@ def shard_optimizer(optimizer: Optimizer, *, group: Group) -> ZeroRedundancyOpti
     accepted = optimizer.defaults if takes_any else {each.name for each in named}
     defaults = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     device = optimizer.param_groups[0]["params"][0].device
-    elementwise = OptimizerFactory.make(kind, defaults).elementwise
     return ZeroRedundancyOptimizer(
         [dict(param_group) for param_group in optimizer.param_groups],
         kind,
         process_group=group,
-        shard_gradients=elementwise and has_reduce_scatter(group, device),
+        shard_gradients=partition.works_on_slices(kind) and collectives.has_reduce_scatter(group, device),
         **defaults,
     )

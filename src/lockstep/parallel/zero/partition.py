@@ -17,7 +17,6 @@ parameters that this rank owns, whole: each is a segment.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
@@ -276,48 +275,30 @@ _CHUNK_BYTES = 2**18
 """Four times that, for Adam's value, gradient and two averages, fit in the second-level cache of most cores."""
 
 
-@dataclass(frozen=True)
-class OptimizerFactory:
-    """How to make an optimizer.
+def works_on_slices(optimizer_class: type[Optimizer], elementwise: bool | None = None) -> bool:
+    """Return whether an optimizer may work on flat slices that know no parameters.
 
-    Attributes:
+    Args:
         optimizer_class: Its class.
-        defaults: What its constructor gets besides the parameters.
-        elementwise: Whether it may work on flat slices that know no parameters.
+        elementwise: What the caller says; None: what is known of the class, or what its attribute ``elementwise`` says.
+
+    Raises:
+        ConfigurationError: It is no class of optimizers, or one that cannot be divided.
     """
-
-    optimizer_class: type[Optimizer]
-    defaults: Mapping[str, Any]
-    elementwise: bool
-
-    @classmethod
-    def make(
-        cls, optimizer_class: type[Optimizer], defaults: Mapping[str, Any], elementwise: bool | None = None
-    ) -> OptimizerFactory:
-        """Return the factory for ``optimizer_class(params, **defaults)``.
-
-        Args:
-            optimizer_class: Any optimizer that does not work with all parameters together.
-            defaults: See above.
-            elementwise: None: what is known of the class, or what its attribute ``elementwise`` says.
-
-        Raises:
-            ConfigurationError: It is no class of optimizers, or one that cannot be divided.
-        """
-        if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise ConfigurationError(
+            f"optimizer_class is {optimizer_class!r}, no class of optimizers.\n"
+            "Give the class and its arguments: ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=1e-3)."
+        )
+    for refused, why in _REFUSED.items():
+        if issubclass(optimizer_class, refused):
             raise ConfigurationError(
-                f"optimizer_class is {optimizer_class!r}, no class of optimizers.\n"
-                "Give the class and its arguments: ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=1e-3)."
+                f"{optimizer_class.__name__} {why}, so it cannot be divided among ranks.\n"
+                "Use it as it is, without ZeroRedundancyOptimizer."
             )
-        for refused, why in _REFUSED.items():
-            if issubclass(optimizer_class, refused):
-                raise ConfigurationError(
-                    f"{optimizer_class.__name__} {why}, so it cannot be divided among ranks.\n"
-                    "Use it as it is, without ZeroRedundancyOptimizer."
-                )
-        if elementwise is None:
-            elementwise = bool(getattr(optimizer_class, "elementwise", optimizer_class in ELEMENTWISE))
-        return cls(optimizer_class, dict(defaults), elementwise)
+    if elementwise is not None:
+        return elementwise
+    return bool(getattr(optimizer_class, "elementwise", optimizer_class in ELEMENTWISE))
 
 
 def options_of(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -353,7 +334,8 @@ class ShardOptimizer:
     """The optimizer of what one rank owns of flat buffers.
 
     Args:
-        factory: Of the optimizer.
+        optimizer_class, defaults: How it is made.
+        elementwise: Whether it works on flat slices.
         buffers: Partitioned among the ranks, so that shards hold whole parameters unless it is element-wise.
         rank: Whose shards they are.
         options: By param group, its options without "params".
@@ -364,12 +346,15 @@ class ShardOptimizer:
 
     def __init__(
         self,
-        factory: OptimizerFactory,
+        optimizer_class: type[Optimizer],
+        defaults: Mapping[str, Any],
         buffers: Sequence[FlatBuffer],
         rank: int,
         options: Sequence[Mapping[str, Any]],
+        *,
+        elementwise: bool,
     ) -> None:
-        self._factory = factory
+        self._optimizer_class, self._defaults, self._elementwise = optimizer_class, defaults, elementwise
         self._segments: list[Segment] = []
         self._shards = [buffer.shard_of(rank) for buffer in buffers]
         self._parameters = {
@@ -377,11 +362,11 @@ class ShardOptimizer:
             for buffer in buffers
             for parameter, whole in zip(buffer.parameters, buffer.ranges, strict=True)
         }
-        passes_once = any(each.get("fused") or each.get("foreach") for each in (factory.defaults, *options))
+        passes_once = any(each.get("fused") or each.get("foreach") for each in (defaults, *options))
         self._chunks: list[tuple[int, int, list[ShardRange]]] = []
         for index, buffer in enumerate(buffers):
             ranges, shard = buffer.ranges_of_rank[rank], self._shards[index]
-            is_cut = factory.elementwise and shard.is_cpu and not passes_once
+            is_cut = elementwise and shard.is_cpu and not passes_once
             size = max(_CHUNK_BYTES // shard.itemsize if is_cut else shard.numel(), 1)
             for start in range(0, shard.numel(), size):
                 self._chunks.append((index, start, cut_ranges(ranges, start, start + size)))
@@ -414,7 +399,7 @@ class ShardOptimizer:
 
     def drop_gradients(self) -> None:
         """Let go of the gradients of an element-wise optimizer."""
-        if self._factory.elementwise:
+        if self._elementwise:
             for segment in self._segments:
                 segment.parameter.grad = None
 
@@ -449,20 +434,20 @@ class ShardOptimizer:
         """Make segments of neighbours with the same ``key``, and an optimizer for them."""
         self._segments = []
         for buffer, offset, ranges in self._chunks:
-            alike = key if self._factory.elementwise else None  # None: each range, a whole parameter, by itself
+            alike = key if self._elementwise else None  # None: each range, a whole parameter, by itself
             runs = [list(run) for _, run in groupby(ranges, key=alike)]
             self._segments += self._make_segments(buffer, offset, runs)
         groups: list[dict[str, Any]] = [{**each, "params": []} for each in options]
         for segment in self._segments:
             groups[segment.ranges[0].group]["params"].append(segment.parameter)
-        self.optimizer = self._factory.optimizer_class(groups, **self._factory.defaults)
+        self.optimizer = self._optimizer_class(groups, **self._defaults)
 
     def _make_segments(self, buffer: int, offset: int, runs: Sequence[Sequence[ShardRange]]) -> list[Segment]:
         """Return a segment for each run of ranges, back to back from ``offset`` in this rank's shard of a buffer."""
         segments = []
         for run in runs:
             end = offset + sum(each.numel for each in run)
-            if self._factory.elementwise:
+            if self._elementwise:
                 parameter = nn.Parameter(self._shards[buffer][offset:end].detach())
             else:
                 parameter = self._parameters[run[0].parameter]

@@ -24,7 +24,7 @@ from lockstep.comm.world import World
 from lockstep.data.loader import MicroBatch
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.setup import ModelSync
-from lockstep.parallel.dp.threads import ReplicaGradients
+from lockstep.parallel.dp.wrapper import DataParallel, ReplicaGradients
 from lockstep.parallel.reduction_tree import (
     GradientLayout,
     GradientRow,
@@ -370,8 +370,6 @@ class ManyReplicas:
     def __init__(
         self, model: nn.Module, objective: Objective, devices: Sequence[torch.device], arithmetic: Arithmetic
     ) -> None:
-        from lockstep.parallel.dp.wrapper import DataParallel
-
         self._engine = DataParallel(model, device_ids=list(devices))
         self._objective, self._devices, self._arithmetic = objective, list(devices), arithmetic
         self._take_turns = devices[0].type == "cpu" or len(set(devices)) < len(devices)
