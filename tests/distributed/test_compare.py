@@ -1,85 +1,72 @@
-"""``lockstep compare`` from end to end, as a user starts it."""
+"""``lockstep compare`` as a user starts it, with ranks of the pool in place of those that it would launch."""
 
+import contextlib
 import json
-import signal
-import subprocess
-import sys
 import time
 
-import psutil
 import pytest
 import torch
+
+from lockstep import cli
+from lockstep.study.compare import benchmark
+from lockstep.study.compare.benchmark import Benchmark, compare, start_together
+from lockstep.train.settings import Settings
+from tests.training import make_task
 
 MIB = 2**20
 
 TASK = """
-import os
 import torch
 from torch import nn
 import lockstep
 
-def loss(model, batch):
-    if FAULT and os.environ["RANK"] == "1":
-        raise KeyError("boom")
-    return (model(batch[0]) - batch[1]).square().mean()
-
 def samples():
-    return torch.utils.data.TensorDataset(torch.randn(40, 6).double(), torch.randn(40, 3).double())
+    torch.manual_seed(3)
+    return torch.utils.data.TensorDataset(torch.randn(SAMPLES, 6).double(), torch.randn(SAMPLES, 3).double())
 
 task = lockstep.Task(
     model=lambda: nn.Sequential(nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)).double(),
     dataset=samples,
-    loss=loss,
+    loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
     optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-    global_batch_size=16,
+    global_batch_size=BATCH,
 )
 """
 
 
+def run_turns(world, plan):
+    with contextlib.ExitStack() as at_exit:
+        return benchmark._run_turns(plan, world, at_exit)
+
+
 @pytest.fixture
-def start(tmp_path, monkeypatch):
-    """Start the command on a task of its own; whatever comes of it ends with the test."""
+def run(ranks, tmp_path, monkeypatch, capsys):
+    """Give ``run(devices, batch, *args)``: run the command; return what it printed, and its JSON."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    started = []
+    monkeypatch.setattr(benchmark, "launch", lambda _, plan, devices: ranks(devices)(run_turns, plan))
+    monkeypatch.chdir(tmp_path)
 
-    def start(*args, fault=False, width=8):
-        file = tmp_path / "tiny.py"
-        file.write_text(f"FAULT, WIDTH = {fault}, {width}\n{TASK}")
-        command = [sys.executable, "-m", "lockstep", "compare", str(file), *map(str, args)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        started.append(process)
-        return process
+    def run(devices, batch, *args):
+        task = tmp_path / "tiny.py"  # by its whole path, as the pool's ranks are in another folder
+        task.write_text(f"SAMPLES, WIDTH, BATCH = {5 * batch // 2}, 8, {batch}\n{TASK}")
+        command = ["compare", str(task), "--devices", str(devices), "--no-memory", "--json", "figures.json", *args]
+        assert cli.main(command) == 0
+        return capsys.readouterr().out.splitlines(), json.loads((tmp_path / "figures.json").read_text())
 
-    yield start
-    for process in started:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+    return run
 
 
-def test_two_devices_train_alike_and_end_in_a_table_and_two_files(start, tmp_path):
-    figures, page = tmp_path / "figures.json", tmp_path / "page.html"
-    files = "--json", figures, "--html", page
-    process = start("--devices", 2, "--rounds", 2, "--steps", 3, "--warmup", 2, "--no-memory", *files)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    lines = out.splitlines()
-    assert lines[0].rstrip() == "tiny.py: 2 x cpu, global batch 16, 2 rounds of 3 steps"
-    assert [line.split()[0] for line in lines[4:8]] == ["single", "dp", "torch-ddp", "ddp"]
-    assert "Verdict" in lines
-    assert lines[-2:] == [f"figures written to {figures}", f"page written to {page}"]
-    assert [line.split(",")[0] for line in err.splitlines()] == [
-        "building the models",
-        "warming up",
-        "round 1/2",
-        "round 2/2",
-    ]
-    record = json.loads(figures.read_text())
+def test_two_devices_train_alike_and_end_in_a_table_and_two_files(run, tmp_path):
+    out, record = run(2, 16, "--rounds", "2", "--steps", "3", "--warmup", "2", "--html", "page.html")
+    assert out[0].rstrip() == "tiny.py: 2 x cpu, global batch 16, 2 rounds of 3 steps"
+    assert [line.split()[0] for line in out[4:8]] == ["single", "dp", "torch-ddp", "ddp"]
+    assert "Verdict" in out
+    assert out[-2:] == ["figures written to figures.json", "page written to page.html"]
     assert record["left_out"] == [
         {"strategy": "torch-dp", "reason": "torch.nn.DataParallel does nothing on CPUs; ours runs there, as dp."}
     ]
     assert record["setup"]["num_parameters"] == 6 * 8 + 8 + 8 * 8 + 8 + 8 * 3 + 3
-    assert record["verdict"]["sentences"][0] in page.read_text().replace("&#x27;", "'")
+    assert record["verdict"]["sentences"][0] in (tmp_path / "page.html").read_text().replace("&#x27;", "'")
     found = {contender["strategy"]: contender for contender in record["contenders"]}
     for contender in found.values():
         # Three steps make an epoch of 16 + 16 + 8 samples. The warm-up takes two and one without synchronisation, and
@@ -92,66 +79,72 @@ def test_two_devices_train_alike_and_end_in_a_table_and_two_files(start, tmp_pat
         assert losses[name] == pytest.approx(losses["single"], rel=1e-12)
 
 
-def test_one_device_is_enough_and_its_peak_memory_is_measured(start, tmp_path):
-    figures = tmp_path / "figures.json"
-    how = "--devices", 1, "--strategies", "ddp", "--rounds", 1, "--steps", 2, "--warmup", 1
-    process = start(*how, "--json", figures, width=1500)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    single, ddp = json.loads(figures.read_text())["contenders"]
-    assert ddp["losses"] == single["losses"]
-    assert ddp["num_threads"] == single["num_threads"] == torch.get_num_threads()
+def test_a_batch_that_three_devices_cannot_share_evenly_is_the_same_for_all(run):
+    _, record = run(3, 64, "--rounds", "1", "--steps", "3", "--warmup", "1")
+    single, *others = record["contenders"]
+    assert [each["strategy"] for each in others] == ["dp", "torch-ddp", "ddp"]
+    for each in others:
+        assert each["losses"] == pytest.approx(single["losses"], rel=1e-12)
+        assert [turn["num_samples"] for turn in each["turns"]] == [64 + 32 + 64]  # the warm-up took the first and third
+
+
+def test_one_launched_device_is_enough_and_its_peak_memory_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (tmp_path / "wide.py").write_text(f"SAMPLES, WIDTH, BATCH = 40, 1500, 16\n{TASK}")
+    how = {"devices": 1, "strategies": ["single"], "num_rounds": 1, "num_steps": 2, "num_warmup": 1, "quiet": True}
+    single = compare(str(tmp_path / "wide.py"), **how).single
+    assert single.num_threads == torch.get_num_threads()
     # Weights, gradients and momentum, and not much more than the libraries take when first used.
     weights_bytes = 8 * 1500 * 1500
-    for contender in (single, ddp):
-        (peak_bytes,) = contender["peak_bytes"]
-        assert 3 * weights_bytes < peak_bytes < 8 * weights_bytes + 150 * MIB
-        assert contender["imbalance"] is None
+    (peak_bytes,) = single.peak_bytes
+    assert 3 * weights_bytes < peak_bytes < 8 * weights_bytes + 150 * MIB
 
 
-def test_an_exception_in_one_rank_is_told_once_and_leaves_nothing(start):
-    process = start("--devices", 2, "--rounds", 1, "--no-memory", "--strategies", "ddp", fault=True)
-    children = wait_for_ranks(process)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert err.count("Traceback") == 1
-    assert "lockstep: Rank 1 failed: KeyError: 'boom'" in err
-    assert "It was the turn of ddp. If the others can train this task, name them: --strategies LIST" in err
-    require_gone(children)
+def plan_of(loss=None, **changes):
+    task = make_task() if loss is None else make_task(loss=loss)
+    fields = {"num_devices": 2, "num_rounds": 1, "num_warmup": 1, "num_steps": 1, "quiet": True, **changes}
+    return Benchmark(task, Settings(), ("single", "ddp"), num_threads={"single": 2, "ddp": 1}, **fields)
 
 
-def test_ctrl_c_leaves_no_process_and_no_traceback(start):
-    process = start("--devices", 2, "--rounds", 100_000, "--steps", 3, "--no-memory", "--strategies", "ddp")
-    children = wait_for_ranks(process)
-    for line in process.stderr:
-        if line.startswith("round 1/"):
-            break
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert err.splitlines()[-1] == "lockstep: stopped by Ctrl-C"
-    assert "Traceback" not in err
-    require_gone(children)
+def fail_in_the_turn_of_ddp(world):
+    def loss(model, batch):
+        raise KeyError("boom")
+
+    with pytest.raises(KeyError) as caught:
+        run_turns(world, plan_of(loss, num_devices=1))
+    return caught.value.__notes__
 
 
-def wait_for_ranks(process):
-    """Return all processes of the job once both ranks are among them."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and process.poll() is None:
-        found = psutil.Process(process.pid).children(recursive=True)
-        if sum(is_rank(child) for child in found) == 2:
-            return found
-        time.sleep(0.05)
-    raise AssertionError("No two ranks were started.")
+def test_an_exception_says_whose_turn_it_was(ranks):
+    (notes,) = ranks(1)(fail_in_the_turn_of_ddp)
+    assert notes[-1] == ("It was the turn of single. If the others can train this task, name them: --strategies LIST")
 
 
-def is_rank(process):
-    try:
-        return "RANK" in process.environ()
-    except psutil.Error:
-        return False
+TURN_S = 1.0
 
 
-def require_gone(processes):
-    _, alive = psutil.wait_procs(processes, timeout=20)
-    assert [process.cmdline() for process in alive] == []
+def wait_for_a_turn(world):
+    assert start_together("single", 1, world) == (world.rank == 0)
+    start, start_cpu = time.monotonic(), time.process_time()
+    if world.rank == 0:
+        time.sleep(TURN_S)  # in place of the turn
+    assert start_together("ddp", 1, world)
+    return time.monotonic() - start, time.process_time() - start_cpu
+
+
+def test_a_rank_that_waits_uses_next_to_no_core(ranks):
+    for waited_s, cpu_s in ranks(2)(wait_for_a_turn):
+        assert waited_s > 0.9 * TURN_S
+        assert cpu_s < 0.15 * TURN_S
+
+
+def threads_within(world):
+    plan, found = plan_of(), {}
+    for name in ("single", "ddp", "single"):
+        start_together(name, plan.num_threads[name], world)
+        found[name] = torch.get_num_threads()
+    return found
+
+
+def test_each_contender_computes_with_its_own_number_of_threads(ranks):
+    assert ranks(2)(threads_within) == [{"single": 2, "ddp": 1}] * 2

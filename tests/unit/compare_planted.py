@@ -1,8 +1,9 @@
 """Comparisons with planted figures, for the tests of the verdict, the table, the page and the JSON."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from lockstep.study.compare.comparison import Candidate, Comparison, LeftOut, Measurement, Memory, Setup
+from lockstep.study.compare.comparison import Candidate, Comparison, LeftOut, Measurement, Setup
 
 MIB = 2**20
 BATCH = 64
@@ -40,7 +41,7 @@ def contender(
     exposed_ms: float | None = None,
     data_ms: float = 0.0,
     losses: Sequence[float] = (2.0, 1.0),
-    peak_bytes: Sequence[int] = (100 * MIB, 100 * MIB),
+    peak_bytes: Sequence[int] | None = (100 * MIB, 100 * MIB),
 ) -> Candidate:
     """Return a contender whose step takes ``step_ms``, forward a quarter of what is not data or communication."""
     turns = []
@@ -61,8 +62,12 @@ def contender(
                 optimizer_s=work_s / 4,
             )
         )
-    return Candidate(strategy, 1, tuple(turns), tuple(losses), Memory(tuple(peak_bytes)))
+    peaks = None if peak_bytes is None else tuple(peak_bytes)
+    return Candidate(strategy, 1, tuple(turns), tuple(losses), peaks, None, 2)
 
 
 def comparison(*contenders: Candidate, left_out: Sequence[LeftOut] = (), **changes: object) -> Comparison:
-    return Comparison(setup(**changes), contenders, tuple(left_out))
+    """Return a comparison, with figures of the first contender as single's."""
+    single, *others = contenders
+    against = [replace(each, single=single, num_devices=2) for each in others]
+    return Comparison(setup(**changes), (replace(single, single=None, num_devices=2), *against), tuple(left_out))

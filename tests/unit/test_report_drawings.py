@@ -2,12 +2,11 @@
 
 from dataclasses import replace
 
-import pytest
 from click.testing import CliRunner
 
 from lockstep.cli.studies import report
 from lockstep.study.drawing import drawing_style
-from lockstep.study.report.plots import devices_by_part, draw, draw_loads
+from lockstep.study.report.plots import draw
 from lockstep.study.report.run_page import figure_tables
 from lockstep.study.report.view import compare_with_baseline, sentences, view_run
 from tests.unit.report_planted import MACHINE, START, event_line, session, step_line, steps, timeline_line, write_run
@@ -69,23 +68,7 @@ def test_the_command_takes_it(tmp_path):
     assert done.output.splitlines()[-2] == "Over 30 steps, the loss and that on one device are the same to the bit."
     page = (tmp_path / "two" / "report.html").read_text()
     assert page.count("Over 30 steps, the loss and that on one device are the same to the bit.") == 1
-    assert "one device: from 2 to 0.06667" in page
-
-
-def test_devices_are_counted_by_what_they_do(tmp_path):
-    slow = steps(forward_s=0.013, exposed_s=0.001)
-    quick = steps(forward_s=0.003, exposed_s=0.011)
-    view = view_run(write_run(tmp_path / "run", [quick, slow]))
-    found = devices_by_part(view.figures)
-    assert sum(found.values()) == pytest.approx(2.0)
-    assert found["peers_s"] == pytest.approx(10 / 21)
-    with drawing_style():
-        first = draw(view)[0]
-    assert first.heading == "Why 2 devices are not 2 times as fast"
-    assert first.note == (
-        "On average 1.2 of 2 devices compute forward and backward; most of the rest goes into waiting for other ranks "
-        "(0.48)."
-    )
+    assert "one device: from 2 to 0.0667" in page
 
 
 def test_tokens_are_counted_and_called_what_the_task_calls_them(tmp_path):
@@ -106,38 +89,35 @@ def test_curves_are_drawn_where_there_is_something_to_see(tmp_path):
         step_line(number, learning_rate=0.1 / (number + 1), grad_norm=5.0 + (number == 12)) for number in range(30)
     ]
     found = headings(view_run(write_run(tmp_path / "run", [lines])))
-    assert found["Learning rate"].alt == "Curve of the learning rate over the steps: from 0.1 to 0.00333."
+    assert found["Learning rate"].alt == (
+        "Curve of the learning rate over the steps: from 0.1 to 0.00333, lowest 0.00333 in step 30, "
+        "highest 0.1 in step 1."
+    )
     assert found["Gradient norm"].alt == (
-        "Curve of the norm of the gradient over the steps: last 5, largest 6 in step 13."
+        "Curve of the gradient norm over the steps: from 5 to 5, lowest 5 in step 1, highest 6 in step 13."
     )
     plain = view_run(write_run(tmp_path / "plain", [steps()]))
     assert {"Learning rate", "Gradient norm"}.isdisjoint(headings(plain))
 
 
-def test_loads_are_drawn_over_time_and_their_extremes_are_named(tmp_path):
+def test_each_rank_has_a_row_with_its_parts_memory_and_load(tmp_path):
     ranks = [[*steps(), *machine_lines(**GPU)], [*steps(), *machine_lines(**{**GPU, "gpu_percent": 40.0})]]
-    view = view_run(write_run(tmp_path / "run", ranks))
-    with drawing_style():
-        plot = draw_loads(view)
-    assert plot.heading == "Devices over time"
-    assert "GPU busy, %: from 40 (rank 1) to 90 (rank 0)" in plot.alt
-    (table,) = [table for table in figure_tables(view) if table.heading == "Each figure over the ranks"]
-    rows = {row[0]: row[1:] for row in table.rows}
-    assert rows["GPU busy, %"] == ["40 (rank 1)", "65", "90 (rank 0)"]
-    assert rows["process, % of a core"] == ["95 (rank 0)", "95", "95 (rank 1)"]
-    assert rows["comes last, % of steps"][0] == "0 (rank 1)"
-    many = view_run(write_run(tmp_path / "many", [[*steps(), *machine_lines()]] * 6))
-    with drawing_style():
-        assert draw_loads(many).heading == "Processes over time"
+    table = figure_tables(view_run(write_run(tmp_path / "run", ranks)))[0]
+    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    assert [row["GPU busy, %"] for row in rows] == ["90", "40", ""]
+    assert [row["CPU, % of a core"] for row in rows] == ["95", "95", ""]
+    assert [row["peak MiB"] for row in rows] == ["381", "381", ""]
+    assert [row["comes last"] for row in rows] == ["100%", "0%", ""]
+    assert [row["forward"] for row in rows] == ["3.00", "3.00", "3.00"]
+    assert rows[-1]["rank"] == "critical path"
 
 
 def test_bandwidth_is_listed_by_bucket(tmp_path):
     buckets = [(0, 2**20, 0.001, 0.002, 0.004), (1, 2**19, 0.003, 0.005, 0.007)]
     lanes = [timeline_line(number, START + number, buckets=buckets) for number in (4, 5)]
-    view = view_run(write_run(tmp_path / "run", [[*steps(), *lanes]] * 2))
-    (table,) = [table for table in figure_tables(view) if table.heading == "Buckets of gradients on their way"]
+    table = figure_tables(view_run(write_run(tmp_path / "run", [[*steps(), *lanes]] * 2)))[1]
+    assert table.title == "Buckets of gradients on their way"
     assert table.rows == [["0", "1", "2", "2", "2", "0.524"], ["1", "0.5", "2", "2", "2", "0.262"]]
-    assert headings(view)["Communication"].note == "In each step, 1.5 MiB of gradients travel in 2 buckets."
 
 
 def test_restarts_skipped_steps_and_profiles_are_marked_on_the_throughput(tmp_path):

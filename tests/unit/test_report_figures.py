@@ -109,8 +109,8 @@ def test_a_buckets_trip_is_that_of_the_rank_that_sent_it_last(tmp_path):
     late = timeline_line(4, START, buckets=[(0, 2**20, 0.010, 0.010, 0.012), (1, 2**19, 0.012, 0.012, 0.013)])
     traffic = find_traffic(read_run(write_run(tmp_path / "run", [[early], [late]])))
     assert [(trip.number, round(trip.wire_s, 6)) for trip in traffic.trips] == [(0, 0.002), (1, 0.001)]
-    assert traffic.sizes_bytes == (2**20, 2**19)
-    assert traffic.bus_bytes_per_s == pytest.approx(2 * 1 / 2 * 2**20 / 0.002)
+    assert traffic.sizes_bytes == {0: 2**20, 1: 2**19}
+    assert traffic.bus_bytes_per_s(0) == pytest.approx(2 * 1 / 2 * 2**20 / 0.002)
 
 
 def test_three_sentences(tmp_path):

@@ -105,17 +105,19 @@ def compare(
       lockstep compare examples/gpt.py --devices 2 --strategies torch-ddp,ddp --rounds 20
           two contenders, more rounds: a narrower spread
     """
-    from lockstep.study.common import console
+    from lockstep.study.common import console, to_json
     from lockstep.study.compare import compare as run_comparison
-    from lockstep.study.compare import page, table
     from lockstep.study.compare.benchmark import STRATEGIES
-    from lockstep.study.compare.verdict import judge
+    from lockstep.study.compare.comparison import render
+    from lockstep.study.compare.page import render as render_page
+    from lockstep.study.compare.verdict import judge, to_record
+    from lockstep.study.drawing import import_matplotlib
     from lockstep.telemetry import provenance
 
     for file in (json_file, html_file):
         check_writable(file)
     if html_file is not None:
-        page.import_matplotlib()  # rather now than after the race
+        import_matplotlib()  # rather now than after the race
     comparison = run_comparison(
         task_file,
         devices=_num_devices(devices),
@@ -129,12 +131,12 @@ def compare(
     )
     verdict = judge(comparison)
     terminal = console()
-    terminal.print(table.render(comparison, verdict, width=terminal.width))
+    terminal.print(render(comparison, verdict.sentences))
     found = provenance.gather(Path(task_file.rpartition(".py")[0] + ".py"))
     if json_file is not None:
-        write("figures", json_file, table.comparison_to_json(comparison, verdict, found), terminal)
+        write("figures", json_file, to_json(to_record(comparison, verdict, found)), terminal)
     if html_file is not None:
-        write("page", html_file, page.render(comparison, verdict, found), terminal)
+        write("page", html_file, render_page(comparison, verdict, found), terminal)
 
 
 @command()

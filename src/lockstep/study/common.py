@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import comb, isfinite
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich import table as rich_table
@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.text import Text
 
-from lockstep.train.task import Task, load_task
+if TYPE_CHECKING:
+    from lockstep.train.task import Task
 
 WIDTH = 100
 """Columns that tables never exceed."""
@@ -30,6 +31,9 @@ MIB = 2**20
 
 def load(task: Task | str) -> Task:
     """Return the task itself; ``FILE.py`` and ``FILE.py:NAME`` are loaded."""
+    # Only now: torch is behind it, and neither the report nor a table needs seconds to load that.
+    from lockstep.train.task import load_task
+
     return load_task(task) if isinstance(task, str) else task
 
 

@@ -1,24 +1,22 @@
-"""The look of the pages: matplotlib's SVG in the page's own colours, the style sheet, and a figure with its caption."""
+"""The look of the pages: matplotlib's SVG in the page's own colours, tables, the style sheet, and the page itself."""
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from lockstep.errors import ConfigurationError
-
-# Drawings for a page: matplotlib's SVG that follows the page's text colour, light or dark.
+from lockstep.study.common import Table
 
 # Okabe and Ito's palette, told apart with every common form of colour blindness and on light and dark ground.
 BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
-BROWN = "#8C5E2A"
 GREY = "#999999"
 
-# Stand-ins that no plot uses otherwise; in the SVG they become the page's own colours.
+# Stand-ins that no plot uses otherwise; in the SVG they become the page's own colours, which follow light and dark.
 TEXT, GRID = "#010203", "#040506"
 
 INCHES_WIDE = 4.8
@@ -61,7 +59,6 @@ def drawing_style(font_size: float = 10.0) -> Iterator[None]:
     Raises:
         ConfigurationError: matplotlib is not installed.
     """
-    matplotlib = import_matplotlib()
     style: dict[str, Any] = {
         "svg.fonttype": "none",  # text stays text: the page's font, and found by a search
         "font.size": font_size,
@@ -71,62 +68,144 @@ def drawing_style(font_size: float = 10.0) -> Iterator[None]:
         "xtick.color": TEXT,
         "ytick.color": TEXT,
         "grid.color": GRID,
+        "grid.linewidth": 0.6,
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.axisbelow": True,
+        "legend.frameon": False,
+        "legend.columnspacing": 1.0,
+        "legend.handlelength": 1.4,
     }
-    with matplotlib.rc_context(style):
+    with import_matplotlib().rc_context(style):
         yield
 
 
-def make_axes(inches_high: float, inches_wide: float = INCHES_WIDE) -> tuple[Any, Any]:
-    """Return a figure and its axes."""
+def make_axes(inches_high: float, *, grid: Literal["x", "y"], inches_wide: float = INCHES_WIDE) -> tuple[Any, Any]:
+    """Return a figure and its axes, with lines across the axis ``grid``."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(inches_wide, inches_high), layout="constrained")
-    return figure, figure.add_subplot()
-
-
-def make_bars(num_rows: int, legend_rows: int = 0) -> tuple[Any, Any]:
-    """Return a figure and its axes for horizontal bars."""
-    figure, axes = make_axes(0.8 + 0.36 * num_rows + 0.2 * legend_rows)
-    axes.grid(axis="x", linewidth=0.6)
+    axes = figure.add_subplot()
+    axes.grid(axis=grid)
     return figure, axes
 
 
-def label_rows(axes: Any, labels: list[str]) -> None:
+def label_rows(axes: Any, labels: Sequence[str]) -> None:
     """Name horizontal bars, from the top."""
     axes.set_yticks(range(len(labels)), labels)
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
 
 
+def legend_above(axes: Any, ncols: int, left: float = -0.1) -> None:
+    """Put the legend above the axes, where it hides nothing."""
+    axes.legend(ncols=ncols, loc="lower left", bbox_to_anchor=(left, 1.0))
+
+
+def stacked_bars(
+    heading: str, label: str, rows: Mapping[str, Mapping[str, float]], styles: Mapping[str, tuple[str, str]], note: str
+) -> Plot:
+    """Draw a bar of milliseconds for each row, made of its parts.
+
+    Args:
+        heading: Of the drawing.
+        label: Of the axis.
+        rows: By name of the bar, the seconds of each part.
+        styles: By part, its colour and hatch.
+        note: For all to read.
+    """
+    figure, axes = make_axes(1.4 + 0.36 * len(rows), grid="x")
+    words = []
+    for place, (name, parts) in enumerate(rows.items()):
+        left = 0.0
+        for part, seconds in parts.items():
+            colour, hatch = styles[part]
+            # The thin edge, as light colours alone are hard to see on a light ground.
+            look = {"color": colour, "hatch": hatch, "edgecolor": TEXT, "linewidth": 0.5, "height": 0.62}
+            axes.barh(place, seconds * 1e3, left=left, label=None if place else part, **look)
+            left += seconds * 1e3
+        listed = ", ".join(f"{part} {seconds * 1e3:.2f}" for part, seconds in parts.items())
+        words.append(f"{name} {left:.2f} ({listed})")
+    label_rows(axes, list(rows))
+    axes.set_xlabel(label)
+    legend_above(axes, 3, -0.18)
+    return finish_plot(heading, f"Stacked bars of milliseconds per step: {'; '.join(words)}.", figure, note)
+
+
 def finish_plot(heading: str, alt: str, figure: Any, note: str = "") -> Plot:
     """Return a figure as SVG; headings on a page differ, and a ``note`` is for all to read."""
-    # Names within the drawings derive from this: several share the page, and may not share names.
-    with import_matplotlib().rc_context({"svg.hashsalt": heading}):
-        return Plot(heading, alt, _svg(figure), note)
-
-
-def _svg(figure: Any) -> str:
-    """Return the SVG element alone, its stand-in colours replaced and its group names dropped, as they would repeat."""
     stream = io.StringIO()
-    figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
+    # Names within the drawings derive from the salt: several share the page, and may not share names.
+    with import_matplotlib().rc_context({"svg.hashsalt": heading}):
+        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
     svg = stream.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
-    svg = re.sub(r"font-family: [^;]*; ?", "", svg)  # the page has one for all, and they would be half of it
-    svg = re.sub(
-        r"<[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d{3,}", r"\1", tag[0]), svg
-    )  # a hundredth of a point will do
-    svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg)  # within HTML they are known
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg)
-    return svg.replace(TEXT, "currentColor").replace(GRID, "var(--line)").replace("<svg", '<svg aria-hidden="true"', 1)
+    for pattern, instead in _SVG_EDITS.items():
+        svg = re.sub(pattern, instead, svg, flags=re.DOTALL)
+    return Plot(heading, alt, svg.replace(TEXT, "currentColor").replace(GRID, "var(--line)"), note)
 
 
-# How the pages look, and the parts that they share.
+_SVG_EDITS = {
+    r"^.*?<svg": '<svg aria-hidden="true"',  # `figure` has the words
+    r"<metadata>.*?</metadata>": "",
+    r'<g id="[^"]*"': "<g",  # these would repeat from drawing to drawing
+    r"font-family: [^;]*; ?": "",  # the page has one for all, and they would be half of it
+    r"(\.\d\d)\d{3,}(?=[^<]*>)": r"\1",  # within tags, a hundredth of a point will do
+    r' xmlns(:xlink)?="[^"]*"': "",  # within HTML they are known
+    r'^(<svg[^>]*?) width="[^"]*"': r"\1",
+    r'^(<svg[^>]*?) height="[^"]*"': r"\1",
+}
+
+
+def figure(plot: Plot) -> str:
+    """Return a drawing with its heading and its note, and its words for those who do not see it."""
+    note = f'<p class="note">{escape(plot.note)}</p>' if plot.note else ""
+    return (
+        f"<figure><figcaption>{escape(plot.heading)}</figcaption>{note}"
+        f'<div role="img" aria-label="{escape(plot.alt)}">{plot.svg}</div></figure>'
+    )
+
+
+IS_TEXT = ' class="text"'
+
+
+def html_table(table: Table) -> str:
+    """Return a table without its title; it scrolls where the screen is narrower."""
+    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in table.columns)
+    rows = []
+    for first, *others in ([str(cell) for cell in row] for row in table.rows):
+        cells = "".join(
+            f"<td{'' if column in table.numbers else IS_TEXT}>{escape(cell)}</td>"
+            for column, cell in zip(table.columns[1:], others, strict=True)
+        )
+        differs = ' class="differs"' if first in table.differs else ""
+        rows.append(f'<tr{differs}><th scope="row">{escape(first)}</th>{cells}</tr>')
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(table.title)}"><table>'
+        f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def items(texts: Sequence[str]) -> str:
+    """Return texts as the items of a list."""
+    return "".join(f"<li>{escape(text)}</li>" for text in texts)
+
+
+def html_page(title: str, body: str, style: str = "") -> str:
+    """Return one self-contained page for desktop and phone, light and dark."""
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<style>{STYLE}{style}</style>
+</head>
+<body>
+{body}
+</body>
+</html>
+"""
+
 
 STYLE = """
 :root { color-scheme: light dark; --ground: #fcfcfa; --text: #1c1c1e; --soft: #5c5c63; --line: #d5d5d8; --card: #fff; }
@@ -153,16 +232,8 @@ svg text { font-family: system-ui, sans-serif !important; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { padding: .35rem .7rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--ground); }
+td.text { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 12rem; }
 thead th { color: var(--soft); font-weight: 500; }
 code { overflow-wrap: anywhere; }
 footer { margin-top: 2rem; border-top: 1px solid var(--line); padding-top: 1rem; font-size: .85rem; }
 """
-
-
-def figure(plot: Plot) -> str:
-    """Return a drawing with its heading and its note, and its words for those who do not see it."""
-    note = f'<p class="note">{escape(plot.note)}</p>' if plot.note else ""
-    return (
-        f"<figure><figcaption>{escape(plot.heading)}</figcaption>{note}"
-        f'<div role="img" aria-label="{escape(plot.alt)}">{plot.svg}</div></figure>'
-    )

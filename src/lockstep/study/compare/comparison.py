@@ -1,17 +1,23 @@
-"""What ``compare`` measured, as frozen figures: the table, the verdict, the page and the JSON read only these."""
+"""What ``compare`` measured, as frozen figures; JSON, tables and page show them as they are."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
 from statistics import fmean, median
 
-from lockstep.study.common import Spread, paired_ratio
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from lockstep.study.common import MIB, Spread, Table, bullets, paired_ratio
 
 SINGLE = "single"
-"""The contender that all others are compared with."""
+"""The candidate that all others are compared with."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One contender's steps in one round. Times are per step, in seconds, and means over its ranks and steps.
+    """One candidate's steps in one round. Times are per step, in seconds, and means over its ranks and steps.
 
     Attributes:
         round: Counts from 0.
@@ -21,9 +27,8 @@ class Measurement:
         step_s: Wall time of a step.
         backward_s: With synchronisation, so what communication cannot hide is within.
         exposed_s: How much longer backward takes with synchronisation than without, medians over the turn's steps;
-            measured directly where an engine says so; None where there is nothing to synchronise. Noise may make
+            measured directly where an engine reports it; None where there is nothing to synchronise. Noise may make
             it negative.
-        other_s: What is left of the step.
     """
 
     round: int
@@ -36,11 +41,6 @@ class Measurement:
     backward_s: float
     exposed_s: float | None
     optimizer_s: float
-
-    @property
-    def rate(self) -> float:
-        """Samples per second."""
-        return self.num_samples / self.seconds
 
     @property
     def other_s(self) -> float:
@@ -61,8 +61,8 @@ class StepTime:
     other_s: float
 
     @classmethod
-    def of(cls, turns: tuple[Measurement, ...]) -> "StepTime":
-        """Summarize ``turns``."""
+    def of(cls, turns: Sequence[Measurement]) -> StepTime:
+        """Summarize ``turns``; what communication cannot hide is taken out of backward."""
         backward_s = median(turn.backward_s for turn in turns)
         exposed_s = min(max(0.0, median(turn.exposed_s or 0.0 for turn in turns)), backward_s)
         return cls(
@@ -86,29 +86,10 @@ class StepTime:
         return self.data_wait_s + self.computing_s + self.exposed_s + self.other_s
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Peak memory of one contender, in bytes, measured in processes of its own.
-
-    Attributes:
-        peak_bytes: One figure a device; on CPU one a process, which for DataParallel holds all replicas.
-    """
-
-    peak_bytes: tuple[int, ...]
-
-    @property
-    def highest_bytes(self) -> int:
-        """The fullest device's peak."""
-        return max(self.peak_bytes)
-
-    @property
-    def imbalance(self) -> float | None:
-        """The highest over the mean, 1.0 when all devices hold the same; None for a single figure."""
-        mean = fmean(self.peak_bytes)
-        return self.highest_bytes / mean if len(self.peak_bytes) > 1 and mean else None
+# The fields of the classes below are the keys of the JSON that `lockstep compare --json` writes: they stay.
 
 
-@dataclass(frozen=True)
+@dataclass
 class Candidate:
     """One strategy's figures.
 
@@ -117,32 +98,51 @@ class Candidate:
         num_threads: Threads that one process, or one replica of a process, computes with on CPU.
         turns: One a round.
         losses: Loss of every optimizer step, the warm-up's included.
+        peak_bytes: Peak memory in processes of its own, by device; on CPU by process, which for DataParallel holds all
+            replicas. None if it was not measured.
+        single: The candidate on one device; None for itself.
+        num_devices: Of the comparison.
+        samples_per_s: Over the rounds.
+        speed_up: How many times as fast as single, from the rounds' ratios.
+        efficiency: Its median over the number of devices.
+        step: Where a step goes.
+        imbalance: The highest peak over the mean, 1.0 when all devices hold the same; None for a single figure.
+        last_loss: Of the last step.
+        loss_difference: From single's.
     """
 
     strategy: str
     num_threads: int
     turns: tuple[Measurement, ...]
     losses: tuple[float, ...]
-    memory: Memory | None
+    peak_bytes: tuple[int, ...] | None
+    single: InitVar[Candidate | None]
+    num_devices: InitVar[int]
+    samples_per_s: Spread = field(init=False)
+    speed_up: Spread = field(init=False)
+    efficiency: float = field(init=False)
+    step: StepTime = field(init=False)
+    imbalance: float | None = field(init=False, default=None)
+    last_loss: float = field(init=False)
+    loss_difference: float = field(init=False)
 
-    @property
-    def rates(self) -> tuple[float, ...]:
-        """Samples per second, one a round."""
-        return tuple(turn.rate for turn in self.turns)
+    def __post_init__(self, single: Candidate | None, num_devices: int) -> None:
+        self.samples_per_s = Spread.of(_rates(self))
+        self.speed_up = self.speed_over(single or self)
+        self.efficiency = self.speed_up.median / num_devices
+        self.step = StepTime.of(self.turns)
+        if self.peak_bytes and len(self.peak_bytes) > 1 and sum(self.peak_bytes):
+            self.imbalance = max(self.peak_bytes) / fmean(self.peak_bytes)
+        self.last_loss = self.losses[-1]
+        self.loss_difference = self.last_loss - (single or self).losses[-1]
 
-    @property
-    def rate(self) -> Spread:
-        """Samples per second over the rounds."""
-        return Spread.of(self.rates)
-
-    @property
-    def step(self) -> StepTime:
-        """Where a step goes."""
-        return StepTime.of(self.turns)
-
-    def speed_over(self, other: "Candidate") -> Spread:
+    def speed_over(self, other: Candidate) -> Spread:
         """Return how many times as fast as ``other`` this is, from the rounds' ratios."""
-        return paired_ratio(self.rates, other.rates)
+        return paired_ratio(_rates(self), _rates(other))
+
+
+def _rates(candidate: Candidate) -> list[float]:
+    return [turn.num_samples / turn.seconds for turn in candidate.turns]
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,8 @@ class Setup:
     Attributes:
         num_cores: What a plain process would use of this machine: torch's own default number of threads.
         busy_cores: How many cores other programs kept busy just before the start.
-        num_steps: Steps of each contender in each round.
-        num_warmup: Steps of each contender before the first round.
+        num_steps: Steps of each candidate in each round.
+        num_warmup: Steps of each candidate before the first round.
         split_layers: Kinds of layer whose result depends on how a batch is split (batch norm, dropout ...).
     """
 
@@ -182,25 +182,111 @@ class Setup:
 
     @property
     def num_steps_in_all(self) -> int:
-        """Optimizer steps of each contender, the warm-up's included."""
+        """Optimizer steps of each candidate, the warm-up's included."""
         return self.num_warmup + self.num_rounds * self.num_steps
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All figures of one `compare`."""
+    """All figures of one `compare`; single comes first."""
 
     setup: Setup
     contenders: tuple[Candidate, ...]
     left_out: tuple[LeftOut, ...]
 
-    def find(self, strategy: str) -> Candidate | None:
-        """Return the contender named ``strategy``, or None when it took no part."""
-        return next((c for c in self.contenders if c.strategy == strategy), None)
-
     @property
     def single(self) -> Candidate:
-        """The contender on one device, which every comparison has."""
-        single = self.find(SINGLE)
-        assert single is not None
-        return single
+        """The candidate on one device, which every comparison has."""
+        return self.contenders[0]
+
+    @property
+    def others(self) -> tuple[Candidate, ...]:
+        """All but single."""
+        return self.contenders[1:]
+
+    def find(self, strategy: str) -> Candidate | None:
+        """Return the candidate named ``strategy``, or None when it took no part."""
+        return next((candidate for candidate in self.contenders if candidate.strategy == strategy), None)
+
+
+# The same as tables of at most 80 columns, for a terminal and for the page.
+
+
+def title(comparison: Comparison) -> str:
+    """Name the task and how it was run, in one line."""
+    setup = comparison.setup
+    return (
+        f"{setup.task}: {setup.num_devices} x {setup.device}, global batch {setup.global_batch_size}, "
+        f"{setup.num_rounds} rounds of {setup.num_steps} steps"
+    )
+
+
+def tables(comparison: Comparison) -> tuple[Table, Table]:
+    """Return the figures and the parts of a step; a dash stands where a figure has no meaning."""
+    speeds, steps = [], []
+    for candidate in comparison.contenders:
+        is_single = candidate is comparison.single
+        rate, step, difference = candidate.samples_per_s, candidate.step, candidate.loss_difference
+        loss_difference = f"{difference:+.1e}" if difference else "0"
+        speeds.append(
+            (
+                candidate.strategy,
+                number(rate.median),
+                f"{number(rate.low)} - {number(rate.high)}",
+                f"{candidate.speed_up.median:.2f}x",
+                f"{max(candidate.peak_bytes) / MIB:,.0f}" if candidate.peak_bytes else "-",
+                f"{candidate.last_loss:.4f}",
+                "-" if is_single else loss_difference,
+            )
+        )
+        exposed = "-" if candidate.turns[0].exposed_s is None else _ms(step.exposed_s)
+        before = (_ms(seconds) for seconds in (step.total_s, step.data_wait_s, step.forward_s, step.backward_s))
+        steps.append((candidate.strategy, *before, exposed, _ms(step.optimizer_s), _ms(step.other_s)))
+    of_speed = ("samples/s", "low - high", "speed-up", "peak MiB", "loss", "vs single")
+    of_step = ("step", "data wait", "forward", "backward", "exposed", "optimizer", "other")
+    return (
+        Table(title(comparison), ("strategy", *of_speed), speeds, numbers=of_speed),
+        Table("Time per step (ms)", ("strategy", *of_step), steps, numbers=of_step),
+    )
+
+
+def footnotes(comparison: Comparison) -> list[str]:
+    """Return how the figures are to be read, and who was left out."""
+    setup = comparison.setup
+    notes = [
+        "Medians over the rounds; low - high holds the true median with 90% certainty (sign test; from 5 rounds on). "
+        "Exposed: communication that backward does not hide (backward with synchronisation less backward without; for "
+        "dp, copying weights and gradients).",
+        f"The loss is that of step {setup.num_steps_in_all}, on the same samples for all.",
+    ]
+    if setup.device == "cpu":
+        threads = ", ".join(f"{each.strategy} {each.num_threads}" for each in comparison.contenders)
+        notes.append(f"Threads of each process or replica: {threads}.")
+    if comparison.single.peak_bytes and setup.device == "cpu":
+        notes.append(
+            "Peak memory: growth of a fresh process's resident memory from before the task is built, of the fullest "
+            "process; dp holds all its replicas in one process."
+        )
+    elif comparison.single.peak_bytes:
+        notes.append("Peak memory: most bytes that tensors held on the fullest device, in fresh processes.")
+    return notes + [f"{left.strategy} was left out: {left.reason}" for left in comparison.left_out]
+
+
+def render(comparison: Comparison, sentences: Sequence[str]) -> RenderableType:
+    """Lay out tables, footnotes and verdict for a terminal."""
+    laid_out = (table.rich() for table in tables(comparison))
+    notes = (Text(note, style="dim") for note in footnotes(comparison))
+    return Group(*laid_out, *notes, Text(), Text("Verdict", style="bold"), bullets(sentences))
+
+
+def number(value: float) -> str:
+    """Write a rate in at most six characters, with three figures or four."""
+    for unit, letter in ((1e6, "M"), (1e3, "k")):
+        if value >= 9.9995 * unit:
+            return f"{value / unit:,.{1 if value < 99.95 * unit else 0}f}{letter}"
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
+
+
+def _ms(seconds: float) -> str:
+    milliseconds = seconds * 1e3
+    return f"{milliseconds:.2f}" if milliseconds < 100 else f"{milliseconds:,.0f}"

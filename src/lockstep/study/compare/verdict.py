@@ -1,10 +1,13 @@
-"""What the figures of ``compare`` say, in words: a pure function from a comparison to sentences."""
+"""What the figures of ``compare`` mean, in words: a pure function from a comparison to sentences."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from math import isfinite
+from typing import Any
 
-from lockstep.study.common import Spread
+from lockstep.study.common import MIB, Spread
 from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, Setup
+from lockstep.telemetry.provenance import Provenance
 
 GOOD_EFFICIENCY = 0.8
 """Speed-up over devices that a sound set-up reaches."""
@@ -19,7 +22,7 @@ TOO_SMALL = 0.2
 """The share of a step that is not the model's own work from which the work is too small to divide."""
 
 NOISY = 0.2
-"""The width of a contender's spread, as a share of its median, from which more rounds are called for."""
+"""The width of a candidate's spread, as a share of its median, from which more rounds are called for."""
 
 BUSY = 0.25
 """The share of the cores that others keep busy from which they disturb the measurement."""
@@ -27,7 +30,7 @@ BUSY = 0.25
 TOO_GOOD = 1.1
 """The gain over what devices can give from which it says more about what holds single back."""
 
-LARGE_GRADIENTS_BYTES = 4 * 2**20
+LARGE_GRADIENTS_BYTES = 4 * MIB
 """Where exchanging so much takes long, it is the bytes that do, not each message's own delay."""
 
 UNEVEN = 1.1
@@ -42,8 +45,6 @@ LAST_LOSS_TOLERANCE = 1e-2
 PREFERENCE = (SINGLE, "ddp", "ddp-zero1", "dp", "torch-ddp", "torch-dp")
 """Which of several that tie: fewest devices first, then what also scales beyond one machine."""
 
-OURS_AND_TORCHS = (("dp", "torch-dp"), ("ddp", "torch-ddp"))
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -53,208 +54,194 @@ class Verdict:
     sentences: tuple[str, ...]
 
 
+VERSION = 1
+"""Of the JSON; grows when a key or a meaning changes. New keys leave it as it is."""
+
+
+def to_record(comparison: Comparison, verdict: Verdict, provenance: Provenance) -> dict[str, Any]:
+    """Return what ``--json`` writes: all figures, raw and summarized."""
+    about = {"provenance": asdict(provenance), "verdict": asdict(verdict)}
+    return {"version": VERSION, **asdict(comparison), **about}
+
+
 def judge(comparison: Comparison) -> Verdict:
-    """Say in words what the figures mean."""
-    chosen, recommendation = _recommend(comparison)
-    sentences = [recommendation]
-    sentences += _explain(comparison, chosen)
-    sentences += _efficiency(comparison)
-    sentences += _against_torch(comparison)
-    sentences += _loss(comparison)
-    sentences += _memory(comparison)
-    sentences += _noise(comparison)
+    """Return in words what the figures mean."""
+    single = comparison.single
+    if comparison.others:
+        chosen, recommendation = _recommend(comparison)
+        sentences = [
+            recommendation,
+            _explain(comparison, chosen),
+            *_efficiency(comparison),
+            *_against_torch(comparison),
+        ]
+    else:
+        chosen, sentences = single, ["Only single took part, so there is nothing to choose from."]
+    sentences += [*_loss(comparison), *_memory(comparison), *_noise(comparison)]
     return Verdict(chosen.strategy, tuple(sentences))
 
 
 def _recommend(comparison: Comparison) -> tuple[Candidate, str]:
     single = comparison.single
-    others = [c for c in comparison.contenders if c is not single]
-    if not others:
-        return single, "Only single took part, so there is nothing to choose from."
-    nearest = max(others, key=lambda c: c.speed_over(single).median)
-    gain = nearest.speed_over(single)
+    nearest = max(comparison.others, key=lambda each: each.speed_up.median)
+    gain, name = nearest.speed_up, nearest.strategy
     measured = f"{gain.median:.2f}x single's speed {_range(gain)}"
     if gain.holds(1.0) and gain.relative_width > NOISY:
-        return single, f"Use single: these rounds do not tell whether {nearest.strategy} is any faster, {measured}."
+        return single, f"Use single: these rounds do not tell whether {name} is any faster, {measured}."
     if gain.holds(1.0):
-        return single, f"Use single: {nearest.strategy} ties with it at {measured}, so more devices gain nothing."
+        return single, f"Use single: {name} ties with it at {measured}, so more devices gain nothing."
     if gain.median < 1.0:
-        return single, f"Use single: nothing else is as fast; {nearest.strategy} comes nearest at {measured}."
+        return single, f"Use single: nothing else is as fast; {name} comes nearest at {measured}."
     if gain.median < WORTH:
-        return single, f"Use single: {nearest.strategy} gains too little to be worth the trouble, {measured}."
-    tied = [c for c in others if c is nearest or c.speed_over(nearest).holds(1.0)]
-    chosen = min(tied, key=lambda c: PREFERENCE.index(c.strategy))
-    gain = chosen.speed_over(single)
-    text = f"Use {chosen.strategy}: {gain.median:.2f}x single's speed {_range(gain)}."
-    rest = [c.strategy for c in tied if c is not chosen]
+        return single, f"Use single: {name} gains too little to be worth the trouble, {measured}."
+    tied = [each for each in comparison.others if each is nearest or each.speed_over(nearest).holds(1.0)]
+    chosen = min(tied, key=lambda each: PREFERENCE.index(each.strategy))
+    text = f"Use {chosen.strategy}: {chosen.speed_up.median:.2f}x single's speed {_range(chosen.speed_up)}."
+    rest = [each.strategy for each in tied if each is not chosen]
     if rest:
         text += f" {_and(rest)} {'ties' if len(rest) == 1 else 'tie'} with it."
     return chosen, text
 
 
-def _explain(comparison: Comparison, chosen: Candidate) -> list[str]:
-    """Say what the chosen strategy's step is spent on or, where that is single, why dividing the work gains nothing."""
+def _explain(comparison: Comparison, chosen: Candidate) -> str:
+    """Return what the chosen strategy's step is spent on or, where that is single, why dividing the work gains nothing.
+
+    What a divided step takes beyond its ideal is communication or overhead. The ideal is single's step divided by the
+    devices or, on CPU, where single already uses all cores, single's step itself.
+    """
     setup, single = comparison.setup, comparison.single
     if chosen is not single:
-        return [_shares(chosen)]
-    divided = comparison.find("ddp") or next((c for c in reversed(comparison.contenders) if c is not single), None)
-    if divided is None:
-        return []
+        return _shares(chosen)
+    divided = comparison.find("ddp") or comparison.others[-1]
     starved = single.step.data_wait_s / single.step.parts_s
     if starved >= STARVED:
-        return [f"Single waits for data during {starved:.0%} of its step: faster loading gains more than devices do."]
-    communication, overhead = _lost(setup, single, divided)
-    if communication + overhead < TOO_SMALL:
-        return [_shares(divided)]
-    samples = f"{setup.global_batch_size / setup.num_devices:g} samples"
-    shares = (
-        f"communication takes {communication:.0%} and other overhead {overhead:.0%} of {divided.strategy}'s step of "
-        f"{_ms(divided.step.total_s)}"
-    )
-    gradients_bytes = 4 * setup.num_parameters
-    if communication > overhead and gradients_bytes >= LARGE_GRADIENTS_BYTES:
-        return [
-            f"The batch is too small for {gradients_bytes / 2**20:.0f} MiB of gradients, at {samples} each of "
-            f"{_devices(setup)}: {shares}. A larger batch gives more to compute for the same exchange."
-        ]
-    return [
-        f"The model is too small to gain from {_devices(setup)} at {samples} each: {shares}. A larger batch or model "
-        "gives the devices more to do."
-    ]
-
-
-def _lost(setup: Setup, single: Candidate, divided: Candidate) -> tuple[float, float]:
-    """Return the shares of ``divided``'s step that are exposed communication and other overhead.
-
-    Overhead is what the step takes beyond its ideal: single's step divided by the devices or, on CPU, where single
-    already uses all cores, single's step itself.
-    """
+        return f"Single waits for data during {starved:.0%} of its step: faster loading gains more than devices do."
     ideal_s = single.step.total_s / (1 if setup.device == "cpu" else setup.num_devices)
     total_s = divided.step.total_s
     lost = max(0.0, total_s - ideal_s) / total_s
     communication = min(divided.step.exposed_s / total_s, lost)
-    return communication, lost - communication
-
-
-def _shares(contender: Candidate) -> str:
-    step = contender.step
-    computing, exposed, waiting = (part / step.parts_s for part in (step.computing_s, step.exposed_s, step.data_wait_s))
-    told_apart = contender.turns[0].exposed_s is not None
-    work = (
-        f"takes {computing:.0%}, communication that is not hidden {exposed:.0%}"
-        if told_apart
-        else (f"and communication, which cannot be told apart, take {computing:.0%}")
+    overhead = lost - communication
+    if lost < TOO_SMALL:
+        return _shares(divided)
+    samples = f"{setup.global_batch_size / setup.num_devices:g} samples"
+    shares = (
+        f"communication takes {communication:.0%} and other overhead {overhead:.0%} of {divided.strategy}'s step of "
+        f"{total_s * 1e3:.1f} ms"
     )
-    return f"Of a step of {contender.strategy} ({_ms(step.total_s)}), computing {work}, waiting for data {waiting:.0%}."
+    gradients_bytes = 4 * setup.num_parameters
+    if communication > overhead and gradients_bytes >= LARGE_GRADIENTS_BYTES:
+        return (
+            f"The batch is too small for {gradients_bytes / MIB:.0f} MiB of gradients, at {samples} each of "
+            f"{_devices(setup)}: {shares}. A larger batch gives more to compute for the same exchange."
+        )
+    return (
+        f"The model is too small to gain from {_devices(setup)} at {samples} each: {shares}. A larger batch or model "
+        "gives the devices more to do."
+    )
+
+
+def _shares(candidate: Candidate) -> str:
+    step = candidate.step
+    computing, exposed, waiting = (part / step.parts_s for part in (step.computing_s, step.exposed_s, step.data_wait_s))
+    work = f"takes {computing:.0%}, communication that is not hidden {exposed:.0%}"
+    if candidate.turns[0].exposed_s is None:
+        work = f"and communication, which cannot be told apart, take {computing:.0%}"
+    name, total_ms = candidate.strategy, step.total_s * 1e3
+    return f"Of a step of {name} ({total_ms:.1f} ms), computing {work}, waiting for data {waiting:.0%}."
 
 
 def _efficiency(comparison: Comparison) -> list[str]:
-    setup, single = comparison.setup, comparison.single
-    others = [c for c in comparison.contenders if c is not single]
-    if not others:
-        return []
-    efficiencies = {c.strategy: c.speed_over(single).median / setup.num_devices for c in others}
-    good = [f"{name} ({value:.0%})" for name, value in efficiencies.items() if value >= GOOD_EFFICIENCY]
-    poor = [f"{name} ({value:.0%})" for name, value in efficiencies.items() if value < GOOD_EFFICIENCY]
-    if not poor:
-        text = f"{GOOD_EFFICIENCY:.0%} efficiency on {_devices(setup)} is reached by {_and(good)}."
-    elif not good:
-        text = f"{GOOD_EFFICIENCY:.0%} efficiency on {_devices(setup)} is not reached: {_and(poor)}."
-    else:
-        text = f"{GOOD_EFFICIENCY:.0%} efficiency on {_devices(setup)} is reached by {_and(good)}, not by {_and(poor)}."
-    if _shares_cores(setup):
-        own_speed = f"an efficiency of {1 / setup.num_devices:.0%} is single's own speed"
-        text += f" All contenders share the same {setup.num_cores} cores, so {own_speed}."
-    return [text, *_held_back(setup, max(efficiencies.values()))]
-
-
-def _shares_cores(setup: Setup) -> bool:
-    """Say whether single computes with all the cores that the others have together; not if it was given one thread."""
-    return setup.device == "cpu" and setup.num_devices > 1 and setup.num_cores >= setup.num_devices
-
-
-def _held_back(setup: Setup, best_efficiency: float) -> list[str]:
-    """Say why others are faster than their devices explain, if they are: then something holds single back."""
-    if _shares_cores(setup):
-        if best_efficiency * setup.num_devices <= TOO_GOOD:
-            return []
+    setup = comparison.setup
+    named = [(each.efficiency, f"{each.strategy} ({each.efficiency:.0%})") for each in comparison.others]
+    good = [text for value, text in named if value >= GOOD_EFFICIENCY]
+    poor = [text for value, text in named if value < GOOD_EFFICIENCY]
+    reached = f"reached by {_and(good)}" if good else f"not reached: {_and(poor)}"
+    rest = f", not by {_and(poor)}" if good and poor else ""
+    text = f"{GOOD_EFFICIENCY:.0%} efficiency on {_devices(setup)} is {reached}{rest}."
+    best = max(value for value, _ in named)
+    # Single computes with all the cores that the others have together; not if it was given one thread.
+    shares_cores = setup.device == "cpu" and 1 < setup.num_devices <= setup.num_cores
+    if shares_cores:
+        text += (
+            f" All contenders share the same {setup.num_cores} cores, so an efficiency of {1 / setup.num_devices:.0%} "
+            "is single's own speed."
+        )
+    # Others that are faster than their devices explain show that something holds single back.
+    if shares_cores and best * setup.num_devices > TOO_GOOD:
         return [
+            text,
             f"Nobody has more cores than single, so something holds it back: its {setup.num_cores} threads wait for "
             "each other, as in small operations or on a busy machine. OMP_NUM_THREADS=1 gives all a single thread per "
-            "device."
+            "device.",
         ]
-    if best_efficiency <= TOO_GOOD:
-        return []
-    return [
-        f"An efficiency of {best_efficiency:.0%} means that single is held back: its whole batch may not fit into the "
-        "caches of one device, or something else ran there. Compare on idle devices, or with another "
-        "--global-batch-size."
-    ]
+    if not shares_cores and best > TOO_GOOD:
+        return [
+            text,
+            f"An efficiency of {best:.0%} means that single is held back: its whole batch may not fit into the "
+            "caches of one device, or something else ran there. Compare on idle devices, or with another "
+            "--global-batch-size.",
+        ]
+    return [text]
 
 
 def _against_torch(comparison: Comparison) -> list[str]:
     sentences = []
-    for our_name, torch_name in OURS_AND_TORCHS:
-        ours, torchs = comparison.find(our_name), comparison.find(torch_name)
+    for name in ("dp", "ddp"):
+        ours, torchs = comparison.find(name), comparison.find(f"torch-{name}")
         if ours and torchs:
             ratio = ours.speed_over(torchs)
             how = "ties with" if ratio.holds(1.0) else "is faster than" if ratio.median > 1.0 else "is slower than"
-            sentences.append(f"Our {our_name} {how} {torch_name}: {ratio.median:.2f}x its speed {_range(ratio)}.")
+            sentences.append(f"Our {name} {how} torch-{name}: {ratio.median:.2f}x its speed {_range(ratio)}.")
     return sentences
 
 
 def _loss(comparison: Comparison) -> list[str]:
     setup, single = comparison.setup, comparison.single
-    others = [c for c in comparison.contenders if c is not single]
-    if not isfinite(single.losses[0]) or not isfinite(single.losses[-1]):
+    if not (isfinite(single.losses[0]) and isfinite(single.last_loss)):
         return ["The loss of single is not finite, so losses cannot be compared: check the data and the learning rate."]
-    if not others:
+    if not comparison.others:
         return []
     scale = abs(single.losses[0]) or 1.0
-    first_tolerance = FIRST_LOSS_TOLERANCE[setup.precision]
-    apart = []
-    first_differences, last_differences = [], []
-    for contender in others:
-        first = abs(contender.losses[0] - single.losses[0]) / scale
-        last = abs(contender.losses[-1] - single.losses[-1]) / scale
-        first_differences.append(first)
-        last_differences.append(last)
-        if not (first <= first_tolerance and last <= LAST_LOSS_TOLERANCE):  # a NaN is apart as well
-            apart.append(f"{contender.strategy} (first step {first:.1e}, last step {last:.1e})")
-    tolerances = f"first step {first_tolerance:.0e}, last step {LAST_LOSS_TOLERANCE:.0e}, as shares of the first loss"
+    tolerance = FIRST_LOSS_TOLERANCE[setup.precision]
+    tolerances = f"first step {tolerance:.0e}, last step {LAST_LOSS_TOLERANCE:.0e}, as shares of the first loss"
+    firsts = [abs(each.losses[0] - single.losses[0]) / scale for each in comparison.others]
+    lasts = [abs(each.loss_difference) / scale for each in comparison.others]
+    apart = [
+        f"{each.strategy} (first step {first:.1e}, last step {last:.1e})"
+        for each, first, last in zip(comparison.others, firsts, lasts, strict=True)
+        if not (first <= tolerance and last <= LAST_LOSS_TOLERANCE)  # a NaN is apart as well
+    ]
     if not apart:
         return [
-            f"The losses agree with single's from the first step (within {max(first_differences):.1e}) to step "
-            f"{setup.num_steps_in_all} (within {max(last_differences):.1e}); tolerances: {tolerances}."
+            f"The losses agree with single's from the first step (within {max(firsts):.1e}) to step "
+            f"{setup.num_steps_in_all} (within {max(lasts):.1e}); tolerances: {tolerances}."
         ]
-    text = f"The loss differs from single's: {_and(apart)}; tolerances: {tolerances}."
+    why = "No layer of the model explains that: is the loss the mean over the batch's samples?"
     if setup.split_layers:
-        text += f" The model has {_and(list(setup.split_layers))}, whose result depends on how a batch is split."
-    else:
-        text += " No layer of the model explains that: is the loss the mean over the batch's samples?"
-    return [text]
+        why = f"The model has {_and(setup.split_layers)}, whose result depends on how a batch is split."
+    return [f"The loss differs from single's: {_and(apart)}; tolerances: {tolerances}. {why}"]
 
 
 def _memory(comparison: Comparison) -> list[str]:
     return [
-        f"Memory is uneven with {c.strategy}: its fullest device holds {c.memory.imbalance:.2f}x the mean."
-        for c in comparison.contenders
-        if c.memory and c.memory.imbalance and c.memory.imbalance > UNEVEN
+        f"Memory is uneven with {each.strategy}: its fullest device holds {each.imbalance:.2f}x the mean."
+        for each in comparison.contenders
+        if each.imbalance and each.imbalance > UNEVEN
     ]
 
 
 def _noise(comparison: Comparison) -> list[str]:
-    setup = comparison.setup
-    sentences = []
+    setup, sentences = comparison.setup, []
     if setup.busy_cores > BUSY * setup.num_cores:
         text = f"Other programs kept {setup.busy_cores:.1f} cores busy just before the start."
         if setup.device == "cpu":
             text += " That slows all, and most of all single, whose threads wait for the one that got no core."
         sentences.append(text)
-    noisiest = max(comparison.contenders, key=lambda c: c.rate.relative_width)
-    if noisiest.rate.relative_width > NOISY:
+    noisiest = max(comparison.contenders, key=lambda each: each.samples_per_s.relative_width)
+    width = noisiest.samples_per_s.relative_width
+    if width > NOISY:
         sentences.append(
-            f"The rounds of {noisiest.strategy} spread over {noisiest.rate.relative_width:.0%} of their median. "
+            f"The rounds of {noisiest.strategy} spread over {width:.0%} of their median. "
             "A quiet machine and more rounds (--rounds) make the figures surer."
         )
     return sentences
@@ -264,13 +251,9 @@ def _range(ratio: Spread) -> str:
     return f"({ratio.low:.2f}x to {ratio.high:.2f}x)"
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"
-
-
 def _devices(setup: Setup) -> str:
-    return "1 device" if setup.num_devices == 1 else f"{setup.num_devices} devices"
+    return f"{setup.num_devices} device{'s' * (setup.num_devices != 1)}"
 
 
-def _and(names: list[str]) -> str:
+def _and(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

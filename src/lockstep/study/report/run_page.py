@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from html import escape
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
-from lockstep.study.drawing import STYLE, drawing_style, figure, import_matplotlib
-from lockstep.study.report.plots import LOADS, MIB, PART_COLOURS, bus_bytes_per_s, draw, draw_timeline, memory_of
-from lockstep.study.report.view import BaselineComparison, View, sentences, setting_values
+from lockstep.study.common import MIB, Table
+from lockstep.study.drawing import drawing_style, figure, html_page, html_table, import_matplotlib, items
+from lockstep.study.report.plots import PARTS, by_words, draw, draw_timeline
+from lockstep.study.report.view import BaselineComparison, View, sentences
 
-OWN_STYLE = """
+STYLE = """
 .gaps { border-left: .25rem solid #D55E00; padding: .25rem 1rem; background: var(--card); }
 .gaps ul, .advice { margin: .25rem 0; padding-left: 1.25rem; }
 .advice li { margin: .3rem 0; }
@@ -27,8 +27,6 @@ h3 { font-size: 1rem; margin: 1rem 0 .25rem; }
 details { margin: .5rem 0; }
 summary { cursor: pointer; color: var(--soft); }
 summary:focus-visible, .scroll:focus-visible { outline: 2px solid #0072B2; outline-offset: 2px; }
-table caption { text-align: left; color: var(--soft); padding: .25rem 0; }
-td.text { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 12rem; }
 tr.differs th, tr.differs td { font-weight: 600; }
 .skip { position: absolute; left: -100rem; }
 .skip:focus { left: 1rem; top: .5rem; background: var(--card); padding: .25rem .5rem; }
@@ -36,6 +34,7 @@ tr.differs th, tr.differs td { font-weight: 600; }
 """
 
 _MOST_ADVICE = 6
+_MOST_EVENTS = 200
 
 
 def render(view: View, baseline: BaselineComparison | None = None) -> str:
@@ -47,133 +46,95 @@ def render(view: View, baseline: BaselineComparison | None = None) -> str:
     import_matplotlib(otherwise="")
     with drawing_style(11.0):  # on a phone they are scaled down
         plots, timeline = draw(view, baseline), draw_timeline(view)
-    drawings = "\n".join(figure(plot) for plot in plots)
-    lanes = "" if timeline is None else _timeline(figure(timeline))
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(view.task)}: lockstep report</title>
-<style>{STYLE}{OWN_STYLE}</style>
-</head>
-<body>
-<a class="skip" href="#figures">To the figures</a>
+    lanes = "" if timeline is None else figure(timeline)
+    lanes = lanes.replace('<div role="img"', '<div class="scroll" tabindex="0" role="img"')
+    error_us = view.run.clock_error_s * 1e6
+    clocks = f"The ranks' clocks were aligned to within {error_us:,.0f} microseconds."
+    body = f"""<a class="skip" href="#figures">To the figures</a>
 <main>
 <h1>{escape(view.task)}</h1>
 <p class="soft">{escape(_subtitle(view))}</p>
-<ul class="verdict">{_items(sentences(view, baseline))}</ul>
+<ul class="verdict">{items(sentences(view, baseline))}</ul>
 {_gaps(view)}
 {_advice(view)}
 <h2 id="figures">Figures</h2>
 <div class="plots">
-{drawings}
+{"".join(figure(plot) for plot in plots)}
 </div>
-{lanes}
-{"".join(_fold(table) for table in figure_tables(view))}
+{lanes.replace("<figure>", '<figure class="timeline">')}
+{_folded(figure_tables(view))}
 <h2>The run</h2>
-{"".join(_fold(table) for table in about_tables(view, baseline))}
+{_folded(about_tables(view, baseline))}
 {_commands(view)}
 <footer>
 <p>Made by lockstep report. Times are means over the steps that all ranks recorded, without the first few and
 without spikes. Exchange is what the rank that came last waited for gradients; what others waited longer, they waited
-for it. {escape(_clocks(view))}</p>
+for it. {clocks if error_us else "All ranks read the same clock."}</p>
 </footer>
-</main>
-</body>
-</html>
-"""
+</main>"""
+    return html_page(f"{view.task}: lockstep report", body, STYLE)
 
 
 def _subtitle(view: View) -> str:
-    settings = view.run.last.get("settings")
-    strategy = settings.get("strategy") if isinstance(settings, dict) else None
-    hosts = len({record.host for record in view.run.ranks.values()})
+    run = view.run
+    hosts = len({record.host for record in run.ranks.values()})
     parts = [
-        str(view.run.folder),
-        f"strategy {strategy}" if strategy else "",
-        f"{len(view.run.ranks)} rank{'s' * (len(view.run.ranks) != 1)} on {hosts} host{'s' * (hosts != 1)}",
-        f"global batch {view.run.last['global_batch_size']}" if "global_batch_size" in view.run.last else "",
-        f"{len(view.run.sessions)} starts" if len(view.run.sessions) > 1 else "",
+        str(run.folder),
+        f"strategy {run.settings['strategy']}" if run.settings.get("strategy") else "",
+        f"{len(run.ranks)} rank{'s' * (len(run.ranks) != 1)} on {hosts} host{'s' * (hosts != 1)}",
+        f"global batch {run.last['global_batch_size']}" if "global_batch_size" in run.last else "",
+        f"{len(run.sessions)} starts" if len(run.sessions) > 1 else "",
     ]
     return ", ".join(part for part in parts if part)
-
-
-def _items(texts: Sequence[str]) -> str:
-    return "".join(f"<li>{escape(text)}</li>" for text in texts)
 
 
 def _gaps(view: View) -> str:
     if not view.run.gaps:
         return ""
     heading = "What is missing in this record"
-    return f'<section class="gaps"><strong>{heading}</strong><ul>{_items(view.run.gaps)}</ul></section>'
+    return f'<section class="gaps"><strong>{heading}</strong><ul>{items(view.run.gaps)}</ul></section>'
 
 
 def _advice(view: View) -> str:
     if not view.advice:
         return ""
     how = "The largest gain first, what makes it another training run last. Each on its own, predicted from what was "
-    items = _items([advice.text for advice in view.advice[:_MOST_ADVICE]])
-    return f'<h2>What to change</h2><p class="soft">{how}measured here.</p><ol class="advice">{items}</ol>'
+    listed = items([advice.text for advice in view.advice[:_MOST_ADVICE]])
+    return f'<h2>What to change</h2><p class="soft">{how}measured here.</p><ol class="advice">{listed}</ol>'
 
 
-def _timeline(text: str) -> str:
-    text = text.replace('<div role="img"', '<div class="scroll" tabindex="0" role="img"', 1)
-    return text.replace("<figure>", '<figure class="timeline">', 1)
-
-
-def _fold(table: Table) -> str:
-    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in table.columns)
-    rows = []
-    for row in table.rows:
-        kind = ' class="text"' if table.is_text else ""
-        cells = "".join(f"<td{kind}>{escape(cell)}</td>" for cell in row[1:])
-        differs = ' class="differs"' if row[0] in table.differs else ""
-        rows.append(f'<tr{differs}><th scope="row">{escape(row[0])}</th>{cells}</tr>')
-    return (
-        f"<details><summary>{escape(table.heading)}</summary>"
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(table.heading)}"><table>'
-        f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></details>\n"
+def _folded(tables: Sequence[Table]) -> str:
+    return "".join(
+        f"<details><summary>{escape(table.title)}</summary>{html_table(table)}</details>\n"
+        for table in tables
+        if table.rows
     )
 
 
 def _commands(view: View) -> str:
-    session = view.run.last
-    command, folder = session.get("command"), session.get("working_directory")
+    command, folder = view.run.last.get("command"), view.run.last.get("working_directory")
     if not isinstance(command, str):
         return ""
-    lines = [f"cd {folder}"] if isinstance(folder, str) else []
-    text = "<br>".join(f"<code>{escape(line)}</code>" for line in (*lines, command))
+    lines = [f"cd {folder}", command] if isinstance(folder, str) else [command]
+    text = "<br>".join(f"<code>{escape(line)}</code>" for line in lines)
     return f"<h3>To repeat it</h3><p>{text}</p>"
-
-
-def _clocks(view: View) -> str:
-    error_s = view.run.clock_error_s
-    if error_s == 0:
-        return "All ranks read the same clock."
-    return f"The ranks' clocks were aligned to within {error_s * 1e6:,.0f} microseconds."
 
 
 # All figures as tables: for those who do not see the drawings, and for what drawings leave out.
 
-_MOST_EVENTS = 200
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table under a heading; the rows named in ``differs`` are those in which two runs are not alike."""
-
-    heading: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    is_text: bool = False
-    differs: frozenset[str] = field(default_factory=frozenset)
+LOADS = {
+    "cpu_percent": "CPU, % of a core",
+    "workers_cpu_percent": "loaders, % of a core",
+    "gpu_percent": "GPU busy, %",
+    "gpu_power_w": "power, W",
+    "gpu_temperature_c": "degrees C",
+}
+"""What a ``machine`` line has of load, by name: in words, with the unit."""
 
 
 def figure_tables(view: View) -> list[Table]:
     """Return the tables of what was measured."""
-    return [*_parts_tables(view), *_spread(view), *_buckets(view), *_events(view)]
+    return [_by_rank(view), _buckets(view), _events(view)]
 
 
 def about_tables(view: View, baseline: BaselineComparison | None) -> list[Table]:
@@ -182,109 +143,67 @@ def about_tables(view: View, baseline: BaselineComparison | None) -> list[Table]
     columns = ["", "this run", *([] if baseline is None else [baseline.name])]
     found = []
     for heading, facts in (
-        ("Settings", [_plain(setting_values(each.run.last)) for each in views]),
+        ("Settings", [_plain(each.run.settings) for each in views]),
         ("Machine and versions", [_machine_facts(each) for each in views]),
         ("Ranks", [_ranks(each) for each in views]),
     ):
-        names = list(dict.fromkeys(name for each in facts for name in each))
+        names = dict.fromkeys(name for each in facts for name in each)
         rows = [[name, *(each.get(name, "") for each in facts)] for name in names]
-        differs = frozenset(row[0] for row in rows if len(set(row[1:])) > 1)
-        if rows:
-            found.append(Table(heading, columns, rows, is_text=True, differs=differs))
+        differs = [row[0] for row in rows if len(set(row[1:])) > 1]
+        found.append(Table(heading, columns, rows, differs=differs))
     return found
 
 
-def _parts_tables(view: View) -> list[Table]:
-    if view.figures is None:
-        return []
-    columns = ["rank", *(text for text, _ in PART_COLOURS.values()), "all", "comes last"]
-    rows = [
-        [str(rank), *(f"{s * 1e3:.2f}" for s in parts.by_name().values()), f"{parts.total_s * 1e3:.2f}", f"{last:.0%}"]
-        for (rank, parts), last in zip(view.figures.by_rank.items(), view.figures.last_share.values(), strict=True)
-    ]
-    critical = view.figures.critical
-    whole = [*(f"{s * 1e3:.2f}" for s in critical.by_name().values()), f"{critical.total_s * 1e3:.2f}", ""]
-    return [Table("Milliseconds per step, by rank", columns, [*rows, ["critical path", *whole]])]
-
-
-def _spread(view: View) -> list[Table]:
-    """Return minimum, median and maximum over the ranks of each figure, and whose the extremes are."""
-    if len(view.run.ranks) < 2:
-        return []
+def _by_rank(view: View) -> Table:
+    """Return a row for each rank: milliseconds by part, how often it came last, memory and load."""
+    figures = view.figures
+    memory = ("memory_peak_bytes", "peak MiB") if view.device == "cuda" else ("rss_peak_bytes", "peak MiB")
+    loads = [name for name in LOADS if any(_values(view, rank, name) for rank in view.run.ranks)]
+    columns = [*PARTS, "all", "comes last", memory[1], *(LOADS[name] for name in loads)]
     rows = []
-    for what, values, digits in _figures_by_rank(view):
-        ordered = sorted((value, rank) for rank, value in values.items())
-        if not ordered:
-            continue
-        (low, low_rank), (high, high_rank), middle = ordered[0], ordered[-1], median(values.values())
-        cells = (
-            f"{low:,.{digits}f} (rank {low_rank})",
-            f"{middle:,.{digits}f}",
-            f"{high:,.{digits}f} (rank {high_rank})",
-        )
-        rows.append([what, *cells])
-    return [Table("Each figure over the ranks", ["", "least", "median", "most"], rows)] if rows else []
+    for rank in sorted(view.run.ranks):
+        cells = [""] * (len(PARTS) + 2)
+        if figures is not None and rank in figures.by_rank:
+            parts = figures.by_rank[rank]
+            cells = [f"{seconds * 1e3:.2f}" for seconds in (*by_words(parts).values(), parts.total_s)]
+            cells.append(f"{figures.last_share[rank]:.0%}")
+        peaks = _values(view, rank, memory[0])
+        # The first line is from before any step.
+        means = [_values(view, rank, name)[1:] for name in loads]
+        cells.append(f"{max(peaks) / MIB:,.0f}" if peaks else "")
+        rows.append([str(rank), *cells, *(f"{fmean(values):,.0f}" if values else "" for values in means)])
+    if figures is not None and len(rows) > 1:
+        critical = [*by_words(figures.critical).values(), figures.critical.total_s]
+        empty = [""] * (len(columns) - len(critical))
+        rows.append(["critical path", *(f"{seconds * 1e3:.2f}" for seconds in critical), *empty])
+    return Table("Each rank: milliseconds per step, memory and load", ["rank", *columns], rows, numbers=columns)
 
 
-def _figures_by_rank(view: View) -> list[tuple[str, dict[int, float], int]]:
-    """Return what is known of each rank: in words with its unit, by rank, and how many digits matter."""
-    found: list[tuple[str, dict[int, float], int]] = []
-    if view.figures is not None:
-        by_rank, last_share = view.figures.by_rank, view.figures.last_share
-        for name, (text, _) in PART_COLOURS.items():
-            found.append((f"{text}, ms", {rank: getattr(parts, name) * 1e3 for rank, parts in by_rank.items()}, 2))
-        found.append(("comes last, % of steps", {rank: share * 100 for rank, share in last_share.items()}, 0))
-    memory = {rank: memory_of(view, rank) for rank in view.run.ranks}
-    for place, text in enumerate(("memory at its peak, MiB", "memory at the end, MiB")):
-        found.append(
-            (text, {rank: size / MIB for rank, each in memory.items() if (size := each[place]) is not None}, 0)
-        )
-    for name, (text, unit) in LOADS.items():
-        found.append((f"{text}, {unit}", _means(view, name), 0))
-    return found
+def _values(view: View, rank: int, name: str) -> list[float]:
+    return [line.figures[name] for line in view.run.ranks[rank].machine if name in line.figures]
 
 
-def _means(view: View, name: str) -> dict[int, float]:
-    """Return the mean of a figure of ``machine`` lines by rank, without what was before the first step."""
-    found = {}
-    for rank, record in sorted(view.run.ranks.items()):
-        lines = record.machine[1:] or record.machine
-        if values := [line.figures[name] for line in lines if name in line.figures]:
-            found[rank] = fmean(values)
-    return found
-
-
-def _buckets(view: View) -> list[Table]:
-    traffic = view.traffic
-    if traffic is None:
-        return []
-    rows = []
-    for number, size in enumerate(traffic.sizes_bytes):
-        times = sorted(trip.wire_s for trip in traffic.trips if trip.number == number)
+def _buckets(view: View) -> Table:
+    traffic, rows = view.traffic, []
+    for number, size in traffic.sizes_bytes.items() if traffic is not None else []:
+        assert traffic is not None
+        times = traffic.times_s(number)
         seconds = [f"{time_s * 1e3:.3g}" for time_s in (times[0], times[len(times) // 2], times[-1])]
-        bus = bus_bytes_per_s(traffic, number, len(view.run.ranks)) / 1e9
-        rows.append([str(number), f"{size / MIB:.3g}", *seconds, f"{bus:.3g}"])
-    heading = "Buckets of gradients on their way"
-    return [Table(heading, ["bucket", "MiB", "best ms", "median ms", "slowest ms", "bus GB/s"], rows)]
+        rows.append([str(number), f"{size / MIB:.3g}", *seconds, f"{traffic.bus_bytes_per_s(number) / 1e9:.3g}"])
+    columns = ["MiB", "best ms", "median ms", "slowest ms", "bus GB/s"]
+    return Table("Buckets of gradients on their way", ["bucket", *columns], rows, numbers=columns)
 
 
-def _events(view: View) -> list[Table]:
+def _events(view: View) -> Table:
     events = view.run.events
-    if not events:
-        return []
     left_out = f" (the last {_MOST_EVENTS} of {len(events)})" if len(events) > _MOST_EVENTS else ""
-    rows = [
-        [
-            time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(max(0.0, min(event.time, 2e10)))),
-            str(event.step),
-            event.event,
-            "" if event.seconds is None else f"{event.seconds:.3g} s",
-            event.text,
-        ]
-        for event in events[-_MOST_EVENTS:]
-    ]
+    rows = []
+    for event in events[-_MOST_EVENTS:]:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(min(event.time, 2e10)))
+        stood_still = "" if event.seconds is None else f"{event.seconds:.3g} s"
+        rows.append([when, str(event.step), event.event, stood_still, event.text])
     columns = ["time (UTC)", "after step", "event", "stood still", "what happened"]
-    return [Table(f"Events{left_out}", columns, rows, is_text=True)]
+    return Table(f"Events{left_out}", columns, rows)
 
 
 def _plain(settings: dict[str, Any]) -> dict[str, str]:
@@ -293,19 +212,17 @@ def _plain(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _machine_facts(view: View) -> dict[str, str]:
-    found: dict[str, str] = {}
+    found: dict[str, Any] = {}
     provenance = view.run.last.get("provenance")
     if isinstance(provenance, dict):
-        found["recorded"] = _text(provenance.get("when"))
-        for group in ("versions", "machine", "commits"):
+        found["recorded"] = provenance.get("when")
+        for group, suffix in (("versions", ""), ("machine", ""), ("commits", " commit")):
             facts = provenance.get(group)
             if isinstance(facts, dict):
-                suffix = " commit" if group == "commits" else ""
-                found.update({f"{name}{suffix}": _text(value) for name, value in facts.items()})
+                found |= {f"{name}{suffix}": value for name, value in facts.items()}
     for name in ("backend", "global_batch_size", "num_parameters", "gradient_bytes", "workers", "num_restarts"):
-        if view.run.last.get(name) is not None:
-            found[name.replace("_", " ")] = _text(view.run.last[name])
-    return found
+        found[name.replace("_", " ")] = view.run.last.get(name)
+    return _plain(found)
 
 
 def _ranks(view: View) -> dict[str, str]:

@@ -5,73 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from lockstep.errors import ConfigurationError
-from lockstep.telemetry.run_record import EVENTS, RANK_FILES, RUN_FILE, VERSION
+from lockstep.telemetry.run_record import EVENTS, PHASES, RANK_FILES, RUN_FILE, VERSION
 
-# The ranks' clocks on one: what was measured at the beginning and at the end of each session, and a line between.
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How far a rank's clock is ahead of rank zero's, within an error, at a time; all in seconds."""
-
-    time: float
-    offset_s: float
-    error_s: float
-
-
-@dataclass(frozen=True)
-class Clock:
-    """A rank's clock, by sessions in their order; each has the readings of its beginning and maybe its end."""
-
-    sessions: Sequence[Sequence[Reading]]
-
-    def offset_s(self, time: float) -> float:
-        """Return how far the clock is ahead at ``time``: on a line through the readings of that session."""
-        begun = [readings for readings in self.sessions if readings and readings[0].time <= time]
-        readings = begun[-1] if begun else next((each for each in self.sessions if each), [])
-        if not readings:
-            return 0.0
-        first, last = readings[0], readings[-1]
-        if last.time <= first.time:
-            return first.offset_s
-        share = min(1.0, max(0.0, (time - first.time) / (last.time - first.time)))
-        return first.offset_s + share * (last.offset_s - first.offset_s)
-
-    @property
-    def error_s(self) -> float:
-        """The largest error of any reading."""
-        return max((reading.error_s for readings in self.sessions for reading in readings), default=0.0)
-
-
-def clock_of(sessions: Sequence[dict[str, Any]], rank: int) -> Clock:
-    """Return the clock of a rank as ``run.json`` tells it; a session that tells nothing has no readings."""
-    return Clock([_readings(session.get("clocks"), rank) for session in sessions])
-
-
-def _readings(clocks: Any, rank: int) -> list[Reading]:
-    found = []
-    for name in ("start", "end"):
-        clock = clocks.get(name) if isinstance(clocks, dict) else None
-        if isinstance(clock, dict):
-            time = clock.get("time")
-            offset_s, error_s = (_at(clock.get(key), rank) for key in ("offsets_s", "errors_s"))
-            if isinstance(time, (int, float)) and offset_s is not None:
-                found.append(Reading(float(time), offset_s, error_s or 0.0))
-    return found
-
-
-def _at(values: Any, rank: int) -> float | None:
-    value = values[rank] if isinstance(values, list) and rank < len(values) else None
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
-# The lines of a record as data. What cannot be what it claims to be is refused, so that all else can rely on it.
+# The lines of a record as data. What cannot be what it claims to be is refused here, so that all else can rely on it.
 
 Line = Mapping[str, Any]
 
@@ -82,20 +24,17 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Step:
-    """A line of kind ``step``; see lockstep.telemetry.run_record."""
+    """A line of kind ``step``; see lockstep.telemetry.run_record. Parts that could not be seen are 0."""
 
     step: int
     num_steps: int
     time: float
     interval_s: float | None
     total_s: float
-    slowest_s: float
-    slowest_step: int
     data_wait_s: float
     forward_s: float
     backward_s: float
     exposed_s: float | None
-    hidden_s: float | None
     optimizer_s: float
     loss: float | None
     learning_rate: float | None
@@ -160,82 +99,62 @@ class Event:
     text: str
 
 
-PHASES = ("data_wait", "forward", "backward", "communication", "optimizer")
-
-
-def number(line: Line, name: str) -> float | None:
+def _number(line: Line, name: str) -> float | None:
     """Return a number of a line, which may be NaN or infinite; None if it is not known."""
     value = line.get(name)
-    if value is None:
-        return None
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
+    if value is None or type(value) in (int, float):  # a bool is an int, too
+        return None if value is None else float(value)
     if value in ("nan", "inf", "-inf"):
         return float(value)
     raise Unfit(f"{name} is no number")
 
 
-def finite(line: Line, name: str, *, at_least: float = -math.inf) -> float:
+def _finite(line: Line, name: str, at_least: float = 0.0) -> float:
     """Return a number that has to be there."""
-    value = number(line, name)
-    if value is None or not math.isfinite(value) or value < at_least:
+    value = _number(line, name)
+    if value is None or not at_least <= value < math.inf:
         raise Unfit(f"{name} is missing or out of range")
     return value
 
 
-def seconds(line: Line, name: str) -> float | None:
+def _amount(line: Line, name: str) -> float | None:
     """Return a duration or a number of things, or None if it is not known."""
-    value = number(line, name)
-    if value is not None and not 0 <= value < math.inf:
-        raise Unfit(f"{name} is out of range")
-    return value
+    return None if line.get(name) is None else _finite(line, name)
 
 
-def _part(line: Line, name: str) -> float:
-    """Return what a step spent on something; 0 where that could not be seen, so that it is among other things."""
-    return 0.0 if name in line and line[name] is None else finite(line, name)
-
-
-def step_of(line: Line) -> Step:
-    """Read a line of kind ``step``."""
-    total_s = finite(line, "total_s", at_least=0)
-    step = int(finite(line, "step", at_least=0))
+def _step(line: Line) -> Step:
     return Step(
-        step=step,
-        num_steps=int(number(line, "num_steps") or 1),
-        time=finite(line, "time"),
-        interval_s=seconds(line, "interval_s"),
-        total_s=total_s,
-        slowest_s=seconds(line, "slowest_s") or total_s,
-        slowest_step=int(number(line, "slowest_step") or step),
-        data_wait_s=_part(line, "data_wait_s"),
-        forward_s=_part(line, "forward_s"),
-        backward_s=_part(line, "backward_s"),
-        exposed_s=seconds(line, "exposed_s"),
-        hidden_s=seconds(line, "hidden_s"),
-        optimizer_s=finite(line, "optimizer_s"),
-        loss=number(line, "loss"),
-        learning_rate=number(line, "learning_rate"),
-        grad_norm=number(line, "grad_norm"),
-        samples=finite(line, "samples", at_least=0),
-        counts=seconds(line, "counts"),
+        step=int(_finite(line, "step")),
+        num_steps=int(_number(line, "num_steps") or 1),
+        time=_finite(line, "time"),
+        interval_s=_amount(line, "interval_s"),
+        total_s=_finite(line, "total_s"),
+        data_wait_s=_amount(line, "data_wait_s") or 0.0,
+        forward_s=_amount(line, "forward_s") or 0.0,
+        backward_s=_amount(line, "backward_s") or 0.0,
+        exposed_s=_amount(line, "exposed_s"),
+        optimizer_s=_amount(line, "optimizer_s") or 0.0,
+        loss=_number(line, "loss"),
+        learning_rate=_number(line, "learning_rate"),
+        grad_norm=_number(line, "grad_norm"),
+        samples=_finite(line, "samples"),
+        counts=_amount(line, "counts"),
     )
 
 
-def timeline_of(line: Line) -> Timeline:
-    """Read a line of kind ``timeline``."""
-    spans, buckets = [], []
-    for span in _rows(line, "spans", 3):
-        begin, end = (_moment(value) for value in span[1:])
-        if span[0] not in PHASES or end < begin:
+def _timeline(line: Line) -> Timeline:
+    spans = []
+    for phase, *times in _rows(line, "spans", 3):
+        begin, end = _moments(times)
+        if phase not in PHASES or end < begin:
             raise Unfit("spans are not of phase, begin and end")
-        spans.append((str(span[0]), begin, end))
-    for row in _rows(line, "buckets", 5):
-        moments = [_moment(value) for value in row]
-        buckets.append(Bucket(int(moments[0]), int(moments[1]), *moments[2:]))
-    begin_s, end_s = number(line, "waited_from"), number(line, "waited_until")
+        spans.append((str(phase), begin, end))
+    buckets = []
+    for number, size, *times in map(_moments, _rows(line, "buckets", 5)):
+        buckets.append(Bucket(int(number), int(size), *times))
+    begin_s, end_s = _number(line, "waited_from"), _number(line, "waited_until")
     waited = None if begin_s is None or end_s is None else (begin_s, end_s)
-    return Timeline(int(finite(line, "step", at_least=0)), finite(line, "time"), tuple(spans), tuple(buckets), waited)
+    return Timeline(int(_finite(line, "step")), _finite(line, "time"), tuple(spans), tuple(buckets), waited)
 
 
 def _rows(line: Line, name: str, width: int) -> list[list[Any]]:
@@ -245,31 +164,26 @@ def _rows(line: Line, name: str, width: int) -> list[list[Any]]:
     return rows
 
 
-def _moment(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+def _moments(values: Sequence[Any]) -> list[float]:
+    if any(type(value) not in (int, float) or not math.isfinite(value) for value in values):
         raise Unfit("a moment is no number")
-    return float(value)
+    return [float(value) for value in values]
 
 
-def machine_of(line: Line) -> Machine:
-    """Read a line of kind ``machine``."""
-    names = [name for name in line if name not in ("kind", "time")]
-    figures = {name: value for name in names if (value := number(line, name)) is not None and math.isfinite(value)}
-    return Machine(finite(line, "time"), figures)
+def _machine(line: Line) -> Machine:
+    values = {name: _number(line, name) for name in line if name not in ("kind", "time")}
+    known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+    return Machine(_finite(line, "time"), known)
 
 
-def event_of(line: Line) -> Event:
-    """Read a line of kind ``event``."""
-    name = line.get("event")
-    if name not in EVENTS:
+def _event(line: Line) -> Event:
+    if line.get("event") not in EVENTS:
         raise Unfit("no such event")
-    step = int(finite(line, "step", at_least=0))
-    return Event(str(name), step, finite(line, "time"), seconds(line, "seconds"), str(line.get("text", ""))[:2000])
+    step, text = int(_finite(line, "step")), str(line.get("text", ""))[:2000]
+    return Event(str(line["event"]), step, _finite(line, "time"), _amount(line, "seconds"), text)
 
 
 # A folder in which a run was recorded, as data, with a list of what is missing or broken in it.
-
-Entry = TypeVar("Entry", Step, Timeline, Machine, Event)
 
 
 @dataclass
@@ -291,7 +205,7 @@ class Recorded:
 
     Args:
         folder: Where.
-        sessions: What ``run.json`` says of each start of the run, the last one last.
+        sessions: What ``run.json`` has of each start of the run, the last one last.
         ranks: By number.
         gaps: What is missing or broken, in words.
         clock_error_s: How far the ranks' clocks may still be apart, at most.
@@ -309,18 +223,27 @@ class Recorded:
         return self.sessions[-1]
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """The last session's settings by name; none if they are not known."""
+        found = self.last.get("settings")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def zero(self) -> RankRecord:
+        """The first rank that there is a record of."""
+        return self.ranks[min(self.ranks)] if self.ranks else RankRecord(0)
+
+    @property
     def events(self) -> list[Event]:
-        """Events of the run: rank zero's, and of others what only they have."""
-        found = [event for rank in sorted(self.ranks) for event in self.ranks[rank].events]
-        kinds = ("spike", "error")
-        mine = min(self.ranks, default=0)
-        own = self.ranks[mine].events if self.ranks else []
-        seen = {(event.event, event.step) for event in own}
-        others = [event for event in found if event.event in kinds and (event.event, event.step) not in seen]
-        first: dict[tuple[str, int], Event] = {}
-        for event in others:
-            first.setdefault((event.event, event.step), event)
-        return sorted([*own, *first.values()], key=lambda event: event.time)
+        """Events of the run: the first rank's, and of others what only they have, once."""
+        found = list(self.zero.events)
+        seen = {(event.event, event.step) for event in found}
+        for rank in sorted(self.ranks):
+            for event in self.ranks[rank].events:
+                if event.event in ("spike", "error") and (event.event, event.step) not in seen:
+                    seen.add((event.event, event.step))
+                    found.append(event)
+        return sorted(found, key=lambda event: event.time)
 
 
 def read_run(folder: Path) -> Recorded:
@@ -329,9 +252,9 @@ def read_run(folder: Path) -> Recorded:
     Raises:
         ConfigurationError: There is no such folder, nothing was recorded in it, or a newer version of Lockstep did.
     """
-    files = sorted(folder.glob(RANK_FILES), key=lambda path: (len(path.name), path.name)) if folder.is_dir() else []
     if not folder.is_dir():
         raise ConfigurationError(f"There is no folder {folder}.\nName the one that was given as --run-dir.")
+    files = sorted(folder.glob(RANK_FILES), key=lambda path: (len(path.name), path.name))
     if not files and not (folder / RUN_FILE).exists():
         raise ConfigurationError(
             f"No run was recorded in {folder}: it holds no {RUN_FILE} and no {RANK_FILES}.\n"
@@ -340,31 +263,24 @@ def read_run(folder: Path) -> Recorded:
     gaps: list[str] = []
     sessions = _sessions(folder / RUN_FILE, gaps)
     known = {str(session.get("run")) for session in sessions} if sessions else None
+    sessions = sessions or [{}]
     ranks: dict[int, RankRecord] = {}
     for path in files:
         number = path.stem.removeprefix("rank-")
         if number.isdecimal():
-            ranks[int(number)] = _rank(path, int(number), known, gaps)
-    ranks = {
-        number: rank for number, rank in ranks.items() if rank.steps or rank.timelines or rank.events or rank.machine
-    }
-    sessions = sessions or [{}]
-    expected = range(len(_list(sessions[-1].get("ranks"))) or max(ranks, default=0) + 1)
+            record = _rank(path, int(number), known, gaps)
+            if record.steps or record.timelines or record.events or record.machine:
+                ranks[int(number)] = record
+    last_ranks = sessions[-1].get("ranks")
+    expected = range(len(last_ranks) if isinstance(last_ranks, list) else max(ranks, default=0) + 1)
     for former in [number for number in ranks if number not in expected]:
         gaps.append(f"Rank {former} took part in earlier sessions only, and is left out.")
         del ranks[former]
     if missing := [number for number in expected if number not in ranks]:
         names = ", ".join(map(str, missing))
         gaps.append(f"Nothing is there of rank {names}: its file is missing or holds nothing of this run.")
-    clocks = {rank: clock_of(sessions, rank) for rank in ranks}
-    for rank, record in ranks.items():
-        _set_clock(record, clocks[rank])
-    errors = [clock.error_s for clock in clocks.values()]
-    return Recorded(folder, sessions, ranks, gaps, max(errors, default=0.0))
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+    errors_s = [_set_clock(record, sessions) for record in ranks.values()]
+    return Recorded(folder, sessions, ranks, gaps, max(errors_s, default=0.0))
 
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -407,7 +323,13 @@ def _sessions(path: Path, gaps: list[str]) -> list[dict[str, Any]]:
 def _rank(path: Path, number: int, known: set[str] | None, gaps: list[str]) -> RankRecord:
     """Read the file of a rank; lines of other runs in it are left out."""
     rank = RankRecord(number)
-    num_bad, first_bad, is_ours = 0, "", known is None
+    kinds: dict[Any, tuple[list[Any], Callable[[Line], Any]]] = {
+        "step": (rank.steps, _step),
+        "timeline": (rank.timelines, _timeline),
+        "machine": (rank.machine, _machine),
+        "event": (rank.events, _event),
+    }
+    bad, is_ours = [], known is None
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -425,44 +347,51 @@ def _rank(path: Path, number: int, known: set[str] | None, gaps: list[str]) -> R
                 if is_ours:
                     rank.host, rank.device = str(line.get("host", "")), str(line.get("device", ""))
             elif is_ours:
-                _take(rank, line)
+                if line.get("kind") not in kinds:
+                    raise Unfit("unknown kind")
+                entries, read = kinds[line["kind"]]
+                entries.append(read(line))
         except (ValueError, Unfit, RecursionError, OverflowError) as error:
-            num_bad += 1
-            why = str(error) if isinstance(error, Unfit) else "no JSON"
-            first_bad = first_bad or f"line {place}: {why}"
-    if num_bad:
-        gaps.append(f"{path.name}: {num_bad} line{'s' * (num_bad > 1)} cannot be read ({first_bad}).")
-    rank.steps = _in_order(rank.steps)
+            bad.append(f"line {place}: {error if isinstance(error, Unfit) else 'no JSON'}")
+    if bad:
+        gaps.append(f"{path.name}: {len(bad)} line{'s' * (len(bad) > 1)} cannot be read ({bad[0]}).")
+    # Steps that were done again after a restart count once, as they were done last.
+    last = {step.step: step for step in rank.steps}
+    rank.steps = [last[number] for number in sorted(last)]
     return rank
 
 
-def _take(rank: RankRecord, line: dict[str, Any]) -> None:
-    match line.get("kind"):
-        case "step":
-            rank.steps.append(step_of(line))
-        case "timeline":
-            rank.timelines.append(timeline_of(line))
-        case "machine":
-            rank.machine.append(machine_of(line))
-        case "event":
-            rank.events.append(event_of(line))
-        case _:
-            raise Unfit("unknown kind")
+def _set_clock(record: RankRecord, sessions: Sequence[dict[str, Any]]) -> float:
+    """Set the times of a rank to rank zero's clock; return how far they may still be apart.
+
+    Each session has measured how far the clock is ahead when it began, and maybe when it ended; between, the offset is
+    on a line.
+    """
+    readings = [found for session in sessions if (found := _readings(session.get("clocks"), record.rank))]
+    if not readings:
+        return 0.0
+
+    def offset_s(time: float) -> float:
+        begun = [each for each in readings if each[0][0] <= time]
+        first, last = begun[-1][0] if begun else readings[0][0], begun[-1][-1] if begun else readings[0][-1]
+        if last[0] <= first[0]:
+            return first[1]
+        share = min(1.0, max(0.0, (time - first[0]) / (last[0] - first[0])))
+        return first[1] + share * (last[1] - first[1])
+
+    for entries in (record.steps, record.timelines, record.machine, record.events):
+        entries[:] = [replace(entry, time=entry.time - offset_s(entry.time)) for entry in entries]  # type: ignore
+    return max(error_s for session in readings for _, _, error_s in session)
 
 
-def _in_order(steps: list[Step]) -> list[Step]:
-    """Return steps by number; those that were done again after a restart once, as they were done last."""
-    last = {step.step: step for step in steps}
-    return [last[number] for number in sorted(last)]
-
-
-def _set_clock(rank: RankRecord, clock: Clock) -> None:
-    """Set the times of a rank to rank zero's clock, as far as the offset is known."""
-
-    def turned_back(entry: Entry) -> Entry:
-        return replace(entry, time=entry.time - clock.offset_s(entry.time))
-
-    rank.steps = [turned_back(each) for each in rank.steps]
-    rank.timelines = [turned_back(each) for each in rank.timelines]
-    rank.machine = [turned_back(each) for each in rank.machine]
-    rank.events = [turned_back(each) for each in rank.events]
+def _readings(clocks: Any, rank: int) -> list[tuple[float, float, float]]:
+    """Return the times at which a rank's clock was read in a session, its offsets and their errors, in seconds."""
+    found = []
+    for name in ("start", "end"):
+        try:
+            clock = clocks[name]
+            time, offset_s, error_s = clock["time"], clock["offsets_s"][rank], clock["errors_s"][rank]
+            found.append((float(time), float(offset_s), float(error_s)))
+        except (TypeError, KeyError, IndexError, ValueError):
+            continue  # a session that was killed has no end
+    return found

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.study.report.advice import Advice, advise, find_facts
 from lockstep.study.report.figures import (
-    PARTS,
     Figures,
     Traffic,
     Window,
+    bars_of,
+    buckets_of,
     find_figures,
     find_traffic,
     find_window,
-    make_window,
 )
 from lockstep.study.report.run_reader import Recorded, read_run
-
-# A run as the report looks at it: the record, its figures, and what to change.
 
 
 @dataclass(frozen=True)
@@ -40,25 +38,18 @@ class View:
         return str(self.run.last.get("task") or "a run")
 
     @property
-    def counts(self) -> str:
-        """What the loss counts, in a word; only where that is not samples."""
-        return str(self.run.last.get("counts") or "tokens")
-
-    @property
     def num_devices(self) -> int:
         """How many devices trained, as far as known."""
-        devices = [record.device for record in self.run.ranks.values()]
-        return sum(len(device.split(", ")) for device in devices)
+        return sum(len(record.device.split(", ")) for record in self.run.ranks.values())
 
     @property
     def device(self) -> str:
         """What kind they are."""
-        first = next(iter(self.run.ranks.values()), None)
-        return "cuda" if first is not None and first.device.startswith("cuda") else "cpu"
+        return "cuda" if self.run.zero.device.startswith("cuda") else "cpu"
 
 
 def view_run(folder: Path) -> View:
-    """Read a run, and find what there is to say of it.
+    """Read a run, and find what is worth saying of it.
 
     Raises:
         ConfigurationError: Nothing was recorded in ``folder``.
@@ -66,18 +57,12 @@ def view_run(folder: Path) -> View:
     run = read_run(folder)
     figures, traffic = find_figures(run), find_traffic(run)
     view = View(run, figures, traffic, find_window(run), [])
-    if figures is None:
-        return view
-    return View(run, figures, traffic, view.window, advise(find_facts(run, view.device, figures, traffic)))
+    if figures is not None:
+        view.advice.extend(advise(find_facts(run, view.device, figures, traffic)))
+    return view
 
 
-def setting_values(session: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a session by name; nothing if it does not tell them."""
-    settings = session.get("settings")
-    return settings if isinstance(settings, dict) else {}
-
-
-# A run on one device beside another: is it the same training, and how much faster is it on more.
+# Another run beside it: is it the same training, and how much faster is it on more devices.
 
 _ALIKE = ("seed", "global_batch_size", "precision", "clip", "schedule", "warmup", "lr_scaling", "shares", "wire")
 """Settings that make it another training run."""
@@ -91,70 +76,61 @@ _ROUNDING = 1e-3
 
 @dataclass(frozen=True)
 class BaselineComparison:
-    """A run and the one that it is compared with.
+    """What a run is compared with.
 
     Args:
-        name: What the other is called in a drawing.
-        view: The other.
+        name: What it is called in a drawing.
+        view: The other run.
         loss_note: How the losses compare, in a sentence.
-        speedup: How many times as fast the run is; None if that is not known.
-        num_times: How many times as many devices it has.
+        scaling: How much more devices gave, in words; empty if that is not known.
     """
 
     name: str
     view: View
     loss_note: str
-    speedup: float | None
-    num_times: float
-
-    @property
-    def scaling(self) -> str:
-        """How much more devices gave, in words; empty if that is not known."""
-        if self.speedup is None:
-            return ""
-        text = f"{self.speedup:.2f} times as fast as {self.name}"
-        if self.num_times > 1:
-            share = self.speedup / self.num_times
-            text += f", {share:.0%} of linear{'' if share >= GOOD_SHARE else f' ({GOOD_SHARE:.0%} is good)'}"
-        return text
+    scaling: str
 
 
 def compare_with_baseline(view: View, other: View) -> BaselineComparison:
-    """Return what is to be said of ``view`` beside ``other``."""
-    devices = other.num_devices
-    name = "one device" if devices == 1 else f"{devices} devices"
-    speedup = None
+    """Return what there is to be said of ``view`` beside ``other``."""
+    name = "one device" if other.num_devices == 1 else f"{other.num_devices} devices"
+    scaling = ""
     if view.figures is not None and other.figures is not None and other.figures.samples_per_s:
-        speedup = view.figures.samples_per_s / other.figures.samples_per_s
-    return BaselineComparison(
-        name, other, _compare_losses(view, other, name), speedup, view.num_devices / max(1, devices)
-    )
+        speed_up = view.figures.samples_per_s / other.figures.samples_per_s
+        scaling = f"{speed_up:.2f} times as fast as {name}"
+        num_times = view.num_devices / max(1, other.num_devices)
+        if num_times > 1:
+            is_good = speed_up >= GOOD_SHARE * num_times
+            scaling += f", {speed_up / num_times:.0%} of linear{'' if is_good else f' ({GOOD_SHARE:.0%} is good)'}"
+    return BaselineComparison(name, other, _compare_losses(view, other, name), scaling)
 
 
 def _compare_losses(view: View, other: View, name: str) -> str:
-    mine, others = (_losses(each) for each in (view, other))
-    steps = sorted(set(mine) & set(others))
-    known = [step for step in steps if math.isfinite(mine[step]) and math.isfinite(others[step])]
-    if not known:
+    here, there = _losses(view), _losses(other)
+    apart = {
+        step: abs(here[step] - there[step]) / (max(abs(here[step]), abs(there[step])) or 1.0)
+        for step in here
+        if step in there
+    }
+    if not apart:
         return f"No step is in both this run and that on {name}."
-    far = max(known, key=lambda step: _difference(mine[step], others[step]))
-    differs = [text for text in (_differs(view, other, setting) for setting in _ALIKE) if text]
-    if view.task != other.task:
-        differs.insert(0, f"task {view.task} here, {other.task} there")
-    how = _in_words(_difference(mine[far], others[far]), far, _difference(mine[known[0]], others[known[0]]), known[0])
-    text = f"Over {len(known)} steps, the loss and that on {name} {how}"
+    differs = [] if view.task == other.task else [f"task {view.task} here, {other.task} there"]
+    for setting in _ALIKE:
+        of_both = [_setting(each, setting) for each in (view, other)]
+        if of_both[0] != of_both[1]:
+            differs.append(f"{setting} {of_both[0]} here, {of_both[1]} there")
+    first, far = min(apart), max(apart, key=lambda step: apart[step])
+    at_most = f"by {_share(apart[far])} at most, in step {far + 1}"
+    if apart[far] == 0:
+        how = "are the same to the bit"
+    elif apart[first] > _ROUNDING:
+        how = f"differ by {_share(apart[first])} in step {first + 1} already (lockstep verify says why), {at_most}"
+    elif apart[first] > 0:
+        how = f"differ by {_share(apart[first])} in step {first + 1}, as roundings do, and {at_most}"
+    else:
+        how = f"begin alike and differ {at_most}"
+    text = f"Over {len(apart)} steps, the loss and that on {name} {how}"
     return f"{text}; it is another training run: {', '.join(differs)}." if differs else f"{text}."
-
-
-def _in_words(largest: float, far: int, at_first: float, first: int) -> str:
-    """Return how far losses are apart, relative to them: at most, and in the first step."""
-    if largest == 0:
-        return "are the same to the bit"
-    at_most = f"by {_share(largest)} at most, in step {far + 1}"
-    if at_first > _ROUNDING:
-        return f"differ by {_share(at_first)} in step {first + 1} already (lockstep verify says why), {at_most}"
-    begin = f"differ by {_share(at_first)} in step {first + 1}, as roundings do," if at_first else "begin alike"
-    return f"{begin} and {'' if at_first else 'differ '}{at_most}"
 
 
 def _share(difference: float) -> str:
@@ -162,25 +138,13 @@ def _share(difference: float) -> str:
 
 
 def _losses(view: View) -> dict[int, float]:
-    first = min(view.run.ranks, default=None)
-    steps = [] if first is None else view.run.ranks[first].steps
-    return {step.step: step.loss for step in steps if step.loss is not None and step.num_steps == 1}
-
-
-def _difference(one: float, other: float) -> float:
-    """Return the difference relative to the larger one."""
-    return abs(one - other) / (max(abs(one), abs(other)) or 1.0)
-
-
-def _differs(view: View, other: View, setting: str) -> str:
-    here, there = (_setting(each, setting) for each in (view, other))
-    return "" if here == there else f"{setting} {here} here, {there} there"
+    """Return the losses by step, in their order, without those that are no numbers or means over several steps."""
+    steps = [step for step in view.run.zero.steps if step.num_steps == 1]
+    return {step.step: step.loss for step in steps if step.loss is not None and math.isfinite(step.loss)}
 
 
 def _setting(view: View, setting: str) -> object:
-    if setting == "global_batch_size":
-        return view.run.last.get(setting)
-    return setting_values(view.run.last).get(setting)
+    return (view.run.last if setting == "global_batch_size" else view.run.settings).get(setting)
 
 
 # The report in three sentences: how fast, where the time goes, what to change first.
@@ -208,59 +172,50 @@ def sentences(view: View, baseline: BaselineComparison | None = None) -> tuple[s
             "So nothing is known of where the time goes.",
             "Record a run of some more steps, and look again.",
         )
-    return _how_fast(view, figures, baseline), _where(figures), _what_first(view)
+    first = "Nothing that was measured promises more than 3%: leave it as it is."
+    if view.advice:
+        first = f"Change first: {view.advice[0].text}"
+    return _how_fast(view, figures, baseline), _where(figures), first
 
 
 def _how_fast(view: View, figures: Figures, baseline: BaselineComparison | None) -> str:
-    where = f"{view.num_devices} {'GPU' if view.device == 'cuda' else 'CPU process'}"
-    plural = "" if view.num_devices == 1 else ("s" if view.device == "cuda" else "es")
-    slow = f"; one step in twenty takes more than {ms(figures.slow_step_s)}"
-    scaling = f"; {baseline.scaling}" if baseline is not None and baseline.scaling else ""
-    return (
-        f"{view.task} trains {rates(view, figures)} on {where}{plural}, "
-        f"{ms(figures.step_s)} a step{scaling}{slow if figures.slow_step_s > 1.1 * figures.step_s else ''}."
-    )
-
-
-def rates(view: View, figures: Figures) -> str:
-    """Return how many samples a second, and of what the loss counts, if that is something else."""
-    text = f"{rate(figures.samples_per_s)} samples/s"
-    return text if figures.tokens_per_s is None else f"{text} ({rate(figures.tokens_per_s)} {view.counts}/s)"
+    one, more = ("GPU", "GPUs") if view.device == "cuda" else ("CPU process", "CPU processes")
+    rates = f"{_rate(figures.samples_per_s)} samples/s"
+    if figures.tokens_per_s is not None:
+        rates += f" ({_rate(figures.tokens_per_s)} {view.run.last.get('counts') or 'tokens'}/s)"
+    text = f"{view.task} trains {rates} on {view.num_devices} {one if view.num_devices == 1 else more}"
+    text += f", {_ms(figures.step_s)} a step"
+    if baseline is not None and baseline.scaling:
+        text += f"; {baseline.scaling}"
+    if figures.slow_step_s > 1.1 * figures.step_s:
+        text += f"; one step in twenty takes more than {_ms(figures.slow_step_s)}"
+    return f"{text}."
 
 
 def _where(figures: Figures) -> str:
     critical, total_s = figures.critical, figures.critical.total_s or 1.0
-    busy = (critical.forward_s + critical.backward_s + critical.optimizer_s) / total_s
-    shares = {name: getattr(critical, name) / total_s for name in PARTS}
-    largest = sorted((name for name in PARTS if shares[name] >= 0.005), key=lambda name: -shares[name])[:4]
+    busy = (critical.computing_s + critical.optimizer_s) / total_s
+    shares = {name: seconds / total_s for name, seconds in asdict(critical).items() if seconds >= 0.005 * total_s}
+    largest = sorted(shares, key=lambda name: -shares[name])[:4]
     listed = ", ".join(f"{shares[name]:.0%} {NAMES[name]}" for name in largest)
     well = "well used" if busy >= GOOD_BUSY else "the rest is what can be gained"
     text = f"Of a step, {busy:.0%} is computing ({well}): {listed}"
     slow = figures.straggler
     if slow is not None:
         phase = {"loader": "loading data"}.get(slow.phase, slow.phase)
-        text += f"; rank {slow.rank} keeps the others waiting {ms(slow.lost_s)} in each step, with {phase}"
+        text += f"; rank {slow.rank} keeps the others waiting {_ms(slow.lost_s)} in each step, with {phase}"
     elif not figures.knows_waits and len(figures.by_rank) > 1:
         text += "; what of backward is waiting for other ranks, this engine does not tell"
     return text + "."
 
 
-def _what_first(view: View) -> str:
-    if not view.advice:
-        return "Nothing that was measured promises more than 3%: leave it as it is."
-    return f"Change first: {view.advice[0].text}"
-
-
-def ms(seconds: float) -> str:
-    """Return a duration in milliseconds, with as many digits as matter."""
-    milliseconds = 1e3 * seconds
-    if milliseconds >= 10_000:
+def _ms(seconds: float) -> str:
+    if seconds >= 10:
         return f"{seconds:,.0f} s"
-    return f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
+    return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
 
 
-def rate(per_s: float) -> str:
-    """Return samples a second, with as many digits as matter."""
+def _rate(per_s: float) -> str:
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
 
 
@@ -268,61 +223,38 @@ def rate(per_s: float) -> str:
 #
 # Source: the Trace Event Format, with complete events (``X``), instants (``i``), counters (``C``) and names (``M``).
 
-_WORK, _BUCKETS, _EVENTS = 0, 1, 2
-"""Threads of each rank's process."""
+_THREADS = {"step": 0, "buckets": 1, "events": 2}
+"""Of each rank's process."""
 
 
 def to_trace(run: Recorded) -> str:
     """Return the trace as JSON. Times are microseconds after the first step; a process is a rank."""
     zero = min((step.time for record in run.ranks.values() for step in record.steps), default=0.0)
     entries: list[dict[str, Any]] = []
+    args: dict[str, Any]
+
+    def add(kind: str, rank: int, thread: str, name: str, begin_s: float, args: dict[str, Any], **more: Any) -> None:
+        entry = {"ph": kind, "pid": rank, "tid": _THREADS[thread], "name": name, "ts": begin_s * 1e6, "args": args}
+        entries.append({**entry, **more})
+
     for rank, record in sorted(run.ranks.items()):
-        entries += _names(rank, f"rank {rank} ({record.device} on {record.host})")
+        add("M", rank, "step", "process_name", 0.0, {"name": f"rank {rank} ({record.device} on {record.host})"})
+        add("M", rank, "step", "process_sort_index", 0.0, {"sort_index": rank})
+        for thread in _THREADS:
+            add("M", rank, thread, "thread_name", 0.0, {"name": thread})
         for timeline in record.timelines:
-            window = make_window([{rank: timeline}])
-            shift_us = (timeline.time - zero) * 1e6
-            for bar in window.bars:
-                arguments = {"step": bar.step + 1}
-                entries.append(
-                    _span(rank, _WORK, bar.phase.replace("_", " "), shift_us, bar.begin_s, bar.end_s, arguments)
-                )
-            for bucket in window.buckets:
-                arguments = {"step": bucket.step + 1, "bytes": bucket.size_bytes}
-                name = f"bucket {bucket.number}"
-                entries.append(_span(rank, _BUCKETS, name, shift_us, bucket.sent_s, bucket.done_s, arguments))
+            step = {"step": timeline.step + 1}
+            for bar in bars_of(rank, timeline, timeline.time - zero):
+                length_us = max(0.0, bar.end_s - bar.begin_s) * 1e6
+                add("X", rank, "step", bar.phase.replace("_", " "), bar.begin_s, step, dur=length_us)
+            for bucket in buckets_of(timeline, timeline.time - zero):
+                args = {**step, "bytes": bucket.size_bytes}
+                length_us = max(0.0, bucket.done_s - bucket.sent_s) * 1e6
+                add("X", rank, "buckets", f"bucket {bucket.number}", bucket.sent_s, args, dur=length_us)
         for event in record.events:
-            entries.append(
-                {
-                    "ph": "i",
-                    "s": "p",
-                    "pid": rank,
-                    "tid": _EVENTS,
-                    "name": event.event,
-                    "ts": (event.time - zero) * 1e6,
-                    "args": {"text": event.text, "step": event.step},
-                }
-            )
+            args = {"text": event.text, "step": event.step}
+            add("i", rank, "events", event.event, event.time - zero, args, s="p")
         for line in record.machine:
             sizes = {name: value for name, value in line.figures.items() if name.endswith("_bytes")}
-            counter = {"ph": "C", "pid": rank, "name": "memory", "ts": (line.time - zero) * 1e6, "args": sizes}
-            entries.append(counter)
+            add("C", rank, "step", "memory", line.time - zero, sizes)
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": entries})
-
-
-def _span(
-    rank: int, thread: int, name: str, shift_us: float, begin_s: float, end_s: float, arguments: dict[str, Any]
-) -> dict[str, Any]:
-    begin_us, length_us = shift_us + begin_s * 1e6, max(0.0, end_s - begin_s) * 1e6
-    return {"ph": "X", "pid": rank, "tid": thread, "name": name, "ts": begin_us, "dur": length_us, "args": arguments}
-
-
-def _names(rank: int, name: str) -> list[dict[str, Any]]:
-    threads = {_WORK: "step", _BUCKETS: "buckets", _EVENTS: "events"}
-    return [
-        {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": name}},
-        {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}},
-        *(
-            {"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": text}}
-            for thread, text in threads.items()
-        ),
-    ]

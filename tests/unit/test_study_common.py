@@ -1,6 +1,19 @@
+import mmap
+import sys
+
 import pytest
 
-from lockstep.study.common import Spread, num_trimmed, paired_ratio
+from lockstep.study.common import (
+    MIB,
+    RoundsProgress,
+    Spread,
+    Table,
+    console,
+    num_trimmed,
+    paired_ratio,
+    peak_bytes,
+    reset_peak,
+)
 
 
 def test_spread_of_few_rounds_is_lowest_to_highest() -> None:
@@ -42,3 +55,36 @@ def test_width_and_holding() -> None:
     spread = Spread(2.0, 1.5, 2.5)
     assert spread.relative_width == 0.5
     assert spread.holds(1.5) and spread.holds(2.5) and not spread.holds(2.51)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak can be reset on Linux only")
+def test_the_peak_is_of_what_was_held_since_the_reset() -> None:
+    with mmap.mmap(-1, 64 * MIB) as block:
+        block.write(b"1" * (64 * MIB))
+    reset_peak()
+    before = peak_bytes()
+    with mmap.mmap(-1, 32 * MIB) as block:
+        for start in range(0, 32 * MIB, mmap.PAGESIZE):
+            block[start] = 1
+    assert 30 * MIB < peak_bytes() - before < 40 * MIB
+
+
+def test_brackets_in_a_cell_are_text_and_no_markup(capsys) -> None:
+    console().print(Table("[red]title", ("what",), [("a[b]c[/b]",)]).rich())
+    assert "a[b]c[/b]" in capsys.readouterr().out
+
+
+def test_progress_in_a_pipe_is_a_line_for_each_round(capsys) -> None:
+    with RoundsProgress(2, 3, shown=True) as progress:
+        progress.log("warming up")
+        progress.start()
+        for _ in range(6):
+            progress.advance()
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert [line.split(",")[0] for line in lines] == ["warming up", "round 1/2", "round 2/2"]
+    assert lines[1].endswith(" s left")
+    assert captured.out == ""
+    with RoundsProgress(1, 1, shown=False) as progress:
+        progress.advance()
+    assert capsys.readouterr().err == ""
