@@ -24,23 +24,6 @@ def test_what_is_ours_and_what_is_the_scripts(line, devices, adopt, script_args)
     assert found.training_script_args == script_args
 
 
-@pytest.mark.parametrize(
-    ("line", "folder", "script_args"),
-    [
-        ("--monitor runs/a s.py --lr 1", "runs/a", ["--lr", "1"]),
-        ("--monitor s.py --lr 1", "", ["--lr", "1"]),
-        ("--monitor s.py x", "", ["x"]),
-        ("--monitor --devices 2 s.py", "", []),
-        ("--monitor=runs/a s.py", "runs/a", []),
-        ("s.py --monitor loss.py", None, ["--monitor", "loss.py"]),
-        ("--devices 2 s.py --monitor", None, ["--monitor"]),
-    ],
-)
-def test_the_folder_of_the_record_may_be_left_out(line, folder, script_args):
-    found = parse_arguments(line.split())
-    assert (found.monitor, found.training_script, found.training_script_args) == (folder, "s.py", script_args)
-
-
 def test_two_dashes_keep_the_rest_for_the_script():
     found = parse_arguments(["s.py", "--", "--adopt", "--devices", "2"])
     # Whether the dashes themselves reach the script depends on Python's argparse, as under torchrun.

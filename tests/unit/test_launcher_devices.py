@@ -1,7 +1,6 @@
 """How many ranks, and how many threads each."""
 
 import os
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -66,19 +65,6 @@ def test_more_devices_than_gpus(gpus):
     assert str(raised.value) == (
         "3 devices were asked for, but this machine has 2 GPUs.\n"
         "Ask for at most 2, or hide the GPUs to use the CPU: CUDA_VISIBLE_DEVICES= lockstep run ..."
-    )
-
-
-def test_cpu_ranks_that_memory_may_not_hold_are_warned_of(gpus, cores, monkeypatch, capsys):
-    gpus(0)
-    cores(8, 4)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10 * 250 * 2**20))
-    assert choose_num_ranks("10", "") == 10
-    assert capsys.readouterr().err == ""
-    assert choose_num_ranks("11", "") == 11  # memory that is short at the moment need not be so in a second
-    assert capsys.readouterr().err == (
-        "lockstep: 11 ranks may be too many: this machine has no GPU, 4 CPU cores and at the moment free memory for "
-        "about 10 processes; more than 4 gain no speed\n"
     )
 
 

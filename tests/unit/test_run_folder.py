@@ -11,6 +11,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from lockstep import run_folder
 from lockstep.errors import Stopped, exit_code_after
+from lockstep.launcher.elastic import Job
 from lockstep.launcher.supervise import GracefulShutdown
 
 CONFIG = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2)
@@ -31,7 +32,7 @@ def outcome(stop, *exit_codes):
 
 def test_it_asks_once_all_ranks_can_and_gives_up_at_the_second_signal(tmp_path):
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
-    stop = GracefulShutdown(FakeReaper(tmp_path), 2, None)
+    stop = GracefulShutdown(FakeReaper(tmp_path), Job(tmp_path, range(2)))
     with stop.handling(CONFIG) as config:
         assert config.signals_to_handle == "SIGHUP,SIGQUIT"
         run_folder.announce_graceful_stop(tmp_path, 0)
@@ -40,7 +41,7 @@ def test_it_asks_once_all_ranks_can_and_gives_up_at_the_second_signal(tmp_path):
             time.sleep(1)
         assert ended.value.sigval is signal.SIGTERM, "rank 1 cannot"
     reaper = FakeReaper(tmp_path)
-    stop = GracefulShutdown(reaper, 2, None)
+    stop = GracefulShutdown(reaper, Job(tmp_path, range(2)))
     with stop.handling(CONFIG):
         run_folder.announce_graceful_stop(tmp_path, 1)
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -57,7 +58,10 @@ def test_it_asks_once_all_ranks_can_and_gives_up_at_the_second_signal(tmp_path):
 def test_it_gives_up_when_the_time_is_up(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_STOP_TIMEOUT_S", "0.1")
     run_folder.announce_graceful_stop(tmp_path, 0)
-    with GracefulShutdown(FakeReaper(tmp_path), 1, None).handling(CONFIG), pytest.raises(SignalException) as ended:
+    with (
+        GracefulShutdown(FakeReaper(tmp_path), Job(tmp_path, range(1))).handling(CONFIG),
+        pytest.raises(SignalException) as ended,
+    ):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)
     assert ended.value.sigval is signal.SIGTERM
@@ -66,13 +70,13 @@ def test_it_gives_up_when_the_time_is_up(tmp_path, monkeypatch):
 def test_handlers_that_the_user_chose_are_left_to_torch_elastic(tmp_path):
     config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, signals_to_handle="SIGTERM")
     before = signal.getsignal(signal.SIGTERM)
-    with GracefulShutdown(FakeReaper(tmp_path), 2, None).handling(config) as same:
+    with GracefulShutdown(FakeReaper(tmp_path), Job(tmp_path, range(2))).handling(config) as same:
         assert same is config
         assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_how_the_ranks_ended(tmp_path):
-    stop = GracefulShutdown(FakeReaper(tmp_path), 2, None)
+    stop = GracefulShutdown(FakeReaper(tmp_path), Job(tmp_path, range(2)))
     assert outcome(stop, 0) is None
     assert outcome(stop, 75) is None, "a script's own 75, for all that is known"
     run_folder.report_stopped(tmp_path, 0, "Stopped by SIGTERM after step 4.")

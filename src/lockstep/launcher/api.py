@@ -12,8 +12,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,6 @@ from lockstep.launcher.supervise import DEFAULT_POLICY, Program, WatchdogPolicy,
 
 RAW_LOGS = LogSettings(merges=False)
 """Ranks write to the terminal themselves."""
-
-RANK_BYTES = 250 * 2**20
-"""Memory of a process that has imported torch, before it has a model."""
 
 
 def launch(
@@ -125,13 +121,15 @@ def launch_with(
             logs_specs=DefaultLogsSpecs(log_dir=str(reaper.run_dir / "elastic")),
         )
         program = Program("call", str(reaper.run_dir), min_ranks=min_ranks)
+        is_merged = logs.need_launcher(num_ranks) or not _shares_output_with_children()
+        is_over = threading.Event()
+        timer = threading.Timer(timeout_s or 0.0, lambda: (is_over.set(), reaper.kill_ranks()))
+        timer.daemon = True
         try:
-            with ExitStack() as stack:
-                if logs.need_launcher(num_ranks) or not _shares_output_with_children():
-                    log_tail = stack.enter_context(LogTail(reaper.run_dir, num_ranks, logs))
-                    program = replace(program, log_tail=log_tail)
-                is_over = stack.enter_context(_time_limit(reaper, timeout_s))
-                supervise(config, program, reaper, python=sys.executable, policy=policy)
+            with LogTail(reaper.run_dir, num_ranks, logs) if is_merged else nullcontext() as log_tail:
+                if timeout_s is not None:
+                    timer.start()
+                supervise(config, program, reaper, python=sys.executable, policy=policy, log_tail=log_tail)
             return _results(reaper.run_dir)
         except RankFailed as error:
             if is_over.is_set():
@@ -145,6 +143,8 @@ def launch_with(
                 error.results = _results(reaper.run_dir)
                 raise
             stopped_by = error.signal
+        finally:
+            timer.cancel()
     # Everything is cleared away: now the signal does here what it would have done without us.
     signal.raise_signal(stopped_by)
     raise KeyboardInterrupt if stopped_by == signal.SIGINT else Stopped("The ranks were stopped.", signal=stopped_by)
@@ -165,25 +165,6 @@ def _shares_output_with_children() -> bool:
         return sys.stdout.fileno() == 1 and sys.stderr.fileno() == 2
     except (AttributeError, OSError, ValueError):
         return False
-
-
-@contextmanager
-def _time_limit(reaper: Reaper, timeout_s: float | None) -> Iterator[threading.Event]:
-    """End the ranks when the time is up; the event is set if this has happened."""
-    is_over = threading.Event()
-
-    def end() -> None:
-        is_over.set()
-        reaper.kill_ranks()
-
-    timer = threading.Timer(timeout_s or 0.0, end)
-    timer.daemon = True
-    if timeout_s is not None:
-        timer.start()
-    try:
-        yield is_over
-    finally:
-        timer.cancel()
 
 
 # How many ranks, and how many threads each.
@@ -220,21 +201,7 @@ def choose_num_ranks(wanted: str | int | None, given_as: str) -> int:
             f"{count} devices were asked for, but this machine has {num_gpus} GPU{'s' if num_gpus > 1 else ''}.\n"
             f"Ask for at most {num_gpus}, or hide the GPUs to use the CPU: CUDA_VISIBLE_DEVICES= lockstep run ..."
         )
-    if num_gpus == 0:
-        _warn_of_memory(count)
     return count
-
-
-def _warn_of_memory(num_ranks: int) -> None:
-    """Warn of CPU ranks that may be killed before they begin. No error: what is free now need not be so in a second."""
-    most = max(1, psutil.virtual_memory().available // RANK_BYTES)
-    if num_ranks > most:
-        print(
-            f"lockstep: {num_ranks} ranks may be too many: this machine has no GPU, {num_cores()} CPU cores and at the "
-            f"moment free memory for about {most} processes; more than {num_cores()} gain no speed",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def num_cores() -> int:

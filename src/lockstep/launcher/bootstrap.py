@@ -28,8 +28,8 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
-from typing import Any
 
+from lockstep import activity
 from lockstep.run_folder import CRASH, RUN_DIR, rank_file, write_failure
 
 RANK_SETUP = "LOCKSTEP_RANK_SETUP"
@@ -60,6 +60,7 @@ def main(argv: list[str]) -> None:
         path = rank_file(run_dir, CRASH, os.environ["RANK"])
         faulthandler.enable(open(path, "w"))  # noqa: SIM115 - stays open until the process ends
     sys.argv = [target, *args]
+    activity.callbacks.on_failure = record_failure
     runners: dict[str, Callable[[str], None]] = {"script": run_script, "module": run_module, "call": run_call}
 
     def program() -> None:
@@ -85,8 +86,8 @@ def end_with_launcher(run_dir: str, launcher_pid: int) -> None:
 
     The reaper clears this rank's session when the launcher is gone, but may have been killed along with it, as by a
     broad ``pkill``. So each rank, which leads a process group (torch elastic starts it so), has the launcher's FIFO
-    open: the kernel signals the whole group when the last writer is gone. PR_SET_PDEATHSIG ends this process alone,
-    and would do so before the FIFO is closed; it is for systems without the former.
+    open: the kernel signals the whole group when the last writer is gone (Linux). PR_SET_PDEATHSIG would end this
+    process alone.
 
     The reaper gets a copy of the descriptor, to call that off after a job that ended well: what ranks left behind on
     purpose may stay.
@@ -96,14 +97,10 @@ def end_with_launcher(run_dir: str, launcher_pid: int) -> None:
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reaper:
         reaper.connect(os.path.join(run_dir, "reaper"))
         socket.send_fds(reaper, [str(os.getpid()).encode()], [alive])
-    try:
-        if sys.platform != "linux" or os.getpgrp() != os.getpid():
-            raise OSError("no process group to signal")
+    if sys.platform == "linux":
         fcntl.fcntl(alive, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(alive, _F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(alive, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
-    except OSError:
-        end_with_process(launcher_pid)
     if os.getppid() != launcher_pid:  # it ended before the lines above
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -131,7 +128,6 @@ def set_up_rank(run_dir: str, watchdog_s: float) -> None:
 
 def start_heartbeat(run_dir: str, watchdog_s: float) -> None:
     """Let the launcher's watchdog see what this rank is doing."""
-    from lockstep import activity
     from lockstep.telemetry.heartbeat import Heartbeat
 
     heartbeat = Heartbeat(run_dir, int(os.environ["RANK"]), patience_s=watchdog_s)
@@ -265,21 +261,12 @@ def run_recorded(program: Callable[[], None]) -> None:
         raise
     except BaseException as error:
         trace = error.__traceback__ = own_frames_removed(error.__traceback__)
-        report_failure(error)
+        activity.now.fail(error)  # calls `record_failure`
         # As the interpreter would: exit handlers look at it to learn that the program failed.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         sys.excepthook(type(error), error, trace)
         _exit_codes.append(130 if isinstance(error, KeyboardInterrupt) else 1)
         sys.exit(_exit_codes[-1])
-
-
-def report_failure(error: BaseException) -> None:
-    """Write down what ended the program, through the heartbeat if there is one."""
-    activity = sys.modules.get("lockstep.activity")
-    if activity is not None and activity.callbacks.on_failure is not None:
-        activity.now.fail(error)
-    else:
-        record_failure(error)
 
 
 def record_failure(error: BaseException) -> None:
@@ -296,7 +283,9 @@ def record_failure(error: BaseException) -> None:
         "trace": "".join(traceback.format_exception(type(error), error, trace)),
         "where": user_line(traceback.extract_tb(trace)),
         "time_ns": raised_at_ns,
-        **_current_step(),
+        "step": activity.now.step,
+        "phase": activity.now.phase,
+        "num_steps": activity.now.num_steps,
     }
     write_failure(os.environ[RUN_DIR], os.environ["RANK"], failure)
 
@@ -329,14 +318,6 @@ def user_line(frames: traceback.StackSummary) -> str:
     theirs = [frame for frame in frames if not any(part in frame.filename for part in libraries)]
     last = (theirs or list(frames))[-1:]
     return f"{last[0].filename}:{last[0].lineno}" if last else ""
-
-
-def _current_step() -> dict[str, Any]:
-    activity = sys.modules.get("lockstep.activity")
-    if activity is None:
-        return {}
-    now = activity.now
-    return {"step": now.step, "phase": now.phase, "num_steps": now.num_steps}
 
 
 def _exit_now(code: int) -> None:

@@ -12,7 +12,6 @@ import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -87,32 +86,16 @@ def build_parser() -> argparse.ArgumentParser:
     devices = "ranks on this machine: a number, or 'gpu', 'cpu' or 'auto' (default: every GPU, or every CPU core)"
     flag("--devices", dest="nproc_per_node", metavar="N", help=devices)
     flag("--adopt", action="store_true", help="put Lockstep's engines and sampler where torch's names are")
-    flag(
-        "--monitor",
-        nargs="?",
-        const="",
-        metavar="DIR",
-        help="record the training loop of a script that knows nothing of it, as far as that can be seen from outside, "
-        "for `lockstep report DIR` (default: runs/ and the name of the script); before the script only",
-    )
-    flag(
-        "--watchdog",
-        type=float,
-        metavar="SECONDS",
-        help="how long ranks may wait for one that does nothing before a report says who waits for whom (default: 60); "
-        "0: they are not watched",
-    )
-    flag(
-        "--watchdog-action",
-        choices=("end", "warn"),
-        help="what follows the report: the job ends with exit code 83, or goes on (default: end); without --watchdog, "
-        "ranks that wait for one that computes are only reported",
-    )
+    loop = "record the training loop of a script that knows nothing of it, as far as that can be seen from outside, "
+    flag("--monitor", metavar="DIR", help=f"{loop}for `lockstep report DIR`; before the script only")
+    wait = "how long ranks may wait for one that does nothing before a report says who waits for whom (default: 60); "
+    flag("--watchdog", type=float, metavar="SECONDS", help=f"{wait}0: they are not watched")
+    follows = "what follows the report: the job ends with exit code 83, or goes on (default: end); without --watchdog, "
+    strict = f"{follows}ranks that wait for one that computes are only reported"
+    flag("--watchdog-action", choices=("end", "warn"), help=strict)
     fewer = "with --max-restarts on one machine: after a rank was killed, go on with one fewer, but no fewer than N"
     flag("--min-devices", type=int, metavar="N", help=fewer)
-    merged = (
-        "one stream of what ranks write, with the rank before what differs, or each to the terminal (default: merged)"
-    )
+    merged = "one stream of what ranks write, with the rank before what differs, or each by itself (default: merged)"
     flag("--logs", choices=("merged", "raw"), default="merged", help=merged)
     level = "show all that ranks write, only their standard error, or none of it but reports (default: info)"
     flag("--log-level", choices=tuple(LEVELS), default="info", help=level)
@@ -146,16 +129,7 @@ def parse_arguments(args: Sequence[str]) -> argparse.Namespace:
         UsageError: The arguments make no sense.
     """
     parser = build_parser()
-    try:
-        found = parser.parse_args(args)
-    except UsageError:
-        if "--monitor" not in args:
-            raise
-        found = None
-    if "--monitor" in args and (found is None or _is_script(found.monitor)):  # it took the script for its folder
-        place = args.index("--monitor")
-        found = parser.parse_args([*args[:place], "--monitor=", *args[place + 1 :]])
-    assert found is not None
+    found = parser.parse_args(args)
     behind = found.training_script_args
     # Some versions of argparse drop the "--" with which a user keeps all that follows for the script.
     is_kept = len(args) > len(behind) and args[len(args) - len(behind) - 1] == "--"
@@ -170,11 +144,6 @@ def parse_arguments(args: Sequence[str]) -> argparse.Namespace:
         parser.parse_args([*flags, found.training_script], namespace=found)
     found.training_script_args = behind
     return found
-
-
-def _is_script(folder: str | None) -> bool:
-    """Return whether what ``--monitor`` took for its folder is the script."""
-    return folder is not None and (folder.endswith(".py") or os.path.isfile(folder))
 
 
 def run(argv: Sequence[str], *, adopt: str, attach: str) -> None:
@@ -207,7 +176,7 @@ def run(argv: Sequence[str], *, adopt: str, attach: str) -> None:
     with environment_restored(), _monitoring(args), Reaper() as reaper:
         setups = json.loads(os.environ.get(RANK_SETUP, "[]"))  # `lockstep rehearse` has some
         setups += [[adopt]] if args.adopt else []
-        setups += [[attach, str(_monitor_folder(args).absolute())]] if args.monitor is not None else []
+        setups += [[attach, os.path.abspath(args.monitor)]] if args.monitor is not None else []
         os.environ[RANK_SETUP] = json.dumps(setups)
         with LogTail(reaper.run_dir, num_ranks, logs) if logs.need_launcher(num_ranks) else nullcontext() as log_tail:
             _print_choices(args, num_ranks, was_chosen)
@@ -217,7 +186,7 @@ def run(argv: Sequence[str], *, adopt: str, attach: str) -> None:
             config, python = _config(args)
             wait_for_host(args)
             python = sys.executable if args.no_python else python
-            supervise(config, replace(program, log_tail=log_tail), reaper, python=python, policy=policy)
+            supervise(config, program, reaper, python=python, policy=policy, log_tail=log_tail)
 
 
 def _program(args: argparse.Namespace) -> Program:
@@ -231,49 +200,50 @@ def _program(args: argparse.Namespace) -> Program:
             "For machines that may be lost, pass a range such as --nnodes 1:4."
         )
     mode = "command" if args.no_python else "module" if args.module else "script"
-    target = args.training_script
-    {"command": _check_command, "module": _check_module, "script": _check_script}[mode](target)
-    return Program(mode, target, args.training_script_args, min_ranks=args.min_devices)
+    _check_target(mode, args.training_script)
+    return Program(mode, args.training_script, args.training_script_args, min_ranks=args.min_devices)
 
 
-def _check_script(path: str) -> None:
-    if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "__main__.py")):
-        raise ConfigurationError(f"{path} is a folder without a __main__.py.\nName the script in it to start.")
-    if os.path.exists(path):
-        return
-    folder, name = os.path.split(path)
-    there = [entry.name for entry in Path(folder or ".").glob("*.py")] if os.path.isdir(folder or ".") else []
-    close = difflib.get_close_matches(name, there, n=1)
-    hint = (
-        f"Did you mean {os.path.join(folder, close[0])}?" if close else "Check the path; with -m it is a module's name."
-    )
-    raise ConfigurationError(f"There is no script {path} (looked in {os.getcwd()}).\n{hint}")
+def _check_target(mode: str, target: str) -> None:
+    """Refuse what cannot be started.
 
-
-def _check_module(name: str) -> None:
-    top = name.partition(".")[0]
-    if top not in sys.builtin_module_names and PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
-        raise ConfigurationError(
-            f"There is no module {top} (looked in {os.getcwd()} and the installed packages).\n"
-            "Check the name, or leave -m out to start a file."
-        )
-
-
-def _check_command(name: str) -> None:
-    if shutil.which(name) is None:
-        raise ConfigurationError(
-            f"There is no executable {name}.\nCheck the name and its permissions, or leave --no-python out."
-        )
+    Raises:
+        ConfigurationError: It is not there.
+    """
+    here = os.getcwd()
+    if mode == "command":
+        if shutil.which(target) is None:
+            raise ConfigurationError(
+                f"There is no executable {target}.\nCheck the name and its permissions, or leave --no-python out."
+            )
+    elif mode == "module":
+        top = target.partition(".")[0]
+        if top not in sys.builtin_module_names and PathFinder.find_spec(top, [here, *sys.path]) is None:
+            raise ConfigurationError(
+                f"There is no module {top} (looked in {here} and the installed packages).\n"
+                "Check the name, or leave -m out to start a file."
+            )
+    elif not os.path.exists(target):
+        near = difflib.get_close_matches(target, map(str, Path(target).parent.glob("*.py")), n=1)
+        hint = f"Did you mean {near[0]}?" if near else "Check the path; with -m it is a module's name."
+        raise ConfigurationError(f"There is no script {target} (looked in {here}).\n{hint}")
+    elif os.path.isdir(target) and not os.path.isfile(os.path.join(target, "__main__.py")):
+        raise ConfigurationError(f"{target} is a folder without a __main__.py.\nName the script in it to start.")
 
 
 def _log_settings(args: argparse.Namespace) -> LogSettings:
     has_torchruns = args.redirects != "0" or args.tee != "0"
     # Then every rank takes itself to be local rank 0, and they could not be told apart.
     is_virtual = bool(getattr(args, "virtual_local_rank", False))
-    is_raw = has_torchruns or is_virtual or args.logs == "raw"
-    logs = LogSettings(folder=None if has_torchruns else args.log_dir, level=args.log_level, merges=not is_raw)
-    if is_raw:
-        flag = "--redirects and --tee" if has_torchruns else "--virtual-local-rank" if is_virtual else "--logs raw"
+    excluding = {
+        "--redirects and --tee": has_torchruns,
+        "--virtual-local-rank": is_virtual,
+        "--logs raw": args.logs == "raw",
+    }
+    excluding_flags = [flag for flag, is_given in excluding.items() if is_given]
+    folder = None if has_torchruns else args.log_dir
+    logs = LogSettings(folder=folder, level=args.log_level, merges=not excluding_flags)
+    for flag in excluding_flags:
         logs.refuse_with(flag)
     return logs
 
@@ -308,17 +278,13 @@ def _config(args: argparse.Namespace) -> tuple[LaunchConfig, str]:
     return config, python
 
 
-def _monitor_folder(args: argparse.Namespace) -> Path:
-    return Path(args.monitor or Path("runs") / (Path(args.training_script).stem or "script"))
-
-
 @contextmanager
 def _monitoring(args: argparse.Namespace) -> Iterator[None]:
     """Make the folder of ``--monitor``, if it was given, and print at the end what came of it."""
     if args.monitor is None:
         yield
         return
-    folder = _monitor_folder(args)
+    folder = Path(args.monitor)
     if args.no_python:
         raise ConfigurationError("--monitor records Python scripts, but --no-python starts anything.\nLeave one out.")
     try:
@@ -336,6 +302,6 @@ def _monitoring(args: argparse.Namespace) -> Iterator[None]:
         yield
     finally:
         is_recorded = any(path.stat().st_mtime >= began_s - 1.0 for path in folder.glob(RANK_FILES))
-        found = f"recorded in {folder}; look at it with: lockstep report {folder}"
+        found = f"recorded in {folder}; read it with: lockstep report {folder}"
         none = f"nothing was recorded in {folder}: no rank ran forward and backward of a torch model that could be seen"
         _print(args, found if is_recorded else none)

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -31,10 +33,14 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher import api
 
 from lockstep import run_folder
+from lockstep.comm.network import set_keepalive
 from lockstep.errors import RESUME_EXIT_CODE
-from lockstep.launcher.failure_report import RankExit
+from lockstep.launcher.failure_report import RankExit, first_failure, rank_exits, restart_report
 from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_per_restart
+from lockstep.launcher.output import LogTail
 from lockstep.launcher.reaper import kill_session
+from lockstep.telemetry.heartbeat import read_step_counter
+from lockstep.telemetry.resources import Resources
 
 STOP_TIMEOUT = "LOCKSTEP_STOP_TIMEOUT_S"
 """The environment variable with how many seconds ranks may take to stop gracefully."""
@@ -50,31 +56,44 @@ _NUM_RENDEZVOUS_ATTEMPTS = 3
 _NOTICED_S = 3.0
 """How soon a launcher learns that another one has left; it polls once a second."""
 
-Failures = Mapping[int, ProcessFailure]
-
 
 def stop_timeout_s() -> float:
     """Return how long ranks may take to stop gracefully."""
     return float(os.environ.get(STOP_TIMEOUT, _DEFAULT_STOP_TIMEOUT_S))
 
 
-class AgentListener(Protocol):
-    """Whom the agent calls."""
+@dataclass
+class Job:
+    """What the launcher knows of the ranks of this machine.
 
-    def on_start(self, ranks: range, *, num_restarts_left: int) -> None:
-        """These ranks of this machine have been started."""
+    Attributes:
+        folder: Of the run, in which ranks are requested to stop.
+        ranks: Their numbers, which may be others after a restart.
+        log_tail: Reads the pipes that their output goes into, if they do not write to the terminal themselves.
+        min_ranks: After a rank was killed, go on with one fewer, but no fewer than this; as many as before if ``None``.
+        may_shrink: Whether the job goes on with fewer machines than it has.
+        resources: What they hold.
+        num_restarts_left: How often they may be started again after a failure.
+        stopped_pids: Processes that still ran when the launcher began to stop the ranks: those are never the cause.
+    """
 
-    def on_stop(self, pids: set[int]) -> None:
-        """These processes, which still run, are about to be ended by the launcher."""
+    folder: Path
+    ranks: range
+    log_tail: LogTail | None = None
+    min_ranks: int | None = None
+    may_shrink: bool = False
+    resources: Resources = field(default_factory=Resources)
+    num_restarts_left: int = 0
+    stopped_pids: set[int] = field(default_factory=set)
 
-    def on_stop_request(self) -> None:
-        """The ranks have been requested to save and stop, as another machine waits to join."""
+    def exits(self, failures: Mapping[int, ProcessFailure]) -> list[RankExit]:
+        """Return how the ranks ended that did not end well."""
+        return rank_exits(failures, self.stopped_pids, self.folder, self.resources)
 
-    def on_restart(self, first: RankExit | None, restart: str) -> None:
-        """The old ranks have ended, as ``first`` failed or other machines came or left; new ones are about to start."""
 
-    def first_failure(self, failures: Failures) -> RankExit:
-        """Return how the rank ended that failed first."""
+def log(text: str) -> None:
+    """Print a line of the launcher's own."""
+    print(f"lockstep: {text}", file=sys.stderr, flush=True)
 
 
 class StoppedWhileRestarting(SignalException):
@@ -82,36 +101,22 @@ class StoppedWhileRestarting(SignalException):
 
 
 @contextmanager
-def extended_agent(listener: AgentListener, folder: Path, *, min_ranks: int | None, may_shrink: bool) -> Iterator[None]:
-    """Within, torch elastic's launcher uses the agent of this file.
-
-    Args:
-        listener: Whom it calls.
-        folder: Of the run, in which ranks are requested to stop.
-        min_ranks: After a rank was killed, go on with one fewer, but no fewer than this; as many as before if ``None``.
-        may_shrink: Whether the job goes on with fewer machines than it has.
-    """
-    agent = partial(_Agent, listener, folder, min_ranks, may_shrink)
-    with patch.object(api, "LocalElasticAgent", agent):
+def extended_agent(job: Job) -> Iterator[None]:
+    """Within, torch elastic's launcher uses the agent of this file."""
+    # torch makes handler and agent in one function that takes neither from outside.
+    with patch.object(api, "LocalElasticAgent", partial(_Agent, job)):
         yield
 
 
 class _Agent(LocalElasticAgent):
-    def __init__(
-        self,
-        listener: AgentListener,
-        folder: Path,
-        min_ranks: int | None,
-        may_shrink: bool,
-        spec: WorkerSpec,
-        **kwargs: Any,
-    ) -> None:
-        # Replaced here, as torch makes handler and agent in one function that takes neither from outside.
-        spec.rdzv_handler = rendezvous_per_restart(spec.rdzv_handler, lambda: run_folder.is_stopped_by_signal(folder))
+    def __init__(self, job: Job, spec: WorkerSpec, **kwargs: Any) -> None:
+        spec.rdzv_handler = rendezvous_per_restart(
+            spec.rdzv_handler, lambda: run_folder.is_stopped_by_signal(job.folder)
+        )
         super().__init__(spec, **kwargs)
-        self.listener, self.folder, self.min_ranks, self.may_shrink = listener, folder, min_ranks, may_shrink
+        self.job = job
+        # How often the ranks of the job have been started again, for whatever reason; the same on all machines.
         self.num_restarts = -1
-        """How often the ranks of the job have been started again, for whatever reason; the same on all machines."""
 
     def run(self, *args: Any) -> RunResult:
         # A machine that was to spare until the end has no result.
@@ -146,7 +151,7 @@ class _Agent(LocalElasticAgent):
         def close(death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
             """End the ranks, as torch does; without a signal it does so because one of them has failed."""
             assert self._pcontext is not None
-            self.listener.on_stop({pid for pid in self._pcontext.pids().values() if _runs(pid)})
+            self.job.stopped_pids |= {pid for pid in self._pcontext.pids().values() if _runs(pid)}
             stop(death_sig or signal.SIGTERM, _SIGTERM_S if death_sig is None else timeout)
 
         self._pcontext.close = close  # type: ignore[method-assign]
@@ -154,8 +159,13 @@ class _Agent(LocalElasticAgent):
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         super()._initialize_workers(worker_group)
-        ranks = [worker.global_rank for worker in worker_group.workers]
-        self.listener.on_start(range(min(ranks), max(ranks) + 1), num_restarts_left=self._remaining_restarts)
+        set_keepalive()  # to the launchers of other machines
+        first = worker_group.workers[0].global_rank
+        self.job.ranks = range(first, first + len(worker_group.workers))
+        self.job.num_restarts_left = self._remaining_restarts
+        self.job.stopped_pids.clear()  # the numbers may be used again
+        if self.job.log_tail is not None:
+            self.job.log_tail.started(self.job.ranks)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._last = cast(RunResult, super()._monitor_workers(worker_group))
@@ -168,12 +178,14 @@ class _Agent(LocalElasticAgent):
     def _follow_others(self, worker_group: WorkerGroup) -> None:
         """The ranks have saved and stopped since another launcher asked theirs to: its machine leaves, or one joins."""
         handler = worker_group.spec.rdzv_handler
-        if not isinstance(handler, RendezvousPerRestart) or not run_folder.stop_reports(self.folder):
+        if not isinstance(handler, RendezvousPerRestart) or not run_folder.stop_reports(self.job.folder):
             return
         # A signal may have been meant for all machines, and come here a moment later.
-        _wait_for(lambda: run_folder.is_stopped_by_signal(self.folder) or handler.num_nodes_waiting() > 0, _NOTICED_S)
+        _wait_for(
+            lambda: run_folder.is_stopped_by_signal(self.job.folder) or handler.num_nodes_waiting() > 0, _NOTICED_S
+        )
         self._raise_if_signalled()
-        if self.may_shrink or handler.num_nodes_waiting() > 0:
+        if self.job.may_shrink or handler.num_nodes_waiting() > 0:
             self._last = RunResult(WorkerState.HEALTHY)  # no failure: none of the restarts is spent
             self._restart_workers(worker_group)
 
@@ -185,36 +197,48 @@ class _Agent(LocalElasticAgent):
             self._pcontext.close()
             for pid in self._pcontext.pids().values():
                 kill_session(pid)  # the loader processes of a killed rank, which would go on for some seconds
-        first = self.listener.first_failure(failures) if failures else None
+        first = first_failure(self.job.exits(failures)) if failures else None
         was_killed = first is not None and first.exit_code < 0
         # A rank that raised would raise again on any number of devices; one that was killed may have lost its device.
-        is_fewer = self.min_ranks is not None and was_killed and spec.local_world_size > self.min_ranks
+        min_ranks = self.job.min_ranks
+        is_fewer = min_ranks is not None and was_killed and spec.local_world_size > min_ranks
         if is_fewer:
             assert first is not None
             _hide_device(failures[first.rank].local_rank, spec.local_world_size)
             spec.local_world_size -= 1
         fewer = f" with {spec.local_world_size} rank{'s' * (spec.local_world_size != 1)}" if is_fewer else ""
         number = spec.max_restarts - self._remaining_restarts
-        self.listener.on_restart(first, f"restart {number} of {spec.max_restarts}{fewer}")
+        if self.job.log_tail is not None:
+            self.job.log_tail.settle()
+        text = "lockstep: machines came or left; the ranks start again"
+        if first is not None:
+            # A step in a loop of ours is counted from 0 while it runs; in others, the steps that are done are counted.
+            step, num_steps = read_step_counter(self.job.folder, first.rank)
+            step = step if step is not None else num_steps or None
+            restart = f"restart {number} of {spec.max_restarts}{fewer}"
+            text = restart_report(first, None if step is None else step + 1, restart)
+        run_folder.forget_ranks(self.job.folder)
+        run_folder.forget_stop(self.job.folder)
+        print(text, file=sys.stderr, flush=True)
         super()._restart_workers(worker_group)
 
     def _is_done_after_stop(self, worker_group: WorkerGroup) -> bool:
         """Have the ranks save and stop for another machine, if all can; return whether they came to their end."""
-        if run_folder.num_graceful_ranks(self.folder) != worker_group.spec.local_world_size:
+        if run_folder.num_graceful_ranks(self.job.folder) != worker_group.spec.local_world_size:
             return False
-        run_folder.request_stop(self.folder, run_folder.ANOTHER_MACHINE)
-        self.listener.on_stop_request()
+        run_folder.request_stop(self.job.folder, run_folder.ANOTHER_MACHINE)
+        log("another machine waits to join; the ranks stop after this step, and start again with it")
         monitor = super()._monitor_workers
         _wait_for(lambda: monitor(worker_group).state != WorkerState.HEALTHY, stop_timeout_s())
         self._raise_if_signalled()
-        return monitor(worker_group).state == WorkerState.SUCCEEDED and not run_folder.stop_reports(self.folder)
+        return monitor(worker_group).state == WorkerState.SUCCEEDED and not run_folder.stop_reports(self.job.folder)
 
     def _raise_if_signalled(self) -> None:
-        if run_folder.is_stopped_by_signal(self.folder):
+        if run_folder.is_stopped_by_signal(self.job.folder):
             raise StoppedWhileRestarting("a signal came meanwhile", sigval=signal.SIGTERM)
 
     def _exit_barrier(self) -> None:
-        if not run_folder.is_stopped_by_signal(self.folder):  # else this machine leaves, and the others may go on
+        if not run_folder.is_stopped_by_signal(self.job.folder):  # else this machine leaves, and the others may go on
             super()._exit_barrier()  # type: ignore[no-untyped-call]
 
 

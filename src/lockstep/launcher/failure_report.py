@@ -26,11 +26,10 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from lockstep.comm.store import InterNodeStore
-from lockstep.launcher.reaper import Reaper
 from lockstep.run_folder import CRASH, FAILURE, rank_file, rank_files, read_failure
 from lockstep.telemetry.heartbeat import read_heartbeat, read_step_counter
 from lockstep.telemetry.rank_state import user_frame
-from lockstep.telemetry.resources import OF_EACH, Resources, says_out_of_memory
+from lockstep.telemetry.resources import Resources, says_out_of_memory
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,7 @@ class RankExit:
 
     Attributes:
         exit_code: As of ``subprocess``: negative for a signal.
-        ended_at_ns: When it was gone, in nanoseconds since the epoch; ``None`` if unknown.
-        failed_at_ns: When its exception was raised; ``None`` if it left none.
+        failed_at_ns: When its exception was raised, or else its end was noticed, in nanoseconds since the epoch.
         message: The last line of its traceback, such as ``ValueError: boom``.
         error_type: The name of the exception's class.
         where: File and line of the exception, in the user's code.
@@ -55,8 +53,7 @@ class RankExit:
     rank: int
     pid: int
     exit_code: int
-    ended_at_ns: int | None = None
-    failed_at_ns: int | None = None
+    failed_at_ns: int = 0
     message: str = ""
     error_type: str = ""
     where: str = ""
@@ -72,29 +69,23 @@ class RankExit:
 
 
 def rank_exits(
-    failures: Mapping[int, ProcessFailure], stopped_pids: Set[int], reaper: Reaper, resources: Resources
+    failures: Mapping[int, ProcessFailure], stopped_pids: Set[int], folder: Path, resources: Resources
 ) -> list[RankExit]:
     """Return how the ranks ended that did not end well, and those that ended well after an exception of their own.
 
     Args:
         failures: What torch elastic knows, by rank.
         stopped_pids: Processes that still ran when the launcher began to stop the ranks.
-        reaper: Knows when they ended.
+        folder: Of the run.
         resources: What they held.
     """
-    folder = reaper.run_dir
-    ended_at_ns = reaper.ended_at_ns({failure.pid for failure in failures.values()})
     exits = []
     for rank, failure in failures.items():
-        known = RankExit(
-            rank,
-            failure.pid,
-            failure.exitcode,
-            ended_at_ns.get(failure.pid),
-            was_stopped=failure.pid in stopped_pids,
-        )
-        # A program that is no Python of ours may have used elastic's own `record`.
-        record = read_failure(folder, rank) or _record_of_elastic(failure.message)
+        was_stopped = failure.pid in stopped_pids
+        # Whole seconds, rounded down: an exception of the same second counts as earlier, as it may have caused the end.
+        noticed_at_ns = (failure.timestamp + 1) * 10**9
+        known = RankExit(rank, failure.pid, failure.exitcode, noticed_at_ns, was_stopped=was_stopped)
+        record = read_failure(folder, rank)
         exits.append(_with_exception(known, record, resources) if record else _with_signs(known, folder, resources))
     # Ranks that caught what had ended `lockstep.init`, and then ended well: the others waited for them in vain.
     for rank in rank_files(folder, FAILURE).keys() - failures.keys():
@@ -108,7 +99,7 @@ def _with_exception(known: RankExit, record: Mapping[str, Any], resources: Resou
     is_short = error_type.endswith(("MemoryError", "OutOfMemory")) or says_out_of_memory(message)
     return replace(
         known,
-        failed_at_ns=record.get("time_ns"),
+        failed_at_ns=record.get("time_ns", known.failed_at_ns),
         message=message,
         error_type=error_type,
         where=where,
@@ -159,12 +150,6 @@ def _place(step: Mapping[str, Any], where: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _record_of_elastic(message: Any) -> dict[str, Any]:
-    if not isinstance(message, dict) or not message.get("message"):
-        return {}
-    return {"message": message["message"], "trace": message.get("extraInfo", {}).get("py_callstack", "")}
-
-
 def tidy_crash(stack: str, *, own_folder: str) -> str:
     """Return what faulthandler wrote without our own frames and the list of extension modules."""
     lines = stack.splitlines()
@@ -189,7 +174,7 @@ _CONSEQUENCES = (
 
 def first_failure(exits: list[RankExit]) -> RankExit:
     """Return the rank that failed before the others, and made them fail."""
-    return min(exits, key=lambda exit: (_blame(exit), exit.failed_at_ns or exit.ended_at_ns or 0, exit.rank))
+    return min(exits, key=lambda exit: (_blame(exit), exit.failed_at_ns, exit.rank))
 
 
 def _blame(exit: RankExit) -> int:
@@ -224,20 +209,18 @@ class NodeFailure:
         is_consequence: Whether that only noticed that another was gone.
         text: Why that rank ended, and where it was.
         hang: The watchdog's report, if that ended the job.
-        memory: What its ranks held, as `Resources.of_each` returns it.
     """
 
     rank: int
     is_consequence: bool
     text: str
     hang: str = ""
-    memory: str = ""
 
 
-def node_failure(first: RankExit, *, hang: str = "", memory: str = "") -> NodeFailure:
+def node_failure(first: RankExit, *, hang: str = "") -> NodeFailure:
     """Return what to write for the other machines about the rank that failed first on this one."""
     text = "\n".join(filter(None, (headline(first), first.place)))
-    return NodeFailure(first.rank, is_consequence(first), text, hang, memory)
+    return NodeFailure(first.rank, is_consequence(first), text, hang)
 
 
 def exchange_failures(store: InterNodeStore | None, mine: NodeFailure, *, num_nodes: int) -> list[NodeFailure]:
@@ -275,34 +258,27 @@ def remote_cause(mine: NodeFailure, others: list[NodeFailure]) -> NodeFailure | 
 # 5. The message.
 
 
-def failure_report(exits: list[RankExit], ranks: range, others: Iterable[NodeFailure] = ()) -> str:
+def failure_report(exits: list[RankExit], ranks: range) -> str:
     """Return the whole report, the cause on its first line.
 
     Args:
         exits: The ranks of this machine that did not end well, one of which is the cause.
         ranks: All ranks of this machine.
-        others: How the job ended on other machines.
     """
     first = first_failure(exits)
-    facts = first.facts
-    elsewhere = [line for other in others for line in other.memory.splitlines() if line.startswith("rank ")]
-    if elsewhere and facts.startswith(OF_EACH):
-        facts = "\n".join([facts, "Of the other machines:", *elsewhere])
+    top = [headline(first), first.place, first.facts]
+    if first.exit_code == 0:
+        top.append("The program caught that and went on to its end, while other ranks waited for this one.")
     # Without a cause on this machine a hint about the consequence would lead astray.
-    finished = [rank for rank in ranks if rank not in {exit.rank for exit in exits}]
-    look = _where_to_look(finished) if is_consequence(first) else ""
-    top = [headline(first), first.place, facts, _WENT_ON if first.exit_code == 0 else ""]
-    parts = [
-        "\n".join(filter(None, top)),
-        (first.trace or first.crash).rstrip(),
-        "" if look else hint_for(first.message),
-        rank_lines(exits, [rank for rank in ranks if rank != first.rank]),
-        look,
-    ]
+    hint, elsewhere = hint_for(first.message), ""
+    if is_consequence(first):
+        finished = [str(rank) for rank in ranks if rank not in {exit.rank for exit in exits}]
+        early = f"rank{'s' * (len(finished) > 1)} {', '.join(finished)} finished while others waited, or "
+        where = f"{early * bool(finished)}look at {'' if finished else 'the '}other machines."
+        hint, elsewhere = "", f"It says only that another rank is gone: {where}"
+    lines = rank_lines(exits, [rank for rank in ranks if rank != first.rank])
+    parts = ["\n".join(filter(None, top)), (first.trace or first.crash).rstrip(), hint, lines, elsewhere]
     return "\n\n".join(filter(None, parts))
-
-
-_WENT_ON = "The program caught that and went on to its end, while other ranks waited for this one."
 
 
 def remote_report(cause: NodeFailure, exits: list[RankExit], ranks: range) -> str:
@@ -325,14 +301,7 @@ def rank_lines(exits: list[RankExit], ranks: Iterable[int]) -> str:
     return "\n".join(f"rank {rank}: {line}" for rank, line in lines.items())
 
 
-def _where_to_look(finished: list[int]) -> str:
-    if not finished:  # no rank of this machine is the cause
-        return "It says only that another rank is gone: look at the other machines."
-    ranks = f"rank{'s' * (len(finished) > 1)} {', '.join(map(str, finished))}"
-    return f"It says only that another rank is gone: {ranks} finished while others waited, or look at other machines."
-
-
-_LIKELY = {
+_LIKELY: dict[int, str] = {
     signal.SIGKILL: "most likely the machine ran out of memory.\n"
     "Look for 'Out of memory' in `dmesg`; use fewer ranks, a smaller batch or fewer DataLoader workers.",
     signal.SIGSEGV: "native code touched memory that is not its own.\n"
@@ -359,10 +328,10 @@ def headline(exit: RankExit) -> str:
     if exit.message:  # the rest of a long one stands in the traceback below
         return f"{name} failed: {_first_line(exit.message)}"
     if code - 128 in _LIKELY:  # a shell, or a wrapper like it, passes a signal on in this way
-        return f"{name} left with exit code {code}: what it ran {_killed_by(code - 128)}, {_likely(code - 128)}"
+        return f"{name} left with exit code {code}: what it ran {_killed_by(code - 128)}, {_LIKELY[code - 128]}"
     if code >= 0:
         return f"{name} left with exit code {code}, without an exception.\nWhat it wrote before is further up."
-    likely = _likely(-code)
+    likely = _LIKELY.get(-code, "what it wrote before is further up.")
     if code == -signal.SIGKILL and exit.was_short is not None:
         likely = _SHORT_OF_MEMORY if exit.was_short else _NOT_SHORT
     return f"{name} {_killed_by(-code)}: {likely}"
@@ -394,10 +363,6 @@ def _killed_by(number: int) -> str:
         return f"was killed by signal {number}"
 
 
-def _likely(number: int) -> str:
-    return _LIKELY.get(number, "what it wrote before is further up.")  # type: ignore[call-overload, no-any-return]
-
-
 # Hints: what the errors of NCCL, Gloo, the store and CUDA mean.
 
 
@@ -423,23 +388,9 @@ ERROR_HINTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "Set NCCL_DEBUG=INFO and CUDA_LAUNCH_BLOCKING=1 to see where; NCCL_P2P_DISABLE=1 tells whether it is the link.",
     ),
     (
-        ("ncclInternalError", "NCCL internal error"),
-        "NCCL itself failed: mostly different versions of it or of the driver on the machines.",
-        "Compare torch.cuda.nccl.version() and `nvidia-smi` on all machines; set NCCL_DEBUG=INFO.",
-    ),
-    (
-        (
-            "Watchdog caught collective operation timeout",
-            "CollectiveFingerPrint",
-            "Detected mismatch between collectives",
-        ),
-        "The ranks did not all call the same collective: one was skipped, or stuck elsewhere.",
-        "Look for code behind `if rank == 0`, and use `lockstep run`, whose watchdog names the rank and the line.",
-    ),
-    (
-        ("op.preamble.length <= op.nbytes",),
-        "Two ranks sent tensors of different sizes in the same collective.",
-        "Look for collectives behind `if rank == 0`, and for shapes that depend on a rank's own data.",
+        ("Watchdog caught collective operation timeout", "mismatch between collectives", "op.preamble.length"),
+        "The ranks did not all call the same collective with the same shapes: one was skipped, or stuck elsewhere.",
+        "Look for code behind `if rank == 0`, and for shapes that depend on a rank's own data.",
     ),
     (
         ("Socket Timeout", "wait timeout after", "Timed out waiting", "Timed out after"),
@@ -452,7 +403,7 @@ ERROR_HINTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "Take the name from `ip -brief address`, or unset the variable.",
     ),
     (
-        ("No route to host", "Network is unreachable"),
+        ("No route to host", "Network is unreachable", "Connection timed out"),
         "The address of another machine cannot be reached from here: a wrong interface, or a firewall.",
         "Choose the interface with NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME; try `ping` to MASTER_ADDR.",
     ),
@@ -460,11 +411,6 @@ ERROR_HINTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
         ("Connection refused",),
         "Nothing listens at that address: rank zero has not started, has ended, or has another address.",
         "Check MASTER_ADDR and MASTER_PORT on every machine, and that the first machine's job runs.",
-    ),
-    (
-        ("Connection timed out",),
-        "No answer came from that address: mostly a firewall that drops what it does not know.",
-        "Open the ports between the machines, or choose another interface with NCCL_SOCKET_IFNAME.",
     ),
     (
         ("Address already in use", "EADDRINUSE"),

@@ -36,7 +36,11 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
-from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
+from torch.distributed.elastic.rendezvous.utils import (
+    _matches_machine_hostname,
+    _parse_rendezvous_config,
+    parse_rendezvous_endpoint,
+)
 from torch.distributed.run import parse_min_max_nnodes
 
 from lockstep.comm.network import GLOO_INTERFACE, gloo_interface, is_local, reachable_address
@@ -216,7 +220,8 @@ def wait_for_host(args: argparse.Namespace) -> None:
     host, port = _endpoint(args)
     if max_nodes(args) == 1 or args.rdzv_backend not in ("static", "c10d") or is_local(host):
         return
-    timeout_s = _timeout_s(args)
+    conf = _parse_rendezvous_config(args.rdzv_conf)
+    timeout_s = float(conf.get("timeout") or conf.get("join_timeout") or _RENDEZVOUS_TIMEOUT_S)
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -248,26 +253,20 @@ def max_nodes(args: argparse.Namespace) -> int:
 
 
 def _endpoint(args: argparse.Namespace) -> tuple[str, int]:
-    host, _, port = args.rdzv_endpoint.rpartition(":") if ":" in args.rdzv_endpoint else (args.rdzv_endpoint, "", "")
+    if not args.rdzv_endpoint:
+        return args.master_addr.strip("[]"), int(args.master_port)
     try:
-        return (host or args.master_addr).strip("[]"), int(port or args.master_port)
+        return parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=args.master_port)
     except ValueError:
         raise ConfigurationError(f"--rdzv-endpoint {args.rdzv_endpoint} is no address.\nPass <host>:<port>.") from None
 
 
-def _timeout_s(args: argparse.Namespace) -> float:
-    for part in args.rdzv_conf.split(","):
-        name, _, value = part.partition("=")
-        if name.strip() in ("timeout", "join_timeout") and value.strip().isdigit():
-            return float(value)
-    return _RENDEZVOUS_TIMEOUT_S
-
-
 def _why_not_bindable(port: int) -> str | None:
-    reasons = {errno.EADDRINUSE: "is already in use", errno.EACCES: "may only be used by root"}
     try:
         socket.create_server(("", port)).close()
+    except PermissionError:
+        return "may only be used by root"
     except OSError as error:
-        # Other errors come from binding all addresses, which only we try; elastic says what it could not do.
-        return reasons.get(error.errno or 0)
+        # Other errors come from binding all addresses, which only we try; elastic reports what it could not do.
+        return "is already in use" if error.errno == errno.EADDRINUSE else None
     return None

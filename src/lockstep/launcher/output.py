@@ -14,7 +14,6 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, NamedTuple
 
 from lockstep.errors import ConfigurationError
@@ -43,9 +42,9 @@ class LogSettings:
 
     @property
     def flags(self) -> list[str]:
-        """The flags of it that need the launcher to read what ranks write."""
-        given = {f"--log-level {self.level}": self.level != "info", "--log-dir": self.folder is not None}
-        return [flag for flag, is_given in given.items() if is_given]
+        """The flags that need the launcher to read what ranks write."""
+        level, folder = [f"--log-level {self.level}"], ["--log-dir"]
+        return level * (self.level != "info") + folder * (self.folder is not None)
 
     def need_launcher(self, num_ranks: int) -> bool:
         """Return whether the launcher reads what its ranks write; else they write to the terminal themselves."""
@@ -176,8 +175,7 @@ def label(ranks: Iterable[int]) -> str:
 # The pipes.
 
 _UNFINISHED_S = 0.2
-"""What stands at the end of rank zero's output without a line end, such as a prompt or a progress bar, is shown so
-late."""
+"""How long other lines wait while the first rank is within a line: Python writes a line and its end one by one."""
 
 
 @dataclass
@@ -187,14 +185,13 @@ class _Pipe:
     decoder: codecs.IncrementalDecoder
     rest: str = ""
     """What has come without a line end yet."""
-    num_shown: int = 0
-    """Characters of ``rest`` that are on the terminal already."""
-    waits_since_s: float = 0.0
-    """When the first of the others came."""
 
 
 class LogTail:
     """Reads what the ranks of this machine write, within a ``with``, in a thread.
+
+    Rank zero's output goes to the terminal as it comes, so prompts and progress bars look as in a single process;
+    that of the others is taken line by line.
 
     Args:
         run_dir: Where the pipes are made.
@@ -205,11 +202,10 @@ class LogTail:
     def __init__(self, run_dir: Path, num_ranks: int, settings: LogSettings) -> None:
         settings.check()
         self._shown, self._folder = LEVELS[settings.level], settings.folder
-        self._ranks = range(num_ranks)
         self._files: dict[int, IO[bytes]] = {}
         self._over, self._lock = threading.Event(), threading.Lock()
         self._selector = selectors.DefaultSelector()
-        for local_rank in self._ranks:
+        for local_rank in range(num_ranks):
             for stream in STREAMS:
                 path = rank_file(run_dir, stream, local_rank)
                 os.mkfifo(path, 0o600)
@@ -217,10 +213,11 @@ class LogTail:
                 descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
                 decoder = codecs.getincrementaldecoder("utf-8")("replace")
                 self._selector.register(descriptor, selectors.EVENT_READ, _Pipe(stream, local_rank, decoder))
-        self._pipes: list[_Pipe] = [key.data for key in self._selector.get_map().values()]
-        self._deduplicators = self._make_deduplicators()
+        self._set_ranks(range(num_ranks))
+        # Streams and texts for the terminal, in order.
         self._unwritten: deque[tuple[str, str]] = deque()
-        """Streams and texts for the terminal, in order."""
+        # Rank zero is within a line, of which the last part came at this moment.
+        self._is_mid_line, self._last_part_s = False, 0.0
         self._region: TerminalRegion | None = None
         if "stdout" in self._shown and sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
             self._region = TerminalRegion(run_dir)
@@ -231,8 +228,11 @@ class LogTail:
         """Take note of the ranks' numbers, which may be others after a restart."""
         with self._lock:
             if ranks != self._ranks:
-                self._ranks = ranks
-                self._deduplicators = self._make_deduplicators()
+                self._set_ranks(ranks)
+
+    def _set_ranks(self, ranks: range) -> None:
+        self._ranks = ranks
+        self._deduplicators = {stream: LogDeduplicator(ranks) for stream in STREAMS}
 
     def print(self, text: str) -> None:
         """Have whole lines of the launcher's own printed to standard error soon. Takes no lock: for signal handlers."""
@@ -242,10 +242,9 @@ class LogTail:
         """Show all that has been written by now, as the ranks have ended."""
         with self._lock:
             self._read()
-            for pipe in self._pipes:
-                if pipe.rest:
-                    rest, pipe.rest = pipe.rest, ""
-                    self._take_line(pipe, rest)
+            for key in self._selector.get_map().values():
+                if key.data.rest:
+                    self._take(key.data, "\n")
             self._take_due(final=True)
             self._write()
 
@@ -253,9 +252,7 @@ class LogTail:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
         self.settle()
@@ -267,56 +264,35 @@ class LogTail:
         for file in self._files.values():
             file.close()
 
-    def _make_deduplicators(self) -> dict[str, LogDeduplicator]:
-        return {stream: LogDeduplicator(self._ranks) for stream in STREAMS}
-
     def _follow(self) -> None:
         while not self._over.is_set():
             self._selector.select(HOLD_S / 4)  # returns sooner if something comes
             with self._lock:
                 self._read()
-                self._take_due()
-                self._show_unfinished()
+                if not self._is_mid_line or time.monotonic() - self._last_part_s > _UNFINISHED_S:
+                    self._take_due()
                 self._write()
 
     def _read(self) -> None:
         """Take in all that there is."""
         # Until nothing is left: a rank that writes much would block on a full pipe.
         while found := self._selector.select(0):
-            num_bytes = 0
             for key, _ in found:
-                with contextlib.suppress(BlockingIOError):
-                    data = os.read(key.fd, 65536)
-                    num_bytes += len(data)
-                    self._take(key.data, key.data.decoder.decode(data))
-            if not num_bytes:
-                return
+                self._take(key.data, key.data.decoder.decode(os.read(key.fd, 65536)))
 
     def _take(self, pipe: _Pipe, text: str) -> None:
-        if len(pipe.rest) == pipe.num_shown:
-            pipe.waits_since_s = time.monotonic()
-        *lines, pipe.rest = (pipe.rest + text).replace("\r\n", "\n").split("\n")
-        for line in lines:
-            self._take_line(pipe, line)
-        # A progress bar writes one state after the other without a line end: what was before the last need not be kept.
-        last_state = pipe.rest.rstrip("\r").rfind("\r")
-        if last_state > 0 and (last_state <= pipe.num_shown or not self._shows_unfinished(pipe)):
-            pipe.rest, pipe.num_shown = pipe.rest[last_state:], max(0, pipe.num_shown - last_state)
-
-    def _take_line(self, pipe: _Pipe, line: str) -> None:
         rank = self._ranks.start + pipe.local_rank
-        num_shown, pipe.num_shown = pipe.num_shown, 0
-        self._keep(rank, _last_state(line))
-        if pipe.local_rank >= len(self._ranks):  # of a rank that does not come again
-            return
-        # Rank zero's line goes to the terminal as it is, with all states of its progress bar.
-        shown = self._deduplicators[pipe.stream].add(
-            rank, _last_state(line) if pipe.local_rank or num_shown else line, time.monotonic()
-        )
-        if num_shown:  # its beginning is there already
-            self._unwritten.append((pipe.stream, f"{line[num_shown:]}\n"))
-            del shown[:1]
-        self._show(pipe.stream, shown)
+        if rank == 0 and pipe.stream in self._shown:
+            self._is_mid_line, self._last_part_s = not text.endswith("\n"), time.monotonic()
+            self._unwritten.append((pipe.stream, text))
+        *lines, pipe.rest = (pipe.rest + text).replace("\r\n", "\n").split("\n")
+        # A progress bar writes one state after the other without a line end: what was before the last need not be kept.
+        pipe.rest = pipe.rest[max(0, pipe.rest.rstrip("\r").rfind("\r")) :]
+        for line in map(_last_state, lines):
+            self._keep(rank, line)
+            if pipe.local_rank < len(self._ranks):  # else of a rank that does not come again
+                due = self._deduplicators[pipe.stream].add(rank, line, time.monotonic())
+                self._show(pipe.stream, due[rank == 0 :])  # its own line comes first, and is shown already
 
     def _take_due(self, *, final: bool = False) -> None:
         for stream, deduplicator in self._deduplicators.items():
@@ -324,27 +300,8 @@ class LogTail:
 
     def _show(self, stream: str, lines: Iterable[str]) -> None:
         for line in lines:
-            self._end_unfinished()
-            self._unwritten.append((stream, f"{line}\n"))
-
-    def _show_unfinished(self) -> None:
-        """Show what rank zero has begun to write, if its end does not come soon."""
-        for pipe in self._pipes:
-            is_due = time.monotonic() - pipe.waits_since_s >= _UNFINISHED_S
-            if is_due and len(pipe.rest) > pipe.num_shown and self._shows_unfinished(pipe):
-                self._unwritten.append((pipe.stream, pipe.rest[pipe.num_shown :]))
-                pipe.num_shown = len(pipe.rest)
-
-    def _shows_unfinished(self, pipe: _Pipe) -> bool:
-        return self._ranks.start + pipe.local_rank == 0
-
-    def _end_unfinished(self) -> None:
-        """End the line that rank zero has begun, before another one comes."""
-        for pipe in self._pipes:
-            if pipe.num_shown:
-                self._unwritten.append((pipe.stream, "\n"))
-                self._keep(self._ranks.start + pipe.local_rank, _last_state(pipe.rest[: pipe.num_shown]))
-                pipe.rest, pipe.num_shown = pipe.rest[pipe.num_shown :], 0
+            self._unwritten.append((stream, "\n" * self._is_mid_line + f"{line}\n"))
+            self._is_mid_line = False
 
     def _keep(self, rank: int, line: str) -> None:
         """Write a line into the rank's file. A full disk is no reason to end a job: then lines are lost."""
@@ -370,8 +327,7 @@ class LogTail:
                 with contextlib.suppress(OSError, ValueError):
                     getattr(sys, stream).flush()
             if self._region is not None:
-                is_unfinished = any(pipe.num_shown for pipe in self._pipes)
-                self._region.rows = -1 if is_unfinished else 0
+                self._region.rows = -1 if self._is_mid_line else 0
 
 
 def _put(stream: str, text: str) -> None:

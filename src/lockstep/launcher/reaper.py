@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import os
 import select
-import selectors
 import shutil
 import signal
 import socket
@@ -47,41 +46,21 @@ class Reaper:
             # Bound here, so that ranks may sign in before the reaper has started.
             sign_in.bind(str(self.run_dir / "reaper"))
             orders, self._orders = os.pipe()
-            try:
-                arguments = [str(self.run_dir), str(os.getpid()), str(orders), str(sign_in.fileno())]
-                self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", __file__, *arguments],
-                    pass_fds=[orders, sign_in.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
-            except BaseException:
-                os.close(self._orders)
-                os.close(self._alive)
-                shutil.rmtree(self.run_dir, ignore_errors=True)
-                raise
-            finally:
-                os.close(orders)
+            arguments = [str(self.run_dir), str(os.getpid()), str(orders), str(sign_in.fileno())]
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", __file__, *arguments],
+                pass_fds=[orders, sign_in.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # so that Ctrl-C and what else is sent to the launcher's group pass it by
+            )
+            os.close(orders)
 
     def kill_ranks(self) -> None:
         """End all ranks and their children at once."""
         with contextlib.suppress(BrokenPipeError):
             os.write(self._orders, _KILL)
-
-    def ended_at_ns(self, pids: set[int], *, timeout_s: float = 1.0) -> dict[int, int]:
-        """Return when processes ended, as far as known; waits up to ``timeout_s`` for all to be known."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            ended: dict[int, int] = {}
-            with contextlib.suppress(FileNotFoundError):
-                for line in (self.run_dir / "ended").read_text().splitlines():
-                    pid, time_ns = line.split()
-                    ended[int(pid)] = int(time_ns)
-            if pids <= ended.keys() or time.monotonic() >= deadline:
-                return ended
-            time.sleep(0.01)
 
     def __enter__(self) -> Reaper:
         return self
@@ -109,21 +88,14 @@ class _ReaperProcess:
         self._start_times: dict[int, str | None] = {}
         self._alive: list[int] = []
 
-    def take_in(self) -> int:
-        """Register the rank whose message has come; return its process id."""
+    def take_in(self) -> None:
+        """Register the rank whose message has come."""
         message, descriptors, _, _ = socket.recv_fds(self._sign_in, 64, 1)
         pid = int(message)
         self._alive += descriptors
         self._start_times[pid] = start_time(pid)  # with the number it names a process for good
         if self._is_killing:  # it was being started when the order came
             kill_session(pid)
-        return pid
-
-    def note_end(self, pid: int) -> None:
-        """Write down when a rank ended, for the launcher to know which was first."""
-        # A full disk is no reason to end here, and so to kill the ranks.
-        with contextlib.suppress(OSError), open(os.path.join(self.run_dir, "ended"), "a") as file:
-            file.write(f"{pid} {time.time_ns()}\n")
 
     def kill_all(self) -> None:
         """End every rank and whatever shares its session; also those that are still to come."""
@@ -135,33 +107,22 @@ class _ReaperProcess:
 
     def watch(self, launcher_pid: int, orders: int) -> None:
         """Serve until the launcher is gone or has released the ranks."""
-        # epoll reports what became ready first, first: poll() would report ranks that ended together by their numbers.
-        with selectors.DefaultSelector() as selector:
-            selector.register(orders, selectors.EVENT_READ)
-            selector.register(self._sign_in, selectors.EVENT_READ)
-            launcher = process_descriptor(launcher_pid)
-            if launcher is not None:
-                # The pipe may have been inherited by another child of the launcher and then stays open.
-                selector.register(launcher, selectors.EVENT_READ)
-            while True:
-                ready = [key for key, _ in selector.select()]
-                # Orders first: a launcher that released its ranks may be gone already.
-                for key in sorted(ready, key=lambda key: key.fd != orders):
-                    if key.fileobj is self._sign_in:
-                        pid = self.take_in()
-                        if (descriptor := process_descriptor(pid)) is not None:
-                            selector.register(descriptor, selectors.EVENT_READ, pid)
-                    elif key.data is not None:
-                        self.note_end(key.data)
-                        selector.unregister(key.fd)
-                        os.close(key.fd)
-                    elif key.fd == launcher:
-                        return
-                    elif (order := os.read(orders, 1)) == _KILL:
-                        self.kill_all()
-                    else:
-                        self.is_released = order == _RELEASE
-                        return
+        descriptors = [orders, self._sign_in.fileno()]
+        # The pipe may have been inherited by another child of the launcher and then stays open.
+        with contextlib.suppress(AttributeError, OSError):  # Linux only; the launcher may be gone already
+            descriptors.append(os.pidfd_open(launcher_pid))
+        while True:
+            ready = select.select(descriptors, [], [])[0]
+            # Orders first: a launcher that released its ranks may be gone already.
+            if orders in ready:
+                if (order := os.read(orders, 1)) != _KILL:
+                    self.is_released = order == _RELEASE
+                    return
+                self.kill_all()
+            elif self._sign_in.fileno() in ready:
+                self.take_in()
+            else:
+                return
 
     def clear_up(self) -> None:
         """End what is left, unless it may stay, and remove the folder."""
@@ -212,14 +173,6 @@ def _stat_fields(pid: int) -> list[str] | None:
             # The name before them may hold spaces and parentheses itself.
             return file.read().rpartition(")")[2].split()
     except OSError:
-        return None
-
-
-def process_descriptor(pid: int) -> int | None:
-    """Return a descriptor that becomes readable when a process ends, where the system has such (Linux)."""
-    try:
-        return os.pidfd_open(pid)
-    except (AttributeError, OSError):
         return None
 
 

@@ -8,11 +8,11 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
 from typing import Literal
 
@@ -27,15 +27,12 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lockstep import run_folder
-from lockstep.comm.network import set_keepalive
 from lockstep.comm.store import InterNodeStore
 from lockstep.errors import RESUME_EXIT_CODE, JobHangs, LockstepError, RankFailed, Stopped
 from lockstep.launcher import bootstrap, failure_report
-from lockstep.launcher.elastic import Failures, StoppedWhileRestarting, extended_agent, stop_timeout_s
+from lockstep.launcher.elastic import Job, StoppedWhileRestarting, extended_agent, log, stop_timeout_s
 from lockstep.launcher.output import LogTail
 from lockstep.launcher.reaper import Reaper
-from lockstep.telemetry.heartbeat import read_step_counter
-from lockstep.telemetry.resources import Resources
 from lockstep.telemetry.watchdog import Verdict, Watchdog
 
 
@@ -48,14 +45,12 @@ class Program:
         target: The path, the name, or for a call the folder with the function.
         args: What it finds in ``sys.argv[1:]``.
         min_ranks: After a rank was killed, a restart goes on with one fewer, but no fewer than this.
-        log_tail: Reads the pipes that its output goes into, if it does not write to the terminal itself.
     """
 
     mode: str
     target: str
     args: Sequence[str] = ()
     min_ranks: int | None = None
-    log_tail: LogTail | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +81,13 @@ def watchdog_policy(patience_s: float | None, action: str | None) -> WatchdogPol
 
 
 def supervise(
-    config: LaunchConfig, program: Program, reaper: Reaper, *, python: str, policy: WatchdogPolicy = DEFAULT_POLICY
+    config: LaunchConfig,
+    program: Program,
+    reaper: Reaper,
+    *,
+    python: str,
+    policy: WatchdogPolicy = DEFAULT_POLICY,
+    log_tail: LogTail | None = None,
 ) -> None:
     """Start the ranks of this machine and wait until all have ended well.
 
@@ -98,6 +99,7 @@ def supervise(
         reaper: Clears the ranks away.
         python: The interpreter of the ranks.
         policy: What is done about ranks that wait for each other.
+        log_tail: Reads the pipes that the ranks' output goes into, if they do not write to the terminal themselves.
 
     Raises:
         JobHangs: Ranks waited for each other for too long.
@@ -110,25 +112,36 @@ def supervise(
         "run_dir": str(reaper.run_dir),
         "mode": program.mode,
         "watchdog_s": policy.patience_s,
-        "has_pipes": program.log_tail is not None,
+        "has_pipes": log_tail is not None,
     }
     args = ["-u", bootstrap.__file__, json.dumps(orders), program.target, *program.args]
-    job = _Job(config, program, reaper, policy)
-    stop = job.stop
-    with ExitStack() as stack:
-        config = stack.enter_context(stop.handling(config))
-        stack.enter_context(elastic_quiet())
-        may_shrink = config.min_nodes < config.max_nodes
-        stack.enter_context(extended_agent(job, reaper.run_dir, min_ranks=program.min_ranks, may_shrink=may_shrink))
+    may_shrink = config.min_nodes < config.max_nodes
+    job = Job(reaper.run_dir, range(config.nproc_per_node), log_tail, program.min_ranks, may_shrink)
+    hangs: list[str] = []
+    # Other backends meet in something else than a store of torch's.
+    has_store = config.max_nodes > 1 and config.rdzv_backend in ("static", "c10d")
+    store = InterNodeStore(config.rdzv_endpoint, config.run_id) if has_store else None
+    watchdog = Watchdog(
+        reaper.run_dir,
+        policy.patience_s,
+        is_strict=policy.action == "end",
+        num_nodes=config.max_nodes,
+        bulletin=store,
+        resources=job.resources,
+        on_report=partial(_on_report, job, reaper, policy, hangs),
+        on_slow=log if policy.reports_slow else lambda text: None,
+    )
+    stop = GracefulShutdown(reaper, job)
+    with stop.handling(config) as config, elastic_quiet(), extended_agent(job):
         try:
-            with job.watchdog():
+            with watchdog:
                 elastic_launch(config, python)(*args)
         except ChildFailedError as error:
             # Ranks that stop gracefully leave with a code of their own, which is no failure; those that hung were
             # killed.
             exit_codes = {failure.exitcode for failure in error.failures.values()}
-            stopped = None if job.hangs else stop.outcome(exit_codes)
-            raise stopped or job.failure(error.failures) from None
+            stopped = None if hangs else stop.outcome(exit_codes)
+            raise stopped or _failure(job, store, config.max_nodes, hangs, error) from None
         except StoppedWhileRestarting as error:
             raise stop.outcome({0}) or _stopped(error.sigval) from None
         except SignalException as error:
@@ -141,119 +154,52 @@ def supervise(
             raise stopped
 
 
-class _Job:
-    """What the launcher knows of the ranks of this machine; the agent and the watchdog call it.
+def _on_report(
+    job: Job,
+    reaper: Reaper,
+    policy: WatchdogPolicy,
+    hangs: list[str],
+    text: str,
+    verdict: Verdict,
+    awaited: dict[int, int],
+) -> bool:
+    """Act on the watchdog's report about the ranks ``awaited``, with their processes; return whether to go on watching.
 
-    Attributes:
-        stop: Answers signals.
-        hangs: The watchdog's report for which the job was ended, if it was.
+    A report for which the job is ended is added to ``hangs``.
     """
-
-    def __init__(self, config: LaunchConfig, program: Program, reaper: Reaper, policy: WatchdogPolicy) -> None:
-        self.stop = GracefulShutdown(reaper, config.nproc_per_node, program.log_tail)
-        self.hangs: list[str] = []
-        self._config, self._reaper, self._policy = config, reaper, policy
-        self._log_tail = program.log_tail
-        self._resources = Resources()
-        self._num_restarts_left = 0
-        self._stopped_pids: set[int] = set()
-        # Other backends meet in something else than a store of torch's.
-        has_store = config.max_nodes > 1 and config.rdzv_backend in ("static", "c10d")
-        self._store = InterNodeStore(config.rdzv_endpoint, config.run_id) if has_store else None
-
-    # Called by the agent.
-
-    def on_start(self, ranks: range, *, num_restarts_left: int) -> None:
-        set_keepalive()  # to the launchers of other machines
-        if self._log_tail is not None:
-            self._log_tail.started(ranks)
-        self.stop.num_ranks, self._num_restarts_left = len(ranks), num_restarts_left
-        self._stopped_pids.clear()  # the numbers may be used again
-
-    def on_stop(self, pids: set[int]) -> None:
-        self._stopped_pids |= pids
-
-    def on_stop_request(self) -> None:
-        _print("another machine waits to join; the ranks stop after this step, and start again with it")
-
-    def on_restart(self, first: failure_report.RankExit | None, restart: str) -> None:
-        """Report why, and clear away what the old ranks wrote about themselves."""
-        if self._log_tail is not None:
-            self._log_tail.settle()
-        text = "lockstep: machines came or left; the ranks start again"
-        if first is not None:
-            # A step in a loop of ours is counted from 0 while it runs; in others, the steps that are done are counted.
-            step, num_steps = read_step_counter(self._reaper.run_dir, first.rank)
-            step = step if step is not None else num_steps or None
-            text = failure_report.restart_report(first, None if step is None else step + 1, restart)
-        run_folder.forget_ranks(self._reaper.run_dir)
-        run_folder.forget_stop(self._reaper.run_dir)
-        print(text, file=sys.stderr, flush=True)
-
-    def first_failure(self, failures: Failures) -> failure_report.RankExit:
-        return failure_report.first_failure(self._exits(failures))
-
-    # Called by the watchdog.
-
-    def watchdog(self) -> Watchdog:
-        """Return what watches the ranks, to be entered while they run."""
-        return Watchdog(
-            self._reaper.run_dir,
-            self._policy.patience_s,
-            is_strict=self._policy.action == "end",
-            num_nodes=self._config.max_nodes,
-            bulletin=self._store,
-            resources=self._resources,
-            on_report=self._on_report,
-            on_slow=_print if self._policy.reports_slow else lambda text: None,
-        )
-
-    def _on_report(self, text: str, verdict: Verdict, awaited: dict[int, int]) -> bool:
-        """Act on a report about the ranks ``awaited``, with their processes; return whether to go on watching."""
-        if self._policy.action == "warn":
-            _print(f"{text}\nThe job goes on, as --watchdog-action warn says.")
-            return True
-        if verdict is not Verdict.HANGS:
-            _print(f"{text}\nThe job goes on for now; it ends if this lasts and nothing moves.")
-            return True
-        if self._num_restarts_left and awaited:
-            _print(f"{text}\nThe ranks are started again.")
-            # They cannot say so themselves any more, and a bare SIGKILL would be reported as "killed from outside".
-            failure = {"message": "JobHangs: it kept the others waiting; the report is above", "type": "JobHangs"}
-            for rank, pid in awaited.items():
-                run_folder.write_failure(self._reaper.run_dir, rank, failure)
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            return True
-        self.hangs.append(text)
-        self._reaper.kill_ranks()
+    if policy.action == "warn":
+        log(f"{text}\nThe job goes on, as --watchdog-action warn says.")
+    elif verdict is not Verdict.HANGS:
+        log(f"{text}\nThe job goes on for now; it ends if this lasts and nothing moves.")
+    elif job.num_restarts_left and awaited:
+        log(f"{text}\nThe ranks are started again.")
+        # They cannot write it themselves any more, and a bare SIGKILL would be reported as "killed from outside".
+        failure = {"message": "JobHangs: it kept the others waiting; the report is above", "type": "JobHangs"}
+        for rank, pid in awaited.items():
+            run_folder.write_failure(job.folder, rank, failure)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+    else:
+        hangs.append(text)
+        reaper.kill_ranks()
         return False
-
-    # Called at the end.
-
-    def failure(self, failures: Failures) -> LockstepError:
-        """Return what to raise after ranks have failed. With several machines, waits some seconds for the others."""
-        exits = self._exits(failures)
-        # Ranks of one machine follow each other; torch says which failed, but not which is the first of this machine.
-        some_rank, some_failure = next(iter(failures.items()))
-        lowest = some_rank - some_failure.local_rank
-        ranks = range(lowest, lowest + self._config.nproc_per_node)
-        first = failure_report.first_failure(exits)
-        mine = failure_report.node_failure(first, hang="\n".join(self.hangs), memory=self._resources.of_each())
-        others = failure_report.exchange_failures(self._store, mine, num_nodes=self._config.max_nodes)
-        cause = failure_report.remote_cause(mine, others)
-        if hang := (cause or mine).hang:
-            return JobHangs(hang)
-        if cause is not None:
-            return RankFailed(failure_report.remote_report(cause, exits, ranks), rank=cause.rank)
-        return RankFailed(failure_report.failure_report(exits, ranks, others), rank=first.rank)
-
-    def _exits(self, failures: Failures) -> list[failure_report.RankExit]:
-        return failure_report.rank_exits(failures, self._stopped_pids, self._reaper, self._resources)
+    return True
 
 
-def _print(text: str) -> None:
-    print(f"lockstep: {text}", file=sys.stderr, flush=True)
+def _failure(
+    job: Job, store: InterNodeStore | None, num_nodes: int, hangs: list[str], error: ChildFailedError
+) -> LockstepError:
+    """Return what to raise after ranks have failed. With several machines, waits some seconds for the others."""
+    exits = job.exits(error.failures)
+    first = failure_report.first_failure(exits)
+    mine = failure_report.node_failure(first, hang="\n".join(hangs))
+    others = failure_report.exchange_failures(store, mine, num_nodes=num_nodes)
+    cause = failure_report.remote_cause(mine, others)
+    if hang := (cause or mine).hang:
+        return JobHangs(hang)
+    if cause is not None:
+        return RankFailed(failure_report.remote_report(cause, exits, job.ranks), rank=cause.rank)
+    return RankFailed(failure_report.failure_report(exits, job.ranks), rank=first.rank)
 
 
 def _stopped(number: signal.Signals) -> Stopped:
@@ -296,13 +242,11 @@ class GracefulShutdown:
 
     Args:
         reaper: Kills the ranks.
-        num_ranks: On this machine, to begin with.
-        log_tail: Owns the terminal, if there is one.
+        job: The ranks of this machine.
     """
 
-    def __init__(self, reaper: Reaper, num_ranks: int, log_tail: LogTail | None) -> None:
-        self.num_ranks = num_ranks
-        self._reaper, self._folder, self._log_tail = reaper, reaper.run_dir, log_tail
+    def __init__(self, reaper: Reaper, job: Job) -> None:
+        self._reaper, self._folder, self._job = reaper, reaper.run_dir, job
         self._num_signals = 0
         self._requested_for: signal.Signals | None = None
         self._timer: threading.Timer | None = None
@@ -343,8 +287,10 @@ class GracefulShutdown:
         self._num_signals += sigval != signal.SIGUSR1  # which comes ahead of SIGTERM
         if self._requested_for is None and self._can_stop():
             self._requested_for = sigval
-            if sigval is signal.SIGINT:
-                self._print_first()
+            if sigval is signal.SIGINT and self._job.log_tail is not None:
+                self._job.log_tail.print(run_folder.FIRST_CTRL_C_MESSAGE.decode())
+            elif sigval is signal.SIGINT:
+                os.write(2, run_folder.FIRST_CTRL_C_MESSAGE)  # print() may be in the midst of another line
             run_folder.request_stop(self._folder, sigval.name)
             self._timer = threading.Timer(stop_timeout_s(), self._give_up, [sigval])
             self._timer.daemon = True
@@ -354,16 +300,10 @@ class GracefulShutdown:
                 self._reaper.kill_ranks()  # torch's agent would wait for half a minute
             raise SignalException(f"Process {os.getpid()} got signal: {sigval}", sigval=sigval)
 
-    def _print_first(self) -> None:
-        if self._log_tail is not None:
-            self._log_tail.print(run_folder.FIRST_CTRL_C_MESSAGE.decode())
-        else:
-            os.write(2, run_folder.FIRST_CTRL_C_MESSAGE)
-
     def _can_stop(self) -> bool:
         """Return whether all ranks of this machine stop gracefully if requested, or have done so already."""
-        folder = self._folder
-        return self.num_ranks in (run_folder.num_graceful_ranks(folder), len(run_folder.stop_reports(folder)))
+        counts = run_folder.num_graceful_ranks(self._folder), len(run_folder.stop_reports(self._folder))
+        return len(self._job.ranks) in counts
 
     def _give_up(self, sigval: signal.Signals) -> None:
         self._num_signals += 2
@@ -388,18 +328,15 @@ def environment_restored() -> Iterator[None]:
 @contextmanager
 def elastic_quiet() -> Iterator[None]:
     """Keep the agent's warnings away unless the user asked for its log: our report replaces them."""
-    if "LOGLEVEL" in os.environ or "TORCH_LOGS" in os.environ:
-        yield
-        return
     prefixes = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
     names = [name for name in list(logging.Logger.manager.loggerDict) if name.startswith(prefixes)]
     # The last is made later, with a level of its own; so loggers are disabled here, not lowered.
     loggers = [logging.getLogger(name) for name in (*names, "torchelastic-events-null")]
-    before = [logger.disabled for logger in loggers]
+    is_quiet = "LOGLEVEL" not in os.environ and "TORCH_LOGS" not in os.environ
     for logger in loggers:
-        logger.disabled = True
+        logger.disabled = is_quiet
     try:
         yield
     finally:
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled
+        for logger in loggers:
+            logger.disabled = False
