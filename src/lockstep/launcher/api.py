@@ -123,7 +123,12 @@ def launch_with(
         program = Program("call", str(reaper.run_dir), min_ranks=min_ranks)
         is_merged = logs.need_launcher(num_ranks) or not _shares_output_with_children()
         is_over = threading.Event()
-        timer = threading.Timer(timeout_s or 0.0, lambda: (is_over.set(), reaper.kill_ranks()))
+
+        def end() -> None:
+            is_over.set()
+            reaper.kill_ranks()
+
+        timer = threading.Timer(timeout_s or 0.0, end)
         timer.daemon = True
         try:
             with LogTail(reaper.run_dir, num_ranks, logs) if is_merged else nullcontext() as log_tail:
