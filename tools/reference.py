@@ -10,7 +10,7 @@ from lockstep.launcher.failure_report import ERROR_HINTS
 from lockstep.study.doctor import examine  # noqa: F401  # its imports fill the table of checks
 from lockstep.study.doctor.findings import CHECKS
 from lockstep.telemetry import run_record
-from lockstep.telemetry.metrics import FAMILIES, METRICS, RANK_METRICS
+from lockstep.telemetry.metrics import ALL_METRICS
 from lockstep.train.settings import FitSettings, settings_of
 
 PACKAGE = Path(__file__).parents[1] / "src" / "lockstep"
@@ -59,8 +59,7 @@ def record_tables() -> str:
 
 def metrics_table() -> str:
     """Return a row for each metric that sinks get."""
-    found = [*METRICS, *RANK_METRICS, *FAMILIES]
-    rows = [[f"`{metric.name}`", f"`{metric.prometheus}`", metric.meaning] for metric in found]
+    rows = [[f"`{metric.name}`", f"`{metric.prometheus}`", metric.meaning] for metric in ALL_METRICS]
     return _table(["name", "in Prometheus", "meaning"], rows)
 
 

@@ -76,7 +76,7 @@ class Activity:
 
     def fail(self, error: BaseException) -> None:
         """Record an exception after which this rank takes part in nothing any more, and report it at once."""
-        self.failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        self.failure = one_line(error)
         if callbacks.on_failure is not None:
             callbacks.on_failure(error)
 
@@ -128,6 +128,12 @@ class waiting:
     ) -> None:
         if get_ident() == _MAIN_THREAD:
             now.collective = self._outer
+
+
+def one_line(error: BaseException) -> str:
+    """Return the type of an exception and the first line of its text."""
+    first = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def name_of_bucket(names: Sequence[str]) -> str:

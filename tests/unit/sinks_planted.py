@@ -1,5 +1,8 @@
 """Snapshots and a run for the tests of sinks."""
 
+from collections import Counter
+from dataclasses import replace
+
 from lockstep.telemetry.metrics import BucketFigures, EventFigures, RankFigures, Snapshot
 from lockstep.telemetry.sinks.base import RunInfo
 
@@ -53,3 +56,23 @@ def snapshot(step, *events, **changes):
         ),
     }
     return Snapshot(**{**fields, **changes})
+
+
+def feed(sink, *snapshots):
+    """Give a sink snapshots, with the counts of all events so far, and close it."""
+    for each in counted(*snapshots):
+        sink.update(each)
+    sink.close()
+
+
+def counted(*snapshots):
+    """Yield the snapshots with the counts of all events so far, as the aggregator has them."""
+    counts, seconds, evaluation = Counter(), Counter(), {}
+    for each in snapshots:
+        for event in each.events:
+            counts[event.event] += 1
+            if event.seconds is not None:
+                seconds[event.event] += event.seconds
+            evaluation = event.metrics or evaluation
+        totals = {"event_counts": dict(counts), "event_seconds": dict(seconds), "evaluation": evaluation}
+        yield replace(each, **totals)

@@ -30,9 +30,6 @@ class Loop:
     def done(self, step):
         self.done_steps.append(step)
 
-    def forward_ended(self):
-        pass
-
     def evaluated(self, num_steps, wall_s, seconds):
         self.evaluations.append((num_steps, wall_s, seconds))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.telemetry import metrics
-from lockstep.telemetry.metrics import EventCounts, RankFigures, evaluations, has_failed, name_in, scalars
+from lockstep.telemetry.metrics import BUCKET_METRICS, RankFigures, Spread, evaluations, scalars
 from tests.unit.sinks_planted import event, snapshot
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -70,13 +70,13 @@ FROZEN = {
 OWN = ("lockstep_run_info", "lockstep_rank_info", "lockstep_updated_timestamp_seconds")
 """Of Prometheus alone."""
 
-ALL = (*metrics.METRICS, *metrics.RANK_METRICS, *metrics.FAMILIES)
+ALL = metrics.ALL_METRICS
 
 
 def test_the_names_stay():
     assert {metric.name: metric.prometheus for metric in ALL} == FROZEN
     assert (metrics.RUN_INFO, metrics.RANK_INFO, metrics.UPDATED) == OWN
-    assert metrics.SPREAD == ("min", "min_rank", "median", "max", "max_rank")
+    assert Spread._fields == ("min", "min_rank", "median", "max", "max_rank")
 
 
 def test_prometheus_names_are_by_its_rules():
@@ -90,7 +90,7 @@ def test_prometheus_names_are_by_its_rules():
 
 
 def test_every_figure_of_a_rank_is_given():
-    given = {metric.figure for metric in metrics.RANK_METRICS}
+    given = {metric.name.removeprefix("rank/") for metric in metrics.RANK_METRICS}
     known = {field.name for field in fields(RankFigures)} | {"own_s", "wire_s"}
     assert known - given == {"rank", "host", "device", "step", "num_steps"}
     assert given <= known
@@ -113,9 +113,8 @@ def test_the_dashboard_and_the_alerts_name_what_there_is():
 
 
 def test_scalars_are_what_the_snapshot_says():
-    tally = EventCounts()
-    tally.add([event("checkpoint", 5, seconds=0.25), event("checkpoint", 8, seconds=0.5), event("spike", 9)])
-    found = scalars(snapshot(9), tally)
+    events = {"event_counts": {"checkpoint": 2, "spike": 1}, "event_seconds": {"checkpoint": 0.75}}
+    found = scalars(snapshot(9, **events))
     expected = {
         "train/step": 9,
         "train/num_steps": 100,
@@ -146,17 +145,18 @@ def test_scalars_are_what_the_snapshot_says():
 
 
 def test_a_step_of_which_nothing_is_known_has_no_shares():
-    found = scalars(snapshot(0, ranks=(), buckets=()), EventCounts())
+    found = scalars(snapshot(0, ranks=(), buckets=()))
     assert not [name for name in found if name.startswith(("time/", "rank/", "bucket/"))]
 
 
 def test_evaluations_keep_their_step_and_names_that_every_sink_takes():
     scores = {"loss": 0.5, "top 5/accuracy": 0.75}
-    (found,) = evaluations(snapshot(9, event("evaluation", 8, metrics=scores), event("spike", 9)))
+    ((found, values),) = evaluations(snapshot(9, event("evaluation", 8, metrics=scores), event("spike", 9)))
     assert (found.step, found.time) == (8, 1e9 + 8)
-    assert found.metrics == {"eval/loss": 0.5, "eval/top_5_accuracy": 0.75}
-    assert name_in(metrics.BUCKET_LATENCY, 12) == "bucket/12_latency_s"
+    assert values == {"eval/loss": 0.5, "eval/top_5_accuracy": 0.75}
+    assert BUCKET_METRICS[0].name_of(12) == "bucket/12_latency_s"
 
 
 def test_a_session_that_said_neither_end_nor_stop_has_failed():
-    assert [has_failed(counts) for counts in ({}, {"error": 1}, {"end": 1}, {"stop": 1})] == [True, True, False, False]
+    found = [snapshot(9, event_counts=counts).has_failed for counts in ({}, {"error": 1}, {"end": 1}, {"stop": 1})]
+    assert found == [True, True, False, False]

@@ -4,6 +4,7 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from lockstep.telemetry.sinks import factory
 from lockstep.telemetry.sinks.base import SinkState
 from lockstep.telemetry.sinks.factory import Target, open_here, opened_within, parse_targets, require_package
 from lockstep.train.settings import FitSettings
-from tests.unit.sinks_planted import facts
+from tests.unit.sinks_planted import event, facts, snapshot
 
 
 def test_a_text_and_a_list_say_the_same():
@@ -71,7 +72,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_starts(log_to, text):
 
 
 def test_a_package_that_is_not_installed_is_named_with_the_command(monkeypatch):
-    monkeypatch.setitem(factory.PACKAGES, "wandb", "wandb_is_not_here")
+    monkeypatch.setitem(factory.KINDS, "wandb", replace(factory.KINDS["wandb"], package="wandb_is_not_here"))
     with pytest.raises(ConfigurationError) as error:
         require_package(Target("wandb", "digits"))
     assert str(error.value) == (
@@ -145,18 +146,22 @@ def test_what_a_library_raises_is_told_in_one_line(monkeypatch):
     )
 
 
+def news_of(state, *snapshots):
+    """The steps that a state gives, and whether each is of an evaluation."""
+    return [(step, "eval/loss" in values) for each in snapshots for step, _, values in state.news(each)]
+
+
 def test_a_sink_remembers_its_run_and_its_last_step(tmp_path):
     first = SinkState("wandb:a", facts(memory=tmp_path))
-    assert (first.run_id, first.is_new(0)) == (None, True)
+    assert first.run_id is None
     first.begin("abc")
-    first.told(7)
-    first.told_evaluation(5)
+    assert news_of(first, snapshot(7, event("evaluation", 5, metrics={"loss": 1.0}))) == [(5, True), (7, False)]
     SinkState("mlflow:", facts(memory=tmp_path)).begin("def")
     again = SinkState("wandb:a", facts(memory=tmp_path, is_fresh=False))
-    assert (again.run_id, again.last_step, again.is_new(7), again.is_new(8)) == ("abc", 7, False, True)
-    assert (again.is_new_evaluation(5), again.is_new_evaluation(6)) == (False, True)
+    assert (again.run_id, again.last_step, again.last_evaluation) == ("abc", 7, 5)
     again.begin("abc")
-    assert again.last_step == 7
+    late = [event("evaluation", step, metrics={"loss": 1.0}) for step in (5, 6)]
+    assert news_of(again, snapshot(7, *late), snapshot(8)) == [(6, True), (8, False)]
     again.begin("other")
     assert again.last_step == -1
     assert SinkState("wandb:a", facts(memory=tmp_path)).run_id is None  # a run that begins anew
@@ -164,4 +169,4 @@ def test_a_sink_remembers_its_run_and_its_last_step(tmp_path):
     assert SinkState("wandb:a", facts(memory=tmp_path, is_fresh=False)).run_id is None
     nowhere = SinkState("wandb:a", facts(is_fresh=False))
     nowhere.begin("abc")
-    assert not [path for path in tmp_path.iterdir() if path.suffix == ".partial"]
+    assert [path.name for path in tmp_path.iterdir()] == ["sinks.json"]

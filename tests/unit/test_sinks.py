@@ -10,15 +10,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from lockstep.telemetry.sinks.base import SinkState
-from tests.unit.sinks_planted import CONFIG, event, facts, snapshot
+from tests.unit.sinks_planted import CONFIG, counted, event, facts, feed, snapshot
 
 EVALUATED = event("evaluation", 4, seconds=0.5, metrics={"loss": 0.25})
-
-
-def feed(sink, *snapshots):
-    for each in snapshots:
-        sink.update(each)
-    sink.close()
 
 
 def test_tensorboard_reads_what_was_written_and_steps_done_again_but_once(tmp_path):
@@ -68,8 +62,9 @@ def test_prometheus_reads_the_last_snapshot_until_the_port_is_given_back():
     port = int(url.split(":")[2].split("/")[0])
     info = 'global_batch_size="64",strategy="ddp",task="digits",version_torch="2.13.0"'
     assert samples_in(page) == {f"lockstep_run_info{{{info}}}": "1.0"}
-    sink.update(snapshot(4, EVALUATED))
-    sink.update(snapshot(9, event("checkpoint", 8, seconds=0.5), event("checkpoint", 9, seconds=0.25)))
+    checkpoints = event("checkpoint", 8, seconds=0.5), event("checkpoint", 9, seconds=0.25)
+    for each in counted(snapshot(4, EVALUATED), snapshot(9, *checkpoints)):
+        sink.update(each)
     _, page = page_of(sink)
     found = samples_in(page)
     assert float(found.pop('lockstep_rank_own_work_seconds{rank="1"}')) == pytest.approx(0.09)

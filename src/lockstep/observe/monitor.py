@@ -6,40 +6,37 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from lockstep import activity
-from lockstep.comm.clocks import ClockOffset, measure_clock_offsets
-from lockstep.comm.collectives import backend_name
 from lockstep.errors import ConfigurationError
-from lockstep.observe.hooks import Hook, has_compiled_call, in_backward, updates
-from lockstep.observe.observation import Observation, Place, find_place
+from lockstep.observe.hooks import Hook, compiled_call, in_backward, replace_attribute, updates
+from lockstep.observe.observation import Observation, Place, find_place, trained_parameters
+from lockstep.observe.steps import Step
 from lockstep.run_folder import current_run_folder, read_failure
 from lockstep.telemetry.provenance import Provenance, gather
-from lockstep.telemetry.run_record import Number
+from lockstep.telemetry.run_record import Number, num_restarts
 
-# ``lockstep run --monitor``: finds the training loop of a script that knows nothing of it.
+# --- ``lockstep run --monitor``: a script that knows nothing of it ----------------------------------------------------
 #
 # [Note: finding the model]
-# Until optimizers have stepped some times, every call of a module of the process is looked at. The outermost ones
-# that train are the models; they get hooks of their own, and nobody looks at calls any more. Global hooks of torch
-# would do the same, but compiled models warn of those. What is compiled while calls are looked at may be compiled
-# again later, so as soon as a compiled model is found, no further ones are looked for.
-
+# Until optimizers have stepped some times, every call of a module of the process is checked. The outermost ones that
+# train are the models; they get hooks of their own, and calls are not checked any more. Global hooks of torch would do
+# the same, but compiled models warn of those. What is compiled while calls are checked may be compiled again later, so
+# as soon as a compiled model is found, no further ones are searched for.
 
 _NUM_STEPS = 3
 """After so many steps of optimizers all models have been seen."""
-_MOST_LOOKS = 20_000
+_MOST_CALLS = 20_000
 
 _attached: list[Attached] = []
 
@@ -49,17 +46,6 @@ def attach(attached_folder: str) -> None:
     _attached.append(Attached(Path(attached_folder)))
 
 
-def give_way() -> None:
-    """Leave the recording to the script, which calls `monitor` itself."""
-    for each in _attached:
-        each.stop()
-
-
-def attached_folder() -> Path | None:
-    """Return the folder that was given to ``lockstep run --monitor``."""
-    return _attached[-1].folder if _attached else None
-
-
 class Attached:
     """Waits for the training loop of this process, and records it.
 
@@ -67,57 +53,64 @@ class Attached:
         folder: For the record.
     """
 
-    def __init__(self, attached_folder: Path) -> None:
-        self.folder = attached_folder
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._rank, self._num_ranks = int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
+        # Now, as the script may change its folder, or use CUDA, behind which git is not to be started.
         self._provenance: Provenance | None = gather(Path(sys.argv[0])) if self._rank == 0 else None
         self._models: list[nn.Module] = []
-        self._clocks: tuple[ClockOffset, ...] = ()
         self._found: Observation | None = None
-        self._num_looks = self._num_steps = 0
-        self._is_looking = True
-        self._undo = _before_calls(Hook(self._on_call, self._fail))
+        self._num_calls = self._num_steps = 0
+        self._is_searching = True
+        check, original = Hook(self._on_call, self._fail), nn.Module.__call__
+
+        @functools.wraps(original)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            check(module, args, kwargs)
+            return original(module, *args, **kwargs)
+
+        self._undo = replace_attribute(nn.Module, "__call__", call)
         self._handle = register_optimizer_step_post_hook(Hook(self._on_step, self._fail))
-        if int(os.environ.get("LOCAL_WORLD_SIZE") or 1) < self._num_ranks:
-            self._compare_clocks_at_wrapping()
 
     def stop(self) -> None:
-        """Look for no training loop any more; one that was found is not recorded any further."""
-        self._look_no_more()
+        """Leave the recording to the script, which calls `monitor` itself."""
+        self._stop_searching()
         self._handle.remove()
         if self._found is not None:
             self._found.close()
 
-    def _look_no_more(self) -> None:
-        self._is_looking = False
+    def _stop_searching(self) -> None:
+        self._is_searching = False
         self._undo()
 
     def _on_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Take notice of a call of any module; see [Note: finding the model]."""
-        if not self._is_looking or not torch.is_grad_enabled() or not module.training:
+        """Check a call of any module; see [Note: finding the model]."""
+        if not self._is_searching or not torch.is_grad_enabled() or not module.training:
             return
-        self._num_looks += 1
-        if self._num_looks > _MOST_LOOKS:
-            self._look_no_more()
+        self._num_calls += 1
+        if self._num_calls > _MOST_CALLS:
+            self._stop_searching()
             return
         if threading.current_thread() is not threading.main_thread() or in_backward() or module in self._models:
             return
         if self._found is not None and self._found.steps.in_forward:
             return
-        if not any(parameter.requires_grad for parameter in module.parameters()):
+        if not trained_parameters([module]):
             return
         if activity.now.step is not None:
-            self._look_no_more()
-            self._say("nothing is recorded, as the script trains with fit(), which has run_dir for that")
+            self._stop_searching()
+            self._print("nothing is recorded, as the script trains with fit(), which has run_dir for that")
             return
         if self._found is None:
             self._models.append(module)
+            # No group: the ranks may be anywhere in the script, so they agree on nothing by collectives.
+            name = f"{os.environ.get('TORCHELASTIC_RUN_ID') or 'run'}-{num_restarts()}"
             self._found = Observation(
                 self._models,
                 None,
                 None,
                 run_dir=self.folder,
-                place=self._place(),
+                place=Place(self._rank, self._num_ranks, name=name),
                 provenance=self._provenance,
                 failure=_failure,
             )
@@ -125,76 +118,25 @@ class Attached:
             self._found.add_model(module)
         self._found.forward_begins(module, args, kwargs)
         if any(_is_compiled(part) for part in module.modules()):
-            self._look_no_more()
+            self._stop_searching()
 
     def _on_step(self, *_: Any) -> None:
-        """Take notice that any optimizer has stepped: after a few steps all models have been seen."""
         self._num_steps += self._found is not None
         if self._num_steps >= _NUM_STEPS:
-            self._look_no_more()
-
-    def _place(self) -> Place:
-        # Nothing is said to other ranks: nobody knows where they are in the script.
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
-        name = f"{os.environ.get('TORCHELASTIC_RUN_ID') or 'run'}-{restart}"
-        return Place(self._rank, self._num_ranks, name=name, clocks=self._clocks)
-
-    def _compare_clocks_at_wrapping(self) -> None:
-        """Have the clocks of several machines compared when the model is wrapped, which all ranks do together."""
-        from lockstep.parallel.ddp.wrapper import DistributedDataParallel
-
-        for kind in (TorchDistributedDataParallel, DistributedDataParallel):
-            _after_init(kind, Hook(self._compare_clocks, self._fail))
-
-    def _compare_clocks(self, wrapper: Any) -> None:
-        group = wrapper.process_group
-        if self._is_looking and not self._clocks and group.size() == self._num_ranks:
-            on_gpu = backend_name(group) == "nccl"
-            device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-            self._clocks = tuple(measure_clock_offsets(group, device))
+            self._stop_searching()
 
     def _fail(self, error: Exception) -> None:
-        self._look_no_more()
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        self._say(f"nothing is recorded: {first}")
+        self._stop_searching()
+        self._print(f"nothing is recorded: {str(error).partition(chr(10))[0] or type(error).__name__}")
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self._rank == 0:
             sys.stderr.write(f"lockstep: {text}\n")
 
 
 def _is_compiled(module: nn.Module) -> bool:
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return has_compiled_call(module) or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
-
-
-def _before_calls(look: Hook) -> Callable[[], None]:
-    """Have ``look`` called before any module of the process is; return what undoes that."""
-    owner: Any = nn.Module
-    original = owner.__call__
-
-    @functools.wraps(original)
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        look(self, args, kwargs)
-        return original(self, *args, **kwargs)
-
-    def undo() -> None:
-        if owner.__call__ is call:
-            owner.__call__ = original
-
-    owner.__call__ = call
-    return undo
-
-
-def _after_init(kind: Any, then: Hook) -> None:
-    original = kind.__init__
-
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        then(self)
-
-    kind.__init__ = init
+    return compiled_call(module) is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
 
 
 def _failure() -> str | None:
@@ -204,7 +146,7 @@ def _failure() -> str | None:
     return str(failure["message"]).splitlines()[0] if failure.get("message") else None
 
 
-# `Watch`: what a script that is recorded is given to say.
+# --- `monitor`: one line in a script ----------------------------------------------------------------------------------
 
 Batch = TypeVar("Batch")
 
@@ -220,6 +162,10 @@ class Watch:
 
     def __init__(self, observation: Observation) -> None:
         self._observation = observation
+
+    @property
+    def _step(self) -> Step | None:
+        return None if self._observation.is_closed else self._observation.steps.current
 
     @property
     def run_dir(self) -> Path:
@@ -242,8 +188,8 @@ class Watch:
         Raises:
             ConfigurationError: It has more than one.
         """
-        found, step = _value_of(value), self._observation.steps.current
-        if step is not None and not self._observation.is_closed and len(step.losses) < _MOST_LOSSES:
+        found, step = _number(value), self._step
+        if step is not None and len(step.losses) < _MOST_LOSSES:
             step.losses.append(found)
 
     def grad_norm(self, value: Tensor | float) -> None:
@@ -255,8 +201,8 @@ class Watch:
         Raises:
             ConfigurationError: It has more than one.
         """
-        found, step = _value_of(value), self._observation.steps.current
-        if step is not None and not self._observation.is_closed:
+        found, step = _number(value), self._step
+        if step is not None:
             step.grad_norm = found
 
     def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -286,7 +232,7 @@ class Watch:
         self._observation.close(error)
 
 
-def _value_of(value: Tensor | float) -> Number:
+def _number(value: Tensor | float) -> Number:
     if not isinstance(value, Tensor):
         return Number(float(value))
     if value.numel() != 1:
@@ -303,9 +249,6 @@ def _value_of(value: Tensor | float) -> Number:
     arrived = torch.cuda.Event()
     arrived.record(torch.cuda.current_stream(value.device))
     return Number(there, arrived)
-
-
-# `monitor`: one line that has a training script recorded.
 
 
 def monitor(
@@ -337,65 +280,66 @@ def monitor(
         first_step: Steps done before, in a script that goes on from a checkpoint.
 
     Returns:
-        What is told losses, and ends the record. It ends by itself with the process.
+        What takes losses, and ends the record. It ends by itself with the process.
 
     Raises:
         ConfigurationError: What is given does not go together, or a rank cannot write into the folder; then on all.
     """
-    models, optimizers = _models(model), _optimizers(optimizer)
-    loaders = _loaders(loader)
-    if not any(parameter.requires_grad for each in models for parameter in each.parameters()):
+    models: list[nn.Module] = _listed(
+        model, nn.Module, "model", "no nn.Module.\nGive the model that is called in training, or a list."
+    )
+    optimizers: list[Optimizer] = _listed(
+        optimizer,
+        Optimizer,
+        "optimizer",
+        "no torch.optim.Optimizer.\nGive that which steps, or a list, or leave it out.",
+    )
+    for number, each in enumerate(optimizers):  # some libraries wrap them
+        inner = getattr(each, "optimizer", None)
+        optimizers[number] = inner if isinstance(inner, Optimizer) else each
+    loaders: list[DataLoader[Any]] = _listed(
+        loader,
+        DataLoader,
+        "loader",
+        "no DataLoader, so that waiting for its batches cannot be seen.\n"
+        "Leave it out, and write: for batch in watch.batches(loader), where watch is what monitor() returns.",
+    )
+    names = " and ".join(type(each).__name__ for each in models)
+    if not trained_parameters(models):
         raise ConfigurationError(
-            f"{_names(models)} has no parameter that is trained.\nGive the model that is called in training."
+            f"{names} has no parameter that is trained.\nGive the model that is called in training."
         )
-    for each in optimizers or ():
+    for each in optimizers:
         if not updates(each, models):
             raise ConfigurationError(
-                f"The optimizer {type(each).__name__} updates no parameter of {_names(models)}.\n"
+                f"The optimizer {type(each).__name__} updates no parameter of {names}.\n"
                 "Give the model and the optimizer of the same training; make the optimizer behind wrapping the model."
             )
     if isinstance(first_step, bool) or not isinstance(first_step, int) or first_step < 0:
         raise ConfigurationError(f"first_step is {first_step!r}.\nGive the number of steps done before, 0 or more.")
-    give_way()
-    folder = Path(run_dir) if run_dir is not None else attached_folder() or _default_folder()
+    for attached in _attached:
+        attached.stop()
+    name = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else ""
+    default = _attached[-1].folder if _attached else Path("runs") / (name or "script")
     if _last and not _last[-1].is_closed:
         raise ConfigurationError(
             f"This process is monitored already, into {_last[-1].run_dir}.\n"
             "Call close() on what monitor() has returned, or give all models and optimizers at once."
         )
-    place = find_place()
-    _last[:] = [Observation(models, optimizers, loaders, run_dir=folder, place=place, first_step=first_step)]
+    folder, place = default if run_dir is None else Path(run_dir), find_place()
+    _last[:] = [
+        Observation(models, optimizers or None, loaders or None, run_dir=folder, place=place, first_step=first_step)
+    ]
     return Watch(_last[-1])
 
 
 _last: list[Observation] = []
 
 
-def _models(model: Any) -> list[nn.Module]:
-    return _listed(model, nn.Module, "model", "no nn.Module.\nGive the model that is called in training, or a list.")
-
-
-def _optimizers(optimizer: Any) -> list[Optimizer] | None:
-    if optimizer is None:
-        return None
-    wrong = "no torch.optim.Optimizer.\nGive that which steps, or a list, or leave it out."
-    optimizers: list[Optimizer] = _listed(optimizer, Optimizer, "optimizer", wrong)
-    within = [getattr(each, "optimizer", None) for each in optimizers]  # some libraries wrap them
-    return [inner if isinstance(inner, Optimizer) else outer for outer, inner in zip(optimizers, within, strict=True)]
-
-
-def _loaders(loader: Any) -> list[DataLoader[Any]] | None:
-    if loader is None:
-        return None
-    wrong = (
-        "no DataLoader, so that waiting for its batches cannot be seen.\n"
-        "Leave it out, and write: for batch in watch.batches(loader), where watch is what monitor() returns."
-    )
-    return _listed(loader, DataLoader, "loader", wrong)
-
-
 def _listed(value: Any, kind: type, name: str, otherwise: str) -> list[Any]:
-    """Return what was given as a list, of which each is of a kind."""
+    """Return what was given as a list, of which each is of a kind; empty if it was left out."""
+    if value is None and kind is not nn.Module:
+        return []
     values = list(value) if isinstance(value, (list, tuple)) else [value]
     wrong = [each for each in values if not isinstance(each, kind)]
     if not values:
@@ -403,12 +347,3 @@ def _listed(value: Any, kind: type, name: str, otherwise: str) -> list[Any]:
     if wrong:
         raise ConfigurationError(f"{name} is of type {type(wrong[0]).__name__}, which is {otherwise}")
     return values
-
-
-def _names(models: Sequence[nn.Module]) -> str:
-    return " and ".join(type(each).__name__ for each in models)
-
-
-def _default_folder() -> Path:
-    name = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else ""
-    return Path("runs") / (name or "script")

@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,26 +20,18 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from lockstep.activity import one_line
 from lockstep.comm.clocks import ClockOffset, machine_name, measure_clock_offsets
 from lockstep.comm.collectives import Group, all_gather_object, backend_name, default_group, is_initialized
 from lockstep.errors import ConfigurationError
-from lockstep.observe.hooks import (
-    Batches,
-    Forwards,
-    Optimizers,
-    has_compiled_call,
-    num_samples,
-    watch_all_loaders,
-    watch_loader,
-)
+from lockstep.observe.hooks import Batches, Forwards, Optimizers, compiled_call, num_samples
 from lockstep.observe.steps import Step, Steps
-from lockstep.parallel.ddp.bucket_events import BucketStamps
+from lockstep.parallel.compile import is_capturing
+from lockstep.parallel.ddp.bucket_events import BucketStamps, mark_on
 from lockstep.telemetry.provenance import Provenance, gather
 from lockstep.telemetry.resources import MachineSampler
 from lockstep.telemetry.run_record import (
     Event,
-    LineWriter,
-    Mark,
     PeriodicThread,
     Reduction,
     RunFolder,
@@ -48,7 +40,7 @@ from lockstep.telemetry.run_record import (
     num_restarts,
 )
 
-# What exchanges gradients in a script, and what it tells of that.
+# --- what exchanges gradients in a script, and what is known of that --------------------------------------------------
 
 Kind = Literal["single", "ddp", "torch-ddp", "dp", "torch-dp", "unknown"]
 
@@ -61,20 +53,17 @@ class Engine:
         kind: ``single`` if nobody has to, ``unknown`` if it is something else than the engines named so in docs/fit.
         ours: Wrappers of ours.
         stamps: What takes their moments, by wrapper.
-        torch_module: torch's wrapper.
     """
 
     kind: Kind
     ours: list[Any] = field(default_factory=list)
     stamps: list[BucketStamps] = field(default_factory=list)
-    torch_module: Any = None
-    _last_iteration: Any = None
 
     def include(self, other: Engine) -> None:
         """Take in what exchanges the gradients of one more model."""
         self.ours += [each for each in other.ours if all(each is not known for known in self.ours)]
         if self.kind in ("single", "unknown"):
-            self.kind, self.torch_module = other.kind, other.torch_module
+            self.kind = other.kind
 
     def stamp(self, device: torch.device) -> None:
         """Have the buckets of our engines stamped from now on."""
@@ -86,11 +75,6 @@ class Engine:
         """Have nothing stamped any more."""
         for module in self.ours:
             module.stamp_buckets(None)
-
-    def look_closely(self, closely: bool) -> None:
-        """Have single buckets stamped in the coming step, or not."""
-        for each in self.stamps:
-            each.closely = closely
 
     def take(self) -> list[Reduction]:
         """Return what was recorded of the backward that has just ended."""
@@ -106,113 +90,28 @@ class Engine:
         step.unseen = frozenset(phase for phase, is_seen in seen.items() if not is_seen)
         step.has_timeline = has_timeline(step.number)
 
-    def torch_hidden_s(self) -> float | None:
-        """Return the time in which buckets of torch's engine travelled beside its last backward, if it knows.
-
-        It measures that in some steps, and works it out as the next forward begins.
-        """
-        told = self.torch_module._get_ddp_logging_data()
-        before, self._last_iteration = self._last_iteration, told.get("iteration")
-        nanoseconds = told.get("backward_compute_comm_overlap_time", 0)
-        return nanoseconds / 1e9 if self._last_iteration != before and nanoseconds > 0 else None
-
 
 def find_engine(models: Sequence[nn.Module], num_ranks: int) -> Engine:
     """Return what exchanges the gradients of ``models`` among so many ranks."""
     modules = [module for model in models for module in model.modules()]
-    ours = [
-        each for each in modules if isinstance(each, _class("lockstep.parallel.ddp.wrapper", "DistributedDataParallel"))
-    ]
-    if ours:
-        return Engine("ddp", ours)
-    theirs = [each for each in modules if isinstance(each, TorchDistributedDataParallel)]
-    if theirs:
-        return Engine("torch-ddp", torch_module=theirs[0])
-    if any(isinstance(each, _class("lockstep.parallel.dp.wrapper", "DataParallel")) for each in modules):
-        return Engine("dp")
-    if any(isinstance(each, nn.DataParallel) for each in modules):
-        return Engine("torch-dp")
+    kinds: tuple[tuple[Kind, Any], ...] = (
+        ("ddp", _imported("lockstep.parallel.ddp.wrapper", "DistributedDataParallel")),
+        ("torch-ddp", TorchDistributedDataParallel),
+        ("dp", _imported("lockstep.parallel.dp.wrapper", "DataParallel")),
+        ("torch-dp", nn.DataParallel),
+    )
+    for kind, cls in kinds:
+        if found := [each for each in modules if isinstance(each, cls)]:
+            return Engine(kind, found if kind == "ddp" else [])
     return Engine("single" if num_ranks == 1 else "unknown")
 
 
-def _class(module: str, name: str) -> Any:
+def _imported(module: str, name: str) -> Any:
     """Return a class of ours if the script uses it, else what nothing is an instance of."""
-    found = sys.modules.get(module)
-    return () if found is None else getattr(found, name)
+    return getattr(sys.modules.get(module), name, ())
 
 
-_NUM_SIZED = 1000
-
-
-class MonitorRecorder:
-    """Hands the steps and events that were seen to the recorder of this rank.
-
-    Args:
-        writer: Of the rank's file.
-        engine: That exchanges gradients.
-        num_ranks: That train together, each with as many samples.
-        first_step: Steps done before.
-
-    Attributes:
-        sizes: How many of the first steps had how many samples of this rank.
-    """
-
-    def __init__(self, writer: LineWriter, engine: Engine, *, num_ranks: int, first_step: int) -> None:
-        self._engine, self._num_ranks, self._num_done = engine, num_ranks, first_step
-        self._recorder = StepRecorder(writer)
-        self._owing: Step | None = None
-        self.sizes: Counter[int] = Counter()
-        self._thread = PeriodicThread(self._recorder.drain)
-
-    def opened(self, step: Step) -> None:
-        """Take note that a step has begun."""
-        self._engine.look_closely(has_timeline(step.number))
-
-    def forward_ended(self) -> None:
-        """Take note that a training forward is over, in which torch's engine has worked out its figures."""
-        if self._owing is not None:
-            self._settle(self._engine.torch_hidden_s())
-
-    def done(self, step: Step) -> None:
-        """Take a step; the device may still owe its figures. Does not block."""
-        self._num_done = step.number + 1
-        self._settle(None)
-        self._engine.complete(step)
-        if self._engine.torch_module is not None and step.has_timeline:
-            step.owes_hidden, self._owing = True, step
-        if step.number < _NUM_SIZED:
-            self.sizes[step.samples] += 1
-        step.samples *= self._num_ranks
-        self._recorder.add(step)
-        if step.is_skipped:
-            self.event("skipped", f"step {self._num_done}: left out by GradScaler: the gradient was not finite")
-
-    def evaluated(self, num_steps: int, wall_s: float, seconds: float) -> None:
-        """Take note of an evaluation: when it began, and how long training stood still for it."""
-        text = "forwards that did not train"
-        self._recorder.event("evaluation", text, step=num_steps, time_s=wall_s, seconds=seconds)
-
-    def event(self, event: Event, text: str) -> None:
-        """Take an event. Does not block."""
-        self._recorder.event(event, text, step=self._num_done)
-
-    def close(self, *, waits: bool) -> None:
-        """Write what is left, and what the device owes if this ``waits``. Blocks some seconds at most for the disk."""
-        self._settle(None)
-        last = self._recorder.last_step
-        if waits and last is not None and isinstance(last.end, torch.cuda.Event):
-            last.end.synchronize()
-        if self._thread.stop():
-            self._recorder.drain(at_once=True)
-        self._recorder.close()
-
-    def _settle(self, hidden_s: float | None) -> None:
-        step, self._owing = self._owing, None
-        if step is not None:
-            step.hidden_s, step.owes_hidden = hidden_s, False
-
-
-# The record of a script: who takes part, its files, and what is known of it as a whole.
+# --- this rank among those that train together ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -223,27 +122,23 @@ class Place:
         rank, num_ranks: Of the job.
         group: Through which they agree on the record; ``None`` if they do without.
         name: Of the session, where they do without.
-        clocks: Of the ranks, where they do without.
     """
 
     rank: int
     num_ranks: int
     group: Group | None = None
     name: str | None = None
-    clocks: tuple[ClockOffset, ...] = ()
 
     def gather(self, value: Any) -> list[Any]:
         """Return the ``value`` of each rank, or only this one's. Collective if there is a group: every rank."""
-        if self.group is None:
-            return [value]
-        return all_gather_object(value, group=self.group, device=self.device)
+        return [value] if self.group is None else all_gather_object(value, group=self.group, device=self._device)
 
     def offsets(self) -> list[ClockOffset]:
         """Return how far the ranks' clocks are apart. Collective if there is a group: every rank."""
-        return list(self.clocks) if self.group is None else measure_clock_offsets(self.group, self.device)
+        return [] if self.group is None else measure_clock_offsets(self.group, self._device)
 
     @property
-    def device(self) -> torch.device:
+    def _device(self) -> torch.device:
         """Where small messages lie that the group sends."""
         is_nccl = self.group is not None and backend_name(self.group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
@@ -266,82 +161,14 @@ def find_place() -> Place:
     return Place(0, 1)
 
 
-def open_folder(
-    folder: Path,
-    place: Place,
-    device: torch.device,
-    models: Sequence[nn.Module],
-    facts: dict[str, Any],
-    *,
-    first_step: int = 0,
-    provenance: Provenance | None = None,
-) -> RunFolder:
-    """Return the files of this rank. Collective if ``place`` has a group: every rank. Blocks until all have.
+# --- the hooks and the record -----------------------------------------------------------------------------------------
 
-    Args:
-        folder: Made if it is not there; the ranks of several machines may have one each.
-        place: This rank.
-        device: Where it computes.
-        models: That are trained.
-        facts: Settings, as far as they are known.
-        first_step: Steps done before; the record goes on behind what is in the folder then.
-        provenance: What was found out before; looked for now if ``None``.
-
-    Raises:
-        ConfigurationError: On every rank: a rank cannot write there.
-    """
-    fresh = not first_step
-    if fresh and num_restarts():
-        _set_aside(folder, place.rank, num_restarts())
-    opened = RunFolder(
-        folder,
-        place.rank,
-        place.num_ranks,
-        device=str(device),
-        machine=machine_name(),
-        first_step=first_step,
-        fresh=fresh,
-        sample=MachineSampler([device]),
-        gather=place.gather,
-        name=place.name,
-    )
-    offsets = place.offsets()
-    if place.rank == 0:
-        opened.describe(
-            offsets,
-            "start",
-            num_steps=None,
-            recorded_by="monitor",
-            task=Path(sys.argv[0]).name or "a script",
-            settings={key: value for key, value in facts.items() if value is not None},
-            **_sizes(models),
-            backend=backend_name(default_group()) if is_initialized() else None,
-            provenance=asdict(provenance or gather(Path(sys.argv[0]) if sys.argv[0] else None)),
-        )
-    return opened
-
-
-def _sizes(models: Sequence[nn.Module]) -> dict[str, int]:
-    """Return how much is trained, by name."""
-    trained = [each for model in models for each in model.parameters() if each.requires_grad]
-    unique = list({id(each): each for each in trained}.values())
-    return {
-        "num_parameters": sum(each.numel() for each in unique),
-        "gradient_bytes": sum(each.numel() * each.element_size() for each in unique),
-    }
-
-
-def _set_aside(folder: Path, rank: int, num_restarts: int) -> None:
-    """Keep what was recorded before a restart under another name: nobody has said at which step the script goes on."""
-    with suppress(OSError):
-        os.replace(folder / f"rank-{rank}.jsonl", folder / f"before-restart-{num_restarts}.rank-{rank}.jsonl")
-
-
-# All that looks at a training loop from outside, and its record, put together.
+_NUM_SIZED = 1000
+"""The batch size of the record is the most frequent one of so many steps."""
 
 
 class Observation:
-    """Looks at a training loop and records it, until it is closed or the process ends.
+    """Watches a training loop and records it, until it is closed or the process ends.
 
     Collective if ``place`` has a group: every rank makes one. Blocks until all have.
 
@@ -349,15 +176,15 @@ class Observation:
         models: That are trained; there may be more later.
         optimizers: That end steps; all that update a model if ``None``.
         loaders: Whose waiting is seen; all of the process if ``None``.
-        run_dir: The folder for the record.
+        run_dir: The folder for the record; made if it is not there. Ranks of several machines may have one each.
         place: This rank.
-        first_step: Steps done before.
+        first_step: Steps done before; the record goes on behind what is in the folder then.
         provenance: What was found out before; looked for now if ``None``.
         failure: Returns at the end of the process what has ended it, if the interpreter does not know.
 
     Attributes:
         steps: What was seen so far.
-        batches: What is told of batches.
+        batches: The hooks on loaders.
         is_closed: Whether the record has ended.
 
     Raises:
@@ -380,31 +207,32 @@ class Observation:
         self.is_closed = False
         self._models, self._place, self._failure = models, place, failure
         self._pid, self._error_before = os.getpid(), getattr(sys, "last_value", None)
-        device = next(each.device for model in models for each in model.parameters() if each.requires_grad)
-        self._device = device
-        self._engine = engine = find_engine(models, self._num_peers)
-        facts = {
-            "strategy": None if engine.kind == "unknown" else engine.kind,
-            "workers": loaders[0].num_workers if loaders else None,
-            "pin_memory": loaders[0].pin_memory if loaders else None,
-            "run_dir": str(run_dir),
-        }
-        self._folder = open_folder(run_dir, place, device, models, facts, first_step=first_step, provenance=provenance)
-        self._recorder = MonitorRecorder(self._folder.writer, engine, num_ranks=place.num_ranks, first_step=first_step)
-        self._tell_beginning(first_step)
-        self.steps = Steps(self._mark if device.type == "cuda" else None, self._recorder, first_step)
-        engine.stamp(device)
-        self._forwards = Forwards(self.steps, device, engine.take, self._fail)
+        self._device = device = next(each.device for each in trained_parameters(models))
+        self._engine = find_engine(models, self._num_peers)
+        self._folder = self._open_folder(loaders, first_step, provenance)
+        self._recorder = StepRecorder(self._folder.writer)
+        self._thread = PeriodicThread(self._recorder.drain)
+        self._sizes: Counter[int] = Counter()
+        if restarts := num_restarts():
+            self._event("restart", f"started again ({restarts} so far), and counts from {first_step}", first_step)
+        if first_step:
+            self._event("resume", f"went on after step {first_step}", first_step)
+        is_cuda = device.type == "cuda"
+        mark = partial(mark_on, device) if is_cuda else None
+        captures = {"is_capturing": partial(is_capturing, device)} if is_cuda else {}
+        self.steps = Steps(mark, self, first_step, **captures)
+        self._engine.stamp(device)
+        self._forwards = Forwards(self.steps, self._engine.take, self._fail)
         for model in models:
             self._forwards.watch(model)
-        self._optimizers = Optimizers(self.steps, device, optimizers, models, self._fail)
-        self.batches = Batches(self.steps, device, self._fail)
-        if loaders is None:
-            self._undo = [watch_all_loaders(self.batches)]
-        else:
-            self._undo = [watch_loader(loader, self.batches) for loader in loaders]
+        self.batches = Batches(self.steps, self._fail)
+        self._undo = ExitStack()
+        self._undo.callback(self._engine.stop)
+        self._undo.callback(self._forwards.stop)
+        self._undo.callback(Optimizers(self.steps, optimizers, models, self._fail).stop)
+        self._undo.callback(self.batches.watch(loaders))
         atexit.register(self._at_exit)
-        os.register_at_fork(after_in_child=partial(_leave_alone, weakref.ref(self.steps)))
+        os.register_at_fork(after_in_child=partial(_leave_to_parent, weakref.ref(self.steps)))
 
     def add_model(self, model: nn.Module) -> None:
         """Watch one more model."""
@@ -414,11 +242,37 @@ class Observation:
         self._forwards.watch(model)
 
     def forward_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Take notice of a forward that has begun before its model was watched, and so maybe before its batch was."""
+        """Take a forward that has begun before its model was watched, and so maybe before its batch was."""
         if self.steps.current is None:
             self.steps.batch_was(num_samples(args) or num_samples(kwargs))
-        if not has_compiled_call(model):  # whose calls are watched already
+        if compiled_call(model) is None:  # else its calls are watched already
             self._forwards.begins(model, args, kwargs)
+
+    # --- from the hooks, by way of Steps ---
+
+    def opened(self, step: Step) -> None:
+        """A step has begun."""
+        for each in self._engine.stamps:
+            each.closely = has_timeline(step.number)
+
+    def done(self, step: Step) -> None:
+        """Record a step; the device may still owe its figures. Does not block."""
+        self._engine.complete(step)
+        if step.number < _NUM_SIZED:
+            self._sizes[step.samples] += 1
+        step.samples *= self._place.num_ranks
+        self._recorder.add(step)
+        if step.is_skipped:
+            num_done = step.number + 1
+            text = f"step {num_done}: left out by GradScaler: the gradient was not finite"
+            self._event("skipped", text, num_done)
+
+    def evaluated(self, num_steps: int, wall_s: float, seconds: float) -> None:
+        """Record an evaluation: when it began, and how long training stood still for it."""
+        text = "forwards that did not train"
+        self._recorder.event("evaluation", text, step=num_steps, time_s=wall_s, seconds=seconds)
+
+    # --- the end ---
 
     def close(self, error: BaseException | None = None) -> None:
         """End the record, with what has ended the training if that failed; again has no effect.
@@ -426,69 +280,106 @@ class Observation:
         Blocks until the device is done, unless there is an error, and some seconds at most for the disk.
         """
         has_failed = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
-        self._close("error" if has_failed else "end", text=_describe(error) if has_failed else None)
+        self._close(text=one_line(error) if error is not None and has_failed else None)
 
     def finish(self) -> None:
         """End the record, and compare the clocks of the ranks once more. Collective if there is a group: every rank."""
         if not self.is_closed:
-            self._close("end", self._place.offsets())
+            self._close(self._place.offsets())
 
-    @property
-    def _num_peers(self) -> int:
-        return self._place.num_ranks if is_initialized() else 1
+    def _close(self, offsets: Sequence[ClockOffset] = (), *, text: str | None = None) -> None:
+        """End the record, with an error if there is a ``text``."""
+        if self.is_closed or os.getpid() != self._pid:
+            return
+        self.is_closed = True
+        atexit.unregister(self._at_exit)
+        self._undo.close()
+        self.steps.close()
+        self.steps.is_over = True
+        num_done = self.steps.num_done
+        self._event("end" if text is None else "error", text or f"{num_done} steps done", num_done)
+        last = self._recorder.last_step
+        if text is None and last is not None and isinstance(last.end, torch.cuda.Event):
+            last.end.synchronize()
+        if self._thread.stop():
+            self._recorder.drain(at_once=True)
+        self._recorder.close()
+        known: dict[str, Any] = {"num_steps": num_done}
+        if self._sizes:
+            known["global_batch_size"] = self._sizes.most_common(1)[0][0] * self._place.num_ranks
+        self._folder.describe(offsets, "end", **known)
 
-    def _tell_beginning(self, first_step: int) -> None:
-        if restarts := num_restarts():
-            text = f"started again ({restarts} so far), and counts from {first_step}"
-            self._recorder.event("restart", text)
-        if first_step:
-            self._recorder.event("resume", f"went on after step {first_step}")
-
-    def _mark(self) -> Mark:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+    def _at_exit(self) -> None:
+        error = getattr(sys, "last_value", None)  # set by the interpreter when an exception ended the script
+        is_new = error is not None and error is not self._error_before
+        self._close(text=one_line(error) if error is not None and is_new else self._failure())
 
     def _fail(self, error: Exception) -> None:
         """End the watching after an error of ours; training goes on."""
         if not self.steps.is_over:
             self.steps.is_over = True
-            text = f"the recording ended with an error of its own: {_describe(error)}"
-            self._recorder.event("remark", text)
+            text = f"the recording ended with an error of its own: {one_line(error)}"
+            self._event("remark", text, self.steps.num_done)
             sys.stderr.write(f"lockstep: {text}\n")
 
-    def _close(self, event: Event, offsets: Sequence[ClockOffset] = (), *, text: str | None = None) -> None:
-        if self.is_closed or os.getpid() != self._pid:
-            return
-        self.is_closed = True
-        atexit.unregister(self._at_exit)
-        self._forwards.stop()
-        self._optimizers.stop()
-        self._engine.stop()
-        for undo in self._undo:
-            undo()
-        self.steps.close()
-        self.steps.is_over = True
-        self._recorder.event(event, text or f"{self.steps.num_done} steps done")
-        self._recorder.close(waits=event != "error")
-        known: dict[str, Any] = {"num_steps": self.steps.num_done}
-        if sizes := self._recorder.sizes:
-            known["global_batch_size"] = sizes.most_common(1)[0][0] * self._place.num_ranks
-        self._folder.describe(offsets, "end", **known)
+    def _event(self, event: Event, text: str, num_done: int) -> None:
+        self._recorder.event(event, text, step=num_done)
 
-    def _at_exit(self) -> None:
-        # Set by the interpreter when an exception ended the script.
-        error = getattr(sys, "last_value", None)
-        text = _describe(error) if error is not None and error is not self._error_before else self._failure()
-        self._close("end" if text is None else "error", text=text)
+    @property
+    def _num_peers(self) -> int:
+        return self._place.num_ranks if is_initialized() else 1
+
+    def _open_folder(
+        self, loaders: Sequence[DataLoader[Any]] | None, first_step: int, provenance: Provenance | None
+    ) -> RunFolder:
+        place, rank_zero = self._place, self._place.rank == 0
+        if not first_step and num_restarts():
+            # It is not known at which step the script goes on: what was recorded before gets another name.
+            name = f"rank-{place.rank}.jsonl"
+            with suppress(OSError):
+                os.replace(self.run_dir / name, self.run_dir / f"before-restart-{num_restarts()}.{name}")
+        opened = RunFolder(
+            self.run_dir,
+            place.rank,
+            place.num_ranks,
+            device=str(self._device),
+            machine=machine_name(),
+            first_step=first_step,
+            fresh=not first_step,
+            sample=MachineSampler([self._device]),
+            gather=place.gather,
+            name=place.name,
+        )
+        offsets = place.offsets()
+        parameters = list({id(each): each for each in trained_parameters(self._models)}.values())
+        settings = {
+            "strategy": None if self._engine.kind == "unknown" else self._engine.kind,
+            "workers": loaders[0].num_workers if loaders else None,
+            "pin_memory": loaders[0].pin_memory if loaders else None,
+            "run_dir": str(self.run_dir),
+        }
+        if rank_zero:
+            opened.describe(
+                offsets,
+                "start",
+                num_steps=None,
+                recorded_by="monitor",
+                task=Path(sys.argv[0]).name or "a script",
+                settings={key: value for key, value in settings.items() if value is not None},
+                num_parameters=sum(each.numel() for each in parameters),
+                gradient_bytes=sum(each.numel() * each.element_size() for each in parameters),
+                backend=backend_name(default_group()) if is_initialized() else None,
+                provenance=asdict(provenance or gather(Path(sys.argv[0]) if sys.argv[0] else None)),
+            )
+        return opened
 
 
-def _leave_alone(steps: weakref.ref[Steps]) -> None:
+def trained_parameters(models: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters that are trained, as often as they are in the models."""
+    return [each for model in models for each in model.parameters() if each.requires_grad]
+
+
+def _leave_to_parent(steps: weakref.ref[Steps]) -> None:
     """Watch nothing in a process that was forked: nobody there takes what is seen."""
     if (found := steps()) is not None:
         found.is_over = True
-
-
-def _describe(error: BaseException | None) -> str:
-    first = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -1,4 +1,16 @@
-"""Puts together the steps of a loop from what hooks see of it: batches, forwards, backwards, optimizer steps."""
+"""Puts together the steps of a loop from what hooks see of it: batches, forwards, backwards, optimizer steps.
+
+[Note: what a step is]
+A step ends when the *lead* optimizer has stepped: the first that steps, or another when that one does not any more.
+Optimizers that step right behind it belong to the same step. It begins with the first batch, or else the first
+training forward, since the step before. Between the two lies what the script does besides: that belongs to no step.
+
+[Note: training or not]
+A forward trains if gradients are recorded and the model is in training mode. A model that is trained in evaluation
+mode is found out by its first backward. Forwards that do not train, between two steps, are an evaluation: the
+batches that went into them belong to no step, and training stands still until the next one. Within a step they are
+part of it, and so is a single one on a batch that is then trained on.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +19,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from threading import get_ident
-from typing import Literal, Protocol
+from typing import Protocol
 
 from lockstep import activity
 from lockstep.telemetry.run_record import Mark, RecordedStep, Reduction
-
-# A step of somebody else's loop, as it was seen from outside.
-
-Phase = Literal["data_wait", "forward", "backward", "optimizer"]
-
-
-Span = tuple[Phase, Mark, Mark, float]
-"""What a step did from one mark to another, and what of it the host spent in collectives of ours that block it."""
 
 
 @dataclass(slots=True)
@@ -43,30 +47,14 @@ class Listener(Protocol):
     """Takes the steps."""
 
     def opened(self, step: Step) -> None:
-        """Take notice that a step has begun."""
-
-    def forward_ended(self) -> None:
-        """Take notice that a training forward is over."""
+        """Take a step that has just begun."""
 
     def done(self, step: Step) -> None:
         """Take a step; nothing is added to it any more, but the device may still owe its figures."""
 
     def evaluated(self, num_steps: int, wall_s: float, seconds: float) -> None:
-        """Take notice of an evaluation: when it began, and how long training stood still for it."""
+        """Take an evaluation: when it began, and how long training stood still for it."""
 
-
-# Puts together the steps of a loop from what hooks see of it: batches, forwards, backwards, optimizer steps.
-#
-# [Note: what a step is]
-# A step ends when the *lead* optimizer has stepped: the first that steps, or another when that one does not any more.
-# Optimizers that step right behind it belong to the same step. It begins with the first batch, or else the first
-# training forward, since the step before. Between the two lies what the script does besides: that belongs to no step.
-#
-# [Note: training or not]
-# A forward trains if gradients are recorded and the model is in training mode. A model that is trained in evaluation
-# mode is found out by its first backward. Forwards that do not train, between two steps, are an evaluation: the
-# batches that went into them belong to no step, and training stands still until the next one. Within a step they are
-# part of it, and so is a single one on a batch that is then trained on.
 
 _MOST_BATCHES = 256
 """Waits for batches that are kept until a forward shows what they were for."""
@@ -94,10 +82,21 @@ class Steps:
         mark: Returns the present moment of the device; ``None``: that is the host's.
         listener: Gets the steps.
         first_step: Number of the first.
+        is_capturing: Returns whether a CUDA graph is captured now, in which no event can be recorded.
+
+    Attributes:
+        num_done: Steps done.
+        is_over: Whether hooks are to report nothing any more.
     """
 
-    def __init__(self, mark: Callable[[], Mark] | None, listener: Listener, first_step: int = 0) -> None:
-        self._mark, self._listener = mark, listener
+    def __init__(
+        self,
+        mark: Callable[[], Mark] | None,
+        listener: Listener,
+        first_step: int = 0,
+        is_capturing: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._mark, self._listener, self._is_capturing = mark, listener, is_capturing
         self.num_done = first_step
         self.sees_batches = self.is_over = False
         self._thread = get_ident()
@@ -106,6 +105,7 @@ class Steps:
         self._own_done: Mark | None = None
         self._open: Step | None = None
         self._done: Step | None = None
+        # Batches, and the samples in them, since the last step: those of the next one, or of an evaluation.
         self._batches: list[tuple[Moment, Moment]] = []
         self._unclaimed = 0
         self._trains_in_eval = False
@@ -118,9 +118,14 @@ class Steps:
     # --- what is asked ----------------------------------------------------------------------------------------------
 
     @property
+    def is_watching(self) -> bool:
+        """Whether hooks report."""
+        return not self.is_over and not self._is_capturing()
+
+    @property
     def is_mine(self) -> bool:
-        """Whether this is the thread that trains, and it is watched."""
-        return get_ident() == self._thread and not self.is_over
+        """Whether hooks report, and this is the thread that trains."""
+        return get_ident() == self._thread and self.is_watching
 
     @property
     def in_forward(self) -> bool:
@@ -129,12 +134,12 @@ class Steps:
 
     @property
     def current(self) -> Step | None:
-        """The step to which belongs what the script says now: the open one, or else the last."""
+        """The step to which a loss belongs that the script gives now: the open one, or else the last."""
         return self._open if self._open is not None else self._done
 
     @property
     def lacks_samples(self) -> bool:
-        """Whether no loader has told how many samples the step has."""
+        """Whether no loader has shown how many samples the step has."""
         return self._open is not None and not self._open.samples
 
     def trains(self, *, has_grad: bool, is_training: bool) -> bool:
@@ -149,15 +154,14 @@ class Steps:
     # --- batches ----------------------------------------------------------------------------------------------------
 
     def batch(self, asked: Moment, num_samples: int | None) -> None:
-        """Take notice that a batch was asked for, and has come by now; no samples if a loader was only started."""
+        """Take a batch that was asked for, and has come by now; no samples if a loader was only started."""
         came = self.moment()
         self._depth = 0
         self.sees_batches = True
         self._unclaimed += num_samples or 0
         if self._open is None:
             self._batches.append((asked, came))
-            if len(self._batches) > _MOST_BATCHES:
-                del self._batches[0]
+            del self._batches[:-_MOST_BATCHES]
             return
         if self._now is _Now.LOSS:
             self._add("forward", asked)
@@ -166,13 +170,13 @@ class Steps:
         self._since = came
 
     def batch_was(self, num_samples: int) -> None:
-        """Take notice that a batch came before anybody looked."""
+        """Take a batch that came before anything was watched."""
         self._unclaimed += num_samples
 
     # --- forward and backward ---------------------------------------------------------------------------------------
 
     def forward_begins(self) -> None:
-        """Take notice of a training forward."""
+        """A training forward begins."""
         now = self.moment()
         step = self._open or self._begin(now)
         step.samples += self._unclaimed
@@ -184,17 +188,16 @@ class Steps:
         self._now, self._since = _Now.FORWARD, now
 
     def forward_ends(self) -> None:
-        """Take notice that a training forward is over; the loss comes."""
+        """A training forward is over; the loss comes."""
         if self._open is None or self._now not in (_Now.FORWARD, _Now.LOSS):
             return
         now = self.moment()
         self._add("forward", now)
         self._open.has_forward = True
         self._now, self._since = _Now.LOSS, now
-        self._listener.forward_ended()
 
     def idle_forward(self, *, is_over: bool, is_training: bool) -> None:
-        """Take notice that a forward begins, or is over, that does not train, in training mode or not."""
+        """A forward begins, or is over, that does not train, in training mode or not."""
         if self._open is not None:
             self._unclaimed = self._unclaimed if is_training else 0
             return
@@ -205,13 +208,13 @@ class Steps:
             self._evaluation = (began_at, now)
             self._borrowed = self._batches, self._unclaimed
         elif not is_over:
-            self._borrowed = None
+            self._borrowed = None  # a second one: it is an evaluation, and the batches were for that
         if is_over:
             self._evaluation = (self._evaluation[0], now)
         self._batches, self._unclaimed = [], 0
 
     def backward_begins(self, num_samples: int) -> None:
-        """Take notice of a backward, of a forward that got so many samples."""
+        """A backward begins, of a forward that got so many samples."""
         now = self.moment()
         if self._open is None:
             self._trains_in_eval, self._evaluation = True, None
@@ -223,11 +226,11 @@ class Steps:
         self._now, self._since, self._own_done = _Now.BACKWARD, now, None
 
     def own_work_done(self) -> None:
-        """Take notice that this rank's own work of backward is done."""
+        """This rank's own work of backward is done."""
         self._own_done, _, _ = self.moment()
 
     def backward_ends(self, reductions: Sequence[Reduction]) -> None:
-        """Take notice that backward is over, and the gradients are reduced."""
+        """Backward is over, and the gradients are reduced."""
         if self._open is None or self._now is not _Now.BACKWARD:
             return
         now = self.moment()
@@ -242,7 +245,7 @@ class Steps:
     # --- optimizers -------------------------------------------------------------------------------------------------
 
     def optimizer_begins(self, key: int) -> None:
-        """Take notice that an optimizer is about to step; it may be one within another."""
+        """An optimizer is about to step; it may be one within another, which counts once."""
         self._depth += 1
         if self._depth > 1:
             return
@@ -252,7 +255,7 @@ class Steps:
         self._now, self._since = _Now.OPTIMIZER, now
 
     def optimizer_ends(self, key: int, learning_rate: float | None, *, is_skipped: bool = False) -> None:
-        """Take notice that an optimizer has stepped, or was kept from it as its gradient was not finite."""
+        """An optimizer has stepped, or was kept from it as its gradient was not finite."""
         self._depth = max(0, self._depth - 1)
         if self._depth or self.current is None:
             return
@@ -263,19 +266,19 @@ class Steps:
         is_lead = self._leads(key)
         if self._open is None:  # one right behind the lead
             self.current.end = now[0]
-        else:
-            self._open.learning_rate = learning_rate if is_lead else self._open.learning_rate
-            self._open.is_skipped |= is_skipped
-            if is_lead:
-                self._finish(now)
+            return
+        self._open.is_skipped |= is_skipped
+        if is_lead:
+            self._open.learning_rate = learning_rate
+            self._finish(now)
 
     def optimizer_within(self, learning_rate: float | None) -> None:
-        """Take notice that an optimizer steps within a backward, whose end then ends the step; maybe many times."""
+        """An optimizer steps within a backward, whose end then ends the step; maybe many times."""
         if self._open is not None and self._now is _Now.BACKWARD:
             self._has_stepped_within, self._open.learning_rate = True, learning_rate
 
     def optimizer_failed(self) -> None:
-        """Take notice that an optimizer has raised instead."""
+        """An optimizer has raised instead."""
         self._depth, self._now = 0, _Now.OUTSIDE
 
     def _leads(self, key: int) -> bool:
@@ -284,8 +287,29 @@ class Steps:
             self._lead, self._num_silent = key, 0
         return key == self._lead
 
+    # --- from one step to the next ----------------------------------------------------------------------------------
+
+    def _begin(self, now: Moment) -> Step:
+        if self._borrowed is not None and self._borrowed[0] and not self._batches:  # a single forward: no evaluation
+            (self._batches, self._unclaimed), self._evaluation = self._borrowed, None
+        self._borrowed = None
+        mark, at, _ = self._batches[0][0] if self._batches else now
+        self._release(at)
+        self._report_evaluation(at)
+        step = Step(self.num_done, mark, at, time.time() - (time.perf_counter() - at), mark)
+        step.spans += [("data_wait", asked[0], came[0], came[2] - asked[2]) for asked, came in self._batches]
+        self._batches = []
+        self._open, self._now = step, _Now.OUTSIDE
+        self._listener.opened(step)
+        return step
+
+    def _add(self, phase: str, end: Moment) -> None:
+        begin, step = self._since, self.current
+        if begin is not None and step is not None:
+            step.spans.append((phase, begin[0], end[0], end[2] - begin[2]))
+
     def _finish(self, now: Moment) -> None:
-        """End the open step."""
+        """End the open step; it is kept until the next one begins, for a loss that the script gives behind it."""
         assert self._open is not None
         step, self._open, self._has_stepped_within = self._open, None, False
         step.samples = step.samples or self._unclaimed or step.num_inputs
@@ -294,42 +318,20 @@ class Steps:
         self._done = step
         self.num_done += 1
 
-    # --- the end ----------------------------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Let go of the last step; one that was not finished is forgotten."""
-        self._release(None)
-        self._tell_evaluation(None)
-        self._open = None
-
-    def _begin(self, now: Moment) -> Step:
-        if self._borrowed is not None and self._borrowed[0] and not self._batches:  # one look at it, no evaluation
-            (self._batches, self._unclaimed), self._evaluation = self._borrowed, None
-        self._borrowed = None
-        mark, at, _ = self._batches[0][0] if self._batches else now
-        self._release(at)
-        self._tell_evaluation(at)
-        step = Step(self.num_done, mark, at, time.time() - (time.perf_counter() - at), mark)
-        for asked, came in self._batches:
-            step.spans.append(("data_wait", asked[0], came[0], came[2] - asked[2]))
-        self._batches = []
-        self._open, self._now = step, _Now.OUTSIDE
-        self._listener.opened(step)
-        return step
-
-    def _add(self, phase: Phase, end: Moment) -> None:
-        begin, step = self._since, self._open or self._done
-        if begin is not None and step is not None:
-            step.spans.append((phase, begin[0], end[0], end[2] - begin[2]))
-
     def _release(self, until: float | None) -> None:
         step, self._done = self._done, None
         if step is not None:
             step.interval_s = None if until is None else until - step.began_at
             self._listener.done(step)
 
-    def _tell_evaluation(self, until: float | None) -> None:
+    def _report_evaluation(self, until: float | None) -> None:
         if self._evaluation is not None:
             (began_at, ended_at), self._evaluation = self._evaluation, None
             wall_s = time.time() - (time.perf_counter() - began_at)
             self._listener.evaluated(self.num_done, wall_s, (ended_at if until is None else until) - began_at)
+
+    def close(self) -> None:
+        """Hand on the last step; one that was not finished is forgotten."""
+        self._release(None)
+        self._report_evaluation(None)
+        self._open = None

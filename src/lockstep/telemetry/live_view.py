@@ -19,42 +19,34 @@ from rich.text import Text
 from typing_extensions import override
 
 from lockstep.run_folder import TERMINAL, TerminalRegion, current_run_folder, erase_rows
-from lockstep.telemetry.metrics import PARTS, EventFigures, RankFigures, Snapshot, SnapshotSink
+from lockstep.telemetry.metrics import EventFigures, RankFigures, Snapshot, SnapshotSink, shares
 
 # --- in words: pure functions of the ranks' figures -------------------------------------------------------------------
 
-NAMES = {
-    "data_wait_s": "data wait",
-    "forward_s": "forward",
-    "backward_s": "backward",
-    "wire_s": "exchange",
-    "peers_s": "waiting for ranks",
-    "optimizer_s": "optimizer",
+STYLES = {
+    "data_wait_s": ("data wait", "D", "#000000 on #E69F00"),
+    "forward_s": ("forward", "F", "#000000 on #56B4E9"),
+    "backward_s": ("backward", "B", "#FFFFFF on #0072B2"),
+    "wire_s": ("exchange", "X", "#000000 on #009E73"),
+    "peers_s": ("waiting for ranks", "W", "#000000 on #D55E00"),
+    "optimizer_s": ("optimizer", "O", "#000000 on #CC79A7"),
 }
-"""What the parts of a step are called."""
+"""Name, letter and colours of each part of a step.
+
+The colours are those of Okabe and Ito, which people tell apart however they see colours; by the letters the bar can be
+read without any.
+"""
 
 _NAMED_SHARE = 0.03
 _SLOWER = 0.05
 """A rank is called the slowest if its own work takes so much longer than that of the middle one."""
 
 
-def shares(ranks: Iterable[RankFigures]) -> dict[str, float]:
-    """Return what part of a step went into what, the mean over ``ranks``, by the names of `PARTS`; empty if unknown."""
-    totals = dict.fromkeys(PARTS, 0.0)
-    step_s = 0.0
-    for each in ranks:
-        if each.step_s:
-            step_s += each.step_s
-            for part in PARTS:
-                totals[part] += getattr(each, part) or 0.0
-    return {part: seconds / step_s for part, seconds in totals.items()} if step_s else {}
-
-
 def name_of(part: str, ranks: Sequence[RankFigures]) -> str:
     """Return what a part is called; backward may hold the exchange, if the engine does not tell them apart."""
     if part == "backward_s" and len(ranks) > 1 and all(each.exposed_s is None for each in ranks):
         return "backward and exchange"
-    return NAMES[part]
+    return STYLES[part][0]
 
 
 def largest(ranks: Sequence[RankFigures], count: int | None = None) -> str:
@@ -64,12 +56,12 @@ def largest(ranks: Sequence[RankFigures], count: int | None = None) -> str:
     return ", ".join(named[:count])
 
 
-def slowest_of(snapshot: Snapshot) -> RankFigures | None:
+def slowest_rank(snapshot: Snapshot) -> int | None:
     """Return the rank that the others wait for, if one is clearly slower than the middle one."""
-    slowest, spread = snapshot.slowest, snapshot.spread("own_s")
-    if slowest is None or spread is None or len(snapshot.ranks) < 2 or snapshot.spread("exposed_s") is None:
+    spread = snapshot.spread("own_s")
+    if spread is None or len(snapshot.ranks) < 2 or not snapshot.known("exposed_s"):
         return None
-    return slowest if spread.max > spread.median * (1 + _SLOWER) else None
+    return spread.max_rank if spread.max > spread.median * (1 + _SLOWER) else None
 
 
 def line(snapshot: Snapshot) -> str:
@@ -79,8 +71,8 @@ def line(snapshot: Snapshot) -> str:
         words.append(f"{duration(snapshot.left_s)} left")
     if where := largest(snapshot.ranks, 3):
         words.append(where)
-    if (slow := slowest_of(snapshot)) is not None:
-        words.append(f"rank {slow.rank} is slowest")
+    if (slowest := slowest_rank(snapshot)) is not None:
+        words.append(f"rank {slowest} is slowest")
     return "  ".join(words)
 
 
@@ -99,13 +91,11 @@ def summary(snapshot: Snapshot) -> str | None:
     Args:
         snapshot: With means over the whole run.
     """
-    ranks = snapshot.ranks
-    step_s = snapshot.mean("step_s")
+    step_s, spread = snapshot.mean("step_s"), snapshot.spread("own_s")
     if step_s is None:
         return None
-    text = f"a step took {milliseconds(step_s)}: {largest(ranks)}"
-    spread = snapshot.spread("own_s")
-    if len(ranks) < 2 or spread is None or snapshot.spread("exposed_s") is None:
+    text = f"a step took {milliseconds(step_s)}: {largest(snapshot.ranks)}"
+    if len(snapshot.ranks) < 2 or spread is None or not snapshot.known("exposed_s"):
         return text
     slow = f"rank {spread.max_rank} ({milliseconds(spread.max)} of work in a step)"
     return f"{text}; slowest was {slow}, fastest rank {spread.min_rank} ({milliseconds(spread.min)})"
@@ -137,22 +127,9 @@ def size(num_bytes: float) -> str:
 
 # --- as lines for a terminal: pure functions of a snapshot and of the room there is ----------------------------------
 
-LETTERS = {
-    "data_wait_s": ("D", "#000000 on #E69F00"),
-    "forward_s": ("F", "#000000 on #56B4E9"),
-    "backward_s": ("B", "#FFFFFF on #0072B2"),
-    "wire_s": ("X", "#000000 on #009E73"),
-    "peers_s": ("W", "#000000 on #D55E00"),
-    "optimizer_s": ("O", "#000000 on #CC79A7"),
-}
-"""Letter and colours of each part of a step.
-
-The colours are those of Okabe and Ito, which people tell apart however they see colours; by the letters the bar can be
-read without any.
-"""
-
 MOST_RANKS = 16
-"""With more ranks, only the extremes have a line."""
+"""With more ranks, only those with the most work of their own have a line."""
+_NUM_SLOWEST = 6
 
 _MOST_EVENTS = 3
 _NARROW, _WIDE = 60, 100
@@ -171,7 +148,8 @@ def picture(snapshot: Snapshot, events: Sequence[EventFigures], *, width: int, h
     width = min(width, _WIDE) - 1  # what ends in the last column would wrap on some terminals
     lines = [_progress(snapshot, width), _metrics_line(snapshot)]
     if shares(snapshot.ranks):
-        lines += [_step_bar(snapshot, width), *_legend(snapshot, width)]
+        step = Text(f"{milliseconds(snapshot.mean('step_s') or 0.0):>8} a step ")
+        lines += [step.append_text(bar(snapshot.ranks, max(8, width - len(step)))), *_legend(snapshot, width)]
     tail = [_event(event) for event in events[-_MOST_EVENTS:]]
     room = height - 2 - len(lines) - len(tail)
     if room > 0 and snapshot.ranks:
@@ -214,20 +192,11 @@ def bar(ranks: Iterable[RankFigures], width: int) -> Text:
     """Return where the time of a step goes, as a bar of letters, each on its colour."""
     text = Text()
     reached = 0.0
-    column = 0
     for part, share in shares(ranks).items():
         reached += share
-        until = min(width, round(reached * width))
-        letter, colours = LETTERS[part]
-        text.append(letter * (until - column), style=colours)
-        column = max(column, until)
-    return text
-
-
-def _step_bar(snapshot: Snapshot, width: int) -> Text:
-    before = f"{milliseconds(snapshot.mean('step_s') or 0.0):>8} a step "
-    text = Text(before)
-    text.append_text(bar(snapshot.ranks, max(8, width - len(before))))
+        _, letter, colours = STYLES[part]
+        # Up to where the parts so far end: rounding each by itself would make the bar longer or shorter.
+        text.append(letter * (min(width, round(reached * width)) - len(text)), style=colours)
     return text
 
 
@@ -237,7 +206,7 @@ def _legend(snapshot: Snapshot, width: int) -> list[Text]:
     for part, share in shares(snapshot.ranks).items():
         if share < 0.005 and part != "data_wait_s":
             continue
-        letter, colours = LETTERS[part]
+        _, letter, colours = STYLES[part]
         words = f" {name_of(part, snapshot.ranks)} {share:.0%}  "
         if len(lines[-1]) > 2 and len(lines[-1]) + 1 + len(words) > width:
             lines.append(Text("  "))
@@ -246,52 +215,37 @@ def _legend(snapshot: Snapshot, width: int) -> list[Text]:
     return lines
 
 
-def chosen(ranks: Sequence[RankFigures], room: int) -> list[RankFigures]:
-    """Return the ranks that get a line: all if there is room, else rank by rank those with the most and least work."""
-    if len(ranks) <= min(room, MOST_RANKS):
-        return list(ranks)
-    by_work = sorted(ranks, key=lambda each: (-(each.own_s or 0.0), each.rank))
-    count = max(1, min(room - 1, 6))
-    slow = by_work[: count - count // 2]
-    fast = by_work[len(by_work) - count // 2 :]
-    return sorted({each.rank: each for each in (*slow, *fast)}.values(), key=lambda each: each.rank)
-
-
 def _ranks(snapshot: Snapshot, width: int, room: int) -> list[Text]:
-    shown = chosen(snapshot.ranks, room)
-    lines = [_rank(each, snapshot, width) for each in shown]
+    shown, slowest = list(snapshot.ranks), slowest_rank(snapshot)
+    if len(shown) > min(room, MOST_RANKS):
+        by_work = sorted(shown, key=lambda each: (-(each.own_s or 0.0), each.rank))
+        shown = sorted(by_work[: max(1, min(room - 1, _NUM_SLOWEST))], key=lambda each: each.rank)
+    lines = [_rank(each, width, is_slowest=each.rank == slowest) for each in shown]
     if missing := len(snapshot.ranks) - len(shown):
-        lines.append(Text(f"  and {missing} ranks whose own work takes no longer and no shorter", style="dim"))
+        lines.append(Text(f"  and {missing} ranks whose own work takes no longer", style="dim"))
     return lines[:room]
 
 
-def _rank(each: RankFigures, snapshot: Snapshot, width: int) -> Text:
-    slowest = slowest_of(snapshot)
-    is_slowest = slowest is not None and slowest.rank == each.rank
+def _rank(each: RankFigures, width: int, *, is_slowest: bool) -> Text:
     text = Text(f"rank {each.rank:<3} ", style="bold" if is_slowest else "")
     if width >= _NARROW and each.step_s:
-        text.append_text(bar([each], 20))
-        text.append(" ")
-    if each.own_s is None:
-        text.append("no step done yet")
-    else:
-        waits = "" if each.exposed_s is None else f"  waits {milliseconds(each.exposed_s):>7}"
-        text.append(f"works {milliseconds(each.own_s):>7}{waits}")
+        text.append_text(bar([each], 20)).append(" ")
+    words = ["no step done yet" if each.own_s is None else f"works {milliseconds(each.own_s):>7}"]
+    if each.own_s is not None and each.exposed_s is not None:
+        words.append(f"waits {milliseconds(each.exposed_s):>7}")
     if each.gpu_percent is not None:
-        text.append(f"  GPU {each.gpu_percent:3.0f}%")
+        words.append(f"GPU {each.gpu_percent:3.0f}%")
     elif each.cpu_percent is not None:
-        text.append(f"  CPU {each.cpu_percent:3.0f}%")
+        words.append(f"CPU {each.cpu_percent:3.0f}%")
     if each.memory_bytes is not None:
-        peak = "" if each.memory_peak_bytes is None else f" (peak {size(each.memory_peak_bytes)})"
-        text.append(f"  {size(each.memory_bytes)}{peak}")
+        words.append(f"{size(each.memory_bytes)} (peak {size(each.memory_peak_bytes or 0)})")
     elif each.rss_bytes is not None:
-        text.append(f"  {size(each.rss_bytes)}")
+        words.append(size(each.rss_bytes))
     if each.gpu_temperature_c is not None:
-        text.append(f"  {each.gpu_temperature_c:.0f} °C")
+        words.append(f"{each.gpu_temperature_c:.0f} °C")
     if each.gpu_power_w is not None:
-        text.append(f"  {each.gpu_power_w:.0f} W")
-    if is_slowest:
-        text.append("  slowest")
+        words.append(f"{each.gpu_power_w:.0f} W")
+    text.append("  ".join([*words, *["slowest"] * is_slowest]))
     if each.age_s > _STALE_S:
         text.append(f"  silent for {duration(each.age_s)}", style="bold")
     return text

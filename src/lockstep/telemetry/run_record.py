@@ -21,8 +21,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple, Protocol
 
+from lockstep.activity import one_line
 from lockstep.errors import ConfigurationError
 from lockstep.run_folder import hide_secrets, replace_file
+from lockstep.telemetry.metrics import RANK_METRICS
 
 Line = dict[str, Any]
 
@@ -34,6 +36,8 @@ VERSION = 1
 RUN_FILE = "run.json"
 RANK_FILES = "rank-*.jsonl"
 
+_RANK = {metric.name.removeprefix("rank/"): metric.meaning for metric in RANK_METRICS}
+
 STEP = {
     "step": "number of the (first) step of the line, counted from 0 over all epochs",
     "num_steps": "steps that the line stands for; times are their means",
@@ -43,13 +47,8 @@ STEP = {
     "total_s": "the whole step",
     "slowest_s": "the longest of the steps that the line stands for",
     "slowest_step": "and its number",
-    "data_wait_s": "waiting for samples, and for their copy to the device",
-    "copy_s": "copying samples to a CUDA device, beside other work; null elsewhere",
-    "forward_s": "model and loss",
-    "backward_s": "backward, without exposed communication where that is known",
-    "exposed_s": "waiting for gradients and the sum of the losses, after this rank's own work; null if not known",
-    "hidden_s": "time in which buckets travelled beside backward; only of steps with a timeline",
-    "optimizer_s": "dividing, clipping, checking the gradient, and the update",
+    **{name: _RANK[name] for name in ("data_wait_s", "copy_s", "forward_s", "backward_s", "exposed_s", "hidden_s")},
+    "optimizer_s": _RANK["optimizer_s"],
     "loss": "mean over the global batch",
     "learning_rate": "of the first parameter group",
     "grad_norm": "norm of the whole gradient before clipping; null if nothing needed it",
@@ -60,20 +59,14 @@ STEP = {
 }
 """Of a line of kind ``step``."""
 
+MACHINE_FIGURES = (
+    *("memory_bytes", "memory_peak_bytes", "rss_bytes", "workers_rss_bytes", "num_workers", "cpu_percent"),
+    *("workers_cpu_percent", "load", "gpu_percent", "gpu_power_w", "gpu_temperature_c"),
+)
 MACHINE = {
     "time": "Unix time of this rank's host",
-    "memory_bytes": "held by tensors on this rank's devices; null on CPUs",
-    "memory_peak_bytes": "the most that tensors held so far; null on CPUs",
-    "rss_bytes": "resident memory of this process",
-    "rss_peak_bytes": "the most so far",
-    "workers_rss_bytes": "resident memory of its loader processes together",
-    "num_workers": "its loader processes",
-    "cpu_percent": "of one core, used by this process since the line before",
-    "workers_cpu_percent": "of one core, used by its loader processes together",
-    "load": "of the machine, the mean over a minute",
-    "gpu_percent": "part of the time in which a kernel ran, as NVML says; null without NVML",
-    "gpu_power_w": "power",
-    "gpu_temperature_c": "temperature",
+    **{name: _RANK[name] for name in MACHINE_FIGURES},
+    "rss_peak_bytes": "the most resident memory so far",
 }
 """Of a line of kind ``machine``, written every two seconds or so."""
 
@@ -95,6 +88,9 @@ EVENT = {
     "text": "what happened, in words",
 }
 """Of a line of kind ``event``."""
+
+Event = str
+"""A name in ``EVENTS``."""
 
 EVENTS = {
     "resume": "the run went on from a checkpoint",
@@ -124,23 +120,6 @@ START = {
 
 KINDS = {"start": START, "step": STEP, "timeline": TIMELINE, "machine": MACHINE, "event": EVENT}
 
-Event = Literal[
-    "resume",
-    "restart",
-    "evaluation",
-    "checkpoint",
-    "skipped",
-    "straggler",
-    "spike",
-    "profile",
-    "remark",
-    "stop",
-    "error",
-    "end",
-]
-"""One of ``EVENTS``."""
-
-
 TIMELINE_FIRST, TIMELINE_STEPS = 4, 4
 
 
@@ -164,10 +143,6 @@ def seconds_between(start: Mark, end: Mark) -> float:
     if isinstance(start, float):
         return float(end - start)
     return float(start.elapsed_time(end)) / 1e3
-
-
-def _is_reached(mark: Mark | None) -> bool:
-    return mark is None or isinstance(mark, float) or bool(mark.query())
 
 
 @dataclass(slots=True)
@@ -250,8 +225,6 @@ class RecordedStep:
         unseen: Phases that nobody could see; null in the record.
         has_timeline: Whether each span and bucket is recorded; see `has_timeline`.
         interval_s: From its beginning to that of the next step, or to what came between them.
-        hidden_s: Time in which buckets travelled beside backward, where torch's engine measures it.
-        owes_hidden: Whether it may yet do so, in the next forward.
         is_skipped: Whether the gradient was not finite, and so there was no update.
     """
 
@@ -272,19 +245,15 @@ class RecordedStep:
     unseen: frozenset[str] = frozenset()
     has_timeline: bool = False
     interval_s: float | None = None
-    hidden_s: float | None = None
-    owes_hidden: bool = False
     is_skipped: bool = False
 
     @property
     def is_known(self) -> bool:
         """Whether the device has come to the end of all that is to be read. Does not block."""
-        if self.owes_hidden or not _is_reached(self.end):
-            return False
-        numbers = (*self.losses, self.grad_norm, self.counted)
-        if not all(_is_reached(number.arrived) for number in numbers if number is not None):
-            return False
-        return all(_is_reached(end) for _, end in self.copies)
+        numbers = [*self.losses, self.grad_norm, self.counted]
+        arrivals = [number.arrived for number in numbers if number is not None]
+        marks = [self.end, *arrivals, *(end for _, end in self.copies)]
+        return all(mark is None or isinstance(mark, float) or mark.query() for mark in marks)
 
     @property
     def loss(self) -> float | None:
@@ -321,10 +290,7 @@ def measure(step: RecordedStep) -> StepSeconds:
     in_backward_s = step.backward_waited_s()
     seconds["backward"] = max(0.0, seconds["backward"] - (in_backward_s or 0.0))
     exposed_s = None if in_backward_s is None else in_backward_s + seconds["communication"] + in_collectives_s
-    hidden_s = step.hidden_s
-    if step.has_timeline and any(reduction.buckets for reduction in step.reductions):
-        known = [each for reduction in step.reductions if (each := reduction.hidden_s(step.begin)) is not None]
-        hidden_s = sum(known) if known else None
+    hidden = [each for reduction in step.reductions if (each := reduction.hidden_s(step.begin)) is not None]
     parts = {f"{phase}_s": None if phase in step.unseen else seconds[phase] for phase in PHASES}
     del parts["communication_s"]
     return StepSeconds(
@@ -332,7 +298,7 @@ def measure(step: RecordedStep) -> StepSeconds:
         **parts,
         exposed_s=exposed_s,
         copy_s=sum(seconds_between(*copy) for copy in step.copies) if step.copies else None,
-        hidden_s=hidden_s,
+        hidden_s=sum(hidden) if hidden else None,
     )
 
 
@@ -394,14 +360,11 @@ def _rounded(seconds: float | None) -> float | None:
 SINGLY = 8192
 
 _LAST = ("loss", "learning_rate", "grad_norm", "samples")
-_MEANS = (
-    *("interval_s", "total_s", "data_wait_s", "copy_s", "forward_s", "backward_s", "exposed_s", "hidden_s"),
-    *("optimizer_s", "samples_per_s", "counts", "tokens_per_s"),
-)
+_MEANS = ("interval_s", *StepSeconds._fields, "samples_per_s", "counts", "tokens_per_s")
 
 
 class Downsampler:
-    """Takes the lines of single steps, and gives those to write.
+    """Takes the lines of single steps, and returns those to write.
 
     Args:
         singly: Lines until each next one stands for twice as many steps.
@@ -410,51 +373,37 @@ class Downsampler:
     def __init__(self, singly: int = SINGLY) -> None:
         self._singly = singly
         self._num_lines = 0
-        self._held: list[dict[str, Any]] = []
+        self._held: list[Line] = []
 
-    def add(self, line: dict[str, Any]) -> dict[str, Any] | None:
+    def add(self, line: Line) -> Line | None:
         """Take the line of a step; return one to write if there are enough."""
         self._held.append(line)
-        if len(self._held) < 2 ** (self._num_lines // self._singly):
-            return None
-        return self.rest()
+        return self.rest() if len(self._held) >= 2 ** (self._num_lines // self._singly) else None
 
-    def rest(self) -> dict[str, Any] | None:
-        """Return the line of what is held, if anything is."""
-        if not self._held:
-            return None
-        held, self._held = self._held, []
+    def rest(self) -> Line | None:
+        """Return one line for what is held, if anything is: means of times, the last loss, the longest step."""
+        lines, self._held = self._held, []
+        if len(lines) < 2:
+            self._num_lines += len(lines)
+            return lines[0] if lines else None
         self._num_lines += 1
-        return merge_lines(held)
+        slowest = max(lines, key=lambda line: line["total_s"])
+        merged = {**lines[0], "num_steps": len(lines)}
+        merged |= {"slowest_s": slowest["total_s"], "slowest_step": slowest["step"]}
+        merged |= {name: lines[-1][name] for name in _LAST}
+        for name in _MEANS:
+            known = [line[name] for line in lines if line.get(name) is not None]
+            merged[name] = sum(known) / len(known) if known else None
+        return merged
 
 
-def merge_lines(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return one line for several steps: means of times, the last loss, and the longest step by number."""
-    if len(lines) == 1:
-        return lines[0]
-    slowest = max(lines, key=lambda line: line["total_s"])
-    merged = {
-        **lines[0],
-        "num_steps": len(lines),
-        "slowest_s": slowest["total_s"],
-        "slowest_step": slowest["step"],
-    }
-    for name in _LAST:
-        merged[name] = lines[-1][name]
-    for name in _MEANS:
-        known = [line[name] for line in lines if line.get(name) is not None]
-        merged[name] = sum(known) / len(known) if known else None
-    return merged
-
-
-PART_NAMES = {
+_PART_NAMES = {
     "data_wait_s": "data wait",
     "forward_s": "forward",
     "backward_s": "backward",
     "exposed_s": "waiting for gradients",
     "optimizer_s": "optimizer",
 }
-"""What parts of a step are called in sentences."""
 
 _TIMES, _LONGER_S, _AFTER, _MOST = 3.0, 0.005, 20, 200
 """A step is a spike if it takes so many times the median of those before, and so much longer; not among the first."""
@@ -468,31 +417,76 @@ class OutlierSteps:
         self._usual_s = 0.0
         self._num_steps = self._num_found = 0
 
-    def check(self, measured: StepSeconds) -> str | None:
-        """Return what to say of the next step if it is a spike."""
-        total_s, usual_s = measured.total_s, self._usual_s
+    def check(self, took: StepSeconds) -> str | None:
+        """Return how long the next step took, and in what most of it was, if it is a spike."""
+        usual_s = self._usual_s
         self._num_steps += 1
-        self._totals.append(total_s)
-        found = None
-        if total_s > _TIMES * usual_s and total_s > usual_s + _LONGER_S and self._num_steps > _AFTER:
-            self._num_found += 1
-            found = describe_outlier(measured, usual_s) if self._num_found <= _MOST else None
-        if self._num_steps % 16 == 0 or self._num_steps == _AFTER:
+        self._totals.append(took.total_s)
+        if self._num_steps % 16 == 0 or self._num_steps == _AFTER:  # a median costs more than the step's line
             self._usual_s = median(self._totals)
-        return found
-
-
-def describe_outlier(measured: StepSeconds, usual_s: float) -> str:
-    """Say how long a step took, and in what most of it was."""
-    part = max(PART_NAMES, key=lambda name: getattr(measured, name) or 0.0)
-    text = f"took {measured.total_s * 1e3:.1f} ms, usually {usual_s * 1e3:.1f} ms; "
-    return text + f"{(getattr(measured, part) or 0.0) * 1e3:.1f} ms of it {PART_NAMES[part]}"
+        is_usual = took.total_s <= max(_TIMES * usual_s, usual_s + _LONGER_S)
+        if is_usual or self._num_steps <= _AFTER or self._num_found == _MOST:
+            return None
+        self._num_found += 1
+        part_s, part = max((getattr(took, name) or 0.0, name) for name in _PART_NAMES)
+        text = f"took {took.total_s * 1e3:.1f} ms, usually {usual_s * 1e3:.1f} ms; "
+        return text + f"{part_s * 1e3:.1f} ms of it {_PART_NAMES[part]}"
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
 
-FLUSH_S = 1.0
-_JOIN_S = 10.0
+PERIOD_S = 1.0
+_FIRST_S = 0.3
+"""Until the first beat: a run may be short."""
+_JOIN_S = 8.0
+
+
+class PeriodicThread:
+    """Calls ``beat`` from a thread of its own until it is stopped.
+
+    Args:
+        beat: What is done. If it raises, it is not called again.
+        period_s: Between two calls.
+        at_end: Whether it is called once more when it is stopped.
+    """
+
+    def __init__(self, beat: Callable[[], None], period_s: float = PERIOD_S, *, at_end: bool = False) -> None:
+        self._beat, self._period_s, self._at_end = beat, period_s, at_end
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lockstep-recorder", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was stopped."""
+        return self._over.is_set()
+
+    def stop(self) -> bool:
+        """Have it end; return whether it has. Blocks some seconds at most."""
+        self._over.set()
+        self._thread.join(_JOIN_S)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        wait_s = min(_FIRST_S, self._period_s)
+        while not self._over.wait(wait_s):
+            wait_s = self._period_s
+            if not guarded(self._beat):
+                return
+        if self._at_end:
+            guarded(self._beat)
+
+
+def guarded(act: Callable[[], None], consequence: str = "this run is not watched any more") -> bool:
+    """Do what is not worth the end of a run; print the ``consequence`` and return False if it raises."""
+    try:
+        act()
+    except Exception as error:
+        print(f"lockstep: {consequence}: {one_line(error)}", file=sys.stderr, flush=True)
+        return False
+    return True
+
+
 _MOST_WAITING = 100_000
 """Lines that may wait for a disk that does not take them; then the oldest are dropped."""
 
@@ -500,9 +494,7 @@ _COMPACT = (",", ":")
 
 
 class LineWriter:
-    """A file of JSON lines.
-
-    Written with ``os.write`` to a file opened for appending, so that a forked process has nothing to flush.
+    """A file of JSON lines, written about once a second by a thread of its own.
 
     Args:
         path: The file; its folder is made if it is not there.
@@ -516,49 +508,38 @@ class LineWriter:
         ConfigurationError: The file cannot be opened.
     """
 
-    def __init__(self, path: Path, *, fresh: bool, sample: Callable[[], dict[str, Any]] | None = None) -> None:
+    def __init__(self, path: Path, *, fresh: bool, sample: Callable[[], Line] | None = None) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            # Written with `os.write` to a file opened for appending: a forked process has nothing to flush.
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if fresh else 0), 0o644)
         except OSError as error:
             raise ConfigurationError(
                 f"Cannot record the run in {path.parent}: {error.strerror}.\nName another folder (--run-dir DIR)."
             ) from error
         self._path = path
-        self._lines: deque[dict[str, Any]] = deque(maxlen=_MOST_WAITING)
+        self._lines: deque[Line] = deque(maxlen=_MOST_WAITING)
         self._sample = sample
-        self._over = threading.Event()
         self._is_cut = not fresh and not _ends_in_newline(path)
+        self._num_beats = 0
         self.error: str | None = None
-        self._thread = threading.Thread(target=self._run, name="lockstep-recorder", daemon=True)
-        self._thread.start()
+        self._thread = PeriodicThread(self._beat, at_end=True)
 
-    def add(self, line: dict[str, Any]) -> None:
+    def add(self, line: Line) -> None:
         """Have ``line`` written soon. Does not block."""
         self._lines.append(line)
 
     def close(self) -> None:
         """Write what is left, and close the file. Blocks some seconds at most."""
-        self._over.set()
-        self._thread.join(_JOIN_S)
-        if not self._thread.is_alive():
+        if self._thread.stop():
             os.close(self._file)
 
-    def _run(self) -> None:
-        is_over = False
-        num_rounds = 0
-        while not is_over:
-            is_over = self._over.wait(FLUSH_S if num_rounds else 0.05)  # the first lines soon: a run may be short
-            if self._sample is not None and (num_rounds % 2 == 0 or is_over):
-                with contextlib.suppress(Exception):  # figures of a machine that does not tell them
-                    self._lines.append(self._sample())
-            num_rounds += 1
-            self._flush()
-
-    def _flush(self) -> None:
-        texts = []
-        while self._lines:
-            texts.append(to_line(self._lines.popleft()))
+    def _beat(self) -> None:
+        if self._sample is not None and (self._num_beats % 2 == 0 or self._thread.is_over):
+            with contextlib.suppress(Exception):  # a machine that does not give its figures
+                self._lines.append(self._sample())
+        self._num_beats += 1
+        texts = [to_line(self._lines.popleft()) for _ in range(len(self._lines))]
         if not texts or self.error is not None:
             return
         data = ("\n" * self._is_cut + "".join(texts)).encode()
@@ -590,12 +571,9 @@ def _named(value: Any) -> Any:
 
 def _ends_in_newline(path: Path) -> bool:
     """Return whether a file that was written before ends with a whole line; a killed process may leave a part."""
-    size = path.stat().st_size
-    if not size:
-        return True
     with path.open("rb") as file:
-        file.seek(size - 1)
-        return file.read(1) == b"\n"
+        file.seek(-min(1, path.stat().st_size), os.SEEK_END)
+        return file.read(1) in (b"", b"\n")
 
 
 # --- the run folder: each rank's file, and ``run.json`` with what rank zero knows of each session ---------------------
@@ -871,49 +849,3 @@ class StepRecorder:
             began_s = max(began_s, min(before_s + seconds_between(before, step.begin), time.time() - total_s))
         self._last_begin = step.begin, began_s
         return began_s
-
-
-PERIOD_S = 1.0
-_FIRST_S = 0.3
-"""Until the first beat: a run may be short."""
-_PERIODIC_JOIN_S = 8.0
-
-
-class PeriodicThread:
-    """Calls ``beat`` from a thread of its own until it is stopped.
-
-    Args:
-        beat: What is done. If it raises, it is not called again.
-        period_s: Between two calls.
-    """
-
-    def __init__(self, beat: Callable[[], None], period_s: float = PERIOD_S) -> None:
-        self._beat, self._period_s = beat, period_s
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lockstep-live", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> bool:
-        """Have it end; return whether it has. Blocks some seconds at most."""
-        self._over.set()
-        self._thread.join(_PERIODIC_JOIN_S)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        wait_s = _FIRST_S
-        while not self._over.wait(wait_s):
-            wait_s = self._period_s
-            if not guarded(self._beat):
-                return
-
-
-def guarded(act: Callable[[], None]) -> bool:
-    """Do what is not worth the end of a run; say so and return False if it raises."""
-    try:
-        act()
-    except Exception as error:
-        first = (str(error).splitlines() or [""])[0]
-        what = f"lockstep: this run is not watched any more: {type(error).__name__}: {first}"
-        print(what, file=sys.stderr, flush=True)
-        return False
-    return True

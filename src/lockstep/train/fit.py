@@ -193,7 +193,7 @@ class Run:
         for line in (*plan, *lines, *sinks.remarks):
             self._display.log(line)
         self._logger.report()
-        self._record.deliver(None if settings.quiet else self._display, [sink for _, sink in sinks.sinks])
+        self._record.deliver(None if settings.quiet else self._display, sinks.sinks)
 
     def _resume(self) -> list[str]:
         """Go on from the newest checkpoint, if there is one; return why others were passed over."""

@@ -1,19 +1,22 @@
-"""What a sink is, what it is told of a run when it begins, and what it remembers from one session to the next."""
+"""What a sink is, what it is given of a run when it begins, and what it remembers from one session to the next."""
 
 from __future__ import annotations
 
 import json
-import os
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.telemetry.metrics import SnapshotSink
+from lockstep.run_folder import replace_file
+from lockstep.telemetry.metrics import Snapshot, SnapshotSink, evaluations, scalars
 
 Plain = str | int | float | bool
+
+MOST_EVENTS = 1000
+"""Events whose texts a sink keeps for its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,74 +47,62 @@ class MetricsSink(SnapshotSink):
         """One line for whoever started the run."""
 
 
-# What sinks remember from one session of a run to the next: the id under which a service knows it, and how far it is.
-#
-# A run that goes on from a checkpoint does some steps again. Services want steps that only grow, so what has been
-# told is remembered, too; the steps done again have the same figures anyway.
-
 SINK_STATE_FILE = "sinks.json"
 
 
 class SinkState:
-    """What one sink remembers.
+    """What a sink has given to its service: under which id, and up to which step.
+
+    A run that goes on from a checkpoint does some steps again, with the same figures. Services want steps that only
+    grow, so the state outlives the session where the run has a folder.
 
     Args:
         target: The sink, as ``log_to`` names it.
-        facts: Of the run; without a folder, nothing is remembered.
+        run: Without a folder, nothing is remembered.
 
     Attributes:
         run_id: Under which the service knows the run; None before it does.
-        last_step: The last step that was told; -1 before the first.
-        last_evaluation: The step of the last evaluation that was told, likewise.
+        last_step: The last step whose figures the service has; -1 before the first.
+        last_evaluation: The step of the last evaluation that it has, likewise.
     """
 
-    def __init__(self, target: str, facts: RunInfo) -> None:
+    def __init__(self, target: str, run: RunInfo) -> None:
         self._target = target
-        self._path = None if facts.memory is None else facts.memory / SINK_STATE_FILE
+        self._path = None if run.memory is None else run.memory / SINK_STATE_FILE
         self.run_id: str | None = None
         self.last_step = self.last_evaluation = -1
-        if self._path is not None and not facts.is_fresh:
+        if self._path is not None and not run.is_fresh:
             with suppress(KeyError, TypeError, ValueError):
                 mine = _read(self._path)[target]
                 numbers = int(mine["last_step"]), int(mine["last_evaluation"])
-                self.run_id = str(mine["run_id"])
-                self.last_step, self.last_evaluation = numbers
+                self.run_id, (self.last_step, self.last_evaluation) = str(mine["run_id"]), numbers
 
     def begin(self, run_id: str) -> None:
-        """Remember that the service now knows the run as ``run_id``; of another run than before, no step is known."""
+        """Remember that the service now knows the run as ``run_id``; of another run than before, it has no step."""
         if run_id != self.run_id:
             self.run_id = run_id
             self.last_step = self.last_evaluation = -1
         self._write()
 
-    def is_new(self, step: int) -> bool:
-        """Return whether the figures after ``step`` steps were not told yet."""
-        return step > self.last_step
+    def news(self, snapshot: Snapshot) -> Iterator[tuple[int, float, dict[str, float]]]:
+        """Yield what the service does not have yet: step, Unix time and values by name, evaluations first.
 
-    def told(self, step: int) -> None:
-        """Remember that the figures after ``step`` steps were told."""
-        self.last_step = step
-        self._write()
-
-    def is_new_evaluation(self, step: int) -> bool:
-        """Return whether the evaluation after ``step`` steps was not told yet."""
-        return step > self.last_evaluation
-
-    def told_evaluation(self, step: int) -> None:
-        """Remember that the evaluation after ``step`` steps was told."""
-        self.last_evaluation = step
+        Each is remembered once the next one is asked for, so what the service does not take is not.
+        """
+        for event, values in evaluations(snapshot):
+            if event.step > self.last_evaluation:
+                yield event.step, event.time, values
+                self.last_evaluation = event.step
+        if snapshot.step > self.last_step:
+            yield snapshot.step, snapshot.time, scalars(snapshot)
+            self.last_step = snapshot.step
         self._write()
 
     def _write(self) -> None:
-        if self._path is None:
-            return
-        # Not flushed to the disk: it is written every other second, and worth little.
-        with suppress(OSError):
+        if self._path is not None:
             mine = {"run_id": self.run_id, "last_step": self.last_step, "last_evaluation": self.last_evaluation}
-            content = _read(self._path) | {self._target: mine}
-            temporary = self._path.with_name(f"{SINK_STATE_FILE}.{os.getpid()}.partial")
-            temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
-            os.replace(temporary, self._path)
+            with suppress(OSError):  # a full disk costs this memory, not the sink
+                replace_file(self._path, json.dumps(_read(self._path) | {self._target: mine}, indent=1))
 
 
 def _read(path: Path) -> dict[str, Any]:

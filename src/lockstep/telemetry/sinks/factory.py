@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -13,22 +14,62 @@ from pathlib import Path
 from pkgutil import resolve_name
 from urllib.parse import urlsplit
 
+from lockstep.activity import one_line
 from lockstep.comm.collectives import broadcast_object
 from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError
 from lockstep.telemetry.sinks.base import MetricsSink, RunInfo, SinkState
 
-# What ``log_to`` asks for, as data: sinks by name, each with its place, such as ``tensorboard:runs/digits``.
 
-FORMS = {
-    "tensorboard": "tensorboard:DIR",
-    "prometheus": "prometheus:[HOST:]PORT",
-    "wandb": "wandb:[ENTITY/]PROJECT",
-    "mlflow": "mlflow:[URI]",
+@dataclass(frozen=True)
+class Kind:
+    """A kind of sink.
+
+    Attributes:
+        form: How one is asked for.
+        package: What its module imports; the extra of the sink's name installs it.
+        sink: Its class, by name, as its module imports its library, which takes its time, and may not be installed.
+        advice: What to do if one cannot be opened.
+        is_service: Whether somebody else has to answer for it.
+    """
+
+    form: str
+    package: str
+    sink: str
+    advice: str
+    is_service: bool = False
+
+
+_SINKS = "lockstep.telemetry.sinks"
+KINDS = {
+    "tensorboard": Kind(
+        "tensorboard:DIR", "tensorboard", f"{_SINKS}.tensorboard:TensorBoard", "Name another folder in log_to."
+    ),
+    "prometheus": Kind(
+        "prometheus:[HOST:]PORT",
+        "prometheus_client",
+        f"{_SINKS}.prometheus:Prometheus",
+        "Name another port in log_to, or 0 for any that is free.",
+    ),
+    "wandb": Kind(
+        "wandb:[ENTITY/]PROJECT",
+        "wandb",
+        f"{_SINKS}.wandb_run:WandbRun",
+        "Run `wandb login`, or set WANDB_MODE=offline and `wandb sync` later; or leave it out of log_to.",
+        is_service=True,
+    ),
+    "mlflow": Kind(
+        "mlflow:[URI]",
+        "mlflow",
+        f"{_SINKS}.mlflow_run:MlflowRun",
+        "Look whether MLflow can be reached there, or leave it out of log_to.",
+        is_service=True,
+    ),
 }
-"""How each kind of sink is asked for."""
 
 LOOPBACK = "127.0.0.1"
+
+# --- what ``log_to`` asks for, as data --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -36,7 +77,7 @@ class Target:
     """One sink.
 
     Attributes:
-        kind: Which of `FORMS`.
+        kind: Which of `KINDS`.
         place: What follows the colon.
     """
 
@@ -48,8 +89,11 @@ class Target:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port of one for Prometheus."""
-        return _address(self.place)
+        """Host and port of one for Prometheus. Raises ``ValueError`` if there is no port at its end."""
+        host, _, port = self.place.rpartition(":")
+        if not (port.isascii() and port.isdecimal()):
+            raise ValueError(self.place)
+        return host.removeprefix("[").removesuffix("]") or LOOPBACK, int(port)
 
 
 def parse_targets(log_to: str | Sequence[str]) -> tuple[Target, ...]:
@@ -68,11 +112,13 @@ def parse_targets(log_to: str | Sequence[str]) -> tuple[Target, ...]:
 
 def _parse(text: str) -> Target:
     kind, _, place = text.partition(":")
-    if kind not in FORMS:
-        raise ConfigurationError(f"log_to={text!r} names no sink that there is.\nGive {_all_forms()}.")
+    if kind not in KINDS:
+        *most, last = (each.form for each in KINDS.values())
+        forms = f"{', '.join(most)} or {last}"
+        raise ConfigurationError(f"log_to={text!r} names no sink that there is.\nGive {forms}.")
     target = Target(kind, place)
     if problem := _problem(target):
-        raise ConfigurationError(f"log_to={text!r} {problem}.\nGive {FORMS[kind]}.")
+        raise ConfigurationError(f"log_to={text!r} {problem}.\nGive {KINDS[kind].form}.")
     if kind == "mlflow" and _has_password(place):
         raise ConfigurationError(
             "The URI of mlflow in log_to has a password, which would stay in the records of the run.\n"
@@ -83,25 +129,14 @@ def _parse(text: str) -> Target:
 
 def _problem(target: Target) -> str | None:
     """Return what is wrong with the place of ``target``, if anything is."""
-    if not target.place:
-        # MLflow has a place of its own, which its environment variables may change.
-        return None if target.kind == "mlflow" else "does not say where to"
+    if not target.place and target.kind != "mlflow":  # whose own environment variables name a place
+        return "does not say where to"
     if target.kind == "prometheus":
         try:
-            _, port = target.address
+            return None if target.address[1] < 2**16 else f"has a port above {2**16 - 1}"
         except ValueError:
             return "has no port at its end"
-        return None if 0 <= port < 2**16 else f"has a port above {2**16 - 1}"
-    if target.kind == "wandb" and target.place.count("/") > 1:
-        return "has more than one slash"
-    return None
-
-
-def _address(place: str) -> tuple[str, int]:
-    host, colon, port = place.rpartition(":")
-    if not (port.isascii() and port.isdecimal()):
-        raise ValueError(place)
-    return host.removeprefix("[").removesuffix("]") if colon and host else LOOPBACK, int(port)
+    return "has more than one slash" if target.kind == "wandb" and target.place.count("/") > 1 else None
 
 
 def _has_password(uri: str) -> bool:
@@ -111,15 +146,110 @@ def _has_password(uri: str) -> bool:
         return False
 
 
-def _all_forms() -> str:
-    *most, last = FORMS.values()
-    return f"{', '.join(most)} or {last}"
-
-
-# Opening a sink whose service may never answer.
+# --- opening them -----------------------------------------------------------------------------------------------------
 
 OPEN_TIMEOUT_S = 40.0
 """How long all services together may take to begin with a run; less than ranks wait for each other."""
+
+
+@dataclass(frozen=True)
+class Sinks:
+    """The sinks of a run: none but on rank zero."""
+
+    sinks: tuple[MetricsSink, ...] = ()
+
+    @property
+    def remarks(self) -> list[str]:
+        """Lines that say where the figures are to be seen."""
+        return [sink.where for sink in self.sinks]
+
+    def close(self) -> None:
+        """Close all of them; errors are of no account any more."""
+        for sink in self.sinks:
+            with suppress(Exception):
+                sink.close()
+
+
+def open_sinks(targets: Sequence[Target], run: Callable[[], RunInfo], world: World) -> Sinks:
+    """Open ``targets`` on rank zero.
+
+    Collective: every rank. Blocks until rank zero has done so, which takes seconds, or most of a minute with a
+    service that does not answer.
+
+    Args:
+        targets: The same on every rank.
+        run: Describes the run; only called on rank zero.
+        world: Of the run.
+
+    Raises:
+        ConfigurationError: On every rank: a sink's package is not installed, its port is taken, its folder cannot be
+            written, or its service does not answer.
+    """
+    sinks, problem = Sinks(), None
+    if world.is_rank_zero:
+        try:
+            sinks = open_here(targets, run())
+        except ConfigurationError as error:
+            problem = str(error)
+    problem = broadcast_object(problem, group=world.group, device=world.device)
+    if problem is not None:
+        raise ConfigurationError(problem)
+    return sinks
+
+
+def open_here(targets: Sequence[Target], run: RunInfo) -> Sinks:
+    """Open ``targets`` in this process: all of them or none.
+
+    Raises:
+        ConfigurationError: One of them cannot be; says why, and what to do.
+    """
+    for target in targets:
+        require_package(target)
+    sinks: list[MetricsSink] = []
+    with ExitStack() as undo:
+        until_s = time.monotonic() + OPEN_TIMEOUT_S
+        for target in targets:
+            sinks.append(_open(target, run, until_s))
+            undo.callback(Sinks((sinks[-1],)).close)
+        undo.pop_all()
+    return Sinks(tuple(sinks))
+
+
+def require_package(target: Target) -> None:
+    """Check that what ``target`` needs is installed, without importing it.
+
+    Raises:
+        ConfigurationError: It is not; says how to install it.
+    """
+    package = KINDS[target.kind].package
+    if find_spec(package) is None:
+        raise ConfigurationError(
+            f"{target} needs the package {package}, which is not installed on rank zero's machine.\n"
+            f"pip install 'lockstep-torch[{target.kind}]'"
+        )
+
+
+def _open(target: Target, run: RunInfo, until_s: float) -> MetricsSink:
+    kind, make = KINDS[target.kind], partial(_make, target, run)
+    try:
+        if kind.is_service:
+            return opened_within(max(0.0, until_s - time.monotonic()), make, str(target), kind.advice)
+        return make()
+    except ConfigurationError:
+        raise
+    except Exception as error:  # of somebody else's library, which may raise anything
+        reason = error.strerror if isinstance(error, OSError) else None
+        reason = reason or one_line(error).rstrip(".")
+        raise ConfigurationError(f"{target} cannot be opened: {reason}.\n{kind.advice}") from error
+
+
+def _make(target: Target, run: RunInfo) -> MetricsSink:
+    make: Callable[..., MetricsSink] = resolve_name(KINDS[target.kind].sink)
+    if target.kind == "tensorboard":
+        return make(Path(target.place).expanduser(), run)
+    if target.kind == "prometheus":
+        return make(*target.address, run)
+    return make(target.place, run, SinkState(str(target), run))
 
 
 def opened_within(seconds: float, make: Callable[[], MetricsSink], target: str, advice: str) -> MetricsSink:
@@ -135,165 +265,22 @@ def opened_within(seconds: float, make: Callable[[], MetricsSink], target: str, 
         ConfigurationError: It takes longer.
         Exception: What ``make`` raises.
     """
-    made: list[MetricsSink] = []
-    errors: list[Exception] = []
-    lock, is_done, is_late = threading.Lock(), threading.Event(), threading.Event()
+    opening: Future[MetricsSink] = Future()
 
     def work() -> None:
         try:
-            sink = make()
+            opening.set_result(make())
         except Exception as error:
-            errors.append(error)
-        else:
-            with lock:
-                made.append(sink)
-            if is_late.is_set():
-                with suppress(Exception):
-                    sink.close()
-        is_done.set()
+            opening.set_exception(error)
 
+    # A daemon, unlike the threads of an executor: a service that never answers must not keep the process from ending.
     threading.Thread(target=work, name="lockstep-opening", daemon=True).start()
-    is_done.wait(seconds)
-    with lock:
-        if not made and not errors:
-            is_late.set()
-            raise ConfigurationError(f"{target} has not answered for {seconds:.3g} s.\n{advice}")
-    if errors:
-        raise errors[0]
-    return made[0]
+    if not wait([opening], seconds).done:
+        opening.add_done_callback(_close_late)
+        raise ConfigurationError(f"{target} has not answered for {seconds:.3g} s.\n{advice}")
+    return opening.result()
 
 
-# Opens the sinks of a run on rank zero, before it trains: what is wrong with one of them is an error on every rank.
-
-PACKAGES = {"tensorboard": "tensorboard", "prometheus": "prometheus_client", "wandb": "wandb", "mlflow": "mlflow"}
-"""What each kind of sink imports, and is installed by the extra of its name."""
-
-
-@dataclass(frozen=True)
-class Sinks:
-    """The sinks of a run: none but on rank zero.
-
-    Attributes:
-        sinks: Each with its target.
-    """
-
-    sinks: tuple[tuple[Target, MetricsSink], ...] = ()
-
-    @property
-    def remarks(self) -> list[str]:
-        """Lines that say where the figures are to be seen."""
-        return [sink.where for _, sink in self.sinks]
-
-    def close(self) -> None:
-        """Close all of them; errors are of no account any more."""
-        for _, sink in self.sinks:
-            with suppress(Exception):
-                sink.close()
-
-
-def open_sinks(targets: Sequence[Target], facts: Callable[[], RunInfo], world: World) -> Sinks:
-    """Open ``targets`` on rank zero.
-
-    Collective: every rank. Blocks until rank zero has done so, which takes seconds, or most of a minute with a
-    service that does not answer.
-
-    Args:
-        targets: The same on every rank.
-        facts: Tells of the run; only called on rank zero.
-        world: Of the run.
-
-    Raises:
-        ConfigurationError: On every rank: a sink's package is not installed, its port is taken, its folder cannot be
-            written, or its service does not answer.
-    """
-    sinks, problem = Sinks(), None
-    if world.is_rank_zero:
-        try:
-            sinks = open_here(targets, facts())
-        except ConfigurationError as error:
-            problem = str(error)
-    problem = broadcast_object(problem, group=world.group, device=world.device)
-    if problem is not None:
-        raise ConfigurationError(problem)
-    return sinks
-
-
-def open_here(targets: Sequence[Target], facts: RunInfo) -> Sinks:
-    """Open ``targets`` in this process: all of them or none.
-
-    Raises:
-        ConfigurationError: One of them cannot be; says why, and what to do.
-    """
-    for target in targets:
-        require_package(target)
-    sinks: list[tuple[Target, MetricsSink]] = []
-    try:
-        until_s = time.monotonic() + OPEN_TIMEOUT_S
-        for target in targets:
-            sinks.append((target, _open(target, facts, until_s)))
-    except BaseException:
-        Sinks(tuple(sinks)).close()
-        raise
-    return Sinks(tuple(sinks))
-
-
-def require_package(target: Target) -> None:
-    """Look whether what ``target`` needs is installed, without importing it.
-
-    Raises:
-        ConfigurationError: It is not; says how to install it.
-    """
-    package = PACKAGES.get(target.kind)
-    if package is not None and find_spec(package) is None:
-        raise ConfigurationError(
-            f"{target} needs the package {package}, which is not installed on rank zero's machine.\n"
-            f"pip install 'lockstep-torch[{target.kind}]'"
-        )
-
-
-def _open(target: Target, facts: RunInfo, until_s: float) -> MetricsSink:
-    open_it = partial(_make, target, facts)
-    try:
-        if target.kind not in _SERVICES:
-            return open_it()
-        return opened_within(max(0.0, until_s - time.monotonic()), open_it, str(target), _OTHERWISE[target.kind])
-    except ConfigurationError:
-        raise
-    except OSError as error:
-        raise ConfigurationError(
-            f"{target} cannot be opened: {error.strerror or error}.\n{_OTHERWISE[target.kind]}"
-        ) from error
-    except Exception as error:  # of somebody else's library, which may raise anything
-        first = (str(error) or "no message").splitlines()[0].rstrip(".")
-        raise ConfigurationError(
-            f"{target} cannot be opened: {type(error).__name__}: {first}.\n{_OTHERWISE[target.kind]}"
-        ) from error
-
-
-_SINKS = {
-    "tensorboard": "lockstep.telemetry.sinks.tensorboard:TensorBoard",
-    "prometheus": "lockstep.telemetry.sinks.prometheus:Prometheus",
-    "wandb": "lockstep.telemetry.sinks.wandb_run:WandbRun",
-    "mlflow": "lockstep.telemetry.sinks.mlflow_run:MlflowRun",
-}
-
-
-def _make(target: Target, facts: RunInfo) -> MetricsSink:
-    # By name, as each module imports its library, which takes its time, and may not be installed.
-    make: Callable[..., MetricsSink] = resolve_name(_SINKS[target.kind])
-    if target.kind == "tensorboard":
-        return make(Path(target.place).expanduser(), facts)
-    if target.kind == "prometheus":
-        return make(*target.address, facts)
-    return make(target.place, facts, SinkState(str(target), facts))
-
-
-_SERVICES = ("wandb", "mlflow")
-"""Those that somebody else has to answer for."""
-
-_OTHERWISE = {
-    "tensorboard": "Name another folder in log_to.",
-    "prometheus": "Name another port in log_to, or 0 for any that is free.",
-    "wandb": "Run `wandb login`, or set WANDB_MODE=offline and `wandb sync` later; or leave it out of log_to.",
-    "mlflow": "Look whether MLflow can be reached there, or leave it out of log_to.",
-}
+def _close_late(opening: Future[MetricsSink]) -> None:
+    with suppress(Exception):
+        opening.result().close()

@@ -9,12 +9,13 @@ from dataclasses import replace
 from typing import final
 
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
 from lockstep.telemetry import metrics
-from lockstep.telemetry.metrics import EventCounts, Snapshot, of_bucket
+from lockstep.telemetry.metrics import Snapshot
 from lockstep.telemetry.sinks.base import MetricsSink, RunInfo
 
 _JOIN_S = 5.0
@@ -34,22 +35,24 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @final
-class Prometheus(MetricsSink):
+class Prometheus(MetricsSink, Collector):
     """Listens for whoever asks for metrics, until it is closed.
 
     Args:
         host: The address at which it listens; with the default of `Target`, this machine alone can ask.
         port: Any that is free if 0.
-        facts: Of the run.
+        run: What is recorded.
 
     Raises:
         OSError: The port is taken, or the address is not one of this machine.
     """
 
-    def __init__(self, host: str, port: int, facts: RunInfo) -> None:
-        self._figures = _Figures(facts)
+    def __init__(self, host: str, port: int, run: RunInfo) -> None:
+        labels = {name.replace("/", "_"): str(run.config[name]) for name in _IN_INFO if name in run.config}
+        self._info = {"task": run.name, **labels}
+        self._snapshot: Snapshot | None = None
         registry = CollectorRegistry()
-        registry.register(self._figures)
+        registry.register(self)
         self._server, self._thread = start_http_server(port, host, registry)
         _listening.add(self._server.socket)
         self._host = f"[{host}]" if ":" in host else host
@@ -61,7 +64,10 @@ class Prometheus(MetricsSink):
 
     @override
     def update(self, snapshot: Snapshot) -> None:
-        self._figures.update(snapshot)
+        if not snapshot.buckets and self._snapshot is not None:
+            # They are stamped now and then, and Prometheus asks now and then.
+            snapshot = replace(snapshot, buckets=self._snapshot.buckets)
+        self._snapshot = snapshot
 
     @override
     def close(self) -> None:
@@ -70,67 +76,45 @@ class Prometheus(MetricsSink):
         self._server.server_close()
         self._thread.join(_JOIN_S)
 
-
-@final
-class _Figures(Collector):
-    """Gives the last snapshot in Prometheus' terms; what is not known any more is left out, but for buckets."""
-
-    def __init__(self, facts: RunInfo) -> None:
-        labels = {name.replace("/", "_"): str(facts.config[name]) for name in _IN_INFO if name in facts.config}
-        self._info = {"task": facts.name, **labels}
-        self._snapshot: Snapshot | None = None
-        self._tally = EventCounts()
-
-    def update(self, snapshot: Snapshot) -> None:
-        self._tally.add(snapshot.events)
-        if not snapshot.buckets and self._snapshot is not None:
-            # They are looked at now and then, and Prometheus looks at us now and then.
-            snapshot = replace(snapshot, buckets=self._snapshot.buckets)
-        self._snapshot = snapshot
-
     @override
-    def collect(self) -> Iterator[Metric]:
-        yield _family(metrics.RUN_INFO, "what the run is", [(self._info, 1.0)])
+    def collect(self) -> Iterator[Family]:
+        """Yield the last snapshot in Prometheus' terms; what is not known any more is left out, but for buckets."""
+        yield from _family(metrics.RUN_INFO, "what the run is", [(self._info, 1.0)])
         snapshot = self._snapshot
         if snapshot is None:
             return
-        yield _family(metrics.UPDATED, "when these figures were taken", [({}, snapshot.time)])
-        for metric in metrics.METRICS:
-            if (value := metric.read(snapshot)) is not None:
-                yield _family(metric.prometheus, metric.meaning, [({}, value)])
-        infos = [
+        yield from _family(metrics.UPDATED, "when these figures were taken", [({}, snapshot.time)])
+        where = [
             ({"rank": str(each.rank), "host": each.host or "", "device": each.device or ""}, 1.0)
             for each in snapshot.ranks
         ]
-        yield _family(metrics.RANK_INFO, "where a rank computes", infos)
-        for of_rank in metrics.RANK_METRICS:
-            known = [
-                ({"rank": str(each.rank)}, value * of_rank.unit)
-                for each in snapshot.ranks
-                if (value := getattr(each, of_rank.figure)) is not None
-            ]
-            if known:
-                yield _family(of_rank.prometheus, of_rank.meaning, known)
-        by_family: dict[metrics.Family, list[tuple[Mapping[str, str], float]]] = {each: [] for each in metrics.FAMILIES}
-        for bucket in snapshot.buckets:
-            for family, value in of_bucket(bucket):
-                by_family[family].append(({family.label: str(bucket.number)}, value))
-        for family, found in (
-            (metrics.EVALUATION, dict(self._tally.evaluation)),
-            (metrics.EVENT_COUNT, dict(self._tally.counts)),
-            (metrics.EVENT_SECONDS, dict(self._tally.seconds)),
-        ):
-            by_family[family] = [({family.label: name}, float(value)) for name, value in found.items()]
-        for family, samples in by_family.items():
-            if samples:
-                yield _family(family.prometheus, family.meaning, samples)
+        yield from _family(metrics.RANK_INFO, "where a rank computes", where)
+        samples: dict[metrics.Metric, list[tuple[Mapping[str, str], float | None]]] = {}
+        samples |= {each: [({}, each.read(snapshot))] for each in metrics.METRICS}
+        samples |= {
+            each: [({"rank": str(r.rank)}, each.read(r)) for r in snapshot.ranks] for each in metrics.RANK_METRICS
+        }
+        samples |= {
+            each: [({each.label: str(b.number)}, each.read(b)) for b in snapshot.buckets]
+            for each in metrics.BUCKET_METRICS
+        }
+        by_name: dict[metrics.Metric, Mapping[str, float]] = {
+            metrics.EVALUATION: snapshot.evaluation,
+            metrics.EVENT_COUNT: snapshot.event_counts,
+            metrics.EVENT_SECONDS: snapshot.event_seconds,
+        }
+        samples |= {each: [({each.label: n}, v) for n, v in values.items()] for each, values in by_name.items()}
+        for metric, found in samples.items():
+            known = [(labels, value * metric.scale) for labels, value in found if value is not None]
+            yield from _family(metric.prometheus, metric.meaning, known)
 
 
-def _family(name: str, meaning: str, samples: Sequence[tuple[Mapping[str, str], float]]) -> Metric:
-    """Return a metric with its samples; what only grows is a counter, by its name."""
-    make = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-    labels = list(samples[0][0]) if samples else []
-    family = make(name, meaning, labels=labels)
-    for of_one, value in samples:
-        family.add_metric([of_one[label] for label in labels], float(value))
-    return family
+def _family(name: str, meaning: str, samples: Sequence[tuple[Mapping[str, str], float]]) -> Iterator[Family]:
+    """Yield a metric with its samples, if there are any; what only grows is a counter, by its name."""
+    if samples:
+        labels = list(samples[0][0])
+        make = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        family = make(name, meaning, labels=labels)
+        for of_one, value in samples:
+            family.add_metric([of_one[label] for label in labels], float(value))
+        yield family

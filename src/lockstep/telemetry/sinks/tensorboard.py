@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import final
 
@@ -11,8 +10,8 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from typing_extensions import override
 
-from lockstep.telemetry.metrics import EventCounts, Snapshot, evaluations, scalars
-from lockstep.telemetry.sinks.base import MetricsSink, RunInfo
+from lockstep.telemetry.metrics import Snapshot
+from lockstep.telemetry.sinks.base import MetricsSink, RunInfo, SinkState
 
 
 @final
@@ -24,21 +23,21 @@ class TensorBoard(MetricsSink):
 
     Args:
         folder: Made if it is not there.
-        facts: Of the run.
+        run: What is recorded.
 
     Raises:
         OSError: It cannot be written.
     """
 
-    def __init__(self, folder: Path, facts: RunInfo) -> None:
+    def __init__(self, folder: Path, run: RunInfo) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._last_step = -1
-        self._tally = EventCounts()
-        self._writer = SummaryWriter(str(folder), purge_step=facts.first_step)
+        # Nothing is remembered for the next session: TensorBoard hides by itself what is written twice.
+        self._state = SinkState("tensorboard", RunInfo(name=run.name, config={}))
+        self._writer = SummaryWriter(str(folder), purge_step=run.first_step)
         self._events = self._writer._get_file_writer()
-        if facts.first_step == 0:
-            self._tell(facts)
+        if run.first_step == 0:
+            self._describe(run)
         self._writer.flush()  # so that a folder that cannot be written shows now
 
     @property
@@ -48,35 +47,23 @@ class TensorBoard(MetricsSink):
 
     @override
     def update(self, snapshot: Snapshot) -> None:
-        self._tally.add(snapshot.events)
-        for found in evaluations(snapshot):
-            self._add(found.metrics, found.step, found.time)
         for event in snapshot.events:
             self._writer.add_text(f"events/{event.event}", event.text, event.step, event.time)
-        if snapshot.step > self._last_step:
-            self._last_step = snapshot.step
-            self._add(scalars(snapshot, self._tally), snapshot.step, snapshot.time)
+        for step, time, values in self._state.news(snapshot):
+            # All as one event, which costs a fifth of one for each.
+            summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+            self._events.add_summary(summary, step, time)
         self._writer.flush()
 
     @override
     def close(self) -> None:
         self._writer.close()
 
-    def _add(self, values: Mapping[str, float], step: int, time: float) -> None:
-        """Write all as one event, which costs a fifth of one for each."""
-        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
-        self._events.add_summary(summary, step, time)
-
-    def _tell(self, facts: RunInfo) -> None:
-        """Write what the run is, as text and for the HParams page.
-
-        `SummaryWriter.add_hparams` would make a run of its own for it, in another folder.
-        """
-        rows = "\n".join(f"| {name} | {_cell(value)} |" for name, value in facts.config.items())
-        self._writer.add_text("run", f"| {facts.name} | |\n|---|---|\n{rows}", 0)
-        for summary in hparams(dict(facts.config), {"train/loss": 0.0, "train/samples_per_s": 0.0, "eval/loss": 0.0}):
+    def _describe(self, run: RunInfo) -> None:
+        """Write what the run is, as text and for the HParams page."""
+        cells = {name: str(value).replace("|", "&#124;").replace("\n", " ") for name, value in run.config.items()}
+        rows = "\n".join(f"| {name} | {value} |" for name, value in cells.items())
+        self._writer.add_text("run", f"| {run.name} | |\n|---|---|\n{rows}", 0)
+        # `SummaryWriter.add_hparams` would make a run of its own for it, in another folder.
+        for summary in hparams(dict(run.config), {"train/loss": 0.0, "train/samples_per_s": 0.0, "eval/loss": 0.0}):
             self._events.add_summary(summary)
-
-
-def _cell(value: object) -> str:
-    return str(value).replace("|", "&#124;").replace("\n", " ")
