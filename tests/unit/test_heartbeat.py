@@ -14,7 +14,14 @@ import pytest
 
 from lockstep import activity
 from lockstep.telemetry import watchdog as module
-from lockstep.telemetry.heartbeat import STACKS_SIGNAL_OFFSET, Heartbeat, read_heartbeat, read_step_counter
+from lockstep.telemetry.heartbeat import (
+    STACKS_SIGNAL_OFFSET,
+    Call,
+    Heartbeat,
+    awaited,
+    read_heartbeat,
+    read_step_counter,
+)
 from lockstep.telemetry.resources import Resources
 from lockstep.telemetry.watchdog import Verdict, Watchdog
 
@@ -151,7 +158,7 @@ def test_an_error_of_its_own_is_printed_once_and_the_ranks_are_watched_on(tmp_pa
         if errors:
             raise errors.pop()
 
-    monkeypatch.setattr(dog._resources, "look", fail, raising=False)
+    monkeypatch.setattr(dog._resources, "update", fail, raising=False)
     write(tmp_path, 0, collective="all_reduce")
     write(tmp_path, 1, frames=[["/x/train.py", 9, "load"]])
     with dog:
@@ -195,3 +202,10 @@ def test_a_stopped_loader_process_does_not_keep_a_rank_from_ending(tmp_path):
     )
     done = subprocess.run([sys.executable, script, tmp_path], timeout=20, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("num_over", "expected"), [(0, "3 elements"), (1, "2 elements"), (3, "3 elements")])
+def test_what_a_rank_waits_in_is_the_first_collective_that_is_not_over(num_over, expected):
+    """Gloo's record does not say which are over: then it is the last."""
+    calls = [Call("all_reduce", numel, numel <= num_over) for numel in (1, 2, 3)]
+    assert (awaited([]), awaited(calls)) == ("", f"all_reduce of {expected}")

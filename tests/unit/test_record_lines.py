@@ -2,15 +2,13 @@
 
 import json
 import os
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lockstep.comm.clocks import bound_offset
-from lockstep.telemetry import resources, run_record
+from lockstep.telemetry import run_record
 from lockstep.telemetry.resources import MachineSampler
 from lockstep.telemetry.run_record import Downsampler, LineWriter, RecordedStep, StepRecorder, has_timeline, to_line
 from tests.unit.report_planted import step_line
@@ -108,22 +106,16 @@ def test_the_sampler_tells_of_this_process(monkeypatch):
     assert (line["memory_bytes"], line["gpu_percent"]) == (None, None)
 
 
-def test_nvml_is_asked_for_the_gpu_of_this_rank(monkeypatch):
+def test_a_gpu_whose_driver_does_not_give_a_figure_has_none(monkeypatch):
     asked = []
-    nvml = SimpleNamespace(
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByUUID=lambda uuid: asked.append(uuid) or "handle",
-        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=87),
-        nvmlDeviceGetPowerUsage=lambda handle: 312_500,
-        nvmlDeviceGetTemperature=lambda handle, kind: 1 / 0,
-        NVML_TEMPERATURE_GPU=0,
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))
-    assert resources._Nvml(torch.device("cuda", 3)).read() == (87.0, 312.5, None)
-    assert asked == ["GPU-12-34"]
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert resources._Nvml(torch.device("cuda", 3)).read() == (None, None, None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: asked.append(device.index) or 87)
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda device: 312_500)
+    monkeypatch.setattr(torch.cuda, "temperature", lambda device: 1 / 0)
+    line = MachineSampler([torch.device("cuda", 3)])()
+    assert [line[name] for name in ("gpu_percent", "gpu_power_w", "gpu_temperature_c")] == [87.0, 312.5, None]
+    assert (line["memory_bytes"], line["memory_peak_bytes"], asked) == (5, 7, [3])
 
 
 class NeverReached:

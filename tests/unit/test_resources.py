@@ -37,9 +37,9 @@ def test_figures_of_memory(machine):
     machine(kills=3, free_gib=9, limit="max", pages=2 * pages)
     found = Resources()
     assert found.of_memory(1) == ""
-    found.look({1: os.getpid()})
+    found.update({1: os.getpid()})
     machine(kills=3, free_gib=4, limit="max", pages=pages)
-    found.look({1: os.getpid()})
+    found.update({1: os.getpid()})
     assert found.of_memory(1) == (
         "Memory, as last seen: rank 1 1.0 GiB (at most 2.0 GiB), all ranks of this machine 1.0 GiB; "
         "at the worst, 4.0 GiB of 16.0 GiB were free."
@@ -54,7 +54,7 @@ def test_each_rank_has_a_line(machine):
     found = Resources()
     assert found.of_each() == ""
     found.devices[2] = [DeviceMemory("cuda:0", 3 * GIB, 5 * GIB, 79 * GIB)]
-    found.look({0: os.getpid(), 2: os.getpid()})
+    found.update({0: os.getpid(), 2: os.getpid()})
     assert found.of_each() == (
         "Memory of the ranks of this machine, as last seen:\n"
         "rank 0: 1.0 GiB on the host (at most 1.0 GiB)\n"
@@ -67,7 +67,7 @@ def test_each_rank_has_a_line(machine):
 def test_the_limit_of_a_container_counts(machine):
     machine(kills=0, free_gib=9, limit=4 * GIB, used_gib=3, pages=1)
     found = Resources()
-    found.look({0: os.getpid()})
+    found.update({0: os.getpid()})
     assert found.of_memory(0).endswith("at the worst, 1.0 GiB of 4.0 GiB were free.")
 
 
@@ -75,8 +75,8 @@ def test_shared_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(resources, "SHM", str(tmp_path))
     found = Resources()
     assert found.of_shm() == ""
-    found.look({})
+    found.update({})
     found.shm_least_free_bytes, found.shm_total_bytes = 2**20, 64 * 2**20
-    found.look({})
+    found.update({})
     assert found.shm_least_free_bytes == 2**20
     assert found.of_shm().startswith("Of /dev/shm, 1 MiB of ")

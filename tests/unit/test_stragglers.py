@@ -4,15 +4,14 @@ import pytest
 
 from lockstep.telemetry.stragglers import (
     PaceKeeper,
-    StepSplit,
     StepTimes,
     describe,
     ends_window,
     find_stragglers,
     is_looked_at,
+    next_window,
     note_of,
     pace_of,
-    split_steps,
 )
 
 PHASES = ("loader", "forward", "backward", "optimizer")
@@ -37,12 +36,6 @@ def test_a_delay_is_of_the_rank_and_the_phase_that_it_was_put_into(phase):
     assert (found.rank, found.phase) == (3, phase)
     assert found.lost_s == pytest.approx(0.05)
     assert found.step_s == pytest.approx(0.086)
-
-
-def test_own_work_waiting_for_peers_and_wire_are_told_apart():
-    divided = split_steps({0: pace(waits=0.052), 1: pace(slow="backward", by_s=0.05)})
-    assert divided[0] == StepSplit(pytest.approx(0.034), pytest.approx(0.05), 0.002)
-    assert divided[1] == StepSplit(pytest.approx(0.084), 0.0, 0.002)
 
 
 @pytest.mark.parametrize(
@@ -74,18 +67,19 @@ def test_what_is_said():
 def test_which_steps_are_looked_at():
     assert [step for step in range(120) if is_looked_at(step)] == [*range(2, 22), *range(40, 50), *range(90, 100)]
     assert [step for step in range(120) if ends_window(step)] == [11, 21, 49, 99]
+    assert [next_window(end)[0] for end in (-1, 11, 21, 49, 99)] == [2, 12, 40, 90, 140]
 
 
 def test_the_launcher_says_it_once_when_all_ranks_have_told():
-    told = []
-    keeper = PaceKeeper(told.append)
+    reported = []
+    keeper = PaceKeeper(reported.append)
     for window, by_s in ((11, 0.05), (21, 0.06), (49, 0.2)):
         keeper.take(0, note_of(window, pace()))
         keeper.judge(2)
         keeper.take(1, note_of(window, pace(slow="loader", by_s=by_s)))
         keeper.judge(2)
-    assert [text.partition(" in each")[0] for text in told] == [
+    assert [text.partition(" in each")[0] for text in reported] == [
         "rank 1 is slow: it loses 50 ms",
         "rank 1 is slow: it loses 200 ms",
     ]
-    keeper.take(1, None)  # a rank that tells nothing
+    keeper.take(1, None)  # a rank without a pace

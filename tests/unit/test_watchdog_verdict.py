@@ -122,7 +122,7 @@ def test_report_of_what_may_be_only_slow():
         "rank 1 is in load (train.py:7), handling OSError: gone (train.py:5) for 4 s [after 7 optimizer steps]; "
         "rank 0 waits in all_reduce (train.py:3) for 4 s\n"
         "rank 1 may be only slow: it reads or writes.\n"
-        "Only 1 of 2 machines could be seen; the others' launchers tell of their ranks.\n"
+        "Only 1 of 2 machines could be seen; the others' launchers report their ranks.\n"
         "The Python stacks of the ranks are in /tmp/x."
     )
 

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import faulthandler
 import json
+import math
 import mmap
 import os
 import signal
@@ -19,14 +20,13 @@ import sys
 import threading
 import time
 import traceback
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 from lockstep import activity
-from lockstep.activity import name_of_bucket
+from lockstep.activity import name_of_bucket, one_line
 from lockstep.run_folder import HEARTBEAT, STACKS, STEP, rank_file, replace_file
 
 STACKS_SIGNAL_OFFSET = 11
@@ -97,7 +97,6 @@ class Heartbeat:
         self._recorded_after_ns = _RECORDED_AFTER * patience_s * 1e9
         self._last: tuple[Any, ...] = ()
         self._moved_at_ns = time.monotonic_ns()
-        self._buckets = TorchBuckets()
         self._devices: list[tuple[str, int, int, int]] = []
         self._recorded_call: str | None = None
         self._pid = os.getpid()
@@ -123,7 +122,7 @@ class Heartbeat:
         if place != self._last:
             self._last, self._moved_at_ns, self._recorded_call = place, now_ns, None
         elif self._recorded_call is None and now_ns - self._moved_at_ns > self._recorded_after_ns:
-            self._recorded_call = self._awaited_call()
+            self._recorded_call = awaited(recorded_calls())
         bucket = now.bucket
         content = {
             "pid": os.getpid(),
@@ -162,18 +161,9 @@ class Heartbeat:
                 ends_children = True
                 atexit.register(_end_stopped_children)
             keepalive.check()
-            self._buckets.check(activity.now.num_steps)
             if time.monotonic() - measured_at >= _MEMORY_PERIOD_S:
                 self._devices, measured_at = device_memory(), time.monotonic()
             self.write()
-
-    def _awaited_call(self) -> str:
-        """Return the collective that this rank waits in, by torch's own record of them, if it keeps one."""
-        calls = recorded_calls()
-        if (place := awaited(calls)) is None:
-            return ""
-        bucket = self._buckets.name(calls, place)
-        return f"{calls[place].name} of {bucket and f'{bucket}, '}{calls[place].numel} elements"
 
 
 def _count_step(*_: Any) -> None:
@@ -234,7 +224,7 @@ def _handled_exception(ident: int) -> str:
         return ""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}{place}"
+    return one_line(error)[:200] + place
 
 
 def _frames(frame: FrameType | None) -> list[tuple[str, int, str]]:
@@ -288,136 +278,18 @@ def recorded_calls() -> list[Call]:
 
 
 def _call(entry: dict[str, Any]) -> Call:
-    numel = 0
-    for size in entry["input_sizes"]:
-        product = 1
-        for length in size:
-            product *= length
-        numel += product
+    numel = sum(math.prod(size) for size in entry["input_sizes"])
     is_over = bool(entry.get("retired")) or entry.get("state") == "completed"  # Gloo says the one, NCCL both
     return Call(entry["profiling_name"].rpartition(":")[2], numel, is_over)
 
 
-def awaited(calls: Sequence[Call]) -> int | None:
-    """Return the place of the collective that holds up the others: the first of the last that are not over.
+def awaited(calls: Sequence[Call]) -> str:
+    """Return the collective that holds up the others: the first of the last that are not over; empty without any.
 
     Where torch does not record which are over, it is the last.
     """
-    if not calls:
-        return None
     place = len(calls) - 1
     if any(call.is_over for call in calls):
         while place > 0 and not calls[place].is_over and not calls[place - 1].is_over:
             place -= 1
-    return place
-
-
-# --- the buckets of torch's DistributedDataParallel -------------------------------------------------------------------
-
-_ASK_AFTER = (3, 12)
-"""Optimizer steps: by then buckets were built anew, which is logged in the second step or, after a warm-up, later."""
-
-
-class Parameter(NamedTuple):
-    """A parameter that is trained."""
-
-    name: str
-    numel: int
-
-
-class Bucket(NamedTuple):
-    """A bucket of torch's reducer."""
-
-    names: tuple[str, ...]
-    numel: int
-
-
-class TorchBuckets:
-    """Which parameters are in the buckets of torch's class, which does not report what it waits for.
-
-    [Note: without wrapping anything]
-    While its forward runs, torch's class keeps the instance in an attribute of its own; the heartbeat looks there now
-    and then. A few steps later it asks for what the reducer logs: the numbers of the parameters in each bucket. That
-    takes a lock which backward holds while it waits for other ranks; so it is asked for early, and in a thread of its
-    own, which may wait for ever without any harm.
-
-    Afterwards, a collective that a rank waits in is recognised by its size, and by the sizes of those before it:
-    backward sends the buckets in their order, so the k-th is the one after the first k. If that leaves a choice, no
-    bucket is named.
-    """
-
-    def __init__(self) -> None:
-        self._model: weakref.ref[Any] | None = None
-        self._num_asked = 0
-        self._plan: list[Bucket] = []
-
-    def check(self, num_steps: int) -> None:
-        """Look for the model, and ask it once it has trained for some steps. Does not block.
-
-        Args:
-            num_steps: Optimizer steps so far.
-        """
-        if self._model is None:
-            kind = getattr(imported("torch.nn.parallel.distributed"), "DistributedDataParallel", None)
-            active = getattr(kind, "_active_ddp_module", None)
-            self._model = None if active is None else weakref.ref(active)
-        elif self._num_asked < len(_ASK_AFTER) and num_steps >= _ASK_AFTER[self._num_asked] and not self._plan:
-            self._num_asked += 1
-            threading.Thread(target=self._ask, name="lockstep-buckets", daemon=True).start()
-
-    def _ask(self) -> None:
-        model = None if self._model is None else self._model()
-        if model is None:
-            return
-        with contextlib.suppress(Exception):  # an interface of torch's own, which changes
-            ignored = set(getattr(model, "parameters_to_ignore", ()))
-            parameters = [
-                Parameter(name, each.numel())
-                for name, each in model.module.named_parameters()
-                if each.requires_grad and name not in ignored
-            ]
-            self._plan = plan_of(model._get_ddp_logging_data(), parameters)
-
-    def name(self, calls: Sequence[Call], place: int) -> str:
-        """Return a name for the collective at ``place``, such as ``bucket 4 (layers.7.mlp.*)``, if it is a bucket."""
-        found = buckets_at(calls, place, self._plan)
-        return f"bucket {found[0]} ({name_of_bucket(self._plan[found[0]].names)})" if len(found) == 1 else ""
-
-
-def plan_of(logged: Mapping[str, Any], parameters: Sequence[Parameter]) -> list[Bucket]:
-    """Return the buckets that a reducer logs after some steps, in the order in which they are launched.
-
-    They are built anew after the first step, unless it looks for unused parameters. What does not add up is left out.
-    """
-    rebuilt = str(logged.get("rebuilt_per_bucket_param_indices", ""))
-    numbers = [[int(number) for number in part.split()] for part in rebuilt.split(",") if part.strip()]
-    if sorted(number for part in numbers for number in part) != list(range(len(parameters))):
-        return []
-    buckets = [[parameters[number] for number in part] for part in numbers]
-    return [Bucket(tuple(each.name for each in part), sum(each.numel for each in part)) for part in buckets]
-
-
-def buckets_at(calls: Sequence[Call], place: int, plan: Sequence[Bucket]) -> list[int]:
-    """Return the numbers of the buckets that the collective at ``place`` may be, going by those before it."""
-    found = []
-    for number in range(min(len(plan), place + 1)):
-        begin = place - number
-        if all(_carries(*pair) for pair in zip(calls[begin : place + 1], plan, strict=False)):
-            found.append(number)
-    if len(found) == 1:
-        return found
-    return [number for number in found if _may_begin(calls, place - number, plan)]
-
-
-def _may_begin(calls: Sequence[Call], place: int, plan: Sequence[Bucket]) -> bool:
-    """Return whether a step may begin at ``place``: before it come whole steps, back to something else."""
-    while place > 0 and _carries(calls[place - 1], plan[-1]):
-        before = calls[max(0, place - len(plan)) : place]
-        if not all(_carries(*pair) for pair in zip(reversed(before), reversed(plan), strict=False)):
-            return False
-        place -= len(before)
-    return True
-
-
-def _carries(call: Call, bucket: Bucket) -> bool:
-    return call.name == "all_reduce" and call.numel == bucket.numel
+    return f"{calls[place].name} of {calls[place].numel} elements" if calls else ""

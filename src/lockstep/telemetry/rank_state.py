@@ -82,11 +82,25 @@ class Liveness:
         """Whether it computes, or would on a machine that has less to do."""
         return self._core_share() > BUSY or self._part_of("is_ready") > _MOST
 
+    def signs(self) -> str:
+        """Return what indicates that it may be moving, as a sentence; empty if nothing does."""
+        if len(self._samples) < 2:
+            return ""
+        first, last = self._samples[0], self._samples[-1]
+        signs = {
+            "it starts programs or sees them end": first.pids != last.pids,
+            "it reads or writes": last.num_bytes - first.num_bytes > _MIN_BYTES,
+            "it waits for a disk or a network file system": self._part_of("is_in_disk") > _MOST,
+            WAKES_UP: last.num_wakeups - first.num_wakeups > 3 + _WAKEUPS_PER_S * (last.at_s - first.at_s),
+            "it uses the processor a little": self._core_share() > _STIRS,
+        }
+        return next((sign for sign, is_so in signs.items() if is_so), "")
+
     def _part_of(self, name: str) -> float:
         """Return in which part of the samples something was so; 0 where there are not two of them."""
         if len(self._samples) < 2:
             return 0.0
-        return sum(1 for each in self._samples if getattr(each, name)) / len(self._samples)
+        return sum(getattr(each, name) for each in self._samples) / len(self._samples)
 
     def _core_share(self) -> float:
         """Return the share of a core that it used since the first sample."""
@@ -94,21 +108,6 @@ class Liveness:
             return 0.0
         first, last = self._samples[0], self._samples[-1]
         return (last.cpu_s - first.cpu_s) / max(last.at_s - first.at_s, 1e-9)
-
-    def signs(self) -> str:
-        """Return what indicates that it may be moving, as a sentence; empty if nothing does."""
-        if len(self._samples) < 2:
-            return ""
-        first, last = self._samples[0], self._samples[-1]
-        if first.pids != last.pids:
-            return "it starts programs or sees them end"
-        if last.num_bytes - first.num_bytes > _MIN_BYTES:
-            return "it reads or writes"
-        if self._part_of("is_in_disk") > _MOST:
-            return "it waits for a disk or a network file system"
-        if last.num_wakeups - first.num_wakeups > 3 + _WAKEUPS_PER_S * (last.at_s - first.at_s):
-            return WAKES_UP
-        return "it uses the processor a little" if self._core_share() > _STIRS else ""
 
 
 def process_state(pid: int) -> tuple[str, float]:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +77,8 @@ class Resources:
     shm_least_free_bytes: int | None = None
     _kills_before: int | None = field(default_factory=lambda: num_kills())
 
-    def look(self, pids: Mapping[int, int]) -> None:
-        """Take note of what is used now.
+    def update(self, pids: Mapping[int, int]) -> None:
+        """Take what is used now.
 
         Args:
             pids: The process of each rank.
@@ -188,11 +187,11 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:.0f} MiB"
 
 
-# What a process and its devices take: memory, processor time, and what NVML says of a GPU where it can be asked.
+# --- in a rank: what its process and devices take ---------------------------------------------------------------------
 
 
 class MachineSampler:
-    """Looks at this process, its loader processes and its devices, each time it is called.
+    """Samples this process, its loader processes and its devices, each time it is called.
 
     Args:
         devices: Those of this process.
@@ -202,18 +201,16 @@ class MachineSampler:
         self._gpus = [device for device in devices if device.type == "cuda"]
         self._process = psutil.Process()
         self._workers: dict[int, psutil.Process] = {}
-        self._process.cpu_percent()
-        self._nvml = _Nvml(self._gpus[0]) if self._gpus else None
+        self._process.cpu_percent()  # percentages are of the time since the call before
 
     def __call__(self) -> dict[str, Any]:
-        """Return the figures as a line; see ``MACHINE`` in names.py."""
-        workers_cpu, workers_rss = self._look_at_workers()
-        gpu = (None, None, None) if self._nvml is None else self._nvml.read()
+        """Return the figures as a line; see ``MACHINE`` in lockstep.telemetry.run_record."""
+        workers_cpu, workers_rss = self._sample_workers()
+        on_gpus = {"memory_bytes": torch.cuda.memory_allocated, "memory_peak_bytes": torch.cuda.max_memory_allocated}
         return {
             "kind": "machine",
             "time": time.time(),
-            "memory_bytes": self._memory(torch.cuda.memory_allocated),
-            "memory_peak_bytes": self._memory(torch.cuda.max_memory_allocated),
+            **{name: sum(map(ask, self._gpus)) if self._gpus else None for name, ask in on_gpus.items()},
             "rss_bytes": self._process.memory_info().rss,
             "rss_peak_bytes": _peak_bytes(),
             "workers_rss_bytes": workers_rss,
@@ -221,54 +218,27 @@ class MachineSampler:
             "cpu_percent": self._process.cpu_percent(),
             "workers_cpu_percent": workers_cpu,
             "load": os.getloadavg()[0],
-            "gpu_percent": gpu[0],
-            "gpu_power_w": gpu[1],
-            "gpu_temperature_c": gpu[2],
+            "gpu_percent": self._nvml(torch.cuda.utilization),
+            "gpu_power_w": self._nvml(torch.cuda.power_draw, scale=1e-3),
+            "gpu_temperature_c": self._nvml(torch.cuda.temperature),
         }
 
-    def _memory(self, ask: Any) -> int | None:
-        return sum(ask(gpu) for gpu in self._gpus) if self._gpus else None
+    def _nvml(self, ask: Callable[[torch.device], int], *, scale: float = 1.0) -> float | None:
+        with contextlib.suppress(Exception):  # NVML's module is not installed, or the driver does not give this figure
+            return scale * ask(self._gpus[0])
+        return None
 
-    def _look_at_workers(self) -> tuple[float, int]:
-        pids = [pid for pid in process_tree(self._process.pid) if pid != self._process.pid]
+    def _sample_workers(self) -> tuple[float, int]:
         found: dict[int, psutil.Process] = {}
-        for pid in pids:
-            with contextlib.suppress(psutil.Error):
-                found[pid] = self._workers.get(pid) or psutil.Process(pid)
-        self._workers = found
         percent, rss_bytes = 0.0, 0
-        for worker in self._workers.values():
+        for pid in process_tree(self._process.pid):
             with contextlib.suppress(psutil.Error):  # it has just ended
-                percent += worker.cpu_percent()
-                rss_bytes += worker.memory_info().rss
+                if pid != self._process.pid:
+                    found[pid] = self._workers.get(pid) or psutil.Process(pid)
+                    percent += found[pid].cpu_percent()
+                    rss_bytes += found[pid].memory_info().rss
+        self._workers = found
         return percent, rss_bytes
-
-
-class _Nvml:
-    """What NVML says of one GPU; nothing where it is not installed or does not answer."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._nvml: Any = None
-        with contextlib.suppress(Exception):  # not installed, no driver, no permission
-            nvml = import_module("pynvml")
-            nvml.nvmlInit()
-            uuid = str(torch.cuda.get_device_properties(device).uuid)
-            self._handle = nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
-            self._nvml = nvml
-
-    def read(self) -> tuple[float | None, float | None, float | None]:
-        """Return utilisation in percent, power in watts, temperature in degrees Celsius."""
-        nvml = self._nvml
-        if nvml is None:
-            return None, None, None
-        percent = watts = degrees = None
-        with contextlib.suppress(Exception):
-            percent = float(nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
-        with contextlib.suppress(Exception):
-            watts = nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3
-        with contextlib.suppress(Exception):
-            degrees = float(nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU))
-        return percent, watts, degrees
 
 
 def _peak_bytes() -> int:

@@ -1,4 +1,12 @@
-"""Which rank is persistently slow, in which phase, and by how much."""
+"""Which rank is persistently slow, in which phase, and by how much.
+
+[Note: own work, waiting, wire]
+All ranks leave a reduction at the same time, so between two of them each has the same time; what differs is how it
+is divided. A rank's *own work* of a step ends when its last bucket is ready, which is stamped before that bucket's
+collective starts; what follows until the gradients are there is no work of its own. The rank that comes last waits
+for the wire only, so the shortest such wait of all ranks is the *wire* time, and what a rank waits longer it waits
+for its *peers*. No clocks are compared, so none need to agree.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median, median_low, quantiles
 from typing import Any
-
-# Which rank is persistently slow, in which phase, and by how much: pure functions of what the ranks' steps took.
-#
-# [Note: own work, waiting, wire]
-# All ranks leave a reduction at the same time, so between two of them each has the same time; what differs is how it
-# is divided. A rank's *own work* of a step ends when its last bucket is ready, which is stamped before that bucket's
-# collective starts; what follows until the gradients are there is no work of its own. The rank that comes last waits
-# for the wire only, so the shortest such wait of all ranks is the *wire* time, and what a rank waits longer it waits
-# for its *peers*. No clocks are compared, so none need to agree.
 
 PHASES = ("loader", "forward", "backward", "optimizer")
 
@@ -56,15 +55,6 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class StepSplit:
-    """How one rank's step is divided; in seconds."""
-
-    own_s: float
-    peers_s: float
-    wire_s: float
-
-
-@dataclass(frozen=True)
 class Straggler:
     """A rank that keeps the others waiting in every step; times in seconds a step."""
 
@@ -83,20 +73,11 @@ def pace_of(steps: Sequence[StepTimes]) -> Pace:
     return Pace(phases, median(step.waits for step in steps), low_s, high_s)
 
 
-def split_steps(paces: Mapping[int, Pace]) -> dict[int, StepSplit]:
-    """Divide each rank's step into own work, waiting for peers, and the wire; see [Note: own work, waiting, wire]."""
-    wire_s = min(pace.waits_s for pace in paces.values())
-    return {rank: StepSplit(pace.own_s, pace.waits_s - wire_s, wire_s) for rank, pace in paces.items()}
-
-
 def find_stragglers(paces: Mapping[int, Pace]) -> list[Straggler]:
-    """Return the ranks that are persistently slower than most, the slowest first.
-
-    A rank is compared with the (lower) median of all. It is persistently slower if a good step of its takes longer than
-    a bad one of the others: its lower quartile is above the median of their upper ones.
-    """
+    """Return the ranks that are persistently slower than most, the slowest first."""
     if len(paces) < 2:
         return []
+    # The lower median: of two ranks the quicker one is the usual one.
     usual = {phase: median_low(pace.phases[phase] for pace in paces.values()) for phase in PHASES}
     usual_own_s = median_low(pace.own_s for pace in paces.values())
     usual_high_s = median_low(pace.high_s for pace in paces.values())
@@ -104,15 +85,15 @@ def find_stragglers(paces: Mapping[int, Pace]) -> list[Straggler]:
     found = []
     for rank, pace in paces.items():
         lost_s = pace.own_s - usual_own_s
-        if lost_s < max(_MIN_LOST_S, _MIN_SHARE * step_s) or pace.low_s <= usual_high_s:
-            continue
-        phase = max(PHASES, key=lambda phase: pace.phases[phase] - usual[phase])
-        found.append(Straggler(rank, phase, lost_s, pace.phases[phase], usual[phase], step_s))
+        # Persistently slower: a good step of its takes longer than a bad one of the others.
+        if lost_s >= max(_MIN_LOST_S, _MIN_SHARE * step_s) and pace.low_s > usual_high_s:
+            phase = max(PHASES, key=lambda phase: pace.phases[phase] - usual[phase])
+            found.append(Straggler(rank, phase, lost_s, pace.phases[phase], usual[phase], step_s))
     return sorted(found, key=lambda straggler: -straggler.lost_s)
 
 
 def describe(straggler: Straggler) -> str:
-    """Say it in one line."""
+    """Return it as one line."""
     return (
         f"rank {straggler.rank} is slow: it loses {_ms(straggler.lost_s)} in each step of {_ms(straggler.step_s)}, "
         f"in {straggler.phase} ({_ms(straggler.took_s)}, usual is {_ms(straggler.usual_s)}); the others wait for it"
@@ -120,87 +101,79 @@ def describe(straggler: Straggler) -> str:
 
 
 def _ms(seconds: float) -> str:
-    milliseconds = 1e3 * seconds
-    return f"{milliseconds:.0f} ms" if milliseconds >= 10 else f"{milliseconds:.1f} ms"
+    return f"{1e3 * seconds:.{0 if seconds >= 0.01 else 1}f} ms"
 
 
-# Which steps are looked at, what a rank tells of them, and who says that a rank is slow, once only.
+# --- which steps are measured, and who reports that a rank is slow ----------------------------------------------------
 
 WINDOW = 10
 """How many steps are taken together."""
 
 _WARM_UP = 2
 """The first steps allocate, compile and find out in which order gradients come."""
-_FIRST = _WARM_UP + 2 * WINDOW
 _PERIOD = 50
 
 
+def next_window(after: int) -> range:
+    """Return the window of steps, counted from 0, that follows a window which ends with step ``after``; -1 for none."""
+    return _window(after + 1)
+
+
 def is_looked_at(step: int) -> bool:
-    """Return whether a step, counted from 0, is one of a window: two windows at first, then one in fifty steps."""
-    if step < _FIRST:
-        return step >= _WARM_UP
-    return step % _PERIOD >= _PERIOD - WINDOW
+    """Return whether a step, counted from 0, is one of a window."""
+    return step in _window(step)
 
 
 def ends_window(step: int) -> bool:
     """Return whether a step, counted from 0, is the last of a window."""
-    if step < _FIRST:
-        return step >= _WARM_UP and (step - _WARM_UP) % WINDOW == WINDOW - 1
-    return step % _PERIOD == _PERIOD - 1
+    return step == _window(step)[-1]
 
 
-def next_window(after: int) -> range:
-    """Return the first window of steps, counted from 0, that begins behind step ``after``."""
-    if after < _FIRST - 1:
-        begin = _WARM_UP if after < _WARM_UP else _WARM_UP + WINDOW
-    else:
-        begin = (after + WINDOW) // _PERIOD * _PERIOD + _PERIOD - WINDOW
-    return range(begin, begin + WINDOW)
+def _window(step: int) -> range:
+    """Return the first window that ends with ``step`` or later: two at first, then one in fifty steps."""
+    soon = (_WARM_UP + WINDOW - 1, _WARM_UP + 2 * WINDOW - 1)
+    end = next((end for end in soon if step <= end), step // _PERIOD * _PERIOD + _PERIOD - 1)
+    return range(end - WINDOW + 1, end + 1)
 
 
 class StragglerReporter:
-    """Says which ranks are slow, and again only if that gets worse or comes to lie elsewhere."""
+    """Reports which ranks are slow, and again only if that gets worse or comes to lie elsewhere."""
 
-    def __init__(self, say: Callable[[str, Straggler], None]) -> None:
-        self._say = say
-        self._told: dict[int, tuple[str, float]] = {}
+    def __init__(self, report: Callable[[str, Straggler], None]) -> None:
+        self._report = report
+        self._reported: dict[int, tuple[str, float]] = {}
 
     def judge(self, paces: dict[int, Pace]) -> None:
-        """Look at the paces of all ranks in one window."""
+        """Compare the paces of all ranks in one window."""
         for straggler in find_stragglers(paces):
-            phase, lost_s = self._told.get(straggler.rank, ("", 0.0))
+            phase, lost_s = self._reported.get(straggler.rank, ("", 0.0))
             if straggler.phase != phase or straggler.lost_s > 2 * lost_s:
-                self._told[straggler.rank] = straggler.phase, straggler.lost_s
-                self._say(describe(straggler), straggler)
+                self._reported[straggler.rank] = straggler.phase, straggler.lost_s
+                self._report(describe(straggler), straggler)
 
 
 class PaceKeeper:
-    """In the launcher: compares the paces that the beacons of the ranks tell."""
+    """In the launcher: compares the paces that are in the heartbeats of the ranks."""
 
     def __init__(self, on_slow: Callable[[str], None]) -> None:
-        self._teller = StragglerReporter(lambda text, _: on_slow(text))
+        self._reporter = StragglerReporter(lambda text, _: on_slow(text))
         self._windows: dict[int, dict[int, Pace]] = {}
         self._judged = -1
 
     def take(self, rank: int, note: dict[str, Any] | None) -> None:
-        """Take what a rank told, if it told its pace."""
+        """Take the pace of a rank, if there is one in its heartbeat; see `note_of`."""
         if note is not None and note["window"] > self._judged:
             self._windows.setdefault(note["window"], {})[rank] = Pace(**note["pace"])
 
     def judge(self, num_ranks: int) -> None:
-        """Say which ranks are slow if all ``num_ranks`` have told the pace of one window."""
+        """Report which ranks are slow if the paces of all ``num_ranks`` in one window are there."""
         for window in sorted(self._windows):
             if len(self._windows[window]) >= num_ranks > 1:
-                self._teller.judge(self._windows[window])
+                self._reporter.judge(self._windows[window])
                 self._judged = window
         self._windows = {window: paces for window, paces in self._windows.items() if window > self._judged}
 
 
 def note_of(window: int, pace: Pace) -> dict[str, Any]:
-    """Return a pace as what a beacon can write.
-
-    Args:
-        window: The number of its last step.
-        pace: What is told.
-    """
+    """Return a pace as what a heartbeat can hold; ``window`` is the number of its last step."""
     return {"window": window, "pace": asdict(pace)}

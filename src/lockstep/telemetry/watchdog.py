@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from enum import IntEnum
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from lockstep.comm.store import InterNodeStore
@@ -82,14 +81,13 @@ def judge(ranks: Sequence[RankState], patience_s: float, *, is_strict: bool, see
         return Verdict.FINE
     is_long = waits_s >= GRACE * patience_s
     at_last = (Verdict.HANGS if is_strict else Verdict.SUSPECT) if is_long else Verdict.FINE
-    if not others:
-        calls = {_call(seen) for seen in waiting}
-        # A transfer may simply be slow where all are in the same call, but then something of it is seen.
-        is_moving = any(seen.is_busy or seen.life not in ("", WAKES_UP) for seen in waiting)
-        if len(calls) > 1 and sees_all and not (calls <= _ONE_TO_ONE and is_moving):
-            return Verdict.HANGS
-        return Verdict.HANGS if is_long and sees_all and not is_moving else at_last
-    return max(at_last, min(_judge_awaited(seen, patience_s) for seen in others))
+    if others:
+        return max(at_last, min(_judge_awaited(seen, patience_s) for seen in others))
+    calls = {_call(seen) for seen in waiting}
+    # A transfer may simply be slow where all are in the same call, but then something of it is seen.
+    is_moving = any(seen.is_busy or seen.life not in ("", WAKES_UP) for seen in waiting)
+    differ = len(calls) > 1 and not (calls <= _ONE_TO_ONE and is_moving)
+    return Verdict.HANGS if sees_all and (differ or (is_long and not is_moving)) else at_last
 
 
 def _judge_awaited(seen: RankState, patience_s: float) -> Verdict:
@@ -98,9 +96,7 @@ def _judge_awaited(seen: RankState, patience_s: float) -> Verdict:
         return Verdict.HANGS
     if seen.is_busy or seen.idle_s < patience_s:
         return Verdict.FINE
-    if seen.life and seen.idle_s < GRACE * patience_s:
-        return Verdict.SUSPECT
-    return Verdict.HANGS
+    return Verdict.SUSPECT if seen.life and seen.idle_s < GRACE * patience_s else Verdict.HANGS
 
 
 def _judge_without_waiting(ranks: Sequence[RankState], patience_s: float, *, is_strict: bool) -> Verdict:
@@ -119,15 +115,14 @@ def _judge_without_waiting(ranks: Sequence[RankState], patience_s: float, *, is_
 
 
 def _call(seen: RankState) -> str:
-    """Return what tells calls apart: the operation, not the bucket or the line.
+    """Return what makes calls different: the operation, not the bucket or the line.
 
     A rank may be a bucket ahead, and ``if rank == 0: broadcast(...)`` with ``else: broadcast(...)`` is one call.
     """
     name = operation(seen) or ""
-    if name.startswith("all_reduce of bucket "):
-        return "all_reduce of bucket"
-    # What was found by the user's line only may be anything.
-    return place(seen) if name in ("wait", "synchronize") else name.partition(":")[0]
+    if name in ("wait", "synchronize"):
+        return place(seen)  # found by the user's line only: it may be anything
+    return "all_reduce of a bucket" if seen.bucket else name.partition(":")[0]
 
 
 # --- what is reported -------------------------------------------------------------------------------------------------
@@ -161,12 +156,13 @@ def report(
     lines = [_headline(ranks, patience_s, verdict)]
     lines += ["; ".join(described)] if len(described) <= 2 else described
     lines += workers
-    lines += _explanation(ranks, num_nodes=num_nodes, num_seen=num_seen)
+    if all(operation(seen) for seen in ranks):
+        lines.append(_explanation(ranks, sees_all=num_seen >= num_nodes))
     slow = [seen for seen in ranks if seen.life and operation(seen) is None and not seen.has_left]
     lines += [f"rank {seen.rank} may be only slow: {seen.life}." for seen in slow]
     if num_seen < num_nodes:
         lines.append(
-            f"Only {num_seen} of {num_nodes} machines could be seen; the others' launchers tell of their ranks."
+            f"Only {num_seen} of {num_nodes} machines could be seen; the others' launchers report their ranks."
         )
     lines.append(f"The Python stacks of {'all' if num_nodes == 1 else 'the'} ranks are in {folder}.")
     return "\n".join(lines)
@@ -217,18 +213,15 @@ def _step(seen: RankState) -> str:
     return f" [step {seen.step + 1}{f', {seen.phase}' if seen.phase else ''}]"
 
 
-def _explanation(ranks: Sequence[RankState], *, num_nodes: int, num_seen: int) -> list[str]:
-    """Return what it means where all ranks wait."""
-    calls = [operation(seen) for seen in ranks]
-    if any(call is None for call in calls):
-        return []
-    called = sorted({call.partition(" of bucket")[0].partition(" (")[0] for call in calls if call})
+def _explanation(ranks: Sequence[RankState], *, sees_all: bool) -> str:
+    """Return what it means that all ranks wait."""
+    called = sorted({(operation(seen) or "").partition(" of bucket")[0].partition(" (")[0] for seen in ranks})
     if len(called) > 1 or len({user_frame(seen.frames)[:2] for seen in ranks}) > 1:
         what = "different collectives" if len(called) > 1 else f"{called[0]} from different lines"
-        return [f"The ranks call {what}: each must be called by all ranks, in the same order."]
-    if num_seen < num_nodes:
-        return ["All ranks of this machine wait in the same call: look at the report of the other machines."]
-    return ["All ranks wait in the same call: the transfer itself hangs, or is slower than --watchdog allows."]
+        return f"The ranks call {what}: each must be called by all ranks, in the same order."
+    if not sees_all:
+        return "All ranks of this machine wait in the same call: see the report of the other machines."
+    return "All ranks wait in the same call: the transfer itself hangs, or is slower than --watchdog allows."
 
 
 # --- the stacks of ranks and of their loader processes ----------------------------------------------------------------
@@ -262,13 +255,14 @@ def keep_stacks(run_dir: Path, pids: Mapping[int, int]) -> str:
         text = _read_from(files[rank], starts[rank])
         (folder / f"rank-{rank}.txt").write_text(text or _last_frames(run_dir, rank))
         for child in sorted(set(process_tree(pid)) - {pid}):
-            start = _size(files[rank])
+            start, text = _size(files[rank]), ""
             if process_state(child)[0] in STOPPED:
-                (folder / f"rank-{rank}-process-{child}.txt").write_text(_STOPPED_TEXT)
+                text = _STOPPED_TEXT
             elif _request_stacks(child):
                 time.sleep(_WORKER_S)
-                if text := _read_from(files[rank], start):
-                    (folder / f"rank-{rank}-process-{child}.txt").write_text(text)
+                text = _read_from(files[rank], start)
+            if text:
+                (folder / f"rank-{rank}-process-{child}.txt").write_text(text)
     return str(folder)
 
 
@@ -280,7 +274,7 @@ def busy_workers(folder: str, ranks: Iterable[int]) -> list[str]:
 
     Args:
         folder: Where `keep_stacks` has left the stacks.
-        ranks: Whose workers are looked at.
+        ranks: Whose workers are checked.
     """
     found = []
     for rank in ranks:
@@ -354,7 +348,7 @@ class Watchdog:
         is_strict: See `judge`.
         num_nodes: Machines in the job.
         bulletin: Where the launchers of several machines exchange what they see.
-        resources: Takes note of memory while the ranks run.
+        resources: Takes the memory of the ranks while they run.
         on_report: Called from a thread of its own with each report, the verdict, and the processes by rank of those on
             this machine that keep the others waiting; returns whether to go on watching.
         on_slow: Called with a sentence about a rank that keeps the others waiting a little in every step.
@@ -389,9 +383,7 @@ class Watchdog:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -426,11 +418,11 @@ class Watchdog:
         return False
 
     def _check(self) -> bool:
-        """Look at all ranks once, and report what is new; return whether to go on watching."""
-        seen, pids = self._look()
+        """Check all ranks once, and report what is new; return whether to go on watching."""
+        seen, pids = self._read_ranks()
         if not seen:
             return True
-        self._resources.look(pids)
+        self._resources.update(pids)
         self._end_failed(seen, pids)
         everywhere, num_seen = self._with_other_machines(seen)
         sees_all = num_seen >= self._num_nodes
@@ -469,7 +461,7 @@ class Watchdog:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
 
-    def _look(self) -> tuple[list[RankState], dict[int, int]]:
+    def _read_ranks(self) -> tuple[list[RankState], dict[int, int]]:
         """Return what is seen of each rank of this machine, and the process of each that lives."""
         found, pids = [], {}
         for rank in sorted(rank_files(self._run_dir, HEARTBEAT)):
