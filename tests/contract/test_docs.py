@@ -142,7 +142,7 @@ def test_what_the_pages_take_from_the_source():
     assert [name for name, text in pages.items() if "from the source -->" in text] == []
     assert "| `global_batch_size` |" in pages["api"]
     assert "| `Duplicate GPU detected` | Two ranks use the same GPU. |" in pages["messages"]
-    assert "| `exposed_s` | waiting for gradients" in pages["metrics"]
+    assert "| `exposed_s` | of a step: communication that nothing hid" in pages["metrics"]
     assert "| `train/loss` | `lockstep_train_loss` |" in pages["metrics"]
     assert "### threads-too-many\n" in pages["doctor"]
 
