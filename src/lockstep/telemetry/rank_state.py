@@ -100,7 +100,7 @@ class Liveness:
         """Return in which part of the samples something was so; 0 where there are not two of them."""
         if len(self._samples) < 2:
             return 0.0
-        return sum(getattr(each, name) for each in self._samples) / len(self._samples)
+        return sum(bool(getattr(each, name)) for each in self._samples) / len(self._samples)
 
     def _core_share(self) -> float:
         """Return the share of a core that it used since the first sample."""
