@@ -96,11 +96,11 @@ class Callbacks:
         self.wants_pace = False
 
 
+# That of this process.
 now = Activity()
-"""That of this process."""
 
+# Those of this process.
 callbacks = Callbacks()
-"""Those of this process."""
 
 _MAIN_THREAD = main_thread().ident
 

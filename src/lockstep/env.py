@@ -67,11 +67,11 @@ def _unreadable(variable: str, value: str) -> ConfigurationError:
 
 # --- The rank of this process
 
+# The port that torchrun uses when none is given.
 DEFAULT_MASTER_PORT = 29500
-"""The port that torchrun uses when none is given."""
 
+# Where ports derived from a job's id lie: below what Linux hands out to outgoing connections (32768 and up).
 _MASTER_PORT_RANGE = range(20000, 32000)
-"""Where ports derived from a job's id lie: below what Linux hands out to outgoing connections (32768 and up)."""
 
 
 class Launcher(Enum):

@@ -3,8 +3,8 @@
 from signal import SIGINT
 from typing import Any
 
+# What every failing ``lockstep`` command returns; Ctrl-C returns 130.
 EXIT_CODE = 1
-"""What every failing ``lockstep`` command returns; Ctrl-C returns 130."""
 
 
 class LockstepError(RuntimeError):
@@ -43,8 +43,8 @@ class JobHangs(LockstepError):
     """Ranks of a launched job waited for each other for too long and were ended; says who waits for whom."""
 
 
+# What a ``lockstep`` command returns after `JobHangs`.
 HANG_EXIT_CODE = 83
-"""What a ``lockstep`` command returns after `JobHangs`."""
 
 
 class LaunchTimeout(LockstepError, TimeoutError):
@@ -72,8 +72,8 @@ class Stopped(LockstepError):
         return exit_code_after(self.signal, saved=self.saved)
 
 
+# What a ``lockstep`` command returns if the run was stopped from outside and saved: start it again to go on.
 RESUME_EXIT_CODE = 75
-"""What a ``lockstep`` command returns if the run was stopped from outside and saved: start it again to go on."""
 
 
 def exit_code_after(signal: int, *, saved: bool) -> int:

@@ -18,16 +18,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+# The environment variable that names the folder to the ranks.
 RUN_DIR = "LOCKSTEP_RUN_DIR"
-"""The environment variable that names the folder to the ranks."""
 
+# Kinds of files that each rank has one of: what it does now, the step that it is in, its Python stacks, the exception
+# that ended it, and the Python stack that a fatal signal left.
 HEARTBEAT = "heartbeat"
 STEP = "step"
 STACKS = "stacks"
 FAILURE = "failure"
 CRASH = "crash"
-"""Kinds of files that each rank has one of: what it does now, the step that it is in, its Python stacks, the
-exception that ended it, and the Python stack that a fatal signal left."""
 
 
 def current_run_folder() -> Path | None:
@@ -81,13 +81,13 @@ def read_failure(folder: Path, rank: int | str) -> dict[str, Any]:
 # Graceful stop: a rank that can stop and save announces it; the launcher requests it; each rank then reports what it
 # did.
 
+# What a run may be stopped with gracefully: SIGUSR1 is what schedulers are told to send ahead of time.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""What a run may be stopped with gracefully: SIGUSR1 is what schedulers are told to send ahead of time."""
 
 FIRST_CTRL_C_MESSAGE = b"lockstep: stopping after this step; Ctrl-C again stops at once\n"
 
+# What ranks are requested to stop for, if it is not a signal: they are started again with it.
 ANOTHER_MACHINE = "another machine"
-"""What ranks are requested to stop for, if it is not a signal: they are started again with it."""
 
 _STOP, _CAN_STOP, _STOPPED = "stop", "stops", "stopped"
 
@@ -147,8 +147,8 @@ def forget_stop(folder: Path) -> None:
 
 # The terminal: rank zero's live view and the launcher's lines share it.
 
+# The environment variable that names the launcher's terminal to the ranks; rank zero draws its live view there.
 TERMINAL = "LOCKSTEP_TERMINAL"
-"""The environment variable that names the launcher's terminal to the ranks; rank zero draws its live view there."""
 
 _LOCK_S = 0.5
 
@@ -207,12 +207,11 @@ def erase_rows(rows: int) -> str:
 
 # Secrets: command lines are kept in records, which people share.
 
+# Ends at a border of words: ``--hf-token`` and ``AWS_SECRET_ACCESS_KEY``, but neither ``--tokenizer`` nor ``--author``.
 _SECRET_NAME = re.compile(
     r"(?i)(?:token|passw(?:or)?d|passphrase|secret|credentials?|api[-_]?key|(?:access|private)[-_]?key"
     r"|(?:^|[-_])(?:auth|bearer|pwd))(?:$|[-_])"
 )
-"""Ends at a border of words: ``--hf-token`` and ``AWS_SECRET_ACCESS_KEY``, but neither ``--tokenizer`` nor
-``--author``."""
 _SECRET_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*(?=@)")
 _HIDDEN = "HIDDEN"
 

@@ -234,28 +234,6 @@ def test_folders_that_are_not_shared_are_noticed(ranks, tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
 
 
-def test_ranks_that_see_other_checkpoints_than_rank_zero_are_noticed(ranks, tmp_path):
-    for name in ("0", "1"):
-        lockstep.fit(make_task(), strategy="single", checkpoint=tmp_path / name, steps=1, quiet=True)
-
-    def run(world):
-        with (
-            patch.object(checkpoint, "require_shared"),
-            Checkpoints(tmp_path / str(world.rank), world) as checkpoints,
-            pytest.raises(CheckpointError) as caught,
-        ):
-            checkpoints.load(required=True)
-        return str(caught.value)
-
-    host = socket.gethostname()
-    for rank, text in enumerate(ranks(2)(run)):
-        assert text == (
-            f"{tmp_path / str(rank) / 'step-0000000001'} on {host} is another checkpoint than on rank 0's "
-            f"host {host}.\n"
-            "The folder must be one that every rank sees, such as on a network drive."
-        )
-
-
 def test_a_newest_one_that_is_damaged_is_passed_over_in_so_many_words(ranks, tmp_path, capfd):
     def run(world, steps):
         how = {"checkpoint": tmp_path, "checkpoint_every": 2, "steps": steps}

@@ -14,12 +14,13 @@ import click
 from lockstep import __version__
 from lockstep.errors import EXIT_CODE, HANG_EXIT_CODE, JobHangs, LockstepError, Stopped
 
+# What shells return for a command that Ctrl-C ended: 128 and the number of SIGINT.
 INTERRUPTED = 130
-"""What shells return for a command that Ctrl-C ended: 128 and the number of SIGINT."""
 
+# What click and torchrun return for a command line that makes no sense: so CI can tell it from a failure.
 USAGE = 2
-"""What click and torchrun return for a command line that makes no sense: so CI can tell it from a failure."""
 
+# Where each command lives, and its line in ``lockstep --help``: so that the help imports none of them.
 COMMANDS = {
     "run": ("lockstep.cli.run:run", "Start a script on every device, as torchrun does."),
     "train": ("lockstep.cli.train:train", "Train the task of a file on one device or many."),
@@ -30,7 +31,6 @@ COMMANDS = {
     "report": ("lockstep.cli.studies:report", "A page on a recorded run: where time went, what to change."),
     "rehearse": ("lockstep.cli.studies:rehearse", "Break a job on purpose, on the CPU, and see what is noticed."),
 }
-"""Where each command lives, and its line in ``lockstep --help``: so that the help imports none of them."""
 
 
 def command(

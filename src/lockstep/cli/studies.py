@@ -255,29 +255,22 @@ def verify(task_file: str, devices: int | None, steps: int, json_file: str | Non
     return 0 if verification.same else EXIT_CODE
 
 
+# When a task has to be through, from the start of this process, which imports torch; and what it gets in any case.
 ALL_S, LEAST_S = 8.0, 2.0
-"""When a task has to be through, from the start of this process, which imports torch; and what it gets in any case."""
 
 
 @command()
 @click.argument("target", metavar="[SCRIPT.py | TASK.py[:NAME]]", required=False)
 @click.option("--devices", type=click.IntRange(1), metavar="N", help="Ranks on this machine; all GPUs, or all cores.")
-@click.option("--nnodes", type=click.IntRange(1), default=1, metavar="N", help="Machines of the job; 1 if not given.")
+@click.option(
+    "--nnodes", "machines", type=click.IntRange(1), default=1, metavar="N", help="Machines of the job; 1 if not given."
+)
 @click.option("--master-addr", metavar="HOST", help="Where ranks meet; MASTER_ADDR if it is set.")
 @click.option("--master-port", type=click.IntRange(1, 65535), metavar="PORT", help="MASTER_PORT if it is set.")
 @click.option("--workers", type=click.IntRange(0), metavar="N", help="Loader processes per rank; the script's number.")
 @click.option("--checkpoint", metavar="DIR", help="Folder that checkpoints go to; here if not given.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
-def doctor(
-    target: str | None,
-    devices: int | None,
-    nnodes: int,
-    master_addr: str | None,
-    master_port: int | None,
-    workers: int | None,
-    checkpoint: str | None,
-    as_json: bool,
-) -> int:
+def doctor(target: str | None, as_json: bool, **planned: Any) -> int:
     """Say before a run what will hang, falsify or slow it, with the fix to paste.
 
     Examines devices, network interfaces, host name, port, shared memory, cores, threads, limits, disk
@@ -309,17 +302,7 @@ def doctor(
 
     try:
         env = RankEnv.from_environ(os.environ)
-        plan = make_plan(
-            target,
-            env,
-            os.environ,
-            devices=devices,
-            machines=nnodes,
-            workers=workers,
-            master_addr=master_addr,
-            master_port=master_port,
-            checkpoint=checkpoint,
-        )
+        plan = make_plan(target, env, os.environ, **planned)
         report: Report | None
         if env.world_size == 1:
             report = examine(plan, os.environ, task_s=_time_left_s())

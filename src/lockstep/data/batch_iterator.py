@@ -79,8 +79,8 @@ def _on_devices(batch: MicroBatch, devices: Mapping[int, torch.device]) -> Itera
     return zip(batch.batches, map(devices.__getitem__, batch.numbers), strict=True)
 
 
+# The beginning and the end of a copy, as the device gets to them.
 Copy = tuple[torch.cuda.Event, torch.cuda.Event]
-"""The beginning and the end of a copy, as the device gets to them."""
 
 
 class Prefetcher:

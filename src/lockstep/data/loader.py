@@ -126,8 +126,8 @@ def batched_getitem(samples: Any, collate: Collate | None) -> Callable[[list[int
     return None
 
 
+# Keeps the bits that samples are augmented with apart from those that other purposes draw from the same seed.
 _SAMPLE = 2
-"""Keeps the bits that samples are augmented with apart from those that other purposes draw from the same seed."""
 
 
 @dataclass(frozen=True)

@@ -59,11 +59,11 @@ def seed_device(device: torch.device, value: int) -> None:
 # Rogaway, Ciphers with arbitrary finite domains, 2002 (again until it is in range); G. Steele et al., Fast splittable
 # pseudorandom number generators, 2014 (the hash).
 
+# Four look random on many bits; twelve leave a margin on as few as there are just above a table's size.
 _NUM_ROUNDS = 12
-"""Four look random on many bits; twelve leave a margin on as few as there are just above a table's size."""
 
+# Up to how many positions sorting them all costs about as much as what is looked at together anyway.
 _TABLE_SIZE = 2**14
-"""Up to how many positions sorting them all costs about as much as what is looked at together anyway."""
 
 _Bits = NDArray[np.uint64]
 
@@ -126,8 +126,8 @@ def _hash(values: _Bits, key: np.uint64) -> _Bits:
 # permutation, which is worked out only where it is looked at; each share of a batch is contiguous. So the same samples
 # are in the same step on any number of devices, and a step is found at once in a data set of any length.
 
+# Keeps the bits that shuffle apart from those that other purposes draw from the same seed.
 _ORDER = 1
-"""Keeps the bits that shuffle apart from those that other purposes draw from the same seed."""
 
 _BLOCK_SIZE = 2**14
 

@@ -148,13 +148,13 @@ def check_same_length(samples: Any, field: str, *, group: Group | None, device: 
 # comes next; if it does not, no state is kept, and a resumed run reads and drops what came before, which is always
 # exact.
 
+# Keeps the bits that a stream draws apart from those that other purposes draw from the same seed.
 _STREAM = 6
-"""Keeps the bits that a stream draws apart from those that other purposes draw from the same seed."""
 
 _INEXACT = "does not lead back to the same samples, as with a shuffle buffer"
 
+# What is no checksum.
 _NOTHING = ""
-"""What is no checksum."""
 
 
 @runtime_checkable

@@ -19,11 +19,11 @@ from torch.utils.data import Dataset
 
 from lockstep.errors import ConfigurationError, DataError
 
+# A name, in which wildcards are expanded, or several.
 Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
-"""A name, in which wildcards are expanded, or several."""
 
+# A quarter of what systems allow a process as a rule; further files are opened in place of the oldest.
 _MAX_OPEN = 256
-"""A quarter of what systems allow a process as a rule; further files are opened in place of the oldest."""
 
 
 class _Descriptor:

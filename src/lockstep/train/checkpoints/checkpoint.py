@@ -17,12 +17,14 @@ import math
 import os
 import re
 import secrets
+import shutil
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
@@ -56,29 +58,29 @@ from lockstep.train.checkpoints.model_state import (
     unwrap,
 )
 
+# How long a checkpoint may take to be written until that counts as a failure.
 WRITE_TIMEOUT_S = 1800.0
-"""How long a checkpoint may take to be written until that counts as a failure."""
 
+# How long a checkpoint may take that is being written when the run ends with an error.
 LAST_WRITE_TIMEOUT_S = 60.0
-"""How long a checkpoint may take that is being written when the run ends with an error."""
 
+# How long rank zero then waits for what other ranks write: the one that failed may have been killed.
 LAST_PARTS_TIMEOUT_S = 10.0
-"""How long rank zero then waits for what other ranks write: the one that failed may have been killed."""
 
+# How long it may take if somebody waits for it.
 CTRL_C_TIMEOUT_S = 2.0
-"""How long it may take if somebody waits for it."""
 
+# How long ranks that were started again wait for the folder: network drives hold a dead machine's lock for a while.
 RESTART_TIMEOUT_S = 120.0
-"""How long ranks that were started again wait for the folder: network drives hold a dead machine's lock for a while."""
 
+# How long a new file may take to be seen by all: network drives may show it late.
 SHARED_TIMEOUT_S = 15.0
-"""How long a new file may take to be seen by all: network drives may show it late."""
 
+# What file systems without locks answer.
 _POLL_S = 0.05
 _MARK = "seen-by-all-"
 _LOCK_NAME = "lock"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
-"""What file systems without locks answer."""
 _NAME = re.compile(r"step-(\d{10})")
 _LEFTOVER = re.compile(r"step-\d{10}(\.[0-9a-f]{16})?\.(partial|removed)")
 _TOP_LEVEL = ("model", "optimizer")
@@ -100,8 +102,8 @@ class FolderLock:
         OSError: The lock's file cannot be made.
     """
 
+    # By this process, whose own locks the system would grant twice.
     _held: ClassVar[set[str]] = set()
-    """By this process, whose own locks the system would grant twice."""
 
     def __init__(self, folder: Path) -> None:
         self._name = os.path.realpath(folder)
@@ -244,14 +246,7 @@ def _remove_checkpoint(path: Path) -> None:
     aside = path.with_name(f"{path.name}.removed")
     with contextlib.suppress(OSError):
         path.replace(aside)
-        _remove_tree(aside)
-
-
-def _remove_tree(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        for path in folder.iterdir():
-            path.unlink(missing_ok=True)
-        folder.rmdir()
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 # --- what is written ---
@@ -363,7 +358,10 @@ class Checkpoints:
     def __post_init__(self) -> None:
         self._stager = HostStager()
         self._problem: str | None = None
-        self._lock: FolderLock | None = None
+        how = {"group": self.world.group, "device": self.world.device}
+        self._gather = partial(all_gather_object, **how)
+        self._from_rank_zero = partial(broadcast_object, **how)
+        self._lock = contextlib.ExitStack()  # of the folder, on rank zero
         self._stale: list[Path] = []
         self._damaged: list[Path] = []
         self._number = 0
@@ -384,7 +382,7 @@ class Checkpoints:
         """Take the folder; return None and what can be loaded from it, or the type of an error and its message."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock_folder(self.folder)
+            self._lock.callback(_lock_folder(self.folder).release)
             found = find_checkpoints(self.folder)
         except OSError as error:
             text = f"Cannot make the checkpoint folder {self.folder}: {error.strerror}.\nName another one."
@@ -432,15 +430,10 @@ class Checkpoints:
 
     def _read(self, path: Path) -> tuple[State, str | None]:
         """Return the parts of a checkpoint, or why it cannot be loaded. Collective: every rank."""
-        digest, parts, error = _try_read(path, self.world.rank, self.world.world_size)
-        answers = self._gather([socket.gethostname(), digest, error and _reason(error)])
-        for host, other, _ in answers:
-            if other and answers[0][1] and other != answers[0][1]:
-                raise CheckpointError(
-                    f"{path} on {host} is another checkpoint than on rank 0's host {answers[0][0]}.\n"
-                    "The folder must be one that every rank sees, such as on a network drive."
-                )
-        return parts, next((problem for _, _, problem in answers if problem is not None), None)
+        _, parts, error = _try_read(path, self.world.rank, self.world.world_size)
+        # Damage may be in a file that only one rank has compared with its digest.
+        problems = self._gather(error and _reason(error))
+        return parts, next(filter(None, problems), None)
 
     def path(self, step: int) -> Path:
         """Return where the checkpoint after ``step`` steps is."""
@@ -519,7 +512,7 @@ class Checkpoints:
         """Remove what saves and removals left that did not come to their end."""
         for path in self.folder.iterdir():
             if _LEFTOVER.fullmatch(path.name) and path != folder:
-                _remove_tree(path)
+                shutil.rmtree(path, ignore_errors=True)
         remove_leftover_files(folder, token)
 
     def _wait_for_parts(self, folder: Path, token: str, ranks: Iterable[int]) -> bool:
@@ -546,7 +539,7 @@ class Checkpoints:
         for path in self._stale:
             if path != newest:
                 _remove_checkpoint(path)
-        _remove_tree(newest.with_name(f"{newest.name}.removed"))
+        shutil.rmtree(newest.with_name(f"{newest.name}.removed"), ignore_errors=True)
         self._stale = []
         self._damaged = [path for path in self._damaged if path != newest]
         found = find_checkpoints(self.folder)
@@ -598,14 +591,10 @@ class Checkpoints:
             self._no_more_parts.set()
             wait(self._writes, wait_s)
         finally:
-            if self._lock is not None and self._writes:
-                self._writes[-1].add_done_callback(lambda _: self._release())
+            if self._writes:  # what is still being written must not meet another run in the folder
+                self._writes[-1].add_done_callback(lambda _: self._lock.close())
             else:
-                self._release()
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
+                self._lock.close()
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -620,12 +609,6 @@ class Checkpoints:
                 f"The checkpoint {self._path} has not been written within {timeout_s:g} s.\n"
                 "The disk or the network to it hangs; the one before it is as it was."
             )
-
-    def _from_rank_zero(self, value: Any) -> Any:
-        return broadcast_object(value, group=self.world.group, device=self.world.device)
-
-    def _gather(self, value: Any) -> list[Any]:
-        return all_gather_object(value, group=self.world.group, device=self.world.device)
 
 
 def read_state(path: Path) -> State:
@@ -670,8 +653,8 @@ def _state_in(parts: Mapping[str, Any]) -> State:
 
 # --- for a script of one's own ---
 
+# So often, and so far apart, all ranks read again if they read different checkpoints: one may just be replaced.
 _NUM_TRIES, _RETRY_PAUSE_S = 5, 0.1
-"""So often, and so far apart, all ranks read again if they read different checkpoints: one may just be replaced."""
 
 
 def save(

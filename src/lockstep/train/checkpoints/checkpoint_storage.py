@@ -49,14 +49,15 @@ from lockstep.errors import CheckpointError
 from lockstep.train.checkpoints.export import sync
 from lockstep.train.checkpoints.model_state import StoredTensor, TensorChunks
 
+# Names of files that a save may remove.
 MANIFEST = "manifest.json"
 FORMAT = "lockstep checkpoint 2"
 _STATE = "state"
 _MAX_MANIFEST_BYTES = 1 << 22
 _WRITE_BYTES = 1 << 22
 _OURS = re.compile(r"((state|shard-\d{5,}|part-\d{5,})-[0-9a-f]{16}\.(json|safetensors)|.*-[0-9a-f]{16}\.tmp)")
-"""Names of files that a save may remove."""
 
+# What reading raises where a file is not of the form that Lockstep writes.
 SAFETENSORS_DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
@@ -66,7 +67,6 @@ SAFETENSORS_DTYPES = {
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 _PLAIN = {type(None), bool, int, float, str}
 _OTHER_FORM = (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
-"""What reading raises where a file is not of the form that Lockstep writes."""
 
 
 class UnfitValueError(ValueError):

@@ -33,9 +33,9 @@ from lockstep.parallel.zero.state_dict import SCALARS
 from lockstep.train.settings import Settings
 from lockstep.train.strategies.reproducible import Arithmetic
 
+# Where ``torch.compile`` keeps the module that it compiles.
 _WRAPPERS = (DataParallel, DistributedDataParallel, nn.DataParallel, nn.parallel.DistributedDataParallel)
 _COMPILED = "_orig_mod"
-"""Where ``torch.compile`` keeps the module that it compiles."""
 
 Offsets = tuple[int, ...]
 
