@@ -1,4 +1,4 @@
-"""What this process is doing just now, for whoever asks from another thread; standard library only.
+"""What this process is doing just now, for other threads to read; standard library only.
 
 Two things live here. `now` is written by whoever does the work: plain attributes, so that a write costs nothing and
 nobody waits for anybody; the heartbeat reads them from a thread of its own. `callbacks` is the other direction: who
@@ -82,10 +82,10 @@ class Activity:
 
 
 class Callbacks:
-    """Who wants to be called, and what is measured only because somebody asked.
+    """Who wants to be called, and what is measured only on request.
 
     Attributes:
-        on_failure: Called with the exception that ends this rank: the launcher is to learn of it before peers notice.
+        on_failure: Called with the exception that ends this rank: the launcher is to learn of it before the peers fail.
         wants_pace: Whether somebody reads `Activity.pace`.
     """
 

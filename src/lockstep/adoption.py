@@ -33,7 +33,7 @@ def adopt() -> None:
     Call it first thing in a script, or start the script with ``lockstep run --adopt``. Modules that have imported
     torch's classes by name already get ours too; objects and subclasses made before stay what they are. Libraries that
     decide by ``isinstance(model, torch.nn.parallel.DistributedDataParallel)`` see ours as one. Calling it again does
-    no harm. Processes that the script spawns adopt only if what they run calls it too. docs/script.md says what was
+    no harm. Processes that the script spawns adopt only if what they run calls it too. docs/script.md lists what was
     tried and what differs.
     """
     replacements = {

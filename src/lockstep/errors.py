@@ -12,11 +12,11 @@ class LockstepError(RuntimeError):
 
 
 class ConfigurationError(LockstepError, ValueError):
-    """The caller asked for something that cannot work; the message says what and what to do instead."""
+    """The caller requested something that cannot work; the message names it and what to do instead."""
 
 
 class WorldSizeMismatch(LockstepError):
-    """Fewer or more processes arrived at start-up than the world size says; names the missing ranks."""
+    """Fewer or more processes arrived at start-up than the world size; names the missing ranks."""
 
 
 class ModelMismatch(LockstepError):
@@ -40,7 +40,7 @@ class RankFailed(LockstepError):
 
 
 class JobHangs(LockstepError):
-    """Ranks of a launched job waited for each other for too long and were ended; says who waits for whom."""
+    """Ranks of a launched job waited for each other for too long and were ended; names who waits for whom."""
 
 
 # What a ``lockstep`` command returns after `JobHangs`.
@@ -52,7 +52,7 @@ class LaunchTimeout(LockstepError, TimeoutError):
 
 
 class Stopped(LockstepError):
-    """A signal asked the launcher to end, and it has ended the ranks.
+    """A signal ended the launcher, and it has ended the ranks.
 
     Attributes:
         signal: Its number.
@@ -87,7 +87,7 @@ class DataError(LockstepError):
     Attributes:
         file: Path of the file.
         offset: Byte in it where the record begins; ``None`` where the error is about the whole file.
-        sample: Index or key of the sample that was asked for; ``None`` if none was.
+        sample: Index or key of the sample that was read; ``None`` if none was.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The files by which a launcher and its ranks talk to each other, in the folder of the run. Standard library only.
+"""The files by which a launcher and its ranks communicate, in the folder of the run. Standard library only.
 
 Each kind of file has one writer and may be read at any moment, so every file is written beside its place and renamed
 into it, or written in one piece. The folder goes with the run: nothing in it is a record.
@@ -81,7 +81,7 @@ def read_failure(folder: Path, rank: int | str) -> dict[str, Any]:
 # Graceful stop: a rank that can stop and save announces it; the launcher requests it; each rank then reports what it
 # did.
 
-# What a run may be stopped with gracefully: SIGUSR1 is what schedulers are told to send ahead of time.
+# What a run may be stopped with gracefully: schedulers can send SIGUSR1 ahead of time.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 FIRST_CTRL_C_MESSAGE = b"lockstep: stopping after this step; Ctrl-C again stops at once\n"

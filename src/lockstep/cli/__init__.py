@@ -17,7 +17,7 @@ from lockstep.errors import EXIT_CODE, HANG_EXIT_CODE, JobHangs, LockstepError, 
 # What shells return for a command that Ctrl-C ended: 128 and the number of SIGINT.
 INTERRUPTED = 130
 
-# What click and torchrun return for a command line that makes no sense: so CI can tell it from a failure.
+# What click and torchrun return for a command line that makes no sense: so CI can distinguish it from a failure.
 USAGE = 2
 
 # Where each command lives, and its line in ``lockstep --help``: so that the help imports none of them.
@@ -29,7 +29,7 @@ COMMANDS = {
     "verify": ("lockstep.cli.studies:verify", "Is it the same run on N devices as on one? If not, why?"),
     "doctor": ("lockstep.cli.studies:doctor", "What here will hang, falsify or slow training, each with its fix."),
     "report": ("lockstep.cli.studies:report", "A page on a recorded run: where time went, what to change."),
-    "rehearse": ("lockstep.cli.studies:rehearse", "Break a job on purpose, on the CPU, and see what is noticed."),
+    "rehearse": ("lockstep.cli.studies:rehearse", "Break a job on purpose, on the CPU, and see what is detected."),
 }
 
 

@@ -40,7 +40,7 @@ def log_options(function: F) -> F:
 
 
 def take_logs(values: dict[str, Any]) -> LogSettings:
-    """Remove what the flags say from ``values``, and return it.
+    """Remove the flags from ``values``, and return what they stand for.
 
     Raises:
         ConfigurationError: They do not go together.
@@ -71,7 +71,7 @@ def run(args: tuple[str, ...]) -> None:
 
 
 def start(args: Sequence[str]) -> None:
-    """Start what ``args`` say, as after ``lockstep run``; see `lockstep.launcher.cli.run`."""
+    """Start a script as after ``lockstep run``; see `lockstep.launcher.cli.run`."""
     from lockstep.launcher import cli
 
     # The ranks load these by name: the launcher stands below both.

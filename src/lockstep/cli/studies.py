@@ -46,7 +46,7 @@ def check_writable(file: str | None) -> None:
         )
     try:
         is_new = not path.exists()
-        path.open("ab").close()  # rights alone do not tell: the file system may be read-only
+        path.open("ab").close()  # rights alone do not show it: the file system may be read-only
     except OSError as error:
         raise ConfigurationError(f"{file} cannot be written: {error.strerror}.\nName another file.") from error
     if is_new:
@@ -275,7 +275,7 @@ def doctor(target: str | None, as_json: bool, **planned: Any) -> int:
 
     Examines devices, network interfaces, host name, port, shared memory, cores, threads, limits, disk
     space and versions; a script by its syntax tree (samplers, devices, saving, collectives); a
-    task also by building its model without memory. Trains nothing, changes nothing, takes under ten seconds, and says
+    task also by building its model without memory. Trains nothing, changes nothing, takes under ten seconds, and lists
     what it could not see.
 
     Examples:
@@ -284,7 +284,7 @@ def doctor(target: str | None, as_json: bool, **planned: Any) -> int:
       lockstep doctor train.py --devices 4
           also what can be told from the script's text; it is not run
       lockstep doctor examples/gpt.py --devices 2 --workers 4
-          a file with a lockstep.Task is imported: batch size, BatchNorm, and memory are looked at, too
+          a file with a lockstep.Task is imported: batch size, BatchNorm, and memory are checked, too
       lockstep doctor --nnodes 2 --master-addr 10.0.0.1
           for a run on several machines, as seen from this one
       lockstep run --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 -m lockstep doctor
@@ -376,7 +376,7 @@ def report(folder: str, out_file: str | None, trace_file: str | None, baseline_f
     "--watchdog", default=5.0, show_default=True, metavar="SECONDS", help="How long ranks may wait unreported."
 )
 @click.option("--max-restarts", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Restarts.")
-@click.option("--quiet", is_flag=True, help="Show only the table, not what the job says.")
+@click.option("--quiet", is_flag=True, help="Show only the table, not the job's output.")
 def rehearse(
     file: str,
     args: tuple[str, ...],
@@ -386,10 +386,10 @@ def rehearse(
     max_restarts: int,
     quiet: bool,
 ) -> int:
-    """Run a script or a task as real ranks on the CPU, break it by rule, and see what is noticed.
+    """Run a script or a task as real ranks on the CPU, break it by rule, and see what is detected.
 
-    Ends in a table: what was injected, after how long it was noticed, what was said, and what came of it. The exit
-    code is 0 if every fault was noticed or survived, else 1.
+    Ends in a table: what was injected, after how long it was detected, the report, and the outcome. The exit
+    code is 0 if every fault was detected or survived, else 1.
 
     Examples:
       lockstep rehearse examples/digits.py --devices 4 --inject kill:rank=2,step=20 --steps 40

@@ -199,7 +199,7 @@ def train(
 
 
 def _starts_ranks(settings: FitSettings, *, even_one: bool) -> bool:
-    """Return whether this process starts the ranks: not if it is one, and a single one only if that is asked for."""
+    """Return whether this process starts the ranks: not if it is one, and a single one only if that is requested."""
     from lockstep.env import Launcher, RankEnv
     from lockstep.train.plan import PER_PROCESS, num_devices
 
@@ -247,6 +247,6 @@ def _train_here(task_file: str, settings: FitSettings, before: frozenset[tuple[s
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
         settings = replace(settings, devices=None)  # there may be fewer by now
         if settings.resume is False and not before & _checkpoints(settings):
-            # A fresh start was asked for, and has been: the old ones go when there is a new one.
+            # A fresh start was requested, and has been: the old ones go when there is a new one.
             settings = replace(settings, resume=None)
     return fit_with(load_task(task_file), settings).exit_code

@@ -29,9 +29,9 @@ class Movable(Protocol):
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = as_it_is) -> Any:
-    """Return ``value`` with ``function`` applied to each tensor in it, and ``other`` to all that is not looked into.
+    """Return ``value`` with ``function`` applied to each tensor in it, and ``other`` to everything else.
 
-    Looks into mappings, lists, tuples, named tuples and dataclasses.
+    Descends into mappings, lists, tuples, named tuples and dataclasses.
     """
     again = partial(map_tensors, function=function, other=other)
     if isinstance(value, Tensor):
@@ -87,7 +87,7 @@ class Prefetcher:
     """Copies the next micro-batch to CUDA on a stream of its own while the current one is computed.
 
     Not thread-safe. Holds one batch more than is in use on each device. Objects whose tensors cannot be seen go to the
-    device only when their batch is asked for: the allocator could not be told that they are in use.
+    device only when their batch is needed: their tensors cannot be marked as in use for the allocator.
 
     Args:
         batches: In host memory.
@@ -141,7 +141,7 @@ class Prefetcher:
 
 
 def _record(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
-    """Tell the allocator that ``tensor``, made on another stream, is in use on ``stream``."""
+    """Mark for the allocator that ``tensor``, made on another stream, is in use on ``stream``."""
     if tensor.is_cuda:
         tensor.record_stream(stream)
     return tensor
@@ -212,9 +212,9 @@ class BatchIterator:
         self.close()
 
     def state(self) -> dict[str, Any] | None:
-        """Return where the stream stands behind the last micro-batch's step; None if it does not say, or is no stream.
+        """Return where the stream stands behind the last micro-batch's step; None if that is unknown, or for no stream.
 
-        Warns on the first rank if what it says is of no use.
+        Warns on the first rank if the stream's states are of no use.
         """
         note = self._note
         if note is None:

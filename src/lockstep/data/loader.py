@@ -37,7 +37,7 @@ class BadSample(NamedTuple):
         sample: Index in the data set; of a stream, how many came before it in the epoch.
         epoch: Counted from 0.
         step: Counted from 0 over all epochs; in an evaluation, the number of the batch.
-        cause: What the data set said; for an exception that is not ours, with its type and where it was raised.
+        cause: The data set's message; for an exception that is not ours, with its type and where it was raised.
         file: Path of the file, where the data set named it; so for ``offset``.
         offset: Byte where the record begins.
         trace: The traceback of an exception that is not ours.
@@ -55,7 +55,7 @@ class BadSample(NamedTuple):
 
     @classmethod
     def of(cls, error: Exception, index: int, epoch: int, step: int) -> Self:
-        """Return what ``error`` says of the sample ``index``."""
+        """Return ``error`` as that of the sample ``index``."""
         if isinstance(error, DataError):
             return cls(index, epoch, step, str(error), error.file, error.offset)
         if isinstance(error, LockstepError):
@@ -136,9 +136,9 @@ class LoadOptions:
 
     Args:
         collate: A list of samples to a batch; ``default_collate`` if None.
-        workers: Loader processes; with 0, samples are loaded as they are asked for.
+        workers: Loader processes; with 0, samples are loaded when they are needed.
         pin_memory: Whether to page-lock the batches, for copies to CUDA that do not block.
-        ahead: Batches that each loader process loads before they are asked for.
+        ahead: Batches that each loader process loads before they are needed.
         skip_bad: Whether a micro-batch goes without the samples that cannot be read; else it has none if there is one.
         threads: Cores that an operation in a loader process may use; 1, which is torch's choice, if None.
     """
@@ -181,7 +181,7 @@ def _init_worker(num_threads: int | None, _worker: int) -> None:
 
 
 class Request(NamedTuple):
-    """The samples of one micro-batch: what a loader process is asked for.
+    """The samples of one micro-batch: what is requested of a loader process.
 
     ``numbers`` are those of the shares in the split that ``shares`` are the samples of; empty ones are left out.
     """
@@ -194,12 +194,12 @@ class Request(NamedTuple):
 
 
 class StreamNote(NamedTuple):
-    """What a stream says of itself along with each micro-batch of a step; see `lockstep.data.stream`.
+    """A stream's state, sent along with each micro-batch of a step; see `lockstep.data.stream`.
 
     Args:
-        state: Where it stands behind the step, pickled, if it can say that.
+        state: Where it stands behind the step, pickled, if it has a state.
         checksum: Of the step's samples, if they are to be compared between the ranks.
-        problem: Why its states are of no use, if they are not: what is said of its ``state_dict()``.
+        problem: Why its states are of no use, if they are not: the end of a sentence about its ``state_dict()``.
     """
 
     state: bytes | None
@@ -261,7 +261,7 @@ class _Fetch(Dataset[MicroBatch]):
             try:
                 samples.append(self._samples[number])
                 read.append(number)
-            except MemoryError:  # says nothing of the sample
+            except MemoryError:  # not the sample's fault
                 raise
             except Exception as error:
                 bad.append(BadSample.of(error, number, request.epoch, request.step))
@@ -280,7 +280,7 @@ class _Fetch(Dataset[MicroBatch]):
 
 
 def load(samples: Any, requests: Iterable[Request], how: LoadOptions, *, seed: int) -> Iterator[MicroBatch]:
-    """Return the micro-batches that ``requests`` ask for, in their order; still in host memory.
+    """Return the micro-batches of ``requests``, in their order; still in host memory.
 
     Args:
         samples: With ``len`` and ``[]``.
@@ -293,7 +293,7 @@ def load(samples: Any, requests: Iterable[Request], how: LoadOptions, *, seed: i
 
 # --- Loader processes that die
 
-_TORCH_SAYS = re.compile(r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\)")
+_TORCHS_MESSAGE = re.compile(r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\)")
 _HOW = re.compile(r"is killed by signal: (?P<signal>[^.]+)\.|with exit code (?P<status>\d+)")
 
 _MEANINGS = {
@@ -333,8 +333,8 @@ def explaining_worker_failures(rank: int) -> Iterator[None]:
 
 def explain_worker_failure(error: RuntimeError, rank: int) -> LoaderDied | None:
     """Return what torch's ``error`` about a loader process means, or None if it is about something else."""
-    said = _TORCH_SAYS.match(str(error))
-    if said is None:
+    found = _TORCHS_MESSAGE.match(str(error))
+    if found is None:
         return None
     how = _HOW.search(f"{error} {error.__cause__ or ''}")
     what, advice = "is gone", "Find out why with workers=0 (--workers 0), which loads in the process that trains."
@@ -344,5 +344,5 @@ def explain_worker_failure(error: RuntimeError, rank: int) -> LoaderDied | None:
     elif how is not None:
         what = f"ended itself with exit status {how['status']}"
         advice = "Something that the data set calls ends the process: find it with workers=0 (--workers 0)."
-    who = f"A loader process of rank {rank} (pid {said['pids']})"
+    who = f"A loader process of rank {rank} (pid {found['pids']})"
     return LoaderDied(f"{who} {what}.\n{advice}")

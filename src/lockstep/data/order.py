@@ -62,7 +62,7 @@ def seed_device(device: torch.device, value: int) -> None:
 # Four look random on many bits; twelve leave a margin on as few as there are just above a table's size.
 _NUM_ROUNDS = 12
 
-# Up to how many positions sorting them all costs about as much as what is looked at together anyway.
+# Up to how many positions sorting them all costs about as much as what is read together anyway.
 _TABLE_SIZE = 2**14
 
 _Bits = NDArray[np.uint64]
@@ -123,7 +123,7 @@ def _hash(values: _Bits, key: np.uint64) -> _Bits:
 # --- Global batches
 #
 # The order of the samples depends on (seed, epoch) only. The k-th global batch is the k-th slice of the epoch's
-# permutation, which is worked out only where it is looked at; each share of a batch is contiguous. So the same samples
+# permutation, which is computed only where it is read; each share of a batch is contiguous. So the same samples
 # are in the same step on any number of devices, and a step is found at once in a data set of any length.
 
 # Keeps the bits that shuffle apart from those that other purposes draw from the same seed.

@@ -42,7 +42,7 @@ class DistributedSampler(Sampler[_Index]):
         total_size: Number of indices that all ranks get.
 
     Raises:
-        ConfigurationError: ``rank`` is not one of the replicas, or there is no process group to ask.
+        ConfigurationError: ``rank`` is not one of the replicas, or there is no process group.
     """
 
     def __init__(

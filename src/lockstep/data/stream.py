@@ -142,11 +142,10 @@ def check_same_length(samples: Any, field: str, *, group: Group | None, device: 
 # --- Global batches of a stream
 #
 # [Note: the state of a stream]
-# A stream with ``state_dict()`` and ``load_state_dict(state)`` is asked for its state behind each global batch, so
+# A stream with ``state_dict()`` and ``load_state_dict(state)`` gives its state behind each global batch, so
 # that a resumed run goes on there at once. Some states are not exact: Hugging Face's shuffle buffers are refilled
-# with other samples, say. So the first one is tried out. A copy of the stream that loaded it must give the batch that
-# comes next; if it does not, no state is kept, and a resumed run reads and drops what came before, which is always
-# exact.
+# with other samples. So the first one is tried out: a copy of the stream that loaded it must give the batch that comes
+# next. If it does not, no state is kept, and a resumed run reads and drops what came before, which is always exact.
 
 # Keeps the bits that a stream draws apart from those that other purposes draw from the same seed.
 _STREAM = 6
@@ -159,7 +158,7 @@ _NOTHING = ""
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A stream that can say where it stands, and go on from there with the next ``iter``."""
+    """A stream that knows its position, and can go on from there with the next ``iter``."""
 
     def state_dict(self) -> Any:
         """Return where it stands: behind the sample that it gave last."""
@@ -224,7 +223,7 @@ class StreamReader:
 
         Raises:
             ConfigurationError: The stream has no samples.
-            DataError: It raised an error; says where in it, and what.
+            DataError: It raised an error; names the place in it, and the cause.
         """
         step = 0 if self._start is None else self._position.step
         start, expected = self._start, None
@@ -253,7 +252,7 @@ class StreamReader:
     def state(self) -> bytes | None:
         """Return where the stream stands behind the batch that was read last, pickled: it must not change with it.
 
-        None if the stream cannot say that, or the first time it did has yet to be tried out.
+        None if the stream has no state, or the first one has yet to be tried out.
         """
         # Not while the first one is being tried out: its batch has been read, the one that proves it has not.
         return self._state() if self._is_tried and self.problem is None else None
@@ -277,7 +276,7 @@ class StreamReader:
             return None
         try:
             stream = copy.deepcopy(self._stream)
-        except Exception:  # it holds a connection, say: then its state must be believed
+        except Exception:  # it may hold a connection: then its state must be believed
             return None
         try:
             return checksum(self._read(self._begin(stream, step, pickle.loads(pickled)), step))
@@ -347,7 +346,7 @@ class _Steps(IterableDataset[list[MicroBatch] | LockstepError]):
         try:
             for step, samples in reader:
                 num_steps = step - self.position.step
-                if num_steps % num_workers == index:  # the loader asks its processes in turn, from the first
+                if num_steps % num_workers == index:  # the loader polls its processes in turn, from the first
                     compared = checksum(samples) if is_checked(num_steps) else None
                     yield self._divide(step, samples, StreamNote(reader.state(), compared, reader.problem))
         except LockstepError as error:
@@ -371,7 +370,7 @@ class _Steps(IterableDataset[list[MicroBatch] | LockstepError]):
 def _apart(stream: Iterable[Any]) -> Iterable[Any]:
     """Return ``stream`` as it must be in a loader process, which reads all of it.
 
-    Streams as a rule ask there which process they are in, and leave samples out: so that is hidden from them.
+    Streams as a rule check there which process they are in, and leave samples out: so that is hidden from them.
     Hugging Face's share their epoch among the processes, which reach its end at different times: so each has a copy.
     """
     torch_worker._worker_info = None

@@ -57,8 +57,8 @@ class TokenFiles(Dataset[tuple[Tensor, Tensor] | Tensor]):
     Holds a few bytes for each file and nothing for each window. Can be pickled and forked.
 
     Args:
-        files: A path, in which ``*``, ``?`` and ``[...]`` are expanded, or several. Those that end in ``.npy`` say
-            themselves what they hold; others are raw numbers.
+        files: A path, in which ``*``, ``?`` and ``[...]`` are expanded, or several. ``.npy`` files
+            have their type in them; others are raw numbers.
         length: Tokens of a window.
         stride: Tokens from the beginning of a window to that of the next; ``length`` if None, so that each token is
             an input once.
@@ -157,21 +157,17 @@ class TokenFiles(Dataset[tuple[Tensor, Tensor] | Tensor]):
             while len(data) < size and (piece := os.pread(descriptor.number, size - len(data), offset + len(data))):
                 data += piece
         except OSError as error:
-            raise DataError(
+            text = (
                 f"{file.path} cannot be read at byte {offset}, for sample {index}: {error.strerror}.\n"
-                "Check that the file is still there, and that this machine sees it.",
-                file=file.path,
-                offset=offset,
-                sample=index,
-            ) from error
-        if len(data) < size:
-            raise DataError(
-                f"{file.path} ends at byte {offset + len(data)}, but sample {index} lies at bytes {offset} to "
-                f"{offset + size}.\nThe file was cut short after the data set was made. Restore it and resume.",
-                file=file.path,
-                offset=offset,
-                sample=index,
+                "Check that the file is still there, and that this machine sees it."
             )
+            raise DataError(text, file=file.path, offset=offset, sample=index) from error
+        if len(data) < size:
+            text = (
+                f"{file.path} ends at byte {offset + len(data)}, but sample {index} lies at bytes {offset} to "
+                f"{offset + size}.\nThe file was cut short after the data set was made. Restore it and resume."
+            )
+            raise DataError(text, file=file.path, offset=offset, sample=index)
         return np.frombuffer(data, file.dtype)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Main thread, every rank:  wait for the save before; get folder and token from ra
 Thread, every rank:       write shard file, flush it, rename its record into place
 Thread, rank zero:        wait for all records; write the state; rename the manifest, then the folder; remove old ones
 Threads communicate by files only: a collective beside those of the steps would meet another one on another rank.
-Whoever fails says so in the sums of the next step's losses (`ControlFlags`), then all raise the same error in `agree`.
+A rank that fails reports it in the next step's sums of losses (`ControlFlags`); then all raise its error in `agree`.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _lock_folder(folder: Path) -> FolderLock:
 def require_shared(folder: Path, world: World) -> None:
     """Check that what rank zero puts into ``folder`` is there for every rank.
 
-    Collective: every rank. Blocks until all have looked, at most some seconds.
+    Collective: every rank. Blocks until all have checked, at most some seconds.
 
     Raises:
         ConfigurationError: On every rank: one of them sees another folder, or none.
@@ -182,9 +182,9 @@ class FoundCheckpoint:
 
     Attributes:
         step: After how many steps it was taken.
-        number: Of the save, in the order in which they happened in this folder; infinite if it does not say.
+        number: Of the save, in the order in which they happened in this folder; infinite if that is unknown.
         loss: What the evaluation after that step found, or None.
-        problem: Why it cannot be loaded, as far as its manifest tells.
+        problem: Why it cannot be loaded, as far as its manifest shows.
     """
 
     path: Path
@@ -275,14 +275,12 @@ class HostStager:
             self._copies.clear()  # first: there may be no room for both
             self._copies = [torch.empty(chunk.shape, dtype=chunk.dtype, pin_memory=chunk.is_cuda) for chunk in chunks]
             self._layout = layout
+        for copy, chunk in zip(self._copies, chunks, strict=True):
+            copy.copy_(chunk, non_blocking=True)
         events = []
-        for device in {chunk.device for chunk in chunks}:
-            pairs = [pair for pair in zip(self._copies, chunks, strict=True) if pair[1].device == device]
-            into, outof = map(list, zip(*pairs, strict=True))
-            torch._foreach_copy_(into, outof, non_blocking=device.type == "cuda")
-            if device.type == "cuda":
-                events.append(torch.cuda.Event())
-                events[-1].record(torch.cuda.current_stream(device))
+        for device in {chunk.device for chunk in chunks if chunk.is_cuda}:
+            events.append(torch.cuda.Event())
+            events[-1].record(torch.cuda.current_stream(device))
         copies = iter(self._copies)
         taken = {
             name: TensorChunks(held.size, held.dtype, {offsets: next(copies) for offsets in held.chunks})
@@ -316,7 +314,7 @@ def _run_in_background(job: Callable[[], None]) -> Future[None]:
     def run() -> None:
         try:
             job()
-        except BaseException as error:  # reported by whoever looks at the future
+        except BaseException as error:  # reported by `agree`
             future.set_exception(error)
         else:
             future.set_result(None)
@@ -456,7 +454,7 @@ class Checkpoints:
         path = self.path(step)
         self._wait_until_written(WRITE_TIMEOUT_S)
         place = self._from_rank_zero(self._make_place(path) if self.world.is_rank_zero else None)
-        if place is not None and not self.failed:  # otherwise all hear of it in `agree`
+        if place is not None and not self.failed:  # otherwise `agree` raises it on all ranks
             name, token = place
             self._path = path
             about = {"step": step, "loss": None if loss is None or not math.isfinite(loss) else loss}
@@ -740,26 +738,30 @@ def load(
 
 def _read_alike(folder: Path) -> dict[str, Any]:
     """Return the parts of the checkpoint, the same one on every rank, before anything is changed on any rank."""
-    for attempt in range(_NUM_TRIES):
+    different = ""
+    for _ in range(_NUM_TRIES):
         digest, parts, error = _try_read(folder, *_rank_and_size())
-        is_replaced = False
-        if error is not None:
-            with contextlib.suppress(CheckpointError):  # a save removes the files of the checkpoint that it replaces
-                is_replaced = bool(digest) and read_manifest(folder).digest != digest
+        # A save may be replacing the checkpoint, and removing the files of the one before, while it is read.
+        is_replaced = digest != _try_read_digest(folder)
         answers = _gather([error and str(error), is_replaced, digest, socket.gethostname()])
         if not any(replaced for _, replaced, _, _ in answers):
             _raise_first([text for text, _, _, _ in answers])
-            others = [other for other, (_, _, theirs, _) in enumerate(answers) if theirs != answers[0][2]]
+            others = [rank for rank, answer in enumerate(answers) if answer[2] != answers[0][2]]
             if not others:
                 return parts
-            if attempt + 1 == _NUM_TRIES:
-                raise CheckpointError(
-                    f"Rank {others[0]} on {answers[others[0]][3]} reads another checkpoint {folder} than rank 0 on "
-                    f"{answers[0][3]}.\nIt must be one folder that every rank sees, such as on a network drive, and no "
-                    "save may be replacing it."
-                )
+            different = (
+                f"Rank {others[0]} on {answers[others[0]][3]} reads another checkpoint {folder} than rank 0 on "
+                f"{answers[0][3]}.\nIt must be one folder that every rank sees, such as on a network drive, and no "
+                "save may be replacing it."
+            )
         time.sleep(_RETRY_PAUSE_S)
-    raise CheckpointError(f"The checkpoint {folder} is replaced faster than it can be read.\nTry again.")
+    raise CheckpointError(different or f"The checkpoint {folder} is replaced faster than it can be read.\nTry again.")
+
+
+def _try_read_digest(folder: Path) -> str:
+    with contextlib.suppress(CheckpointError):
+        return read_manifest(folder).digest
+    return ""
 
 
 def _on_all_ranks(folder: Path, act: Callable[[], T]) -> T:

@@ -274,11 +274,12 @@ def remove_leftover_files(folder: Path, token: str | None = None) -> None:
     """Remove what saves into ``folder`` have left that did not come to their end; not what save ``token`` writes."""
     # A manifest that cannot be read now may be one that can be read later, or by a later version: then nothing goes.
     with contextlib.suppress(CheckpointError):
-        named = read_manifest(folder).files if (folder / MANIFEST).exists() else set()
-        _remove_files_but(folder, named, token)
+        entries = read_manifest(folder).entries if (folder / MANIFEST).exists() else {}
+        _remove_files_but(folder, entries, token)
 
 
-def _remove_files_but(folder: Path, kept: set[str], token: str | None = None) -> None:
+def _remove_files_but(folder: Path, entries: Mapping[str, Any], token: str | None = None) -> None:
+    kept = {entry["file"] for entry in entries.values()}
     for path in folder.iterdir():
         is_of_save = token is not None and f"-{token}." in path.name
         if _OURS.fullmatch(path.name) and path.name not in kept and not is_of_save:
@@ -322,11 +323,11 @@ def commit(
     body = json.dumps({"format": FORMAT, "files": entries, "about": dict(about)}).encode()
     temporary = folder / f"manifest-{token}.tmp"
     _write_file(temporary, [f"{_digest(body)}\n".encode() + body + b"\n"])
-    sync(folder)  # all names are on disk before the manifest says that they are
+    sync(folder)  # all names must be on disk before the manifest that lists them
     temporary.replace(folder / MANIFEST)
     sync(folder)
     sync(folder.parent)
-    _remove_files_but(folder, {entry["file"] for entry in entries.values()})
+    _remove_files_but(folder, entries)
 
 
 # --- reading ---
@@ -334,22 +335,17 @@ def commit(
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint's folder says of itself.
+    """The contents of a checkpoint, by its manifest.
 
     Attributes:
         entries: ``file``, ``bytes`` and ``blake2b`` of the state and of each rank's shard.
         about: What the writer added.
-        digest: Of the manifest, which tells this checkpoint from all others.
+        digest: Of the manifest; no two checkpoints have the same.
     """
 
     entries: Mapping[str, Any]
     about: Mapping[str, Any]
     digest: str
-
-    @property
-    def files(self) -> set[str]:
-        """The names of the files that count."""
-        return {entry["file"] for entry in self.entries.values()}
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:
@@ -366,17 +362,14 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        if path.name == MANIFEST and not (path.parent.is_dir() and any(map(_is_ours, path.parent.iterdir()))):
+        has_others = path.parent.is_dir() and any(_OURS.fullmatch(other.name) for other in path.parent.iterdir())
+        if path.name == MANIFEST and not has_others:
             text = f"There is no checkpoint {path.parent}.\nIt must be a folder that every rank sees."
             raise CheckpointError(text) from None
         raise _damaged(path, "is not there") from None
     except _OTHER_FORM as error:
         why = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"
         raise _damaged(path, f"cannot be read: {why}") from error
-
-
-def _is_ours(path: Path) -> bool:
-    return _OURS.fullmatch(path.name) is not None
 
 
 def _open(path: Path) -> BufferedReader:
@@ -393,7 +386,7 @@ def _digest(content: bytes) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return what ``folder`` says of itself, without a look at its files.
+    """Return the manifest in ``folder``; its files are not read.
 
     Raises:
         CheckpointError: There is no manifest, or it is damaged, or of another version.
@@ -494,7 +487,7 @@ class ShardReader(StorageReader):
         with _reading(self._folder / file):
             found = self._files[file].get_slice(key)[_window(item.storage_offsets, item.lengths)]
             if found.shape != target.shape:
-                raise ValueError(f"{key} has another shape than the state says")
+                raise ValueError(f"{key} has another shape than in the state")
         target.copy_(found)
 
     @override
@@ -511,7 +504,7 @@ class ShardReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return Metadata(self._tensors, storage_data=self._places)
 
-    # DCP asks for these of every storage; here there is nothing to plan or to set up.
+    # DCP requires these of every storage; here there is nothing to plan or to set up.
 
     @override
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
