@@ -8,11 +8,13 @@ wants to be called, or wants something measured that is not worth measuring othe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from threading import get_ident, main_thread
 from types import TracebackType
 from typing import Any
 
 
+@dataclass(slots=True)
 class Activity:
     """What one process is doing.
 
@@ -27,30 +29,16 @@ class Activity:
         pace: What the last steps took by phase, for the launcher to compare the ranks; see telemetry/stragglers.py.
     """
 
-    __slots__ = (
-        "_num_steps",
-        "_step",
-        "bucket",
-        "collective",
-        "failure",
-        "num_calls",
-        "pace",
-        "phase",
-        "step_counter",
-        "waited_s",
-    )
-
-    def __init__(self) -> None:
-        self.step_counter: memoryview | None = None
-        self.step = None
-        self.num_steps = 0
-        self.phase = ""
-        self.bucket: tuple[int, Sequence[str]] | None = None
-        self.collective = ""
-        self.num_calls = 0
-        self.waited_s = 0.0
-        self.failure: str | None = None
-        self.pace: dict[str, Any] | None = None
+    step_counter: memoryview | None = None
+    phase: str = ""
+    bucket: tuple[int, Sequence[str]] | None = None
+    collective: str = ""
+    num_calls: int = 0
+    waited_s: float = 0.0
+    failure: str | None = None
+    pace: dict[str, Any] | None = None
+    _step: int | None = None
+    _num_steps: int = 0
 
     @property
     def step(self) -> int | None:
@@ -81,6 +69,7 @@ class Activity:
             callbacks.on_failure(error)
 
 
+@dataclass(slots=True)
 class Callbacks:
     """Who wants to be called, and what is measured only on request.
 
@@ -89,11 +78,8 @@ class Callbacks:
         wants_pace: Whether somebody reads `Activity.pace`.
     """
 
-    __slots__ = ("on_failure", "wants_pace")
-
-    def __init__(self) -> None:
-        self.on_failure: Callable[[BaseException], None] | None = None
-        self.wants_pace = False
+    on_failure: Callable[[BaseException], None] | None = None
+    wants_pace: bool = False
 
 
 # That of this process.
