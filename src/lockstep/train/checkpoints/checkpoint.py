@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
@@ -356,9 +355,6 @@ class Checkpoints:
     def __post_init__(self) -> None:
         self._stager = HostStager()
         self._problem: str | None = None
-        how = {"group": self.world.group, "device": self.world.device}
-        self._gather = partial(all_gather_object, **how)
-        self._from_rank_zero = partial(broadcast_object, **how)
         self._lock = contextlib.ExitStack()  # of the folder, on rank zero
         self._stale: list[Path] = []
         self._damaged: list[Path] = []
@@ -607,6 +603,12 @@ class Checkpoints:
                 f"The checkpoint {self._path} has not been written within {timeout_s:g} s.\n"
                 "The disk or the network to it hangs; the one before it is as it was."
             )
+
+    def _from_rank_zero(self, value: Any) -> Any:
+        return broadcast_object(value, group=self.world.group, device=self.world.device)
+
+    def _gather(self, value: Any) -> list[Any]:
+        return all_gather_object(value, group=self.world.group, device=self.world.device)
 
 
 def read_state(path: Path) -> State:
