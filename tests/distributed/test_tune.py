@@ -2,12 +2,14 @@
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 
 from lockstep.errors import RankFailed
 from lockstep.launcher.api import launch_with
-from lockstep.study.tune import NOW, Request, probe, ratio_of, run_rounds
+from lockstep.study.tune import NOW, Known, Request, probe, ratio_of, rounds_of
+from lockstep.train.settings import FitSettings
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -47,26 +49,26 @@ def request_for(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (tmp_path / "slow.py").write_text(TASK)
     task = str(tmp_path / "slow.py")
-    return lambda batch: Request(task, 2, False, 2, batch, ("ddp",), 60.0, time.time(), 2**32)
+    return lambda batch: Request(task, 1, False, 2, batch, ("ddp",), 60.0, time.time(), 2**32)
 
 
 def test_the_largest_micro_batch_is_found_in_processes_that_may_die_of_it(request_for, tmp_path):
     file = tmp_path / "probe.json"
     # What the host does not have is an error, as it is on a GPU: nobody is killed.
     with pytest.raises(RankFailed):
-        launch_with(probe, (request_for(16), {}, [2, 4, 8], str(file)), devices=2, timeout_s=60)
-    facts = json.loads(file.read_text())
-    assert list(facts["peaks"]) == ["2", "4"]
-    assert facts["bytes"] == 8 * (6 * 8 + 8 + 8 * 3 + 3)
-    assert facts["wait"] > 0.3
+        launch_with(probe, (request_for(8), FitSettings(), [2, 4, 8], str(file)), devices=1, timeout_s=100)
+    known = Known(**json.loads(file.read_text()))
+    assert known.largest == 4
+    assert known.gradient_bytes == 8 * (6 * 8 + 8 + 8 * 3 + 3)
+    assert 0 < known.wait_share < 1
 
 
-def test_contenders_take_turns_and_loading_ahead_is_seen(request_for, tmp_path):
-    small = {"global_batch_size": 8}
-    contenders = {NOW: small, "workers 2": {**small, "workers": 2}}
-    args = (request_for(8), contenders, time.time() + 8, str(tmp_path / "mark"))
-    first, second = launch_with(run_rounds, args, devices=2, timeout_s=90)
+def test_settings_take_turns_and_loading_ahead_is_seen(ranks, request_for):
+    small = FitSettings(global_batch_size=8)
+    entrants = {NOW: small, "workers 2": replace(small, workers=2)}
+    request = replace(request_for(8), num_devices=2)
+    first, second = ranks(2)(rounds_of, request, entrants, time.time() + 4)
     assert [set(each) for each in first] == [set(each) for each in second]
-    assert set(first[0]) == set(contenders)
+    assert set(first[0]) == set(entrants)
     assert all(each[NOW] > 0.9e-3 for each in first)  # 4 samples of 2 ms each on both ranks: 1 ms for each
     assert ratio_of("workers 2", first).median > 1

@@ -3,14 +3,14 @@
 import io
 import json
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from lockstep.cli import main
-from lockstep.errors import ConfigurationError, LockstepError, RankFailed
+from lockstep.errors import ConfigurationError, LaunchTimeout, LockstepError, RankFailed
 from lockstep.study import tune as tuning
 from lockstep.study.common import Spread
 from lockstep.study.tune import Effect, Known, Request, Result, Sweep, candidates, effect_of
@@ -18,21 +18,21 @@ from lockstep.train.settings import FitSettings, read_settings
 from tests.training import make_task
 
 REQUEST = Request("mine.py", 2, False, 4, 64, ("single", "dp", "ddp"), 300.0, time.time(), 2**30)
-KNOWN = Known({32: 100 * 2**20}, gradient_bytes=30 * 2**20, wait_share=0.4)
+KNOWN = Known(32, 100 * 2**20, gradient_bytes=30 * 2**20, wait_share=0.4)
 FASTER = Spread(1.5, 1.4, 1.6)
 RESULTS = (
-    Result("loading", {"workers": 2}, Effect.BITS, FASTER, 5, kept=True),
+    Result("loading", {"workers": 2}, Effect.BITS, FASTER, 5),
     Result("strategy", {"strategy": "single"}, Effect.ROUNDING, None, 0, why="KeyError: 'x'"),
     Result(
         "precision", {"precision": "bf16"}, Effect.ARITHMETIC, FASTER, 5, why="offered: taken with --allow-precision"
     ),
-    Result("all together", {"workers": 2}, Effect.BITS, Spread(1.52, 1.41, 1.61), 9, kept=True),
+    Result("all together", {"workers": 2}, Effect.BITS, Spread(1.52, 1.41, 1.61), 9),
 )
 OUTCOME = Sweep(
     task="mine.py",
     request=REQUEST,
-    start={"clip": 1.0},
-    found={"clip": 1.0, "workers": 2},
+    start=FitSettings(clip=1.0),
+    found=FitSettings(clip=1.0, workers=2),
     results=RESULTS,
     total=Spread(1.52, 1.41, 1.61),
     notes=["The largest micro-batch that fits has 32 samples."],
@@ -51,7 +51,7 @@ OUTCOME = Sweep(
         (
             "micro-batch",
             {"accumulate": 4},
-            replace(KNOWN, peaks={16: 1}),
+            replace(KNOWN, largest=16),
             [{"accumulate": count} for count in (2, 8, 16)],
         ),
         ("micro-batch", {"reproducible": 2}, KNOWN, []),
@@ -63,7 +63,7 @@ OUTCOME = Sweep(
 )
 def test_what_is_tried(stage, base, known, found):
     request = REQUEST if base.get("strategy") != "single" else replace(REQUEST, strategies=("dp",))
-    assert candidates(stage, base, request, known) == found
+    assert candidates(stage, FitSettings(**base), request, known) == found
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_what_is_tried(stage, base, known, found):
     ],
 )
 def test_what_becomes_of_the_training(after, layers, effect):
-    assert effect_of({}, after, num_devices=2, layers=layers) is effect
+    assert effect_of(FitSettings(), FitSettings(**after), num_devices=2, layers=layers) is effect
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_what_becomes_of_the_training(after, layers, effect):
 )
 def test_what_is_a_gain(ratio, rounds, gain, why):
     result = Result("loading", {"workers": 1}, Effect.BITS, ratio, rounds)
-    assert (result.is_gain, result.why_not) == (gain, why)
+    assert (result.is_gain, result.why_no_gain) == (gain, why)
 
 
 def test_rounds_end_for_what_is_clearly_slower_or_faster():
@@ -119,23 +119,23 @@ class Machine:
     def __call__(self, function, args, *, devices, timeout_s):
         if function is tuning.probe:
             _, _, sizes, file = args
-            peaks = {size: size for size in sizes if size <= self.fits}
-            Path(file).write_text(json.dumps({"peaks": peaks, "layers": ["dropout"], "bytes": 2**20, "wait": 0.5}))
-            if len(peaks) < len(sizes):
+            fitting = [size for size in sizes if size <= self.fits]
+            known = Known(fitting[-1], layers=("dropout",), gradient_bytes=2**20, wait_share=0.5)
+            Path(file).write_text(json.dumps(asdict(known)))
+            if len(fitting) < len(sizes):
                 raise RankFailed("rank 0: OutOfMemory")
             return []
-        _, contenders, _, mark = args
+        _, contenders, _ = args
         self.stages.append(list(contenders))
         for name in contenders:
             if name in self.fails:
-                Path(mark).write_text(json.dumps({"name": name}))
                 raise self.fails[name]
         turns = {name: 1 / self.speed(values) for name, values in contenders.items()}
         return [[turns] * 9]
 
     def speed(self, values):
         speed = 1.0
-        for name, value in values.items():
+        for name, value in asdict(values).items():
             speed *= self.speeds.get((name, value), 1.0)
         return speed
 
@@ -143,14 +143,14 @@ class Machine:
 def tune(monkeypatch, machine, **how):
     monkeypatch.setattr(tuning, "launch_with", machine)
     monkeypatch.setattr("torch.get_num_threads", lambda: 4)
-    return tuning.tune(make_task(), quiet=True, **how)
+    return tuning.tune(make_task(), **how)
 
 
 def test_what_is_faster_is_kept_stage_by_stage_and_confirmed_as_a_whole(monkeypatch):
     machine = Machine({("workers", 2): 1.5, ("workers", 4): 1.2, ("strategy", "dp"): 2.0, ("precision", "bf16"): 3.0})
     outcome = tune(monkeypatch, machine)
-    assert outcome.found == {"workers": 2}
-    kept = {name: each.changes[name] for each in outcome.results if each.kept for name in each.changes}
+    assert outcome.found == FitSettings(workers=2)
+    kept = {name: each.changes[name] for each in outcome.results if not each.why for name in each.changes}
     assert kept == {"workers": 2}
     assert outcome.total.median == 1.5
     why = {tuning.in_words(each.changes): each.why for each in outcome.results}
@@ -159,20 +159,20 @@ def test_what_is_faster_is_kept_stage_by_stage_and_confirmed_as_a_whole(monkeypa
     assert why["precision bf16"] == "offered: taken with --allow-precision"
     assert machine.stages[-1] == ["now", "workers 2"]
     outcome = tune(monkeypatch, machine, allow_precision=True, allow_division=True)
-    assert outcome.found == {"strategy": "dp", "workers": 2, "precision": "bf16"}
+    assert outcome.found == FitSettings(strategy="dp", workers=2, precision="bf16")
 
 
 def test_a_sum_that_is_no_gain_is_not_taken(monkeypatch):
     outcome = tune(monkeypatch, Machine({("workers", 2): 1.5}), strategies=["ddp"])
-    assert outcome.found == {"workers": 2}
+    assert outcome.found == FitSettings(workers=2)
     machine = Machine({("workers", 2): 1.5})
-    machine.speed = lambda values: 1.5 if len(machine.stages) == 1 and values.get("workers") == 2 else 1.0
-    assert tune(monkeypatch, machine, strategies=["ddp"]).found == {}
+    machine.speed = lambda values: 1.5 if len(machine.stages) == 1 and values.workers == 2 else 1.0
+    assert tune(monkeypatch, machine, strategies=["ddp"]).found == FitSettings()
 
 
 def test_micro_batches_begin_as_large_as_fits(monkeypatch):
     outcome = tune(monkeypatch, Machine(fits=4), strategies=["ddp"])
-    assert outcome.start == {"accumulate": 4}  # 24 samples on 2 devices: pieces of 3, as 6 are too many
+    assert outcome.start == FitSettings(accumulate=4)  # 24 samples on 2 devices: pieces of 3, as 6 are too many
     assert any(note.startswith("The largest micro-batch that fits has 3 samples (of 12") for note in outcome.notes)
 
 
@@ -181,9 +181,10 @@ def test_a_change_that_breaks_the_ranks_is_left_out(monkeypatch):
     error.__cause__ = KeyError("x")
     machine = Machine({("workers", 1): 1.5}, {"workers 4": error})
     outcome = tune(monkeypatch, machine, strategies=["ddp"])
-    assert outcome.found == {"workers": 1}
+    assert outcome.found == FitSettings(workers=1)
     assert [each.why for each in outcome.results if each.changes == {"workers": 4}] == ["KeyError: 'x'"]
-    assert machine.stages[:2] == [["now", "workers 1", "workers 2", "workers 4"], ["now", "workers 1", "workers 2"]]
+    alone = [["now", f"workers {count}"] for count in (1, 2, 4)]
+    assert machine.stages[:4] == [["now", "workers 1", "workers 2", "workers 4"], *alone]
 
 
 def test_a_task_that_cannot_be_trained_ends_it(monkeypatch):
@@ -194,14 +195,27 @@ def test_a_task_that_cannot_be_trained_ends_it(monkeypatch):
 
     monkeypatch.setattr(tuning, "launch_with", fail)
     with pytest.raises(LockstepError, match="There is no loss"):
-        tuning.tune(make_task(), quiet=True)
+        tuning.tune(make_task())
+
+
+def test_a_machine_too_busy_to_begin_is_said_to_be_so(monkeypatch):
+    def fail(*_, **__):
+        raise LaunchTimeout("The 2 ranks had not finished within 120 s and were ended.")
+
+    monkeypatch.setattr(tuning, "launch_with", fail)
+    with pytest.raises(LockstepError) as error:
+        tuning.tune(make_task(), minutes=1)
+    assert str(error.value) == (
+        "The task's first steps were not done within 120 s.\n"
+        "Look for what else uses this machine, or give more time (--minutes M)."
+    )
 
 
 def test_ctrl_c_gives_what_was_found_by_then(monkeypatch):
     machine = Machine({("workers", 2): 1.5}, {"strategy dp": KeyboardInterrupt()})
     outcome = tune(monkeypatch, machine, strategies=["dp"])
     assert outcome.interrupted
-    assert outcome.found == {"workers": 2}
+    assert outcome.found == FitSettings(workers=2)
     assert outcome.notes[-1] == "Stopped by Ctrl-C: this is what was found by then."
 
 
@@ -224,10 +238,6 @@ def test_the_file_says_what_each_setting_gave_and_train_reads_it(tmp_path):
         "\n"
         "# workers 2: 1.50 times the samples/s (1.40 to 1.60); training: same bits\n"
         "workers = 2\n"
-        "\n"
-        "# Faster, but not the same training:\n"
-        "# precision bf16: 1.50 times the samples/s (1.40 to 1.60); offered: taken with --allow-precision\n"
-        '# precision = "bf16"\n'
     )
     (tmp_path / "tuned.toml").write_text(text)
     assert FitSettings(**read_settings(tmp_path / "tuned.toml")) == FitSettings(devices=2, clip=1.0, workers=2)

@@ -7,6 +7,7 @@ faster beyond the noise is kept.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -15,8 +16,8 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from enum import IntEnum
+from dataclasses import asdict, dataclass, field, fields, replace
+from enum import Enum
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,23 +31,21 @@ from torch.utils.data import IterableDataset
 from lockstep.comm.collectives import broadcast_object
 from lockstep.comm.world import World, init
 from lockstep.data.loader import LoadOptions
-from lockstep.errors import ConfigurationError, LockstepError
+from lockstep.errors import ConfigurationError, LaunchTimeout, LockstepError
 from lockstep.launcher.api import launch_with
-from lockstep.study.common import Spread, Table, load, log, paired_ratio, peak_bytes, reset_peak
+from lockstep.study.common import MIB, Spread, Table, load, log, paired_ratio, peak_bytes, reset_peak
 from lockstep.study.compare.benchmark import (
     choose_steps,
     devices_for,
     order_of_round,
     split_layers,
     start_together,
-    takes_part,
     threads_of,
     time_steps,
 )
 from lockstep.telemetry.resources import free_and_total_bytes
 from lockstep.train.plan import PER_PROCESS, check_batch, check_gpus
-from lockstep.train.settings import FitSettings, Settings, toml_line
-from lockstep.train.step import is_out_of_memory
+from lockstep.train.settings import FitSettings, toml_line
 from lockstep.train.strategies.strategy import check_engine
 from lockstep.train.task import Task
 from lockstep.train.trainer import Trainer
@@ -77,31 +76,16 @@ _STACKS_BYTES = 2**29
 _MANY_STEPS = 1_000_000
 """More than anybody waits for: a stream needs a number, and a schedule falls over it."""
 
-_MIB = 2**20
+_PATIENCE_S = 120.0
+"""How long ranks may take beyond their share of the time: they only start in tens of seconds on a busy machine."""
 
-Values = dict[str, Any]
-
-_DEFAULTS = {one.name: one.default for one in fields(FitSettings)}
-_OF_LOOP = {one.name for one in fields(Settings)}
+Changes = dict[str, Any]
 
 
-# Settings as plain values: those that differ from the defaults, by name, as a file of settings has them.
-
-
-def value_of(values: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a setting, given or not."""
-    return values.get(name, _DEFAULTS[name])
-
-
-def changed(values: Mapping[str, Any], changes: Mapping[str, Any]) -> Values:
-    """Return ``values`` with ``changes``; what is the default is left out."""
-    return {name: value for name, value in {**values, **changes}.items() if value != _DEFAULTS[name]}
-
-
-def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Values:
-    """Return what ``after`` changes, with the defaults spelled out."""
-    names = [name for name in _DEFAULTS if name in before or name in after]
-    return {name: value_of(after, name) for name in names if value_of(after, name) != value_of(before, name)}
+def differences(before: FitSettings, after: FitSettings) -> Changes:
+    """Return the settings by name that ``after`` has otherwise."""
+    names = [one.name for one in fields(FitSettings)]
+    return {name: getattr(after, name) for name in names if getattr(after, name) != getattr(before, name)}
 
 
 def in_words(changes: Mapping[str, Any]) -> str:
@@ -115,51 +99,40 @@ def in_words(changes: Mapping[str, Any]) -> str:
     return ", ".join(f"{name.replace('_', '-')} {word(value)}" for name, value in changes.items())
 
 
-def num_shares(values: Mapping[str, Any], num_devices: int) -> int:
+def num_shares(settings: FitSettings, num_devices: int) -> int:
     """Return into how many devices' parts a global batch is divided."""
-    return 1 if value_of(values, "strategy") == "single" else num_devices
+    return 1 if settings.strategy == "single" else num_devices
 
 
-class Effect(IntEnum):
-    """What a change of settings does to the training, from least to most."""
+class Effect(Enum):
+    """What a change of settings does to the training, from least to most: in a word or two, and in a sentence."""
 
-    BITS = 0
-    ROUNDING = 1
-    DIVISION = 2
-    ARITHMETIC = 3
+    BITS = "same bits", "The training is the same, bit for bit."
+    ROUNDING = (
+        "rounding",
+        "The training is the same but for the rounding of sums: same global batches, order and loss.",
+    )
+    DIVISION = "division", "Same global batches and order, but layers see them divided otherwise: another training."
+    ARITHMETIC = "arithmetic", "Same global batches and order, but another arithmetic: another training."
 
-    @property
-    def words(self) -> str:
-        """In a word or two."""
-        return ("same bits", "rounding", "division", "arithmetic")[self]
-
-    @property
-    def sentence(self) -> str:
-        """What becomes of the training, in one sentence."""
-        return (
-            "The training is the same, bit for bit.",
-            "The training is the same but for the rounding of sums: same global batches, order and loss.",
-            "Same global batches and order, but layers see them divided otherwise: another training.",
-            "Same global batches and order, but another arithmetic: another training.",
-        )[self]
+    def __init__(self, words: str, sentence: str) -> None:
+        self.words, self.sentence = words, sentence
 
 
-def effect_of(
-    before: Mapping[str, Any], after: Mapping[str, Any], *, num_devices: int, layers: Sequence[str]
-) -> Effect:
+def effect_of(before: FitSettings, after: FitSettings, *, num_devices: int, layers: Sequence[str]) -> Effect:
     """Return what becomes of a training if its settings change.
 
     Args:
-        before: Settings by name.
-        after: Likewise.
+        before: The settings until now.
+        after: Those that are tried.
         num_devices: That take part.
         layers: Kinds of layer whose result depends on how a batch is divided, see `split_layers`.
     """
 
-    def division(values: Mapping[str, Any]) -> tuple[int, int, bool]:
+    def division(settings: FitSettings) -> tuple[int, int, bool]:
         # The replicas of dp draw dropout from one generator on CPUs, so the same division is not enough there.
-        is_threaded = "dropout" in layers and value_of(values, "strategy") == "dp"
-        return num_shares(values, num_devices), value_of(values, "accumulate"), is_threaded
+        is_threaded = "dropout" in layers and settings.strategy == "dp"
+        return num_shares(settings, num_devices), settings.accumulate, is_threaded
 
     names = differences(before, after).keys()
     if names & {"precision", "wire"}:
@@ -204,23 +177,16 @@ class Request:
         """How long it may still take."""
         return self.seconds - (time.time() - self.began_at)
 
-    @property
-    def patience_s(self) -> float:
-        """How long one change may keep everybody waiting."""
-        return max(20.0, 0.25 * self.seconds)
-
-    def threads(self, values: Values) -> int:
+    def threads(self, settings: FitSettings) -> int:
         """Return the threads of one process, as a run with these settings has them."""
-        return threads_of(value_of(values, "strategy"), self.num_cores, self.num_devices)
+        return threads_of(settings.strategy, self.num_cores, self.num_devices)
 
-    def trainer(self, values: Values, world: World) -> Trainer:
-        """Return what trains the task with ``values`` for as long as it is asked to. Collective per strategy."""
+    def trainer(self, settings: FitSettings, world: World) -> Trainer:
+        """Return what trains the task for as long as it is asked to. Collective per strategy."""
         task = replace(load(self.task), eval_dataset=None, metrics=None, after=None)
-        own = {name: value for name, value in values.items() if name in _OF_LOOP}
-        settings = Settings(**{**own, "epochs": None, "steps": _MANY_STEPS})
-        strategy = value_of(values, "strategy")
-        devices = devices_for(strategy, world, self.num_devices)
-        return Trainer(task, settings, world, strategy=strategy, devices=devices)
+        endless = replace(settings, epochs=None, steps=_MANY_STEPS)
+        devices = devices_for(settings.strategy, world, self.num_devices)
+        return Trainer(task, endless, world, strategy=settings.strategy, devices=devices)
 
 
 @dataclass(frozen=True)
@@ -228,104 +194,100 @@ class Known:
     """What the first processes found out about the task.
 
     Attributes:
-        peaks: Bytes that a micro-batch of so many samples needs, by size; those that fit.
-        is_whole: Whether the larger ones were tried, too.
+        largest: Samples of the largest micro-batch that fits; None if it was not looked for.
+        largest_bytes: What it needs.
         layers: Kinds of layer whose result depends on how a batch is divided.
         gradient_bytes: Of all gradients.
         wait_share: The part of a step that waits for data.
     """
 
-    peaks: dict[int, int]
-    is_whole: bool = True
-    layers: tuple[str, ...] = ()
+    largest: int | None = None
+    largest_bytes: int = 0
+    layers: Sequence[str] = ()
     gradient_bytes: int = 0
     wait_share: float = 0.0
 
-    @property
-    def largest(self) -> int | None:
-        """Samples of the largest micro-batch that fits; ``None`` if it was not looked for."""
-        return max(self.peaks, default=None)
 
-
-def candidates(stage: str, base: Values, request: Request, known: Known) -> list[Values]:
+def candidates(stage: str, base: FitSettings, request: Request, known: Known) -> list[Changes]:
     """Return the changes that are worth trying on top of ``base``."""
-    return [changes for changes in _STAGES[stage](base, request, known) if _is_possible(changed(base, changes))]
+    return [changes for changes in _STAGES[stage](base, request, known) if _is_possible(base, changes)]
 
 
-def _is_possible(values: Values) -> bool:
+def _is_possible(base: FitSettings, changes: Changes) -> bool:
     try:
-        own = {name: value for name, value in values.items() if name in _OF_LOOP}
-        check_engine(value_of(values, "strategy"), Settings(**own))
+        settings = replace(base, **changes)
+        check_engine(settings.strategy, settings)
     except ConfigurationError:
         return False
-    return value_of(values, "reproducible") is None or value_of(values, "strategy") in ("single", "dp", "ddp")
+    return settings.reproducible is None or settings.strategy in ("single", "dp", "ddp")
 
 
-def _loading(base: Values, request: Request, known: Known) -> list[Values]:
-    now = value_of(base, "workers")
+def _loading(base: FitSettings, request: Request, known: Known) -> list[Changes]:
+    now = base.workers
     per_rank = max(1, request.num_cores // request.num_devices)
     counts = {now // 2, 2 * now} - {now} if now else {1, 2, max(4, per_rank)}
     waits = now or known.wait_share >= 0.02  # else nothing is to be gained
     return [{"workers": min(count, 16)} for count in sorted(counts)] if waits else []
 
 
-def _strategy(base: Values, request: Request, known: Known) -> list[Values]:
-    names = [name for name in request.strategies if name != value_of(base, "strategy")]
-    return [_to_strategy(base, name, request, known) for name in names] if request.num_devices > 1 else []
+def _strategy(base: FitSettings, request: Request, known: Known) -> list[Changes]:
+    """Return the changes that make others compute: without what only ddp can do, in pieces of about the same size."""
+    found: list[Changes] = []
+    usual = {"bucket_cap_mb": None, "wire": None, "overlap_optimizer": False}
+    for name in request.strategies if request.num_devices > 1 else ():
+        changes: Changes = {"strategy": name}
+        if name != "ddp":
+            changes |= {key: value for key, value in usual.items() if getattr(base, key) != value}
+        shares = 1 if name == "single" else request.num_devices
+        pieces = max(1, base.accumulate * num_shares(base, request.num_devices) // shares)
+        if pieces != base.accumulate:
+            changes["accumulate"] = pieces
+        if name != base.strategy:
+            found.append(changes)
+    return found
 
 
-def _to_strategy(base: Values, name: str, request: Request, known: Known) -> Values:
-    """Return the changes that make ``name`` compute: without what only ddp can do, and in pieces that fit."""
-    changes: Values = {"strategy": name}
-    if name != "ddp":
-        usual = {"bucket_cap_mb": None, "wire": None, "overlap_optimizer": False}
-        changes |= {key: value for key, value in usual.items() if value_of(base, key) != value}
-    pieces = now = value_of(base, "accumulate")
-    shares, shares_now = (num_shares(values, request.num_devices) for values in (changed(base, changes), base))
-    if shares < shares_now and known.largest is not None:
-        pieces = max(now, math.ceil(request.global_batch_size / shares / known.largest))
-    elif shares > shares_now:
-        pieces = max(1, now // shares)
-    return changes if pieces == now else {**changes, "accumulate": pieces}
-
-
-def _micro_batch(base: Values, request: Request, known: Known) -> list[Values]:
-    if value_of(base, "reproducible") is not None or value_of(base, "shares") is not None:
-        return []  # these set the sizes
-    now = value_of(base, "accumulate")
-    share = request.global_batch_size // num_shares(base, request.num_devices)
+def _micro_batch(base: FitSettings, request: Request, known: Known) -> list[Changes]:
+    if _sets_sizes(base):
+        return []
+    now, share = base.accumulate, request.global_batch_size // num_shares(base, request.num_devices)
     fewest = 1 if known.largest is None else math.ceil(share / known.largest)
     counts = sorted({fewest, now // 2, 2 * now, 4 * now} - {0, now})
     fitting = [count for count in counts if count >= fewest and share % count == 0 and share // count > 1]
     return [{"accumulate": count} for count in fitting]
 
 
-def _threads(base: Values, request: Request, known: Known) -> list[Values]:
-    if request.on_cuda or value_of(base, "reproducible") is not None:
+def _sets_sizes(settings: FitSettings) -> bool:
+    """Return whether the sizes of micro-batches follow from other settings."""
+    return settings.reproducible is not None or settings.shares is not None
+
+
+def _threads(base: FitSettings, request: Request, known: Known) -> list[Changes]:
+    if request.on_cuda or base.reproducible is not None:
         return []
-    now = value_of(base, "threads") or request.threads(base)
+    now = base.threads or request.threads(base)
     counts = sorted({1, now // 2, 2 * now, request.num_cores} - {0, now})
     return [{"threads": count} for count in counts if count <= request.num_cores]
 
 
-def _buckets(base: Values, request: Request, known: Known) -> list[Values]:
-    if value_of(base, "strategy") != "ddp" or request.num_devices == 1:
+def _buckets(base: FitSettings, request: Request, known: Known) -> list[Changes]:
+    if base.strategy != "ddp" or request.num_devices == 1:
         return []
-    now, mib = value_of(base, "bucket_cap_mb"), known.gradient_bytes / _MIB
-    caps = [cap for cap in (None, 5.0, 100.0) if cap != now and (cap is None or mib > cap)]
-    overlaps = value_of(base, "clip") is None and not value_of(base, "overlap_optimizer")
+    mib = known.gradient_bytes / MIB
+    caps = [cap for cap in (None, 5.0, 100.0) if cap != base.bucket_cap_mb and (cap is None or mib > cap)]
+    overlaps = base.clip is None and not base.overlap_optimizer
     return [*({"bucket_cap_mb": cap} for cap in caps), *([{"overlap_optimizer": True}] if overlaps else [])]
 
 
-def _precision(base: Values, request: Request, known: Known) -> list[Values]:
-    found: list[Values] = [{"precision": "bf16"}] if value_of(base, "precision") == "fp32" else []
-    has_wire = value_of(base, "strategy") == "ddp" and request.num_devices > 1
-    if has_wire and known.gradient_bytes > _MIB and value_of(base, "wire") is None:
+def _precision(base: FitSettings, request: Request, known: Known) -> list[Changes]:
+    found: list[Changes] = [{"precision": "bf16"}] if base.precision == "fp32" else []
+    exchanges = base.strategy == "ddp" and request.num_devices > 1
+    if exchanges and known.gradient_bytes > MIB and base.wire is None:
         found.append({"wire": "bf16"})
     return found
 
 
-_STAGES: dict[str, Callable[[Values, Request, Known], list[Values]]] = {
+_STAGES: dict[str, Callable[[FitSettings, Request, Known], list[Changes]]] = {
     "loading": _loading,
     "strategy": _strategy,
     "micro-batch": _micro_batch,
@@ -339,8 +301,8 @@ _STAGES: dict[str, Callable[[Values, Request, Known], list[Values]]] = {
 # What the ranks do.
 
 
-def probe(request: Request, base: Values, sizes: Sequence[int], file: str) -> None:
-    """Train with each size of micro-batch, and note in ``file`` what it needed. Collective: every rank.
+def probe(request: Request, base: FitSettings, sizes: Sequence[int], file: str) -> None:
+    """Train with each size of micro-batch, and write to ``file`` what is `Known` by then. Collective: every rank.
 
     These processes end with the first size that does not fit, so the file is written anew after each.
     """
@@ -352,123 +314,107 @@ def probe(request: Request, base: Values, sizes: Sequence[int], file: str) -> No
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         torch.set_num_threads(request.threads(base))
         before_bytes = psutil.Process().memory_info().rss
-        peaks: dict[int, int] = {}
         for size in sizes or [0]:
-            values = dict(base)
+            settings = base
             if size:
                 batch = size * num_shares(base, request.num_devices)
-                values = changed(base, {"accumulate": 1, "workers": 0, "prefetch": None, "global_batch_size": batch})
+                settings = replace(base, accumulate=1, workers=0, prefetch=None, global_batch_size=batch)
             reset_peak()
-            trainer = request.trainer(values, world)
-            try:
+            with contextlib.closing(request.trainer(settings, world)) as trainer:
                 seconds, records = time_steps(trainer, _NUM_PROBED)
-                waits = records[-1].times.data_wait_s * _NUM_PROBED / seconds
                 model = trainer.model
-            finally:
-                trainer.close()
             peak = torch.cuda.max_memory_allocated(world.device) if request.on_cuda else peak_bytes() - before_bytes
-            peaks |= {size: max(0, peak)} if size else {}
-            trained = sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
+            known = Known(
+                largest=size or None,
+                largest_bytes=max(0, peak),
+                layers=split_layers(model),
+                gradient_bytes=sum(weight.nbytes for weight in model.parameters() if weight.requires_grad),
+                wait_share=records[-1].times.data_wait_s * _NUM_PROBED / seconds,
+            )
             if world.is_rank_zero:
-                facts = {"peaks": peaks, "layers": split_layers(model), "bytes": trained, "wait": waits}
-                _write_whole(file, facts)
+                # Replaced at once: this process may be killed at any time.
+                Path(f"{file}.new").write_text(json.dumps(asdict(known)), encoding="utf-8")
+                os.replace(f"{file}.new", file)
 
 
-def _write_whole(file: str, facts: Mapping[str, Any]) -> None:
-    """Replace a file at once: its writer may be killed at any time."""
-    Path(f"{file}.new").write_text(json.dumps(facts), encoding="utf-8")
-    os.replace(f"{file}.new", file)
+def run_rounds(request: Request, entrants: dict[str, FitSettings], until: float) -> list[dict[str, float]]:
+    """Do as `rounds_of` in processes that were started for it."""
+    # More processes than cores: whether that pays is for us to find.
+    warnings.filterwarnings("ignore", "This DataLoader will create")
+    with init() as world:
+        return rounds_of(world, request, entrants, until)
 
 
-def run_rounds(request: Request, contenders: dict[str, Values], until: float, mark: str) -> list[dict[str, float]]:
-    """Let all contenders take turns; return the seconds of this rank's turns, by round, for each sample.
+def rounds_of(world: World, request: Request, entrants: dict[str, FitSettings], until: float) -> list[dict[str, float]]:
+    """Let all entrants take turns; return the seconds of this rank's turns, by round, for each sample.
 
     Collective: every rank. Ranks that have no part in a turn sleep meanwhile.
 
     Args:
+        world: All ranks.
         request: What to do.
-        contenders: Settings by name.
+        entrants: Settings by name.
         until: When no other round begins, in Unix time.
-        mark: File in which rank zero notes whose turn it is, for when the ranks die of it.
     """
-    # More processes than cores: whether that pays is for us to find.
-    warnings.filterwarnings("ignore", "This DataLoader will create")
-    with init() as world:
-        entrants: dict[str, _Entrant] = {}
-        try:
-            for name, values in contenders.items():
-                _note_turn(world, mark, name)
-                entrants[name] = _Entrant(request, values, world)
-            rounds: list[dict[str, float]] = []
-            running = list(contenders)
-            while running:
-                rounds.append({})
-                for name in order_of_round(running, len(rounds) - 1):
-                    _note_turn(world, mark, name)
-                    seconds = entrants[name].run_turn()
-                    if seconds is not None:
-                        rounds[-1][name] = seconds
-                # Rank zero takes part in every turn, and waits for the slowest rank in each step: it alone can judge.
-                undecided = [name for name in running if name != NOW and not is_decided(name, rounds)]
-                is_over = len(rounds) >= MOST_ROUNDS or time.time() > until
-                left = [NOW, *undecided] if undecided and not is_over else []
-                running = broadcast_object(left, group=world.group, device=world.device)
-            return rounds
-        finally:
-            for entrant in entrants.values():
-                entrant.close()
+    with contextlib.ExitStack() as at_exit:
+        takers = {}
+        for name, settings in entrants.items():
+            takers[name] = at_exit.enter_context(contextlib.closing(_TurnTaker(request, settings, world)))
+        rounds: list[dict[str, float]] = []
+        running = list(entrants)
+        while running:
+            rounds.append({})
+            for name in order_of_round(running, len(rounds) - 1):
+                seconds = takers[name].run_turn()
+                if seconds is not None:
+                    rounds[-1][name] = seconds
+            # Rank zero takes part in every turn, and waits for the slowest rank in each step: it alone can judge.
+            undecided = [name for name in running if name != NOW and not is_decided(name, rounds)]
+            is_over = len(rounds) >= MOST_ROUNDS or time.time() > until
+            left = [NOW, *undecided] if undecided and not is_over else []
+            running = broadcast_object(left, group=world.group, device=world.device)
+        return rounds
 
 
-def _note_turn(world: World, mark: str, name: str) -> None:
-    if world.is_rank_zero:
-        _write_whole(mark, {"name": name})
+class _TurnTaker:
+    """Settings on this rank, warmed up, and at rest between their turns. Collective: every rank makes all of them."""
 
-
-class _Entrant:
-    """A contender on this rank, warmed up, and at rest between its turns. Collective: every rank makes all of them."""
-
-    def __init__(self, request: Request, values: Values, world: World) -> None:
-        self._values, self._world = values, world
-        self._strategy, self._threads = value_of(values, "strategy"), request.threads(values)
-        self._trainer: Trainer | None = None
-        step_s = 0.0
-        if start_together(self._strategy, self._threads, world):
-            self._trainer = request.trainer(values, world)
-            seconds = [time_steps(self._trainer, 1)[0] for _ in range(_NUM_WARMUP)]
-            step_s = median(seconds[1:])
-            self._rest()
+    def __init__(self, request: Request, settings: FitSettings, world: World) -> None:
+        self._settings, self._world, self._num_threads = settings, world, request.threads(settings)
+        self._trainer: Trainer | None = None  # on ranks that take part
+        step_s = 1.0
+        if self._start():
+            self._trainer = request.trainer(settings, world)
+            step_s = median([time_steps(self._trainer, 1)[0] for _ in range(_NUM_WARMUP)][1:])
+            self._rest(self._trainer)
         turn_s = min(0.5, max(0.03, request.seconds / 600))  # half a second, if there are five minutes
-        chosen = choose_steps([step_s or 1.0], turn_s=turn_s, longest_s=10 * turn_s, fewest=2)
+        chosen = choose_steps([step_s], turn_s=turn_s, longest_s=10 * turn_s, fewest=2)
         self._num_steps = int(broadcast_object(chosen, group=world.group, device=world.device))
+
+    def _start(self) -> bool:
+        return start_together(self._settings.strategy, self._num_threads, self._world)
 
     def run_turn(self) -> float | None:
         """Train some steps; return the seconds for each sample, nothing if this rank takes no part."""
-        assert takes_part(self._strategy, self._world) == (self._trainer is not None)
-        if start_together(self._strategy, self._threads, self._world):
-            self._use_up()
-        if not start_together(self._strategy, self._threads, self._world) or self._trainer is None:
+        if self._start() and self._trainer is not None and self._settings.workers:
+            # Use up what loader processes have loaded ahead while they had time: nobody measures that.
+            ahead = self._settings.workers * (self._settings.prefetch or LoadOptions.ahead)
+            time_steps(self._trainer, math.ceil(ahead / self._settings.accumulate) + 1)
+        if not self._start() or self._trainer is None:
             return None
         seconds, records = time_steps(self._trainer, self._num_steps)
-        self._rest()
+        self._rest(self._trainer)
         return seconds / sum(record.num_samples for record in records)
 
-    def _use_up(self) -> None:
-        """Use up what loader processes have loaded ahead while they had time: nobody measures that."""
-        assert self._trainer is not None
-        if self._trainer.settings.workers:
-            ahead = self._trainer.settings.workers * (value_of(self._values, "prefetch") or LoadOptions.ahead)
-            time_steps(self._trainer, math.ceil(ahead / value_of(self._values, "accumulate")) + 1)
-
-    def _rest(self) -> None:
+    def _rest(self, trainer: Trainer) -> None:
         """End the loader processes, which would go on to load in the turn of another."""
-        assert self._trainer is not None
-        if not self._trainer.settings.workers:
+        if not self._settings.workers:
             return
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a stream that does not say where it stands: that is no news here
-            state = self._trainer.batches.state()
-        if state is not None or not isinstance(self._trainer.samples, IterableDataset):
-            self._trainer.batches.seek(self._trainer.num_steps_done, state)
+            warnings.simplefilter("ignore")  # of a stream that does not report where it is: that is no news here
+            state = trainer.batches.state()
+        if state is not None or not isinstance(trainer.samples, IterableDataset):
+            trainer.batches.seek(trainer.num_steps_done, state)
 
     def close(self) -> None:
         """End all that it has."""
@@ -499,20 +445,18 @@ class Result:
 
     Attributes:
         stage: In which it was tried.
-        changes: Settings by name, defaults spelled out.
+        changes: Settings by name.
         effect: What becomes of the training.
         ratio: How many times as fast it was; None if it did not run.
         num_rounds: In which it ran.
-        kept: Whether it is part of what was found.
-        why: Why it was not kept.
+        why: Why it was not kept; empty if it is part of what was found.
     """
 
     stage: str
-    changes: Values
+    changes: Changes
     effect: Effect
     ratio: Spread | None
     num_rounds: int
-    kept: bool = False
     why: str = ""
 
     @property
@@ -522,7 +466,7 @@ class Result:
         return ratio is not None and self.num_rounds >= FEWEST_ROUNDS and ratio.low > 1 and ratio.median >= WORTH
 
     @property
-    def why_not(self) -> str:
+    def why_no_gain(self) -> str:
         """Why it is no gain."""
         if self.ratio is None:
             return "time was up before it ran"
@@ -542,8 +486,6 @@ def tune(
     strategies: Sequence[str] = STRATEGIES,
     allow_precision: bool = False,
     allow_division: bool = False,
-    limit_bytes: int | None = None,
-    quiet: bool = False,
     began_at: float | None = None,
 ) -> Sweep:
     """Try settings on ``task`` for some minutes, and return those that train it fastest, with what each gave.
@@ -554,13 +496,11 @@ def tune(
     Args:
         task: A task, or where to find it: ``FILE.py`` or ``FILE.py:NAME``.
         devices: Devices for all strategies but ``single``.
-        minutes: How long it may take.
+        minutes: How long it may take; longer only where the ranks take longer than that to start.
         start: Settings to begin with, by name, as `FitSettings` takes them.
         strategies: That may be tried.
         allow_precision: Whether another arithmetic may be taken: bf16 in computing, or on the way of gradients.
         allow_division: Whether a batch may be divided otherwise though layers see that, as batch norm does.
-        limit_bytes: What all processes, or one GPU, may use of the memory; a part of what is free now, if None.
-        quiet: Whether to show no progress.
         began_at: From when on the time counts, in Unix time; now if None.
 
     Raises:
@@ -571,27 +511,27 @@ def tune(
         raise ConfigurationError(f"devices={devices} is not allowed.\nGive a whole number of at least 1.")
     if not 0 < minutes < 10_000:
         raise ConfigurationError(f"minutes={minutes:g} is not allowed.\nGive a number above 0.")
-    values = changed(start or {}, {"strategy": (start or {}).get("strategy", "ddp"), "devices": None})
-    for name in (*strategies, value_of(values, "strategy")):
+    settings = FitSettings(**{**(start or {}), "devices": None})
+    for name in (*strategies, settings.strategy):
         if name not in POSSIBLE:
             raise ConfigurationError(f"There is no strategy {name!r} to tune.\nChoose from: {', '.join(POSSIBLE)}.")
     check_gpus(devices)
     found = load(task)
-    check_batch(found, FitSettings(**values), num_shares(values, devices))
+    check_batch(found, settings, num_shares(settings, devices))
     on_cuda = torch.cuda.is_available()
     request = Request(
         task=task,
         num_devices=devices,
         on_cuda=on_cuda,
         num_cores=torch.get_num_threads(),
-        global_batch_size=value_of(values, "global_batch_size") or found.global_batch_size,
+        global_batch_size=settings.global_batch_size or found.global_batch_size,
         strategies=tuple(strategies),
         seconds=60 * minutes,
         began_at=began_at or time.time(),
-        limit_bytes=limit_bytes or _usable_bytes(devices, on_cuda=on_cuda),
+        limit_bytes=_usable_bytes(devices, on_cuda=on_cuda),
     )
     name = Path(task).name if isinstance(task, str) else found.name
-    sweep = Sweep(name, request, values, values, log=(lambda _: None) if quiet else log)
+    sweep = Sweep(name, request, settings, settings)
     sweep.allowed += (Effect.DIVISION,) * allow_division + (Effect.ARITHMETIC,) * allow_precision
     with tempfile.TemporaryDirectory(prefix="lockstep-tune-") as sweep.folder:
         try:
@@ -606,13 +546,12 @@ def _usable_bytes(num_devices: int, *, on_cuda: bool) -> int:
     """Return how much memory all processes may use together, or one GPU."""
     if on_cuda:
         return int(_USABLE * min(torch.cuda.get_device_properties(one).total_memory for one in range(num_devices)))
-    free, total = free_and_total_bytes()
-    return int(_USABLE * (free if total else psutil.virtual_memory().available))
+    return int(_USABLE * (free_and_total_bytes()[0] or psutil.virtual_memory().available))
 
 
 @dataclass
 class Sweep:
-    """Goes through the stages; what it has found so far stands in its attributes at any time.
+    """Goes through the stages; what it has found so far is in its attributes at any time.
 
     Attributes:
         task: Its name.
@@ -629,15 +568,14 @@ class Sweep:
 
     task: str
     request: Request
-    start: Values
-    found: Values
+    start: FitSettings
+    found: FitSettings
     allowed: tuple[Effect, ...] = (Effect.BITS, Effect.ROUNDING)
-    known: Known = field(default_factory=lambda: Known({}))
+    known: Known = field(default_factory=Known)
     results: list[Result] = field(default_factory=list)
     total: Spread | None = None
     notes: list[str] = field(default_factory=list)
     interrupted: bool = False
-    log: Callable[[str], None] = log
     folder: str = ""
 
     @property
@@ -648,8 +586,7 @@ class Sweep:
     @property
     def effect(self) -> Effect:
         """What becomes of the training."""
-        num_devices, layers = self.request.num_devices, self.known.layers
-        return effect_of(self.start, self.found, num_devices=num_devices, layers=layers)
+        return self._effect(self.start, self.found)
 
     @property
     def verdict(self) -> str:
@@ -660,110 +597,109 @@ class Sweep:
             return "How much all of it gives together was not measured: time was up."
         return f"All of it together: {_times(self.total)} of the settings that tuning began with."
 
+    def _effect(self, before: FitSettings, after: FitSettings) -> Effect:
+        return effect_of(before, after, num_devices=self.request.num_devices, layers=self.known.layers)
+
     def run(self) -> None:
         """Try all stages, or as many as there is time for.
 
         Raises:
             LockstepError: The task cannot be trained with the settings to begin with.
         """
-        self.log("memory: looking for the largest micro-batch that fits")
+        log("memory: looking for the largest micro-batch that fits")
         self._probe()
         reserve_s = min(20.0, 0.2 * self.request.seconds)
         for index, stage in enumerate(_STAGES):
-            found = candidates(stage, self.found, self.request, self.known)
-            if not found:
-                continue
+            changes = candidates(stage, self.found, self.request, self.known)
             left_s = self.request.left_s - reserve_s
-            if left_s <= 0:
+            if changes and left_s <= 0:
                 self.notes.append("Time was up before all was tried: more of it (--minutes M) may find more.")
                 break
-            # Twice an equal part: fewer stages to their end are worth more than all without one.
-            self._try(stage, found, self.found, min(left_s, 2 * left_s / (len(_STAGES) - index)))
+            if changes:
+                # Twice an equal part: fewer stages to their end are worth more than all without one.
+                best = self._try(stage, changes, self.found, min(left_s, 2 * left_s / (len(_STAGES) - index)))
+                self.found = self.found if best is None else replace(self.found, **best.changes)
         if self.found != self.start:
-            result = self._try(TOGETHER, [differences(self.start, self.found)], self.start, self.request.left_s)
-            if result is not None and result.num_rounds >= FEWEST_ROUNDS:
+            self._try(TOGETHER, [differences(self.start, self.found)], self.start, self.request.left_s)
+            result = self.results[-1]
+            if result.num_rounds >= FEWEST_ROUNDS:
                 self.total = result.ratio
-                if not result.is_gain:
-                    self.found = self.start
+                self.found = self.found if result.is_gain else self.start
 
     def _probe(self) -> None:
         """Find the largest micro-batch that fits, in processes that may die of it, and what else is to be known."""
-        base, request, file = self.found, self.request, str(Path(self.folder) / "probe.json")
+        base, request, file = self.start, self.request, Path(self.folder) / "probe.json"
         share = math.ceil(request.global_batch_size / num_shares(base, request.num_devices))
-        # Batch norm takes no single sample.
+        # Halves of a share; but batch norm takes no single sample.
         sizes = sorted({max(min(2, share), math.ceil(share / 2**power)) for power in range(share.bit_length())})
-        if value_of(base, "reproducible") is not None or value_of(base, "shares") is not None:
-            sizes = []  # these set the sizes of micro-batches
-        error: Exception | None = None
-        devices = request.num_devices if value_of(base, "strategy") in PER_PROCESS else 1
+        devices = request.num_devices if base.strategy in PER_PROCESS else 1
+        limit_s = max(_PATIENCE_S, 0.4 * request.left_s)
         try:
-            launch_with(probe, (request, base, sizes, file), devices=devices, timeout_s=0.4 * request.left_s)
-        except LockstepError as caught:
-            error = caught
-        if not Path(file).exists():
-            cause = error.__cause__ if error is not None else None
-            raise cause if isinstance(cause, LockstepError) else error or LockstepError("No rank has trained.")
-        facts = json.loads(Path(file).read_text(encoding="utf-8"))
-        peaks = {int(size): peak for size, peak in facts["peaks"].items()}
-        self.known = Known(peaks, error is None, tuple(facts["layers"]), facts["bytes"], facts["wait"])
+            args = (request, base, [] if _sets_sizes(base) else sizes, str(file))
+            launch_with(probe, args, devices=devices, timeout_s=limit_s)
+        except LockstepError as error:
+            if not file.exists() and isinstance(error, LaunchTimeout):
+                raise LockstepError(
+                    f"The task's first steps were not done within {limit_s:.0f} s.\n"
+                    "Look for what else uses this machine, or give more time (--minutes M)."
+                ) from error
+            if not file.exists():
+                cause = error.__cause__
+                raise (cause if isinstance(cause, LockstepError) else error) from None
+        self.known = Known(**json.loads(file.read_text(encoding="utf-8")))
         largest = self.known.largest
-        if largest is not None and math.ceil(share / value_of(base, "accumulate")) > largest:
-            self.start = self.found = changed(base, {"accumulate": math.ceil(share / largest)})
-        if largest is not None:
-            whole = "a device's whole part of the global batch" if largest >= share else f"of {share} for each device"
-            needed = f"{peaks[largest] / _MIB:,.0f} MiB"
-            self.notes.append(f"The largest micro-batch that fits has {largest} samples ({whole}): {needed}.")
+        if largest is None:
+            return
+        if math.ceil(share / base.accumulate) > largest:
+            self.start = self.found = replace(base, accumulate=math.ceil(share / largest))
+        whole = "a device's whole part of the global batch" if largest >= share else f"of {share} for each device"
+        needed = f"{self.known.largest_bytes / MIB:,.0f} MiB"
+        self.notes.append(f"The largest micro-batch that fits has {largest} samples ({whole}): {needed}.")
 
-    def _try(self, stage: str, found: list[Values], base: Values, seconds: float) -> Result | None:
-        """Measure changes beside ``base``, keep the best that is allowed; return the last one's result."""
-        self.log(f"{stage}: {'; '.join(map(in_words, found))}; at most {seconds:.0f} s")
-        rounds, lost = self._measure({in_words(each): each for each in found}, base, time.time() + seconds)
+    def _try(self, stage: str, tried: list[Changes], base: FitSettings, seconds: float) -> Result | None:
+        """Measure changes beside ``base``; return the best that is allowed."""
+        log(f"{stage}: {'; '.join(map(in_words, tried))}; at most {seconds:.0f} s")
+        rounds, lost = self._measure({in_words(each): each for each in tried}, base, time.time() + seconds)
         results = []
-        for changes in found:
-            name, after = in_words(changes), changed(base, changes)
-            effect = effect_of(base, after, num_devices=self.request.num_devices, layers=self.known.layers)
+        for changes in tried:
+            name, effect = in_words(changes), self._effect(base, replace(base, **changes))
             count = sum(name in each for each in rounds)
-            result = Result(stage, changes, effect, ratio_of(name, rounds), count)
-            results.append(replace(result, why=lost.get(name) or self._forbidden(result) or result.why_not))
-        gains = [each for each in results if each.is_gain and not self._forbidden(each)]
+            results.append(Result(stage, changes, effect, ratio_of(name, rounds), count, lost.get(name, "")))
+        gains = [each for each in results if each.is_gain and each.effect in self.allowed]
         best = max(gains, key=lambda each: each.ratio.median if each.ratio else 0.0, default=None)
         for each in results:
-            beaten = "another was better" if each in gains else each.why
-            self.results.append(replace(each, kept=True, why="") if each is best else replace(each, why=beaten))
-        if best is not None and stage != TOGETHER:
-            self.found = changed(base, best.changes)
-        return self.results[-1] if results else None
+            why = each.why or (self._forbidden(each.effect) if each.is_gain else each.why_no_gain)
+            why = "another was better" if each in gains else why
+            self.results.append(each if each is best else replace(each, why=why))
+        return best
 
     def _measure(
-        self, changes: dict[str, Values], base: Values, until: float
+        self, changes: dict[str, Changes], base: FitSettings, until: float
     ) -> tuple[list[dict[str, float]], dict[str, str]]:
-        """Run rounds until they succeed without those that break them; return them, and why some were lost."""
-        request, mark = self.request, str(Path(self.folder) / "mark.json")
+        """Run rounds; return them, and why some changes have none."""
+        if time.time() >= until:
+            return [], {}
+        entrants = {NOW: base} | {name: replace(base, **each) for name, each in changes.items()}
+        limit_s = until - time.time() + max(_PATIENCE_S, 0.25 * self.request.seconds)
+        try:
+            args = (self.request, entrants, until)
+            return launch_with(run_rounds, args, devices=self.request.num_devices, timeout_s=limit_s)[0], {}
+        except LockstepError as error:
+            if len(changes) == 1:
+                return [], dict.fromkeys(changes, _reason(error.__cause__ or error))
+        # One of them has ended the ranks, or they do not fit into memory beside each other: now each on its own.
+        rounds: list[dict[str, float]] = []
         lost: dict[str, str] = {}
-        while changes and time.time() < until:
-            contenders = {NOW: base} | {name: changed(base, each) for name, each in changes.items()}
-            limit_s = until - time.time() + request.patience_s
-            try:
-                args = (request, contenders, until, mark)
-                rounds = launch_with(run_rounds, args, devices=request.num_devices, timeout_s=limit_s)[0]
-                return rounds, lost
-            except LockstepError as error:
-                culprit = json.loads(Path(mark).read_text())["name"] if Path(mark).exists() else NOW
-                cause = error.__cause__ or error
-                if culprit not in changes and not is_out_of_memory(cause) and "SIGKILL" not in str(error):
-                    self.notes.append(f"{NOW.capitalize()} failed in a stage: {_reason(cause)}.")
-                    break
-                # What does not fit beside the others goes, or else the last of them.
-                culprit = culprit if culprit in changes else list(changes)[-1]
-                lost[culprit] = _reason(cause)
-                changes = {name: each for name, each in changes.items() if name != culprit}
-        return [], lost
+        for place, (name, each) in enumerate(changes.items()):
+            own_until = time.time() + (until - time.time()) / (len(changes) - place)
+            own_rounds, own_lost = self._measure({name: each}, base, own_until)
+            rounds += own_rounds
+            lost |= own_lost
+        return rounds, lost
 
-    def _forbidden(self, result: Result) -> str:
-        """Return why a change that is faster is not taken; nothing if it is taken, or is no faster."""
-        if not result.is_gain or result.effect in self.allowed:
-            return ""
-        if result.effect is Effect.ARITHMETIC:
+    def _forbidden(self, effect: Effect) -> str:
+        """Return why a change that is faster is not taken."""
+        if effect is Effect.ARITHMETIC:
             return "offered: taken with --allow-precision"
         return f"offered: {' and '.join(self.known.layers)} would see another division; --allow-division takes it"
 
@@ -785,20 +721,18 @@ _HOW_TO_READ = (
 
 
 def render(outcome: Sweep) -> RenderableType:
-    """Lay out the table, what there is to say, and the conclusion: at most 100 columns."""
-    began = in_words({"strategy": outcome.start.get("strategy", "ddp"), **outcome.start})
-    batch = outcome.request.global_batch_size
-    title = f"{outcome.task}: {outcome.device}, global batch {batch}, from {began}"
+    """Lay out the table, what else there is to say, and the conclusion: at most 100 columns."""
+    began = in_words({"strategy": outcome.start.strategy, **differences(FitSettings(), outcome.start)})
+    title = f"{outcome.task}: {outcome.device}, global batch {outcome.request.global_batch_size}, from {began}"
     rows = []
     for each in outcome.results:
         times = f"{each.ratio.median:.2f}x" if each.ratio else "-"
         span = f"{each.ratio.low:.2f} - {each.ratio.high:.2f}" if each.ratio else "-"
-        verdict = "kept" if each.kept else each.why
-        rows.append((each.stage, in_words(each.changes), times, span, str(each.num_rounds), each.effect.words, verdict))
+        came = each.why or "kept"
+        rows.append((each.stage, in_words(each.changes), times, span, str(each.num_rounds), each.effect.words, came))
     columns = ("stage", "change", "times", "low - high", "rounds", "training", "")
     table = Table(title, columns, rows, numbers=("times", "low - high", "rounds"))
-    lines = [Text(_HOW_TO_READ, style="dim"), Text(), *(Text(note) for note in outcome.notes)]
-    lines.append(Text(outcome.verdict, style="bold"))
+    lines = [Text(_HOW_TO_READ, style="dim"), Text(), *map(Text, outcome.notes), Text(outcome.verdict, style="bold")]
     if outcome.found != outcome.start:
         lines.append(Text(outcome.effect.sentence))
     return Group(table.rich(), *lines)
@@ -813,7 +747,7 @@ def as_file(outcome: Sweep, *, task_file: str, file: str, facts: Mapping[str, st
         file: The file's own name.
         facts: Of machine and versions.
     """
-    batch = outcome.request.global_batch_size
+    batch, found = outcome.request.global_batch_size, outcome.found
     lines = [
         f"{FIRST_LINE}: {outcome.task} on {outcome.device}, global batch {batch}.",
         *(f"# {name}: {value}" for name, value in facts.items()),
@@ -823,21 +757,16 @@ def as_file(outcome: Sweep, *, task_file: str, file: str, facts: Mapping[str, st
         f"# {outcome.effect.sentence}",
         "",
     ]
-    strategy = value_of(outcome.found, "strategy")
-    values = {"devices": num_shares(outcome.found, outcome.request.num_devices), "strategy": strategy, **outcome.found}
-    gave = {name: each for each in outcome.results if each.kept and each.stage != TOGETHER for name in each.changes}
+    num_devices = num_shares(found, outcome.request.num_devices)
+    values = {"devices": num_devices, "strategy": found.strategy, **differences(FitSettings(), found)}
+    gave = {name: each for each in outcome.results if not each.why and each.stage != TOGETHER for name in each.changes}
     for name, value in values.items():
-        if name in gave and outcome.found != outcome.start:
+        if name in gave and found != outcome.start:
             each = gave[name]
             lines.append(f"# {in_words(each.changes)}: {_times(each.ratio)}; training: {each.effect.words}")
-        elif name in outcome.start:
+        elif name in differences(FitSettings(), outcome.start):
             lines.append("# as tuning began")
         lines += [toml_line(name, value), ""]
-    offered = [each for each in outcome.results if each.why.startswith("offered")]
-    lines += ["# Faster, but not the same training:"] if offered else []
-    for each in offered:
-        lines.append(f"# {in_words(each.changes)}: {_times(each.ratio)}; {each.why}")
-        lines += [f"# {toml_line(name, value)}" for name, value in each.changes.items() if value is not None]
     return "\n".join(lines).rstrip() + "\n"
 
 
