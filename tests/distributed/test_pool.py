@@ -73,6 +73,7 @@ def test_error_of_the_first_failing_rank_is_raised_while_the_others_wait(ranks):
     assert time.monotonic() - start < 20
 
 
+@pytest.mark.soak
 def test_a_failed_rank_that_keeps_its_sockets_open_does_not_hold_up_the_others(ranks):
     def fail_on_one(world):
         if world.rank == 1:
@@ -88,6 +89,7 @@ def test_a_failed_rank_that_keeps_its_sockets_open_does_not_hold_up_the_others(r
     assert ranks(2)(lambda world: world.rank) == [0, 1]
 
 
+@pytest.mark.soak
 def test_ranks_that_could_not_make_a_group_alike_meet_in_the_next_call(ranks):
     def fail_to_make_a_group(world):
         if world.rank == 1:
@@ -141,6 +143,7 @@ def own_pool():
     pool.close()
 
 
+@pytest.mark.soak
 def test_death_of_a_worker_is_named_and_the_next_call_works(own_pool):
     def die_on_one(world):
         if world.rank == 1:
@@ -155,6 +158,7 @@ def test_death_of_a_worker_is_named_and_the_next_call_works(own_pool):
     assert own_pool.ranks(2)(lambda world: world.rank) == [0, 1]
 
 
+@pytest.mark.soak
 def test_timeout_names_the_stuck_ranks_and_shows_where_they_are(own_pool):
     def stick_on_one(world):
         if world.rank == 1:
@@ -166,6 +170,7 @@ def test_timeout_names_the_stuck_ranks_and_shows_where_they_are(own_pool):
     assert "in stick_on_one" in str(caught.value)
 
 
+@pytest.mark.soak
 def test_killed_session_leaves_no_worker():
     code = (
         "import os, time\n"

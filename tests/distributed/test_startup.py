@@ -1,17 +1,18 @@
 """`lockstep.init` when too few, too many or the wrong processes arrive: every rank that came says so, in time."""
 
 import contextlib
-import json
+import os
 import random
 import socket
-import subprocess
-import sys
-from pathlib import Path
+import time
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
 
-NUM_PROCESSES = 3
-SCRIPT = Path(__file__).with_name("startup_scenarios.py")
+import lockstep
+
 HOST = socket.gethostname()
 
 
@@ -50,27 +51,33 @@ SITUATIONS = {
 }
 
 
+def attempt(world, envs, timeout_s):
+    """Join the world that this rank's variables describe, twice, and report how it went."""
+    dist.destroy_process_group()  # that of the pool
+    env = envs[world.rank]
+    if env is None:
+        return None
+    start = time.monotonic()
+    with patch.dict(os.environ, env):
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)  # the pool's
+        try:
+            sums = []
+            for _ in range(2):  # A second world on the same address works as well.
+                with lockstep.init(timeout_s=timeout_s) as world:
+                    total = torch.ones(1) * (world.rank + 1)
+                    dist.all_reduce(total)
+                    sums.append(total.item())
+                    inside = os.environ.get("GLOO_SOCKET_IFNAME")
+            return {"sums": sums, "inside": inside, "outside": os.environ.get("GLOO_SOCKET_IFNAME")}
+        except lockstep.errors.LockstepError as error:
+            waited_s = time.monotonic() - start
+            return {"error": type(error).__name__, "text": str(error), "waited_s": waited_s, "pid": os.getpid()}
+
+
 @pytest.fixture(scope="module")
-def outcomes():
-    """What each of three processes saw in each situation; all start each situation at the same moment."""
-    processes = [
-        subprocess.Popen([sys.executable, str(SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(NUM_PROCESSES)
-    ]
-    try:
-        assert [process.stdout.readline() for process in processes] == ["ready\n"] * NUM_PROCESSES
-        found = {}
-        for name, (envs, timeout_s) in SITUATIONS.items():
-            for process, env in zip(processes, envs, strict=True):
-                step = None if env is None else {"env": env, "timeout_s": timeout_s}
-                process.stdin.write(json.dumps(step) + "\n")
-                process.stdin.flush()
-            found[name] = [json.loads(process.stdout.readline()) for process in processes]
-        return found
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+def outcomes(ranks):
+    """What each of three processes saw in each situation."""
+    return {name: ranks(3)(attempt, envs, timeout_s) for name, (envs, timeout_s) in SITUATIONS.items()}
 
 
 def test_complete_worlds_form_again_and_again(outcomes):

@@ -11,7 +11,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from lockstep.comm.rendezvous import join_rendezvous
 from lockstep.comm.store import start_store_server
+from lockstep.env import Launcher, RankEnv
 from tests.distributed.commands import lockstep
 
 NOBODY = 65534
@@ -29,6 +31,12 @@ with lockstep.init():
             time.sleep(0.05)
     dist.barrier()
 """
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def keys_seen_by(uid, port):
@@ -57,6 +65,17 @@ def keys_seen_by(uid, port):
 pytestmark = pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="needs root, to be somebody else")
 
 
+def test_another_user_can_neither_read_nor_write_a_store_of_this_machine():
+    launchers, port = start_store_server("127.0.0.1", 5.0)
+    place = "127.0.0.1", free_port()
+    of_rank_zero = join_rendezvous(RankEnv(0, 0, 2, 2, 0, *place, Launcher.NONE), 5.0).store
+    for store, own_port in ((launchers, port), (of_rank_zero, place[1])):
+        store.set("key", "value")
+        assert keys_seen_by(NOBODY, own_port) is None
+        assert keys_seen_by(0, own_port) == store.num_keys() >= 2
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("launcher", ["lockstep run", "by hand"])
 def test_another_user_can_neither_read_nor_write_the_store_of_a_job(tmp_path, launcher):
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -76,10 +95,7 @@ def test_another_user_can_neither_read_nor_write_the_store_of_a_job(tmp_path, la
             done = lockstep("run", "--devices", "2", str(tmp_path / "train.py"), str(file))
             assert done.code == 0, done.err
         else:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = str(probe.getsockname()[1])
-            environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             command = [sys.executable, str(tmp_path / "train.py"), str(file)]
             ranks = [
                 os.spawnve(os.P_NOWAIT, command[0], command, {**os.environ, **environment, "RANK": str(rank)})

@@ -1,8 +1,12 @@
 """Sums over ranks in the tree: the bits of one process, chunk by chunk."""
 
+import threading
+import time
+
 import pytest
 import torch
 
+from lockstep import activity
 from lockstep.parallel import reduction_tree
 from lockstep.parallel.reduction_tree import (
     GradientLayout,
@@ -13,6 +17,7 @@ from lockstep.parallel.reduction_tree import (
 )
 
 NUM_LEAVES = 6
+WAITING = "exchange of the reduction tree"
 WEIGHTS = [torch.empty(700), torch.empty(1), torch.empty(90, dtype=torch.complex64), torch.empty(31, 7).bfloat16()] * 4
 
 
@@ -48,3 +53,40 @@ def test_the_ranks_get_the_bits_of_one_process(ranks, ranges):
         for ours, theirs in zip(views, expected, strict=True):
             assert torch.equal(ours, theirs)
             assert ours.stride() == theirs.stride()
+
+
+def test_a_rank_that_stops_inside_the_exchange_is_told_from_those_that_wait(ranks, tmp_path):
+    """So the watchdog can name it: what it reads of a rank is ``activity.now.collective``."""
+
+    def run(world):
+        before, reduction_tree._CHUNK_BYTES = reduction_tree._CHUNK_BYTES, 2048
+        ranges = (range(3), range(3, 6))
+        reduction, seen, flag = RankReduction(LeafPlacement(ranges), world.group), [], tmp_path / "seen"
+        sum_slice = reduction._sum_slice
+
+        def stop(received):
+            while not flag.exists():
+                seen.append(activity.now.collective)
+                time.sleep(0.02)
+            return sum_slice(received)
+
+        def watch():
+            while seen[-20:] != [WAITING] * 20:
+                seen.append(activity.now.collective)
+                time.sleep(0.01)
+            flag.touch()
+
+        watcher = threading.Thread(target=watch)
+        if world.rank == 1:
+            reduction._sum_slice = stop
+        else:
+            watcher.start()
+        try:
+            reduction.sum([pushed(ranges[world.rank], world.world_size)])
+        finally:
+            reduction_tree._CHUNK_BYTES = before
+        if world.rank == 0:
+            watcher.join()
+        return set(seen[-20:])
+
+    assert ranks(2)(run, timeout=30.0) == [{WAITING}, {""}]

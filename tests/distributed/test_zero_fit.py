@@ -35,7 +35,11 @@ def train(world, task, num_steps=NUM_STEPS, strategy="ddp-zero1", **settings):
 
 @pytest.mark.parametrize(
     ("num_ranks", "settings", "loss"),
-    [(1, {}, token_loss), (2, {}, token_loss), (2, TWICE, mean_loss), (3, {}, mean_loss), (3, TWICE, token_loss)],
+    [
+        (2, TWICE, mean_loss),
+        (3, {}, token_loss),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in ((1, {}, token_loss), (3, TWICE, token_loss))),
+    ],
 )
 def test_steps_are_those_of_the_whole_batch(ranks, num_ranks, settings, loss):
     def run(world):
@@ -51,9 +55,8 @@ def test_steps_are_those_of_the_whole_batch(ranks, num_ranks, settings, loss):
             assert torch.equal(weights, results[0][index][0])
 
 
-@pytest.mark.parametrize(("num_ranks", "loss"), [(2, mean_loss), (3, token_loss)])
-def test_on_shared_memory_gradients_are_reduced_to_slices(ranks, num_ranks, loss):
-    settings = TWICE
+def test_on_shared_memory_gradients_are_reduced_to_slices(ranks):
+    settings, num_ranks, loss = TWICE, 3, token_loss
     task = make_task(loss=loss, optimizer=OPTIMIZERS["groups"])
 
     def run(world):
@@ -70,7 +73,7 @@ def test_on_shared_memory_gradients_are_reduced_to_slices(ranks, num_ranks, loss
         assert losses == pytest.approx(expected["losses"], rel=1e-11)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.soak), "fp16"])
 def test_low_precision_as_ddp(ranks, precision):
     def run(world):
         settings = {"precision": precision, "clip": 0.3, "schedule": "cosine", "warmup": 2, "steps": NUM_STEPS}
@@ -108,7 +111,12 @@ def test_all_ranks_skip_a_step_that_overflows(ranks):
 
 
 @pytest.mark.parametrize(
-    ("first", "optimizer"), [("ddp", "adamw"), ("ddp-zero1", "adamw"), ("ddp-zero1", "groups"), ("ddp", "adafactor")]
+    ("first", "optimizer"),
+    [
+        ("ddp-zero1", "groups"),
+        ("ddp", "adafactor"),
+        *(pytest.param(first, "adamw", marks=pytest.mark.soak) for first in ("ddp", "ddp-zero1")),
+    ],
 )
 def test_resumed_with_another_strategy_and_number_of_ranks(ranks, tmp_path, first, optimizer):
     """Six steps in one go, against three and three: on two ranks, then on three, then in one process."""

@@ -48,6 +48,7 @@ def measure_clock_offsets(
     """
     token = torch.zeros(1, device=device)
     rounds: list[Round] = []
+    # One more than counts: the first also waits for whoever comes late.
     for _ in range(NUM_ROUNDS + 1):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -67,6 +68,7 @@ def measure_clock_offsets(
 
 def bound_offset(zero: Sequence[Round], other: Sequence[Round]) -> ClockOffset:
     """Return how far ``other``'s clock is ahead of ``zero``'s; see [Note: bounds]. A pure function."""
+    # Every round bounds the offset from both sides; the tightest bounds count.
     low = max(entered - left_zero for (entered, _), (_, left_zero) in zip(other, zero, strict=True))
     high = min(left - entered_zero for (_, left), (entered_zero, _) in zip(other, zero, strict=True))
     return ClockOffset((low + high) / 2, abs(high - low) / 2)

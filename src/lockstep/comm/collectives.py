@@ -35,6 +35,7 @@ BuiltinCommHookType = dist.BuiltinCommHookType
 
 ReduceName = Literal["sum", "max", "min"]
 _OPERATIONS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# As torch's DistributedDataParallel: the buffer of a chunk comes on top of the tensors.
 _BROADCAST_CHUNK_BYTES = 250 * 2**20
 # c10d's word for "as long as the group's own time-out". Groups written in Python may require options and this argument.
 NO_TIMEOUT = timedelta(0)
@@ -56,6 +57,7 @@ def default_group() -> Group:
             "Default process group has not been initialized, please make sure to call init_process_group.\n"
             "Start the script with `lockstep run` and put `with lockstep.init() as world:` around the training."
         )
+    # Also for groups that the script has made itself: its loaders may fork as soon as there is one.
     make_forks_safe()
     group = dist.group.WORLD
     assert group is not None
@@ -137,6 +139,7 @@ def all_reduce_async(tensor: Tensor, *, group: Group, op: ReduceName = "sum") ->
         op: What is computed, element by element.
     """
     options = dist.AllreduceOptions()
+    # The methods of the group, not the functions of torch.distributed: these refuse groups that c10d does not know.
     options.reduceOp = _OPERATIONS[op]
     return group.allreduce([_real(tensor)], options).get_future()
 
@@ -217,6 +220,7 @@ class RepeatedBroadcast:
 
         Collective: every rank, with tensors of the same shapes and dtypes in the same order. Blocks until complete.
         """
+        # By identity: a module may have replaced a buffer by another of the same shape.
         if len(tensors) != len(self._tensors) or any(map(operator.is_not, tensors, self._tensors)):
             self._tensors = list(tensors)
             self._packs = [_pack(chunk) for chunk in _chunks_by_device(tensors)]
@@ -273,6 +277,7 @@ def all_gather_object(value: Any, *, group: Group, device: torch.device | str = 
         device: Where the bytes lie while they travel: a CUDA device for NCCL.
     """
     data = _to_bytes(value, device)
+    # All ranks send as much as the longest: backends want equal sizes.
     lengths = [int(length) for length in all_gather(torch.tensor([data.numel()], device=device), group=group)]
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: data.numel()] = data
@@ -286,6 +291,7 @@ def broadcast_object(value: Any, *, group: Group, src: int = 0, device: torch.de
     Collective: every rank, in the same order. Blocks until complete.
     """
     data = _to_bytes(value, device) if group.rank() == src else None
+    # The others cannot know how much memory to lay ready.
     length = torch.tensor([0 if data is None else data.numel()], device=device)
     broadcast(length, group=group, src=src)
     if data is None:

@@ -55,6 +55,7 @@ def fully_shard_units(root: nn.Module, units: Iterable[nn.Module], *, group: Gro
 
     mesh = DeviceMesh.from_group(group, device.type)
     divided = [*units, root]
+    # Units first: the root then takes what is left.
     for unit in divided:
         fully_shard(unit, mesh=mesh)
     # On a GPU the collectives do not block the host, so nothing would be known by timing them.

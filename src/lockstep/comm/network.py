@@ -30,6 +30,7 @@ def gloo_interface(master_addr: str | None, *, one_machine: bool) -> str | None:
     the name may lead nowhere. Between machines it is the other way round: many systems map the host's name to
     127.0.1.1, which no other machine can reach; then it is the interface that leads to rank zero.
     """
+    # The loopback interface, by its name on Linux and on macOS.
     if one_machine or master_addr is None:
         return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     ours = reachable_address(master_addr)
@@ -100,10 +101,12 @@ def set_keepalive() -> None:
         limit_s = _LINK_TIMEOUT_S
     if sys.platform != "linux" or limit_s <= 0:
         return
+    # Gloo and NCCL hand out no descriptors: those of the process are looked through instead.
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed meanwhile, or not connected
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
+            # A copy: closing it leaves the connection as it is, and options are those of the connection.
             with socket.socket(fileno=os.dup(int(name))) as found:
                 if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
                     peer, ours = found.getpeername()[0], found.getsockname()[0]

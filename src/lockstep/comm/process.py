@@ -98,6 +98,7 @@ def single_process_view() -> Iterator[None]:
     def size(group: Any = None) -> int:
         return 1 if group is None else true_size(group)
 
+    # Only names that are set: a program that sees RANK takes part in a job.
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, {key: value for key, value in _ALONE.items() if key in os.environ}))
         for module in (dist, dist.distributed_c10d):

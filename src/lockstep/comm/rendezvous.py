@@ -118,6 +118,7 @@ def _open_as_rank_zero(env: RankEnv, address: Address, timeout_s: float) -> Stor
 def _connect(env: RankEnv, address: Address, timeout_s: float, *, may_host: bool) -> Store:
     start = time.monotonic()
     while True:
+        # Asked before torch's own client, which logs every attempt.
         reason = _refusal(address)
         elapsed_s = time.monotonic() - start
         if reason is None:
@@ -172,10 +173,7 @@ def _client(env: RankEnv, address: Address, timeout_s: float) -> Store | None:
 
 
 def _refusal(address: Address) -> str | None:
-    """Return why nothing answers at ``address``, or ``None`` if something does.
-
-    Asked before torch's own client, which logs every attempt.
-    """
+    """Return why nothing answers at ``address``, or ``None`` if something does."""
     try:
         socket.create_connection(address, timeout=1.0).close()
     except socket.gaierror as error:
@@ -236,12 +234,14 @@ def check_membership(
         WorldSizeMismatch: Ranks are missing, or came twice; names them.
         ConfigurationError: The ranks were told different world sizes or backends, or one cannot take part.
     """
+    # Whoever objects says so at once; whoever finds all agreeing closes the list. The first verdict counts.
     complaint = _sign_in(store, me, objection)
     if complaint is not None:
         _decide(store, complaint)
     elif store.add("agreeing", 1) == me.world_size:
         store.compare_set("verdict", "", _COMPLETE)
     while not store.check(["verdict"]):
+        # Any rank may find that the time is up: the verdict that is there first is that of all.
         if time.monotonic() >= deadline:
             _decide(store, _missing(store, me, timeout_s, hint))
         else:
@@ -263,6 +263,7 @@ def _sign_in(store: Store, me: Participant, objection: str | None) -> LockstepEr
     """Enter this rank; return what is wrong with that."""
     signature = json.dumps(asdict(me))
     present = store.compare_set(f"rank/{me.rank}", "", signature).decode()
+    # Counted also if it came on top: the host waits until as many have read as have come.
     store.add("arrived", 1)
     if present != signature:
         other = Participant(**json.loads(present))
@@ -272,6 +273,7 @@ def _sign_in(store: Store, me: Participant, objection: str | None) -> LockstepEr
             f"Give each process a RANK of its own, from 0 to {me.world_size - 1}; if one belongs to another job, give "
             "this job another MASTER_PORT. `lockstep run` does both."
         )
+    # Compared with whoever came first, not with rank zero, which may be missing.
     first = Participant(**json.loads(store.compare_set("first", "", signature)))
     pairs = {"WORLD_SIZE": (me.world_size, first.world_size), "backend": (me.backend, first.backend)}
     for name, (mine, theirs) in pairs.items():

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lockstep.comm.world import World
 
 LOOPBACK = "127.0.0.1"
+# All ranks of a machine may connect in the same moment, and the kernel cuts this to its own limit.
 _BACKLOG = 1024
 
 
@@ -69,6 +70,7 @@ def serve_store(
         one_user: Whether all who use it run on this machine as this user: then nobody else can.
         world_size: As c10d's store has it.
     """
+    # The port is read before the listener is handed over: afterwards it may be closed.
     limit, port = timedelta(seconds=timeout_s), listener.getsockname()[1]
     if one_user and sys.platform == "linux":
         server = StoreServer(listener)
@@ -131,10 +133,16 @@ class _Client:
     def text(self) -> bytes:
         return self.read(self.number())
 
-    def texts(self) -> list[bytes]:
+    def key(self) -> list[bytes]:
+        return [self.text()]
+
+    def keys(self) -> list[bytes]:
         return [self.text() for _ in range(self.number())]
 
-    def pairs(self) -> list[tuple[bytes, bytes]]:
+    def item(self) -> list[tuple[bytes, bytes]]:
+        return [(self.text(), self.text())]
+
+    def items(self) -> list[tuple[bytes, bytes]]:
         return [(self.text(), self.text()) for _ in range(self.number())]
 
 
@@ -182,6 +190,7 @@ class StoreServer:
     def _serve(self, connection: socket.socket) -> None:
         """Answer a client's requests, one after the other, until it has gone."""
         with connection, suppress(OSError, EOFError, ValueError, LookupError):  # gone, or speaks something else
+            # Looked up while the connection is open, so the entry cannot be that of a later one. Root may do anything.
             if peer_uid(connection) not in (os.geteuid(), 0):
                 return
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -216,12 +225,8 @@ class StoreServer:
     def _ping(self, client: _Client, nonce: bytes) -> bytes:
         return nonce
 
-    def _set(self, client: _Client, key: bytes, value: bytes) -> bytes:
-        self._put(key, value)
-        return b""
-
-    def _set_all(self, client: _Client, pairs: list[tuple[bytes, bytes]]) -> bytes:
-        for key, value in pairs:
+    def _set(self, client: _Client, items: list[tuple[bytes, bytes]]) -> bytes:
+        for key, value in items:
             self._put(key, value)
         return b""
 
@@ -239,10 +244,7 @@ class StoreServer:
         self._put(key, b"%d" % total)
         return _number(total)
 
-    def _get(self, client: _Client, key: bytes) -> bytes:
-        return _text(self._values.get(key, b""))
-
-    def _get_all(self, client: _Client, keys: list[bytes]) -> bytes:
+    def _get(self, client: _Client, keys: list[bytes]) -> bytes:
         return b"".join(_text(self._values.get(key, b"")) for key in keys)
 
     def _check(self, client: _Client, keys: list[bytes]) -> bytes:
@@ -269,17 +271,17 @@ class StoreServer:
 
 _COMMANDS: list[tuple[Any, ...]] = [
     (StoreServer._validate, _Client.word),
-    (StoreServer._set, _Client.text, _Client.text),
+    (StoreServer._set, _Client.item),
     (StoreServer._compare_set, _Client.text, _Client.text, _Client.text),
-    (StoreServer._get, _Client.text),
+    (StoreServer._get, _Client.key),
     (StoreServer._add, _Client.text, _Client.number),
-    (StoreServer._check, _Client.texts),
-    (StoreServer._wait, _Client.texts),
+    (StoreServer._check, _Client.keys),
+    (StoreServer._wait, _Client.keys),
     (StoreServer._count,),
     (StoreServer._delete, _Client.text),
     (StoreServer._append, _Client.text, _Client.text),
-    (StoreServer._get_all, _Client.texts),
-    (StoreServer._set_all, _Client.pairs),
+    (StoreServer._get, _Client.keys),
+    (StoreServer._set, _Client.items),
     (StoreServer._cancel_wait,),
     (StoreServer._ping, _Client.word),
 ]
@@ -340,6 +342,7 @@ class StatusKeys:
     def __init__(self, world: World, num_ranks: int) -> None:
         self._rank = world.rank
         self._others = [rank for rank in range(num_ranks) if rank != world.rank] if num_ranks > 1 else []
+        # Also a rank without others makes an object, so that callers need no branch; it uses no store.
         self._prefix = "lockstep/status"
         if self._others:  # the n-th of each rank is the same one
             number = PrefixStore(self._prefix, dist.distributed_c10d._get_default_store()).add(f"of/{world.rank}", 1)
@@ -357,6 +360,7 @@ class StatusKeys:
         notes: dict[int, Any] = {}
 
         def collect(store: Store) -> None:
+            # A key that is there stays: each is checked until its rank has posted once; then all come in one request.
             missing = set(self._others).difference(self._known)
             self._known += [rank for rank in sorted(missing) if store.check([str(rank)])]
             texts = store.multi_get([str(rank) for rank in self._known]) if self._known else []
@@ -415,6 +419,7 @@ class InterNodeStore:
         """Replace this machine's note on ``topic`` by ``note``, which JSON can hold. Blocks some seconds at most."""
 
         def write(store: Store) -> None:
+            # Machines have no numbers that outlast a restart, so each takes the next one at its first note.
             if topic not in self._numbers:
                 self._numbers[topic] = store.add(f"{topic}/count", 1)
             store.set(f"{topic}/{self._numbers[topic]}", json.dumps(note))

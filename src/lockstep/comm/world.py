@@ -180,6 +180,7 @@ def start(
 
     Collective: every rank. Blocks until all have come, at most about ``timeout_s``.
     """
+    # One limit for all stages: whoever waited long for the store waits less for the ranks.
     deadline = time.monotonic() + timeout_s
     chosen, name, objection = torch.device("cpu"), "", None
     try:
@@ -190,6 +191,8 @@ def start(
             raise
         objection = str(error)  # raised by the membership check, on the other ranks too
     rendezvous = join_rendezvous(env, timeout_s)
+    # c10d would wait for missing ranks too, but without a word about which; and ranks with different backends would
+    # hang in their first collective.
     if env.world_size > 1:
         try:
             check_membership(
@@ -226,6 +229,7 @@ def start(
         group.set_timeout(limit)  # torch's function knows its own backends only
     else:
         dist.distributed_c10d._set_pg_timeout(limit)
+    # Groups that are made later exchange addresses through the store, and wait for each other there.
     rendezvous.store.set_timeout(default_pg_timeout)
     return OwnedGroup(rendezvous, env.world_size, undo), chosen
 
@@ -293,6 +297,7 @@ class World:
         self.backend: str = backend_name(group)
         self.group = group
         self._owned = owned
+        # By the name of the group, which all its ranks know it by; a subgroup has keys of its own.
         self._store = PrefixStore(f"lockstep/sync/{group.group_name}", dist.distributed_c10d._get_default_store())
 
     @classmethod
@@ -383,6 +388,7 @@ class World:
                 f"Rank {self.rank} waited {timeout_s:g} s for {leader} to finish its rank_zero_first() block.\n"
                 "It ended, is stuck, or never reached the block; if it is only slow, pass a longer timeout_s."
             )
+        # The key stays: others of this machine may come to it later.
         outcome = self._store.get(key).decode()
         if outcome != _DONE:
             raise RankFailed(f"{leader.capitalize()} failed in its rank_zero_first() block: {outcome}")
@@ -460,10 +466,12 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
                 f"so it cannot have {backend!r}.\nCall init() once, or leave backend out the second time."
             )
         return world
+    # Before the device is touched, so that a wrong environment is an error of its own.
     env = RankEnv.from_environ(os.environ)
     owned, chosen = start(env, backend=backend, device=device, timeout_s=timeout_s)
     assert dist.group.WORLD is not None
     world = World(env, chosen, dist.group.WORLD, owned)
+    # A script may end without closing its world.
     atexit.register(world._close_at_exit)
     return world
 

@@ -12,16 +12,14 @@ Design: docs/design/reproducible.md.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeVar, final
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lockstep.comm.collectives import Group, Waitable, all_gather_flat, all_to_all_async, wait_for
 from lockstep.parallel.flat import view_like
@@ -238,28 +236,18 @@ class PairwiseAccumulator:
 # --- The additions between devices
 
 
-class TreeReduction(ABC):
-    """Completes the sums of the tree."""
-
-    @abstractmethod
-    def sum(self, parts: Sequence[Mapping[range, GradientRow]]) -> GradientRow:
-        """Return the sum of all leaves, in the memory of the first row of ``parts``.
-
-        Args:
-            parts: For each replica of this process, the sums of the largest nodes within its leaves.
-        """
-
-
-@final
-class LocalReduction(TreeReduction):
+class LocalReduction:
     """Between the replicas of this process, on the device of the first."""
 
     def __init__(self, tree: ReductionTree) -> None:
         self._tree = tree
 
-    @override
     def sum(self, parts: Sequence[Mapping[range, GradientRow]]) -> GradientRow:
-        """Return the sum of all leaves."""
+        """Return the sum of all leaves, in the memory of the first row of ``parts``.
+
+        Args:
+            parts: For each replica, the sums of the largest nodes within its leaves.
+        """
         rows = {node: row for part in parts for node, row in part.items()}
         first = rows[min(rows, key=lambda node: node.start)]
         for chunk, total in enumerate(first.flats):
@@ -268,8 +256,7 @@ class LocalReduction(TreeReduction):
         return first
 
 
-@final
-class RankReduction(TreeReduction):
+class RankReduction:
     """Between ranks: each receives its slice of everybody's parts, sums it in the tree, and gives it to all.
 
     Moves as many bytes as an all-reduce does where each rank's leaves make one node.
@@ -283,11 +270,12 @@ class RankReduction(TreeReduction):
         self._tree, self._group = placement.tree, group
         self._nodes = [self._tree.roots(leaves) for leaves in placement.ranges]
 
-    @override
     def sum(self, parts: Sequence[Mapping[range, GradientRow]]) -> GradientRow:
-        """Return the sum of all leaves. Collective: every rank. Blocks until complete.
+        """Return the sum of all leaves, in the memory of the first row. Collective: every rank. Blocks until complete.
 
-        The numel of every chunk divides by the number of ranks.
+        Args:
+            parts: One item: the sums of the largest nodes within this rank's leaves. The numel of every chunk divides
+                by the number of ranks.
         """
         (mine,) = parts
         rows = [mine[node] for node in self._nodes[self._group.rank()]]
@@ -332,3 +320,7 @@ class RankReduction(TreeReduction):
         nodes = [node for nodes in self._nodes for node in nodes]
         pieces = dict(zip(nodes, received.chunk(len(nodes)), strict=True))
         return self._tree.combine(pieces, Tensor.add_)
+
+
+TreeReduction = LocalReduction | RankReduction
+"""Completes the sums of the tree."""

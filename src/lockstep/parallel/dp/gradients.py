@@ -119,12 +119,9 @@ def _add_rows(left: Gradients, right: Gradients, writable: set[int]) -> Gradient
 def _row_on(device: torch.device, row: Gradients, origin: torch.device) -> Gradients:
     if origin == device:
         return row
-    present = [index for index, each in enumerate(row) if each is not None]
     (copies,) = coalesced_copies([each for each in row if each is not None], [device])
-    moved: Gradients = [None] * len(row)
-    for index, copied in zip(present, copies, strict=True):
-        moved[index] = copied
-    return moved
+    moved = iter(copies)
+    return [None if each is None else next(moved) for each in row]
 
 
 def _add_pairs(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -136,9 +136,14 @@ class Replicas:
         ]
         return rows
 
-    def _fill(self, shells: Sequence[nn.Module], stand_ins: dict[int, Tensor]) -> None:
-        """Give the shells of one replica the present attributes of their modules. Called in each step: kept quick."""
-        shell_of = dict(zip(map(id, self._sources), shells, strict=True))
+    def _fill(self, shells: Sequence[nn.Module], tensors: dict[int, Tensor]) -> None:
+        """Give the shells of one replica the present attributes of their modules. Called in each step: kept quick.
+
+        Args:
+            shells: Of the replica.
+            tensors: By id of a weight or buffer of the module, what stands in for it.
+        """
+        stand_in = {id(None): None, **tensors, **dict(zip(map(id, self._sources), shells, strict=True))}
         for source, shell in zip(self._sources, shells, strict=True):
             # A fresh copy costs half a microsecond, so there is no need to find out what has changed in it; and what
             # the last forward set on the shell is gone.
@@ -146,16 +151,8 @@ class Replicas:
             state = state.copy()
             state["_is_replica"] = True  # zero_grad() warns in a replica
             state["_compiled_call_impl"] = None  # of module.compile(), which is bound to the original: run as written
-            state["_modules"] = {
-                name: None if child is None else shell_of[id(child)] for name, child in source._modules.items()
-            }
-            state["_parameters"] = {
-                name: None if parameter is None else stand_ins[id(parameter)]
-                for name, parameter in source._parameters.items()
-            }
-            state["_buffers"] = {
-                name: None if buffer is None else stand_ins[id(buffer)] for name, buffer in source._buffers.items()
-            }
+            for kind in ("_modules", "_parameters", "_buffers"):
+                state[kind] = {name: stand_in[id(each)] for name, each in vars(source)[kind].items()}
             if isinstance(source, nn.RNNBase):  # which keeps its parameters in a list besides
                 state["_flat_weights"] = [
                     state["_parameters"].get(name, weight)
