@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
 from typing import Any, Literal
@@ -220,42 +219,7 @@ def _is_comparable(tensor: Tensor) -> bool:
 
 
 Sides = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """What differs, the same on every rank.
-
-    Args:
-        name: The first tensor that does.
-        sides: The ranks that agree on it, the largest side first; of equals, that of the first rank.
-        where: The elements of it, in a sentence; None if shapes differ.
-        num_different: How many tensors differ.
-        num_all: How many were compared.
-    """
-
-    name: str
-    sides: Sides
-    where: str | None
-    num_different: int
-    num_all: int
-
-    def error(self, *, now: str, since: str) -> ReplicasDiffer:
-        """Return the error that names it.
-
-        Args:
-            now: When it was found, in words.
-            since: When the ranks were alike, as a sentence.
-        """
-        number = f"{self.num_different} of {self.num_all} tensors differ{'s' * (self.num_different == 1)}."
-        lines = [
-            f"The ranks do not hold the same bits any more{now}: {self.name} differs {between(self.sides)}.",
-            *([] if self.where is None else [self.where]),
-            f"{number} {since}",
-            "Either code changed it on some ranks only (an if on the rank, a buffer that nobody synchronises), or a "
-            "device or its memory is faulty. Go on from a checkpoint that was written before.",
-        ]
-        return ReplicasDiffer("\n".join(lines), tensor=self.name, sides=self.sides)
+"""The ranks that agree, the largest side first; of equals, that of the first rank."""
 
 
 def between(sides: Sides) -> str:
@@ -269,8 +233,8 @@ def between(sides: Sides) -> str:
     return f"on {' and on '.join(names[1:])} from that on {names[0]}"
 
 
-def find_difference(replica: Replica, *, group: Group, device: torch.device) -> Difference | None:
-    """Return what differs between the ranks, None if nothing does.
+def refuse_difference(replica: Replica, *, group: Group, device: torch.device, now: str, since: str) -> None:
+    """Make sure that all ranks hold the same bits.
 
     Collective: every rank. Blocks; one exchange of 8 bytes if nothing differs.
 
@@ -278,10 +242,15 @@ def find_difference(replica: Replica, *, group: Group, device: torch.device) -> 
         replica: What this rank holds, see `replica_of`.
         group: The ranks.
         device: Where tensors lie that the ranks can exchange.
+        now: When it is, in words.
+        since: When the ranks were alike, as a sentence.
+
+    Raises:
+        ReplicasDiffer: On every rank; names the first tensor that differs, the ranks on each side and the elements.
     """
     total = torch.tensor([checksum(replica.values())], device=device)
     if len({int(each) for each in all_gather(total, group=group)}) == 1:
-        return None
+        return
     # Only now, a checksum of each tensor; and the elements of the first one that differs.
     mine = {name: [checksum([tensor]), list(tensor.shape), str(tensor.dtype)] for name, tensor in replica.items()}
     ranks: list[dict[str, Any]] = all_gather_object(mine, group=group, device=device)
@@ -291,10 +260,17 @@ def find_difference(replica: Replica, *, group: Group, device: torch.device) -> 
         different = names
     first = different[0]
     sides = sides_of([str(tensors.get(first)) for tensors in ranks])
-    where = None
-    if len(sides) > 1 and len({str(tensors.get(first, [None])[1:]) for tensors in ranks}) == 1:
-        where = _describe_elements(replica[first], sides, group=group, device=device)
-    return Difference(first, sides, where, len(different), len(names))
+    where = ""
+    if len(sides) > 1 and len({str(tensors.get(first, [None])[1:]) for tensors in ranks}) == 1:  # of the same shape
+        where = _describe_elements(replica[first], sides, group=group, device=device) + "\n"
+    raise ReplicasDiffer(
+        f"The ranks do not hold the same bits any more{now}: {first} differs {between(sides)}.\n{where}"
+        f"{len(different)} of {len(names)} tensors differ{'s' * (len(different) == 1)}. {since}\n"
+        "Either code changed it on some ranks only (an if on the rank, a buffer that nobody synchronises), or a "
+        "device or its memory is faulty. Go on from a checkpoint that was written before.",
+        tensor=first,
+        sides=sides,
+    )
 
 
 def sides_of(values: Sequence[str]) -> Sides:

@@ -19,7 +19,7 @@ from lockstep.data.batch_iterator import BatchIterator
 from lockstep.data.loader import LoadOptions, MicroBatch
 from lockstep.data.stream import check_same_stream
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.consistency import find_difference, replica_of
+from lockstep.parallel.consistency import refuse_difference, replica_of
 from lockstep.parallel.reduction_tree import ReductionTree
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.telemetry import ranges
@@ -423,11 +423,10 @@ class Trainer:
         if isinstance(self.optimizer, ZeroRedundancyOptimizer):
             self.optimizer.wait()
         replica = replica_of(self._model, self.optimizer, buffers=self.strategy.buffers)
-        difference = find_difference(replica, group=group, device=next(self._model.parameters()).device)
-        if difference is not None:
-            known = self._alike_after is not None
-            since = f"After step {self._alike_after} all were alike." if known else "There was no check before."
-            raise difference.error(now=f" (after step {done})", since=since)
+        known = self._alike_after is not None
+        since = f"After step {self._alike_after} all were alike." if known else "There was no check before."
+        device = next(self._model.parameters()).device
+        refuse_difference(replica, group=group, device=device, now=f" (after step {done})", since=since)
         self._alike_after = done
 
     # --- around the steps ---------------------------------------------------------------------------------------------

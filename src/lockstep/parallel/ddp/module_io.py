@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.errors import LockstepError
+
+requires_grad = attrgetter("requires_grad")
 
 
 def find_tensors(value: Any) -> Iterator[Tensor]:
@@ -86,10 +88,7 @@ def anchor_tensors(value: Any) -> Any:
 
 
 class WrappedParameters:
-    """Notices that a parameter was put into ``module`` after it was wrapped, whose gradient nobody would average.
-
-    Where each parameter and each layer is registered is noted once, and compared before each forward: no Python loop,
-    since it runs in every step.
+    """Notices parameters whose gradient nobody would average: those that were added or unfrozen after wrapping.
 
     Args:
         module: The model.
@@ -99,30 +98,41 @@ class WrappedParameters:
     def __init__(self, module: nn.Module, ignore: set[str]) -> None:
         self._module, self._ignore = module, ignore
         self._known = set(module.parameters())
-        self._take()
+        named = module.named_parameters()
+        self._frozen = {each for name, each in named if not each.requires_grad and name not in ignore}
+        self._note_entries()
 
-    def _take(self) -> None:
-        homes: list[dict[str, Any]] = []
+    def _note_entries(self) -> None:
+        """Take note of each parameter and each layer, where it is registered, and under which name."""
+        self._homes: list[dict[str, Any]] = []
         for layer in self._module.modules():
-            homes += [layer._parameters, layer._modules]
-        self._homes = homes
-        self._num_entries = sum(map(len, homes))
-        self._home_of = [home for home in homes for _ in home]
-        self._names = [name for home in homes for name in home]
-        self._entries = [home[name] for home in homes for name in home]
+            self._homes += [layer._parameters, layer._modules]
+        self._num_entries = sum(map(len, self._homes))
+        self._home_of = [home for home in self._homes for _ in home]
+        self._names = [name for home in self._homes for name in home]
+        self._entries = [home[name] for home in self._homes for name in home]
 
     def check(self) -> None:
-        """Raise LockstepError if there is a trainable parameter that was not there when the model was wrapped."""
+        """Raise LockstepError if there is a trainable parameter that is in no bucket."""
+        # No Python loop where all is as it was, since this runs in every step.
         entries = map(dict[str, Any].get, self._home_of, self._names)
-        if sum(map(len, self._homes)) == self._num_entries and not any(map(operator.is_not, entries, self._entries)):
+        is_changed = sum(map(len, self._homes)) != self._num_entries or any(map(is_not, entries, self._entries))
+        if not is_changed and not any(map(requires_grad, self._frozen)):
             return
         for name, parameter in self._module.named_parameters():
             # torch.func.functional_call puts plain tensors there for a while, which are not this model's to average.
-            is_new = isinstance(parameter, nn.Parameter) and parameter not in self._known
-            if is_new and parameter.requires_grad and name not in self._ignore:
+            if name in self._ignore or not isinstance(parameter, nn.Parameter) or not parameter.requires_grad:
+                continue
+            if parameter not in self._known:
                 raise LockstepError(
                     f"Parameter {name} was put into the model after it was wrapped: its gradient would not be averaged "
                     "over the ranks.\nReplace parameters and layers before wrapping, or wrap again: "
                     "model = DistributedDataParallel(model.module)."
                 )
-        self._take()
+            if parameter in self._frozen:
+                raise LockstepError(
+                    f"Parameter {name} was frozen when the model was wrapped, but is trained now: its gradient would "
+                    "not be averaged over the ranks.\nUnfreeze before wrapping, or wrap again after unfreezing: "
+                    "model = DistributedDataParallel(model.module)."
+                )
+        self._note_entries()

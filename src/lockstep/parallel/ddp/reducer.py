@@ -44,7 +44,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from enum import Enum
 from functools import partial
@@ -192,35 +192,17 @@ class Reducer:
             # with its buckets, and leaves the model alone.
             this = weakref.ref(self)
             for index, parameter in enumerate(self.bucket_set.parameters):
-                self._hooks.append(_register_hook(parameter, partial(Reducer._on_gradient, this, index)))
+                requires_grad = parameter.requires_grad
+                parameter.requires_grad_(True)  # only such parameters take hooks, and one may be frozen for a while
+                hook = partial(Reducer._on_gradient, this, index)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+                parameter.requires_grad_(requires_grad)
 
     def remove_hooks(self) -> None:
         """Stop watching the parameters, for good."""
         for handle in self._hooks:
             handle.remove()
         self._hooks, self._may_hook = [], False
-
-    def refuse_gradients_of(self, frozen: Mapping[str, nn.Parameter]) -> None:
-        """Make a synchronised backward raise LockstepError when it reaches a parameter that is ``frozen`` now.
-
-        Buckets are planned once, for the parameters that require a gradient at that time. The gradient of one that is
-        unfrozen later would not be averaged: ranks would drift apart unnoticed.
-        """
-        for name, parameter in frozen.items():
-            if (parameter.is_floating_point() or parameter.is_complex()) and not parameter.is_inference():
-                # It costs nothing as long as they stay frozen, since autograd then never runs their hooks.
-                _register_hook(parameter, partial(Reducer._on_frozen_gradient, weakref.ref(self), name))
-
-    @staticmethod
-    @keep_out_of_graphs
-    def _on_frozen_gradient(this: weakref.ref[Reducer], name: str, _parameter: Tensor) -> None:
-        self = this()
-        if self is not None and self.is_collecting:
-            raise LockstepError(
-                f"Parameter {name} was frozen when the model was wrapped, but is trained now: its gradient would not "
-                "be averaged over the ranks.\nUnfreeze before wrapping, or wrap again after unfreezing: "
-                "model = DistributedDataParallel(model.module)."
-            )
 
     # --- around forward ---------------------------------------------------------------------------------------------
 
@@ -566,16 +548,6 @@ class Reducer:
     def _notify(self, kind: Event, bucket: Bucket | None = None) -> None:
         for observer in self.observers:
             observer.on_event(kind, bucket)
-
-
-def _register_hook(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> Any:
-    """Register ``hook``, also on a parameter that is frozen now, for the time when it is not."""
-    requires_grad = parameter.requires_grad
-    try:
-        parameter.requires_grad_(True)  # only such parameters take hooks
-        return parameter.register_post_accumulate_grad_hook(hook)
-    finally:
-        parameter.requires_grad_(requires_grad)
 
 
 def _take_over_optimizers(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

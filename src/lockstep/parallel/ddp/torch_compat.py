@@ -19,16 +19,8 @@ from lockstep.parallel.ddp.reducer import Reducer
 from lockstep.parallel.ddp.setup import BufferHook, ModelSync
 
 
-class TorchReducer:
-    """The part of torch's C++ ``Reducer`` that Accelerate, Lightning and torch's own hooks call by ``ddp.reducer``."""
-
-    def __init__(self, reducer: Reducer, group: Group) -> None:
-        self._reducer = reducer
-        self._group = group
-
-    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
-        """Make the next backward a synchronised step."""
-        self._reducer.prepare_for_backward(outputs)
+class TorchReducer(Reducer):
+    """The reducer, with what Accelerate, Lightning and torch's hooks call of torch's C++ class by ``ddp.reducer``."""
 
     def _rebuild_buckets(self) -> bool:
         return False  # ours are rebuilt at the end of the first synchronised backward
@@ -37,14 +29,10 @@ class TorchReducer:
         return all_reduce_async(bucket.buffer(), group=self._group)
 
     def _install_post_backward_futures(self, futures: Sequence[Future[Any]]) -> None:
-        self._reducer.post_backward += futures
+        self.post_backward += futures
 
-    def _remove_autograd_hooks(self) -> None:
-        self._reducer.remove_hooks()
-
-    def _check_reducer_finalized(self) -> None:
-        """Raise RuntimeError if a synchronised backward did not run to its end."""
-        self._reducer.check_finished()
+    _remove_autograd_hooks = Reducer.remove_hooks
+    _check_reducer_finalized = Reducer.check_finished
 
 
 class TorchCompat(nn.Module, Joinable):

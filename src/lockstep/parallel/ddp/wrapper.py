@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -26,7 +25,8 @@ from lockstep.comm.collectives import (
 from lockstep.comm.process import keep_freed_memory
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.compile import leave_all_uncompiled, leave_uncompiled
-from lockstep.parallel.consistency import Buffers, find_difference, replica_of
+from lockstep.parallel.consistency import Buffers, refuse_difference, replica_of
+from lockstep.parallel.ddp import setup
 from lockstep.parallel.ddp.bucket_api import BucketApi, FlatGradients
 from lockstep.parallel.ddp.bucket_events import BucketRanges, PaceClock
 from lockstep.parallel.ddp.bucket_plan import FIRST_CAP_BYTES
@@ -39,23 +39,15 @@ from lockstep.parallel.ddp.comm_hooks import (
     check_comm_hook,
     compression_dtype,
 )
-from lockstep.parallel.ddp.module_io import WrappedParameters, anchor_tensors, find_tensors, move_to
+from lockstep.parallel.ddp.module_io import WrappedParameters, anchor_tensors, find_tensors, move_to, requires_grad
 from lockstep.parallel.ddp.reducer import Reducer, live_reducers
-from lockstep.parallel.ddp.setup import (
-    ModelSync,
-    bucket_caps_bytes,
-    buffer_policy,
-    check_batch_norms,
-    check_parameters,
-    check_placement,
-    ignored_names,
-    refuse_unsupported,
-    sparse_parameters,
-)
+from lockstep.parallel.ddp.setup import ModelSync
 from lockstep.parallel.ddp.torch_compat import TorchReducer, accept_bare_keys
 from lockstep.parallel.ddp.uneven_inputs import SyncLayerShadow, UnevenInputs, announce_backward, common_rank
 from lockstep.parallel.ddp.weighting import check_weight, encode_message
 from lockstep.telemetry import ranges
+
+_MISSING = object()
 
 
 class DistributedDataParallel(BucketApi, UnevenInputs):
@@ -102,7 +94,7 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
         RuntimeError: No parameter requires a gradient.
         ValueError: Arguments contradict each other or the module's device.
         CollectiveError: From ``backward``: another rank ended or did not take part.
-        LockstepError: From ``forward``: a parameter was replaced after wrapping. From ``backward``: one was unfrozen.
+        LockstepError: From ``forward``: a parameter was replaced or unfrozen after wrapping.
     """
 
     def __init__(
@@ -131,7 +123,7 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        refuse_unsupported(mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce)
+        setup.refuse_unsupported(mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce)
         if device_mesh is not None:
             if process_group is not None:
                 raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
@@ -139,11 +131,11 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
             process_group = mesh_group(device_mesh, module)
         self.process_group: Group = default_group() if process_group is None else process_group
 
-        self.parameters_to_ignore = ignored_names(module)
+        self.parameters_to_ignore = setup.ignored_names(module)
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
-        check_parameters(self._module_parameters)
+        setup.check_parameters(self._module_parameters)
         devices = list(dict.fromkeys(parameter.device for parameter in self._module_parameters))
-        self._input_device, self.output_device = check_placement(devices, device_ids, output_device)
+        self._input_device, self.output_device = setup.check_placement(devices, device_ids, output_device)
 
         self.module = module
         self.dim = dim
@@ -159,7 +151,7 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
         self.mixed_precision = None
         self.wire_dtype = compression_dtype(wire_dtype)
         can_overlap = reduces_on_its_own(self.process_group, self.device)
-        self._bucket_caps_bytes = bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list, can_overlap=can_overlap)
+        self._bucket_caps_bytes = setup.bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list, can_overlap=can_overlap)
         self.bucket_bytes_cap = self._bucket_caps_bytes[-1]
         self.bucket_bytes_cap_list = list(self._bucket_caps_bytes) if bucket_cap_mb_list else []
         self.require_backward_grad_sync = True
@@ -167,8 +159,8 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
         self._divide_by_initial_world_size = True
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
 
-        with_buffers, self.forward_sync_buffers = buffer_policy(broadcast_buffers, forward_sync_buffers)
-        check_batch_norms(module, self.device_type)
+        with_buffers, self.forward_sync_buffers = setup.buffer_policy(broadcast_buffers, forward_sync_buffers)
+        setup.check_batch_norms(module, self.device_type)
         self._connect()
         if init_sync:
             self._model_sync.check(with_buffers=with_buffers)
@@ -181,17 +173,16 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
         group = self.process_group
         self._model_sync = ModelSync(self.module, self.parameters_to_ignore, group, self.device)
         self._wrapped_parameters = WrappedParameters(self.module, self.parameters_to_ignore)
-        parameters = self._model_sync.named_parameters()
+        parameters = self._model_sync.named_parameters().items()
         bucket_set = BucketSet(
-            {name: parameter for name, parameter in parameters.items() if parameter.requires_grad},
-            sparse=sparse_parameters(self.module),
+            {name: parameter for name, parameter in parameters if parameter.requires_grad},
+            sparse=setup.sparse_parameters(self.module),
             caps_bytes=self._bucket_caps_bytes,
             keep_held_gradients=not self.gradient_as_bucket_view,
             message=encode_message(group.rank(), group.size(), is_missing=True),
         )
-        self._reducer = Reducer(bucket_set, group=group, skip_unused_buckets=self.skip_all_reduce_unused_params)
-        self._reducer.refuse_gradients_of({name: each for name, each in parameters.items() if not each.requires_grad})
-        self.reducer = TorchReducer(self._reducer, group)
+        self.reducer = TorchReducer(bucket_set, group=group, skip_unused_buckets=self.skip_all_reduce_unused_params)
+        self._reducer: Reducer = self.reducer
         self._sync_layers = SyncLayerShadow(self.module, group=group, device=self.device, weights=self._reducer.weights)
         self.flat_gradients, self._monitor = FlatGradients(self._reducer, self.module.parameters()), None
         if self.wire_dtype is not None and group.size() > 1:
@@ -294,7 +285,7 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
         if not self.require_backward_grad_sync:
             self._reducer.expect_accumulation(output)
             return output
-        if self.training and not any(map(_requires_grad, find_tensors(output))):
+        if self.training and not any(map(requires_grad, find_tensors(output))):
             output = anchor_tensors(output)
         self._reducer.prepare_for_backward(output)
         return output
@@ -309,20 +300,15 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
             return super().__getattr__(name)
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
-            if module is None:
+            value = _MISSING if module is None or name.startswith("_") else getattr(module, name, _MISSING)
+            if value is _MISSING:
                 raise
-        missing = f"'{type(self).__name__}' object has no attribute '{name}'"
-        if name.startswith("_"):
-            raise AttributeError(missing)
-        try:
-            value = getattr(module, name)
-        except AttributeError:
-            raise AttributeError(missing) from None
         trains = isinstance(value, nn.Module) or (isinstance(value, Tensor) and value.requires_grad)
         if trains or (callable(value) and not isinstance(value, type)):
             raise AttributeError(
-                f"{missing}\nThe wrapped {type(module).__name__} has one, but a forward through it would not "
-                f"synchronise gradients. If that is what you want, write `.module.{name}`."
+                f"'{type(self).__name__}' object has no attribute '{name}'\n"
+                f"The wrapped {type(module).__name__} has one, but a forward through it would not synchronise "
+                f"gradients. If that is what you want, write `.module.{name}`."
             )
         return value
 
@@ -425,15 +411,11 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
         """
         buffers: Buffers = "healed" if self.forward_sync_buffers else "own"
         replica = replica_of(self.module, optimizer, buffers=buffers, ignore=self.parameters_to_ignore)
-        difference = find_difference(replica, group=self.process_group, device=self.device)
-        if difference is not None:
-            times = f"{self._num_good_checks} check{'s' * (self._num_good_checks > 1)}"
-            since = f"{times} before found none." if self._num_good_checks else "This was the first check."
-            raise difference.error(now="", since=since)
+        times = f"{self._num_good_checks} check{'s' * (self._num_good_checks > 1)}"
+        since = f"{times} before found none." if self._num_good_checks else "This was the first check."
+        refuse_difference(replica, group=self.process_group, device=self.device, now="", since=since)
         self._num_good_checks += 1
 
-
-_requires_grad = operator.attrgetter("requires_grad")
 
 TorchDistributedDataParallel.register(DistributedDataParallel)  # libraries decide by isinstance
 
