@@ -209,6 +209,13 @@ class BucketApi(TorchCompat):
         if stamps is not None:
             observers.append(stamps)
 
+    def _refuse_slices(self, method: str, how: str = "") -> None:
+        if not self._reducer.reduction.leaves_whole:
+            raise ConfigurationError(
+                f"{method}() needs all gradients, but with shard_gradients=True each rank has a slice of them.\n"
+                f"Call clip_grad_norm_() of the optimizer{how}."
+            )
+
     def gradients_are_finite(self) -> bool:
         """Return whether no gradient is NaN or infinite: the same verdict on every rank, after the same backward.
 
@@ -219,11 +226,7 @@ class BucketApi(TorchCompat):
         Raises:
             ConfigurationError: This rank has only a slice of the gradients.
         """
-        if not self._reducer.reduction.leaves_whole:
-            raise ConfigurationError(
-                "gradients_are_finite() needs all gradients, but with shard_gradients=True each rank has a slice of "
-                "them.\nCall clip_grad_norm_() of the optimizer with max_norm=math.inf, which returns the norm of all."
-            )
+        self._refuse_slices("gradients_are_finite", " with max_norm=math.inf, which returns the norm of all")
         reduced = self.flat_gradients.reduced()
         return are_finite(reduced, combine_norms(list_norms(reduced)))
 
@@ -249,8 +252,8 @@ class BucketApi(TorchCompat):
             for name, parameter in zip(buckets.names, buckets.parameters, strict=True)
             if not are_finite(_gradients_of([parameter]), torch.tensor(math.nan))
         )
-        flag = torch.tensor([int(was_monitored and saw_nonfinite())], device=self.device)
-        ranks = [rank for rank, bad in enumerate(all_gather(flag, group=self.process_group)) if int(bad)]
+        is_here = torch.tensor([int(was_monitored and saw_nonfinite())], device=self.device)
+        ranks = [rank for rank, each in enumerate(all_gather(is_here, group=self.process_group)) if int(each)]
         where = f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
         raise NonFiniteGradient(
             f"The gradient is not finite{where}: first that of parameter {first}.\n"
@@ -285,11 +288,7 @@ class BucketApi(TorchCompat):
         Raises:
             ConfigurationError: This rank has only a slice of the gradients.
         """
-        if not self._reducer.reduction.leaves_whole:
-            raise ConfigurationError(
-                "clip_grad_norm_() needs all gradients, but with shard_gradients=True each rank has a slice of them."
-                "\nCall clip_grad_norm_() of the optimizer."
-            )
+        self._refuse_slices("clip_grad_norm_")
         norm_type = float(norm_type)
         if norm_type <= 0:
             return torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)

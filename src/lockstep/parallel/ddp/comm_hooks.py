@@ -6,7 +6,7 @@ import inspect
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, final
+from typing import Any, Literal, cast, final
 
 import torch
 from torch import Tensor
@@ -273,11 +273,10 @@ def builtin_comm_hook(kind: Any) -> CommHook:
     Raises:
         ConfigurationError: It is neither ALLREDUCE nor FP16_COMPRESS.
     """
-    stock = stock_comm_hooks()
-    hooks: dict[Any, CommHook] = {
-        BuiltinCommHookType.ALLREDUCE: stock.allreduce_hook,
-        BuiltinCommHookType.FP16_COMPRESS: stock.fp16_compress_hook,
+    names = {
+        BuiltinCommHookType.ALLREDUCE: "allreduce_hook",
+        BuiltinCommHookType.FP16_COMPRESS: "fp16_compress_hook",
     }
-    if kind in hooks:
-        return hooks[kind]
-    raise ConfigurationError(f"Unknown built-in communication hook: {kind!r}.\nUse ALLREDUCE or FP16_COMPRESS.")
+    if kind not in names:
+        raise ConfigurationError(f"Unknown built-in communication hook: {kind!r}.\nUse ALLREDUCE or FP16_COMPRESS.")
+    return cast("CommHook", getattr(stock_comm_hooks(), names[kind]))

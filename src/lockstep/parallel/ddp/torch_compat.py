@@ -41,22 +41,17 @@ class TorchCompat(nn.Module, Joinable):
     broadcast_bucket_size = 250 * MIB
     module: nn.Module
     device: torch.device
-    device_ids: list[int] | None
-    output_device: int | None
     process_group: Group
-    is_multi_device_module: bool
     forward_sync_buffers: bool
     find_unused_parameters: bool
     gradient_as_bucket_view: bool
     static_graph: bool
     bucket_bytes_cap: int
-    bucket_bytes_cap_list: list[int]
     require_forward_param_sync: bool
     require_backward_grad_sync: bool
     _comm_hook_name = ""
     _comm_hooks: list[tuple[Callable[..., Any], object]]
     _model_sync: ModelSync
-    _module_parameters: list[nn.Parameter]
     _reducer: Reducer
     _active_ddp_module: ClassVar[nn.Module | None] = None  # set by torch's ``replicate`` while it runs on this class
 

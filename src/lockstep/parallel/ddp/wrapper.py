@@ -26,19 +26,12 @@ from lockstep.comm.process import keep_freed_memory
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.compile import leave_all_uncompiled, leave_uncompiled
 from lockstep.parallel.consistency import Buffers, refuse_difference, replica_of
-from lockstep.parallel.ddp import setup
+from lockstep.parallel.ddp import comm_hooks, setup
 from lockstep.parallel.ddp.bucket_api import BucketApi, FlatGradients
 from lockstep.parallel.ddp.bucket_events import BucketRanges, PaceClock
 from lockstep.parallel.ddp.bucket_plan import FIRST_CAP_BYTES
 from lockstep.parallel.ddp.buckets import BucketSet
-from lockstep.parallel.ddp.comm_hooks import (
-    CommHookReduction,
-    CompressedAllReduce,
-    WireDtype,
-    builtin_comm_hook,
-    check_comm_hook,
-    compression_dtype,
-)
+from lockstep.parallel.ddp.comm_hooks import CommHookReduction, CompressedAllReduce, WireDtype
 from lockstep.parallel.ddp.module_io import WrappedParameters, anchor_tensors, find_tensors, move_to, requires_grad
 from lockstep.parallel.ddp.reducer import Reducer, live_reducers
 from lockstep.parallel.ddp.setup import ModelSync
@@ -149,7 +142,7 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.batched_grad_copy = batched_grad_copy
         self.mixed_precision = None
-        self.wire_dtype = compression_dtype(wire_dtype)
+        self.wire_dtype = comm_hooks.compression_dtype(wire_dtype)
         can_overlap = reduces_on_its_own(self.process_group, self.device)
         self._bucket_caps_bytes = setup.bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list, can_overlap=can_overlap)
         self.bucket_bytes_cap = self._bucket_caps_bytes[-1]
@@ -157,7 +150,7 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._divide_by_initial_world_size = True
-        self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
+        self._comm_hooks = []
 
         with_buffers, self.forward_sync_buffers = setup.buffer_policy(broadcast_buffers, forward_sync_buffers)
         setup.check_batch_norms(module, self.device_type)
@@ -368,7 +361,7 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
             ValueError: Its annotations say that it expects or returns something else.
             RuntimeError: There is a hook already.
         """
-        check_comm_hook(hook, self.wire_dtype)
+        comm_hooks.check_comm_hook(hook, self.wire_dtype)
         if self._comm_hooks:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self._comm_hooks.append((hook, state))
@@ -376,7 +369,7 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
         self._reducer.set_reduction(CommHookReduction(self.process_group, hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        self.register_comm_hook(self.process_group, builtin_comm_hook(comm_hook_type))
+        self.register_comm_hook(self.process_group, comm_hooks.builtin_comm_hook(comm_hook_type))
         self._comm_hook_name = str(comm_hook_type)
 
     def _register_fused_optim(
