@@ -1,9 +1,10 @@
 """A dozen small model families in float64, each with a function that makes a batch and one that gives a mean loss."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -172,6 +173,11 @@ FAMILIES = {
     "channels_last": Family(ChannelsLast, images, class_error),
     "complex": Family(Complex, vectors, squared_error),
 }
+
+
+def soak(cases: Iterable[Any]) -> list[Any]:
+    """Return cases of a parametrised test that only ``make soak`` runs."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.soak) for case in cases]
 
 
 def build(name: str, seed: int = 0) -> nn.Module:

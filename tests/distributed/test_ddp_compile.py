@@ -9,7 +9,7 @@ from torch import nn
 
 import lockstep
 from lockstep.parallel.ddp.reducer import Event
-from tests.models import assert_gradients_equal, build, global_batch, share, squared_error
+from tests.models import assert_gradients_equal, build, global_batch, share, soak, squared_error
 
 
 def train_compiled(world, inside):
@@ -32,7 +32,7 @@ def train_compiled(world, inside):
     return counter.frame_count
 
 
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("inside", [True, *soak([False])])
 def test_compiled_modules(ranks, inside):
     """The module's forward is compiled, as one frame, and gradients are reduced."""
     assert ranks(2, warnings="ignore")(train_compiled, inside, timeout=110) == [1, 1]
@@ -89,7 +89,7 @@ def overlap_compiled(world, inside, which):
     return counter.frame_count, missing
 
 
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("inside", [False, *soak([True])])
 def test_buckets_leave_while_a_compiled_backward_runs(ranks, inside):
     """Graphs are cut as for torch's class, so the first bucket leaves when gradients of others are still to come."""
     (theirs, _), _ = ranks(2, warnings="ignore")(overlap_compiled, inside, "torch", timeout=110)
@@ -135,6 +135,7 @@ def whole_step(world, which):
     return counter.frame_count
 
 
+@pytest.mark.soak
 def test_a_whole_step_is_compiled(ranks):
     """In as many graphs as with torch's class, which ends them in the same places: forward's buckets and backward."""
     run = ranks(2, warnings="ignore")

@@ -127,6 +127,23 @@ def test_replacing_what_is_not_trained_is_no_error(ranks):
     ranks(2)(replaced_without_harm)
 
 
+def functional_call(world):
+    """Of parameters that are not the model's: autograd gives them this rank's gradients, as with torch's class."""
+    model = lockstep.DistributedDataParallel(nn.Linear(1, 1))
+    borrowed = {
+        f"module.{name}": torch.ones_like(each).requires_grad_() for name, each in model.module.named_parameters()
+    }
+    torch.func.functional_call(model, borrowed, torch.full((1, 1), 2.0)).sum().backward()
+    assert [each.grad.item() for each in borrowed.values()] == [2.0, 1.0]
+    assert model.module.weight.grad is None
+    model(torch.full((1, 1), 1.0 + world.rank)).sum().backward()
+    return model.module.weight.grad.item()
+
+
+def test_functional_call_may_borrow_parameters(ranks):
+    assert ranks(2)(functional_call) == [1.5, 1.5]
+
+
 def test_broadcast_buffers_is_deprecated_as_with_torch(ranks):
     def wrap(world):
         with pytest.warns(FutureWarning, match="`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead"):

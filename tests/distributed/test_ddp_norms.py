@@ -8,10 +8,10 @@ import torch
 import lockstep
 from lockstep.train.settings import Settings
 from lockstep.train.trainer import Trainer
-from tests.models import FAMILIES, assert_gradients_equal, build, global_batch, share
+from tests.models import FAMILIES, assert_gradients_equal, build, global_batch, share, soak
 from tests.training import make_task
 
-CAPS_MB = [None, 0.0001, 0.002]
+CAPS_MB = [0.002, *soak([None, 0.0001])]
 
 
 def clip_beside_oracle(world, name, cap_mb, norm_type):
@@ -34,7 +34,7 @@ def clip_beside_oracle(world, name, cap_mb, norm_type):
     return sizes
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", "channels_last", "complex"])
+@pytest.mark.parametrize("name", ["channels_last", "complex", *soak(["mlp", "cnn"])])
 def test_clipping_is_that_of_one_process(ranks, name):
     assert ranks(2)(clip_beside_oracle, name, None, 2.0) == [[1] * 3] * 2
     ranks(2)(clip_beside_oracle, name, 0.0001, 2.0)
@@ -45,7 +45,7 @@ def test_parameters_nobody_used_leave_their_bucket_to_the_others(ranks):
     assert sizes == [6] * 3  # one bucket, with an unused layer of two parameters
 
 
-@pytest.mark.parametrize("norm_type", [1, 3.0, math.inf, 0.0])
+@pytest.mark.parametrize("norm_type", [3.0, math.inf, 0.0])
 def test_other_norms(ranks, norm_type):
     ranks(2)(clip_beside_oracle, "mlp", 0.002, norm_type)
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep
-from tests.models import FAMILIES, assert_gradients_equal, build, global_batch, share
+from tests.models import FAMILIES, assert_gradients_equal, build, global_batch, share, soak
 
 NUM_STEPS = 4
 
@@ -37,13 +37,16 @@ def train_beside_oracle(world, name):
     return model._get_ddp_logging_data()["has_rebuilt_buckets"]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.soak)])
+SOME = ["transformer", "frozen", "reentrant", "structured", "sparse", "complex"]
+
+
+@pytest.mark.parametrize("name", [*SOME, *soak(name for name in FAMILIES if name not in SOME)])
+@pytest.mark.parametrize("num_ranks", [2, *soak([3])])
 def test_gradients_equal_one_process_and_ranks_stay_identical(ranks, name, num_ranks):
     assert ranks(num_ranks)(train_beside_oracle, name) == [1] * num_ranks
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("num_ranks", [1, 3, *soak([4])])
 def test_other_numbers_of_ranks(ranks, num_ranks):
     ranks(num_ranks)(train_beside_oracle, "reused")
 
@@ -65,7 +68,7 @@ def compare_with_torch(world, name, options):
     assert list(ours.state_dict()) == list(theirs.state_dict())
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer", "reused", "channels_last"])
+@pytest.mark.parametrize("name", ["transformer", "channels_last", *soak(["mlp", "cnn", "reused"])])
 def test_same_bits_as_torch_on_two_ranks(ranks, name):
     ranks(2)(compare_with_torch, name, {})
 

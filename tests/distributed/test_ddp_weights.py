@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import lockstep
-from tests.models import FAMILIES, assert_gradients_equal, build, global_batch, squared_error
+from tests.models import FAMILIES, assert_gradients_equal, build, global_batch, soak, squared_error
 
 UNEVEN = [  # by step, by rank: the samples of each micro-batch
     [[3], [5]],
@@ -104,30 +104,39 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("sizes", [UNEVEN, pytest.param(WITH_ZEROS, marks=pytest.mark.soak)], ids=["uneven", "zeros"])
+@pytest.mark.parametrize(
+    "name", ["reused", "sparse", *soak(name for name in FAMILIES if name not in ("reused", "sparse"))]
+)
+@pytest.mark.parametrize("sizes", [UNEVEN, *soak([WITH_ZEROS])], ids=["uneven", "zeros"])
 def test_gradients_are_those_of_one_process_on_all_samples(ranks, name, sizes):
     assert ranks(2)(train_uneven, name, sizes, Setting()) == [1, 1]
 
 
-def train_in_every_way(world, sizes):
-    for when, set_to_none, zero_grad, as_view in itertools.product(
-        ["before", "after", "backward"], [True, False], ["first", "late"], [True, False]
-    ):
+def train_in_ways(world, sizes, ways):
+    for when, set_to_none, zero_grad, as_view in ways:
         setting = Setting({"gradient_as_bucket_view": as_view}, set_to_none, when, zero_grad)
         train_uneven(world, "mlp", sizes, setting)
 
 
+ALL_WAYS = list(itertools.product(["before", "after", "backward"], [True, False], ["first", "late"], [True, False]))
+SOME_WAYS = [
+    ("before", True, "late", False),
+    ("after", False, "first", True),
+    ("backward", False, "late", False),
+    ("backward", True, "first", True),
+]
+
+
+@pytest.mark.parametrize("ways", [SOME_WAYS, *soak([ALL_WAYS])], ids=["some", "all"])
 @pytest.mark.parametrize("sizes", [UNEVEN, WITH_ZEROS], ids=["uneven", "zeros"])
-def test_it_does_not_matter_when_weights_come_and_how_gradients_are_cleared(ranks, sizes):
-    ranks(2)(train_in_every_way, sizes)
+def test_it_does_not_matter_when_weights_come_and_how_gradients_are_cleared(ranks, sizes, ways):
+    ranks(2)(train_in_ways, sizes, ways)
 
 
-@pytest.mark.parametrize("when", ["before", "after", "backward"])
-@pytest.mark.parametrize("set_to_none", [True, pytest.param(False, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("when", "set_to_none"), [("before", False), ("backward", True), *soak([("after", True)])])
 def test_one_rank(ranks, when, set_to_none):
     sizes = [[[3]], [[1, 4]], [[2, 0, 5]], [[0, 3]], [[2, 1, 0]]]
-    for first in (0, 2, 4):
+    for first in (0, 2):
         ranks(1)(train_uneven, "mlp", sizes[first:] + sizes[:first], Setting(when=when, set_to_none=set_to_none))
 
 
@@ -137,9 +146,14 @@ def test_three_ranks(ranks):
 
 
 @pytest.mark.parametrize(
-    ("hook", "tolerance"), [("allreduce", 1e-12), ("python", 1e-12), ("fp16", 3e-3), ("bf16", 2e-2)]
+    ("hook", "tolerance", "sizes"),
+    [
+        ("python", 1e-12, WITH_ZEROS),
+        ("fp16", 3e-3, UNEVEN),
+        *soak([("allreduce", 1e-12, UNEVEN), ("python", 1e-12, UNEVEN), ("fp16", 3e-3, WITH_ZEROS)]),
+        *soak([("bf16", 2e-2, UNEVEN), ("bf16", 2e-2, WITH_ZEROS), ("allreduce", 1e-12, WITH_ZEROS)]),
+    ],
 )
-@pytest.mark.parametrize("sizes", [UNEVEN, WITH_ZEROS], ids=["uneven", "zeros"])
 def test_communication_hooks(ranks, hook, tolerance, sizes):
     ranks(2)(train_uneven, "reused", sizes, Setting(hook=hook, tolerance=tolerance))
 
@@ -259,8 +273,9 @@ def train_joined(world, sizes_by_rank, divide_by_initial_world_size):
         torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("divide_by_initial_world_size", [True, False])
-@pytest.mark.parametrize("sizes", [[[3, 1, 2], [2]], [[], [4, 1]], [[1, 1, 1], [2, 5]]])
+@pytest.mark.parametrize(
+    ("sizes", "divide_by_initial_world_size"), [([[3, 1, 2], [2]], True), ([[], [4, 1]], False), ([[], [4, 1]], True)]
+)
 def test_join_with_different_numbers_of_batches_and_none(ranks, sizes, divide_by_initial_world_size):
     ranks(2)(train_joined, sizes, divide_by_initial_world_size)
 

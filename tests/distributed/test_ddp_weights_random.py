@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import lockstep
-from tests.models import relative_error
+from tests.models import relative_error, soak
 
 WIDTH = 3
 
@@ -160,9 +160,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize(
-    "num_ranks", [2, *(pytest.param(number, marks=pytest.mark.soak) for number in (1, 3))], ids=str
-)
+@pytest.mark.parametrize("seed", [0, 1, *soak(range(2, 6))])
+@pytest.mark.parametrize("num_ranks", [2, *soak([1, 3])], ids=str)
 def test_random_scripts(ranks, num_ranks, seed):
     ranks(num_ranks)(follow_script, write_script(seed, num_ranks, 25), *WAYS[seed % len(WAYS)])

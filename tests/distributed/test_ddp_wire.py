@@ -16,7 +16,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp import comm_hooks
 from lockstep.train.settings import Settings
 from lockstep.train.trainer import Trainer
-from tests.models import FAMILIES, assert_gradients_equal, build, global_batch, share
+from tests.models import FAMILIES, assert_gradients_equal, build, global_batch, share, soak
 from tests.shm import shm_group
 from tests.training import make_task
 
@@ -52,9 +52,14 @@ def errors_on(group, world, name, wire_name):
     return worst, torch.stack(gradients)
 
 
-@pytest.mark.parametrize("wire_name", ["bf16", "fp16"])
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize(
+    ("wire_name", "num_ranks", "backend"),
+    [
+        ("bf16", 2, "shm"),
+        ("fp16", 2, "gloo"),
+        *soak([("bf16", 2, "gloo"), ("fp16", 2, "shm"), ("bf16", 3, "gloo"), ("fp16", 3, "shm")]),
+    ],
+)
 def test_the_error_is_bounded_and_all_ranks_have_the_same_bits(ranks, wire_name, num_ranks, backend):
     def measure(world):
         if backend == "gloo":
@@ -82,7 +87,7 @@ def beside_oracle(world, name):
         assert_gradients_equal(model.module, oracle, tolerance=2.0**-7)
 
 
-@pytest.mark.parametrize("name", ["cnn", "reused", "sparse", "channels_last", "complex", "lstm"])
+@pytest.mark.parametrize("name", ["reused", "sparse", "complex", *soak(["cnn", "channels_last", "lstm"])])
 def test_all_kinds_of_models(ranks, name):
     ranks(2)(beside_oracle, name)
 
