@@ -67,6 +67,7 @@ class BucketStamps:
             self._begin()  # also behind a backward that failed
         elif kind is Event.BACKWARD_END:
             self._is_over = True
+        # Waits within backward are of buckets that are finished early, which are reduced already.
         elif kind is Event.WAIT and self._is_over:
             self._wait_from_s = time.perf_counter()
             if self._own_work_end is None:
@@ -184,6 +185,7 @@ class PaceClock:
         global _publisher
         if not activity.callbacks.wants_pace:
             return False
+        # Hooks of optimizers are global, and stay: so once a process, and never where nobody asks.
         if _publisher is None:
             register_optimizer_step_pre_hook(lambda *_: _note_optimizer(is_over=False))
             register_optimizer_step_post_hook(lambda *_: _note_optimizer(is_over=True))
@@ -196,7 +198,7 @@ class PaceClock:
         steps, self._steps = self._steps, []
         if len(steps) < 2:
             return
-        last = steps[-1].moments[-1]
+        last = steps[-1].moments[-1]  # recorded last, so the others are over, too
         if isinstance(last, torch.cuda.Event):
             last.synchronize()
         activity.now.pace = note_of(self._number, pace_of([step.times() for step in steps]))

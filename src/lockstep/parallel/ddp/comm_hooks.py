@@ -81,7 +81,8 @@ class AllReduceMean(BucketReduction):
         payload = bucket.payload
         if not (alone and payload.is_cpu and self._may_block):
             return all_reduce_async(payload, group=self._group)  # on CUDA a future that other streams can wait for
-        all_reduce(payload, group=self._group)  # saves two hand-overs between threads
+        # A blocking call runs in this thread, which has nothing else to do: that saves two hand-overs between threads.
+        all_reduce(payload, group=self._group)
         done: Future[Any] = Future()
         done.set_result(None)
         return done
@@ -143,7 +144,7 @@ class CompressedAllReduce(BucketReduction):
             return all_reduce_async(bucket.payload, group=self._group)
         if bucket not in self._buffers:  # a bucket of the first step, or one that this rank made alone
             self._buffers[bucket] = torch.empty_like(bucket.payload, dtype=self._dtype)
-        bucket.sent_dtype = self._dtype
+        bucket.sent_dtype = self._dtype  # too narrow for a sum of weights, which then follows apart
         return all_reduce_async(self._buffers[bucket].copy_(bucket.payload), group=self._group)
 
     @override
@@ -181,6 +182,7 @@ class GradBucket:
 
     def buffer(self) -> Tensor:
         """Return the gradients of this rank, not yet divided by anything: 1-D, or the sparse gradient."""
+        # A compressing wrapper sets its own buffer before it calls the hook inside.
         return self._bucket.gradients if self._replacement is None else self._replacement
 
     def set_buffer(self, buffer: Tensor) -> None:
@@ -225,7 +227,7 @@ class CommHookReduction(BucketReduction):
 
     @override
     def finish(self, bucket: Bucket, future: Future[Any]) -> None:
-        result = future.wait()
+        result = future.wait()  # torch's hooks return a tensor, others what all_reduce's future holds: a list of one
         bucket.replace_gradients(result[0] if isinstance(result, list | tuple) else result)
 
     @override

@@ -41,9 +41,9 @@ def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Return ``value`` with ``function`` of its tensors; other things, and containers of unknown type, as they are."""
     if isinstance(value, Tensor):
         return function(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple, whose class takes its items one by one
         return type(value)(*(_map_tensors(function, item) for item in value))
-    if type(value) in (list, tuple):
+    if type(value) in (list, tuple):  # a subclass may be made in another way: it is left alone
         return type(value)(_map_tensors(function, item) for item in value)
     if is_dataclass(value) and not isinstance(value, type):  # before dicts: some are both
         items = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
@@ -71,11 +71,9 @@ class _Anchor(torch.autograd.Function):
 
 
 def anchor_tensors(value: Any) -> Any:
-    """Return ``value`` with its floating-point tensors able to start a backward.
-
-    A rank whose forward touched no parameter must still take part in the reduction. Its loss could not be
-    differentiated at all; anchored, ``loss.backward()`` works, yields no gradient, and is noticed.
-    """
+    """Return ``value`` with its floating-point tensors able to start a backward."""
+    # A rank whose forward touched no parameter must still take part in the reduction. Its loss could not be
+    # differentiated at all; anchored, ``loss.backward()`` works, yields no gradient, and is noticed.
 
     def anchor(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point() and not tensor.is_complex():

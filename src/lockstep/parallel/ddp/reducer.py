@@ -96,12 +96,12 @@ class Observer(Protocol):
         """Take note of ``kind``, which concerns ``bucket``."""
 
 
-_reducers: list[weakref.ref[Reducer]] = []
+_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
 def live_reducers() -> list[Reducer]:
-    """Return the reducers of all wrappers in this process, the oldest first."""
-    return [reducer for reference in _reducers if (reducer := reference()) is not None]
+    """Return the reducers of all wrappers in this process."""
+    return list(_reducers)
 
 
 class Reducer:
@@ -155,13 +155,13 @@ class Reducer:
         self._may_hook = True
         self._reset_step()
         self._launches_last_early = False
-        self._sharers: list[weakref.ref[Reducer]] = []  # reducers that average some of the same parameters
+        self._sharers: weakref.WeakSet[Reducer] = weakref.WeakSet()  # who averages some of the same parameters
         mine = set(map(id, bucket_set.parameters))
-        for other in live_reducers():
+        for other in _reducers:
             if not mine.isdisjoint(map(id, other.bucket_set.parameters)):
-                self._sharers.append(weakref.ref(other))
-                other._sharers.append(weakref.ref(self))
-        _reducers[:] = [weakref.ref(other) for other in (*live_reducers(), self)]
+                self._sharers.add(other)
+                other._sharers.add(self)
+        _reducers.add(self)
         # A rank alone has nothing to reduce, but a process group written in Python may want to see the gradients.
         if group.size() > 1 or not is_native(group):
             self._hook_parameters()
@@ -220,7 +220,8 @@ class Reducer:
 
         Blocks until reductions of a backward that failed are over; see [Note: a backward that fails].
         """
-        if torch._C._current_graph_task_id() != -1:  # a forward within backward, as checkpointing runs them
+        # A forward within backward, as checkpointing runs it, is a part of the step.
+        if torch._C._current_graph_task_id() != -1:
             return
         if self._phase is Phase.COLLECTING:  # its backward has failed, or the step would be closed
             self._abandon_step()
@@ -285,7 +286,8 @@ class Reducer:
         if self._phase is Phase.COLLECTING:
             self._abandon_step()
         self._phase = Phase.COLLECTING
-        close = self._close_step  # a bound method is a new object each time, which autograd alone will hold
+        # A bound method is a new object each time. Autograd alone will hold this one, and drops it if backward fails.
+        close = self._close_step
         self._queued_close = weakref.ref(close)
         Variable._execution_engine.queue_callback(close)
         self._notify(Event.BACKWARD)
@@ -339,9 +341,8 @@ class Reducer:
         """Launch the buckets that are complete, up to the first that is not or that has to stay."""
         if self.before_launch is not None:  # layers may exchange something in an order that buckets would disturb
             return
-        for reference in self._sharers:
-            other = reference()
-            if other is not None and other.is_collecting:
+        for other in self._sharers:  # it may still launch the bucket that has one of these gradients
+            if other.is_collecting:
                 return
         buckets = self.bucket_set.buckets
         for bucket in buckets[self._num_launched : len(buckets) - (not self._launches_last_early)]:
@@ -361,7 +362,7 @@ class Reducer:
         used = list(map(self._used.__getitem__, bucket.spec.parameters))
         divisor = self.divisor if self.reduction.sums_payloads else None
         scale = self.weights.scale(bucket.spec.parameters, self._used, divisor)
-        if self._skip_unused_buckets and not any(used):
+        if self._skip_unused_buckets and not any(used):  # the caller has promised that this is so on all ranks
             return
         bucket.gather(used, scale)
         if bucket.missing and is_capturing(bucket.spec.device):
@@ -372,6 +373,7 @@ class Reducer:
         self._notify(Event.GATHERED, bucket)
         with self._waiting_for(bucket) if alone else nullcontext():
             bucket.future = self.reduction.start(bucket, alone=alone)
+        # From here on something may write to the bucket, until its future is done, whatever becomes of this step.
         self._in_flight.append(bucket)
         self._notify(Event.LAUNCHED, bucket)
 
@@ -401,10 +403,12 @@ class Reducer:
                 self._finish(message)
                 for future in self.post_backward:
                     future.wait()
+                # What `_apply_optimizer_in_backward` set up steps now, and leaves no gradients, as with torch.
                 for parameter in self._optimizers_in_backward or ():
                     for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
                         optimizer.step()
                     parameter.grad = None
+                # Now that gradients are settled, new buckets can adopt them.
                 if not self.bucket_set.is_rebuilt:
                     self.bucket_set.rebuild(self._ready_order, group=self._group)
                 self._used = bytearray(len(self._used))
@@ -509,7 +513,7 @@ class Reducer:
         """
         window = self.weights.window
         if window is not None and window.holds_gradients(self._used):
-            self.before_launch = None
+            self.before_launch = None  # the layers of the others have been followed to the end already
             self._close_step()
             return
         message = self.weights.encode()
@@ -530,7 +534,7 @@ class Reducer:
         """Forget a backward that failed; block until nothing is written into its buckets any more."""
         self._reset_step()
         while self._abandoned:
-            with suppress(RuntimeError):
+            with suppress(RuntimeError):  # that failed, too: nothing will be written any more
                 self._abandoned.pop().wait()
 
     def _reset_step(self) -> None:

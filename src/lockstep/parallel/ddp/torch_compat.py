@@ -156,6 +156,7 @@ class TorchCompat(nn.Module, Joinable):
                 "The process group cannot change while an optimizer steps within backward, or has slices of the "
                 "gradients.\nWrap the model again, with a new optimizer."
             )
+        # The old reducer's hooks would stay on the parameters, and average over the group that was.
         self._reducer.remove_hooks()
         self.process_group = new_process_group
         self._connect()
@@ -168,6 +169,7 @@ class TorchCompat(nn.Module, Joinable):
     def _get_data_parallel_params(
         module: nn.Module, named_params: bool = False
     ) -> Iterator[nn.Parameter | tuple[str, nn.Parameter]]:
+        # torch's optimizer_overlap_hooks asks for these.
         for name, parameter in module.named_parameters():
             if not hasattr(parameter, "_ddp_ignored"):
                 yield (name, parameter) if named_params else parameter
@@ -183,6 +185,7 @@ class TorchCompat(nn.Module, Joinable):
 
 def accept_bare_keys(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Let ``load_state_dict`` take the keys of a bare model: those without ``module.``."""
+    # In place, on a copy that ``load_state_dict`` has made.
     here = [key for key in state_dict if key.startswith(prefix)]
     if any(key.startswith(f"{prefix}module.") for key in here):
         return

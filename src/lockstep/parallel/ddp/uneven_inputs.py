@@ -66,7 +66,7 @@ class SyncLayerShadow:
         for number, (name, layer) in enumerate(layers):
             if isinstance(layer, SyncBatchNorm):
                 layer.place, layer.alone = LayerPlace(number, f"SyncBatchNorm {name}"), False
-            elif self.is_needed:
+            elif self.is_needed:  # torch's layer knows nothing of weights
                 weights.refusal = (
                     f"{name} is a torch.nn.SyncBatchNorm, which mixes the ranks' gradients regardless of weights.\n"
                     f"{_CONVERT}"
@@ -163,6 +163,7 @@ class SyncLayerShadow:
         Collective in an open step: every rank. Blocks until complete.
         """
         if self._phase is _Phase.FORWARD:
+            # A rank without a batch learns here whether a backward will come, whatever it was called with.
             end = Event.END_OF_FORWARD if backward_follows else Event.END
             end = self._exchange_events(end, 0)[0] if self._has_batch else self._shadow()
             self._phase = _Phase.CLOSED if end is Event.END else _Phase.BACKWARD
@@ -197,6 +198,7 @@ class SyncLayerShadow:
 
     def _exchange_events(self, event: Event, number: int) -> tuple[Event, int]:
         """Return what the ranks with a batch do next. Collective: every rank. Blocks until complete."""
+        # Reading the rows makes the host wait for the device, but only in steps where some rank may have no batch.
         mine = torch.tensor([event, number], device=self._device)
         try:
             rows = torch.stack(all_gather(mine, group=self._group)).tolist()
@@ -306,7 +308,7 @@ class UnevenInputs(TorchCompat):
         self._sync_layers.open(has_batch=has_batch)
         try:
             yield
-            self._sync_layers.end_backward()
+            self._sync_layers.end_backward()  # of a rank that has run no backward; after one it does nothing
         finally:
             self._sync_layers.abandon()
 
@@ -332,6 +334,7 @@ class DDPJoinHook(JoinHook):
     @override
     def main_hook(self) -> None:
         """Take part in one step with zero gradients. Collective."""
+        # The order is that of `_pre_forward`, forward, `_post_forward` and backward on the ranks with data.
         ddp = self._ddp
         ddp._sync_layers.open(has_batch=False)
         if ddp.will_sync_module_buffers():
@@ -345,6 +348,7 @@ class DDPJoinHook(JoinHook):
     @override
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take over the model of a rank that trained to the end. Collective."""
+        # Several ranks may end with the same step. All have the same model, but for buffers.
         src = common_rank(self._ddp, candidate=is_last_joiner)
         self._ddp._authoritative_rank = src
         self._ddp._model_sync.broadcast(src=src, with_buffers=self._ddp.forward_sync_buffers)

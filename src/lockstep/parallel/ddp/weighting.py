@@ -221,6 +221,7 @@ class AccumulationWindow:
         if self._given is _Given.NOTHING or (self._given is _Given.COUNTED and self.is_weighed):
             return
         weight = self._weight
+        # Masked gradients are zeros, so they may be added to what is there. Others of weight zero may be NaN.
         is_masked = weight == 0 and self._shares_batch
         if arrived is not None and (is_masked or (self.is_weighed and (self._stashed or weight != self.unit))):
             raise ConfigurationError(
@@ -233,6 +234,7 @@ class AccumulationWindow:
         if weight == 0 and not is_masked:
             self._stash(arrived)
         else:
+            # What is there is brought to the new unit, so that autograd can add to it.
             unit = weight or self.unit or 1.0
             if self.unit not in (0.0, unit):
                 for gradient in self._accumulated(used):
@@ -278,6 +280,7 @@ class AccumulationWindow:
             return False
         index, version = self._last_arrival
         last = self._parameters[index].grad
+        # The version tells without reading: only where something has changed it are the elements looked at.
         if index == arrived or (last is not None and last._version == version):
             return False
         return all_zero(self._accumulated(used, but=arrived))

@@ -162,7 +162,7 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
     def _connect(self) -> None:
         """Make everything that holds the process group, and watch the parameters. Sends nothing."""
         if self.device.type == "cpu":
-            keep_freed_memory()
+            keep_freed_memory()  # or each step's activations go back to the system, and come again as zeroed pages
         group = self.process_group
         self._model_sync = ModelSync(self.module, self.parameters_to_ignore, group, self.device)
         self._wrapped_parameters = WrappedParameters(self.module, self.parameters_to_ignore)
@@ -207,7 +207,7 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
                 "This pickle holds a DistributedDataParallel of another class than lockstep's.\n"
                 "Load it with the class that wrote it, and save model.module.state_dict() instead."
             )
-        self.process_group = default_group()
+        self.process_group = default_group()  # groups cannot be pickled
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._connect()
 
@@ -238,6 +238,7 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
         if is_training:
             self._wrapped_parameters.check()
         self._add_asked_observers()
+        # In this order, and the same in `DDPJoinHook`: ranks that have joined mirror each collective.
         self._reducer.begin_forward(will_sync=is_training and self.require_backward_grad_sync)
         is_joining = self._join_config.enable
         if is_joining:
@@ -274,7 +275,7 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
         self.require_forward_param_sync = is_training and self.require_backward_grad_sync
         if not is_training:
             return output
-        self._reducer.disarm()
+        self._reducer.disarm()  # forget what the last forward promised, and a backward that failed
         if not self.require_backward_grad_sync:
             self._reducer.expect_accumulation(output)
             return output
