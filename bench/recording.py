@@ -25,7 +25,7 @@ import lockstep
 from bench.harness import SECTION_TIMEOUT_S, Rounds, parser, record, run_rounds, show, slowest, summarize
 from lockstep.telemetry.live_view import picture
 from lockstep.telemetry.metrics import Snapshot, SnapshotSink
-from lockstep.telemetry.run_record import PERIOD_S, PeriodicThread
+from lockstep.telemetry.run_record import PERIOD_S
 from lockstep.train.recording import RunRecord
 from lockstep.train.settings import FitSettings
 from lockstep.train.trainer import Trainer
@@ -81,19 +81,14 @@ class Contender:
 
     def turn(self, num_steps: int) -> float:
         """Return the seconds of a step on the slowest rank. Collective: every rank."""
-        beats = None if self._record is None else PeriodicThread(self._record.beat, PERIOD_S)
         slowest(0.0)
         began = time.perf_counter()
         for _ in range(num_steps):
             if self._record is None:
                 self._loop.step()
             else:
-                self._record.begin()
                 self._record.step(self._loop.step())
-        seconds = slowest(time.perf_counter() - began) / num_steps
-        if beats is not None:
-            beats.stop()
-        return seconds
+        return slowest(time.perf_counter() - began) / num_steps
 
     def close(self) -> None:
         """End what still runs."""

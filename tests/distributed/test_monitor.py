@@ -195,19 +195,37 @@ def check_record(folder, last_event, last_text):
     assert sentences(view)[0].startswith("train.py trains ")
 
 
-def test_a_script_that_knows_nothing_of_it_is_recorded_under_run_and_computes_the_same_bits(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    plain = ["run", "--devices", "2", "train.py", "plain.pt"]
-    watched = ["run", "--monitor", "runs/first", "--devices", "2", "train.py", "watched.pt", "3"]
-    done = command(*plain, cwd=tmp_path), command(*watched, cwd=tmp_path)
-    assert (done[0].code, done[1].code) == (0, 1)
-    assert "recorded" not in done[0].err
-    assert "lockstep: recorded in runs/first; look at it with: lockstep report runs/first" in done[1].err.splitlines()
+def test_a_script_that_knows_nothing_of_it_is_recorded_and_computes_the_same_bits(ranks, tmp_path):
+    """What each rank of ``lockstep run --monitor`` does, on the ranks of the pool."""
+    source = SCRIPT.replace('dist.init_process_group("gloo")', "").replace("dist.destroy_process_group()", "")
+
+    def both(world):
+        import os
+
+        from lockstep.observe import monitor
+
+        environment = {"RANK": str(world.rank), "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "run"}
+        os.environ.update(environment)
+        argv = sys.argv
+        try:
+            for name in ("plain.pt", "watched.pt"):
+                sys.argv = ["train.py", str(tmp_path / name)]
+                if name == "watched.pt":
+                    monitor.attach(str(tmp_path / "runs"))
+                exec(compile(source, "train.py", "exec"), {"__name__": "__main__"})
+            monitor._attached.pop().stop()
+        finally:
+            sys.argv = argv
+            for name in environment:
+                del os.environ[name]
+
+    ranks(2, warnings="ignore")(both)
     one, other = torch.load(tmp_path / "plain.pt"), torch.load(tmp_path / "watched.pt")
     assert all(torch.equal(one[name], other[name]) for name in one)
-    check_record(tmp_path / "runs" / "first", "error", "SystemExit: 3")
+    check_record(tmp_path / "runs", "end", "16 steps done")
 
 
+@pytest.mark.soak
 def test_a_script_with_the_line_in_it_is_recorded_under_torchrun(tmp_path):
     line = 'import lockstep; watch = lockstep.monitor(model, optimizer, loader, run_dir="mine")'
     (tmp_path / "train.py").write_text(SCRIPT.replace("# MONITOR", line))
@@ -267,14 +285,17 @@ def test_a_script_that_records_itself_is_left_to_that(tmp_path):
     (tmp_path / "others.py").write_text(OTHERS)
     done = command("run", "--devices", "1", "--monitor", "runs", "others.py", "mine", cwd=tmp_path)
     assert done.code == 1 and "RuntimeError: on purpose" in done.err
+    assert "lockstep: recorded in runs; read it with: lockstep report runs" in done.err.splitlines()
     for folder, num_steps, last in (("runs", 5, "end: 5 steps done"), ("mine", 3, "error: RuntimeError: on purpose")):
         record = view_run(tmp_path / folder).run.ranks[0]
         assert len(record.steps) == num_steps
         assert f"{record.events[-1].event}: {record.events[-1].text}" == last
 
 
-def test_that_nothing_was_recorded_is_said(tmp_path):
+def test_that_nothing_was_recorded_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lockstep.launcher.cli.supervise", lambda *_, **__: None)
     (tmp_path / "idle.py").touch()
-    done = command("run", "--devices", "1", "--monitor", "none", "idle.py", cwd=tmp_path)
+    start(["--devices", "1", "--monitor", "none", "idle.py"])
     reason = "no rank ran forward and backward of a torch model that could be seen"
-    assert (done.code, done.err) == (0, f"lockstep: nothing was recorded in none: {reason}\n")
+    assert capsys.readouterr().err == f"lockstep: nothing was recorded in none: {reason}\n"

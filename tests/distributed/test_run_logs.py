@@ -95,6 +95,7 @@ task = lockstep.Task(
 """
 
 
+@pytest.mark.soak
 def test_train_keeps_what_its_ranks_write(tmp_path):
     (tmp_path / "task.py").write_text(TASK)
     options = ["--devices", "2", "--steps", "2", "--quiet", "--log-level", "warning", "--log-dir", "logs"]

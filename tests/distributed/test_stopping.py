@@ -121,6 +121,7 @@ def test_sigterm_stops_all_ranks_after_a_step_and_the_run_goes_on_from_there(sta
     assert logged + rest.losses == pytest.approx(whole, rel=1e-12)
 
 
+@pytest.mark.soak
 def test_a_script_of_ones_own_is_told_and_the_launcher_passes_the_code_on(start, tmp_path):
     process = start("run", "--devices", 2, "script.py")
     # As SLURM does: to all processes of the job at once.
@@ -138,7 +139,7 @@ def test_a_script_of_ones_own_is_told_and_the_launcher_passes_the_code_on(start,
 
 def test_a_second_ctrl_c_does_not_wait_for_a_step_that_does_not_end(start, tmp_path):
     stuck = tmp_path / "stuck"
-    process = start("run", "--devices", 2, "script.py", STUCK=str(stuck))
+    process = start("run", "--devices", 1, "script.py", STUCK=str(stuck))
     ranks = descendants(process)
     stuck.touch()
     time.sleep(0.5)

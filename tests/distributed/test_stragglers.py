@@ -14,7 +14,7 @@ from torch import nn
 
 rank, slow = int(os.environ.get("RANK", "0")), os.environ["SLOW"]
 def nap(phase):
-    if rank == 3 and phase == slow: time.sleep(0.05)
+    if rank == 1 and phase == slow: time.sleep(0.05)
 class Samples(torch.utils.data.Dataset):
     def __len__(self): return 512
     def __getitem__(self, index): return torch.full((8,), float(index))
@@ -71,7 +71,7 @@ def stragglers(folder):
 
 def check(said, phase):
     rank, lost_ms, step_ms, where = said
-    assert (rank, where) == ("3", phase)
+    assert (rank, where) == ("1", phase)
     assert 45 <= int(lost_ms) <= 75
     assert int(lost_ms) <= int(step_ms)
 
@@ -79,19 +79,19 @@ def check(said, phase):
 @pytest.mark.timeout(100)
 def test_fit_says_who_is_slow_and_where(task, tmp_path, monkeypatch):
     monkeypatch.setenv("SLOW", "forward")
-    done = lockstep("train", task, "--devices", "4", "--steps", "14", "--run-dir", str(tmp_path / "run"))
+    done = lockstep("train", task, "--devices", "2", "--steps", "14", "--run-dir", str(tmp_path / "run"))
     [said] = re.findall(SAID, done.out)
     check(said, "forward")
     [line] = stragglers(tmp_path / "run")
     assert line["step"] == 12
-    assert line["text"].startswith("rank 3 is slow: ")
+    assert line["text"].startswith("rank 1 is slow: ")
     assert "slow" not in done.err  # the launcher leaves it to fit
 
 
 @pytest.mark.timeout(100)
 def test_the_launcher_says_it_for_a_script(task, monkeypatch):
     monkeypatch.setenv("SLOW", "")
-    done = lockstep("run", "--devices", "4", task)
+    done = lockstep("run", "--devices", "2", task)
     said = re.findall(SAID, done.err)
     assert done.code == 0
     assert [each[3] for each in said][:2] == ["backward", "optimizer"]
@@ -100,9 +100,8 @@ def test_the_launcher_says_it_for_a_script(task, monkeypatch):
 
 
 WAYS = [
-    ("torch-ddp", {}, "backward"),
     ("torch-ddp", {}, "forward"),
-    ("ddp", {"reproducible": 4}, "backward"),
+    ("ddp", {"reproducible": 2}, "backward"),
     ("ddp-zero1", {}, "loader"),
     ("fsdp", {}, "backward"),
 ]
@@ -121,8 +120,8 @@ def test_it_does_with_other_engines_too(ranks, tmp_path):
             folder = tmp_path / str(number)
             space["lockstep"].fit(space["task"], strategy=strategy, steps=24, quiet=True, run_dir=folder, **how)
 
-    ranks(4, warnings="ignore")(train)
+    ranks(2, warnings="ignore")(train)
     for number, (*_, phase) in enumerate(WAYS):
         found = [re.search(SAID, line["text"]).groups() for line in stragglers(tmp_path / str(number))]
-        assert found and {(rank, where) for rank, _, _, where in found} == {("3", phase)}, (number, found)
+        assert found and {(rank, where) for rank, _, _, where in found} == {("1", phase)}, (number, found)
         assert 30 < int(found[0][1]) < 120

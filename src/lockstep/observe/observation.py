@@ -32,7 +32,6 @@ from lockstep.telemetry.provenance import Provenance, gather
 from lockstep.telemetry.resources import MachineSampler
 from lockstep.telemetry.run_record import (
     Event,
-    PeriodicThread,
     Reduction,
     RunFolder,
     StepRecorder,
@@ -210,8 +209,8 @@ class Observation:
         self._device = device = next(each.device for each in trained_parameters(models))
         self._engine = find_engine(models, self._num_peers)
         self._folder = self._open_folder(loaders, first_step, provenance)
-        self._recorder = StepRecorder(self._folder.writer)
-        self._thread = PeriodicThread(self._recorder.drain)
+        self._recorder = StepRecorder(self._folder.writer, sample=MachineSampler([device]))
+        self._recorder.start()
         self._sizes: Counter[int] = Counter()
         if restarts := num_restarts():
             self._event("restart", f"started again ({restarts} so far), and counts from {first_step}", first_step)
@@ -298,11 +297,7 @@ class Observation:
         self.steps.is_over = True
         num_done = self.steps.num_done
         self._event("end" if text is None else "error", text or f"{num_done} steps done", num_done)
-        last = self._recorder.last_step
-        if text is None and last is not None and isinstance(last.end, torch.cuda.Event):
-            last.end.synchronize()
-        if self._thread.stop():
-            self._recorder.drain(at_once=True)
+        self._recorder.finish(waits=text is None)
         self._recorder.close()
         known: dict[str, Any] = {"num_steps": num_done}
         if self._sizes:
@@ -346,7 +341,6 @@ class Observation:
             machine=machine_name(),
             first_step=first_step,
             fresh=not first_step,
-            sample=MachineSampler([self._device]),
             gather=place.gather,
             name=place.name,
         )

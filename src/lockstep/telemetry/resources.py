@@ -6,7 +6,6 @@ import contextlib
 import os
 import resource
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -244,31 +243,3 @@ class MachineSampler:
 def _peak_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-# The figures of a machine for several that want them at about the same time: asked for once.
-
-_SAMPLE_FRESH_S = 1.5
-
-
-class SharedSample:
-    """Calls ``sample`` at most so often; between, returns what it said last. Safe to use from several threads.
-
-    Args:
-        sample: What takes its time.
-        fresh_s: For so long.
-    """
-
-    def __init__(self, sample: Callable[[], dict[str, Any]], fresh_s: float = _SAMPLE_FRESH_S) -> None:
-        self._sample, self._fresh_s = sample, fresh_s
-        self._lock = threading.Lock()
-        self._last: dict[str, Any] = {}
-        self._at_s = float("-inf")
-
-    def __call__(self) -> dict[str, Any]:
-        """Return the figures as a line."""
-        with self._lock:
-            if time.monotonic() - self._at_s >= self._fresh_s:
-                self._last = self._sample()
-                self._at_s = time.monotonic()
-            return self._last

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple, Protocol
@@ -248,12 +249,15 @@ class RecordedStep:
     is_skipped: bool = False
 
     @property
-    def is_known(self) -> bool:
-        """Whether the device has come to the end of all that is to be read. Does not block."""
+    def device_marks(self) -> list[Any]:
+        """The CUDA events behind which all that is to be read is there."""
         numbers = [*self.losses, self.grad_norm, self.counted]
-        arrivals = [number.arrived for number in numbers if number is not None]
-        marks = [self.end, *arrivals, *(end for _, end in self.copies)]
-        return all(mark is None or isinstance(mark, float) or mark.query() for mark in marks)
+        marks = [
+            self.end,
+            *(number.arrived for number in numbers if number is not None),
+            *(end for _, end in self.copies),
+        ]
+        return [mark for mark in marks if mark is not None and not isinstance(mark, float)]
 
     @property
     def loss(self) -> float | None:
@@ -456,11 +460,6 @@ class PeriodicThread:
         self._thread = threading.Thread(target=self._run, name="lockstep-recorder", daemon=True)
         self._thread.start()
 
-    @property
-    def is_over(self) -> bool:
-        """Whether it was stopped."""
-        return self._over.is_set()
-
     def stop(self) -> bool:
         """Have it end; return whether it has. Blocks some seconds at most."""
         self._over.set()
@@ -499,7 +498,6 @@ class LineWriter:
     Args:
         path: The file; its folder is made if it is not there.
         fresh: Whether to begin it anew.
-        sample: Called from the thread that writes, every other second; what it returns is written, too.
 
     Attributes:
         error: Why nothing is written any more; None if all is well.
@@ -508,7 +506,7 @@ class LineWriter:
         ConfigurationError: The file cannot be opened.
     """
 
-    def __init__(self, path: Path, *, fresh: bool, sample: Callable[[], Line] | None = None) -> None:
+    def __init__(self, path: Path, *, fresh: bool) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             # Written with `os.write` to a file opened for appending: a forked process has nothing to flush.
@@ -519,11 +517,9 @@ class LineWriter:
             ) from error
         self._path = path
         self._lines: deque[Line] = deque(maxlen=_MOST_WAITING)
-        self._sample = sample
         self._is_cut = not fresh and not _ends_in_newline(path)
-        self._num_beats = 0
         self.error: str | None = None
-        self._thread = PeriodicThread(self._beat, at_end=True)
+        self._thread = PeriodicThread(self._flush, at_end=True)
 
     def add(self, line: Line) -> None:
         """Have ``line`` written soon. Does not block."""
@@ -534,11 +530,7 @@ class LineWriter:
         if self._thread.stop():
             os.close(self._file)
 
-    def _beat(self) -> None:
-        if self._sample is not None and (self._num_beats % 2 == 0 or self._thread.is_over):
-            with contextlib.suppress(Exception):  # a machine that does not give its figures
-                self._lines.append(self._sample())
-        self._num_beats += 1
+    def _flush(self) -> None:
         texts = [to_line(self._lines.popleft()) for _ in range(len(self._lines))]
         if not texts or self.error is not None:
             return
@@ -607,7 +599,6 @@ class RunFolder:
         machine: The same for ranks with one clock.
         first_step: Steps done before.
         fresh: Whether the run begins anew: what an earlier run left in the folder is overwritten.
-        sample: Returns the figures of the machine, every other second.
         gather: Returns what each rank gives it.
         name: Of the session, where ranks cannot agree on one.
 
@@ -629,13 +620,12 @@ class RunFolder:
         machine: str,
         first_step: int,
         fresh: bool,
-        sample: Callable[[], Line],
         gather: Callable[[Any], list[Any]],
         name: str | None = None,
     ) -> None:
         writer, problem = None, ""
         try:
-            writer = LineWriter(folder / f"rank-{rank}.jsonl", fresh=fresh, sample=sample)
+            writer = LineWriter(folder / f"rank-{rank}.jsonl", fresh=fresh)
         except ConfigurationError as error:
             problem = str(error)
         began_at = time.time()
@@ -721,6 +711,9 @@ class StepMetricsSink(Protocol):
     def add_event(self, line: Line) -> None:
         """Take an event."""
 
+    def machine(self, line: Line) -> None:
+        """Take the figures of the machine."""
+
 
 class StepRecorder:
     """Takes the steps and events of this rank to its file, and to the metrics of the run; for ``fit`` and ``monitor``.
@@ -733,6 +726,7 @@ class StepRecorder:
     Args:
         writer: Of this rank's file; None if the run is not recorded.
         metrics: Takes steps and events as well.
+        sample: Returns the figures of the machine, every other second.
         steps_per_epoch: None for a stream.
     """
 
@@ -741,6 +735,7 @@ class StepRecorder:
         writer: LineWriter | None,
         metrics: StepMetricsSink | None = None,
         *,
+        sample: Callable[[], Line] | None = None,
         steps_per_epoch: int | None = None,
     ) -> None:
         self._writer, self._metrics, self._steps_per_epoch = writer, metrics, steps_per_epoch
@@ -748,6 +743,36 @@ class StepRecorder:
         self._draining = threading.Lock()
         self._downsampler, self._outliers = Downsampler(), OutlierSteps()
         self._last_begin: tuple[Mark, float] | None = None
+        self._sample, self._num_beats = sample, 0
+        self._then: Callable[..., None] = lambda **_: None
+        self._thread: PeriodicThread | None = None
+
+    def start(self, then: Callable[..., None] | None = None, period_s: float = PERIOD_S) -> None:
+        """Record from a thread beside training from now on.
+
+        Args:
+            then: Called each time what has come by then is recorded; with ``is_last=True`` at the end.
+            period_s: Between two times.
+        """
+        self._then = then or self._then
+        self._thread = PeriodicThread(self._beat, period_s)
+
+    def _beat(self) -> None:
+        self.drain()
+        if self._num_beats % 2 == 0:
+            self._take_sample()
+        self._num_beats += 1
+        self._then()
+
+    def _take_sample(self) -> None:
+        if self._sample is None:
+            return
+        with contextlib.suppress(Exception):  # a machine that does not give its figures
+            line = self._sample()
+            if self._metrics is not None:
+                self._metrics.machine(line)
+            if self._writer is not None:
+                self._writer.add(line)
 
     def add(self, step: RecordedStep) -> None:
         """Take a step, whose figures the device may still owe. Does not block."""
@@ -777,11 +802,6 @@ class StepRecorder:
         line = {"kind": "event", "event": event, "step": step, "time": began_s, "seconds": seconds, "text": text}
         self._queue.append(line if metrics is None else {**line, "metrics": dict(metrics)})
 
-    @property
-    def last_step(self) -> RecordedStep | None:
-        """The last step in the queue, for whoever wants to wait for the device before the end."""
-        return next((item for item in reversed(self._queue) if isinstance(item, RecordedStep)), None)
-
     def drain(self, *, at_once: bool = False) -> None:
         """Record the steps that the device is done with, and the events between them. Does not wait for the device.
 
@@ -795,7 +815,7 @@ class StepRecorder:
                 item = self._queue[0]
                 if not isinstance(item, RecordedStep):
                     self._record_event(item)
-                elif item.is_known:
+                elif all(mark.query() for mark in item.device_marks):
                     self._record_step(item)
                 elif not at_once:
                     return
@@ -803,6 +823,21 @@ class StepRecorder:
                 count += 1
                 if not at_once and count % _PIECE == 0 and len(self._queue) < _BEHIND:
                     time.sleep(_PIECE_PAUSE_S)
+
+    def finish(self, *, waits: bool) -> None:
+        """Record all that has come: nothing comes any more.
+
+        Args:
+            waits: Whether to block until the device is done; not after an error, which may have ended its work.
+        """
+        is_idle = self._thread is None or self._thread.stop()
+        last = next((item for item in reversed(self._queue) if isinstance(item, RecordedStep)), None)
+        if waits and last is not None:
+            for mark in last.device_marks:
+                mark.synchronize()
+        self._take_sample()
+        if guarded(partial(self.drain, at_once=True)) and is_idle:
+            guarded(partial(self._then, is_last=True))
 
     def close(self) -> None:
         """Write what is held, and close the file. Blocks some seconds at most, for the disk."""

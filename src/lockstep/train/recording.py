@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from lockstep import activity
+from lockstep.activity import one_line
 from lockstep.comm.clocks import machine_name, measure_clock_offsets
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.store import StatusKeys
@@ -43,17 +44,15 @@ from lockstep.telemetry.aggregator import (
 from lockstep.telemetry.live_view import summary
 from lockstep.telemetry.metrics import Snapshot, SnapshotSink
 from lockstep.telemetry.provenance import Provenance, gather
-from lockstep.telemetry.resources import MachineSampler, SharedSample
+from lockstep.telemetry.resources import MachineSampler
 from lockstep.telemetry.run_record import (
     PERIOD_S,
     Event,
     Number,
-    PeriodicThread,
     RecordedStep,
     Reduction,
     RunFolder,
     StepRecorder,
-    guarded,
     has_timeline,
     how_called,
     measure,
@@ -108,14 +107,15 @@ class RunRecord:
         self._metrics = RankMetrics(
             world.rank, self._num_ranks, host=platform.node(), device=devices, first_step=first_step
         )
-        self._sample = SharedSample(MachineSampler(trainer.devices))
         self._folder: RunFolder | None = None
         self._writer = None
         if settings.run_dir is not None:
             self._folder = self._open_folder(Path(settings.run_dir), task, settings, num_steps)
             self._writer = self._folder.writer
         steps_per_epoch = trainer.plan.order.steps_per_epoch
-        self._recorder = StepRecorder(self._writer, self._metrics, steps_per_epoch=steps_per_epoch)
+        self._recorder = StepRecorder(
+            self._writer, self._metrics, sample=MachineSampler(trainer.devices), steps_per_epoch=steps_per_epoch
+        )
         stamps = BucketStamps(self._device)
         self._stamps = stamps if trainer.strategy.stamp_buckets(stamps) else None
         trainer.strategy.times_waits = True
@@ -139,8 +139,6 @@ class RunRecord:
         self._aggregator = Aggregator(
             self._metrics, StatusKeys(world, self._num_ranks), constants, world_size=self._num_ranks
         )
-        self._thread: PeriodicThread | None = None
-        self._num_beats = 0
         self._is_over = self._has_ended = False
         if restarts:
             self.event("restart", f"start {restarts + 1} of this run")
@@ -152,7 +150,7 @@ class RunRecord:
         if self._world.is_rank_zero:
             self._aggregator.deliveries += [] if display is None else [DirectDispatch(display)]
             self._aggregator.deliveries += [ThreadedDispatch(sink) for sink in sinks]
-        self._thread = PeriodicThread(self._beat, PERIOD_S * max(1.0, self._num_ranks / _RANKS_A_SECOND))
+        self._recorder.start(self._aggregator.beat, PERIOD_S * max(1.0, self._num_ranks / _RANKS_A_SECOND))
 
     def step(self, record: StepRecord) -> RecordedStep:
         """Take a step that has just ended on the host, and return it as it is recorded. Does not block."""
@@ -264,26 +262,12 @@ class RunRecord:
         if self._is_over:
             return
         self._is_over = True
-        is_idle = self._thread is None or self._thread.stop()
         error = sys.exc_info()[1]
         has_failed = error is not None and not self._has_ended  # not one that fit was called in the handler of
         if error is not None and has_failed:
-            first = (str(error).splitlines() or [""])[0]
-            self.event("error", f"{type(error).__name__}: {first}")
+            self.event("error", one_line(error))
         self._release(None)
-        last = self._recorder.last_step
-        if not has_failed and last is not None and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        if guarded(partial(self._recorder.drain, at_once=True)) and is_idle:
-            guarded(partial(self._aggregator.beat, is_last=True))
-
-    def _beat(self) -> None:
-        """Measure what has been done by now, and send it. For the thread beside training."""
-        self._recorder.drain()
-        if self._num_beats % 2 == 0:
-            self._metrics.machine(self._sample())
-        self._num_beats += 1
-        self._aggregator.beat()
+        self._recorder.finish(waits=not has_failed)
 
     def _release(self, until: float | None) -> None:
         """Hand the last step to the recorder, which lasted until then."""
@@ -304,7 +288,6 @@ class RunRecord:
             machine=machine_name(),
             first_step=trainer.num_steps_done,
             fresh=not trainer.num_steps_done and not num_restarts(),
-            sample=self._sample,
             gather=partial(all_gather_object, group=world.group, device=world.device),
         )
         parameters = _parameters_of(trainer)
