@@ -54,6 +54,14 @@ def replace_file(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if the file is not there, or holds something else."""
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(path.read_bytes())
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
 def forget_ranks(folder: Path) -> None:
     """Remove what ranks that have ended wrote about themselves; there may be fewer of them after a restart."""
     for kind in (HEARTBEAT, STEP, FAILURE, CRASH):
@@ -72,10 +80,7 @@ def write_failure(folder: str | os.PathLike[str], rank: int | str, failure: dict
 
 def read_failure(folder: Path, rank: int | str) -> dict[str, Any]:
     """Return why a rank failed; empty if it left nothing."""
-    with contextlib.suppress(OSError, ValueError):
-        failure = json.loads(rank_file(folder, FAILURE, rank).read_bytes())
-        return failure if isinstance(failure, dict) else {}
-    return {}
+    return read_object(rank_file(folder, FAILURE, rank))
 
 
 # Graceful stop: a rank that can stop and save announces it; the launcher requests it; each rank then reports what it

@@ -142,7 +142,6 @@ def wandb(monkeypatch):
 
     fake = ModuleType("wandb")
     fake.init, fake.Settings = init, lambda **settings: SimpleNamespace(**settings)
-    fake.Table = lambda *, columns, data: [dict(zip(columns, row, strict=True)) for row in data]
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.delitem(sys.modules, "lockstep.telemetry.sinks.wandb_run", raising=False)
     module = importlib.import_module("lockstep.telemetry.sinks.wandb_run")
@@ -157,18 +156,17 @@ def test_wandb_gets_one_run_with_steps_that_grow(wandb, tmp_path):
     assert len(run_id) == 8
     assert sink.where == f"metrics go to Weights & Biases: run {run_id}, offline in offline/files"
     feed(sink, snapshot(5, EVALUATED), snapshot(8, event("error", 8)))
-    assert [call[:2] for call in wandb.calls[1:]] == [("log", 4), ("log", 5), ("log", 8), ("log", 8), ("finish", 1)]
+    assert [call[:2] for call in wandb.calls[1:]] == [("log", 4), ("log", 5), ("log", 8), ("finish", 1)]
     assert wandb.calls[1][2] == {"eval/loss": 0.25}
     assert wandb.calls[3][2]["train/loss"] == pytest.approx(4 / 9)
-    assert [row["text"] for row in wandb.calls[4][2]["events"]] == ["evaluation!", "error!"]
     wandb.calls.clear()
 
     going_on = facts(first_step=4, is_fresh=False, memory=tmp_path)
     sink = wandb.module.WandbRun("me/digits", going_on, SinkState("wandb:me/digits", going_on))
     feed(sink, snapshot(6, EVALUATED), snapshot(9, event("end", 9)))
     assert wandb.calls[0][3] == run_id
-    # What is done again was told already; the table of events comes last.
-    assert [call[:2] for call in wandb.calls[1:]] == [("log", 9), ("log", 9), ("finish", 0)]
+    # What is done again is known already.
+    assert [call[:2] for call in wandb.calls[1:]] == [("log", 9), ("finish", 0)]
 
 
 class FakeMlflow:
@@ -197,9 +195,6 @@ class FakeMlflow:
 
     def update_run(self, run_id, status=None):
         self.calls.append(("update", run_id, status))
-
-    def log_text(self, run_id, text, artifact_file):
-        self.calls.append(("text", artifact_file, text))
 
     def set_terminated(self, run_id, status=None):
         self.calls.append(("end", run_id, status))
@@ -236,7 +231,6 @@ def test_mlflow_gets_one_run_with_parameters_once_and_steps_that_grow(mlflow, tm
     assert calls[0] == ("batch", "abc", {4}, {"eval/loss": 0.25})
     assert [call[2] for call in calls[1:3]] == [{5}, {8}]
     assert calls[3:] == [
-        ("text", "events/from-step-0.txt", "step 4  rank 0  evaluation: evaluation!\nstep 8  rank 0  stop: stop!\n"),
         ("end", "abc", "KILLED"),
     ]
     calls.clear()

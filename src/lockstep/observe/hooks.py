@@ -32,8 +32,8 @@ class Hook:
     that is watched, such as one for averaged weights, is not watched.
     """
 
+    # Keeps torch from warning that tensors are pickled without it.
     __torch_unserializable__ = True
-    """Keeps torch from warning that tensors are pickled without it."""
 
     def __init__(self, listener: Callable[..., object] | None = None, fail: Fail | None = None) -> None:
         self._listener, self._fail = listener, fail

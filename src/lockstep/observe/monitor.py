@@ -34,8 +34,8 @@ from lockstep.telemetry.run_record import Number, num_restarts
 # the same, but compiled models warn of those. What is compiled while calls are checked may be compiled again later, so
 # as soon as a compiled model is found, no further ones are searched for.
 
+# After so many steps of optimizers all models have been seen.
 _NUM_STEPS = 3
-"""After so many steps of optimizers all models have been seen."""
 _MOST_CALLS = 20_000
 
 _attached: list[Attached] = []
@@ -150,8 +150,8 @@ def _failure() -> str | None:
 
 Batch = TypeVar("Batch")
 
+# Values a step that are averaged.
 _MOST_LOSSES = 1024
-"""Values a step that are averaged."""
 
 
 class Watch:

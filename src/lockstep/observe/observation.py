@@ -162,8 +162,8 @@ def find_place() -> Place:
 
 # --- the hooks and the record -----------------------------------------------------------------------------------------
 
+# The batch size of the record is the most frequent one of so many steps.
 _NUM_SIZED = 1000
-"""The batch size of the record is the most frequent one of so many steps."""
 
 
 class Observation:

@@ -56,11 +56,11 @@ class Listener(Protocol):
         """Take an evaluation: when it began, and how long training stood still for it."""
 
 
+# Waits for batches that are kept until a forward shows what they were for.
 _MOST_BATCHES = 256
-"""Waits for batches that are kept until a forward shows what they were for."""
 
+# After so many steps of others without one of its own, an optimizer is not the lead any more.
 _SILENT = 8
-"""After so many steps of others without one of its own, an optimizer is not the lead any more."""
 
 
 class _Now(Enum):
@@ -71,8 +71,8 @@ class _Now(Enum):
     OPTIMIZER = "an optimizer's step"
 
 
+# A mark, when the host came to it, and how long it had been in collectives of ours by then; tuples are quick.
 Moment = tuple[Mark, float, float]
-"""A mark, when the host came to it, and how long it had been in collectives of ours by then; tuples are quick."""
 
 
 class Steps:

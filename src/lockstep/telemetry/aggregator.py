@@ -175,8 +175,8 @@ def with_waits(ranks: Iterable[RankFigures]) -> tuple[RankFigures, ...]:
 
 # --- to displays and sinks, so that neither their slowness nor their errors reach training ----------------------------
 
+# How long the end of a run waits for a sink.
 CLOSE_S = 10.0
-"""How long the end of a run waits for a sink."""
 
 
 class DirectDispatch:

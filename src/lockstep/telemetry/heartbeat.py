@@ -27,16 +27,16 @@ from typing import Any, NamedTuple
 
 from lockstep import activity
 from lockstep.activity import name_of_bucket, one_line
-from lockstep.run_folder import HEARTBEAT, STACKS, STEP, rank_file, replace_file
+from lockstep.run_folder import HEARTBEAT, STACKS, STEP, rank_file, read_object, replace_file
 
+# Above SIGRTMIN: the signal at which a rank writes its stacks; programs use SIGUSR1 and SIGUSR2 themselves.
 STACKS_SIGNAL_OFFSET = 11
-"""Above SIGRTMIN: the signal at which a rank writes its stacks; programs use SIGUSR1 and SIGUSR2 themselves."""
 
 _PERIOD_S = 0.5
 _MEMORY_PERIOD_S = 2.0
 _NUM_FRAMES = 120
+# After this part of the patience at one place, a rank asks torch once which collective was the last.
 _RECORDED_AFTER = 0.5
-"""After this part of the patience at one place, a rank asks torch once which collective was the last."""
 
 
 def imported(name: str) -> Any:
@@ -48,8 +48,8 @@ def imported(name: str) -> Any:
 
 # --- the files --------------------------------------------------------------------------------------------------------
 
+# The step in a loop of ours, counted from 1; optimizer steps done in any other. 0 for neither.
 _COUNTER = struct.Struct("qq")
-"""The step in a loop of ours, counted from 1; optimizer steps done in any other. 0 for neither."""
 
 
 def make_step_counter(run_dir: str, rank: int) -> memoryview:
@@ -73,11 +73,7 @@ def read_step_counter(run_dir: Path, rank: int) -> tuple[int | None, int]:
 
 def read_heartbeat(run_dir: Path, rank: int) -> dict[str, Any]:
     """Return what a rank wrote last; empty if there is nothing, or nothing that can be read."""
-    try:
-        content = json.loads(rank_file(run_dir, HEARTBEAT, rank).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return read_object(rank_file(run_dir, HEARTBEAT, rank))
 
 
 class Heartbeat:
@@ -193,26 +189,27 @@ class _KeepAlive:
 
     def check(self) -> None:
         """Set keepalive on new connections, if there are other machines."""
-        if not self._has_peers:
-            return
-        world = getattr(imported("torch.distributed.distributed_c10d"), "_world", None)
-        with contextlib.suppress(RuntimeError):  # another thread makes or destroys one just now
-            groups = {id(group) for group in getattr(world, "pg_map", ())}
-            if groups - self._groups:
-                from lockstep.comm.network import set_keepalive
+        groups = {id(group) for group in _process_groups()} if self._has_peers else set()
+        if groups - self._groups:
+            from lockstep.comm.network import set_keepalive
 
-                set_keepalive()
-            self._groups = groups
+            set_keepalive()
+        self._groups = groups
+
+
+def _process_groups() -> list[Any]:
+    world = getattr(imported("torch.distributed.distributed_c10d"), "_world", None)
+    with contextlib.suppress(RuntimeError):  # another thread makes or destroys one just now
+        return list(getattr(world, "pg_map", ()))
+    return []
 
 
 def _num_calls() -> int:
     """Return how often this process has called collectives, as far as its process groups count them."""
-    c10d, total = imported("torch.distributed.distributed_c10d"), activity.now.num_calls
-    groups = getattr(getattr(c10d, "_world", None), "pg_map", ())
-    with contextlib.suppress(RuntimeError):  # another thread makes or destroys one just now
-        for group in list(groups):
-            with contextlib.suppress(Exception):  # groups written in Python need not count
-                total += group._get_sequence_number_for_group()
+    total = activity.now.num_calls
+    for group in _process_groups():
+        with contextlib.suppress(Exception):  # groups written in Python need not count
+            total += group._get_sequence_number_for_group()
     return total
 
 

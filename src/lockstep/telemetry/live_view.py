@@ -23,6 +23,10 @@ from lockstep.telemetry.metrics import EventFigures, RankFigures, Snapshot, Snap
 
 # --- in words: pure functions of the ranks' figures -------------------------------------------------------------------
 
+# Name, letter and colours of each part of a step.
+#
+# The colours are those of Okabe and Ito, which people tell apart however they see colours; by the letters the bar can
+# be read without any.
 STYLES = {
     "data_wait_s": ("data wait", "D", "#000000 on #E69F00"),
     "forward_s": ("forward", "F", "#000000 on #56B4E9"),
@@ -31,15 +35,10 @@ STYLES = {
     "peers_s": ("waiting for ranks", "W", "#000000 on #D55E00"),
     "optimizer_s": ("optimizer", "O", "#000000 on #CC79A7"),
 }
-"""Name, letter and colours of each part of a step.
-
-The colours are those of Okabe and Ito, which people tell apart however they see colours; by the letters the bar can be
-read without any.
-"""
 
 _NAMED_SHARE = 0.03
+# A rank is called the slowest if its own work takes so much longer than that of the middle one.
 _SLOWER = 0.05
-"""A rank is called the slowest if its own work takes so much longer than that of the middle one."""
 
 
 def name_of(part: str, ranks: Sequence[RankFigures]) -> str:
@@ -127,8 +126,8 @@ def size(num_bytes: float) -> str:
 
 # --- as lines for a terminal: pure functions of a snapshot and of the room there is ----------------------------------
 
+# With more ranks, only those with the most work of their own have a line.
 MOST_RANKS = 16
-"""With more ranks, only those with the most work of their own have a line."""
 _NUM_SLOWEST = 6
 
 _MOST_EVENTS = 3
@@ -258,8 +257,8 @@ def _event(event: EventFigures) -> Text:
 
 # --- drawn again and again --------------------------------------------------------------------------------------------
 
+# Events that whoever shows a run prints as lines that stay; they have no place in the view.
 PRINTED_EVENTS = ("evaluation", "skipped", "straggler", "remark")
-"""Events that whoever shows a run prints as lines that stay; they have no place in the view."""
 
 
 class LastRates:

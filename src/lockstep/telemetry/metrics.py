@@ -59,6 +59,7 @@ def _metrics_of(cls: type, prefix: str) -> Iterator[Metric]:
 
 # --- of one rank ------------------------------------------------------------------------------------------------------
 
+# What the time of a step goes into, in the order in which it passes; names of `RankFigures`.
 PARTS = {
     "data_wait_s": "waiting for samples",
     "forward_s": "model and loss",
@@ -67,7 +68,6 @@ PARTS = {
     "peers_s": "waiting for ranks that come later",
     "optimizer_s": "the update",
 }
-"""What the time of a step goes into, in the order in which it passes; names of `RankFigures`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +138,7 @@ class RankFigures:
         return None if self.step_s is None else self.step_s - (self.exposed_s or 0.0)
 
 
+# Each rank has them: one for each in Prometheus, elsewhere the `Spread` over the ranks.
 RANK_METRICS = (
     *_metrics_of(RankFigures, "rank/"),
     Metric(
@@ -153,7 +154,6 @@ RANK_METRICS = (
         attrgetter("wire_s"),
     ),
 )
-"""Each rank has them: one for each in Prometheus, elsewhere the `Spread` over the ranks."""
 
 
 def shares(ranks: Iterable[RankFigures]) -> dict[str, float]:
@@ -304,6 +304,7 @@ def _share(part: str) -> Metric:
     )
 
 
+# Of the run as a whole.
 METRICS = (
     *_metrics_of(Snapshot, "train/"),
     Metric(
@@ -320,7 +321,6 @@ METRICS = (
     ),
     *(_share(part) for part in PARTS),
 )
-"""Of the run as a whole."""
 
 EVALUATION = Metric("eval/{metric}", "lockstep_eval", "what the last evaluation found: the loss, and the task's own")
 EVENT_COUNT = Metric(
@@ -332,12 +332,12 @@ EVENT_SECONDS = Metric(
 
 ALL_METRICS = (*METRICS, *RANK_METRICS, *BUCKET_METRICS, EVALUATION, EVENT_COUNT, EVENT_SECONDS)
 
+# In Prometheus alone: always 1, with the labels ``rank``, ``host`` and ``device``.
 RANK_INFO = "lockstep_rank_info"
-"""In Prometheus alone: always 1, with the labels ``rank``, ``host`` and ``device``."""
+# In Prometheus alone: always 1, with what the run is as labels; see docs/watching.md.
 RUN_INFO = "lockstep_run_info"
-"""In Prometheus alone: always 1, with what the run is as labels; see docs/watching.md."""
+# In Prometheus alone: when the figures were taken, in Unix time.
 UPDATED = "lockstep_updated_timestamp_seconds"
-"""In Prometheus alone: when the figures were taken, in Unix time."""
 
 
 def scalars(snapshot: Snapshot) -> dict[str, float]:

@@ -19,22 +19,22 @@ from pathlib import Path
 
 HAS_PROC = os.path.isdir("/proc/self")
 
+# States of a process that a signal such as SIGSTOP, or a debugger, holds.
 STOPPED = ("T", "t")
-"""States of a process that a signal such as SIGSTOP, or a debugger, holds."""
 
+# The share of a core above which a rank is taken to compute.
 BUSY = 0.2
-"""The share of a core above which a rank is taken to compute."""
 
+# A process that polls for a file does so; and so does one that waits in our shared memory.
 WAKES_UP = "it wakes up again and again"
-"""A process that polls for a file does so; and so does one that waits in our shared memory."""
 
+# The share of a core that idle threads of torch and its backends stay well below.
 _STIRS = 0.02
-"""The share of a core that idle threads of torch and its backends stay well below."""
 _MIN_BYTES = 32 * 1024
+# DataLoader's own waiting wakes up every five seconds.
 _WAKEUPS_PER_S = 0.5
-"""DataLoader's own waiting wakes up every five seconds."""
+# The part of the samples in which a thread is in one state, for that to be what it is in.
 _MOST = 0.5
-"""The part of the samples in which a thread is in one state, for that to be what it is in."""
 
 
 @dataclass(frozen=True)
@@ -163,16 +163,16 @@ def _counted(path: str, *names: str) -> int:
 
 Frames = Sequence[Sequence[str | int]]
 
+# A heart beats twice a second: after this long, no Python thread of the rank runs.
 SILENT_S = 2.0
-"""A heart beats twice a second: after this long, no Python thread of the rank runs."""
 
 _STDLIB = os.path.dirname(os.__file__)
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _LIBRARIES = ("site-packages", "dist-packages", "<frozen", f"{os.sep}lockstep{os.sep}launcher{os.sep}")
+# What of the package users may have heard of: named where none of their own lines is under way.
 _KNOWN = (f"{_PACKAGE}train{os.sep}", f"{_PACKAGE}data{os.sep}", f"{_PACKAGE}parallel{os.sep}")
-"""What of the package users may have heard of: named where none of their own lines is under way."""
+# What a script calls itself; our own collectives mark that they wait, see `lockstep.activity.waiting`.
 _COLLECTIVE_FILES = ("torch/distributed/distributed_c10d.py", "lockstep/comm/world.py")
-"""What a script calls itself; our own collectives mark that they wait, see `lockstep.activity.waiting`."""
 _NOT_CALLED = ("_", "wrapper")
 _WAITS = (".wait(", ".synchronize(")
 _GPU_WAITS = (*_WAITS, ".item(", ".cpu(", ".tolist(", ".numpy(", "float(", "print(", ".backward(")

@@ -22,8 +22,8 @@ from lockstep.telemetry.rank_state import process_tree
 
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
+# What comes before a line for each rank.
 OF_EACH = "Memory of the ranks of this machine, as last seen:"
-"""What comes before a line for each rank."""
 
 SHM = "/dev/shm"
 PROC = Path("/proc")

@@ -24,21 +24,22 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from lockstep.activity import one_line
 from lockstep.errors import ConfigurationError
-from lockstep.run_folder import hide_secrets, replace_file
+from lockstep.run_folder import hide_secrets, read_object, replace_file
 from lockstep.telemetry.metrics import RANK_METRICS
 
 Line = dict[str, Any]
 
 # --- the names of everything that is recorded: files and dashboards depend on them ----
 
+# Grows when a name or a meaning changes, not when one is added.
 VERSION = 1
-"""Grows when a name or a meaning changes, not when one is added."""
 
 RUN_FILE = "run.json"
 RANK_FILES = "rank-*.jsonl"
 
 _RANK = {metric.name.removeprefix("rank/"): metric.meaning for metric in RANK_METRICS}
 
+# Of a line of kind ``step``.
 STEP = {
     "step": "number of the (first) step of the line, counted from 0 over all epochs",
     "num_steps": "steps that the line stands for; times are their means",
@@ -58,19 +59,19 @@ STEP = {
     "counts": "what the loss of the global batch is a mean over if not samples, such as tokens; null if samples",
     "tokens_per_s": "these, over `interval_s`, whatever it is that the task counts; null if samples",
 }
-"""Of a line of kind ``step``."""
 
 MACHINE_FIGURES = (
     *("memory_bytes", "memory_peak_bytes", "rss_bytes", "workers_rss_bytes", "num_workers", "cpu_percent"),
     *("workers_cpu_percent", "load", "gpu_percent", "gpu_power_w", "gpu_temperature_c"),
 )
+# Of a line of kind ``machine``, written every two seconds or so.
 MACHINE = {
     "time": "Unix time of this rank's host",
     **{name: _RANK[name] for name in MACHINE_FIGURES},
     "rss_peak_bytes": "the most resident memory so far",
 }
-"""Of a line of kind ``machine``, written every two seconds or so."""
 
+# Of a line of kind ``timeline``, written for some steps; see `has_timeline` in lockstep.telemetry.run_record.
 TIMELINE = {
     "step": "number of the step",
     "time": "when it began, Unix time of this rank's host",
@@ -79,8 +80,8 @@ TIMELINE = {
     "waited_from": "when this rank's own work of backward was done, and it waited for buckets; null if not known",
     "waited_until": "when it had them",
 }
-"""Of a line of kind ``timeline``, written for some steps; see `has_timeline` in lockstep.telemetry.run_record."""
 
+# Of a line of kind ``event``.
 EVENT = {
     "event": "which of EVENTS",
     "step": "steps done by then",
@@ -88,10 +89,9 @@ EVENT = {
     "seconds": "how long training stood still for it; null if it did not",
     "text": "what happened, in words",
 }
-"""Of a line of kind ``event``."""
 
+# A name in ``EVENTS``.
 Event = str
-"""A name in ``EVENTS``."""
 
 EVENTS = {
     "resume": "the run went on from a checkpoint",
@@ -108,6 +108,7 @@ EVENTS = {
     "end": "the run is done",
 }
 
+# Of a line of kind ``start``, with which each session of a rank begins.
 START = {
     "run": "name of the session, the same on all ranks",
     "rank": "this rank",
@@ -117,7 +118,6 @@ START = {
     "time": "Unix time of this rank's host",
     "first_step": "steps done before",
 }
-"""Of a line of kind ``start``, with which each session of a rank begins."""
 
 KINDS = {"start": START, "step": STEP, "timeline": TIMELINE, "machine": MACHINE, "event": EVENT}
 
@@ -132,11 +132,11 @@ def has_timeline(step: int) -> bool:
 
 # --- what a step left behind -----------------------------------------------------------------------------------------
 
+# A moment: of the host's clock (``time.perf_counter``), or a CUDA event on the stream that the work runs on.
 Mark = Any
-"""A moment: of the host's clock (``time.perf_counter``), or a CUDA event on the stream that the work runs on."""
 
+# What a step does, by the names of `RecordedStep.spans`; ``communication`` is waiting as a whole.
 PHASES = ("data_wait", "forward", "backward", "communication", "optimizer")
-"""What a step does, by the names of `RecordedStep.spans`; ``communication`` is waiting as a whole."""
 
 
 def seconds_between(start: Mark, end: Mark) -> float:
@@ -409,8 +409,8 @@ _PART_NAMES = {
     "optimizer_s": "optimizer",
 }
 
+# A step is a spike if it takes so many times the median of those before, and so much longer; not among the first.
 _TIMES, _LONGER_S, _AFTER, _MOST = 3.0, 0.005, 20, 200
-"""A step is a spike if it takes so many times the median of those before, and so much longer; not among the first."""
 
 
 class OutlierSteps:
@@ -440,8 +440,8 @@ class OutlierSteps:
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 PERIOD_S = 1.0
+# Until the first beat: a run may be short.
 _FIRST_S = 0.3
-"""Until the first beat: a run may be short."""
 _JOIN_S = 8.0
 
 
@@ -486,8 +486,8 @@ def guarded(act: Callable[[], None], consequence: str = "this run is not watched
     return True
 
 
+# Lines that may wait for a disk that does not take them; then the oldest are dropped.
 _MOST_WAITING = 100_000
-"""Lines that may wait for a disk that does not take them; then the oldest are dropped."""
 
 _COMPACT = (",", ":")
 
@@ -570,8 +570,8 @@ def _ends_in_newline(path: Path) -> bool:
 
 # --- the run folder: each rank's file, and ``run.json`` with what rank zero knows of each session ---------------------
 
+# Set by the command line for its processes: how it was called.
 COMMAND_VARIABLE = "LOCKSTEP_COMMAND"
-"""Set by the command line for its processes: how it was called."""
 
 
 class Offset(Protocol):
@@ -645,7 +645,7 @@ class RunFolder:
         self.session: Line = {**run, "began_at": began_at, "num_restarts": num_restarts(), **how_called()}
         self.session |= {"ranks": known, "clocks": {}}
         self._path, self._is_rank_zero = folder / RUN_FILE, rank == 0
-        self._before = [] if fresh else _sessions_in(self._path)
+        self._before: list[Line] = [] if fresh else read_object(self._path).get("sessions", [])
         if fresh and self._is_rank_zero:
             _remove_ranks_beyond(folder, world_size)
 
@@ -686,20 +686,11 @@ def _remove_ranks_beyond(folder: Path, world_size: int) -> None:
             path.unlink(missing_ok=True)
 
 
-def _sessions_in(path: Path) -> list[Line]:
-    """Return what is known of the sessions before; nothing if the file is gone or broken."""
-    try:
-        sessions: list[Line] = json.loads(path.read_text(encoding="utf-8"))["sessions"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    return sessions
-
-
 # --- the recorder -----------------------------------------------------------------------------------------------------
 
 _PIECE, _PIECE_PAUSE_S = 32, 0.001
+# So many steps in the queue, and there are no pauses any more.
 _BEHIND = 50_000
-"""So many steps in the queue, and there are no pauses any more."""
 
 
 class StepMetricsSink(Protocol):

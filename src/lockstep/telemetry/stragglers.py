@@ -17,10 +17,10 @@ from typing import Any
 
 PHASES = ("loader", "forward", "backward", "optimizer")
 
+# A rank is called slow if it loses at least this part of a step ...
 _MIN_SHARE = 0.1
-"""A rank is called slow if it loses at least this part of a step ..."""
+# ... and at least this long.
 _MIN_LOST_S = 0.001
-"""... and at least this long."""
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,11 @@ def _ms(seconds: float) -> str:
 
 # --- which steps are measured, and who reports that a rank is slow ----------------------------------------------------
 
+# How many steps are taken together.
 WINDOW = 10
-"""How many steps are taken together."""
 
+# The first steps allocate, compile and find out in which order gradients come.
 _WARM_UP = 2
-"""The first steps allocate, compile and find out in which order gradients come."""
 _PERIOD = 50
 
 

@@ -44,21 +44,21 @@ from lockstep.telemetry.stragglers import PaceKeeper
 
 # --- whether the job hangs --------------------------------------------------------------------------------------------
 
+# A rank that may be only slow can keep the others waiting this many times longer than one that does nothing.
 GRACE = 5.0
-"""A rank that may be only slow can keep the others waiting this many times longer than one that does nothing."""
 
+# Calls of different names that belong together.
 _ONE_TO_ONE = {"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list", "batch_isend_irecv"}
-"""Calls of different names that belong together."""
 
 
 class Verdict(IntEnum):
     """What is to be done about the ranks."""
 
     FINE = 0
+    # To be reported, as it may resolve itself.
     SUSPECT = 1
-    """To be reported, as it may resolve itself."""
+    # It will not resolve itself.
     HANGS = 2
-    """It will not resolve itself."""
 
 
 def judge(ranks: Sequence[RankState], patience_s: float, *, is_strict: bool, sees_all: bool = True) -> Verdict:
@@ -327,12 +327,12 @@ def _last_frames(run_dir: Path, rank: int) -> str:
 
 _PERIOD_S = 0.5
 _POLL_S = 0.1
+# How long others may wait for a rank that has failed and does not end.
 _FAILED_S = 0.4
-"""How long others may wait for a rank that has failed and does not end."""
+# A rank writes that it has failed into one file, and a moment later into its heartbeat.
 _JUST_FAILED_S = 0.3
-"""A rank writes that it has failed into one file, and a moment later into its heartbeat."""
+# A rank that has been at one place for so long is sampled.
 _SETTLED_S = 1.0
-"""A rank that has been at one place for so long is sampled."""
 _NUM_REPORTS = 5
 _TOPIC = "ranks"
 _STALE_S = 10.0

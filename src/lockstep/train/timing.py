@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,7 +14,6 @@ from torch.autograd.variable import Variable
 
 from lockstep import activity
 from lockstep.telemetry import ranges
-from lockstep.telemetry.ranges import Range
 from lockstep.telemetry.run_record import PHASES, Mark, seconds_between
 
 _NEXT = {"data_wait": "forward", "forward": "backward", "backward": "data_wait", "communication": "optimizer"}
@@ -58,7 +57,7 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._range: Range | None = None
+        self._range: ExitStack | None = None
         self.wall_s, self.began_at = time.time(), time.perf_counter()
         self.begin = self.end = self.mark()
         self.spans: list[tuple[str, Mark, Mark, float]] = []

@@ -8,15 +8,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from lockstep.run_folder import replace_file
+from lockstep.run_folder import read_object, replace_file
 from lockstep.telemetry.metrics import Snapshot, SnapshotSink, evaluations, scalars
 
 Plain = str | int | float | bool
-
-MOST_EVENTS = 1000
-"""Events whose texts a sink keeps for its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +69,7 @@ class SinkState:
         self.last_step = self.last_evaluation = -1
         if self._path is not None and not run.is_fresh:
             with suppress(KeyError, TypeError, ValueError):
-                mine = _read(self._path)[target]
+                mine = read_object(self._path)[target]
                 numbers = int(mine["last_step"]), int(mine["last_evaluation"])
                 self.run_id, (self.last_step, self.last_evaluation) = str(mine["run_id"]), numbers
 
@@ -102,13 +98,4 @@ class SinkState:
         if self._path is not None:
             mine = {"run_id": self.run_id, "last_step": self.last_step, "last_evaluation": self.last_evaluation}
             with suppress(OSError):  # a full disk costs this memory, not the sink
-                replace_file(self._path, json.dumps(_read(self._path) | {self._target: mine}, indent=1))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Return what all sinks of a run remember; nothing if the file is not there, or is none of ours."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+                replace_file(self._path, json.dumps(read_object(self._path) | {self._target: mine}, indent=1))

@@ -148,8 +148,8 @@ def _has_password(uri: str) -> bool:
 
 # --- opening them -----------------------------------------------------------------------------------------------------
 
+# How long all services together may take to begin with a run; less than ranks wait for each other.
 OPEN_TIMEOUT_S = 40.0
-"""How long all services together may take to begin with a run; less than ranks wait for each other."""
 
 
 @dataclass(frozen=True)

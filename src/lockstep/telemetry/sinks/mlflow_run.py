@@ -10,10 +10,10 @@ from mlflow.entities import Metric, Param
 from typing_extensions import override
 
 from lockstep.telemetry.metrics import Snapshot
-from lockstep.telemetry.sinks.base import MOST_EVENTS, MetricsSink, RunInfo, SinkState
+from lockstep.telemetry.sinks.base import MetricsSink, RunInfo, SinkState
 
+# Of what MLflow takes in one call, and of a parameter's text.
 _MOST_METRICS, _MOST_PARAMS, _PARAM_CHARS = 1000, 100, 500
-"""Of what MLflow takes in one call, and of a parameter's text."""
 
 
 @final
@@ -30,8 +30,6 @@ class MlflowRun(MetricsSink):
         self._client = MlflowClient(tracking_uri=uri or None)
         self._state = state
         self._last: Snapshot | None = None
-        self._events: list[str] = []
-        self._events_file = f"events/from-step-{run.first_step}.txt"
         if state.run_id is None:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
             experiment = self._client.get_experiment_by_name(name)
@@ -53,8 +51,6 @@ class MlflowRun(MetricsSink):
     @override
     def update(self, snapshot: Snapshot) -> None:
         self._last = snapshot
-        self._events += [f"step {each.step}  rank {each.rank}  {each.event}: {each.text}" for each in snapshot.events]
-        del self._events[MOST_EVENTS:]
         for step, time, values in self._state.news(snapshot):
             metrics = [Metric(name, value, int(time * 1e3), step) for name, value in values.items()]
             for start in range(0, len(metrics), _MOST_METRICS):
@@ -62,8 +58,6 @@ class MlflowRun(MetricsSink):
 
     @override
     def close(self) -> None:
-        if self._events:
-            self._client.log_text(self._run_id, "\n".join(self._events) + "\n", self._events_file)
         has_failed = self._last is None or self._last.has_failed
         stopped = self._last is not None and "stop" in self._last.event_counts
         self._client.set_terminated(self._run_id, "FAILED" if has_failed else "KILLED" if stopped else "FINISHED")

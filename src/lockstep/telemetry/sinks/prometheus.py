@@ -19,8 +19,8 @@ from lockstep.telemetry.metrics import Snapshot
 from lockstep.telemetry.sinks.base import MetricsSink, RunInfo
 
 _JOIN_S = 5.0
+# Of a run's config, what is a label of ``lockstep_run_info``; each label that changes makes new series of all.
 _IN_INFO = ("strategy", "precision", "global_batch_size", "host", "version/lockstep", "version/torch")
-"""Of a run's config, what is a label of ``lockstep_run_info``; each label that changes makes new series of all."""
 
 _listening: set[socket.socket] = set()
 

@@ -9,7 +9,7 @@ import wandb
 from typing_extensions import override
 
 from lockstep.telemetry.metrics import Snapshot
-from lockstep.telemetry.sinks.base import MOST_EVENTS, MetricsSink, RunInfo, SinkState
+from lockstep.telemetry.sinks.base import MetricsSink, RunInfo, SinkState
 
 
 @final
@@ -39,7 +39,6 @@ class WandbRun(MetricsSink):
         self._state = state
         self._state.begin(run_id)
         self._last: Snapshot | None = None
-        self._events: list[list[str | int | float | None]] = []
 
     @property
     @override
@@ -50,14 +49,9 @@ class WandbRun(MetricsSink):
     @override
     def update(self, snapshot: Snapshot) -> None:
         self._last = snapshot
-        self._events += [[each.step, each.event, each.rank, each.seconds, each.text] for each in snapshot.events]
-        del self._events[MOST_EVENTS:]
         for step, _, values in self._state.news(snapshot):
             self._run.log(values, step=max(step, self._state.last_step))  # W&B takes no step behind one that it has
 
     @override
     def close(self) -> None:
-        if self._events:
-            table = wandb.Table(columns=["step", "event", "rank", "seconds", "text"], data=self._events)
-            self._run.log({"events": table}, step=max(0, self._state.last_step))
         self._run.finish(exit_code=int(self._last is None or self._last.has_failed))
