@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.errors import ConfigurationError
-from lockstep.study.rehearse.fault_rules import KINDS, Rule, check_ranks, parse, taught
+from lockstep.study.rehearse.fault_rules import KINDS, Rule, check_ranks, describe_kinds, parse
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,8 @@ def test_every_example_is_a_rule():
     [
         (
             "kil:rank=1",
-            f"--inject kil:rank=1: there is no fault 'kil'.\nDid you mean kill? These can be injected:\n{taught()}",
+            "--inject kil:rank=1: there is no fault 'kil'.\n"
+            f"Did you mean kill? These can be injected:\n{describe_kinds()}",
         ),
         (
             "kill:rank=1",

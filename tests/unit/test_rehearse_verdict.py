@@ -1,4 +1,4 @@
-"""What `lockstep rehearse` makes of what a job said after a fault."""
+"""What `lockstep rehearse` makes of what a job logged after a fault."""
 
 import pytest
 
@@ -8,13 +8,13 @@ from lockstep.study.rehearse.runner import Line, is_task, judge, judge_all, rank
 STRUCK = Note(1, 5, 1_000_000_000)
 
 
-def told(*lines, at_s=2.0):
+def logged(*lines, at_s=2.0):
     return [Line(int(at_s * 1e9) + number, text) for number, text in enumerate(lines)]
 
 
 def outcome(text, lines, code, note=STRUCK):
     found = judge(parse(text), note, lines, code)
-    return found.outcome, found.is_good, found.noticed_s and round(found.noticed_s, 3), found.said
+    return found.outcome, found.is_good, found.noticed_s and round(found.noticed_s, 3), found.message
 
 
 @pytest.mark.parametrize(
@@ -22,38 +22,41 @@ def outcome(text, lines, code, note=STRUCK):
     [
         (
             "kill:rank=1,step=5",
-            told("lockstep: Rank 1 was killed by SIGKILL (signal 9): ..."),
+            logged("lockstep: Rank 1 was killed by SIGKILL (signal 9): ..."),
             1,
             ("ended with code 1", True, 1.0, "Rank 1 was killed by SIGKILL (signal 9): ..."),
         ),
         (
             "kill:rank=1,step=5",
-            told("lockstep: rank 1 was killed by SIGKILL (signal 9); restart 1 of 2"),
+            logged("lockstep: rank 1 was killed by SIGKILL (signal 9); restart 1 of 2"),
             0,
             ("recovered by a restart", True, 1.0, "rank 1 was killed by SIGKILL (signal 9); restart 1 of 2"),
         ),
         (  # the wrong rank is named
             "kill:rank=1,step=5",
-            told("lockstep: Rank 0 was killed by SIGKILL"),
+            logged("lockstep: Rank 0 was killed by SIGKILL"),
             1,
             ("ended with code 1, without naming rank 1", False, None, ""),
         ),
         (  # what was said before does not count, nor what the rehearsal itself says
             "straggler:rank=1,ms=50",
-            [*told("rank 1 is slow", at_s=0.5), *told("rehearse: rank 1 is slow", "[rank 1] rehearse: rank 1 is slow")],
+            [
+                *logged("rank 1 is slow", at_s=0.5),
+                *logged("rehearse: rank 1 is slow", "[rank 1] rehearse: rank 1 is slow"),
+            ],
             0,
             ("not noticed", False, None, ""),
         ),
         ("drop:rank=1,seconds=2", [], 0, ("survived", True, None, "")),
         (  # the report takes more than one line
             "hang:rank=1,step=5",
-            told("lockstep: The job hangs:", "ranks 0, 2 wait in barrier", "rank 1 sleeps (train.py:3)"),
+            logged("lockstep: The job hangs:", "ranks 0, 2 wait in barrier", "rank 1 sleeps (train.py:3)"),
             83,
             ("ended with code 83", True, 1.0, "rank 1 sleeps (train.py:3)"),
         ),
         (
             "bitflip:rank=1,step=5",
-            told("parameter 3.bias differs: ranks 0, 2-3 have one value, rank 1 another"),
+            logged("parameter 3.bias differs: ranks 0, 2-3 have one value, rank 1 another"),
             0,
             (
                 "reported, the run went on",
@@ -70,7 +73,7 @@ def test_outcomes(text, lines, code, expected):
 
 def test_a_slow_link_is_not_blamed_for_what_another_fault_did():
     rules = [parse("slowlink:mbit=1"), parse("kill:rank=1,step=5"), parse("straggler:rank=0,ms=5")]
-    found = judge_all(rules, [STRUCK] * 3, told("lockstep: Rank 1 was killed by SIGKILL"), 1)
+    found = judge_all(rules, [STRUCK] * 3, logged("lockstep: Rank 1 was killed by SIGKILL"), 1)
     assert [(each.outcome, each.is_good) for each in found] == [
         ("survived, until the job ended with code 1", True),
         ("ended with code 1", True),

@@ -14,7 +14,7 @@ from lockstep.cli import INTERRUPTED, USAGE, command
 from lockstep.cli.train import settings_options
 from lockstep.errors import EXIT_CODE, ConfigurationError
 from lockstep.run_folder import hide_secrets
-from lockstep.study.rehearse.fault_rules import taught
+from lockstep.study.rehearse.fault_rules import describe_kinds
 from lockstep.train.settings import Settings, read_settings
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _STRATEGIES = click.option("--strategies", metavar="LIST", help="What to try, wi
 _JSON = click.option("--json", "json_file", metavar="FILE", help="Write all that was found as JSON.")
 
 FAULTS = f"""Faults (rank and step are counted from 0 and from 1):
-{taught()}
+{describe_kinds()}
 
 kill, hang, straggler and oom take in=loader|forward|backward|optimizer, kill and hang also in=collective."""
 
@@ -399,6 +399,7 @@ def rehearse(
       lockstep rehearse train.py --devices 8 --inject hang:rank=1,step=5,in=loader -- --lr 0.1
           a script of one's own, with its arguments
     """
+    from lockstep.study.common import console
     from lockstep.study.rehearse import runner
     from lockstep.study.rehearse.fault_rules import check_ranks, parse
 
@@ -408,5 +409,5 @@ def rehearse(
     flags = ["--devices", str(devices), "--watchdog", f"{watchdog:g}", "--max-restarts", str(max_restarts)]
     command += ["train", file, *flags, *args] if runner.is_task(file) else ["run", *flags, file, *args]
     rehearsal = runner.rehearse(command, rules, shows=not quiet)
-    runner.console().print(runner.render(rehearsal))
+    console(width=160).print(runner.render(rehearsal))
     return 0 if rehearsal.passed else 1

@@ -1,18 +1,17 @@
-"""The rules of faults to inject, and the notes that ranks leave of what they did."""
+"""The rules of faults to inject, written ``kind:key=value,key=value``, and the notes that ranks leave of them."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lockstep.errors import ConfigurationError
-
-# What can go wrong on purpose, and how it is written: ``kind:key=value,key=value``.
 
 PLACES = ("loader", "forward", "backward", "optimizer", "collective")
 """Where in a step a rank can be when a fault strikes."""
@@ -25,72 +24,59 @@ class Kind:
     Attributes:
         what: What it does, for the help.
         example: How it is written.
-        required: Keys without which it makes no sense.
-        optional: Other keys, with what holds if they are not given.
-        places: Where in a step it may strike.
+        optional: Keys that may be left out, with what holds then; the other keys of the example are required.
+        places: Where in a step it may strike; if there are none, only where ``optional`` has it.
         is_silent: Whether it does harm that nobody notices unless it is reported: to go on is not to survive.
     """
 
     what: str
     example: str
-    required: tuple[str, ...] = ()
-    optional: Mapping[str, float | str] | None = None
-    places: tuple[str, ...] = PLACES
+    optional: Mapping[str, float | str]
+    places: tuple[str, ...] = ()
     is_silent: bool = False
+
+    @property
+    def required(self) -> list[str]:
+        """Keys without which it makes no sense."""
+        return [key for key in re.findall(r"(\w+)=", self.example) if key not in self.optional]
 
 
 KINDS: dict[str, Kind] = {
     "kill": Kind(
-        "the rank is killed, as when memory runs out", "kill:rank=2,step=20", ("rank", "step"), {"in": "forward"}
+        "the rank is killed, as when memory runs out", "kill:rank=2,step=20", {"in": "forward"}, places=PLACES
     ),
     "hang": Kind(
         "the rank stops for good, or for so many seconds",
         "hang:rank=1,step=5,in=loader",
-        ("rank", "step"),
         {"in": "forward", "seconds": float("inf")},
+        places=PLACES,
     ),
     "straggler": Kind(
         "the rank loses so much time in every step",
         "straggler:rank=3,ms=50,in=backward",
-        ("rank", "ms"),
         {"in": "forward", "step": 1},
-        PLACES[:4],
+        places=PLACES[:4],
         is_silent=True,
     ),
     "nan": Kind(
         "the rank's gradient of one parameter is not a number",
         "nan:rank=0,step=7",
-        ("rank", "step"),
         {"in": "backward"},
-        ("backward",),
         is_silent=True,
     ),
     "bitflip": Kind(
-        "one bit of one parameter of the rank changes",
-        "bitflip:rank=1,step=9",
-        ("rank", "step"),
-        {"in": "optimizer"},
-        ("optimizer",),
-        is_silent=True,
+        "one bit of one parameter of the rank changes", "bitflip:rank=1,step=9", {"in": "optimizer"}, is_silent=True
     ),
     "oom": Kind(
-        "the rank runs out of device memory", "oom:rank=1,step=3", ("rank",), {"step": 3, "in": "forward"}, PLACES[1:4]
+        "the rank runs out of device memory", "oom:rank=1,step=3", {"step": 3, "in": "forward"}, places=PLACES[1:4]
     ),
     "slowlink": Kind(
-        "what ranks send takes as long as over such a link",
-        "slowlink:mbit=100",
-        ("mbit",),
-        {"step": 1, "in": "collective"},
-        ("collective",),
+        "what ranks send takes as long as over such a link", "slowlink:mbit=100", {"step": 1, "in": "collective"}
     ),
     "drop": Kind(
-        "nothing from or to the rank passes for so long",
-        "drop:rank=2,seconds=5",
-        ("rank", "seconds"),
-        {"step": 3, "in": "collective"},
-        ("collective",),
+        "nothing from or to the rank passes for so long", "drop:rank=2,seconds=5", {"step": 3, "in": "collective"}
     ),
-    "disk-full": Kind("nothing more can be written to files", "disk-full:step=10", (), {"step": 1, "in": ""}, ("",)),
+    "disk-full": Kind("nothing more can be written to files", "disk-full:step=10", {"step": 1, "in": ""}),
 }
 
 
@@ -113,32 +99,35 @@ class Rule:
     place: str
     amount: float = 0.0
 
-    @property
-    def is_silent(self) -> bool:
-        """Whether going on is not enough: it must be reported."""
-        return KINDS[self.kind].is_silent
-
 
 def parse(text: str) -> Rule:
     """Read a rule.
 
     Raises:
-        ConfigurationError: It makes no sense; says what can be written.
+        ConfigurationError: It makes no sense; names what can be written.
     """
     name, _, rest = text.strip().partition(":")
     if name not in KINDS:
         close = difflib.get_close_matches(name, KINDS, n=1)
         hint = f"Did you mean {close[0]}? " if close else ""
         raise ConfigurationError(
-            f"--inject {text}: there is no fault {name!r}.\n{hint}These can be injected:\n{taught()}"
+            f"--inject {text}: there is no fault {name!r}.\n{hint}These can be injected:\n{describe_kinds()}"
         )
     kind = KINDS[name]
-    given = _pairs(text, kind, rest)
+    known = [key for key in (*kind.required, *kind.optional) if key != "in" or kind.places]
+    given: dict[str, str | float] = {}
+    for pair in filter(None, rest.split(",")):
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        if key not in known:
+            raise _wrong(text, kind, f"it takes no {key!r}" if equals else f"{pair!r} is no key=value")
+        if key in given:
+            raise _wrong(text, kind, f"{key} is given twice")
+        given[key] = value
     if missing := [key for key in kind.required if key not in given]:
         raise _wrong(text, kind, f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
-    values: dict[str, str | float] = {**(kind.optional or {}), **given}
-    place = str(values.get("in", ""))
-    if place not in kind.places:
+    values = {**kind.optional, **given}
+    place = str(values["in"])
+    if kind.places and place not in kind.places:
         raise _wrong(text, kind, f"it cannot strike in {place!r}, only in {', '.join(kind.places)}")
 
     def number(key: str, read: Callable[[str | float], float], what: str, least: float) -> float:
@@ -146,7 +135,7 @@ def parse(text: str) -> Rule:
             value = read(values[key])
         except ValueError:
             value = -1.0
-        if not value >= least:
+        if not value >= least:  # written so that NaN is refused too
             raise _wrong(text, kind, f"{key}={values[key]} is not {what}")
         return value
 
@@ -155,6 +144,14 @@ def parse(text: str) -> Rule:
     unit = next((key for key in ("ms", "seconds", "mbit") if key in values), None)
     amount = number(unit, float, "a number above 0", 1e-9) if unit else 0.0
     return Rule(text.strip(), name, rank, step, place, amount)
+
+
+def _wrong(text: str, kind: Kind, reason: str) -> ConfigurationError:
+    optional = [key for key in kind.optional if key != "in"]
+    hint = f"Write it like {kind.example}."
+    hint += f" It may also have {' and '.join(optional)}." if optional else ""
+    hint += f" in= is one of {', '.join(kind.places)}." if kind.places else ""
+    return ConfigurationError(f"--inject {text}: {reason}.\n{hint}")
 
 
 def check_ranks(rules: Sequence[Rule], num_ranks: int) -> None:
@@ -167,33 +164,10 @@ def check_ranks(rules: Sequence[Rule], num_ranks: int) -> None:
             )
 
 
-def taught() -> str:
+def describe_kinds() -> str:
     """Return an example of each kind of fault with what it does, a line each."""
     width = max(len(kind.example) for kind in KINDS.values())
     return "\n".join(f"  {kind.example:{width}}  {kind.what}" for kind in KINDS.values())
-
-
-def _pairs(text: str, kind: Kind, rest: str) -> dict[str, str]:
-    known = (*kind.required, *(kind.optional or {}))
-    given: dict[str, str] = {}
-    for pair in filter(None, rest.split(",")):
-        key, equals, value = (part.strip() for part in pair.partition("="))
-        if key not in known or (key == "in" and len(kind.places) == 1):
-            raise _wrong(text, kind, f"it takes no {key!r}" if equals else f"{pair!r} is no key=value")
-        if key in given:
-            raise _wrong(text, kind, f"{key} is given twice")
-        given[key] = value
-    return given
-
-
-def _wrong(text: str, kind: Kind, reason: str) -> ConfigurationError:
-    optional = [key for key in kind.optional or {} if key != "in"]
-    lines = [f"Write it like {kind.example}."]
-    if optional:
-        lines.append(f"It may also have {' and '.join(optional)}.")
-    if len(kind.places) > 1:
-        lines.append(f"in= is one of {', '.join(kind.places)}.")
-    return ConfigurationError(f"--inject {text}: {reason}.\n{' '.join(lines)}")
 
 
 # What the ranks write down of the faults that struck them, for the command to read; a file for each rule.
@@ -215,17 +189,16 @@ def write(folder: Path, number: int, *, rank: int, step: int, detail: str = "") 
     The file outlives the rank, so a rank that was started again knows that the fault is spent.
     """
     try:
-        descriptor = os.open(_path(folder, number), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(_path(folder, number), "x") as file:
+            json.dump(asdict(Note(rank, step, time.time_ns(), detail)), file)
     except FileExistsError:
         return False
-    with open(descriptor, "w") as file:
-        json.dump(asdict(Note(rank, step, time.time_ns(), detail)), file)
     return True
 
 
 def is_spent(folder: Path, number: int) -> bool:
-    """Say whether the fault has struck already, in this process or one before it."""
-    return _path(folder, number).exists()
+    """Return whether the fault has struck already, in this process or one before it."""
+    return os.path.exists(_path(folder, number))
 
 
 def read(folder: Path, number: int) -> Note | None:
