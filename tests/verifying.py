@@ -21,15 +21,20 @@ def as_launched(world, function, args):
         os.environ.update(kept)
 
 
-def verify_on(ranks, task, *, num_steps=3, num_devices=2, **settings):
-    """Return what verify finds about the task in a file, and what it said meanwhile."""
+def processes_of(ranks):
+    """Return what starts the processes of `verify`, on the pool."""
 
     def processes(num, timeout_s, function, *args):
         return ranks(num, warnings="ignore")(as_launched, function, args)
 
-    said = []
+    return processes
+
+
+def verify_on(ranks, task, *, num_steps=3, num_devices=2, **settings):
+    """Return what verify finds about the task in a file, and what it reported meanwhile."""
+    reported = []
     subject = Subject(str(task), Settings(**settings), num_devices, num_steps)
-    return diagnose(subject, processes, said.append), said
+    return diagnose(subject, processes_of(ranks), reported.append), reported
 
 
 def causes(verification):

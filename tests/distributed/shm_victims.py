@@ -1,4 +1,4 @@
-"""Ranks that come to harm inside a collective on shm. Started as a script, with a scenario and a number of rounds.
+"""Ranks that come to harm inside a collective on shm. Started as a script, with a scenario for each round.
 
 Each round forks ranks from this process, which has torch loaded already, and harms one of them. Prints one JSON line a
 round: what each of the others raised, how long after the harm, and what is left.
@@ -115,5 +115,5 @@ def harm(scenario, folder, pid):
 if __name__ == "__main__":
     assert lockstep.__name__  # imported for what its import registers
     torch.set_num_threads(1)
-    for number in range(int(sys.argv[2])):
-        print(json.dumps(one_round(sys.argv[1], number)), flush=True)
+    for number, name in enumerate(sys.argv[1:]):
+        print(json.dumps({"scenario": name, **one_round(name, number)}), flush=True)

@@ -45,7 +45,7 @@ def in_rank_order(op, tensors):
     return total.to(tensors[0].dtype)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [3, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 2, 4))])
 def test_all_reduce_has_the_bits_of_a_sum_in_rank_order(ranks, num_ranks):
     def body(world):
         bad = []
@@ -111,7 +111,7 @@ def test_all_reduce_of_other_dtypes_and_layouts(ranks):
     }
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.soak)])
 def test_the_other_collectives_do_as_gloo(ranks, num_ranks):
     def body(world):
         size, bad = world.world_size, []

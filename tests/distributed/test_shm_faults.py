@@ -20,55 +20,68 @@ VICTIMS = Path(__file__).with_name("shm_victims.py")
 DIED = "whose process has ended.\nIt was killed, or failed first: look at the output of rank 1."
 
 
-def harm(scenario, num_rounds):
-    """Run rounds of a scenario; return what the survivors report, and check that they do within a second."""
+def harm(*scenarios):
+    """Run a round of each scenario in one process; return what the survivors report of each, by scenario."""
     before = sorted(os.listdir("/dev/shm"))
-    command = [sys.executable, str(VICTIMS), scenario, str(num_rounds)]
+    command = [sys.executable, str(VICTIMS), *scenarios]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     rounds = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rounds) == num_rounds
+    assert [entry["scenario"] for entry in rounds] == list(scenarios)
     new = {name for entry in rounds for name in entry["left"]} - set(before)
     deadline = time.monotonic() + 20
     while new & set(os.listdir("/dev/shm")) and time.monotonic() < deadline:
         time.sleep(0.05)  # loaders of other programs put files there, too, but not for long
     assert new & set(os.listdir("/dev/shm")) == set()
-    return [outcome for entry in rounds for outcome in entry["outcomes"]]
+    return {name: [o for entry in rounds if entry["scenario"] == name for o in entry["outcomes"]] for name in scenarios}
 
 
-@pytest.mark.parametrize(
-    ("scenario", "num_rounds"), [("kill", 3), pytest.param("kill", 20, marks=pytest.mark.soak), ("raise", 1)]
-)
-def test_a_rank_that_dies_is_named_within_a_second(scenario, num_rounds):
-    for outcome in harm(scenario, num_rounds):
+@pytest.fixture(scope="module")
+def harmed():
+    return harm("kill", "kill", "kill", "raise", "async", "message", "leave", "stop")
+
+
+def check_killed(outcomes):
+    assert outcomes
+    for outcome in outcomes:
         assert outcome["error"] == "CollectiveError"
         assert outcome["message"] == f"Rank {outcome['rank']} in all_reduce on shm waited for rank 1, {DIED}"
         assert outcome["after_s"] < 1.0
 
 
-def test_a_rank_that_dies_fails_futures_and_messages():
-    for outcome in harm("async", 1):
+@pytest.mark.parametrize("scenario", ["kill", "raise"])
+def test_a_rank_that_dies_is_named_within_a_second(harmed, scenario):
+    check_killed(harmed[scenario])
+
+
+@pytest.mark.soak
+def test_many_ranks_that_die_are_named_within_a_second():
+    check_killed(harm(*["kill"] * 20)["kill"])
+
+
+def test_a_rank_that_dies_fails_futures_and_messages(harmed):
+    for outcome in harmed["async"]:
         assert outcome["error"] == "RuntimeError"
         assert (
             f"CollectiveError: Rank {outcome['rank']} in all_reduce on shm waited for rank 1, {DIED}"
             in outcome["message"]
         )
         assert outcome["after_s"] < 1.0
-    for outcome in harm("message", 1):
+    for outcome in harmed["message"]:
         assert outcome["error"] == "CollectiveError"
         assert outcome["message"] == f"Rank {outcome['rank']} in recv from rank 1 waited for rank 1, {DIED}"
         assert outcome["after_s"] < 1.0
 
 
-def test_a_rank_that_leaves_or_stops():
-    for outcome in harm("leave", 1):
+def test_a_rank_that_leaves_or_stops(harmed):
+    for outcome in harmed["leave"]:
         assert outcome["error"] == "CollectiveError"
         assert outcome["message"] == (
             f"Rank {outcome['rank']} in all_reduce on shm waited for rank 1, which has left the group.\n"
             "It destroyed its process group before this call; all ranks must call the same collectives."
         )
         assert outcome["after_s"] < 1.0
-    for outcome in harm("stop", 1):
+    for outcome in harmed["stop"]:
         assert outcome["error"] == "CollectiveError"
         assert outcome["message"].startswith(
             f"Rank {outcome['rank']} in all_reduce on shm waited 2 s for rank 1.\nThat"
@@ -205,7 +218,7 @@ def test_wrong_arguments_are_told_before_anything_is_sent(ranks):
         "all_gather_into_tensor: the large tensor must have 2 times as many elements as the small one, one part for "
         "each rank; they have 3 and 2.",
         "The backend shm moves CPU tensors, but this one is on meta.\n"
-        "Make the group with init_process_group('cpu:shm,meta:nccl').",
+        "Make a group with init_process_group('cpu:gloo,cuda:nccl').",
     ]
     assert fine == [2.0, 2.0]
 

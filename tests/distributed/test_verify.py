@@ -5,6 +5,19 @@ import pytest
 from tests.verifying import FAULTS, causes, verify_on
 
 
+@pytest.fixture(scope="module")
+def verified(ranks):
+    """Return what verify finds in a file of tests/faults, and what it reported; once for all tests that ask."""
+    known = {}
+
+    def verify(file):
+        if file not in known:
+            known[file] = verify_on(ranks, FAULTS / file)
+        return known[file]
+
+    return verify
+
+
 @pytest.mark.parametrize(
     ("file", "cause", "first", "advice"),
     [
@@ -22,8 +35,8 @@ from tests.verifying import FAULTS, causes, verify_on
         ("loss_sums.py", "a loss that sums instead of averages", ("loss", 0), "Return the mean over the batch"),
     ],
 )
-def test_a_planted_fault_is_named(ranks, file, cause, first, advice):
-    verification, _ = verify_on(ranks, FAULTS / file)
+def test_a_planted_fault_is_named(verified, file, cause, first, advice):
+    verification, _ = verified(file)
     assert not verification.same
     assert causes(verification) == [cause]
     assert verification.explained
@@ -42,7 +55,7 @@ def test_a_sum_in_no_fixed_order_is_named_though_it_is_rounding_only(ranks):
 
 
 def test_five_faults_at_once_are_all_found_though_a_rank_cannot_train_on_the_last_batch(ranks):
-    verification, said = verify_on(ranks, FAULTS / "several.py", global_batch_size=6)
+    verification, reported = verify_on(ranks, FAULTS / "several.py", global_batch_size=6)
     assert causes(verification) == [
         "data order",
         "learning-rate rule",
@@ -51,7 +64,7 @@ def test_five_faults_at_once_are_all_found_though_a_rank_cannot_train_on_the_las
         "a loss that sums instead of averages",
     ]
     assert verification.explained
-    assert said == [
+    assert reported == [
         "one process, twice",
         "2 ranks",
         "the ranks cannot train on the epoch's last batch; without it",
@@ -68,8 +81,8 @@ def test_five_faults_at_once_are_all_found_though_a_rank_cannot_train_on_the_las
 
 
 @pytest.mark.parametrize("task", ["sound.py", "sound.py:gpt", "batchnorm_statistics.py:synchronised"])
-def test_a_sound_task_is_the_same_run(ranks, task):
-    verification, said = verify_on(ranks, FAULTS / task)
+def test_a_sound_task_is_the_same_run(verified, task):
+    verification, reported = verified(task)
     assert verification.same
     assert verification.findings == ()
     worst = verification.comparison.worst
@@ -77,11 +90,17 @@ def test_a_sound_task_is_the_same_run(ranks, task):
     assert worst["gradient"] < 1e-12
     assert worst["parameter"] < 1e-9  # Adam makes steps of the rounding in gradients that should be zero
     assert all(worst[kind] == 0 for kind in ("size", "initial parameter", "initial buffer", "sample", "learning rate"))
-    assert said == ["one process, twice", "2 ranks"]
+    assert reported == ["one process, twice", "2 ranks"]
 
 
-def test_the_last_batch_of_the_epoch_is_among_the_steps(ranks):
-    verification, _ = verify_on(ranks, FAULTS / "sound.py")
+def test_a_global_batch_that_does_not_divide_by_the_ranks_is_the_same_run(ranks):
+    verification, _ = verify_on(ranks, FAULTS / "sound.py", num_steps=2, num_devices=3)  # 8 samples: 3 + 3 + 2
+    assert verification.same
+    assert verification.comparison.worst["gradient"] < 1e-12
+
+
+def test_the_last_batch_of_the_epoch_is_among_the_steps(verified):
+    verification, _ = verified("sound.py")
     assert verification.subject.steps == (0, 1, 5)  # 45 samples by 8
 
 
@@ -92,18 +111,18 @@ def test_dropout_and_batch_norm_are_the_same_bits_in_reproducible_mode(ranks):
         assert set(verification.comparison.worst.values()) == {0.0}
 
 
-def test_a_fix_that_is_proposed_was_tried(ranks):
-    dropout, _ = verify_on(ranks, FAULTS / "random_state.py")
+def test_a_fix_that_is_proposed_was_tried(verified):
+    dropout, _ = verified("random_state.py")
     assert dropout.findings[0].tried == "Tried: with it, one process and the ranks are the same run, to the bit."
-    norm, _ = verify_on(ranks, FAULTS / "batchnorm_statistics.py")
+    norm, _ = verified("batchnorm_statistics.py")
     assert norm.findings[0].tried == "Tried: with it, one process and the ranks are the same run."
     assert norm.findings[0].evidence == (
         "Each rank normalises with mean and variance of its own part of the batch (1)."
     )
 
 
-def test_weights_are_told_as_they_were_measured(ranks):
-    verification, _ = verify_on(ranks, FAULTS / "sample_weighting.py")
+def test_weights_are_named_as_they_were_measured(verified):
+    verification, _ = verified("sample_weighting.py")
     evidence = verification.findings[0].evidence
     assert evidence.startswith("At step 0 the parts of the batch (4 + 4 samples) count 0.5 : 0.5; the whole needs 0.")
     wanted = [float(number) for number in evidence.rstrip(".").rpartition("needs ")[2].split(" : ")]

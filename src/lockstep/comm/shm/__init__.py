@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
@@ -45,23 +45,13 @@ class _Finder(MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+        assert spec is not None and spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            execute(module)
+            backend: Any = module.Backend  # torch.distributed itself is not complete yet
+            backend.register_backend("shm", _create_group, extended_api=True, devices=["cpu"])
+
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]  # of this one loader only
         return spec
-
-
-class _Loader(Loader):
-    """Another loader, and `register` when it has done its work."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._loader
-        backend: Any = module.Backend  # torch.distributed itself is not complete yet
-        backend.register_backend("shm", _create_group, extended_api=True, devices=["cpu"])

@@ -46,7 +46,7 @@ static int meet(Group *g, int64_t deadline_ms) {
         const Call *theirs = &g->head->member[rank].call[g->step & 1];
         if (theirs->kind != mine->kind || theirs->dtype != mine->dtype || theirs->op != mine->op ||
             theirs->root != mine->root || theirs->extent != mine->extent) {
-            g->culprit = rank;
+            g->failed_rank = rank;
             return MISMATCH;
         }
     }
@@ -260,7 +260,7 @@ static int compare_sizes(Group *g, const uint64_t *receive_bytes, size_t *longes
     for (int from = 0; from < g->size; from++) {
         const uint64_t *sizes = g->head->member[from].sizes[g->step & 1];
         if (sizes[g->rank] != receive_bytes[from]) {
-            g->culprit = from;
+            g->failed_rank = from;
             return MISMATCH;
         }
         for (int to = 0; to < g->size; to++) *longest = to != from && sizes[to] > *longest ? sizes[to] : *longest;

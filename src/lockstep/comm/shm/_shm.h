@@ -55,7 +55,7 @@ typedef struct {
     Head *head;
     int fd, rank, size, spins;
     uint32_t step;
-    int culprit;         /* the rank that the last error is about */
+    int failed_rank;         /* the rank that the last error is about */
     uint64_t missing;    /* the ranks that a time-out waited for, as bits */
     _Atomic int stopped; /* another thread of this process gives up */
     Interrupted interrupted;

@@ -69,7 +69,7 @@ Group *lockstep_join(void *segment, int fd, int rank, int size, int spins, Inter
     Group *g = calloc(1, sizeof *g);
     if (!g) return NULL;
     g->head = segment, g->fd = fd, g->rank = rank, g->size = size, g->spins = spins, g->interrupted = interrupted;
-    g->culprit = -1;
+    g->failed_rank = -1;
     g->head->member[rank].pid = getpid();
     atomic_store(&g->head->member[rank].state, JOINED);
     return g;
@@ -90,7 +90,7 @@ void lockstep_leave(Group *g) {
     free(g);
 }
 
-int lockstep_culprit(const Group *g) { return g->culprit; }
+int lockstep_failed_rank(const Group *g) { return g->failed_rank; }
 uint64_t lockstep_missing(const Group *g) { return g->missing; }
 const char *lockstep_reason(const Group *g, int rank) { return g->head->member[rank].reason; }
 const Call *lockstep_call_of(const Group *g, int rank) { return &g->head->member[rank].call[g->step & 1]; }
@@ -148,7 +148,7 @@ static int hopeless(Group *g, size_t word_at, uint32_t target) {
         int code = died ? DIED : state == FAILED ? BROKEN : state == LEFT ? WENT : OK;
         if (code != OK && (found == OK || code == DIED)) {
             found = code;
-            g->culprit = rank;
+            g->failed_rank = rank;
             if (code == DIED) break;
         }
     }
@@ -253,7 +253,7 @@ size_t lockstep_ring_read(Group *g, int from, char *data, size_t bytes) {
 }
 
 /* OK while `rank` may still send or receive, else DIED, BROKEN or WENT. */
-int lockstep_look(Group *g, int rank) {
+int lockstep_peer_state(Group *g, int rank) {
     bool died;
     uint32_t state = state_of(g, rank, &died);
     return died ? DIED : state == FAILED ? BROKEN : state == LEFT ? WENT : OK;

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from enum import IntEnum
 from functools import cache
 from typing import Any
 
@@ -47,11 +48,11 @@ _SIGNATURES = {
     "fail": (None, [c_void_p, c_char_p]),
     "stop": (None, [c_void_p]),
     "leave": (None, [c_void_p]),
-    "culprit": (c_int, [c_void_p]),
+    "failed_rank": (c_int, [c_void_p]),
     "missing": (c_uint64, [c_void_p]),
     "reason": (c_char_p, [c_void_p, c_int]),
     "call_of": (POINTER(CallRecord), [c_void_p, c_int]),
-    "look": (c_int, [c_void_p, c_int]),
+    "peer_state": (c_int, [c_void_p, c_int]),
     "bell": (c_uint32, [c_void_p]),
     "ring_bell": (None, [c_void_p, c_int]),
     "await_bell": (None, [c_void_p, c_uint32, c_int64]),
@@ -72,7 +73,7 @@ def library() -> ctypes.CDLL | str:
     if spec is None or spec.origin is None:
         return "its C library was not built when lockstep was installed; install a C compiler and lockstep again"
     try:
-        loaded = ctypes.CDLL(spec.origin)
+        loaded = ctypes.CDLL(spec.origin)  # not PyDLL: waiting ranks must not hold the interpreter's lock
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(loaded, f"lockstep_{name}")
             function.restype, function.argtypes = result, arguments
@@ -83,18 +84,9 @@ def library() -> ctypes.CDLL | str:
 
 # The numbers under which operations, reductions and dtypes go into the C library.
 
-ALL_REDUCE, REDUCE_SCATTER, BROADCAST, ALL_GATHER, GATHER, SCATTER, ALL_TO_ALL, BARRIER, ALLOCATE = range(1, 10)
-KINDS = {
-    ALL_REDUCE: "all_reduce",
-    REDUCE_SCATTER: "reduce_scatter",
-    BROADCAST: "broadcast",
-    ALL_GATHER: "all_gather",
-    GATHER: "gather",
-    SCATTER: "scatter",
-    ALL_TO_ALL: "all_to_all",
-    BARRIER: "barrier",
-    ALLOCATE: "empty_shared",
-}
+Kind = IntEnum("Kind", "ALL_REDUCE REDUCE_SCATTER BROADCAST ALL_GATHER GATHER SCATTER ALL_TO_ALL BARRIER EMPTY_SHARED")
+"""What is called; the C library knows the first two and moves bytes for the others."""
+
 REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 DTYPES = (
     torch.float32,
@@ -128,14 +120,14 @@ _LOGICAL = {"sum": "max", "product": "min", "band": "min", "bor": "max", "min": 
 def describe(call: CallRecord) -> str:
     """Return a call in words, such as ``all_reduce(sum) of 10 float32``."""
     number, kind = divmod(call.kind, EXCHANGED_DTYPE)
-    name, number = KINDS[kind], number - 1 if number else call.dtype
-    dtype = "" if kind == BARRIER else str(_ALL_DTYPES[number]).removeprefix("torch.")
-    if kind == ALL_REDUCE:
+    name, number = Kind(kind).name.lower(), number - 1 if number else call.dtype
+    dtype = str(_ALL_DTYPES[number]).removeprefix("torch.")
+    if kind == Kind.ALL_REDUCE:
         to = f" to rank {call.root} of the group" if call.root >= 0 else ""
         return f"{name}({REDUCTIONS[call.op]}) of {call.extent} {dtype}{to}"
-    if kind == REDUCE_SCATTER:
+    if kind == Kind.REDUCE_SCATTER:
         return f"{name}({REDUCTIONS[call.op]}) of {dtype}"
-    what = f" of {dtype}" if dtype else ""
+    what = "" if kind == Kind.BARRIER else f" of {dtype}"
     return f"{name}{what}" + (f" from or to rank {call.root} of the group" if call.root >= 0 else "")
 
 
@@ -158,7 +150,7 @@ def _reduction_of(op: Any, dtype: torch.dtype) -> int:
             f"The backend shm cannot reduce {dtype} tensors, only move them.\nConvert them before the call."
         )
     if dtype == torch.bool:
-        if name == "avg":
+        if name == "avg":  # the others are logical: a sum of flags is whether any is set
             raise ConfigurationError("The mean of bool tensors makes no sense.\nPass a float tensor.")
         return REDUCTIONS.index(_LOGICAL[name])
     is_float = dtype.is_floating_point or dtype.is_complex
@@ -216,6 +208,7 @@ class Communicator:
         interruptions = self._interruptions()
         next(interruptions)
         self._callback = INTERRUPTED_TYPE(interruptions.__next__)  # kept: the C library holds only its address
+        # With more ranks than cores, one that spins takes the core of the one that it waits for.
         spins = SPINS if size <= len(os.sched_getaffinity(0)) else 0
         handle = native.lockstep_join(segment.address, segment.fd, rank, size, spins, self._callback)
         if handle is None:
@@ -230,12 +223,14 @@ class Communicator:
             LockstepError: It failed before, was closed, or was made in another process.
         """
         me = self.ranks[self.rank]
+        # A fork copies the object and shares the memory: without this its calls would count as this rank's.
         if os.getpid() != self._pid:
             raise CollectiveError(
                 f"Process {os.getpid()} was forked from rank {me} and calls {operation} on its group.\n"
                 "A forked process is no member. Start processes that communicate with the spawn method."
             )
         if self._broken is not None:
+            # A new one, since a traceback grows each time that an exception is raised.
             raise type(self._broken)(*self._broken.args) from self._broken
         if not self._joined:
             raise CollectiveError(f"Rank {me} calls {operation}, but has destroyed this process group already.")
@@ -264,6 +259,7 @@ class Communicator:
         if code == STOPPED:
             return CollectiveError(f"{where}: the group was closed in this process meanwhile.")
         if code == TIMED_OUT:
+            # A bit for each rank that has not come, by its number in this group.
             missing = self.native.lockstep_missing(self.handle)
             names = ", ".join(str(rank) for index, rank in enumerate(self.ranks) if missing >> index & 1)
             return CollectiveError(
@@ -271,7 +267,7 @@ class Communicator:
                 "That process lives, but is stopped, stuck or slow, or does not call as many collectives as the "
                 "others. If it is only slow, pass a longer timeout when the group is made."
             )
-        index = self.native.lockstep_culprit(self.handle)
+        index = self.native.lockstep_failed_rank(self.handle)
         if code != MISMATCH:
             return self.peer_failure(code, where, index)
         rank = self.ranks[index]
@@ -306,6 +302,7 @@ class Communicator:
         """Let the other ranks know that this one will not come any more, and why."""
         if self._joined and self._broken is None:
             self._broken = reason
+            # The shared memory has room for so much; the first lines name the rank and the cause.
             self.native.lockstep_fail(self.handle, str(reason).encode()[:500])
 
     def stop(self) -> None:
@@ -315,6 +312,7 @@ class Communicator:
 
     def leave(self) -> None:
         """Leave the group. No thread may be in a call any more."""
+        # Not in a forked child, whose copy of this object ends when the child does.
         if self._joined and os.getpid() == self._pid:
             self._joined = False
             self.native.lockstep_leave(self.handle)

@@ -13,8 +13,7 @@ import ctypes
 import math
 import mmap
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from lockstep import activity
 from lockstep.comm.shm import communicator as c
+from lockstep.comm.shm.communicator import Kind
 from lockstep.comm.shm.segment import OFFER_BYTES, NoSharedMemory, Offer, Segment, make_segment, map_segment
 from lockstep.comm.shm.work import ENDED, OpQueue, ShmWork
 from lockstep.errors import CollectiveError, ConfigurationError
@@ -36,6 +36,7 @@ BufferLocation = tuple[int, int, ctypes.Array[ctypes.c_void_p] | None]
 """Number of an allocation, offset in a rank's share of it, and where the ranks' shares lie."""
 
 PRIVATE_MEMORY: BufferLocation = (-1, 0, None)
+_Row = tuple[Sequence[Tensor | None], Sequence[Tensor | None]]
 _PAGE_BYTES = 4096
 
 
@@ -80,6 +81,8 @@ class SharedBuffers:
 def contiguous(tensor: Tensor) -> Tensor:
     """Return the tensor's bits as the C library reads them; a copy unless they lie so already."""
     # Conjugate and negative are bits of the tensor object that torch applies lazily: memory does not show them.
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
@@ -87,16 +90,6 @@ def copy_back(data: Tensor, tensor: Tensor) -> None:
     """Write what `contiguous` returned back into the tensor, if it was a copy."""
     if data.data_ptr() != tensor.data_ptr() or data.stride() != tensor.stride():
         tensor.detach().copy_(data)
-
-
-@contextmanager
-def _staged(tensors: Sequence[Tensor], *, write_back: bool = True) -> Iterator[list[Tensor]]:
-    """Give contiguous tensors; after success those that had to be copied are copied back."""
-    data = [contiguous(tensor) for tensor in tensors]
-    yield data
-    if write_back:
-        for source, target in zip(data, tensors, strict=True):
-            copy_back(source, target)
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
@@ -123,7 +116,7 @@ def _check_sizes(name: str, whole: Tensor, part: Tensor, size: int) -> None:
         )
 
 
-def _check_count(name: str, what: str, tensors: Sequence[Tensor], size: int) -> None:
+def _check_count(name: str, what: str, tensors: Sequence[object], size: int) -> None:
     if len(tensors) != size:
         raise ConfigurationError(f"{name} needs {size} {what} tensors, one for each rank; got {len(tensors)}.")
 
@@ -172,6 +165,7 @@ class ShmOps:
         if dtype is None or not tensor.is_contiguous() or tensor.is_neg():
             return None
         number = c.reduction_of(c.operation_of(opts), tensor.dtype)
+        # Calls run in the order in which they were made, so what is queued comes first.
         if not self.queue.take_turn():
             return None
         try:
@@ -201,11 +195,14 @@ class ShmOps:
 
         def action(call: NativeCall) -> None:
             for tensor, number in zip(tensors, numbers, strict=True):
-                with _staged([tensor], write_back=root in (-1, self.rank)) as (staged,):
-                    data = c.as_numbers(staged)
-                    dtype, location = c.NUMBERS[data.dtype], self.buffers.find(data)
-                    function = self.comm.native.lockstep_all_reduce
-                    call(function, data.data_ptr(), data.numel(), dtype, number, root, *location)
+                # Now, not when it was called: the result of the call before may go into this one.
+                staged = contiguous(tensor)
+                data = c.as_numbers(staged)
+                dtype, location = c.NUMBERS[data.dtype], self.buffers.find(data)
+                function = self.comm.native.lockstep_all_reduce
+                call(function, data.data_ptr(), data.numel(), dtype, number, root, *location)
+                if root in (-1, self.rank):
+                    copy_back(staged, tensor)
 
         return self.submit(name, action, tensors, opts)
 
@@ -216,6 +213,7 @@ class ShmOps:
                 raise ConfigurationError(
                     f"The backend shm can sum sparse COO tensors, but not reduce {tensor.layout} with {op}."
                 )
+            # Ranks have other rows of an embedding each, and other numbers of them.
             mine = tensor.detach().coalesce()
             lengths = [int(count) for count in self._gather(call, torch.tensor([mine._nnz()]), [1] * self.size)]
             indices = self._gather(call, mine._indices().t().contiguous(), lengths)
@@ -227,7 +225,7 @@ class ShmOps:
 
     def _gather(self, call: NativeCall, mine: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         outputs = [mine.new_empty((length, *mine.shape[1:])) for length in lengths]
-        self._exchange(call, c.ALL_GATHER, [mine] * self.size, outputs, same=True)
+        self._exchange(call, Kind.ALL_GATHER, [mine] * self.size, outputs, same=True)
         return outputs
 
     def reduce_scatter(
@@ -245,8 +243,7 @@ class ShmOps:
 
         def action(call: NativeCall) -> None:
             for output, row, number in zip(outputs, inputs, numbers, strict=True):
-                with _staged(row, write_back=False) as staged, _staged([output]) as (target,):
-                    self._reduce_scatter_now(call, target, staged, number, PRIVATE_MEMORY)
+                self._reduce_scatter_now(call, output, [contiguous(part) for part in row], number)
 
         return self.submit("reduce_scatter", action, outputs, opts)
 
@@ -261,10 +258,9 @@ class ShmOps:
 
         def action(call: NativeCall) -> None:
             for output, tensor, number in zip(outputs, inputs, numbers, strict=True):
-                with _staged([tensor], write_back=False) as (whole,), _staged([output]) as (target,):
-                    parts = _pieces(whole, [output.numel()] * self.size)
-                    location = self._locate_row(whole, parts, target)
-                    self._reduce_scatter_now(call, target, parts, number, location)
+                whole = contiguous(tensor)
+                parts = _pieces(whole, [output.numel()] * self.size)
+                self._reduce_scatter_now(call, output, parts, number, self._locate_row(whole, parts, output))
 
         return self.submit("reduce_scatter", action, outputs, opts)
 
@@ -273,12 +269,19 @@ class ShmOps:
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
     def _reduce_scatter_now(
-        self, call: NativeCall, output: Tensor, parts: Sequence[Tensor], number: int, location: BufferLocation
+        self,
+        call: NativeCall,
+        output: Tensor,
+        parts: Sequence[Tensor],
+        number: int,
+        location: BufferLocation = PRIVATE_MEMORY,
     ) -> None:
-        inputs, target = [c.as_numbers(part) for part in parts], c.as_numbers(output)
+        staged = contiguous(output)
+        inputs, target = [c.as_numbers(part) for part in parts], c.as_numbers(staged)
         counts = (ctypes.c_uint64 * len(inputs))(*(part.numel() for part in inputs))
         function, dtype = self.comm.native.lockstep_reduce_scatter, c.NUMBERS[target.dtype]
         call(function, _pointers(inputs), counts, target.data_ptr(), dtype, number, *location)
+        copy_back(staged, output)
 
     def _locate_row(self, whole: Tensor, parts: Sequence[Tensor], own: Tensor) -> BufferLocation:
         """Return where ``whole`` lies, if ``own`` is this rank's piece of it: only then nothing needs to be copied."""
@@ -297,16 +300,33 @@ class ShmOps:
         same: bool = False,
         location: BufferLocation = PRIVATE_MEMORY,
     ) -> None:
-        """Exchange contiguous tensors, in the thread whose turn it is; with ``same``, each rank sends one tensor.
+        """Exchange tensors, in the thread whose turn it is; with ``same``, each rank sends one tensor.
 
         ``location`` is that of what is received, if this rank sends what already lies at its own place in it.
         """
         first = next((tensor for tensor in (*sends, *receives) if tensor is not None), None)
         if first is not None:
+            # The library compares kinds, so ranks that move different dtypes get an error instead of wrong bits.
             kind += c.EXCHANGED_DTYPE * (c.NUMBERS_OF_ALL[first.dtype] + 1)
-        function = self.comm.native.lockstep_exchange
-        sent, received = (_pointers(sends), _byte_sizes(sends)), (_pointers(receives), _byte_sizes(receives))
-        call(function, kind, root, int(same), *sent, *received, *location)
+        # By identity, as what goes to all ranks is one tensor many times, and should be copied once at most.
+        staged = {id(tensor): contiguous(tensor) for tensor in (*sends, *receives) if tensor is not None}
+        sources, targets = ([staged.get(id(tensor)) for tensor in row] for row in (sends, receives))
+        sent, received = (_pointers(sources), _byte_sizes(sources)), (_pointers(targets), _byte_sizes(targets))
+        call(self.comm.native.lockstep_exchange, kind, root, int(same), *sent, *received, *location)
+        for tensor in receives:
+            if tensor is not None:
+                copy_back(staged[id(tensor)], tensor)
+
+    def _move(
+        self, kind: Kind, rows: Sequence[_Row], outputs: Sequence[Any], opts: Any, *, root: int = -1, same: bool = False
+    ) -> ShmWork:
+        """Queue an exchange for each row: what this rank sends to each rank, and what it receives from each."""
+
+        def action(call: NativeCall) -> None:
+            for sends, receives in rows:
+                self._exchange(call, kind, sends, receives, root=root, same=same)
+
+        return self.submit(kind.name.lower(), action, outputs, opts)
 
     def _only(self, tensor: Tensor | None, rank: int) -> list[Tensor | None]:
         """Return what is exchanged with one rank only."""
@@ -314,28 +334,20 @@ class ShmOps:
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> ShmWork:
         """Overwrite the tensors with those of rank ``opts.rootRank``. Collective: every rank."""
-        root, is_root = opts.rootRank, self.rank == opts.rootRank
-
-        def action(call: NativeCall) -> None:
-            for tensor in tensors:
-                with _staged([tensor], write_back=not is_root) as (staged,):
-                    sends = [staged if is_root and rank != root else None for rank in range(self.size)]
-                    receives = self._only(None if is_root else staged, root)
-                    self._exchange(call, c.BROADCAST, sends, receives, root=root, same=True)
-
-        return self.submit("broadcast", action, tensors, opts)
+        root = opts.rootRank
+        if self.rank == root:
+            nothing = self._only(None, root)
+            rows = [([None if rank == root else one for rank in range(self.size)], nothing) for one in tensors]
+        else:
+            rows = [(self._only(None, root), self._only(one, root)) for one in tensors]
+        return self._move(Kind.BROADCAST, rows, tensors, opts, root=root, same=True)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> ShmWork:
         """Fill ``outputs[i]`` with every rank's ``inputs[i]``. Collective: every rank."""
         for row in outputs:
             _check_count("all_gather", "output", row, self.size)
-
-        def action(call: NativeCall) -> None:
-            for row, tensor in zip(outputs, inputs, strict=True):
-                with _staged([tensor], write_back=False) as (source,), _staged(row) as staged:
-                    self._exchange(call, c.ALL_GATHER, [source] * self.size, staged, same=True)
-
-        return self.submit("all_gather", action, [tensor for row in outputs for tensor in row], opts)
+        rows = [([tensor] * self.size, row) for row, tensor in zip(outputs, inputs, strict=True)]
+        return self._move(Kind.ALL_GATHER, rows, [tensor for row in outputs for tensor in row], opts, same=True)
 
     allgather_coalesced = allgather  # here ``outputs`` has a row for each input, too
 
@@ -349,10 +361,11 @@ class ShmOps:
 
         def action(call: NativeCall) -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
-                with _staged([tensor], write_back=False) as (source,), _staged([output]) as (whole,):
-                    parts = _pieces(whole, [tensor.numel()] * size)
-                    location = self._locate_row(whole, parts, source)
-                    self._exchange(call, c.ALL_GATHER, [source] * size, parts, same=True, location=location)
+                whole = contiguous(output)
+                parts = _pieces(whole, [tensor.numel()] * size)
+                location = self._locate_row(whole, parts, tensor)
+                self._exchange(call, Kind.ALL_GATHER, [tensor] * size, parts, same=True, location=location)
+                copy_back(whole, output)
 
         return self.submit("all_gather", action, outputs, opts)
 
@@ -362,12 +375,7 @@ class ShmOps:
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> ShmWork:
         """Send ``inputs[r]`` to rank r and fill ``outputs[r]`` from it. Collective: every rank."""
-
-        def action(call: NativeCall) -> None:
-            with _staged(inputs, write_back=False) as sends, _staged(outputs) as receives:
-                self._exchange(call, c.ALL_TO_ALL, sends, receives)
-
-        return self.submit("all_to_all", action, outputs, opts)
+        return self._move(Kind.ALL_TO_ALL, [(inputs, outputs)], outputs, opts)
 
     def all_to_all_single(
         self,
@@ -381,8 +389,10 @@ class ShmOps:
         counts = self._counts(tensor, input_splits), self._counts(output, output_splits)
 
         def action(call: NativeCall) -> None:
-            with _staged([tensor], write_back=False) as (source,), _staged([output]) as (target,):
-                self._exchange(call, c.ALL_TO_ALL, _pieces(source, counts[0]), _pieces(target, counts[1]))
+            target = contiguous(output)
+            pieces = _pieces(contiguous(tensor), counts[0]), _pieces(target, counts[1])
+            self._exchange(call, Kind.ALL_TO_ALL, *pieces)
+            copy_back(target, output)
 
         return self.submit("all_to_all", action, [output], opts)
 
@@ -401,36 +411,24 @@ class ShmOps:
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> ShmWork:
         """Fill rank ``opts.rootRank``'s ``outputs[0]`` with every rank's input. Collective: every rank."""
-        root, is_root = opts.rootRank, self.rank == opts.rootRank
-        targets = list(outputs[0]) if is_root and outputs else []
-        if is_root:
+        root, targets = opts.rootRank, self._only(None, -1)
+        if self.rank == root:
+            targets = list(outputs[0])
             _check_count("gather", "output", targets, self.size)
-
-        def action(call: NativeCall) -> None:
-            with _staged(inputs, write_back=False) as (source,), _staged(targets) as staged:
-                receives: list[Tensor | None] = [*staged] or [None] * self.size
-                self._exchange(call, c.GATHER, self._only(source, root), receives, root=root, same=True)
-
-        return self.submit("gather", action, targets, opts)
+        return self._move(Kind.GATHER, [(self._only(inputs[0], root), targets)], targets, opts, root=root, same=True)
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> ShmWork:
         """Fill ``outputs[0]`` with rank ``opts.rootRank``'s ``inputs[0][this rank]``. Collective: every rank."""
-        root, is_root = opts.rootRank, self.rank == opts.rootRank
-        sources = list(inputs[0]) if is_root and inputs else []
-        if is_root:
+        root, sources = opts.rootRank, self._only(None, -1)
+        if self.rank == root:
+            sources = list(inputs[0])
             _check_count("scatter", "input", sources, self.size)
-
-        def action(call: NativeCall) -> None:
-            with _staged(sources, write_back=False) as staged, _staged(outputs) as (target,):
-                sends: list[Tensor | None] = [*staged] or [None] * self.size
-                self._exchange(call, c.SCATTER, sends, self._only(target, root), root=root)
-
-        return self.submit("scatter", action, outputs, opts)
+        return self._move(Kind.SCATTER, [(sources, self._only(outputs[0], root))], outputs, opts, root=root)
 
     def barrier(self, opts: Any = None) -> ShmWork:
         """Wait for all ranks. Collective: every rank."""
-        nobody: list[Tensor | None] = [None] * self.size
-        return self.submit("barrier", lambda call: self._exchange(call, c.BARRIER, nobody, nobody), [], opts)
+        nobody = self._only(None, -1)
+        return self._move(Kind.BARRIER, [(nobody, nobody)], [], opts)
 
     # --- Memory that all ranks map
 
@@ -447,7 +445,8 @@ class ShmOps:
         """Rank 0 makes a segment and offers it, the others map it, and all agree on whether all of them could."""
         share_bytes = -(-math.prod(sizes) * dtype.itemsize // _PAGE_BYTES) * _PAGE_BYTES
         segment: Segment | None = None
-        data = torch.zeros(OFFER_BYTES, dtype=torch.uint8)  # an offer of nothing
+        # An offer of nothing: without memory rank 0 must not leave the others waiting.
+        data = torch.zeros(OFFER_BYTES, dtype=torch.uint8)
         try:
             if self.rank == 0:
                 segment, offer = make_segment(share_bytes * self.size)
@@ -456,7 +455,7 @@ class ShmOps:
             pass
         is_root = self.rank == 0
         sends = [data if is_root and rank != 0 else None for rank in range(self.size)]
-        self._exchange(call, c.ALLOCATE, sends, self._only(None if is_root else data, 0), root=0, same=True)
+        self._exchange(call, Kind.EMPTY_SHARED, sends, self._only(None if is_root else data, 0), root=0, same=True)
         try:
             if not is_root and data.any():
                 segment = map_segment(Offer.unpack(data.numpy().tobytes()))
@@ -467,6 +466,7 @@ class ShmOps:
             segment.close_file()  # the mapping stays
         if segment is None or not all(bool(flag) for flag in mapped):
             return torch.empty(sizes, dtype=dtype)
+        # A share for each rank, in the order of ranks: each has a tensor of its own, which the others can read.
         self.buffers.add(segment, share_bytes)
         count, offset = math.prod(sizes), self.rank * share_bytes
         return torch.frombuffer(segment.memory, dtype=dtype, count=count, offset=offset).view(sizes)

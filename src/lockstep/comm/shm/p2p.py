@@ -2,8 +2,7 @@
 
 [Note: why one thread for all of them]
 Messages between different ranks must not wait for each other: a ring may be full because its reader waits for a
-third rank. So the thread tries all that are open, one after the other, and sleeps only when none of them moves. A
-message waits in its ring until somebody asks for one from that rank; those with other tags are put aside.
+third rank. So the thread tries all that are open, one after the other, and sleeps only when none of them moves.
 """
 
 from __future__ import annotations
@@ -30,6 +29,10 @@ _POLL_MS = 50
 
 ANY_SOURCE = -1
 
+MoveBytes = Callable[[int, int, int, int], int]
+"""Reads from a ring or writes to it: called with the group, the other rank, the address and the number of bytes that
+are left; returns how many it moved."""
+
 
 class _Cursor:
     """Bytes of which some have been moved; ``owner`` keeps the memory alive."""
@@ -37,20 +40,26 @@ class _Cursor:
     def __init__(self, owner: bytearray | Tensor) -> None:
         self.owner = owner
         if isinstance(owner, Tensor):
-            self._start, self.size = owner.data_ptr(), owner.nbytes
+            self.start, self.size = owner.data_ptr(), owner.nbytes
         else:
-            self._start = ctypes.addressof((ctypes.c_char * len(owner)).from_buffer(owner)) if owner else 0
+            self.start = ctypes.addressof((ctypes.c_char * len(owner)).from_buffer(owner)) if owner else 0
             self.size = len(owner)
-        self.rewind()
+        self._num_moved = 0
 
-    def rewind(self) -> None:
-        """Begin again."""
-        self.address, self.num_left = self._start, self.size
+    def move(self, function: MoveBytes, handle: int, peer: int) -> bool:
+        """Move as much as the ring allows; return whether that was anything."""
+        before = self._num_moved
+        while self._num_moved < self.size:
+            count = function(handle, peer, self.start + self._num_moved, self.size - self._num_moved)
+            if count == 0:
+                break
+            self._num_moved += count
+        return self._num_moved > before
 
-    def advance(self, num_bytes: int) -> None:
-        """Count ``num_bytes`` as moved."""
-        self.address += num_bytes
-        self.num_left -= num_bytes
+    @property
+    def is_done(self) -> bool:
+        """Whether all has been moved."""
+        return self._num_moved == self.size
 
 
 class Transfer(ShmWork):
@@ -74,11 +83,6 @@ class Transfer(ShmWork):
         self.header = _Cursor(bytearray(_HEADER.pack(tag, data.nbytes)))
         self.limit_s, self.deadline = limit_s, time.monotonic() + limit_s
 
-    def succeed(self, source: int = -1) -> None:
-        """End: all bytes have been moved."""
-        self._source = source
-        self.run()
-
 
 class _ReceiveBuffer:
     """What arrives from one rank: who waits for it, and the message that is half read."""
@@ -86,9 +90,9 @@ class _ReceiveBuffer:
     def __init__(self) -> None:
         self.wanted: deque[Transfer] = deque()
         self.unexpected: deque[tuple[int, _Cursor]] = deque()  # whole messages with tags that nobody has asked for
-        self.header_data = bytearray(_HEADER.size)
-        self.header = _Cursor(self.header_data)
-        self.target: Transfer | _Cursor | None = None
+        self.header = _Cursor(bytearray(_HEADER.size))
+        self.target: Transfer | None = None  # who gets the message; nobody yet if its tag is not wanted
+        self.body: _Cursor | None = None
         self.tag = 0
 
 
@@ -98,6 +102,7 @@ class P2PEngine:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._lock = threading.Lock()
+        # By rank; only for ranks that anything was sent to, as a ring takes memory when it is first written.
         self._sends: dict[int, deque[Transfer]] = {}
         self._buffers = [_ReceiveBuffer() for _ in range(comm.size)]
         self._from_any: deque[Transfer] = deque()
@@ -113,23 +118,32 @@ class P2PEngine:
         what = f"send to rank {self._comm.ranks[to]}"
         transfer = Transfer(what, to, tag, contiguous(tensor), self._comm.timeout_s, lambda: None)
         with self._lock:
-            self._start(self._sends.setdefault(to, deque()), transfer)
-        return transfer
+            return self._start(self._sends.setdefault(to, deque()), transfer)
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Transfer:
         """Receive a tensor from rank ``source`` of the group."""
         self._comm.ensure_usable("recv")
         (tensor,) = tensors
+        # Where a copy is needed, bytes arrive there and are copied back by the action of the work.
         data = contiguous(tensor)
         what = "recv from any rank" if source == ANY_SOURCE else f"recv from rank {self._comm.ranks[source]}"
         transfer = Transfer(what, source, tag, data, self._comm.timeout_s, lambda: copy_back(data, tensor))
         with self._lock:
-            self._start(self._from_any if source == ANY_SOURCE else self._buffers[source].wanted, transfer)
-        return transfer
+            return self._start(self._from_any if source == ANY_SOURCE else self._buffers[source].wanted, transfer)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Transfer:
         """Receive a tensor from whichever rank sends one first."""
         return self.recv(tensors, ANY_SOURCE, tag)
+
+    def _start(self, queue: deque[Transfer], transfer: Transfer) -> Transfer:
+        """Queue a transfer, and wake the thread; the lock is held."""
+        queue.append(transfer)
+        self._has_work.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="lockstep-shm-p2p", daemon=True)
+            self._thread.start()
+        self._comm.native.lockstep_ring_bell(self._comm.handle, self._comm.rank)
+        return transfer
 
     def stop(self) -> bool:
         """End the thread, and fail what is open; return whether it ended in time."""
@@ -148,22 +162,13 @@ class P2PEngine:
         while any(self._sends.values()) and time.monotonic() < deadline:
             time.sleep(0.001)
 
-    def _start(self, queue: deque[Transfer], transfer: Transfer) -> None:
-        """Queue a transfer, and wake the thread; the lock is held."""
-        queue.append(transfer)
-        self._has_work.set()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="lockstep-shm-p2p", daemon=True)
-            self._thread.start()
-        self._comm.native.lockstep_ring_bell(self._comm.handle, self._comm.rank)
-
     def _queues(self) -> Iterator[deque[Transfer]]:
         yield from self._sends.values()
         yield self._from_any
         yield from (buffer.wanted for buffer in self._buffers)
 
     def _open_transfers(self) -> list[Transfer]:
-        partly = [buffer.target for buffer in self._buffers if isinstance(buffer.target, Transfer)]
+        partly = [buffer.target for buffer in self._buffers if buffer.target is not None]
         return [*partly, *(transfer for queue in self._queues() for transfer in queue)]
 
     def _run(self) -> None:
@@ -173,7 +178,7 @@ class P2PEngine:
             with self._lock:
                 is_idle = not self._open_transfers()
                 ended, self._ended = self._ended, []
-            for transfer in ended:
+            for transfer in ended:  # without the lock, as callbacks may send
                 transfer.complete_futures()
             if is_idle and not ended and not self._stopped:
                 self._has_work.wait()
@@ -191,47 +196,46 @@ class P2PEngine:
         """Write what there is room for in the ring to ``peer``; return whether that was anything."""
         queue, moved = self._sends[peer], False
         while queue:
-            transfer = queue[0]
-            for part in (transfer.header, transfer.payload):
-                while part.num_left:
-                    count = self._comm.native.lockstep_ring_write(self._comm.handle, peer, part.address, part.num_left)
-                    if count == 0:
-                        return moved
-                    part.advance(count)
-                    moved = True
-            queue.popleft()
-            self._succeed(transfer)
+            for part in (queue[0].header, queue[0].payload):
+                moved |= part.move(self._comm.native.lockstep_ring_write, self._comm.handle, peer)
+                if not part.is_done:  # the ring is full; the reader rings the bell when it has made room
+                    return moved
+            self._succeed(queue.popleft())
         return moved
 
     def _pull(self, peer: int) -> bool:
         """Read what is in the ring from ``peer``, if anybody wants it; return whether that was anything."""
         buffer, moved = self._buffers[peer], False
         while True:
-            if buffer.target is None:
+            if buffer.body is None:
                 self._serve_unexpected(peer, buffer)
+                # A message waits in its ring until somebody asks for one from that rank.
                 if not buffer.wanted and not self._from_any:
                     return moved
-            target = buffer.header if buffer.target is None else buffer.target
-            part = target.payload if isinstance(target, Transfer) else target
-            while part.num_left:
-                count = self._comm.native.lockstep_ring_read(self._comm.handle, peer, part.address, part.num_left)
-                if count == 0:
-                    return moved
-                part.advance(count)
-                moved = True
-            if buffer.target is None:
-                buffer.tag, num_bytes = _HEADER.unpack(buffer.header_data)
-                buffer.header.rewind()
-                buffer.target = self._match(peer, buffer, buffer.tag, num_bytes) or _Cursor(bytearray(num_bytes))
-                continue
-            buffer.target = None
-            if isinstance(target, Transfer):
-                self._succeed(target, peer)
+            part = buffer.header if buffer.body is None else buffer.body
+            moved |= part.move(self._comm.native.lockstep_ring_read, self._comm.handle, peer)
+            if not part.is_done:
+                return moved
+            if part is buffer.header:
+                assert isinstance(part.owner, bytearray)
+                buffer.tag, num_bytes = _HEADER.unpack(part.owner)
+                buffer.header = _Cursor(part.owner)
+                # Straight into the tensor of who waits for it; with another tag it is kept until somebody asks.
+                buffer.target = self._match(peer, buffer, buffer.tag, num_bytes)
+                buffer.body = _Cursor(bytearray(num_bytes)) if buffer.target is None else buffer.target.payload
+            elif buffer.target is not None:
+                self._succeed(buffer.target, peer)
+                buffer.target = buffer.body = None
             else:
-                buffer.unexpected.append((buffer.tag, target))
+                buffer.unexpected.append((buffer.tag, part))
+                buffer.body = None
 
     def _succeed(self, transfer: Transfer, source: int = -1) -> None:
-        transfer.succeed(source)
+        transfer.run(source)
+        self._ended.append(transfer)
+
+    def _fail(self, transfer: Transfer, error: LockstepError) -> None:
+        transfer.fail(error)
         self._ended.append(transfer)
 
     def _match(self, peer: int, buffer: _ReceiveBuffer, tag: int, num_bytes: int) -> Transfer | None:
@@ -241,15 +245,13 @@ class P2PEngine:
             if transfer is None:
                 continue
             queue.remove(transfer)
-            if transfer.payload.num_left == num_bytes:
+            if transfer.payload.size == num_bytes:
                 return transfer
-            transfer.fail(
-                CollectiveError(
-                    f"{transfer.operation} has room for {transfer.payload.num_left} bytes, but rank "
-                    f"{self._comm.ranks[peer]} sent {num_bytes}.\nPass tensors of the same shape and dtype."
-                )
+            text = (
+                f"{transfer.operation} has room for {transfer.payload.size} bytes, but rank {self._comm.ranks[peer]} "
+                f"sent {num_bytes}.\nPass tensors of the same shape and dtype."
             )
-            self._ended.append(transfer)
+            self._fail(transfer, CollectiveError(text))
             return None
         return None
 
@@ -259,8 +261,7 @@ class P2PEngine:
             transfer = self._match(peer, buffer, tag, message.size)
             if transfer is not None:
                 buffer.unexpected.remove(entry)
-                message.rewind()
-                ctypes.memmove(transfer.payload.address, message.address, message.size)
+                ctypes.memmove(transfer.payload.start, message.start, message.size)
                 self._succeed(transfer, peer)
 
     def _fail_hopeless(self) -> None:
@@ -269,15 +270,15 @@ class P2PEngine:
             error = self._failure_of(transfer)
             if error is None:
                 continue
+            # From wherever it is: it may be waiting, or half read.
             for queue in self._queues():
                 if transfer in queue:
                     queue.remove(transfer)
             for buffer in self._buffers:
                 if buffer.target is transfer:
-                    buffer.target = None
+                    buffer.target = buffer.body = None
             self._comm.give_up(error)  # a message may have been cut in two, so the ring is of no use any more
-            transfer.fail(error)
-            self._ended.append(transfer)
+            self._fail(transfer, error)
 
     def _failure_of(self, transfer: Transfer) -> LockstepError | None:
         comm = self._comm
@@ -288,10 +289,10 @@ class P2PEngine:
             )
         from_any = transfer.peer == ANY_SOURCE
         for peer in range(comm.size) if from_any else [transfer.peer]:
-            code = comm.native.lockstep_look(comm.handle, peer)
+            code = comm.native.lockstep_peer_state(comm.handle, peer)
             if peer == comm.rank or code == OK or (code == WENT and from_any):
                 continue
-            # It may have sent between the last look into the ring and its end.
+            # It may have sent between the last read of the ring and its end.
             if not from_any and self._pull(peer):
                 return None
             return comm.peer_failure(code, where, peer)

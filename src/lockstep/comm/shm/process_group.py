@@ -6,7 +6,6 @@ import atexit
 import ctypes
 import sys
 import weakref
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -22,167 +21,84 @@ from lockstep.comm.shm.p2p import P2PEngine
 from lockstep.comm.shm.segment import NoSharedMemory, Offer, Segment, make_segment, map_segment
 from lockstep.errors import CollectiveError, ConfigurationError
 
-
-class OtherDevices:
-    """What ``cuda:nccl`` in ``cpu:shm,cuda:nccl`` asks for.
-
-    torch replaces the whole group by one that is written in Python, so its other backends are made here, each in a
-    native group of its own, by the same store.
-    """
-
-    def __init__(self, owner: dist.ProcessGroup, store: dist.Store, options: Any) -> None:
-        self._owner, self._store, self._options = owner, store, options
-        self._groups: dict[str, dist.ProcessGroup] = {}
-
-    def devices(self) -> list[torch.device]:
-        """Return the devices for which the group was made with another backend."""
-        return [torch.device(device) for device in self._wanted()]
-
-    def group_for(self, device: torch.device) -> dist.ProcessGroup:
-        """Return the native group for ``device``. Collective at the first call for that device: every rank.
-
-        Raises:
-            ConfigurationError: The group was not made for that device.
-        """
-        if device.type not in self._groups:
-            name = self._wanted().get(device.type)
-            if name is None:
-                raise ConfigurationError(
-                    f"The backend shm moves CPU tensors, but this one is on {device}.\n"
-                    f"Make the group with init_process_group('cpu:shm,{device.type}:nccl')."
-                )
-            self._groups[device.type] = self._make(device, name)
-        return self._groups[device.type]
-
-    def _wanted(self) -> dict[str, str]:
-        config = dist.distributed_c10d._world.pg_backend_config.get(self._owner, "")
-        pairs = (part.split(":") for part in str(config).split(",") if ":" in part)
-        return {device: name for device, name in pairs if device != "cpu" and name != "shm"}
-
-    def _make(self, device: torch.device, name: str) -> dist.ProcessGroup:
-        given = self._options
-        store = PrefixStore(f"lockstep/{device.type}", self._store)
-        group = dist.ProcessGroup(store, given.group_rank, given.group_size)
-        if name == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = given.timeout
-            options.global_ranks_in_group = given.global_ranks_in_group
-            options.group_name = given.group_id
-            backend: Any = dist.ProcessGroupNCCL(store, given.group_rank, given.group_size, options)
-            kind = dist.ProcessGroup.BackendType.NCCL
-        elif name == "gloo":
-            backend = dist.ProcessGroupGloo(store, given.group_rank, given.group_size, timeout=given.timeout)
-            kind = dist.ProcessGroup.BackendType.GLOO
-        else:
-            raise ConfigurationError(f"Beside shm there can be nccl and gloo, not {name!r}.")
-        backend._set_sequence_number_for_group()
-        group._set_default_backend(kind)
-        group._register_backend(torch.device(device.type), kind, backend)
-        group._set_group_name(dist.distributed_c10d.GroupName(f"{given.group_id}/{device.type}"))
-        return group
-
-    def close(self, *, abort: bool) -> None:
-        """Leave the native groups; with ``abort`` without waiting for other ranks."""
-        while self._groups:
-            group = self._groups.popitem()[1]
-            if abort:
-                group.abort()
-            else:
-                group.shutdown()
-
-
-# The process group that c10d, the engines and libraries talk to; each call goes to what serves the tensors' device.
-
 _DRAIN_S = 10.0
 _alive: weakref.WeakSet[ShmProcessGroup] = weakref.WeakSet()
-
-_OPS = (
-    "allreduce_coalesced",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "broadcast",
-    "allgather",
-    "allgather_coalesced",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "alltoall",
-    "all_to_all_single",
-    "gather",
-    "scatter",
-    "barrier",
-)
-_P2P = ("send", "recv", "recv_anysource")
-_OLD_NAMES = {
-    "_allgather_base": "all_gather_single",
-    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
-    "_reduce_scatter_base": "reduce_scatter_single",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
-    "alltoall_base": "all_to_all_single",
-}
-"""What torch called them before 2.13."""
+_stuck: list[ShmProcessGroup] = []
+"""Groups with a thread that does not end and may still read the segment: it stays mapped until the process ends."""
 
 
 class ShmProcessGroup(dist.ProcessGroup):
     """A group of ranks on one host that exchange CPU tensors through shared memory.
 
-    It is a ``ProcessGroup``, not a ``Backend``, as torch lets Python derive only from the former. So it also stands
-    before the backends of other devices that the group was made with, as in ``cpu:shm,cuda:nccl``.
+    It is a ``ProcessGroup``, not a ``Backend``, as torch lets Python derive only from the former. So torch puts it in
+    the place of the whole group, and no backend of another device can stand beside it.
     """
 
-    def __init__(self, store: dist.Store, comm: Communicator, name: str, options: Any) -> None:
+    def __init__(self, store: dist.Store, comm: Communicator, name: str) -> None:
         super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]  # the only one for subclasses
-        self._store = store
-        self._names = {"name": name, "description": "undefined"}
+        self._store, self._name, self._description = store, name, "undefined"
         self.comm = comm
         self.shm_ops = ShmOps(comm, name)
         self._p2p = P2PEngine(comm)
-        self._served: dict[str, Callable[..., Any]] = {
-            **{call: getattr(self.shm_ops, call) for call in ("allreduce", *_OPS)},
-            **{call: getattr(self._p2p, call) for call in _P2P},
-        }
-        self._others = OtherDevices(self, store, options)
         self._is_open = True
         _alive.add(self)
 
-    def getBackendName(self) -> str:
-        """Return the backend's name."""
-        return "shm"
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
+        """Replace each tensor by its reduction over all ranks. Collective: every rank."""
+        if not getattr(opts, "asyncOp", True) and len(tensors) == 1 and tensors[0].is_cpu:
+            work = self.shm_ops.all_reduce_at_once(tensors[0], opts)
+            if work is not None:
+                activity.now.num_calls += 1
+                return work
+        return self._dispatch("allreduce", tensors, opts)
 
-    def setGroupName(self, name: str) -> None:
-        """Remember the group's name; torch's class keeps names in backend objects only."""
-        self._names["name"] = name
+    def _dispatch(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        activity.now.num_calls += 1
+        device = _device_of(args)
+        if device is not None and device.type != "cpu":
+            raise ConfigurationError(
+                f"The backend shm moves CPU tensors, but this one is on {device}.\n"
+                "Make a group with init_process_group('cpu:gloo,cuda:nccl')."
+            )
+        # c10d's own callers pass lists, functional collectives and tests sometimes one tensor.
+        if args and isinstance(args[0], Tensor) and name not in _OF_ONE_TENSOR:
+            args = ([args[0]], *args[1:])
+        return getattr(self._p2p if name in _P2P else self.shm_ops, name)(*args, **kwargs)
 
-    def getGroupName(self) -> str:
-        """Return the group's name."""
-        return self._names["name"]
-
-    def setGroupDesc(self, description: str) -> None:
-        """Remember what the group is for."""
-        self._names["description"] = description
-
-    def getGroupDesc(self) -> str:
-        """Return what the group is for."""
-        return self._names["description"]
+    # --- What c10d asks of a group. Names are kept here, because torch's class keeps them in backend objects only.
 
     def name(self) -> str:
         """Return the backend's name."""
         return "shm"
 
+    getBackendName = name
+
+    def setGroupName(self, name: str) -> None:
+        """Keep the group's name."""
+        self._name = name
+
+    def getGroupName(self) -> str:
+        """Return the group's name."""
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:
+        """Keep what the group is for."""
+        self._description = description
+
+    def getGroupDesc(self) -> str:
+        """Return what the group is for."""
+        return self._description
+
     def get_group_store(self) -> dist.Store:
-        """Return the store by which the ranks met."""
+        """Return the store that the group was made with."""
         return self._store
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu"), *self._others.devices()]
+        return [torch.device("cpu")]
 
     def _get_backend(self, device: torch.device) -> Any:
-        device = torch.device(device)
-        if device.type == "cpu":
-            raise RuntimeError("shm serves CPU tensors itself; it has no backend object.")
-        return self._others.group_for(device)._get_backend(device)
+        raise RuntimeError("shm serves CPU tensors itself; it has no backend object.")
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long calls that are made from now on may wait."""
@@ -190,32 +106,11 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     _set_default_timeout = set_timeout
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
-        """Replace each tensor by its reduction over all ranks. Collective: every rank."""
-        activity.now.num_calls += 1
-        if not getattr(opts, "asyncOp", True) and len(tensors) == 1 and tensors[0].is_cpu:
-            work = self.shm_ops.all_reduce_at_once(tensors[0], opts)
-            if work is not None:
-                return work
-        return self._dispatch("allreduce", tensors, opts)
-
-    def _dispatch(self, call: str, *args: Any, **kwargs: Any) -> Any:
-        activity.now.num_calls += 1
-        device = _device_of(args)
-        if device is not None and device.type != "cpu":
-            return getattr(self._others.group_for(device), call)(*args, **kwargs)
-        if args and isinstance(args[0], Tensor) and call not in _TAKES_TENSORS:
-            args = ([args[0]], *args[1:])
-        return self._served[_OLD_NAMES.get(call, call)](*args, **kwargs)
-
     def _start_coalescing(self, device: torch.device) -> None:
-        if torch.device(device).type != "cpu":
-            self._others.group_for(torch.device(device))._start_coalescing(device)
+        """Do nothing: calls are cheap one by one."""
 
-    def _end_coalescing(self, device: torch.device) -> Any:
-        if torch.device(device).type != "cpu":
-            return self._others.group_for(torch.device(device))._end_coalescing(device)
-        return None
+    def _end_coalescing(self, device: torch.device) -> None:  # type: ignore[override]  # as c10d expects of no work
+        """Do nothing."""
 
     def _get_sequence_number_for_group(self) -> int:
         return 0
@@ -223,28 +118,31 @@ class ShmProcessGroup(dist.ProcessGroup):
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: the shared words count the calls."""
 
+    # --- The end
+
     def shutdown(self) -> None:
         """Leave the group, after what was called on it has run."""
         if self._is_open:
+            # Works that nobody waits for have been promised to the other ranks all the same.
             self.shm_ops.queue.drain()
             self._p2p.drain(_DRAIN_S)
-            self._close(abort=False)
+            self._close()
 
     def abort(self) -> None:
-        """Leave the group at once; ranks that wait for this one learn of it."""
+        """Leave the group at once; ranks that wait for this one get an error."""
         if self._is_open:
             rank = self.comm.ranks[self.comm.rank]
             self.comm.give_up(CollectiveError(f"Rank {rank} closed the group after an error; look at its output."))
-            self._close(abort=True)
+            self._close()
 
-    def _close(self, *, abort: bool) -> None:
-        self._others.close(abort=abort)
+    def _close(self) -> None:
         if self._stop_threads():
             self.comm.leave()
 
     def _stop_threads(self) -> bool:
         """End the threads; return whether none of them can touch the segment any more."""
         self._is_open = False
+        # Threads that wait in C return now; those that wait for work are ended one by one below.
         self.comm.stop()
         have_ended = all([self.shm_ops.queue.stop(), self._p2p.stop()])
         if not have_ended:
@@ -252,22 +150,16 @@ class ShmProcessGroup(dist.ProcessGroup):
         return have_ended
 
 
-_stuck: list[ShmProcessGroup] = []
-"""Groups with a thread that does not end and may still look at the segment: it stays mapped until the process ends."""
-
-_TAKES_TENSORS = {
-    "all_gather_single",
-    "reduce_scatter_single",
-    "all_to_all_single",
-    "_allgather_base",
-    "_reduce_scatter_base",
-    "alltoall_base",
-}
-"""OpRunner whose first argument is one tensor; the others take a list, for which callers may pass one tensor, too."""
+@atexit.register
+def _stop_all_threads() -> None:
+    """End the threads before the interpreter goes: they would come back into what is being taken down."""
+    for group in list(_alive):
+        if group._is_open and group._stop_threads():
+            _stuck.append(group)  # the destructor would leave the group, and ranks that still read would fail
 
 
 def _device_of(args: Any) -> torch.device | None:
-    """Return the device of the first tensor among nested arguments, or what options of a barrier say."""
+    """Return the device of the first tensor among nested arguments."""
     for arg in args:
         if isinstance(arg, Tensor):
             return arg.device
@@ -278,26 +170,38 @@ def _device_of(args: Any) -> torch.device | None:
     return None
 
 
-def _method(call: str) -> Any:
+_OF_ONE_TENSOR = ("all_gather_single", "reduce_scatter_single", "all_to_all_single")
+"""Calls whose first argument is one tensor; the others take a list, for which callers may pass one tensor, too."""
+_P2P = ("send", "recv", "recv_anysource")
+_CALLS = (
+    *("allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single_coalesced", "broadcast", "allgather"),
+    *("allgather_coalesced", "all_gather_single_coalesced", "alltoall", "gather", "scatter", "barrier"),
+)
+_OLD_NAMES = {
+    "_allgather_base": "all_gather_single",
+    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
+    "_reduce_scatter_base": "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
+    "alltoall_base": "all_to_all_single",
+}
+"""What torch called them before 2.13."""
+
+
+def _method(call: str, name: str) -> Any:
     def method(self: ShmProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        return self._dispatch(call, *args, **kwargs)
+        return self._dispatch(name, *args, **kwargs)
 
     method.__name__ = call
     method.__doc__ = f"Do what c10d's ``{call}`` does. Collective: every rank."
     return method
 
 
-for _call in (*_OPS, *_P2P, *_OLD_NAMES):
-    setattr(ShmProcessGroup, _call, _method(_call))
+# As methods of the class, because c10d finds them by name on the Python type that overrides its virtual functions.
+for _call in (*_CALLS, *_OF_ONE_TENSOR, *_P2P, *_OLD_NAMES):
+    setattr(ShmProcessGroup, _call, _method(_call, _OLD_NAMES.get(_call, _call)))
 
 
-@atexit.register
-def _stop_all_threads() -> None:
-    """End the threads before the interpreter goes: they would come back into what is being taken down."""
-    for group in list(_alive):
-        if group._is_open and group._stop_threads():
-            _stuck.append(group)  # the destructor would leave the group, and ranks that still read would fail
-
+# How the ranks make a group together.
 
 CHUNK_BYTES = 2**18
 """How much of a tensor a rank has in the segment at a time: small enough for the processor's cache."""
@@ -322,6 +226,7 @@ def create_group(options: Any, _: Any = None) -> Any:
     rank, size = options.group_rank, options.group_size
     store = PrefixStore("lockstep/shm", options.store)
     native = library()
+    # A prefix, as the store is the caller's and has keys of its own.
     segment, reason = _share(store, native, rank, size)
     if isinstance(native, str) or segment is None:
         if rank == 0:
@@ -330,7 +235,7 @@ def create_group(options: Any, _: Any = None) -> Any:
     ranks = options.global_ranks_in_group
     comm = Communicator(native, segment, rank, size, ranks, options.timeout.total_seconds())
     _await_all(store, "joined", size)  # only now may anybody check whether this rank lives
-    return ShmProcessGroup(options.store, comm, str(options.group_id), options)
+    return ShmProcessGroup(options.store, comm, str(options.group_id))
 
 
 def why_unavailable(store: dist.Store, rank: int, size: int) -> str:
@@ -355,23 +260,23 @@ def _share(store: dist.Store, native: ctypes.CDLL | str, rank: int, size: int) -
     """Return a segment that all ranks have mapped, or ``None`` and why not. Collective: every rank."""
     if size > MAX_RANKS:
         return None, f"it serves up to {MAX_RANKS} ranks"
-    segment, objection = None, native if isinstance(native, str) else ""
+    segment, objection, offer = None, native if isinstance(native, str) else "", ""
+    try:
+        if rank == 0 and not objection:
+            segment, made = _make(native, size)
+            offer = made.pack().hex()
+    except NoSharedMemory as error:
+        objection = str(error)
     if rank == 0:
-        offer = b""
-        if not objection:
-            try:
-                segment, made = _make(native, size)
-                offer = made.pack()
-            except NoSharedMemory as error:
-                objection = str(error)
-        store.set("offer", offer.hex())
-    elif (text := store.get("offer").decode()) and not objection:
-        try:
-            segment = map_segment(Offer.unpack(bytes.fromhex(text)))
-        except NoSharedMemory as error:
-            objection = str(error)
+        store.set("offer", offer)  # also an empty one: the others wait for it
+    try:
+        if rank != 0 and (offer := store.get("offer").decode()) and not objection:
+            segment = map_segment(Offer.unpack(bytes.fromhex(offer)))
+    except NoSharedMemory as error:
+        objection = str(error)
     if objection:
         store.compare_set("objection", "", objection)  # the first counts
+    # Nobody may use the segment before all have mapped it; one that could not decides for all.
     _await_all(store, "answered", size)
     objection = store.get("objection").decode() if store.check(["objection"]) else ""
     if objection and segment is not None:
@@ -386,10 +291,9 @@ def _make(native: Any, size: int) -> tuple[Segment, Offer]:
     while True:
         try:
             segment, offer = make_segment(native.lockstep_segment_bytes(size, chunk_bytes, ring_bytes))
+            native.lockstep_format(segment.address, chunk_bytes, ring_bytes)
+            return segment, offer
         except NoSharedMemory:
             if chunk_bytes <= MIN_CHUNK_BYTES:
                 raise
             chunk_bytes //= 2
-            continue
-        native.lockstep_format(segment.address, chunk_bytes, ring_bytes)
-        return segment, offer

@@ -15,20 +15,21 @@ import errno
 import mmap
 import os
 import secrets
-from dataclasses import dataclass
+import struct
+from typing import NamedTuple
 
 from lockstep.errors import LockstepError
 
 TOKEN_BYTES = 16
-OFFER_BYTES = 60 + TOKEN_BYTES
+_OFFER = struct.Struct(f"=qqq{TOKEN_BYTES}s")
+OFFER_BYTES = _OFFER.size
 
 
 class NoSharedMemory(LockstepError):
     """This process cannot get or map the memory; the message is the reason, in words that go into a sentence."""
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(NamedTuple):
     """Where the others find the memory."""
 
     pid: int
@@ -38,12 +39,12 @@ class Offer:
 
     def pack(self) -> bytes:
         """Return what `unpack` reads, always of the same length."""
-        return b"%020d%020d%020d" % (self.pid, self.fd, self.num_bytes) + self.token
+        return _OFFER.pack(*self)
 
     @staticmethod
     def unpack(data: bytes) -> Offer:
         """Return the offer that was packed."""
-        return Offer(int(data[:20]), int(data[20:40]), int(data[40:60]), data[60 : 60 + TOKEN_BYTES])
+        return Offer(*_OFFER.unpack(data))
 
 
 class Segment:

@@ -47,6 +47,7 @@ class OpQueue:
 
     def signal(self) -> None:
         """Have the group's own thread run what waits."""
+        # Not at creation: most groups of a job never make an asynchronous call.
         if not self._threads:
             self._ensure_idle_thread()
         self._signals.put(True)
@@ -58,11 +59,12 @@ class OpQueue:
                 self._threads.append(threading.Thread(target=self._run, name=self._name, daemon=True))
                 self._threads[-1].start()
 
-    def run_until(self, work: ShmWork) -> None:
-        """Run calls in this thread until ``work`` has run."""
-        while not work.has_ended:
+    def run_until(self, is_over: Callable[[], bool]) -> None:
+        """Run calls in this thread until ``is_over`` returns true."""
+        while not is_over():
             with self._turn:
-                ran = self._run_oldest() if not work.has_ended else None
+                # Another thread may have run it while this one waited for its turn.
+                ran = None if is_over() else self._run_oldest()
             if ran is not None:
                 ran.complete_futures()
 
@@ -87,6 +89,7 @@ class OpQueue:
 
     def stop(self) -> bool:
         """End the threads and fail what waits; return whether the threads ended in time."""
+        # A callback of a future, which runs in one of these threads, may close the group.
         threads = [thread for thread in self._threads if thread is not threading.current_thread()]
         for _ in self._threads:
             self._signals.put(False)
@@ -100,11 +103,7 @@ class OpQueue:
 
     def drain(self) -> None:
         """Run in this thread what waits."""
-        while self._waiting:
-            with self._turn:
-                work = self._run_oldest()
-            if work is not None:
-                work.complete_futures()
+        self.run_until(lambda: not self._waiting)
 
     def _run(self) -> None:
         while self._signals.get():
@@ -144,9 +143,10 @@ class ShmWork(dist.Work):
         self._ended: threading.Event | None = None  # made when somebody waits for another thread to run it
         self.has_ended = False
 
-    def run(self) -> None:
-        """Run the call in this thread; errors are kept for who waits."""
+    def run(self, source: int = -1) -> None:
+        """Run the call in this thread; errors are kept for who waits. ``source``: where a message came from."""
         assert self._action is not None
+        self._source = source
         try:
             with torch.no_grad():
                 self._action()
@@ -161,7 +161,8 @@ class ShmWork(dist.Work):
 
     def _end(self) -> None:
         with _end_lock:
-            self._action = None  # what it holds (staged copies, tensors) is not needed any more
+            # What it holds (staged copies, tensors) is not needed any more, but handles are kept for long.
+            self._action = None
             self.has_ended = True
             if self._ended is not None:
                 self._ended.set()
@@ -184,7 +185,7 @@ class ShmWork(dist.Work):
         if not self.has_ended:
             with activity.waiting(self.operation):
                 if self._queue is not None and limit_s <= 0:
-                    self._queue.run_until(self)
+                    self._queue.run_until(lambda: self.has_ended)
                 elif not self._wait_for_end(limit_s):
                     raise CollectiveError(
                         f"{self.operation} on shm has not ended within {limit_s:g} s.\nAnother rank may be late."
@@ -199,6 +200,7 @@ class ShmWork(dist.Work):
             if self.has_ended:
                 return True
             self._ended = self._ended or threading.Event()
+        # The group's own thread must run it, as this one could not stop in the middle when its time is up.
         if self._queue is not None:
             self._queue.signal()
         return self._ended.wait(limit_s if limit_s > 0 else None)

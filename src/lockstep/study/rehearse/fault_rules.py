@@ -117,6 +117,7 @@ def parse(text: str) -> Rule:
     known = [key for key in (*kind.required, *kind.optional) if key != "in" or kind.places]
     given: dict[str, str | float] = {}
     for pair in filter(None, rest.split(",")):
+        # ``in`` is refused where there is but one place.
         key, equals, value = (part.strip() for part in pair.partition("="))
         if key not in known:
             raise _wrong(text, kind, f"it takes no {key!r}" if equals else f"{pair!r} is no key=value")
@@ -189,6 +190,7 @@ def write(folder: Path, number: int, *, rank: int, step: int, detail: str = "") 
     The file outlives the rank, so a rank that was started again knows that the fault is spent.
     """
     try:
+        # Exclusively: of several ranks or threads only one may be the first.
         with open(_path(folder, number), "x") as file:
             json.dump(asdict(Note(rank, step, time.time_ns(), detail)), file)
     except FileExistsError:

@@ -111,6 +111,7 @@ class FaultInjector:
             finally:
                 self._is_in_fit_step = False
 
+        # Of the class, as the trainer of a run is made long after the ranks are armed.
         Trainer.step = followed  # type: ignore[method-assign, assignment]
 
     def _on_forward(self, module: nn.Module, _args: Any) -> None:
@@ -147,6 +148,7 @@ class FaultInjector:
             broken.view(-1)[:1] = float("nan")
             return broken
 
+        # On the parameter and not on an output: the reducer's hooks run after it, and so reduce what it returns.
         handle = parameter.register_hook(act)
 
     def _on_updated(self, optimizer: Any, *_: Any) -> None:
@@ -217,7 +219,7 @@ class FaultInjector:
             where = f" ({detail})" if detail else ""
             place = f", {rule.place}" if rule.place else ""
             sys.stderr.write(f"rehearse: {rule.text} strikes rank {self._rank} in step {step}{place}{where}\n")
-            sys.stderr.flush()
+            sys.stderr.flush()  # the next thing may be SIGKILL
 
 
 def _call_before(owner: Any, name: str, action: Callable[[], None]) -> None:
@@ -296,7 +298,7 @@ def fill_disk(is_full: Callable[[], bool]) -> None:
             lead_nowhere(found)
         return found
 
-    # What these two write in native code goes through Python's files instead.
+    # What torch and safetensors write in native code goes through Python's files instead.
     @functools.wraps(save)
     def saved(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(f, str | os.PathLike):

@@ -81,6 +81,7 @@ def rehearse(command: Sequence[str], rules: Sequence[Rule], *, shows: bool = Tru
         shows: Whether what the job logs is passed on.
     """
     with Reaper() as reaper:  # clears its folder away, however this process ends
+        # The ranks get their orders by environment, because the launcher passes nothing else on to them.
         orders = json.dumps({"folder": str(reaper.run_dir), "rules": [asdict(rule) for rule in rules]})
         # Each rank calls that before its program.
         setup = json.dumps([["lockstep.study.rehearse.injection:activate", orders]])
@@ -104,6 +105,7 @@ def is_task(file: str) -> bool:
     if path and name.isidentifier():
         return True
     try:
+        # Not imported: a script would start to train.
         text = Path(file).read_text("utf-8", errors="replace")
     except OSError as error:
         raise ConfigurationError(f"{file} cannot be read: {error.strerror}.\nCheck the path.") from None
@@ -154,6 +156,7 @@ def _run(command: Sequence[str], environ: Mapping[str, str], *, shows: bool) -> 
             raise
         for thread in threads:
             thread.join(_SHUTDOWN_S)
+    # Two threads have appended to it.
     return code, sorted(lines)
 
 
@@ -208,6 +211,7 @@ def judge(rule: Rule, note: Note | None, lines: Sequence[Line], exit_code: int) 
         never = f"came to {rule.place} in step {rule.step}" if rule.place else f"wrote from step {rule.step} on"
         why = f"{who} never {never}" if exit_code == 0 else f"the job had ended with code {exit_code}"
         return FaultOutcome(rule, None, None, "", f"did not strike: {why}", is_good=False)
+    # What was logged before the fault cannot be about it.
     after = [line for line in lines if line.time_ns >= note.time_ns and not _OWN.match(line.text)]
     report = _find_report(rule, after)
     noticed_s = None if report is None else (report.time_ns - note.time_ns) / 1e9
@@ -234,6 +238,7 @@ def _find_report(rule: Rule, lines: Sequence[Line]) -> Line | None:
     for number, line in enumerate(lines):
         if rule.rank is not None and rule.rank not in ranks_in(line.text):
             continue
+        # A report has its subject in the first line and names ranks in those below.
         before = lines[max(0, number - _HEADLINES) : number + 1] if rule.rank is not None else [line]
         if any(signs.search(found.text) for found in before):
             return line

@@ -223,6 +223,7 @@ def study_repetition(findings: Findings, given: Given, world: World, plain: Trac
         if again is not None and again.first is None:
             return base
         first = first if again is None else again.first
+    # One at a time, from the likeliest to the rarest; the first that makes it the same run is the cause.
     text = f"The same process, run twice from the same seed, gives another {first}"
     for switch, words, reason in _TRIALS:
         again = repeat(base | {switch}, words)
@@ -278,6 +279,7 @@ def study_division(
     if plain is None or isinstance(weights, str):
         findings.explained = False
         return given, frozenset()
+    # All causes may act at once. So everything is off, and one thing at a time is left on.
     given = replace(given, factors={step.step: step.factors for step in weights})
     everything: Off = frozenset(_OF_DIVISION)
     nothing = divide(everything, "all of the below")
@@ -377,6 +379,7 @@ def study_ranks(findings: Findings, base: Off, shares: Runs, ranks: Runs, refere
         pair = shares[base | off], ranks[base | off]
         return findings.compare(turned_off, RANKS_PAIR, *pair, tolerance, skip=["sample", "size"])
 
+    # From what can be read off the traces to what takes experiments.
     plain = compare_with(frozenset(), "nothing")
     _add_values(findings, base, ranks, reference)
     if plain is not None and plain.same:
@@ -397,6 +400,7 @@ def study_ranks(findings: Findings, base: Off, shares: Runs, ranks: Runs, refere
             evidence = f"Forward writes something else on each rank: {written}. Undoing what it writes makes it right."
             findings.add(Cause.BUFFERS, evidence)
     elif nothing is not None and nothing.first is not None:
+        # Data, weights, rates and draws are the same, and still the ranks do something else: the task's own code.
         hidden = compare_with(HIDDEN, "all of that, and rank and world size hidden from the task")
         ours, theirs = ranks[base | EVERYTHING], shares[base | EVERYTHING]
         assert not isinstance(ours, str) and not isinstance(theirs, str)
@@ -460,6 +464,7 @@ def _factor_of_gradients(ranks: Sequence[Trace], shares: Sequence[Trace], tolera
     ours, theirs = ranks[0].steps[0].tensors.gradients, shares[0].steps[0].tensors.gradients
     if set(ours) != set(theirs) or not ours:
         return None
+    # The factor of least squares, if what it leaves over is rounding. Fingerprints are linear, so they have it too.
     mine, expected = (torch.cat([grads[name].values for name in theirs]) for grads in (ours, theirs))
     square, product = float(expected @ expected), float(mine @ expected)
     if not square or not product:

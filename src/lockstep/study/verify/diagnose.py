@@ -152,9 +152,10 @@ def diagnose(subject: Subject, processes: Processes, report: Callable[[str], Non
     report("not the same; what one process can find out")
     study: AloneStudy = processes(1, ALONE_TIMEOUT_S, study_alone, alone)[0]
     findings = study.repetition
+    # Where one process is never the same run twice, a comparison with ranks means nothing.
     if study.base is not None and not comparison.same:
         report(f"what {subject.num_devices} ranks can find out")
-        light = replace(study, shares={}, fixes={})  # traces are large
+        light = replace(study, shares={}, fixes={})  # traces are large, and every rank gets a copy
         found = processes(subject.num_devices, alone.ranks_timeout_s, study_on_ranks, light, subject)
         shares, fixes = ({key: _gather([one[part][key] for one in found]) for key in found[0][part]} for part in (0, 1))
         by_division, by_rank = study.division, Findings(subject)
@@ -208,6 +209,7 @@ def _train(
             # What one process can train on and the ranks cannot is a stream that they do not read alike.
             findings.add(Cause.DATA, reason)
             return alone, findings.diagnoses[0], remark
+        # The last batch of an epoch may leave a rank with one sample, or none, which batch norm cannot stand.
         first = tuple(range(len(subject.steps)))
         if subject.steps == first or isinstance(error, LaunchTimeout):
             raise
@@ -358,6 +360,7 @@ def _fix_experiments(study: AloneStudy, subject: Subject, division: Division) ->
     """Return the runs that try a fix, by name: on one process or on the ranks, which should be the same then."""
     assert study.base is not None
     found, off = {}, study.base.union(GIVEN, ("initial",))
+    # SyncBatchNorm cannot run in one process that stands for the ranks, so there the whole batch is computed at once.
     if "batchnorm" in study.causes:
         others = study.causes - ({"batchnorm", "weights"} if division == "one" else {"batchnorm"})
         found["convert"] = Experiment(division, off.union(others), convert=division == "ranks")

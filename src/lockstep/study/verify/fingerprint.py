@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
     dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
     real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
     flat = real.to("cpu").contiguous().flatten()
+    # Shape and dtype too: equal bytes may be another tensor.
     digest = blake2b(str((tuple(tensor.shape), str(tensor.dtype))).encode(), digest_size=16)
     digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
     values = flat.double()
@@ -65,6 +66,7 @@ def distance(found: Fingerprint, expected: Fingerprint) -> float:
 
     An estimate for tensors of more than `SIZE` elements, but 0 only for tensors of the same bits or equal sums.
     """
+    # First of all, because NaN is not equal to itself, and two runs may have the same.
     if found.digest == expected.digest:
         return 0.0
     if found.shape != expected.shape:
@@ -153,9 +155,7 @@ Kind = Literal[
     "size", "initial parameter", "initial buffer", "sample", "loss", "learning rate", "gradient", "parameter", "buffer"
 ]
 
-KINDS: tuple[Kind, ...] = (
-    "size", "initial parameter", "initial buffer", "sample", "loss", "learning rate", "gradient", "parameter", "buffer",
-)  # fmt: skip
+KINDS: tuple[Kind, ...] = get_args(Kind)
 """In the order in which they come about in a run."""
 
 
@@ -251,6 +251,7 @@ def compare(
         tolerance: What counts as equal.
         skip: Kinds that are not compared.
     """
+    # One process against many: it is what each of them should have, but for the samples.
     expected = expected if len(expected) == len(found) else list(expected) * len(found)
     compared = [one for one in _compare_all(expected, found, tolerance) if one.kind not in skip]
     worst: dict[str, float] = dict.fromkeys((kind for kind in KINDS if kind not in skip), 0.0)
@@ -313,6 +314,7 @@ def _compare_losses(expected: StepTrace, found: Sequence[StepTrace], tolerance: 
         size = abs(loss - expected.loss) / least if least else math.inf
         return size if math.isfinite(size) else math.inf
 
+    # All ranks have the loss of the global batch, so only one of them is named.
     loss = max((step.loss for step in found), key=apart)
     if size := apart(loss):
         words = f"{loss:.6g} instead of {expected.loss:.6g}" if size > tolerance.relative else ""
@@ -320,6 +322,7 @@ def _compare_losses(expected: StepTrace, found: Sequence[StepTrace], tolerance: 
 
 
 def _compare_rates(expected: StepTrace, found: Sequence[StepTrace]) -> Iterator[Difference]:
+    # Without a tolerance: rates are computed from step and settings alone, by the same operations everywhere.
     for name in {**expected.rates, **found[0].rates}:
         theirs = expected.rates.get(name)
         ranks = [rank for rank, step in enumerate(found) if step.rates.get(name) != theirs]
@@ -339,6 +342,7 @@ def _compare_tensors(
 ) -> Iterator[Difference]:
     field = kind.removeprefix("initial ") + "s"
     pairs = [(getattr(theirs, field), getattr(ours, field)) for theirs, ours in zip(expected, found, strict=True)]
+    # What a gradient that should be zero is measured by: the size of all gradients.
     scale = math.hypot(*(one.norm for one in pairs[0][0].values()))
     # Buffers have nothing in common, so each is measured by itself. Adam makes whole steps of a gradient that is pure
     # rounding, so parameters get more room than gradients.

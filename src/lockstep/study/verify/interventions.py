@@ -138,6 +138,7 @@ class NoWrites(TorchDispatchMode):
     def during(self, model: nn.Module) -> Iterator[None]:
         """Undo writes within, and buffers that were replaced."""
         tensors = [*model.parameters(), *model.buffers()]
+        # A buffer may also be replaced by another tensor, which no operator shows.
         owners = [(module, dict(module._buffers)) for module in model.modules()]
         with torch.no_grad():
             self._kept = {_address(t): (t.detach(), t.detach().clone()) for t in tensors if t.numel()}
@@ -229,7 +230,7 @@ class Draws(TorchDispatchMode):
         def draw(*args: Any, **kwargs: Any) -> Any:
             if not self.active:
                 return original(*args, **kwargs)
-            self.seen.add(name)
+            self.seen.add(name)  # also where it is replaced: the evidence names what forward draws
             return constant(*args, **kwargs) if self.off else original(*args, **kwargs)
 
         return draw
@@ -237,6 +238,7 @@ class Draws(TorchDispatchMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Within, Python's and numpy's random functions and private generators are seen too."""
+        # All names at once: the functions are bound to one generator each when the modules are imported.
         kept = [(module, dict(vars(module))) for module in (random, np.random)]
         try:
             for module, kind, constant in (
@@ -297,7 +299,7 @@ def _constant(func: Any, args: Any, kwargs: Any) -> Any:
     """Return what is as good as a draw but the same for every element, and not 0, which would hide what it scales."""
     name = func._schema.name.partition("::")[2]
     index = _index_of_dropout(func)
-    if index is not None:
+    if index is not None:  # attention, whose dropout is turned off
         kwargs = {key: value for key, value in kwargs.items() if key != "dropout_p"}
         return func(*(0.0 if place == index else value for place, value in enumerate(args)), **kwargs)
     if name == "native_dropout":
@@ -306,6 +308,7 @@ def _constant(func: Any, args: Any, kwargs: Any) -> Any:
         probability = args[1] if len(args) > 1 else kwargs.get("p", 0.5 if name == "bernoulli_" else args[0])
         target: Tensor = args[0] if name == "bernoulli_" else args[0].clone()
         return target.copy_(torch.as_tensor(probability))
+    # A generator of the task's own must not advance: how often would again depend on the division.
     if isinstance(kwargs.get("generator"), torch.Generator):
         kwargs = {**kwargs, "generator": None}
     with torch.random.fork_rng():
@@ -315,7 +318,7 @@ def _constant(func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
     if name == "randperm":
         return torch.arange(len(result), dtype=result.dtype, device=result.device)
-    if name == "multinomial":
+    if name == "multinomial":  # the likeliest, of each row by itself
         most = args[0].shape[-1]
         return args[0].topk(result.shape[-1], dim=-1).indices if result.shape[-1] <= most else result.zero_()
     if name.startswith(("rand", "normal")):

@@ -36,6 +36,7 @@ class Share:
     def __init__(self, sandbox: Sandbox, number: int, device: torch.device) -> None:
         self.number, self.device, self.seed = number, device, sandbox.subject.settings.seed
         self.task = sandbox.load_task(number).task
+        # As the loop of fit does, so that all shares start from its weights.
         seed_cpu(mix(self.seed, INIT))
         self.model = build_model(self.task).to(device).train()
         self.optimizer = build_optimizer(self.task, self.model)
@@ -75,6 +76,7 @@ class ReferenceLoop:
         for share, mine in zip(self.shares, divide(samples, len(self.shares)), strict=True):
             share.optimizer.zero_grad(set_to_none=True)
             part = share.forward(mine, step)
+            # A share weighs what it has of the samples, as on a rank.
             (part.value * (part.weight / len(samples))).backward()
             parts.append(part)
         out_of = sum(float(part.out_of) for part in parts)
@@ -96,6 +98,7 @@ class ReferenceLoop:
         for replicas in zip(*(share.model.parameters() for share in self.shares), strict=True):
             grads = [parameter.grad for parameter in replicas if parameter.grad is not None]
             if grads:
+                # A clone, because the optimizer of one share must not write into the gradient of another.
                 total = sum(grads[1:], start=grads[0].clone()) / divisor
                 for parameter in replicas:
                     parameter.grad = total.clone()
@@ -135,7 +138,7 @@ class FitLoop:
 
     def step(self, step: int) -> tuple[float, dict[str, float]]:
         """Train on the global batch of ``step``; return loss and rates."""
-        if step != self._trainer.num_steps_done:
+        if step != self._trainer.num_steps_done:  # the epoch's last step, right after the first ones
             self._trainer.load_state_dict(self._trainer.state_dict() | {"num_steps_done": step})
         loss = float(self._trainer.step().loss)
         return loss, read_rates(self._trainer.optimizer)
@@ -182,6 +185,7 @@ def perform_and_keep(
             samples[step] = [(index, sample) for index, sample, _ in loaded]
             digests = tuple(found for _, _, found in loaded)
             for task, model, so_far in zip(sandbox.tasks, loop.models, steps, strict=True):
+                # Of the gradients what the optimizer got: the loop may have freed or zeroed them by now.
                 tensors = ModelFingerprint.of(model)
                 if task.gradients is not None:
                     tensors = replace(tensors, gradients=task.gradients)
@@ -241,7 +245,7 @@ def measure_weights(subject: Subject, given: Given, off: Off, device: torch.devi
     experiment = Experiment("one", off | {"random", "batchnorm", "state", "data", "rates"})
     found = []
     with open_sandbox(subject, experiment, given) as sandbox:
-        loop = ReferenceLoop(sandbox, 1, device)
+        loop = ReferenceLoop(sandbox, 1, device)  # all parts in one model, at the same weights
         for step in subject.steps:
             samples = given.samples[step]
             with sandbox.step(step):
@@ -289,6 +293,7 @@ def _solve(step: int, whole: _Measured, parts: list[_Measured], limit: float) ->
     residual, wanted = math.inf, list(counted)
     if usable and math.isfinite(size):
         matrix = torch.stack([parts[index].vector for index in usable], dim=1)
+        # The whole may cancel out where its parts do not: then it is measured by the parts.
         size = max(size, float(matrix.norm()) * 1e-3, 1e-300)
         found = torch.linalg.lstsq(matrix, whole.vector.unsqueeze(1), driver="gelsd").solution.flatten().tolist()
         solved = [found[usable.index(index)] if index in usable else 0.0 for index in range(len(parts))]

@@ -93,6 +93,7 @@ class SampleRecorder:
     def given_sample(self, index: int) -> Any:
         """Return the sample that was given for ``index`` in this step, or in a later one if it is loaded ahead."""
         assert self.given is not None
+        # In order, because the same index may have another value in another epoch.
         for step in sorted(step for step in self.given.samples if step >= self.step):
             for known, sample in self.given.samples[step]:
                 if known == index:
@@ -174,6 +175,7 @@ class Sandbox:
             try:
                 yield
             finally:
+                # Forward has turned it on. It stays on in backward, which may draw again, as checkpointing does.
                 self.draws.active = False
 
 
@@ -244,6 +246,7 @@ class SandboxedTask:
             from lockstep.parallel.sync_batchnorm import SyncBatchNorm
 
             model = SyncBatchNorm.convert_sync_batchnorm(model)
+        # Also the parameters that the task makes with a dtype of their own.
         if self._sandbox.subject.double:
             model = model.double()
         if "initial" in experiment.off:
@@ -263,6 +266,7 @@ class SandboxedTask:
         if self.gradients is not None:
             return  # an optimizer of the task's own may call torch's, which comes here again
         assert self._built is not None
+        # Now, as the loop has divided and clipped them by now, and some optimizers write into them.
         self.gradients = ModelFingerprint.of(self._built).gradients
         number, given = len(self.rates), self._sandbox.given.rates
         if "rates" in self._sandbox.experiment.off and number < len(given):
@@ -273,6 +277,7 @@ class SandboxedTask:
     def _loss(self, model: nn.Module, batch: Any) -> Tensor | Loss:
         sandbox, off = self._sandbox, self._sandbox.experiment.off
         self.recorder.mark_used()
+        # Here and not in the data set, whose samples must be the same bits in all experiments.
         if sandbox.subject.double:
             batch = map_tensors(batch, _to_double)
         self.batches.append(digest(batch))
@@ -303,6 +308,7 @@ def _to_double(tensor: Tensor) -> Tensor:
 def open_sandbox(subject: Subject, experiment: Experiment, given: Given) -> Iterator[Sandbox]:
     """Make a sandbox for one run, with what must be turned off before the task is loaded; undo all of it at the end."""
     sandbox, off = Sandbox(subject, experiment, given), experiment.off
+    # A callback restores what is set below it, also when the task's file raises.
     with ExitStack() as stack:
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         stack.enter_context(_modules_forgotten(subject.task))
@@ -329,6 +335,7 @@ def _modules_forgotten(task: str | bytes) -> Iterator[None]:
         yield
     finally:
         sys.path[:] = kept_path
+        # Only files beside the task: a library that is imported twice has two of each class.
         folder = Path(task.rpartition(".py")[0]).resolve().parent if isinstance(task, str) else None
         for name in set(sys.modules) - kept:
             file = getattr(sys.modules[name], "__file__", None)
