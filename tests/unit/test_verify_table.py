@@ -57,7 +57,7 @@ def test_a_fault_is_named_with_its_fix():
         "by 2.5e-01 of its size), the first of all that was compared.",
         "Cause: BatchNorm statistics. It was measured.",
         "Fix: Use lockstep.SyncBatchNorm.convert_sync_batchnorm(model) in Task.model, or train with --reproducible 2, "
-        "or use a norm that does not look at other samples, such as GroupNorm. Tried: it helps.",
+        "or use a norm that keeps to each sample, such as GroupNorm. Tried: it helps.",
     ]
 
 

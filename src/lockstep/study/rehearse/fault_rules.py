@@ -59,10 +59,7 @@ KINDS: dict[str, Kind] = {
         is_silent=True,
     ),
     "nan": Kind(
-        "the rank's gradient of one parameter is not a number",
-        "nan:rank=0,step=7",
-        {"in": "backward"},
-        is_silent=True,
+        "the rank's gradient of one parameter is not a number", "nan:rank=0,step=7", {"in": "backward"}, is_silent=True
     ),
     "bitflip": Kind(
         "one bit of one parameter of the rank changes", "bitflip:rank=1,step=9", {"in": "optimizer"}, is_silent=True

@@ -37,24 +37,17 @@ FIXES = {
         "Make the data set the same on every rank, and in the same order: fit divides it among the ranks. Take rank, "
         "world size, set order and private generators out of it."
     ),
-    Cause.WEIGHTING: (
-        "Return lockstep.Loss(total, count) from the loss: the sum of its parts and how many there are, not their mean."
-    ),
-    Cause.RANDOM: (
-        "Train with --reproducible {num}, which gives each part of the batch random numbers of its own on any rank."
-    ),
+    Cause.WEIGHTING: "Return lockstep.Loss(total, count) from the loss: the sum of its parts and their number.",
+    Cause.RANDOM: "Train with --reproducible {num}: each part of the batch then has random numbers of its own.",
     Cause.BATCHNORM: (
         "Use lockstep.SyncBatchNorm.convert_sync_batchnorm(model) in Task.model, or train with --reproducible {num}, "
-        "or use a norm that does not look at other samples, such as GroupNorm."
+        "or use a norm that keeps to each sample, such as GroupNorm."
     ),
     Cause.RATES: (
-        "Let the learning rate depend on the global batch only: take the rank and the world size out of Task.optimizer "
-        "and Task.schedule (--lr-scaling linear follows the global batch)."
+        "Let the learning rate depend on the global batch only (--lr-scaling linear follows it): take rank and world "
+        "size out of Task.optimizer and Task.schedule."
     ),
-    Cause.BUFFERS: (
-        "Change buffers and parameters in the same way on every rank: from what all ranks know, without asking for the "
-        "rank."
-    ),
+    Cause.BUFFERS: "Change buffers and parameters in the same way on every rank: from what all ranks know.",
     Cause.OPERATOR: (
         "Take everything from the seed: no clock, no system randomness, no order of threads. Where an operator is at "
         "fault, torch.use_deterministic_algorithms(True) replaces it or names it."
@@ -64,18 +57,11 @@ FIXES = {
         "Train with --reproducible {num}: then each part is computed alike on any number of ranks, though not as in "
         "one undivided batch. Or gather what the samples need of each other from all ranks inside the loss."
     ),
-    Cause.RANK: (
-        "Take rank and world size out of loss and model: the engine averages over the ranks already, so dividing or "
-        "multiplying by their number is once too often."
-    ),
-    Cause.MODEL: (
-        "Build the same model on every rank: Task.model is called with the seed set, so do not seed anew in it, and "
-        "leave rank and world size out."
-    ),
+    Cause.RANK: "Take rank and world size out of loss and model: the engine averages over the ranks already.",
+    Cause.MODEL: "Build the same model on every rank: do not seed in Task.model, and leave rank and world size out.",
 }
 OWN_PART = (
-    "Train with --reproducible {num}, which combines what all parts of the batch write, or all-reduce over the ranks "
-    "what the buffer is computed from."
+    "Train with --reproducible {num}, which combines what all parts of the batch write, or all-reduce it yourself."
 )
 OWN_GENERATOR = (
     "Draw from the default generators of torch, Python and numpy, and do not seed them in the task: --reproducible "

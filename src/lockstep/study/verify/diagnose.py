@@ -79,12 +79,7 @@ class Verification:
 
 
 def verify(
-    task: Task | str,
-    *,
-    devices: int = 2,
-    steps: int = 4,
-    settings: Settings | None = None,
-    quiet: bool = False,
+    task: Task | str, *, devices: int = 2, steps: int = 4, settings: Settings | None = None, quiet: bool = False
 ) -> Verification:
     """Train some steps of ``task`` as one process and as N ranks, and find out whether it is the same run.
 

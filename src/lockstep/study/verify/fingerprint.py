@@ -237,11 +237,7 @@ class TraceComparison:
 
 
 def compare(
-    expected: Sequence[Trace],
-    found: Sequence[Trace],
-    tolerance: Tolerance,
-    *,
-    skip: Sequence[Kind] = (),
+    expected: Sequence[Trace], found: Sequence[Trace], tolerance: Tolerance, *, skip: Sequence[Kind] = ()
 ) -> TraceComparison:
     """Compare runs, each as every process or share of it saw it.
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -215,15 +215,14 @@ def choose_steps(num_steps: int, sizes: dict[str, int | None], *, drop_last: boo
 # samples for a mean over samples, one for a sum, and something else for a mean over tokens. If it is none, samples
 # depend on each other.
 
-WeightKind = Literal["right", "sum", "other", "one", "none"]
-"""As the engine weighs them; a sum; a mean over something else; only one of the parts counts; no combination at all."""
-
 
 @dataclass(frozen=True)
 class StepWeights:
     """What one step asks for.
 
     Attributes:
+        kind: ``right``, as the engine weighs shares; ``sum``; ``other``, a mean over something else; ``one``, where
+            only one of the parts counts; ``none``, no combination of them.
         sizes: Samples of each share.
         counted: What each share counts in the run.
         wanted: What it would have to count.
@@ -232,7 +231,7 @@ class StepWeights:
     """
 
     step: int
-    kind: WeightKind
+    kind: str
     sizes: tuple[int, ...]
     counted: tuple[float, ...]
     wanted: tuple[float, ...]
@@ -282,39 +281,29 @@ def _measure_gradient(share: Share, samples: Samples, step: int) -> _Measured:
 
 
 def _solve(step: int, whole: _Measured, parts: list[_Measured], limit: float) -> StepWeights:
-    """Find the weights with which the parts make up the whole, and what kind of loss they tell of."""
+    """Find the weights with which the parts make up the whole, and what kind of loss has these."""
     total = sum(part.out_of for part in parts)
     counted = [part.out_of / total if total else 0.0 for part in parts]
     filled = [index for index, part in enumerate(parts) if part.size]
     usable = [index for index in filled if bool(parts[index].vector.isfinite().all())]
-    ones = [float(index in usable) for index in range(len(parts))]
-    as_counted = [one * weight for one, weight in zip(ones, counted, strict=True)]
+    kind, wanted, residual = "none", counted, math.inf
     size = float(whole.vector.norm())
-    residual, wanted = math.inf, list(counted)
     if usable and math.isfinite(size):
         matrix = torch.stack([parts[index].vector for index in usable], dim=1)
         # The whole may cancel out where its parts do not: then it is measured by the parts.
         size = max(size, float(matrix.norm()) * 1e-3, 1e-300)
-        found = torch.linalg.lstsq(matrix, whole.vector.unsqueeze(1), driver="gelsd").solution.flatten().tolist()
-        solved = [found[usable.index(index)] if index in usable else 0.0 for index in range(len(parts))]
+        solved = torch.linalg.lstsq(matrix, whole.vector.unsqueeze(1), driver="gelsd").solution.flatten()
+        as_counted = torch.tensor([counted[index] for index in usable], dtype=torch.float64)
+        is_right = "right" if usable == filled else "other"
         # Simple explanations first: parts that are alike can be combined in many ways.
-        for wanted in (as_counted, ones, solved):
-            combined = matrix @ torch.tensor([wanted[index] for index in usable], dtype=torch.float64)
-            residual = float((whole.vector - combined).norm()) / size
+        for name, weights in ((is_right, as_counted), ("sum", torch.ones_like(solved)), ("other", solved)):
+            residual = float((whole.vector - matrix @ weights).norm()) / size
             if residual <= limit:
+                found = dict(zip(usable, weights.tolist(), strict=True))
+                kind, wanted = name, [found.get(index, 0.0) for index in range(len(parts))]
                 break
-
-    def is_close(expected: list[float], found: list[float]) -> bool:
-        return all(abs(a - b) <= max(limit, 1e-6) * 10 for a, b in zip(found, expected, strict=True))
-
-    kind: WeightKind = "other"
-    if residual > limit:
-        kind, wanted = "none", counted
-    elif usable == filled and is_close(as_counted, wanted):
-        kind = "right"
-    elif is_close(ones, wanted):
-        kind = "sum"
-    elif len(usable) > 1 and is_close([0.0] * (len(parts) - 1) + [1.0], sorted(wanted)):
+    slack = 10 * max(limit, 1e-6)
+    if kind == "other" and len(usable) > 1 and max(wanted) > 1 - slack and sum(map(abs, wanted)) < 1 + slack:
         kind = "one"
     sizes = tuple(part.size for part in parts)
     factors = tuple(weight * sum(sizes) / size if size else 1.0 for weight, size in zip(wanted, sizes, strict=True))
