@@ -43,6 +43,7 @@ def adopt() -> None:
         id(torch.nn.SyncBatchNorm): SyncBatchNorm,
         id(torch.utils.data.DistributedSampler): DistributedSampler,
     }
+    # A copy of the list: to read an attribute of a module may import another.
     for module_name, module in list(sys.modules.items()):
         if isinstance(module, ModuleType) and _may_change(module_name):
             for name, value in list(vars(module).items()):

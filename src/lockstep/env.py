@@ -234,7 +234,7 @@ def _is_batch_shell(env: Mapping[str, str]) -> bool:
 
 
 def _port_of_job(job: str) -> int:
-    """Return a port that every rank of ``job`` finds alike, without talking to the others."""
+    """Return a port that every rank of ``job`` finds alike, without communication."""
     return _MASTER_PORT_RANGE[crc32(job.encode()) % len(_MASTER_PORT_RANGE)]
 
 

@@ -93,6 +93,7 @@ def main(args: Sequence[str] | None = None) -> int:
     0, 75 for a run that was stopped and has saved, 83 for a hang, 2 for wrong usage, 130 for Ctrl-C, else 1.
     """
     try:
+        # Not click's standalone mode: it would end the process, and in its own way for each error.
         code = group.main(args=args, prog_name="lockstep", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except click.ClickException as error:

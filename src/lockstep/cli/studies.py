@@ -44,9 +44,10 @@ def check_writable(file: str | None) -> None:
         raise ConfigurationError(
             f"{file} cannot be written: there is no folder {folder}.\nMake it, or name another file."
         )
+    # Only an attempt proves it: rights do not show a read-only file system or a full quota.
     try:
         is_new = not path.exists()
-        path.open("ab").close()  # rights alone do not show it: the file system may be read-only
+        path.open("ab").close()
     except OSError as error:
         raise ConfigurationError(f"{file} cannot be written: {error.strerror}.\nName another file.") from error
     if is_new:
@@ -114,6 +115,7 @@ def compare(
     from lockstep.study.drawing import import_matplotlib
     from lockstep.telemetry import provenance
 
+    # What would fail at the end is tried first: the measuring takes minutes.
     for file in (json_file, html_file):
         check_writable(file)
     if html_file is not None:
@@ -403,11 +405,13 @@ def rehearse(
     from lockstep.study.rehearse import runner
     from lockstep.study.rehearse.fault_rules import check_ranks, parse
 
+    # A rule that makes no sense is refused before a job is started for it.
     rules = [parse(text) for text in texts]
     check_ranks(rules, devices)
     command = [sys.executable, "-m", "lockstep"]
     flags = ["--devices", str(devices), "--watchdog", f"{watchdog:g}", "--max-restarts", str(max_restarts)]
     command += ["train", file, *flags, *args] if runner.is_task(file) else ["run", *flags, file, *args]
+    # A job of its own, not one of this process: what is broken may be the launcher.
     rehearsal = runner.rehearse(command, rules, shows=not quiet)
     console(width=160).print(runner.render(rehearsal))
     return 0 if rehearsal.passed else 1

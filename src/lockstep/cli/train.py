@@ -45,6 +45,7 @@ def settings_from(values: Mapping[str, Any], file: str | None) -> FitSettings:
     """
     if file is None:
         return FitSettings(**values)
+    # A value alone does not show whether its flag was given: ``--seed 0`` wins over a file that has another.
     source = click.get_current_context().get_parameter_source
     given = {name: value for name, value in values.items() if source(name) is not ParameterSource.DEFAULT}
     try:
@@ -216,6 +217,7 @@ def _check_before(task_file: str, settings: FitSettings, min_ranks: int | None) 
 
     num_ranks = num_devices(settings.devices)
     task = load_task(task_file)
+    # With --min-devices the job may go on with any number down to that: the batch must divide over each.
     for count in range(min(min_ranks or num_ranks, num_ranks), num_ranks + 1):
         check_batch(task, settings, count)
     for target in parse_targets(settings.log_to or ()):
@@ -225,6 +227,7 @@ def _check_before(task_file: str, settings: FitSettings, min_ranks: int | None) 
 
 def _checkpoints(settings: FitSettings) -> frozenset[tuple[str, int]]:
     """Return the names and inodes of what is in the folder for checkpoints."""
+    # A checkpoint of the same step that was written anew has the old name, but another inode.
     try:
         return frozenset(
             (entry.name, entry.inode()) for entry in os.scandir(settings.checkpoint or "") if entry.is_dir()

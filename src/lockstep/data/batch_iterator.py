@@ -37,7 +37,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor], other: Callabl
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, PackedSequence):
-        return other(value)
+        return other(value)  # a named tuple whose parts must stay together: its own ``to`` moves them
     if isinstance(value, Mapping):
         mapped = {key: again(item) for key, item in value.items()}
         make: Any = type(value)
@@ -129,15 +129,17 @@ class Prefetcher:
         for share, device in _on_devices(batch, self._devices):
             is_timed = self._copies is not None and not shares
             with torch.cuda.stream(self._streams[device]):
-                events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * is_timed)]
-                for began in events[:1]:
-                    began.record()
+                began = _recorded_event() if is_timed else None
                 shares.append(map_tensors(share, partial(_to, device=device)))
-                for ended in events[1:]:
-                    ended.record()
-            if self._copies is not None and is_timed:
-                self._copies.append((events[0], events[1]))
+                if self._copies is not None and began is not None:
+                    self._copies.append((began, _recorded_event()))
         return batch._replace(batches=shares)
+
+
+def _recorded_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _record(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
@@ -192,6 +194,7 @@ class BatchIterator:
             on_cuda = self._device_type == "cuda"
             self._batches = Prefetcher(batches, self._devices, self.copies) if on_cuda else batches
         batch = next(self._batches)
+        # Of this batch, not of the newest: loader processes and prefetching are ahead of what was trained on.
         self._note = batch.note
         # What was loaded is on the CPU already, and to CUDA the prefetcher has brought it.
         return batch if self._device_type in ("cpu", "cuda") else to_device(batch, self._devices)
@@ -230,7 +233,7 @@ class BatchIterator:
 
     def close(self) -> None:
         """Stop the loader's processes."""
-        self._batches = None
+        self._batches = None  # they end with the iterator, which nothing else holds
 
     def _open(self) -> Iterator[MicroBatch]:
         if isinstance(self._order, StreamOrder):

@@ -160,7 +160,7 @@ class LoadOptions:
             batch_size=None,
             num_workers=self.workers,
             prefetch_factor=self.ahead if self.workers else None,
-            collate_fn=as_it_is,
+            collate_fn=as_it_is,  # pickled for spawned processes, so no lambda
             pin_memory=self.pin_memory,
             worker_init_fn=partial(_init_worker, self.threads),
             generator=torch.Generator(),  # or else it would draw from the default generator
@@ -176,6 +176,7 @@ def _init_worker(num_threads: int | None, _worker: int) -> None:
     """Make a loader process ready."""
     # A terminal sends Ctrl-C to all processes of a command; what follows is for the one that trains to decide.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Torch has set it to 1 by now: ranks and their loader processes share the cores.
     if num_threads is not None:
         torch.set_num_threads(num_threads)
 
@@ -253,7 +254,8 @@ class _Fetch(Dataset[MicroBatch]):
     def _share(self, indices: list[int], request: Request, bad: list[BadSample]) -> tuple[int, Any]:
         """Return how many samples could be read and them collated; add the others to ``bad``."""
         if self._read_at_once is not None:
-            with contextlib.suppress(Exception):  # which sample it was is found out below
+            # One that cannot be read fails all: then they are read one by one, which names it.
+            with contextlib.suppress(Exception):
                 return len(indices), self._read_at_once(indices)
         samples, read = [], []
         for number in indices:

@@ -448,7 +448,8 @@ class Checkpoints:
             loss: What an evaluation after this step found.
         """
         path = self.path(step)
-        self._wait_until_written(WRITE_TIMEOUT_S)
+        self._wait_until_written(WRITE_TIMEOUT_S)  # there is memory for one copy of the state
+        # One broadcast makes the ranks agree on folder and token, and whether there is to be a save at all.
         place = self._from_rank_zero(self._make_place(path) if self.world.is_rank_zero else None)
         if place is not None and not self.failed:  # otherwise `agree` raises it on all ranks
             name, token = place
@@ -469,6 +470,7 @@ class Checkpoints:
         ranks = packer.writers(world.world_size)
         if world.rank not in ranks:
             return
+        # A save that blocks needs no copy: the next step does not begin before it is through.
         tensors, wait_for_device = (packer.tensors, None) if self.blocking else self._stager.stage(packer.tensors)
 
         def write_part() -> None:
@@ -513,9 +515,10 @@ class Checkpoints:
         """Wait until all ranks have written their parts; return whether they have."""
         deadline = time.monotonic() + WRITE_TIMEOUT_S
         while True:
-            is_last_look = self._no_more_parts.is_set()
+            # Read before the files: a part that arrives together with the flag still counts.
+            is_last_poll = self._no_more_parts.is_set()
             missing = [rank for rank in ranks if not part_file(folder, token, rank).exists()]
-            if not missing or is_last_look:
+            if not missing or is_last_poll:
                 return not missing
             if time.monotonic() > deadline:
                 raise TimeoutError(0, f"rank {missing[0]} has not written its part within {WRITE_TIMEOUT_S:g} s")
@@ -524,7 +527,8 @@ class Checkpoints:
     def _take_name(self, folder: Path, path: Path) -> None:
         if folder == path:
             return
-        if path.exists():  # of another run, which this one has started over
+        # Between the two renames the old one is there as ``.removed`` only. It is of a run that was given up.
+        if path.exists():
             path.replace(path.with_name(f"{path.name}.removed"))
         folder.replace(path)
         sync(self.folder)
@@ -581,6 +585,7 @@ class Checkpoints:
         """Wait for what is being written, at most so long; once it is, others can have the folder."""
         try:
             wait(self._writes[:1], wait_s)
+            # The parts of other ranks may never come; those that do in this time make the checkpoint all the same.
             wait(self._writes, min(wait_s, LAST_PARTS_TIMEOUT_S))
             self._no_more_parts.set()
             wait(self._writes, wait_s)
@@ -689,7 +694,7 @@ def save(
             return packed
 
         packer, packed = _on_all_ranks(folder, begin)
-        token = _gather(secrets.token_hex(8))[0]
+        token = _gather(secrets.token_hex(8))[0]  # rank zero's
 
         def write_part() -> None:
             if rank in packer.writers(world_size):

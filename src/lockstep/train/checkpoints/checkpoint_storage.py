@@ -137,6 +137,7 @@ class TreePacker:
         return self._packed[memory]
 
     def _add(self, held: TensorChunks, place: str) -> dict[str, str]:
+        # Such as a model that was built without memory and never filled.
         on_meta = any(chunk.is_meta for chunk in held.chunks.values())
         if held.dtype not in SAFETENSORS_DTYPES or on_meta:
             raise UnfitValueError(f"tensor of {held.dtype}{' on meta' if on_meta else ''} at {place}")
@@ -239,7 +240,7 @@ def _safetensors_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memor
         dtype = SAFETENSORS_DTYPES[tensor.dtype]
         entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # by the format data begin at a multiple of 8, so that they can be mapped
     yield len(text).to_bytes(8, "little") + text
     for name in order:
         if tensors[name].numel():
@@ -250,6 +251,7 @@ def _safetensors_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memor
 def _write_file(path: Path, content: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Write a new file; return its name, size and digest. Blocks until it is on disk."""
     digest, num_bytes = hashlib.blake2b(digest_size=32), 0
+    # Exclusive: a name that is there already is of another save, and a link must not lead out of the folder.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         for piece in content:

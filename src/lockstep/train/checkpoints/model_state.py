@@ -101,7 +101,8 @@ def read_tensors(value: Any) -> Any:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model in data-parallel wrappers and in what ``torch.compile`` returns."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # imported by whoever compiles
+    # Imported by whoever compiles; the import itself is slow, and models that are not compiled do not need it.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
     while True:
         if isinstance(model, _WRAPPERS):
             model = model.module
@@ -269,6 +270,7 @@ def _read_range(name: str, value: Any, parameter: Tensor, shard: ShardRange) -> 
     """Return the elements of ``shard`` if ``value`` has one for each of the parameter; anything else whole."""
     if not isinstance(value, StoredTensor) or value.size != parameter.shape or (not value.size and name in SCALARS):
         return _read(value)
+    # What is read lands in boxes that are views of the flat range: nothing is copied a second time.
     flat = torch.empty(shard.numel, dtype=value.dtype)
     value.load(TensorChunks(value.size, value.dtype, boxes_in_memory(flat, parameter, shard.start)))
     return flat
