@@ -271,7 +271,7 @@ def train_compiled(world, inside):
     return gradients(model), gradients(plain)
 
 
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("inside", [pytest.param(True, marks=pytest.mark.soak), False])
 def test_a_compiled_model_with_buffers_trains(ranks, inside):
     """The compiler finds what it asks of torch's class, and stays away from the broadcast of the buffers."""
     for compiled, plain in ranks(2, warnings="ignore")(train_compiled, inside, timeout=110):
@@ -290,6 +290,7 @@ print(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item())
 """
 
 
+@pytest.mark.soak
 def test_a_script_that_adopts_in_its_first_line(tmp_path):
     """Also one that never wraps a model: torch.compile imports what it asks of the classes after they were replaced."""
     script = tmp_path / "script.py"

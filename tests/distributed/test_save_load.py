@@ -152,7 +152,7 @@ def test_a_rank_that_dies_while_it_writes_leaves_the_checkpoint_before(ranks, tm
             checkpoints.finish()
             with patch.object(checkpoint, "LAST_PARTS_TIMEOUT_S", 0.2):
                 if world.rank == 1:
-                    patch.object(checkpoint, "write_shard", lambda *_: None).start()  # no record ever comes
+                    patch.object(checkpoint.storage, "write_shard", lambda *_: None).start()  # no record ever comes
                 checkpoints.save(state, step=2)
                 began_at = time.monotonic()
                 checkpoints.close()  # as on an error

@@ -252,14 +252,14 @@ def test_a_write_that_fails_is_told_to_all_and_leaves_the_one_before(tmp_path, w
 def slow_commit(monkeypatch):
     """Have checkpoints wait for an event before they are made of their parts; return it, and the steps made."""
     go_on, made = threading.Event(), []
-    commit = checkpoint.commit
+    commit = checkpoint.storage.commit
 
     def slow(*args):
         assert go_on.wait(10)
         commit(*args)
         made.append(args[-1]["step"])
 
-    monkeypatch.setattr(checkpoint, "commit", slow)
+    monkeypatch.setattr(checkpoint.storage, "commit", slow)
     return go_on, made
 
 

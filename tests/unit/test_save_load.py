@@ -170,7 +170,7 @@ def test_a_manifest_that_cannot_be_read_now_keeps_its_files(tmp_path, monkeypatc
 
 def test_a_checkpoint_that_is_replaced_while_it_is_read(tmp_path, monkeypatch):
     lockstep.save(tmp_path, step=1)
-    real, saves = checkpoint.verify_files, [2, 3]
+    real, saves = checkpoint.storage.verify_files, [2, 3]
 
     def verify(folder, manifest, **share):
         if saves:
@@ -178,7 +178,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(tmp_path, monkeypatch):
         real(folder, manifest, **share)
 
     monkeypatch.setattr(checkpoint, "_RETRY_PAUSE_S", 0.0)
-    monkeypatch.setattr(checkpoint, "verify_files", verify)
+    monkeypatch.setattr(checkpoint.storage, "verify_files", verify)
     assert lockstep.load(tmp_path) == {"step": 3}
     saves = [4] * 9
     with pytest.raises(CheckpointError) as caught:

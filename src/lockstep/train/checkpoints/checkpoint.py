@@ -36,26 +36,11 @@ from lockstep import errors
 from lockstep.comm.collectives import all_gather_object, backend_name, broadcast_object, default_group, is_initialized
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError, ConfigurationError
-from lockstep.train.checkpoints.checkpoint_storage import (
-    TreePacker,
-    UnfitValueError,
-    commit,
-    pack_parts,
-    part_file,
-    read_manifest,
-    read_parts,
-    remove_leftover_files,
-    verify_files,
-    write_shard,
-)
+from lockstep.train.checkpoints import checkpoint_storage as storage
+from lockstep.train.checkpoints import model_state
+from lockstep.train.checkpoints.checkpoint_storage import TreePacker, UnfitValueError, part_file, read_manifest
 from lockstep.train.checkpoints.export import sync
-from lockstep.train.checkpoints.model_state import (
-    TensorChunks,
-    load_state_dict,
-    local_state_dict,
-    read_tensors,
-    unwrap,
-)
+from lockstep.train.checkpoints.model_state import TensorChunks, read_tensors
 
 # How long a checkpoint may take to be written until that counts as a failure.
 WRITE_TIMEOUT_S = 1800.0
@@ -466,7 +451,7 @@ class Checkpoints:
     def _start(self, state: Mapping[str, Any], folder: Path, token: str, about: Mapping[str, Any]) -> None:
         """Copy what this rank holds, and start the threads that write it into ``folder``; see [Note: one save]."""
         path, world = self._path, self.world
-        packer, packed = pack_parts(_parts_of(state), is_coordinator=world.is_rank_zero)
+        packer, packed = storage.pack_parts(_parts_of(state), is_coordinator=world.is_rank_zero)
         ranks = packer.writers(world.world_size)
         if world.rank not in ranks:
             return
@@ -476,12 +461,12 @@ class Checkpoints:
         def write_part() -> None:
             if wait_for_device is not None:
                 wait_for_device()
-            write_shard(folder, token, world.rank, tensors)
+            storage.write_shard(folder, token, world.rank, tensors)
 
         def complete() -> None:
             self._clear(folder, token)
             if self._wait_for_parts(folder, token, ranks):
-                commit(folder, token, packed, packer, world.world_size, {**about, "number": number})
+                storage.commit(folder, token, packed, packer, world.world_size, {**about, "number": number})
                 self._take_name(folder, path)
                 self._remove_others(path)
 
@@ -509,7 +494,7 @@ class Checkpoints:
         for path in self.folder.iterdir():
             if _LEFTOVER.fullmatch(path.name) and path != folder:
                 shutil.rmtree(path, ignore_errors=True)
-        remove_leftover_files(folder, token)
+        storage.remove_leftover_files(folder, token)
 
     def _wait_for_parts(self, folder: Path, token: str, ranks: Iterable[int]) -> bool:
         """Wait until all ranks have written their parts; return whether they have."""
@@ -637,8 +622,8 @@ def _try_read(path: Path, rank: int = 0, world_size: int = 1) -> tuple[str, Stat
     try:
         manifest = read_manifest(path)
         digest = manifest.digest
-        verify_files(path, manifest, rank=rank, world_size=world_size)
-        parts = read_parts(path, manifest)
+        storage.verify_files(path, manifest, rank=rank, world_size=world_size)
+        parts = storage.read_parts(path, manifest)
         parts["state"] = read_tensors(parts["state"])
         return digest, parts, None
     except CheckpointError as error:
@@ -685,12 +670,12 @@ def save(
     with contextlib.ExitStack() as stack:
 
         def begin() -> tuple[TreePacker, dict[str, Any]]:
-            bare = None if model is None else unwrap(model)
-            packed = pack_parts({"state": state, **local_state_dict(bare, optimizer)}, is_coordinator=rank == 0)
+            parts = {"state": state, **model_state.local_state_dict(model, optimizer)}
+            packed = storage.pack_parts(parts, is_coordinator=rank == 0)
             if rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
                 stack.callback(FolderLock(folder).release)
-                remove_leftover_files(folder)
+                storage.remove_leftover_files(folder)
             return packed
 
         packer, packed = _on_all_ranks(folder, begin)
@@ -698,11 +683,11 @@ def save(
 
         def write_part() -> None:
             if rank in packer.writers(world_size):
-                write_shard(folder, token, rank, packer.tensors)
+                storage.write_shard(folder, token, rank, packer.tensors)
 
         def complete() -> None:
             if rank == 0:
-                commit(folder, token, packed, packer, world_size, {})
+                storage.commit(folder, token, packed, packer, world_size, {})
 
         _on_all_ranks(folder, write_part)
         _on_all_ranks(folder, complete)
@@ -731,7 +716,7 @@ def load(
             for name, given in (("model", model), ("optimizer", optimizer)):
                 if given is not None and name not in parts:
                     raise ValueError(f"it was saved without {name}")
-            load_state_dict(None if model is None else unwrap(model), optimizer, parts)
+            model_state.load_state_dict(model, optimizer, parts)
         except CheckpointError:
             raise
         except Exception as error:

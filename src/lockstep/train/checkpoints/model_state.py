@@ -134,7 +134,7 @@ def local_state_dict(model: nn.Module | None, optimizer: Optimizer | None) -> di
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.wait()  # it may still be gathering the parameters that other ranks have updated
     if model is not None:
-        state["model"] = plain_names(model.state_dict())
+        state["model"] = plain_names(unwrap(model).state_dict())
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         state["optimizer"] = _zero_state_dict(optimizer)
     elif optimizer is not None:
@@ -232,11 +232,12 @@ def load_state_dict(model: nn.Module | None, optimizer: Optimizer | None, state:
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.wait()  # or what it still gathers would be written over what is read
     if model is not None:
-        # Either of them may be compiled, in whole or in parts.
-        mine = model.state_dict()
+        # The model and the one that was saved may be compiled, in whole or in parts.
+        bare = unwrap(model)
+        mine = bare.state_dict()
         names = {plain_name(name): name for name in mine}
         theirs = {names.get(plain_name(name), name): value for name, value in state["model"].items()}
-        model.load_state_dict({name: _read(value, mine.get(name)) for name, value in theirs.items()})
+        bare.load_state_dict({name: _read(value, mine.get(name)) for name, value in theirs.items()})
     if optimizer is not None:
         _load_optimizer(optimizer, state["optimizer"])
 
