@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import ModuleType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,9 @@ from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 __all__ = ["Join", "JoinHook", "Joinable"]  # torch's protocol for uneven inputs, for the engines
 
 Group = dist.ProcessGroup
+Work = dist.Work
+"""A collective under way. Who started it keeps the tensors that it reads: not every backend does."""
+
 GradBucketType = dist.GradBucket
 BuiltinCommHookType = dist.BuiltinCommHookType
 
@@ -330,16 +333,6 @@ def empty_buffer(numel: int, *, dtype: torch.dtype, device: torch.device, group:
 # --- Flat tensors of which each rank has a slice; and states that travel whole
 
 
-class Waitable(Protocol):
-    """A collective that is under way. Who started it keeps the tensors that it reads: not every backend does."""
-
-    def wait(self) -> Any:
-        """Block until it is complete (on CUDA: let the current stream wait)."""
-
-    def is_completed(self) -> bool:
-        """Return whether it is complete."""
-
-
 def has_reduce_scatter(group: Group, device: torch.device) -> bool:
     """Return whether a reduce-scatter costs ``group`` less than an all-reduce; Gloo does the one with the other."""
     if isinstance(group, ShmProcessGroup):
@@ -354,7 +347,7 @@ def has_all_gather(group: Group, device: torch.device) -> bool:
 
 def all_to_all_async(
     output: Tensor, tensor: Tensor, *, output_sizes: Sequence[int], input_sizes: Sequence[int], group: Group
-) -> Waitable | None:
+) -> Work | None:
     """Start to send a piece of ``tensor`` to each rank and to receive one from each.
 
     Collective: every rank, in the same order. Does not block, except with Gloo on a GPU.
@@ -378,11 +371,10 @@ def all_to_all_async(
         _blocking("all_to_all", lambda: group.alltoall_base(*flats, received_sizes, sent_sizes, options))
         output.copy_(received)
         return None
-    work: Waitable = group.alltoall_base(_real(output), _real(tensor), received_sizes, sent_sizes, options)
-    return work
+    return group.alltoall_base(_real(output), _real(tensor), received_sizes, sent_sizes, options)
 
 
-def reduce_scatter_slices(flat: Tensor, *, group: Group, alone: bool = False) -> Waitable:
+def reduce_scatter_slices(flat: Tensor, *, group: Group, alone: bool = False) -> Work:
     """Start to replace this rank's slice of ``flat`` by its sum over all ranks; the other slices become arbitrary.
 
     Collective: every rank, in the same order. Does not block.
@@ -393,11 +385,10 @@ def reduce_scatter_slices(flat: Tensor, *, group: Group, alone: bool = False) ->
         alone: Whether the caller waits at once and has nothing else to do: on shm the work is then its own.
     """
     options = _with_async_op(dist.ReduceScatterOptions(), flat, alone)
-    work: Waitable = group._reduce_scatter_base(_real(_own_slice(flat, group)), _real(flat), options)
-    return work
+    return group._reduce_scatter_base(_real(_own_slice(flat, group)), _real(flat), options)
 
 
-def all_gather_flat(output: Tensor, tensor: Tensor, *, group: Group, alone: bool = False) -> Waitable:
+def all_gather_flat(output: Tensor, tensor: Tensor, *, group: Group, alone: bool = False) -> Work:
     """Start to put every rank's ``tensor`` into ``output``, one after the other by rank.
 
     Collective: every rank, in the same order, with the same shape and dtype. Does not block.
@@ -409,11 +400,10 @@ def all_gather_flat(output: Tensor, tensor: Tensor, *, group: Group, alone: bool
         alone: As in `reduce_scatter_slices`.
     """
     options = _with_async_op(dist.distributed_c10d.AllgatherOptions(), tensor, alone)
-    work: Waitable = group._allgather_base(_real(output), _real(tensor), options)
-    return work
+    return group._allgather_base(_real(output), _real(tensor), options)
 
 
-def all_gather_slices(flat: Tensor, *, group: Group, alone: bool = False) -> Waitable:
+def all_gather_slices(flat: Tensor, *, group: Group, alone: bool = False) -> Work:
     """Start to replace the other ranks' slices of ``flat`` by what these ranks have there.
 
     Collective: every rank, in the same order. Does not block. See `reduce_scatter_slices`.
@@ -421,18 +411,16 @@ def all_gather_slices(flat: Tensor, *, group: Group, alone: bool = False) -> Wai
     return all_gather_flat(flat, _own_slice(flat, group), group=group, alone=alone)
 
 
-def broadcast_async(tensor: Tensor, *, group: Group, src: int, alone: bool = False) -> Waitable:
+def broadcast_async(tensor: Tensor, *, group: Group, src: int, alone: bool = False) -> Work:
     """Start to overwrite ``tensor``, which is contiguous, with that of rank ``src``. Collective: every rank."""
     options = _with_async_op(dist.BroadcastOptions(), tensor, alone)
     options.rootRank = src
-    work: Waitable = group.broadcast([_real(tensor)], options)
-    return work
+    return group.broadcast([_real(tensor)], options)
 
 
-def all_reduce_work(tensor: Tensor, *, group: Group, alone: bool = False) -> Waitable:
+def all_reduce_work(tensor: Tensor, *, group: Group, alone: bool = False) -> Work:
     """Start to replace ``tensor``, which is contiguous, by its sum over all ranks. Collective: every rank."""
-    work: Waitable = group.allreduce([_real(tensor)], _with_async_op(dist.AllreduceOptions(), tensor, alone))
-    return work
+    return group.allreduce([_real(tensor)], _with_async_op(dist.AllreduceOptions(), tensor, alone))
 
 
 def _with_async_op(options: Any, tensor: Tensor, alone: bool) -> Any:

@@ -12,7 +12,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import TextIO
@@ -150,88 +149,8 @@ _GLOO_CONNECT_FACTOR = 5
 _FAREWELL_S = 5.0
 """How long the host of the store waits at the end for ranks that still use it."""
 
-
-@dataclass
-class OwnedGroup:
-    """What `start` opened, to be ended once."""
-
-    rendezvous: Rendezvous
-    world_size: int
-    undo: ExitStack
-
-    def end(self, *, abort: bool, at_exit: bool = False) -> None:
-        """Leave the group; with ``abort`` without waiting for the other ranks."""
-        destroy_default_group(abort=abort, at_exit=at_exit)
-        self.undo.close()
-        store = PrefixStore(self.rendezvous.prefix, self.rendezvous.store)
-        with suppress(dist.DistError):  # The host of the store may be gone already.
-            store.add("left", 1)
-            deadline = time.monotonic() + _FAREWELL_S
-            while self.rendezvous.is_host and not abort and time.monotonic() < deadline:
-                if store.add("left", 0) >= self.world_size:
-                    break
-                time.sleep(poll_interval_s(self.world_size))
-
-
-def start(
-    env: RankEnv, *, backend: str | None, device: str | torch.device | None, timeout_s: float
-) -> tuple[OwnedGroup, torch.device]:
-    """Make the default process group of this job; returns what ends it, and this rank's device.
-
-    Collective: every rank. Blocks until all have come, at most about ``timeout_s``.
-    """
-    # One limit for all stages: whoever waited long for the store waits less for the ranks.
-    deadline = time.monotonic() + timeout_s
-    chosen, name, objection = torch.device("cpu"), "", None
-    try:
-        chosen = choose_device(env, device)
-        name = choose_backend(chosen, backend)
-    except LockstepError as error:
-        if env.world_size == 1:
-            raise
-        objection = str(error)  # raised by the membership check, on the other ranks too
-    rendezvous = join_rendezvous(env, timeout_s)
-    # c10d would wait for missing ranks too, but without a word about which; and ranks with different backends would
-    # hang in their first collective.
-    if env.world_size > 1:
-        try:
-            check_membership(
-                PrefixStore(f"{rendezvous.prefix}/members", rendezvous.store),
-                Participant(env.rank, env.world_size, name, socket.gethostname(), os.getpid()),
-                deadline=deadline,
-                timeout_s=timeout_s,
-                is_host=rendezvous.is_host,
-                hint=rendezvous.hint,
-                objection=objection,
-            )
-        except dist.DistError as error:
-            raise WorldSizeMismatch(
-                f"Rank {env.rank} of {env.world_size} lost the store while it waited for the other ranks: its host "
-                "ended.\nLook at the output of rank 0, which hosts it, or of the launcher."
-            ) from error
-    one_machine = env.local_world_size == env.world_size
-    if backend is None and name == "shm":
-        reason = why_unavailable(PrefixStore(f"{rendezvous.prefix}/shm", rendezvous.store), env.rank, env.world_size)
-        if reason and one_machine and env.rank == 0:  # of several machines nobody expects to share memory
-            print(f"lockstep: Gloo serves this job, which is slower than shared memory: {reason}.", file=sys.stderr)
-        name = "gloo" if reason else name
-    with ExitStack() as stack:
-        # Until the end of the world, since groups that are made later need it too.
-        stack.enter_context(gloo_interface_set(gloo_interface(env.master_addr, one_machine=one_machine)))
-        _connect(env, rendezvous, name, chosen, timeout_s)
-        undo = stack.pop_all()
-    if not one_machine:
-        set_keepalive()
-    # The limit until here was for connecting; a collective may wait longer for a slow rank.
-    limit = (default_pg_nccl_timeout if name == "nccl" else None) or default_pg_timeout
-    group = dist.group.WORLD
-    if isinstance(group, ShmProcessGroup):
-        group.set_timeout(limit)  # torch's function knows its own backends only
-    else:
-        dist.distributed_c10d._set_pg_timeout(limit)
-    # Groups that are made later exchange addresses through the store, and wait for each other there.
-    rendezvous.store.set_timeout(default_pg_timeout)
-    return OwnedGroup(rendezvous, env.world_size, undo), chosen
+Owned = tuple[Rendezvous, ExitStack]
+"""What `init` opened: the store of the job, and what else is to be undone at the end."""
 
 
 def _connect(env: RankEnv, rendezvous: Rendezvous, backend: str, device: torch.device, timeout_s: float) -> None:
@@ -283,7 +202,7 @@ class World:
         group: The process group of all ranks.
     """
 
-    def __init__(self, env: RankEnv, device: torch.device, group: dist.ProcessGroup, owned: OwnedGroup | None) -> None:
+    def __init__(self, env: RankEnv, device: torch.device, group: dist.ProcessGroup, owned: Owned | None) -> None:
         make_forks_safe()
         if device.type == "cpu":
             keep_freed_memory()
@@ -417,7 +336,17 @@ class World:
         owned, self._owned = self._owned, None
         if owned is not None:
             atexit.unregister(self._close_at_exit)
-            owned.end(abort=abort, at_exit=at_exit)
+            rendezvous, undo = owned
+            destroy_default_group(abort=abort, at_exit=at_exit)
+            undo.close()
+            store = PrefixStore(rendezvous.prefix, rendezvous.store)
+            with suppress(dist.DistError):  # The host of the store may be gone already.
+                store.add("left", 1)
+                deadline = time.monotonic() + _FAREWELL_S
+                while rendezvous.is_host and not abort and time.monotonic() < deadline:
+                    if store.add("left", 0) >= self.world_size:
+                        break
+                    time.sleep(poll_interval_s(self.world_size))
 
     def _close_at_exit(self) -> None:
         # Set by the interpreter when an exception ended the script: the other ranks may be waiting in a collective.
@@ -468,9 +397,59 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
         return world
     # Before the device is touched, so that a wrong environment is an error of its own.
     env = RankEnv.from_environ(os.environ)
-    owned, chosen = start(env, backend=backend, device=device, timeout_s=timeout_s)
-    assert dist.group.WORLD is not None
-    world = World(env, chosen, dist.group.WORLD, owned)
+    # One limit for all stages: whoever waited long for the store waits less for the ranks.
+    deadline = time.monotonic() + timeout_s
+    chosen, name, objection = torch.device("cpu"), "", None
+    try:
+        chosen = choose_device(env, device)
+        name = choose_backend(chosen, backend)
+    except LockstepError as error:
+        if env.world_size == 1:
+            raise
+        objection = str(error)  # raised by the membership check, on the other ranks too
+    rendezvous = join_rendezvous(env, timeout_s)
+    # c10d would wait for missing ranks too, but without a word about which; and ranks with different backends would
+    # hang in their first collective.
+    if env.world_size > 1:
+        try:
+            check_membership(
+                PrefixStore(f"{rendezvous.prefix}/members", rendezvous.store),
+                Participant(env.rank, env.world_size, name, socket.gethostname(), os.getpid()),
+                deadline=deadline,
+                timeout_s=timeout_s,
+                is_host=rendezvous.is_host,
+                hint=rendezvous.hint,
+                objection=objection,
+            )
+        except dist.DistError as error:
+            raise WorldSizeMismatch(
+                f"Rank {env.rank} of {env.world_size} lost the store while it waited for the other ranks: its host "
+                "ended.\nLook at the output of rank 0, which hosts it, or of the launcher."
+            ) from error
+    one_machine = env.local_world_size == env.world_size
+    if backend is None and name == "shm":
+        reason = why_unavailable(PrefixStore(f"{rendezvous.prefix}/shm", rendezvous.store), env.rank, env.world_size)
+        if reason and one_machine and env.rank == 0:  # of several machines nobody expects to share memory
+            print(f"lockstep: Gloo serves this job, which is slower than shared memory: {reason}.", file=sys.stderr)
+        name = "gloo" if reason else name
+    with ExitStack() as stack:
+        # Until the end of the world, since groups that are made later need it too.
+        stack.enter_context(gloo_interface_set(gloo_interface(env.master_addr, one_machine=one_machine)))
+        _connect(env, rendezvous, name, chosen, timeout_s)
+        undo = stack.pop_all()
+    if not one_machine:
+        set_keepalive()
+    # The limit until here was for connecting; a collective may wait longer for a slow rank.
+    limit = (default_pg_nccl_timeout if name == "nccl" else None) or default_pg_timeout
+    group = dist.group.WORLD
+    assert group is not None
+    if isinstance(group, ShmProcessGroup):
+        group.set_timeout(limit)  # torch's function knows its own backends only
+    else:
+        dist.distributed_c10d._set_pg_timeout(limit)
+    # Groups that are made later exchange addresses through the store, and wait for each other there.
+    rendezvous.store.set_timeout(default_pg_timeout)
+    world = World(env, chosen, group, (rendezvous, undo))
     # A script may end without closing its world.
     atexit.register(world._close_at_exit)
     return world

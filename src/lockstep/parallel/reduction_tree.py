@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lockstep.comm.collectives import Group, Waitable, all_gather_flat, all_to_all_async, wait_for
+from lockstep.comm.collectives import Group, Work, all_gather_flat, all_to_all_async, wait_for
 from lockstep.parallel.flat import view_like
 
 T = TypeVar("T")
@@ -133,6 +133,7 @@ class GradientLayout:
             start = self._chunks[chunk][0]
             self._places[index] = (chunk, start)
             self._chunks[chunk] = (start + padded, dtype)
+        # Every rank reduces an equal slice of each chunk.
         self._chunks = [(_round_up(numel, multiple_of), dtype) for numel, dtype in self._chunks]
 
     def new_row(self, device: torch.device) -> GradientRow:
@@ -210,6 +211,7 @@ class PairwiseAccumulator:
         node = range(leaf, leaf + 1)
         parent = self._tree.parent(self._pending[-1][0], node) if self._pending else None
         if parent is None:
+            # Filled over, not zeroed first: a row that is used again costs one pass.
             row = self._free.pop() if self._free else self._layout.new_row(self._device)
             row.fill(gradients)
         else:  # a right leaf needs no row of its own
@@ -248,6 +250,7 @@ class LocalReduction:
         Args:
             parts: For each replica, the sums of the largest nodes within its leaves.
         """
+        # In the order of the tree, not of the replicas: whose row holds the total does not change its bits.
         rows = {node: row for part in parts for node, row in part.items()}
         first = rows[min(rows, key=lambda node: node.start)]
         for chunk, total in enumerate(first.flats):
@@ -279,8 +282,8 @@ class RankReduction:
         """
         (mine,) = parts
         rows = [mine[node] for node in self._nodes[self._group.rank()]]
-        arriving: deque[tuple[Tensor, Tensor, Tensor, Waitable | None]] = deque()
-        gathering: list[tuple[Tensor, Waitable]] = []  # with what is sent, which not every backend keeps
+        arriving: deque[tuple[Tensor, Tensor, Tensor, Work | None]] = deque()
+        gathering: list[tuple[Tensor, Work]] = []  # with what is sent, which not every backend keeps
 
         def sum_oldest() -> None:
             total, _, received, work = arriving.popleft()
@@ -300,7 +303,7 @@ class RankReduction:
             wait_for(work, _EXCHANGE)
         return rows[0]
 
-    def _scatter(self, flats: Sequence[Tensor]) -> tuple[Tensor, Tensor, Waitable | None]:
+    def _scatter(self, flats: Sequence[Tensor]) -> tuple[Tensor, Tensor, Work | None]:
         """Start to send each rank its slice of this rank's parts, and to receive this rank's slice of theirs."""
         num_ranks = self._group.size()
         numel = flats[0].numel() // num_ranks

@@ -82,6 +82,7 @@ def measure(input: Tensor) -> Tensor:
     mean, var = torch.batch_norm_update_stats(input, *like, 1.0)
     count = input.numel() // num_channels
     vector = torch.cat([mean.new_full((1,), count, dtype=torch.float64), mean, var])
+    # From the biased variance back to a sum, in float64.
     vector[1 + num_channels :] *= count
     return vector
 
@@ -104,6 +105,7 @@ def merge(vectors: Tensor) -> Statistics:
     num_channels = vectors.size(1) // 2
     counts, means, within = vectors[:, :1], vectors[:, 1 : 1 + num_channels], vectors[:, 1 + num_channels :]
     total = counts.sum()
+    # Nobody may have a value; then mean and variance are zero, and nothing is divided by zero.
     divisor = total.clamp(min=1)
     mean = (counts * means).sum(0) / divisor
     between = (counts * (means - mean).square()).sum(0)
@@ -146,6 +148,7 @@ class StatisticsExchange:
         self._layer, self._place, self._group = layer, place, group
         reference = _engines.get(layer)
         self._engine = None if reference is None else reference()
+        # Taken now: in its backward the engine may be in another step.
         self._announces = self._engine is not None and self._engine.is_open
         self._step = 0 if self._engine is None else self._engine.step
 
@@ -184,6 +187,7 @@ class StatisticsExchange:
 
     def sum(self, vector: Tensor) -> Tensor:
         """Return the sum of every rank's ``vector``, in this rank's unit. Collective: as `gather`."""
+        # Multiplied and divided in float64, so that a weight costs no digits.
         unit = 1.0 if self._engine is None else self._engine.unit
         marked = self._marked(vector if unit == 1 else vector * unit)
         try:
@@ -398,7 +402,9 @@ class SyncBatchNorm(TorchSyncBatchNorm):
         self._check_non_zero_input_channels(input)
         if input.size(1) != self.num_features:
             raise ValueError(f"expected input with {self.num_features} channels (got {tuple(input.shape)})")
+        # The kernels of forward and backward must see one format.
         input = contiguous_like(input, input)
+        # It outlives the forward: autograd keeps it for the backward.
         exchange = StatisticsExchange(self, self.place, group)
         tracked = self.track_running_stats and self.running_mean is not None
         exchange.announce(Event.TRACKED_FORWARD if tracked else Event.FORWARD)

@@ -20,8 +20,9 @@ A *weight* is a parameter, or a buffer that requires a gradient. Per replica the
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
 from typing import Any
 
@@ -69,7 +70,8 @@ class Replicas:
             ConfigurationError: The module cannot be replicated, or is not on the first device.
         """
         self._update_shells()
-        parameters, buffers = _tensors_of(self._sources)
+        parameters = _each_once(each for source in self._sources for each in source._parameters.values())
+        buffers = _each_once(each for source in self._sources for each in source._buffers.values())
         plain_buffers = [buffer for buffer in buffers if not buffer.requires_grad]
         self._weights = [*parameters, *(buffer for buffer in buffers if buffer.requires_grad)]
         self.num_parameters = len(parameters)
@@ -115,6 +117,7 @@ class Replicas:
         self._sources = []
 
     def _update_shells(self) -> None:
+        # In each step: a script may have replaced a layer. A list of modules is compared in microseconds.
         sources = list(self.module.modules())
         known = map(type, self._shells[0]) if self._shells else ()
         # A type changes where a parametrization is registered, or a lazy layer has seen its first input.
@@ -186,6 +189,7 @@ class _Replicate(torch.autograd.Function):
         ctx: Any, devices: Sequence[torch.device], values: list[list[Tensor]], *weights: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # a weight that no replica used keeps its ``grad`` as it is
+        # Not save_for_backward: neither values nor weights are needed to sum gradients.
         ctx.num_weights, ctx.devices = len(weights), devices
         return tuple(_alias_of(value) for row in values for value in row)
 
@@ -221,6 +225,7 @@ def _leaf_over(weight: Tensor, value: Tensor) -> Tensor:
     if not weight.requires_grad:
         return value
     leaf = nn.Parameter(value.detach()) if isinstance(weight, nn.Parameter) else value.detach().requires_grad_()
+    # What a script or a library has set on the parameter, and its forward may look for.
     if attributes := vars(weight):
         vars(leaf).update(attributes)
     return leaf
@@ -241,24 +246,13 @@ def _alias_of(tensor: Tensor) -> Tensor:
 
 
 def _differentiable_sum(parts: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
-    total: Tensor | None = None
-    for part in parts:
-        if part is not None:
-            moved = part.to(device)
-            total = moved if total is None else total + moved
-    return total
+    moved = [part.to(device) for part in parts if part is not None]
+    return functools.reduce(torch.add, moved) if moved else None
 
 
-def _tensors_of(sources: Sequence[nn.Module]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return parameters and buffers of these modules, each once, parameters in the order of ``parameters()``."""
-    parameters: dict[int, Tensor] = {}
-    buffers: dict[int, Tensor] = {}
-    for source in sources:
-        for found, tensors in ((parameters, source._parameters), (buffers, source._buffers)):
-            for tensor in tensors.values():
-                if tensor is not None:
-                    found[id(tensor)] = tensor
-    return list(parameters.values()), list(buffers.values())
+def _each_once(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+    """Return the tensors of shared layers once, in the order of ``parameters()``."""
+    return list({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
 
 
 def check_devices(tensors: Sequence[Tensor], device: torch.device) -> None:

@@ -44,6 +44,7 @@ def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> Sequence[An
         ConfigurationError: The tensors give different numbers of chunks, or one is a ``PackedSequence``.
     """
     places = [as_device(device) for device in devices]
+    # Of all arguments together: a keyword must not make more parts than the positional ones.
     tensors = [tensor for tensor in _tensors_in(inputs) if tensor.dim() > 0]
     counts = [len(tensor.chunk(len(places), dim)) for tensor in tensors] or [len(places)]
     # torch cuts all of them down to the fewest, so that the samples beyond are silently not computed.
@@ -101,6 +102,7 @@ def _split(value: Any, devices: Sequence[torch.device], num_devices: int, dim: i
     if isinstance(value, Tensor):
         chunks = value.chunk(num_devices, dim) if value.dim() > 0 else [value] * len(devices)
         return tuple(_move(chunk, device) for chunk, device in zip(chunks, devices, strict=True))
+    # A dataclass without tensors is shared, not copied: it may be a configuration, or hold what cannot be copied.
     contents = _contents(value)
     is_dataclass = not isinstance(value, (tuple, list, dict))
     if not contents or (is_dataclass and next(_tensors_in(contents), None) is None):

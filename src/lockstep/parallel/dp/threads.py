@@ -64,6 +64,7 @@ class ReplicaThreads:
         # The process may have been forked, or may have been given another number of cores.
         if self._started_with != (os.getpid(), torch.get_num_threads()):
             self._start()
+        # One for each run: what calls put that were left behind by an interrupt is of no interest to the next one.
         results: _Results = queue.SimpleQueue()
         try:
             for index, function in functions.items():
@@ -75,6 +76,7 @@ class ReplicaThreads:
                     index, result = results.get(timeout=_SIGNAL_CHECK_S)
                     done[index] = result
         except BaseException:
+            # The next run starts threads of its own, and these end when their calls do.
             self._stop()
             self._started_with = None
             raise
@@ -149,6 +151,7 @@ class CallerModes:
     def __init__(self, device: torch.device, *, differentiates: bool = False) -> None:
         self._device: list[Callable[[], AbstractContextManager[Any]]] = []
         if device.type == "cuda":
+            # A replica on the caller's stream, so that nobody has to wait for another stream before or after.
             stream = torch.cuda.current_stream(device)
             self._device = [partial(torch.cuda.device, device), partial(torch.cuda.stream, stream)]
         self._all = [*self._device]
@@ -234,6 +237,7 @@ class ReplicaEngine:
         Raises:
             BaseException: What the lowest failing replica raised; the text has its traceback.
         """
+        # Shard i belongs to replica i also where shards before it are missing.
         present = [index for index, shard in enumerate(shards) if shard is not None]
         if not present:
             return {}, [], 0.0

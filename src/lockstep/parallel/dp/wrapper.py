@@ -128,13 +128,16 @@ class DataParallel(nn.Module, Generic[Wrapped]):
         with record_function("DataParallel.forward"):
             if self.src_device_obj is None or self.output_device is None:
                 return self.module(*inputs, **kwargs)
+            # With several devices the replicas check it when they are brought up to date.
             if len(self.device_ids) == 1:
                 check_devices([*self.module.parameters(), *self.module.buffers()], self.src_device_obj)
             parts, keyword_parts = self.scatter(inputs, kwargs, self.device_ids)
             if not parts and not keyword_parts:  # a call without arguments runs once
                 parts, keyword_parts = ((),), ({},)
+            # Scattered all the same, so that inputs are moved to the device and errors are the same.
             if len(self.device_ids) == 1:
                 return self.module(*parts[0], **keyword_parts[0])
+            # One turn for both: another thread would bring the same replicas up to date in between.
             with self._current_engine().turn():
                 replicas = self.replicate(self.module, self.device_ids[: len(parts)])
                 outputs = self.parallel_apply(replicas, parts, keyword_parts)
@@ -148,6 +151,7 @@ class DataParallel(nn.Module, Generic[Wrapped]):
         """Return up-to-date replicas of ``module``, those of the wrapped module the same objects every time."""
         engine = self._current_engine()
         replicas = engine.replicas
+        # A subclass of a user may replicate something else, or elsewhere.
         if module is not self.module or list(device_ids) != self.device_ids[: len(device_ids)]:
             replicas = Replicas(module, [as_device(device) for device in device_ids])
         with engine.turn():
@@ -190,6 +194,7 @@ class DataParallel(nn.Module, Generic[Wrapped]):
             with engine.turn():
                 losses, _, refresh_s = engine.differentiate(loss, shards, scales)
                 start = time.perf_counter()
+                # Without a shard there were no replicas to be brought up to date.
                 if losses:
                     engine.replicas.reduce_gradients()
                 self.last_timings = StepTimings(refresh_s, time.perf_counter() - start)

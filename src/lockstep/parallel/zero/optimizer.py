@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.comm import collectives
-from lockstep.comm.collectives import Group, Join, Joinable, JoinHook, Waitable
+from lockstep.comm.collectives import Group, Join, Joinable, JoinHook, Work
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.consistency import check_models_agree
@@ -94,6 +94,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 f"shard_gradients=True needs an element-wise optimizer, which {optimizer_class.__name__} is not known "
                 "to be.\nLeave it out, or say elementwise=True if its update of an element depends on nothing else."
             )
+        # torch's constructor calls add_param_group(), which is collective only afterwards.
         self.initialized = False
         Optimizer.__init__(self, params, dict(defaults))
         Joinable.__init__(self)
@@ -103,9 +104,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._optimizer_class, self._defaults = optimizer_class, defaults
         self._shard_gradients = shard_gradients
         self._has_gradients = False
-        self._gathers: list[Waitable] = []  # parameters that are on their way
+        self._gathers: list[Work] = []  # parameters that are on their way
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._loaded: Read | None = None
+        # Before anything is laid: ranks that differ would exchange slices of different sizes.
         self._check_ranks_agree()
         self._reducer: Reducer | None = None
         if shard_gradients and self.world_size > 1:
@@ -174,6 +176,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         for buffer in trained:  # autograd must notice that what it has saved has changed
             torch.autograd.graph.increment_version(buffer.parameters)
         self._gathers = partition.start_parameter_gather(trained, self.process_group, alone=not self.overlaps)
+        # What was loaded has been used: from now on the state is the optimizer's own.
         self._loaded = None
         if not self.overlaps:
             self.wait()
@@ -205,6 +208,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if not self._shard_gradients:
             return torch.nn.utils.clip_grad_norm_(self._parameters, max_norm, norm_type)
+        # In place, in the memory that the next step takes: they are not collected again.
         gradients = self.local_gradients()
         norm = norm_of_shards(gradients, self._parameters[0], norm_type, group=self.process_group)
         multiply_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
@@ -229,6 +233,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if self._has_gradients:  # clipped ones, maybe, which must not be collected again
             return
+        # The list is a new one when the buckets were rebuilt, after the first backward.
         if self._reducer is not None and self._laid_for is not self._reducer.bucket_set.buckets:
             self._rebuild()
         for buffer in self._buffers:  # model.to(), or a script that sets ``param.data``, gives parameters other memory
@@ -291,8 +296,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ValueError: It is of other parameters.
         """
-        self._load_options(state_dict["param_groups"])
-        self._load(read_from_full(state_dict["state"], self._parameters, flat=self.is_elementwise))
+        read = read_from_full(state_dict["state"], self._parameters, flat=self.is_elementwise)
+        self.load_shards(read, state_dict["param_groups"])
 
     def local_shards(self) -> list[tuple[ShardRange, Entries]]:
         """Return what this rank keeps, where it lies: by elements of a parameter, see `load_shards`. Copies nothing."""
@@ -310,13 +315,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ValueError: They are of other parameters.
         """
-        self._load_options(param_groups)
-        self._load(read)
-
-    def _load_options(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         super().load_state_dict({"state": {}, "param_groups": list(param_groups)})
-
-    def _load(self, read: Read) -> None:
+        # With buckets the buffers may be laid again before the first step, and the state is read a second time then.
         self._loaded = read if self._reducer is not None else None
         self._shard.load(read, options_of(self.param_groups))
 
@@ -401,6 +401,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             + ", shard_gradients" * self._shard_gradients
             + f", param groups of {', '.join(str(len(group['params'])) for group in self.param_groups)} parameters"
         )
+        # In words, so that the same text is compared and reported.
         everybody: list[str] = collectives.all_gather_object(described, group=group, device=device)
         for rank, theirs in enumerate(everybody):
             if theirs != everybody[0]:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.comm.collectives import Group, Waitable, all_gather_slices, broadcast_async, has_all_gather
+from lockstep.comm.collectives import Group, Work, all_gather_slices, broadcast_async, has_all_gather
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.flat import flatten_like, view_like
 
@@ -112,6 +112,7 @@ class FlatBuffer:
         first, numel = self.parameters[0], sum(whole.numel for whole in self.ranges)
         self.flat = allocate(numel, first.dtype, first.device)
         self.has_equal_slices = bounds is None
+        # Ranges are cut once, as every step needs them.
         self.bounds = bounds or shard_bounds(numel, num_ranks)
         self.ranges_of_rank = [cut_ranges(self.ranges, *each) for each in self.bounds]
         self._parameter_of = {whole.parameter: parameter for parameter, whole in members}
@@ -154,6 +155,7 @@ class FlatBuffer:
         Raises:
             RuntimeError: One is sparse.
         """
+        # Not zeros: segments without a gradient are not looked at.
         shard = torch.empty_like(self.shard_of(rank))
         targets, sources = [], []
         for offset, each in with_offsets(self.ranges_of_rank[rank]):
@@ -169,6 +171,7 @@ class FlatBuffer:
 def partition_evenly(members: Sequence[Member], num_ranks: int, allocate: Allocate) -> list[FlatBuffer]:
     """Lay parameters into flat buffers, of which each rank has an equal slice. As collective as ``allocate``."""
     parts: list[list[Member]] = []
+    # At its limit from the start, so that the first parameter of a kind opens a part.
     for alike in _by_kind(members):
         size_bytes = _MAX_BUFFER_BYTES
         for parameter, whole in alike:
@@ -210,7 +213,7 @@ def _by_kind(members: Sequence[Member]) -> list[list[Member]]:
     return list(kinds.values())
 
 
-def start_parameter_gather(buffers: Sequence[FlatBuffer], group: Group, *, alone: bool) -> list[Waitable]:
+def start_parameter_gather(buffers: Sequence[FlatBuffer], group: Group, *, alone: bool) -> list[Work]:
     """Start to send this rank's shards of ``buffers``, and to receive the others'; return what to wait for.
 
     Collective: every rank, in the same order. Does not block.
@@ -222,7 +225,7 @@ def start_parameter_gather(buffers: Sequence[FlatBuffer], group: Group, *, alone
         group: The ranks that take part.
         alone: Whether the caller waits next, and has nothing else to do meanwhile.
     """
-    works: list[Waitable] = []
+    works: list[Work] = []
     last = group.size() - 1
     for buffer in buffers if last else ():
         if buffer.has_equal_slices and has_all_gather(group, buffer.flat.device):
@@ -366,6 +369,7 @@ class ShardOptimizer:
         self._chunks: list[tuple[int, int, list[ShardRange]]] = []
         for index, buffer in enumerate(buffers):
             ranges, shard = buffer.ranges_of_rank[rank], self._shards[index]
+            # See `_CHUNK_BYTES`.
             is_cut = elementwise and shard.is_cpu and not passes_once
             size = max(_CHUNK_BYTES // shard.itemsize if is_cut else shard.numel(), 1)
             for start in range(0, shard.numel(), size):
@@ -458,6 +462,7 @@ class ShardOptimizer:
     def _split(self, segment: Segment, runs: list[list[ShardRange]]) -> list[Segment]:
         parts = self._make_segments(segment.buffer, segment.offset, runs)
         group = self.optimizer.param_groups[segment.ranges[0].group]["params"]
+        # By identity: == of tensors compares elements.
         place = next(index for index, each in enumerate(group) if each is segment.parameter)
         group[place : place + 1] = [part.parameter for part in parts]
         if segment.parameter in self.optimizer.state:

@@ -17,7 +17,7 @@ import torch
 from torch.futures import Future
 from typing_extensions import override
 
-from lockstep.comm.collectives import Group, Waitable, all_reduce_work, reduce_scatter_slices, wait_for
+from lockstep.comm.collectives import Group, Work, all_reduce_work, reduce_scatter_slices, wait_for
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet
@@ -29,7 +29,7 @@ from lockstep.parallel.zero.partition import even_end
 class _Works:
     """Several collectives as one, with the methods of a future that the reducer uses."""
 
-    def __init__(self, works: list[Waitable]) -> None:
+    def __init__(self, works: list[Work]) -> None:
         self._works = works
 
     def done(self) -> bool:
@@ -64,6 +64,7 @@ class ReduceScatterMean(BucketReduction):
     def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
         if not self._bucket_set.is_rebuilt:
             return self._first_step.start(bucket, alone=alone)
+        # All slices of a reduce-scatter are equal.
         end = even_end(bucket.gradients.numel(), self._group.size())
         works = [reduce_scatter_slices(bucket.payload[:end], group=self._group, alone=alone)] if end else []
         # The remainder has fewer elements than there are ranks; the tail behind it is what every rank must know.
@@ -115,6 +116,7 @@ class SecondBackwardCheck:
     def _before_gradient(self, bucket: Bucket, parameter: torch.nn.Parameter, _gradient: torch.Tensor) -> None:
         if id(bucket) not in self._reduced or parameter.grad is None:
             return
+        # A gradient outside of the bucket is one that the script has set itself, and is whole.
         offset = parameter.grad.data_ptr() - bucket.gradients.data_ptr()
         if 0 <= offset < max(bucket.gradients.nbytes, 1):
             raise ConfigurationError(
@@ -139,33 +141,33 @@ def find_reducer(parameters: Sequence[torch.nn.Parameter]) -> Reducer:
     if len(found) > 1:
         gc.collect()  # a wrapper that is no longer used may be left in a cycle, on some ranks and not on others
         found = find_all()
+    trained = {id(parameter) for each in found for parameter in each.bucket_set.parameters}
     if not found:
-        raise ConfigurationError(
-            "shard_gradients=True, but no lockstep.DistributedDataParallel averages these parameters' gradients.\n"
+        problem = (
+            "no lockstep.DistributedDataParallel averages these parameters' gradients.\n"
             "Wrap the model before the optimizer is made, or leave shard_gradients out."
         )
-    if len(found) > 1:
-        raise ConfigurationError(
-            f"shard_gradients=True, but {len(found)} live lockstep.DistributedDataParallel wrappers average gradients "
-            "of these parameters, and only one can leave slices.\n"
+    elif len(found) > 1:
+        problem = (
+            f"{len(found)} live lockstep.DistributedDataParallel wrappers average gradients of these parameters, and "
+            "only one can leave slices.\n"
             "Delete the wrappers that are no longer used, or leave shard_gradients out."
         )
-    (reducer,) = found
-    trained = {id(parameter) for parameter in reducer.bucket_set.parameters}
-    if missing := trained - given:
-        raise ConfigurationError(
-            f"shard_gradients=True, but {len(missing)} of the {len(trained)} trained parameters of the "
-            "DistributedDataParallel are not in this optimizer.\n"
-            "Give it all of model.parameters(), or leave shard_gradients out."
+    elif missing := trained - given:
+        problem = (
+            f"{len(missing)} of the {len(trained)} trained parameters of the DistributedDataParallel are not in this "
+            "optimizer.\nGive it all of model.parameters(), or leave shard_gradients out."
         )
-    if any(bucket.spec.sparse for bucket in reducer.bucket_set.buckets):
-        raise ConfigurationError(
-            "shard_gradients=True, but the model has layers with sparse gradients.\n"
+    elif any(bucket.spec.sparse for bucket in found[0].bucket_set.buckets):
+        problem = (
+            "the model has layers with sparse gradients.\n"
             "Build them with sparse=False, or train them with an optimizer of their own."
         )
-    if not isinstance(reducer.reduction, AllReduceMean):
-        raise ConfigurationError(
-            "shard_gradients=True, but the DistributedDataParallel has a communication hook, or another optimizer "
-            "with shards.\nUse one or the other."
+    elif not isinstance(found[0].reduction, AllReduceMean):
+        problem = (
+            "the DistributedDataParallel has a communication hook, or another optimizer with shards.\n"
+            "Use one or the other."
         )
-    return reducer
+    else:
+        return found[0]
+    raise ConfigurationError(f"shard_gradients=True, but {problem}")

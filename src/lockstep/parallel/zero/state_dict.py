@@ -49,6 +49,7 @@ def gather_full_state(
                 whole[name] = value
                 continue
             if name not in whole:
+                # In the memory order of the parameter, so that a shard is a slice of it.
                 whole[name] = view_like(torch.empty(parameter.numel(), dtype=value.dtype), parameter)
             flatten_like(whole[name], parameter)[start:stop] = value
     return state
