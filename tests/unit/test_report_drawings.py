@@ -6,7 +6,8 @@ from click.testing import CliRunner
 
 from lockstep.cli.studies import report
 from lockstep.study.drawing import drawing_style
-from lockstep.study.report.plots import draw
+from lockstep.study.report import run_page
+from lockstep.study.report.plots import _curve, _throughput, draw
 from lockstep.study.report.run_page import figure_tables
 from lockstep.study.report.view import compare_with_baseline, sentences, view_run
 from tests.unit.report_planted import MACHINE, START, event_line, session, step_line, steps, timeline_line, write_run
@@ -62,7 +63,11 @@ def test_a_run_on_one_device_beside_it_tells_whether_it_is_the_same_and_how_much
     )
 
 
-def test_the_command_takes_it(tmp_path):
+def test_the_command_takes_it_and_draws_both_losses(tmp_path, monkeypatch):
+    def draw_loss(view, baseline):
+        return [_curve(view, baseline, "Loss", "loss", lambda step: step.loss)]
+
+    monkeypatch.setattr(run_page, "draw", draw_loss)  # one drawing tells: each takes its time
     double(tmp_path / "two"), single(tmp_path / "one")
     done = CliRunner().invoke(report, [str(tmp_path / "two"), "--against", str(tmp_path / "one")])
     assert done.output.splitlines()[-2] == "Over 30 steps, the loss and that on one device are the same to the bit."
@@ -97,7 +102,8 @@ def test_curves_are_drawn_where_there_is_something_to_see(tmp_path):
         "Curve of the gradient norm over the steps: from 5 to 5, lowest 5 in step 1, highest 6 in step 13."
     )
     plain = view_run(write_run(tmp_path / "plain", [steps()]))
-    assert {"Learning rate", "Gradient norm"}.isdisjoint(headings(plain))
+    with drawing_style():
+        assert _curve(plain, None, "Learning rate", "learning rate", lambda step: step.learning_rate) is None
 
 
 def test_each_rank_has_a_row_with_its_parts_memory_and_load(tmp_path):
@@ -123,5 +129,6 @@ def test_bandwidth_is_listed_by_bucket(tmp_path):
 def test_restarts_skipped_steps_and_profiles_are_marked_on_the_throughput(tmp_path):
     kinds = ("restart", "skipped", "profile", "spike")
     lines = [*steps(), *(event_line(kind, "text", 9 + place) for place, kind in enumerate(kinds))]
-    plot = headings(view_run(write_run(tmp_path / "run", [lines])))["Throughput and events"]
+    with drawing_style():
+        plot = _throughput(view_run(write_run(tmp_path / "run", [lines])))
     assert "; 1 x restart, 1 x skipped, 1 x profiled, 1 x slow step." in plot.alt

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from lockstep.cli.studies import report
+from lockstep.study.report import run_page
 from lockstep.study.report.run_page import render
 from lockstep.study.report.view import compare_with_baseline, view_run
 from tests.unit.report_planted import MACHINE, START, event_line, session, steps, timeline_line, write_run
@@ -119,6 +120,14 @@ def test_no_text_of_a_record_becomes_markup(tmp_path):
     assert sum(HOSTILE in words for words in outline.words) > 5
 
 
+@pytest.fixture
+def no_drawings(monkeypatch):
+    """Leave out what takes most of the time, for tests of words and tables."""
+    monkeypatch.setattr(run_page, "draw", lambda *_: [])
+    monkeypatch.setattr(run_page, "draw_timeline", lambda *_: None)
+
+
+@pytest.mark.usefixtures("no_drawings")
 def test_settings_that_differ_from_the_baseline_are_marked(tmp_path):
     view = view_run(planted(tmp_path / "run"))
     other = view_run(planted(tmp_path / "other", settings={"strategy": "ddp", "workers": 4}))
@@ -149,6 +158,7 @@ def command(*arguments):
     return result.output if result.exception is None else f"{type(result.exception).__name__}: {result.exception}"
 
 
+@pytest.mark.usefixtures("no_drawings")
 def test_the_command_says_the_verdict_and_writes_page_and_trace(tmp_path):
     folder, trace = planted(tmp_path / "run"), tmp_path / "trace.json"
     out = command(folder, "--trace", trace).splitlines()

@@ -141,6 +141,8 @@ def finish_plot(heading: str, alt: str, figure: Any, note: str = "") -> Plot:
     svg = stream.getvalue()
     for pattern, instead in _SVG_EDITS.items():
         svg = re.sub(pattern, instead, svg, flags=re.DOTALL)
+    # Within tags, a hundredth of a point will do; the text between them is for readers.
+    svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d{3,}", r"\1", tag[0]), svg)
     return Plot(heading, alt, svg.replace(TEXT, "currentColor").replace(GRID, "var(--line)"), note)
 
 
@@ -149,7 +151,6 @@ _SVG_EDITS = {
     r"<metadata>.*?</metadata>": "",
     r'<g id="[^"]*"': "<g",  # these would repeat from drawing to drawing
     r"font-family: [^;]*; ?": "",  # the page has one for all, and they would be half of it
-    r"(\.\d\d)\d{3,}(?=[^<]*>)": r"\1",  # within tags, a hundredth of a point will do
     r' xmlns(:xlink)?="[^"]*"': "",  # within HTML they are known
     r'^(<svg[^>]*?) width="[^"]*"': r"\1",
     r'^(<svg[^>]*?) height="[^"]*"': r"\1",
