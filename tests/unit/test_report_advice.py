@@ -167,23 +167,8 @@ def test_pageable_samples_are_copied_between_the_phases_of_a_script():
     assert advise(facts(**{**between, "pinned": True})) == advise(facts(**between, device="cpu")) == []
 
 
-def test_half_of_the_devices_where_the_wire_takes_most():
-    # Two of four compute twice as long, and send 1/2 of the gradients twice instead of 3/4.
-    found = advise(facts(wire_s=0.3, gradient_bytes=2**22 - 1))
-    assert all("devices 2" not in each.change for each in found)
-    found = advise(facts(wire_s=0.200, forward_s=0.010, backward_s=0.020, gradient_bytes=2**22 - 1, computing_s=0.9))
-    (advice,) = [each for each in found if "--devices 2" in each.change]
-    assert advice.gain == pytest.approx(0.232 / (0.232 + 0.030 - 0.200 / 3))
-
-
 def test_what_does_not_depend_on_the_batch_is_paid_less_often():
     small = facts(forward_s=0.001, backward_s=0.002, wire_s=0.020, global_batch_size=64)
     (advice,) = [each for each in advise(small) if not each.keeps_run]
     assert advice.change == "a global batch 4 times as large (--global-batch-size 256)"
     assert advice.gain == pytest.approx(0.025 / (0.025 - 3 / 4 * 0.022))
-
-
-def test_replicas_that_exchange_after_backward_could_beside_it():
-    (advice,) = advise(facts(strategy="dp", num_ranks=1, wire_s=0.020))
-    assert (advice.change, advice.at_most) == ("a process a device, which exchange beside it (--strategy ddp)", True)
-    assert advice.gain == pytest.approx(0.112 / 0.092)

@@ -131,4 +131,4 @@ def test_restarts_skipped_steps_and_profiles_are_marked_on_the_throughput(tmp_pa
     lines = [*steps(), *(event_line(kind, "text", 9 + place) for place, kind in enumerate(kinds))]
     with drawing_style():
         plot = _throughput(view_run(write_run(tmp_path / "run", [lines])))
-    assert "; 1 x restart, 1 x skipped, 1 x profiled, 1 x slow step." in plot.alt
+    assert "; 1 x restart, 1 x skipped, 1 x profile, 1 x spike." in plot.alt

@@ -120,6 +120,7 @@ class RoundsProgress:
 
     def start(self) -> None:
         """Begin to count: the time left is estimated from the rounds, not from what was before them."""
+        # Models were built and warmed up meanwhile, which tells nothing of how long a turn is.
         self._bar.reset(self._task, description="rounds")
 
     def advance(self) -> None:

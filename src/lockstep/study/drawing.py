@@ -84,6 +84,7 @@ def make_axes(inches_high: float, *, grid: Literal["x", "y"], inches_wide: float
     """Return a figure and its axes, with lines across the axis ``grid``."""
     from matplotlib.figure import Figure
 
+    # Not pyplot: it keeps figures alive, and may look for a display.
     figure = Figure(figsize=(inches_wide, inches_high), layout="constrained")
     axes = figure.add_subplot()
     axes.grid(axis=grid)

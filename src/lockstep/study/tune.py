@@ -224,6 +224,7 @@ def _is_possible(base: FitSettings, changes: Changes) -> bool:
 
 def _loading(base: FitSettings, request: Request, known: Known) -> list[Changes]:
     now = base.workers
+    # Twice and half of what there is; without any, one, two, and what would give each rank its cores.
     per_rank = max(1, request.num_cores // request.num_devices)
     counts = {now // 2, 2 * now} - {now} if now else {1, 2, max(4, per_rank)}
     waits = now or known.wait_share >= 0.02  # else nothing is to be gained
@@ -252,6 +253,7 @@ def _micro_batch(base: FitSettings, request: Request, known: Known) -> list[Chan
         return []
     now, share = base.accumulate, request.global_batch_size // num_shares(base, request.num_devices)
     fewest = 1 if known.largest is None else math.ceil(share / known.largest)
+    # Fewer pieces than the fewest do not fit, and batch norm takes no single sample.
     counts = sorted({fewest, now // 2, 2 * now, 4 * now} - {0, now})
     fitting = [count for count in counts if count >= fewest and share % count == 0 and share // count > 1]
     return [{"accumulate": count} for count in fitting]
@@ -275,6 +277,7 @@ def _buckets(base: FitSettings, request: Request, known: Known) -> list[Changes]
         return []
     mib = known.gradient_bytes / MIB
     caps = [cap for cap in (None, 5.0, 100.0) if cap != base.bucket_cap_mb and (cap is None or mib > cap)]
+    # Clipping needs the norm of all gradients before the first update.
     overlaps = base.clip is None and not base.overlap_optimizer
     return [*({"bucket_cap_mb": cap} for cap in caps), *([{"overlap_optimizer": True}] if overlaps else [])]
 
@@ -396,6 +399,7 @@ class _TurnTaker:
 
     def run_turn(self) -> float | None:
         """Train some steps; return the seconds for each sample, nothing if this rank takes no part."""
+        # Two starts: the first for the untimed steps, the second so that all ranks begin the timed ones together.
         if self._start() and self._trainer is not None and self._settings.workers:
             # Use up what loader processes have loaded ahead while they had time: nobody measures that.
             ahead = self._settings.workers * (self._settings.prefetch or LoadOptions.ahead)
@@ -436,6 +440,7 @@ def is_decided(name: str, rounds: Sequence[Mapping[str, float]]) -> bool:
     ratio, count = ratio_of(name, rounds), sum(name in each for each in rounds)
     if ratio is None:
         return False
+    # Three rounds are enough to give a change up; to take it, as many as a spread with 90% certainty needs.
     return (count >= 3 and ratio.high < 0.97) or (count >= FEWEST_ROUNDS and ratio.low > 1.05)
 
 
@@ -608,6 +613,7 @@ class Sweep:
         """
         log("memory: looking for the largest micro-batch that fits")
         self._probe()
+        # For the last stage, which measures what all of it gives together.
         reserve_s = min(20.0, 0.2 * self.request.seconds)
         for index, stage in enumerate(_STAGES):
             changes = candidates(stage, self.found, self.request, self.known)
@@ -620,6 +626,7 @@ class Sweep:
                 best = self._try(stage, changes, self.found, min(left_s, 2 * left_s / (len(_STAGES) - index)))
                 self.found = self.found if best is None else replace(self.found, **best.changes)
         if self.found != self.start:
+            # Gains measured one after the other need not add up; if the sum is none, nothing is taken.
             self._try(TOGETHER, [differences(self.start, self.found)], self.start, self.request.left_s)
             result = self.results[-1]
             if result.num_rounds >= FEWEST_ROUNDS:
@@ -651,6 +658,7 @@ class Sweep:
         if largest is None:
             return
         if math.ceil(share / base.accumulate) > largest:
+            # What does not fit cannot be compared with anything: begin with the fewest pieces that do.
             self.start = self.found = replace(base, accumulate=math.ceil(share / largest))
         whole = "a device's whole part of the global batch" if largest >= share else f"of {share} for each device"
         needed = f"{self.known.largest_bytes / MIB:,.0f} MiB"

@@ -97,6 +97,7 @@ def compare(
     check_batch(found, settings, devices)
     # The schedule, if the task has one, falls over the longest run that this can become.
     settings = replace(settings, epochs=None, steps=num_warmup + num_rounds * (num_steps or MOST_STEPS))
+    # Before our own processes start, as these would count among the busy ones.
     num_cores = torch.get_num_threads()
     busy_cores = float(psutil.cpu_percent(BUSY_INTERVAL_S)) / 100 * (psutil.cpu_count() or 1)
     benchmark = Benchmark(
@@ -348,17 +349,19 @@ def choose_steps(
         longest_s: How long the slowest one's may take.
         fewest: Steps of a turn, however long they take.
     """
+    # Turns that are long for the fastest are not to be minutes for a candidate that is a hundred times as slow.
     wanted = min(math.ceil(turn_s / min(step_s)), math.floor(longest_s / max(step_s)))
     return min(max(wanted, fewest), MOST_STEPS)
 
 
 def _warm_up(trainer: Trainer, num_steps: int) -> tuple[float, list[Tensor]]:
     """Run the steps that are not measured; return the seconds of the fastest, and the losses."""
+    # The fastest step is nearest to what a step takes later on: the first ones allocate, compile, and build buckets.
     seconds, losses = [], []
     for _ in range(num_steps):
         start = time.perf_counter()
         losses.append(trainer.step().loss)
-        losses[-1].item()
+        losses[-1].item()  # waits for the device
         seconds.append(time.perf_counter() - start)
     with trainer.without_sync():
         trainer.step()
@@ -429,6 +432,7 @@ def merge(by_rank: Sequence[Sequence[Measurement]]) -> tuple[Measurement, ...]:
     Args:
         by_rank: Each rank's turns; none from a rank that only waited.
     """
+    # Ranks meet in each step, so that the slowest one's wall time is everybody's; what its phases took is its own.
     merged = []
     for turns in zip(*filter(None, by_rank), strict=True):
         exposed_s = [turn.exposed_s for turn in turns if turn.exposed_s is not None]
@@ -486,6 +490,7 @@ def measure_peak(benchmark: Benchmark, strategy: StrategyName) -> list[int]:
     with init() as world:
         task = load(benchmark.task)
         devices = devices_for(strategy, world, benchmark.num_devices)
+        # What libraries hold after the import is not the task's, nor is a peak that they had while being loaded.
         reset_peak()
         before_bytes = psutil.Process().memory_info().rss
         trainer = Trainer(task, benchmark.settings, world, strategy=strategy, devices=devices)

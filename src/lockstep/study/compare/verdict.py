@@ -94,6 +94,7 @@ def _recommend(comparison: Comparison) -> tuple[Candidate, str]:
         return single, f"Use single: nothing else is as fast; {name} comes nearest at {measured}."
     if gain.median < WORTH:
         return single, f"Use single: {name} gains too little to be worth the trouble, {measured}."
+    # Compared with the nearest round by round: two whose ranges over single overlap may still differ clearly.
     tied = [each for each in comparison.others if each is nearest or each.speed_over(nearest).holds(1.0)]
     chosen = min(tied, key=lambda each: PREFERENCE.index(each.strategy))
     text = f"Use {chosen.strategy}: {chosen.speed_up.median:.2f}x single's speed {_range(chosen.speed_up)}."
@@ -104,11 +105,7 @@ def _recommend(comparison: Comparison) -> tuple[Candidate, str]:
 
 
 def _explain(comparison: Comparison, chosen: Candidate) -> str:
-    """Return what the chosen strategy's step is spent on or, where that is single, why dividing the work gains nothing.
-
-    What a divided step takes beyond its ideal is communication or overhead. The ideal is single's step divided by the
-    devices or, on CPU, where single already uses all cores, single's step itself.
-    """
+    """Return what the chosen strategy's step is spent on or, for single, why dividing the work gains nothing."""
     setup, single = comparison.setup, comparison.single
     if chosen is not single:
         return _shares(chosen)
@@ -116,6 +113,8 @@ def _explain(comparison: Comparison, chosen: Candidate) -> str:
     starved = single.step.data_wait_s / single.step.parts_s
     if starved >= STARVED:
         return f"Single waits for data during {starved:.0%} of its step: faster loading gains more than devices do."
+    # What a divided step takes beyond its ideal is communication or overhead. The ideal is single's step divided by the
+    # devices or, on CPU, where single already uses all cores, single's step itself.
     ideal_s = single.step.total_s / (1 if setup.device == "cpu" else setup.num_devices)
     total_s = divided.step.total_s
     lost = max(0.0, total_s - ideal_s) / total_s
@@ -201,6 +200,7 @@ def _loss(comparison: Comparison) -> list[str]:
         return ["The loss of single is not finite, so losses cannot be compared: check the data and the learning rate."]
     if not comparison.others:
         return []
+    # As shares of the first loss: the last one may be next to nothing, of which any rounding is much.
     scale = abs(single.losses[0]) or 1.0
     tolerance = FIRST_LOSS_TOLERANCE[setup.precision]
     tolerances = f"first step {tolerance:.0e}, last step {LAST_LOSS_TOLERANCE:.0e}, as shares of the first loss"

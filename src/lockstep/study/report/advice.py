@@ -140,13 +140,13 @@ _HANDOVER_S = 0.0003
 
 
 def _loading(facts: Facts) -> Advice | None:
-    """Samples that a loader process prepares while the device computes are waited for no longer."""
-    is_one_ranks = facts.straggler is not None and facts.straggler.phase == "loader"  # which another rule says
-    if facts.workers is None or is_one_ranks:
+    # One rank that loads slowly is the rule of slow ranks: workers on all of them would not help it.
+    if facts.workers is None or (facts.straggler is not None and facts.straggler.phase == "loader"):
         return None
     wait_s, rest_s = facts.critical.data_wait_s, facts.step_s - facts.critical.data_wait_s
     # Without workers all loading is waiting; with them, they are busy all the time and still do not keep up.
     loading_s = wait_s if facts.workers == 0 else facts.workers * facts.step_s
+    # So many that what they load in the time of the other work of a step is enough for it.
     workers = min(_MOST_WORKERS, max(facts.workers + 1, math.ceil(loading_s / max(rest_s, 1e-9))))
     step_s = max(rest_s, loading_s / workers) + facts.accumulate * _HANDOVER_S
     step_s = max(step_s, _shared_cores_s(facts, workers))
@@ -156,13 +156,11 @@ def _loading(facts: Facts) -> Advice | None:
 
 
 def _shared_cores_s(facts: Facts, workers: int) -> float:
-    """Return what the work of a step takes at least with so many loader processes, where ranks compute on the CPU.
-
-    The work of loading stays, and all ranks share the cores with other programs, which run what the machine's load has
-    more than these processes can make of it; cores are shared evenly among all that want one.
-    """
+    """Return what the work of a step takes at least with so many loader processes, where ranks compute on the CPU."""
     if facts.device != "cpu" or not facts.cores or facts.busy_cores is None:
         return 0.0
+    # The work of loading stays, and ranks and loaders share the cores with other programs: these run what the
+    # machine's load has more than our processes can make of it. Cores go evenly to all that want one.
     before = max(facts.busy_cores, facts.num_ranks * (1 + (facts.workers or 0)))
     others = max(0.0, (facts.load_per_core or 0.0) * facts.cores - before)
     own = max(facts.busy_cores, facts.num_ranks * (1 + workers))
@@ -171,7 +169,7 @@ def _shared_cores_s(facts: Facts, workers: int) -> float:
 
 
 def _pinning(facts: Facts) -> Advice | None:
-    """Copies from memory that is not page-locked let a script wait, between its phases; `fit` has none of these."""
+    # Copies from memory that is not page-locked let a script wait between its phases; `fit` has none of these.
     if facts.device != "cuda" or facts.pinned is not False:
         return None
     between_s = facts.critical.other_s
@@ -183,10 +181,10 @@ def _pinning(facts: Facts) -> Advice | None:
 
 
 def _slow_rank(facts: Facts) -> Advice | None:
-    """All others wait for a slow rank, so what it loses is lost to all."""
     slow = facts.straggler
     if slow is None:
         return None
+    # All others wait for it, so what it loses in a step is lost to all.
     where = {"loader": "loading its data"}.get(slow.phase, slow.phase)
     took = f"{_ms(slow.took_s)} where {_ms(slow.usual_s)} is usual"
     cause = f"Rank {slow.rank} is slow in {where} ({took}), and the others wait for it"
@@ -195,14 +193,12 @@ def _slow_rank(facts: Facts) -> Advice | None:
 
 
 def _too_small(facts: Facts) -> Advice | None:
-    """One device computes all shares one after the other, and exchanges nothing.
-
-    On CPUs that one process has the cores of all ranks; how much of them an operation can use is not known, so it is
-    taken to use none of the others: it is no slower than predicted.
-    """
     if facts.num_ranks < 2 or facts.straggler is not None:  # then that is why the others wait
         return None
     critical = facts.critical
+    # One device computes all shares one after the other, and exchanges nothing. On CPUs that one process has the cores
+    # of all ranks; how much of them an operation can use is not known, so it is taken to use none of the others: it is
+    # no slower than predicted.
     computing_s = facts.computing_s or facts.num_ranks * critical.computing_s
     alone_s = computing_s + facts.num_ranks * critical.data_wait_s + critical.optimizer_s + critical.other_s
     is_large = facts.gradient_bytes >= LARGE_BYTES
@@ -216,27 +212,12 @@ def _is_too_small(facts: Facts) -> bool:
     return advice is not None and advice.gain >= WORTH
 
 
-def _fewer_devices(facts: Facts) -> Advice | None:
-    """Half as many devices compute twice as long and exchange a little less; worth it where one would not be best."""
-    half = facts.num_ranks // 2
-    if half < 2 or facts.straggler is not None or facts.device == "cpu" or _is_too_small(facts):
-        return None
-    critical = facts.critical
-    ring = (1 - 1 / half) / (1 - 1 / facts.num_ranks)  # of the bytes that each sends
-    longer_s = (critical.computing_s + critical.data_wait_s) * (facts.num_ranks / half - 1)
-    step_s = facts.step_s - critical.wire_s * (1 - ring) + longer_s
-    cause = f"Computing is {facts.share(critical.computing_s)} of the step on {facts.num_ranks} devices"
-    return Advice(cause, f"{half} devices (--devices {half})", facts.step_s / step_s)
-
-
 def _optimizer(facts: Facts) -> Advice | None:
-    """With ZeRO-1 each rank updates its part; the exchange carries the same bytes.
-
-    Half of them, the parameters, come back after the update, beside nothing: half of what buckets need on their way is
-    waited for instead of half of what was waited for.
-    """
     if facts.num_ranks < 2 or facts.strategy != "ddp":
         return None
+    # With ZeRO-1 each rank updates its part; the exchange carries the same bytes. Half of them, the parameters, come
+    # back after the update, beside nothing: half of what buckets need on their way is waited for, instead of half of
+    # what was waited for.
     late_s = max(0.0, facts.num_buckets * facts.best_trip_s - facts.critical.wire_s) / 2
     saved_s = facts.critical.optimizer_s * (1 - 1 / facts.num_ranks) - late_s
     cause = f"The optimizer is {facts.share(facts.critical.optimizer_s)} of the step, the same on every rank"
@@ -244,7 +225,7 @@ def _optimizer(facts: Facts) -> Advice | None:
 
 
 def _larger_batch(facts: Facts) -> Advice | None:
-    """What a step takes however many samples it has is taken less often; the rest grows with them."""
+    # What a step takes however many samples it has is then taken less often; the rest grows with the samples.
     fixed_s = facts.critical.wire_s + facts.critical.optimizer_s + facts.critical.other_s
     if fixed_s < _OVERHEAD * facts.step_s or facts.straggler is not None:
         return None
@@ -257,7 +238,7 @@ def _larger_batch(facts: Facts) -> Advice | None:
 
 
 def _pauses(facts: Facts) -> list[Advice]:
-    """Half as many pauses take half as long."""
+    # Half as many pauses take half as long.
     flags = {"evaluation": "--eval-every", "checkpoint": "--checkpoint-every"}
     return [
         Advice(
@@ -282,12 +263,12 @@ _CROWDED = 1.25
 
 
 def _buckets(facts: Facts) -> Advice | None:
-    """Each bucket costs its latency; what fewer of them save is at most what was waited for."""
     fewer = max(1, math.ceil(facts.gradient_bytes / _USUAL_CAP_BYTES))
     if facts.num_buckets <= 2 * fewer:
         return None
     wire_s = facts.critical.wire_s
     lost_s = wire_s + (facts.critical.backward_s / 2 if facts.device == "cpu" else 0.0)  # it takes cores from backward
+    # Each bucket costs its latency; what fewer of them save is at most what was waited for.
     saved_s = min((facts.num_buckets - fewer) * facts.bucket_latency_s, lost_s)
     mib = facts.gradient_bytes / facts.num_buckets / MIB
     size = f"{mib:.1f} MiB" if mib >= 1 else f"{mib * 1024:.0f} KiB"
@@ -300,20 +281,20 @@ def _buckets(facts: Facts) -> Advice | None:
 
 
 def _rounding(facts: Facts) -> Advice | None:
-    """Half the bytes take half the time, where it is bytes that take it: not in the memory that CPUs share."""
+    # Half the bytes take half the time only where it is bytes that take it.
     if facts.gradient_bytes < LARGE_BYTES or facts.wire or facts.strategy != "ddp":
         return None
-    if facts.device == "cpu" and facts.num_hosts == 1:  # to round them takes as long as to add them
-        return None
+    if facts.device == "cpu" and facts.num_hosts == 1:
+        return None  # in memory that ranks share, rounding them takes as long as adding them
     cause = f"Exposed communication is {facts.share(facts.critical.wire_s)} of the step"
     return Advice(cause, "rounding gradients on their way (--wire bf16)", facts.gain(facts.critical.wire_s / 2))
 
 
 def _accumulation(facts: Facts) -> Advice | None:
-    """Gradients are exchanged and applied once for several batches; on CPUs that frees cores for backward, too."""
     wire_s, rarer = facts.critical.wire_s, 1 - 1 / _TIMES
     if facts.num_ranks < 2 or _is_too_small(facts) or facts.gain(rarer * wire_s) < WORTH:
         return None  # a rule for what is too small advises a larger batch already
+    # On CPUs the part of the exchange that is hidden behind backward takes cores from it, which it would get back.
     hidden_s = max(0.0, facts.num_buckets * facts.best_trip_s - wire_s) if facts.device == "cpu" else 0.0
     taken_s = min(hidden_s, facts.critical.backward_s / 2)
     pieces = _TIMES * facts.accumulate
@@ -326,23 +307,14 @@ def _accumulation(facts: Facts) -> Advice | None:
     return Advice(cause, change, facts.gain(saved_s), keeps_run=False)
 
 
-def _hidden_exchange(facts: Facts) -> Advice | None:
-    """The replicas of dp exchange when backward is over; those of ddp beside it."""
-    if facts.strategy != "dp" or facts.critical.wire_s <= 0:
-        return None
-    cause = f"Exchange is {facts.share(facts.critical.wire_s)} of the step, after backward"
-    change = "a process a device, which exchange beside it (--strategy ddp)"
-    return Advice(cause, change, facts.gain(min(facts.critical.wire_s, facts.critical.backward_s)), at_most=True)
-
-
 def _busy_link(facts: Facts) -> Advice | None:
-    """What a bucket takes longer than its fastest trip, something else takes from the link or from the processors."""
+    # What a bucket takes longer than its fastest trip, something else takes from the link or from the processors.
     if not facts.trip_s or facts.trip_s < _BUSY * facts.best_trip_s or facts.num_buckets > _MANY:
         return None  # of many buckets, one waits for the other
     if _is_too_small(facts):  # then a quiet link makes no sense of so many devices
         return None
     if facts.device == "cpu" and (facts.load_per_core or 0.0) < _CROWDED:
-        return None
+        return None  # nothing else wants the cores: the trips wait for our own work
     cause = f"A bucket takes {_ms(facts.trip_s)} on its way where {_ms(facts.best_trip_s)} were enough at best"
     change = "a link that nothing else uses"
     if facts.device == "cpu":
@@ -351,8 +323,8 @@ def _busy_link(facts: Facts) -> Advice | None:
 
 
 _RULES = (
-    *(_loading, _pinning, _slow_rank, _buckets, _rounding, _busy_link, _hidden_exchange),
-    *(_optimizer, _fewer_devices, _too_small, _accumulation, _larger_batch),
+    *(_loading, _pinning, _slow_rank, _buckets, _rounding, _busy_link),
+    *(_optimizer, _too_small, _accumulation, _larger_batch),
 )
 
 

@@ -108,6 +108,7 @@ def find_slow_rank(steps: Sequence[AlignedStep]) -> Straggler | None:
     clear = find_stragglers({rank: pace_of(of_rank) for rank, of_rank in times.items()})
     if clear:
         return clear[0]
+    # Not by the medians of each rank, which a disturbance moves by more than the rank is slower.
     last_ranks = [step.last_rank for step in steps]
     slow = max(times, key=last_ranks.count)
     by_chance = 0.5 + 1.5 / math.sqrt(len(steps))  # three standard deviations above that of one of two alike
@@ -178,6 +179,7 @@ def find_figures(run: Recorded) -> Figures | None:
     steps = align_steps(run)
     if not steps:
         return None
+    # Spikes (a checkpoint, a hiccup of the machine) would move the means by more than all that is to be seen in them.
     steady = [step for step in steps if step.number >= steps[0].number + NUM_FIRST] or steps
     lasted_s = sorted(step.lasted_s for step in steady)
     calm = [step for step in steady if step.lasted_s <= _SPIKE * median(lasted_s)] or steady
@@ -273,6 +275,7 @@ def find_traffic(run: Recorded) -> Traffic | None:
             trips.append(Trip(step, number, rows[0][number].size_bytes, wire_s))
     if not trips:
         return None
+    # DDP builds its buckets anew after the first step, in the order in which gradients came.
     as_last = {trip.number: trip.size_bytes for trip in trips if trip.step == trips[-1].step}
     kept = tuple(trip for trip in trips if as_last.get(trip.number) == trip.size_bytes)
     return Traffic(len(run.ranks), kept, as_last)

@@ -47,19 +47,10 @@ PARTS = {
 }
 """By field of `Parts`, in its order: in words, colour and hatch."""
 
-EVENT_MARKS = {
-    "checkpoint": ("s", BLUE, "checkpoint"),
-    "evaluation": ("^", GREEN, "evaluation"),
-    "restart": ("X", VERMILION, "restart"),
-    "resume": ("P", SKY, "resumed"),
-    "skipped": ("v", PURPLE, "skipped"),
-    "straggler": ("D", ORANGE, "slow rank"),
-    "spike": ("o", ORANGE, "slow step"),
-    "profile": ("d", GREY, "profiled"),
-    "stop": ("*", VERMILION, "stopped"),
-    "error": ("x", VERMILION, "error"),
-}
-"""By event, its mark, and what it is called."""
+MARKERS = "s^XPvDod*x"
+"""One a kind of event, as colours alone are hard to tell apart."""
+
+COLOURS = (BLUE, GREEN, VERMILION, SKY, PURPLE, ORANGE)
 
 
 def draw(view: View, baseline: BaselineComparison | None = None) -> list[Plot]:
@@ -116,21 +107,23 @@ def _throughput(view: View) -> Plot | None:
     zero = steps[0].time
     line = _binned([(step.time - zero, step.samples / (step.lasted_s or math.nan)) for step in steps[1:] or steps])
     axes.plot(*zip(*line, strict=True), color=BLUE, linewidth=1.4)
+    # Events are a row of marks for each kind, above the curve and outside of it.
     high = max((value for _, value in line if math.isfinite(value)), default=1.0)
     marked: dict[str, list[float]] = {}
     for event in view.run.events:
-        if event.event in EVENT_MARKS:
+        if event.event not in ("remark", "end"):
             marked.setdefault(event.event, []).append(event.time - zero)
     for place, (kind, times) in enumerate(marked.items()):
-        marker, colour, name = EVENT_MARKS[kind]
-        look = {"linestyle": "none", "markersize": 6, "clip_on": False, "label": name, "color": colour}
-        axes.plot(times[:300], [high * (1.08 + 0.07 * place)] * len(times[:300]), marker, **look)
+        colour, height = COLOURS[place % len(COLOURS)], high * (1.08 + 0.07 * place)
+        look = {"linestyle": "none", "markersize": 6, "clip_on": False, "label": kind, "color": colour}
+        # A mark is a group of its own in the SVG: a run that stumbles in each step would make the page megabytes.
+        axes.plot(times[:300], [height] * len(times[:300]), MARKERS[place], **look)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("seconds since the first step")
     axes.set_ylabel("samples per second")
     if marked:
         legend_above(axes, 3)
-    events = ", ".join(f"{len(times)} x {EVENT_MARKS[kind][2]}" for kind, times in marked.items()) or "no events"
+    events = ", ".join(f"{len(times)} x {kind}" for kind, times in marked.items()) or "no events"
     alt = f"Curve of samples per second: {view.figures.samples_per_s:,.0f} on average; {events}."
     return finish_plot("Throughput and events", alt, figure)
 
@@ -230,6 +223,7 @@ def _draw_buckets(axes: Any, window: Window, rows: dict[int, int]) -> None:
     label = "bucket on its way"
     for rank, bucket in window.buckets:
         if rank in rows:
+            # Three levels in turn, since buckets that follow each other overlap in time.
             level = rows[rank] + 0.1 + 0.09 * (bucket.number % 3)
             ready_ms, sent_ms, done_ms = bucket.ready_s * 1e3, bucket.sent_s * 1e3, bucket.done_s * 1e3
             axes.plot([ready_ms, sent_ms], [level, level], color=TEXT, linewidth=1.0, linestyle=":")

@@ -46,6 +46,7 @@ def render(view: View, baseline: BaselineComparison | None = None) -> str:
     import_matplotlib(otherwise="")
     with drawing_style(11.0):  # on a phone they are scaled down
         plots, timeline = draw(view, baseline), draw_timeline(view)
+    # The timeline scrolls in its frame: shrunk to a phone, nobody could read it.
     lanes = "" if timeline is None else figure(timeline)
     lanes = lanes.replace('<div role="img"', '<div class="scroll" tabindex="0" role="img"')
     error_us = view.run.clock_error_s * 1e6
@@ -199,6 +200,7 @@ def _events(view: View) -> Table:
     left_out = f" (the last {_MOST_EVENTS} of {len(events)})" if len(events) > _MOST_EVENTS else ""
     rows = []
     for event in events[-_MOST_EVENTS:]:
+        # Bounded, since a record may hold any number, and gmtime refuses years beyond the calendar.
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(min(event.time, 2e10)))
         stood_still = "" if event.seconds is None else f"{event.seconds:.3g} s"
         rows.append([when, str(event.step), event.event, stood_still, event.text])

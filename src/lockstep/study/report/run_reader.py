@@ -254,6 +254,7 @@ def read_run(folder: Path) -> Recorded:
     """
     if not folder.is_dir():
         raise ConfigurationError(f"There is no folder {folder}.\nName the one that was given as --run-dir.")
+    # By length first, so that rank-10 comes after rank-9.
     files = sorted(folder.glob(RANK_FILES), key=lambda path: (len(path.name), path.name))
     if not files and not (folder / RUN_FILE).exists():
         raise ConfigurationError(
@@ -262,6 +263,7 @@ def read_run(folder: Path) -> Recorded:
         )
     gaps: list[str] = []
     sessions = _sessions(folder / RUN_FILE, gaps)
+    # A folder that was used before may hold files of more ranks than this run has.
     known = {str(session.get("run")) for session in sessions} if sessions else None
     sessions = sessions or [{}]
     ranks: dict[int, RankRecord] = {}
@@ -351,6 +353,7 @@ def _rank(path: Path, number: int, known: set[str] | None, gaps: list[str]) -> R
                     raise Unfit("unknown kind")
                 entries, read = kinds[line["kind"]]
                 entries.append(read(line))
+        # json recurses on nested lists, and int() refuses an infinite number: a broken line may be anything.
         except (ValueError, Unfit, RecursionError, OverflowError) as error:
             bad.append(f"line {place}: {error if isinstance(error, Unfit) else 'no JSON'}")
     if bad:

@@ -196,6 +196,7 @@ def _where(figures: Figures) -> str:
     critical, total_s = figures.critical, figures.critical.total_s or 1.0
     busy = (critical.computing_s + critical.optimizer_s) / total_s
     shares = {name: seconds / total_s for name, seconds in asdict(critical).items() if seconds >= 0.005 * total_s}
+    # Four parts are what a reader keeps in mind, and what is below half a percent is noise.
     largest = sorted(shares, key=lambda name: -shares[name])[:4]
     listed = ", ".join(f"{shares[name]:.0%} {NAMES[name]}" for name in largest)
     well = "well used" if busy >= GOOD_BUSY else "the rest is what can be gained"
