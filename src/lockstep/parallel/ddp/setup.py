@@ -19,11 +19,6 @@ from lockstep.parallel.sync_batchnorm import SyncBatchNorm, TorchSyncBatchNorm
 # --- checks of the arguments, before anything is sent to another rank -------------------------------------------------
 
 
-def ignored_names(module: nn.Module) -> set[str]:
-    """Return the parameters and buffers that were marked to be left alone."""
-    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-
-
 def refuse_unsupported(mixed_precision: object, delayed: object, trigger: object) -> None:
     """Raise ConfigurationError if the caller asked for what torch's class has and ours does not."""
     if mixed_precision is not None:

@@ -124,7 +124,7 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
             process_group = mesh_group(device_mesh, module)
         self.process_group: Group = default_group() if process_group is None else process_group
 
-        self.parameters_to_ignore = setup.ignored_names(module)
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
         setup.check_parameters(self._module_parameters)
         devices = list(dict.fromkeys(parameter.device for parameter in self._module_parameters))
