@@ -124,6 +124,7 @@ class Reducer:
         post_backward: Futures that the end of the step waits for.
         has_run: Whether there was a forward.
         num_forwards: Those whose backward was to be synchronised.
+        num_buckets_reduced: In the last step.
     """
 
     def __init__(self, bucket_set: BucketSet, *, group: Group, skip_unused_buckets: bool = False) -> None:
@@ -136,7 +137,7 @@ class Reducer:
         self.finishes_early = False
         self.post_backward: list[Future[Any]] = []
         self.has_run = False
-        self.num_forwards = 0
+        self.num_forwards = self.num_buckets_reduced = 0
         self._group = group
         self._skip_unused_buckets = skip_unused_buckets
         self._lock = threading.Lock()  # a model on several devices calls hooks from one autograd thread per device
@@ -412,6 +413,7 @@ class Reducer:
                 if not self.bucket_set.is_rebuilt:
                     self.bucket_set.rebuild(self._ready_order, group=self._group)
                 self._used = bytearray(len(self._used))
+                self.num_buckets_reduced = len(self._in_flight)
                 self._notify(Event.CLOSED)
             finally:
                 self.post_backward = []

@@ -49,7 +49,7 @@ class TorchCompat(nn.Module, Joinable):
     bucket_bytes_cap: int
     require_forward_param_sync: bool
     require_backward_grad_sync: bool
-    _comm_hook_name = ""
+    _comm_hook_name = _hook_error = ""
     _comm_hooks: list[tuple[Callable[..., Any], object]]
     _model_sync: ModelSync
     _reducer: Reducer
@@ -116,9 +116,12 @@ class TorchCompat(nn.Module, Joinable):
             "can_set_static_graph": 0,  # it would gain nothing; Lightning advises it where this says 1
             "bucket_cap_bytes": self.bucket_bytes_cap,
             "has_rebuilt_buckets": int(self._has_rebuilt_buckets),
+            "num_buckets_reduced": self._reducer.num_buckets_reduced,
         }
         if self._comm_hooks:
             data["comm_hook"] = self._comm_hook_name
+        if self._hook_error:
+            data |= {"has_error": 1, "error": self._hook_error}
         return data
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:

@@ -199,7 +199,7 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
         tied = {"process_group", "reducer", "_reducer", "_model_sync", "_wrapped_parameters", "_sync_layers"}
         tied |= {"_load_state_dict_pre_hooks", "flat_gradients", "_monitor"}
         state = {name: value for name, value in self.__dict__.items() if name not in tied}
-        return state | {"_comm_hooks": [], "_comm_hook_name": ""}
+        return state | {"_comm_hooks": [], "_comm_hook_name": "", "_hook_error": ""}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_bucket_caps_bytes" not in state:
@@ -362,7 +362,11 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
             ValueError: Its annotations say that it expects or returns something else.
             RuntimeError: There is a hook already.
         """
-        comm_hooks.check_comm_hook(hook, self.wire_dtype)
+        try:
+            comm_hooks.check_comm_hook(hook, self.wire_dtype)
+        except (TypeError, ValueError) as error:
+            self._hook_error = f"{type(error)}: {error}"  # torch's class reports it with its logging data
+            raise
         if self._comm_hooks:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self._comm_hooks.append((hook, state))
