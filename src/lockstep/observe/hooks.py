@@ -136,6 +136,7 @@ class Forwards:
             if self._steps.lacks_samples or not self._trains:
                 self._num_inputs = max(self._num_inputs, num_samples(args) or num_samples(kwargs))
             tensors = (output,) if isinstance(output, Tensor) else islice(find_tensors(output), _MOST_OUTPUTS)
+            # Which output backward starts from is not known: the first gradient that arrives at any of them counts.
             for tensor in tensors:
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._on_gradient)
@@ -189,7 +190,7 @@ class Batches:
         What ends the iteration, or fails, is not reported; nor is what is asked for within such a call.
         """
         if self._is_within or not self._steps.is_mine:
-            return call()
+            return call()  # a loader that iterates another one: the outer one is what the loop waits for
         asked = self._steps.moment()
         self._is_within = True
         try:
@@ -243,7 +244,7 @@ class Batches:
 
 
 def _batch_size(loader: Any) -> int | None:
-    """Return how many samples a batch of a loader has, as far as it says."""
+    """Return how many samples a batch of a loader has; None if its sampler decides."""
     size = loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
     return size if isinstance(size, int) else None
 

@@ -178,7 +178,7 @@ class Observation:
         run_dir: The folder for the record; made if it is not there. Ranks of several machines may have one each.
         place: This rank.
         first_step: Steps done before; the record goes on behind what is in the folder then.
-        provenance: What was found out before; looked for now if ``None``.
+        provenance: What was found out before; gathered now if ``None``.
         failure: Returns at the end of the process what has ended it, if the interpreter does not know.
 
     Attributes:
@@ -217,6 +217,7 @@ class Observation:
         if first_step:
             self._event("resume", f"went on after step {first_step}", first_step)
         is_cuda = device.type == "cuda"
+        # On CPU the moment of the host is the mark as well: one reading of the clock instead of two.
         mark = partial(mark_on, device) if is_cuda else None
         captures = {"is_capturing": partial(is_capturing, device)} if is_cuda else {}
         self.steps = Steps(mark, self, first_step, **captures)
@@ -345,6 +346,7 @@ class Observation:
             name=place.name,
         )
         offsets = place.offsets()
+        # A parameter that two models share counts once.
         parameters = list({id(each): each for each in trained_parameters(self._models)}.values())
         settings = {
             "strategy": None if self._engine.kind == "unknown" else self._engine.kind,

@@ -85,7 +85,7 @@ class RankMetrics:
         """Take a step of this rank."""
         self.num_done = step.number + 1
         if self._first.num_steps and not self._whole.num_steps:
-            self._new.sums = Sums()  # the first step allocates and compiles: it says nothing of those that follow
+            self._new.sums = Sums()  # the first step allocates and compiles: those that follow take another time
         (self._whole if self._first.num_steps else self._first).add(took)
         new = self._new
         new.sums.add(took)
@@ -113,7 +113,7 @@ class RankMetrics:
     def read(self) -> tuple[RankFigures, dict[str, Any]]:
         """Return the figures since they were read before, and what they add to a `Snapshot`, by its names."""
         new, self._new = self._new, _SinceRead()
-        # A rank that evaluates or saves keeps the times of its last steps, and says with 0 that there are no new ones.
+        # A rank that evaluates or saves keeps the times of its last steps, with 0 as their number.
         self._means = new.sums.means() or self._means
         figures = RankFigures(
             **self._who, step=self.num_done, num_steps=new.sums.num_steps, **self._means, **self._machine
@@ -155,6 +155,7 @@ def decode(note: Mapping[str, Any]) -> RankFigures:
         TypeError: They are none of ours.
     """
     figures = RankFigures(**note)
+    # A text where a number belongs would fail much later, in the thread that draws the live view.
     for name in _RANK_FIELDS:
         value = getattr(figures, name)
         kind = str if name in ("host", "device") else int if name in ("rank", "step", "num_steps") else int | float
@@ -211,6 +212,7 @@ class ThreadedDispatch:
 
     def __init__(self, sink: SnapshotSink) -> None:
         self._direct = DirectDispatch(sink)
+        # Not a queue: a service that is slow for a minute is to get the run as it is then, not sixty old snapshots.
         self._changed = threading.Condition()
         self._next: Snapshot | None = None
         self._is_over = False
@@ -316,7 +318,7 @@ class Aggregator:
             self._keys.post([self._num_posts, encode(figures)])
             return
         if not self.deliveries:
-            return
+            return  # a run that is recorded and not shown: its figures are in the file
         for event in of_run["events"]:
             self._event_counts[event.event] += 1
             if event.seconds is not None:

@@ -55,7 +55,7 @@ _COUNTER = struct.Struct("qq")
 def make_step_counter(run_dir: str, rank: int) -> memoryview:
     """Make the file ``run_dir/step-RANK``; what is written to the two numbers returned is in it at once.
 
-    It is shared memory, which outlives the rank: one that is killed cannot tell its step any more.
+    It is shared memory, which outlives the rank: one that is killed cannot report its step any more.
     """
     with rank_file(run_dir, STEP, rank).open("wb+") as file:
         file.truncate(_COUNTER.size)
@@ -109,12 +109,13 @@ class Heartbeat:
     def write(self) -> None:
         """Write what this rank does now: from the heartbeat's thread, or from that of an exception that ends it."""
         if os.getpid() != self._pid:
-            return  # A forked child does not speak for this rank, and would wait for a lock that nobody releases there.
+            return  # A forked child is not this rank, and would wait for a lock that nobody releases there.
         ident = threading.main_thread().ident or 0
         frame = sys._current_frames().get(ident)
         frames, now, calls = _frames(frame), activity.now, _num_calls()
         place = (now.num_steps, calls, now.step, now.phase, now.collective, frame.f_lasti if frame else 0, frames)
         now_ns = time.monotonic_ns()
+        # The last instruction counts as well: a loop on one line moves.
         if place != self._last:
             self._last, self._moved_at_ns, self._recorded_call = place, now_ns, None
         elif self._recorded_call is None and now_ns - self._moved_at_ns > self._recorded_after_ns:
@@ -150,11 +151,13 @@ class Heartbeat:
         keepalive = _KeepAlive()
         while True:
             time.sleep(_PERIOD_S)
+            # What the program has not imported is not imported for it: that would change what it measures, and fails
+            # where another thread imports the same.
             if not is_hooked and (optim := imported("torch.optim.optimizer")) and imported("torch"):
                 is_hooked = True
                 optim.register_optimizer_step_post_hook(_count_step)
             if not ends_children and imported("multiprocessing.util"):
-                ends_children = True
+                ends_children = True  # behind multiprocessing's own handler, so that it runs before that
                 atexit.register(_end_stopped_children)
             keepalive.check()
             if time.monotonic() - measured_at >= _MEMORY_PERIOD_S:
@@ -276,7 +279,7 @@ def recorded_calls() -> list[Call]:
 
 def _call(entry: dict[str, Any]) -> Call:
     numel = sum(math.prod(size) for size in entry["input_sizes"])
-    is_over = bool(entry.get("retired")) or entry.get("state") == "completed"  # Gloo says the one, NCCL both
+    is_over = bool(entry.get("retired")) or entry.get("state") == "completed"  # Gloo sets the one, NCCL both
     return Call(entry["profiling_name"].rpartition(":")[2], numel, is_over)
 
 

@@ -25,7 +25,7 @@ from lockstep.telemetry.metrics import EventFigures, RankFigures, Snapshot, Snap
 
 # Name, letter and colours of each part of a step.
 #
-# The colours are those of Okabe and Ito, which people tell apart however they see colours; by the letters the bar can
+# The colours are those of Okabe and Ito, which people distinguish however they see colours; by the letters the bar can
 # be read without any.
 STYLES = {
     "data_wait_s": ("data wait", "D", "#000000 on #E69F00"),
@@ -42,7 +42,7 @@ _SLOWER = 0.05
 
 
 def name_of(part: str, ranks: Sequence[RankFigures]) -> str:
-    """Return what a part is called; backward may hold the exchange, if the engine does not tell them apart."""
+    """Return what a part is called; backward may hold the exchange, if the engine does not measure that."""
     if part == "backward_s" and len(ranks) > 1 and all(each.exposed_s is None for each in ranks):
         return "backward and exchange"
     return STYLES[part][0]

@@ -102,7 +102,9 @@ class RankFigures:
     exposed_s: float | None = _metric(
         "rank_exposed_seconds", "of a step: communication that nothing hid; wire and peers together"
     )
+    # Not measured but compared: see `with_waits` in lockstep.telemetry.aggregator.
     peers_s: float | None = _metric("rank_peers_seconds", "of a step: waiting for ranks that come later")
+    # Only of steps with a timeline, and of our DistributedDataParallel: others do not report when buckets travelled.
     hidden_s: float | None = _metric("rank_hidden_seconds", "of a step: communication beside backward")
     optimizer_s: float | None = _metric(
         "rank_optimizer_seconds", "of a step: checking and clipping the gradient, and the update"

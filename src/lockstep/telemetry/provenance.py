@@ -23,7 +23,7 @@ class Provenance:
         when: UTC, ISO 8601.
         versions: By name: lockstep, torch, python, and CUDA where torch was built with it.
         machine: In words, one fact a name.
-        commits: Of the checkouts of lockstep and of the task; a ``+`` at the end says that files were changed since.
+        commits: Of the checkouts of lockstep and of the task; a ``+`` at the end if files were changed since.
             Without what is no checkout.
     """
 

@@ -18,7 +18,7 @@ import torch
 from lockstep.env import group_folders
 from lockstep.telemetry.rank_state import process_tree
 
-# Memory and shared memory of this machine and its ranks while they run: figures for when one is killed.
+# --- in the launcher: memory of this machine and its ranks, for when one is killed ------------------------------------
 
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -55,12 +55,12 @@ class DeviceMemory:
 
 @dataclass
 class Resources:
-    """What was seen of memory so far; look now and then, as the figures are gone with the ranks.
+    """What was seen of memory so far; updated now and then, as the figures are gone with the ranks.
 
     Attributes:
         rank_bytes: By rank, the memory that it and its processes held when last seen.
         peak_bytes: By rank, the most that was seen.
-        devices: By rank, what it said of its devices.
+        devices: By rank, what is in its heartbeat of its devices.
         least_free_bytes: The least free memory that was seen on the machine, or in the container.
         total_bytes: How much there is.
         shm_total_bytes: The size of /dev/shm.
@@ -84,7 +84,7 @@ class Resources:
         """
         for rank, pid in pids.items():
             held = sum(_resident_bytes(each) for each in process_tree(pid, of_all_threads=False))
-            if held:
+            if held:  # else it has just ended, and what it held before is of interest
                 self.rank_bytes[rank] = held
                 self.peak_bytes[rank] = max(held, self.peak_bytes.get(rank, 0))
         free, self.total_bytes = free_and_total_bytes()
@@ -97,7 +97,7 @@ class Resources:
             self.shm_least_free_bytes = free if known is None else min(free, known)
 
     def was_short_of_memory(self) -> bool | None:
-        """Tell whether the kernel has killed for lack of memory since this was made; ``None`` if it does not say."""
+        """Return whether the kernel has killed for lack of memory since this was made; ``None`` if that is unknown."""
         kills = num_kills()
         return None if kills is None or self._kills_before is None else kills > self._kills_before
 
@@ -131,7 +131,7 @@ class Resources:
 
 
 def says_out_of_memory(text: str) -> bool:
-    """Tell whether the text of an error says that there was no memory left, on a device or on the host."""
+    """Return whether the text of an error means that there was no memory left, on a device or on the host."""
     return any(sign in text for sign in _OUT_OF_MEMORY)
 
 
@@ -154,7 +154,7 @@ def free_and_total_bytes() -> tuple[int, int]:
     names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
     for folder in _groups():
         for limit_name, used_name in names:
-            with contextlib.suppress(OSError, ValueError):  # ValueError: it says "max"
+            with contextlib.suppress(OSError, ValueError):  # ValueError: it is "max"
                 limit = int((folder / limit_name).read_text())
                 if limit < machine_bytes:
                     free = min(free, max(0, limit - int((folder / used_name).read_text())))

@@ -20,12 +20,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from lockstep.activity import one_line
 from lockstep.errors import ConfigurationError
 from lockstep.run_folder import hide_secrets, read_object, replace_file
 from lockstep.telemetry.metrics import RANK_METRICS
+
+if TYPE_CHECKING:
+    from lockstep.comm.clocks import ClockOffset  # imports torch
 
 Line = dict[str, Any]
 
@@ -195,7 +198,7 @@ class Reduction:
 
 @dataclass(slots=True)
 class Number:
-    """A number of the step, here already or on its way from the device; see `RecordedStep.is_known`."""
+    """A number of the step, here already or on its way from the device; see `RecordedStep.device_marks`."""
 
     value: Any
     arrived: Mark | None = None
@@ -251,12 +254,8 @@ class RecordedStep:
     @property
     def device_marks(self) -> list[Any]:
         """The CUDA events behind which all that is to be read is there."""
-        numbers = [*self.losses, self.grad_norm, self.counted]
-        marks = [
-            self.end,
-            *(number.arrived for number in numbers if number is not None),
-            *(end for _, end in self.copies),
-        ]
+        numbers = [each for each in (*self.losses, self.grad_norm, self.counted) if each is not None]
+        marks = [self.end, *(number.arrived for number in numbers), *(end for _, end in self.copies)]
         return [mark for mark in marks if mark is not None and not isinstance(mark, float)]
 
     @property
@@ -289,6 +288,7 @@ def measure(step: RecordedStep) -> StepSeconds:
     for phase, begin, end, waited_s in step.spans:
         seconds[phase] += seconds_between(begin, end)
         if phase != "communication":
+            # Such as SyncBatchNorm's all-reduce within forward: it is waiting, not forward.
             seconds[phase] -= waited_s
             in_collectives_s += waited_s
     in_backward_s = step.backward_waited_s()
@@ -574,18 +574,6 @@ def _ends_in_newline(path: Path) -> bool:
 COMMAND_VARIABLE = "LOCKSTEP_COMMAND"
 
 
-class Offset(Protocol):
-    """How far a rank's clock is ahead of rank zero's; see lockstep.comm.clocks."""
-
-    @property
-    def offset_s(self) -> float:
-        """The estimate."""
-
-    @property
-    def error_s(self) -> float:
-        """It is within this."""
-
-
 class RunFolder:
     """The files that this rank writes into the folder of a run, from one start of the run to its end.
 
@@ -624,6 +612,7 @@ class RunFolder:
         name: str | None = None,
     ) -> None:
         writer, problem = None, ""
+        # A rank that cannot write still takes part in the exchange: all ranks raise, and none waits for it.
         try:
             writer = LineWriter(folder / f"rank-{rank}.jsonl", fresh=fresh)
         except ConfigurationError as error:
@@ -649,7 +638,7 @@ class RunFolder:
         if fresh and self._is_rank_zero:
             _remove_ranks_beyond(folder, world_size)
 
-    def describe(self, offsets: Sequence[Offset], when: Literal["start", "end"], **known: Any) -> None:
+    def describe(self, offsets: Sequence[ClockOffset], when: Literal["start", "end"], **known: Any) -> None:
         """Add what is known of the session to ``run.json``. Blocks for the disk; what cannot be written is missing.
 
         Args:
@@ -858,7 +847,7 @@ class StepRecorder:
         if self._writer is not None:
             self._writer.add({"kind": "event", **{name: line[name] for name in EVENT}})
         if line["seconds"] is not None:
-            self._last_begin = None  # the device has come to rest: the host's clock tells when the next step begins
+            self._last_begin = None  # the device has come to rest: the next step begins when the host asks for it
 
     def _begin_of(self, step: RecordedStep, total_s: float) -> float:
         """Return when a step began, in Unix time of this host; asked for each step in order.

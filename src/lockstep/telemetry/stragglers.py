@@ -68,6 +68,7 @@ class Straggler:
 
 def pace_of(steps: Sequence[StepTimes]) -> Pace:
     """Return the pace of at least two steps."""
+    # Medians and quartiles: single steps that a checkpoint or a page fault held up are no pace.
     low_s, _, high_s = quantiles((step.own_s for step in steps), n=4, method="inclusive")
     phases = {phase: median(getattr(step, phase) for step in steps) for phase in PHASES}
     return Pace(phases, median(step.waits for step in steps), low_s, high_s)

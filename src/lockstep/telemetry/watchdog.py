@@ -71,11 +71,12 @@ def judge(ranks: Sequence[RankState], patience_s: float, *, is_strict: bool, see
         sees_all: Whether ``ranks`` are all of the job.
     """
     if not ranks or any(is_debugged(seen) for seen in ranks):
-        return Verdict.FINE
+        return Verdict.FINE  # somebody sits at a debugger: the others wait for as long as that takes
     waiting = [seen for seen in ranks if operation(seen) is not None]
     others = [seen for seen in ranks if operation(seen) is None]
     if not waiting:
         return _judge_without_waiting(ranks, patience_s, is_strict=is_strict)
+    # The one that came last counts: the collective may have begun only then.
     waits_s = min(seen.still_s for seen in waiting)
     if waits_s < patience_s:
         return Verdict.FINE
@@ -426,6 +427,7 @@ class Watchdog:
         self._end_failed(seen, pids)
         everywhere, num_seen = self._with_other_machines(seen)
         sees_all = num_seen >= self._num_nodes
+        # Seen from here, the ranks of a machine that could not be read may be what all wait for.
         verdict = judge(everywhere, self._patience_s, is_strict=self._is_strict, sees_all=sees_all)
         if verdict is Verdict.FINE:
             self._reported = verdict

@@ -190,10 +190,10 @@ class Run:
         self._slow_ranks = SlowRanks(trainer, self._logger.report_slow_rank)
         num_devices = len(trainer.devices) if trainer.group is None else world.world_size
         plan = describe_plan(task, settings, trainer.plan, trainer.device, num_devices=num_devices)
-        for line in (*plan, *lines, *sinks.remarks):
+        for line in (*plan, *lines, *(sink.where for sink in sinks)):
             self._display.log(line)
         self._logger.report()
-        self._record.deliver(None if settings.quiet else self._display, sinks.sinks)
+        self._record.deliver(None if settings.quiet else self._display, sinks)
 
     def _resume(self) -> list[str]:
         """Go on from the newest checkpoint, if there is one; return why others were passed over."""

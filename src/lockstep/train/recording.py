@@ -58,8 +58,8 @@ from lockstep.telemetry.run_record import (
     measure,
     num_restarts,
 )
-from lockstep.telemetry.sinks.base import Plain, RunInfo
-from lockstep.telemetry.sinks.factory import Sinks, open_sinks, parse_targets
+from lockstep.telemetry.sinks.base import MetricsSink, Plain, RunInfo
+from lockstep.telemetry.sinks.factory import open_sinks, parse_targets
 from lockstep.telemetry.stragglers import (
     Pace,
     StepTimes,
@@ -323,7 +323,9 @@ def _provenance_of(task: Task) -> Provenance:
 # --- sinks ------------------------------------------------------------------------------------------------------------
 
 
-def make_sinks(task: Task, settings: FitSettings, world: World, trainer: Trainer, *, num_steps: int) -> Sinks:
+def make_sinks(
+    task: Task, settings: FitSettings, world: World, trainer: Trainer, *, num_steps: int
+) -> list[MetricsSink]:
     """Return the sinks of a run that is about to begin, or to go on; only rank zero has any.
 
     Collective: every rank. Blocks until rank zero has opened them; see `open_sinks`.
@@ -332,7 +334,7 @@ def make_sinks(task: Task, settings: FitSettings, world: World, trainer: Trainer
         ConfigurationError: On every rank: one of them cannot be opened; says why.
     """
     if not settings.log_to:
-        return Sinks()
+        return []
     targets = parse_targets(settings.log_to)
     return open_sinks(targets, lambda: _describe_run(task, settings, world, trainer, num_steps), world)
 

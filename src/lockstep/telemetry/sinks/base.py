@@ -85,7 +85,7 @@ class SinkState:
 
         Each is remembered once the next one is asked for, so what the service does not take is not.
         """
-        for event, values in evaluations(snapshot):
+        for event, values in evaluations(snapshot):  # before the step: services refuse steps that go back
             if event.step > self.last_evaluation:
                 yield event.step, event.time, values
                 self.last_evaluation = event.step

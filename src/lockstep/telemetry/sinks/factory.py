@@ -62,7 +62,7 @@ KINDS = {
         "mlflow:[URI]",
         "mlflow",
         f"{_SINKS}.mlflow_run:MlflowRun",
-        "Look whether MLflow can be reached there, or leave it out of log_to.",
+        "Check whether MLflow can be reached there, or leave it out of log_to.",
         is_service=True,
     ),
 }
@@ -152,26 +152,8 @@ def _has_password(uri: str) -> bool:
 OPEN_TIMEOUT_S = 40.0
 
 
-@dataclass(frozen=True)
-class Sinks:
-    """The sinks of a run: none but on rank zero."""
-
-    sinks: tuple[MetricsSink, ...] = ()
-
-    @property
-    def remarks(self) -> list[str]:
-        """Lines that say where the figures are to be seen."""
-        return [sink.where for sink in self.sinks]
-
-    def close(self) -> None:
-        """Close all of them; errors are of no account any more."""
-        for sink in self.sinks:
-            with suppress(Exception):
-                sink.close()
-
-
-def open_sinks(targets: Sequence[Target], run: Callable[[], RunInfo], world: World) -> Sinks:
-    """Open ``targets`` on rank zero.
+def open_sinks(targets: Sequence[Target], run: Callable[[], RunInfo], world: World) -> list[MetricsSink]:
+    """Open ``targets`` on rank zero; other ranks have none.
 
     Collective: every rank. Blocks until rank zero has done so, which takes seconds, or most of a minute with a
     service that does not answer.
@@ -185,19 +167,21 @@ def open_sinks(targets: Sequence[Target], run: Callable[[], RunInfo], world: Wor
         ConfigurationError: On every rank: a sink's package is not installed, its port is taken, its folder cannot be
             written, or its service does not answer.
     """
-    sinks, problem = Sinks(), None
+    sinks: list[MetricsSink] = []
+    problem = None
     if world.is_rank_zero:
         try:
             sinks = open_here(targets, run())
         except ConfigurationError as error:
             problem = str(error)
+    # Rank zero raises behind the broadcast as well: otherwise the others would wait for it in vain.
     problem = broadcast_object(problem, group=world.group, device=world.device)
     if problem is not None:
         raise ConfigurationError(problem)
     return sinks
 
 
-def open_here(targets: Sequence[Target], run: RunInfo) -> Sinks:
+def open_here(targets: Sequence[Target], run: RunInfo) -> list[MetricsSink]:
     """Open ``targets`` in this process: all of them or none.
 
     Raises:
@@ -210,9 +194,9 @@ def open_here(targets: Sequence[Target], run: RunInfo) -> Sinks:
         until_s = time.monotonic() + OPEN_TIMEOUT_S
         for target in targets:
             sinks.append(_open(target, run, until_s))
-            undo.callback(Sinks((sinks[-1],)).close)
+            undo.callback(_close, sinks[-1])
         undo.pop_all()
-    return Sinks(tuple(sinks))
+    return sinks
 
 
 def require_package(target: Target) -> None:
@@ -282,5 +266,10 @@ def opened_within(seconds: float, make: Callable[[], MetricsSink], target: str, 
 
 
 def _close_late(opening: Future[MetricsSink]) -> None:
-    with suppress(Exception):
-        opening.result().close()
+    if opening.exception() is None:
+        _close(opening.result())
+
+
+def _close(sink: MetricsSink) -> None:
+    with suppress(Exception):  # there is an error already, which says why
+        sink.close()

@@ -21,7 +21,7 @@ class MlflowRun(MetricsSink):
     """Begins a run, or goes on with the one that the earlier sessions had.
 
     Args:
-        uri: Of the tracking server, or a folder or database; where MLflow itself would look if empty.
+        uri: Of the tracking server, or a folder or database; MLflow's own default if empty.
         run: What is recorded.
         state: The id of its run.
     """
