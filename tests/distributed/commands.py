@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ def lockstep(*args, timeout=100, cwd=None, env=None):
         return Done(code, out.read().decode(), err.read().decode())
 
 
+_ROOT = Path(__file__).parents[2]
 _lock = threading.Lock()
 _server = []
 
@@ -64,7 +66,7 @@ def _connection():
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 command = [sys.executable, "-m", "tests.distributed.command_server", str(theirs.fileno())]
-                process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+                process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, cwd=_ROOT)
             _server[:] = [ours, process]
             atexit.register(_stop)
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

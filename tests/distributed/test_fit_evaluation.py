@@ -51,7 +51,7 @@ def expected(size=NUM_EVAL):
     }
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_every_sample_counts_once(ranks, num_ranks):
     for size in (NUM_EVAL, 2):  # of 2 samples, some ranks have none
         results = ranks(num_ranks)(evaluate, "ddp", size)

@@ -26,8 +26,7 @@ def fit(world, strategy, sizes=None, loss=mean_loss, **settings):
     return result.losses, weights
 
 
-@pytest.mark.parametrize("loss", [mean_loss, token_loss])
-@pytest.mark.parametrize("settings", [{}, {"accumulate": 4}])
+@pytest.mark.parametrize(("settings", "loss"), [({}, token_loss), ({"accumulate": 4}, mean_loss)])
 def test_a_batch_that_does_not_divide_by_the_devices_trains_as_on_one(ranks, settings, loss):
     losses, weights = fit(None, "single", loss=loss)
 
