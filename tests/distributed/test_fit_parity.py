@@ -23,7 +23,8 @@ MORE = {"accumulate": 2, "clip": 0.3}
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "settings", "loss"), [(1, {}, mean_loss), (2, {}, token_loss), (3, MORE, mean_loss), (4, MORE, token_loss)]
+    ("num_ranks", "settings", "loss"),
+    [(1, {}, mean_loss), (2, {}, token_loss), (3, MORE, mean_loss), (4, MORE, token_loss)],
 )
 def test_gradients_are_those_of_the_whole_batch(ranks, num_ranks, settings, loss):
     task = make_task(loss=loss)

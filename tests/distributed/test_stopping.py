@@ -261,7 +261,8 @@ def test_all_ranks_stop_after_the_same_step_if_one_is_asked(ranks, tmp_path, str
         return result.num_steps, result.stopped, result.exit_code, result.losses, result.evaluations
 
     first = ranks(2)(run, signal.SIGTERM)
-    # The signal came in forward, so the sums of that step carry it.
+    # The flags travel with the sums of the losses, which start after the last forward of a step. A signal that comes in
+    # forward is in time for them, so the run stops after that same step, the fourth, and not only after the next.
     assert [outcome[:3] for outcome in first] == [(4, "SIGTERM", 75)] * 2
     second = ranks(2)(run, None)
     assert [outcome[:3] for outcome in second] == [(8, None, 0)] * 2
