@@ -5,6 +5,8 @@ of them spend their time on.
 """
 
 import atexit
+import contextlib
+import functools
 import json
 import os
 import signal
@@ -26,29 +28,87 @@ class Done:
     err: str
 
 
+class Command:
+    """A command that runs: what a test uses of `subprocess.Popen`. Its output is read when it has ended, or by line."""
+
+    def __init__(self, args, *, cwd=None, env=None, stdout=None, stderr=None, start_new_session=False):
+        given = {"stdout": stdout, "stderr": stderr}
+        self._pipes = dict.fromkeys(given)
+        with contextlib.ExitStack() as stack:
+            descriptors = [stack.enter_context(open(os.devnull)).fileno()]
+            for number, (name, file) in enumerate(given.items(), 1):
+                if file == subprocess.PIPE:
+                    ours, theirs = os.pipe()
+                    self._pipes[name] = open(ours)  # noqa: SIM115 - closed when it has been read
+                    stack.callback(os.close, theirs)
+                    descriptors.append(theirs)
+                else:
+                    descriptors.append(number if file is None else file.fileno())
+            self._connection = _connection()
+            environ = dict(os.environ if env is None else env)
+            request = {"args": args, "cwd": str(cwd or os.getcwd()), "env": environ, "new_session": start_new_session}
+            socket.send_fds(self._connection, [json.dumps(request).encode()], descriptors)
+            self.pid = int(self._connection.recv(64))
+        self.stdout, self.stderr = self._pipes.values()
+        self.returncode = None
+
+    def wait(self, timeout=None):
+        """Wait for its end; return its exit code."""
+        if self.returncode is None:
+            self._connection.settimeout(timeout)
+            try:
+                self.returncode = int(self._connection.recv(64))
+            except (TimeoutError, BlockingIOError):
+                raise subprocess.TimeoutExpired("lockstep", timeout) from None
+            self._connection.close()
+        return self.returncode
+
+    def poll(self):
+        """Return its exit code; none if it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout=None):
+        """Return all that it writes until its end; may be called again after that."""
+        threads, texts = [], {}
+        for name, pipe in self._pipes.items():
+            if pipe is not None and not pipe.closed:
+                read = functools.partial(_read_all, pipe, texts, name)
+                threads.append(threading.Thread(target=read, daemon=True))
+                threads[-1].start()
+        self.wait(timeout)
+        for thread in threads:
+            thread.join(timeout)
+        return texts.get("stdout", ""), texts.get("stderr", "")
+
+
+def _read_all(pipe, texts, name):
+    with pipe:
+        texts[name] = pipe.read()
+
+
 def start(*args, **kwargs):
-    """Start ``lockstep ARGS``."""
-    return subprocess.Popen([sys.executable, "-m", "lockstep", *args], text=True, **kwargs)
+    """Start ``lockstep ARGS``, with empty standard input."""
+    return Command(args, **kwargs)
 
 
 def lockstep(*args, timeout=100, cwd=None, env=None):
     """Run ``lockstep ARGS`` to its end."""
-    with (
-        tempfile.TemporaryFile() as out,
-        tempfile.TemporaryFile() as err,
-        open(os.devnull) as nothing,
-        _connection() as connection,
-    ):
-        request = {"args": args, "cwd": str(cwd or os.getcwd()), "env": dict(os.environ if env is None else env)}
-        descriptors = [nothing.fileno(), out.fileno(), err.fileno()]
-        socket.send_fds(connection, [json.dumps(request).encode()], descriptors)
-        pid = int(connection.recv(64))
-        connection.settimeout(timeout)
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        command = start(*args, cwd=cwd, env=env, stdout=out, stderr=err)
         try:
-            code = int(connection.recv(64))
-        except TimeoutError:
-            os.kill(pid, signal.SIGKILL)
-            raise subprocess.TimeoutExpired(args, timeout) from None
+            code = command.wait(timeout)
+        except subprocess.TimeoutExpired:
+            command.kill()
+            raise
         for file in (out, err):
             file.seek(0)
         return Done(code, out.read().decode(), err.read().decode())

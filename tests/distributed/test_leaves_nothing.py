@@ -67,7 +67,7 @@ def job(tmp_path):
         scratch = Path(tempfile.mkdtemp(prefix="scratch-"))
         process = commands.start(
             "run", "--devices", "2", str(tmp_path / "train.py"), str(tmp_path), kind,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env={**os.environ, "TMPDIR": str(scratch)}, start_new_session=True,
         )  # fmt: skip
         started.append((process, scratch))
@@ -107,7 +107,7 @@ def test_signals_end_everything(job, number, code, text):
     assert (process.returncode, out, err.splitlines(keepends=True)[1:]) == (code, "", [text])
 
 
-@pytest.mark.parametrize("kind", [pytest.param("stubborn", marks=pytest.mark.soak), "loader"])
+@pytest.mark.parametrize("kind", ["stubborn", pytest.param("loader", marks=pytest.mark.soak)])
 def test_a_killed_launcher_takes_everything_along(job, kind):
     process, pids, scratch = job(kind)
     process.kill()

@@ -21,15 +21,12 @@ pytestmark = pytest.mark.timeout(120)
 
 TASK = """\
 import os, time
-from pathlib import Path
 import torch
 from torch import nn
 import lockstep
 
 def loss(model, batch):
     time.sleep(float(os.environ.get("STEP_S", "0")))
-    if "STUCK" in os.environ and os.environ.get("RANK", "0") == "0" and Path(os.environ["STUCK"]).exists():
-        time.sleep(1000)
     return (model(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()
 
 task = lockstep.Task(
@@ -50,6 +47,15 @@ result = lockstep.fit(task, steps=40, checkpoint="runs", checkpoint_every=3, qui
 print("stopped by", result.stopped, flush=True)
 sys.exit(result.exit_code)
 """
+STUCK = """\
+import os, signal, time
+from lockstep.run_folder import announce_graceful_stop, current_run_folder
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+announce_graceful_stop(current_run_folder(), int(os.environ["RANK"]))
+open(f"announced-{os.environ['RANK']}", "w").close()
+time.sleep(1000)
+"""
 
 
 @pytest.fixture
@@ -62,8 +68,8 @@ def start(tmp_path):
     def begin(*args, step_s=0.05, **env):
         env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "STEP_S": str(step_s), **env}
         process = commands.start(
-            *map(str, args), cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, start_new_session=True,
+            *map(str, args), cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            start_new_session=True,
         )  # fmt: skip
         started.append(process)
         wait_for(lambda: list(tmp_path.glob("runs/step-??????????")) or process.poll() is not None, 60)
@@ -93,6 +99,7 @@ def assert_gone(processes):
 OPTIONS = ("--steps", 40, "--checkpoint", "runs", "--checkpoint-every", 3, "--eval-every", 4)
 
 
+@pytest.mark.soak
 def test_sigterm_stops_all_ranks_after_a_step_and_the_run_goes_on_from_there(start, tmp_path, monkeypatch):
     process = start("train", "mine.py", "--devices", 2, "--run-dir", "record", *OPTIONS)
     ranks = descendants(process)
@@ -138,11 +145,11 @@ def test_a_script_of_ones_own_is_told_and_the_launcher_passes_the_code_on(start,
 
 
 def test_a_second_ctrl_c_does_not_wait_for_a_step_that_does_not_end(start, tmp_path):
-    stuck = tmp_path / "stuck"
-    process = start("run", "--devices", 1, "script.py", STUCK=str(stuck))
+    (tmp_path / "runs" / "step-0000000001").mkdir(parents=True)
+    (tmp_path / "script.py").write_text(STUCK)
+    process = start("run", "--devices", 2, "script.py")
+    wait_for(lambda: len(list(tmp_path.glob("announced-*"))) == 2, 30)
     ranks = descendants(process)
-    stuck.touch()
-    time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     time.sleep(1)
     assert process.poll() is None

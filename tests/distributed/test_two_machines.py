@@ -50,7 +50,9 @@ def ends(processes):
     "meeting",
     [
         ["--master-addr", "10.78.0.1"],
-        ["--rdzv-backend", "c10d", "--rdzv-endpoint", "10.78.0.1:29600", "--rdzv-id", "job"],
+        pytest.param(
+            ["--rdzv-backend", "c10d", "--rdzv-endpoint", "10.78.0.1:29600", "--rdzv-id", "job"], marks=pytest.mark.soak
+        ),
     ],
     ids=["static", "c10d"],
 )
@@ -69,7 +71,7 @@ def test_two_machines_form_one_world(machines, tmp_path, meeting):
     assert sorted(fields) == [["0", "2", "0", "0", "3.0"], ["1", "2", "0", "1", "3.0"]]
 
 
-@pytest.mark.parametrize("is_mended", [True, False], ids=["mended", "cut"])
+@pytest.mark.parametrize("is_mended", [pytest.param(True, marks=pytest.mark.soak), False], ids=["mended", "cut"])
 def test_a_cable_that_is_cut(machines, tmp_path, monkeypatch, is_mended):
     monkeypatch.setenv("LOCKSTEP_LINK_TIMEOUT_S", "6")
     (tmp_path / "train.py").write_text(LOOP)

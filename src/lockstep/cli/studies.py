@@ -257,20 +257,22 @@ def verify(task_file: str, devices: int | None, steps: int, json_file: str | Non
     return 0 if verification.same else EXIT_CODE
 
 
-# When a task has to be through, from the start of this process, which imports torch; and what it gets in any case.
-ALL_S, LEAST_S = 8.0, 2.0
-
-
 @command()
 @click.argument("target", metavar="[SCRIPT.py | TASK.py[:NAME]]", required=False)
 @click.option("--devices", type=click.IntRange(1), metavar="N", help="Ranks on this machine; all GPUs, or all cores.")
 @click.option(
     "--nnodes", "machines", type=click.IntRange(1), default=1, metavar="N", help="Machines of the job; 1 if not given."
 )
-@click.option("--master-addr", metavar="HOST", help="Where ranks meet; MASTER_ADDR if it is set.")
-@click.option("--master-port", type=click.IntRange(1, 65535), metavar="PORT", help="MASTER_PORT if it is set.")
+@click.option("--master-addr", metavar="HOST", envvar="MASTER_ADDR", help="Where ranks meet; MASTER_ADDR if it is set.")
+@click.option(
+    "--master-port",
+    type=click.IntRange(1, 65535),
+    metavar="PORT",
+    envvar="MASTER_PORT",
+    help="MASTER_PORT if it is set.",
+)
 @click.option("--workers", type=click.IntRange(0), metavar="N", help="Loader processes per rank; the script's number.")
-@click.option("--checkpoint", metavar="DIR", help="Folder that checkpoints go to; here if not given.")
+@click.option("--checkpoint", metavar="DIR", default=".", help="Folder that checkpoints go to; here if not given.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def doctor(target: str | None, as_json: bool, **planned: Any) -> int:
     """Say before a run what will hang, falsify or slow it, with the fix to paste.
@@ -299,18 +301,12 @@ def doctor(target: str | None, as_json: bool, **planned: Any) -> int:
     """
     from lockstep.env import RankEnv
     from lockstep.study.common import console
-    from lockstep.study.doctor.examine import examine, examine_job, make_plan, show
-    from lockstep.study.doctor.findings import Report
+    from lockstep.study.doctor import examine
+    from lockstep.study.doctor.findings import Plan
 
+    planned["devices"] = planned["devices"] or 0
     try:
-        env = RankEnv.from_environ(os.environ)
-        plan = make_plan(target, env, os.environ, **planned)
-        report: Report | None
-        if env.world_size == 1:
-            report = examine(plan, os.environ, task_s=_time_left_s())
-            code = report.exit_code
-        else:
-            report, code = examine_job(plan, env, os.environ)
+        report, code = examine.run(Plan(target=target, **planned), RankEnv.from_environ(os.environ), os.environ)
     except ConfigurationError as error:
         click.echo(f"lockstep: {error}", err=True)
         return USAGE
@@ -319,16 +315,8 @@ def doctor(target: str | None, as_json: bool, **planned: Any) -> int:
     if as_json:
         click.echo(report.to_json())
     else:
-        show(report, console())
+        examine.show(report, console())
     return code
-
-
-def _time_left_s() -> float:
-    import time
-
-    import psutil
-
-    return float(max(LEAST_S, ALL_S - (time.time() - psutil.Process().create_time())))
 
 
 @command()

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import cloudpickle
 import psutil
@@ -29,10 +30,10 @@ from lockstep.errors import ConfigurationError, LaunchTimeout, RankFailed, Stopp
 from lockstep.launcher.node_rendezvous import LOCAL_BACKEND
 from lockstep.launcher.output import LogSettings, LogTail
 from lockstep.launcher.reaper import Reaper
-from lockstep.launcher.supervise import DEFAULT_POLICY, Program, WatchdogPolicy, environment_restored, supervise
+from lockstep.launcher.supervise import DEFAULT_POLICY, Program, WatchdogPolicy, supervise
 
+# Ranks write to the terminal themselves.
 RAW_LOGS = LogSettings(merges=False)
-"""Ranks write to the terminal themselves."""
 
 
 def launch(
@@ -103,7 +104,7 @@ def launch_with(
     """
     _refuse_inside_a_rank()
     num_ranks = choose_num_ranks(devices, f"devices={devices!r}")
-    with environment_restored(), Reaper() as reaper:
+    with patch.dict(os.environ), Reaper() as reaper:  # the agent sets variables of this process
         if num_ranks > 1:
             os.environ.setdefault("OMP_NUM_THREADS", str(threads_for(num_ranks)))
         _send_call(reaper.run_dir, fn, args)
@@ -226,11 +227,11 @@ def threads_for(num_ranks: int) -> int:
 
 def _send_call(run_dir: Path, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Write the call into ``run_dir``, for every rank to read."""
-    # The ranks import from where this process does, such as the folder of a notebook.
-    (run_dir / "sys_path.json").write_text(json.dumps(sys.path))
     # The source of what was typed into a notebook or a console, for the tracebacks of the ranks.
     typed = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and not os.path.exists(name)}
-    (run_dir / "sources.json").write_text(json.dumps({name: list(entry[2]) for name, entry in typed.items()}))
+    # The ranks import from where this process does, such as the folder of a notebook.
+    origin = {"path": sys.path, "sources": {name: list(entry[2]) for name, entry in typed.items()}}
+    (run_dir / "origin.json").write_text(json.dumps(origin))
     try:
         with _unimportable_by_value(fn), open(run_dir / "call", "wb") as file:
             cloudpickle.dump((fn, args), file)
@@ -244,22 +245,18 @@ def _send_call(run_dir: Path, fn: Callable[..., Any], args: tuple[Any, ...]) -> 
 @contextmanager
 def _unimportable_by_value(fn: Callable[..., Any]) -> Iterator[None]:
     """Send the function's whole module along if a rank could not import it by its name."""
-    module = sys.modules.get(getattr(fn, "__module__", None) or "__main__")
-    if module is None or module.__name__ == "__main__" or _is_importable(module.__name__):
-        yield  # cloudpickle sends functions of ``__main__`` by value itself
+    name = getattr(fn, "__module__", None) or "__main__"
+    top = name.partition(".")[0]
+    # Not find_spec of importlib, which also finds modules that were made by hand and stand in sys.modules only.
+    # cloudpickle sends functions of ``__main__`` by value itself.
+    if name == "__main__" or top in sys.builtin_module_names or PathFinder.find_spec(top) or name not in sys.modules:
+        yield
         return
-    cloudpickle.register_pickle_by_value(module)
+    cloudpickle.register_pickle_by_value(sys.modules[name])
     try:
         yield
     finally:
-        cloudpickle.unregister_pickle_by_value(module)
-
-
-def _is_importable(name: str) -> bool:
-    parent, _, _ = name.rpartition(".")
-    path = sys.modules[parent].__path__ if parent in sys.modules else None
-    is_found = name in sys.builtin_module_names or PathFinder.find_spec(name, path) is not None
-    return is_found and (not parent or _is_importable(parent))
+        cloudpickle.unregister_pickle_by_value(sys.modules[name])
 
 
 def _results(run_dir: Path) -> list[Any]:
@@ -270,8 +267,7 @@ def _results(run_dir: Path) -> list[Any]:
 def _exception_of(run_dir: Path, rank: int | None) -> BaseException | None:
     """Return the exception that a rank raised, if it could be sent."""
     with contextlib.suppress(Exception):
-        error = _load(run_dir / f"error-{rank}")
-        return error if isinstance(error, BaseException) else None
+        return cast(BaseException, _load(run_dir / f"error-{rank}"))
     return None
 
 

@@ -32,16 +32,14 @@ from types import CodeType, ModuleType, TracebackType
 from lockstep import activity
 from lockstep.run_folder import CRASH, RUN_DIR, rank_file, write_failure
 
+# The environment variable that names what each rank calls before the program: a JSON list of ["module:function",
+# arguments]. The launcher does not know what that is: ``--adopt``, ``--monitor`` and ``lockstep rehearse`` come this
+# way.
 RANK_SETUP = "LOCKSTEP_RANK_SETUP"
-"""The environment variable that names what each rank calls before the program: a JSON list of ["module:function",
-arguments].
-
-The launcher does not know what that is: ``--adopt``, ``--monitor`` and ``lockstep rehearse`` come this way.
-"""
 
 _PR_SET_PDEATHSIG = 1
+# Of Linux's fcntl.h; Python's own name for it differs from version to version.
 _F_SETSIG = 10
-"""Of Linux's fcntl.h; Python's own name for it differs from version to version."""
 
 
 def main(argv: list[str]) -> None:
@@ -191,11 +189,11 @@ def run_call(run_dir: str) -> None:
     if rank == 0:  # after a restart there may be fewer results to read
         with open(os.path.join(run_dir, "world_size"), "w") as file:
             file.write(os.environ["WORLD_SIZE"])
-    with open(os.path.join(run_dir, "sys_path.json")) as file:
-        sys.path[:] = json.load(file)
-    with open(os.path.join(run_dir, "sources.json")) as file:
-        for name, lines in json.load(file).items():
-            linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+    with open(os.path.join(run_dir, "origin.json")) as file:
+        origin = json.load(file)
+    sys.path[:] = origin["path"]
+    for name, lines in origin["sources"].items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
     import cloudpickle
 
     def leave(kind: str, value: object) -> None:
@@ -240,8 +238,8 @@ def _replace_first_path(path: str) -> None:
 
 # Recording why the program ended.
 
+# The exceptions that were written down, and when each was raised, in nanoseconds.
 _recorded: list[tuple[BaseException, int]] = []
-"""The exceptions that were written down, and when each was raised, in nanoseconds."""
 _exit_codes: list[int] = []
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.machinery import PathFinder
 from pathlib import Path
+from unittest.mock import patch
 
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
@@ -24,7 +25,7 @@ from lockstep.launcher.bootstrap import RANK_SETUP
 from lockstep.launcher.node_rendezvous import choose_interfaces, choose_rendezvous, max_nodes, wait_for_host
 from lockstep.launcher.output import LEVELS, LogSettings, LogTail
 from lockstep.launcher.reaper import Reaper
-from lockstep.launcher.supervise import Program, environment_restored, supervise, watchdog_policy
+from lockstep.launcher.supervise import Program, supervise, watchdog_policy
 from lockstep.telemetry.run_record import RANK_FILES
 
 USAGE = "lockstep run [OPTIONS] SCRIPT [--devices N] [--adopt] [SCRIPT ARGUMENTS]"
@@ -52,12 +53,12 @@ examples:
 
 --devices and --adopt stand before the script or directly behind it; all else behind it goes to the script."""
 
+# What the help explains of torchrun's flags and ours.
 _EXPLAINED = (
     *("help", "nproc_per_node", "adopt", "monitor", "watchdog", "watchdog_action", "module", "no_python"),
     *("min_devices", "logs", "log_level", "quiet", "max_restarts", "log_dir", "redirects", "tee"),
     *("nnodes", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id"),
 )
-"""What the help explains of torchrun's flags and ours."""
 
 
 class UsageError(Exception):
@@ -173,7 +174,7 @@ def run(argv: Sequence[str], *, adopt: str, attach: str) -> None:
     logs = _log_settings(args)
     policy = watchdog_policy(args.watchdog, args.watchdog_action)
     # What follows sets variables of this process for the ranks to inherit.
-    with environment_restored(), _monitoring(args), Reaper() as reaper:
+    with patch.dict(os.environ), _monitoring(args), Reaper() as reaper:
         setups = json.loads(os.environ.get(RANK_SETUP, "[]"))  # `lockstep rehearse` has some
         setups += [[adopt]] if args.adopt else []
         setups += [[attach, os.path.abspath(args.monitor)]] if args.monitor is not None else []

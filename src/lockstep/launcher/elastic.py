@@ -42,19 +42,19 @@ from lockstep.launcher.reaper import kill_session
 from lockstep.telemetry.heartbeat import read_step_counter
 from lockstep.telemetry.resources import Resources
 
+# The environment variable with how many seconds ranks may take to stop gracefully.
 STOP_TIMEOUT = "LOCKSTEP_STOP_TIMEOUT_S"
-"""The environment variable with how many seconds ranks may take to stop gracefully."""
 _DEFAULT_STOP_TIMEOUT_S = 120.0
 
+# How long ranks have to end after SIGTERM once another one has failed: what they wait for is gone. Then they are
+# killed; torch elastic would wait for half a minute for one that ignores SIGTERM.
 _SIGTERM_S = 5
-"""How long ranks have to end after SIGTERM once another one has failed: what they wait for is gone. Then they are
-killed; torch elastic would wait for half a minute for one that ignores SIGTERM."""
 
 _POLL_S = 0.1
+# How often to try to meet the other machines, if one of them is lost meanwhile.
 _NUM_RENDEZVOUS_ATTEMPTS = 3
-"""How often to try to meet the other machines, if one of them is lost meanwhile."""
+# How soon a launcher learns that another one has left; it polls once a second.
 _NOTICED_S = 3.0
-"""How soon a launcher learns that another one has left; it polls once a second."""
 
 
 def stop_timeout_s() -> float:

@@ -156,6 +156,7 @@ def tidy_crash(stack: str, *, own_folder: str) -> str:
     return "\n".join(line for line in lines if own_folder not in line and not line.startswith("Extension modules:"))
 
 
+# What is in errors that tell no more than that another rank is gone or silent.
 _CONSEQUENCES = (
     "CollectiveError",
     "DistBackendError",
@@ -169,7 +170,6 @@ _CONSEQUENCES = (
     "gloo/transport",
     "NCCL error",
 )
-"""What is in errors that tell no more than that another rank is gone or silent."""
 
 
 def first_failure(exits: list[RankExit]) -> RankExit:
@@ -366,6 +366,7 @@ def _killed_by(number: int) -> str:
 # Hints: what the errors of NCCL, Gloo, the store and CUDA mean.
 
 
+# Marks in an error's text, what they mean, and what to do about it.
 ERROR_HINTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("Connection closed by peer", "Connection reset by peer", "remote process exited", "ncclRemoteError"),
@@ -448,7 +449,6 @@ ERROR_HINTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "Run the script with --adopt, as Lockstep's engine needs no flag, or pass find_unused_parameters=True.",
     ),
 )
-"""Marks in an error's text, what they mean, and what to do about it."""
 
 
 def hint_for(error: str) -> str:

@@ -47,18 +47,18 @@ from lockstep.comm.network import GLOO_INTERFACE, gloo_interface, is_local, reac
 from lockstep.comm.store import LOOPBACK, prefixed_store, start_store_server
 from lockstep.errors import ConfigurationError, LockstepError
 
+# The rendezvous of a single machine, as torch elastic knows it.
 LOCAL_BACKEND = "lockstep-local"
-"""The rendezvous of a single machine, as torch elastic knows it."""
 
+# torchrun's default; only of interest to several machines, as a single one takes a free port.
 DEFAULT_PORT = 29500
-"""torchrun's default; only of interest to several machines, as a single one takes a free port."""
 
+# torch's own variable: no store of a launcher is used by ranks, and so none is remembered.
 _NO_SHARING = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""torch's own variable: no store of a launcher is used by ranks, and so none is remembered."""
 
 _STORE_TIMEOUT_S = 600.0
+# torchrun's default for how long a machine waits for the others.
 _RENDEZVOUS_TIMEOUT_S = 900.0
-"""torchrun's default for how long a machine waits for the others."""
 _RETRY_S = 0.3
 
 
@@ -158,7 +158,7 @@ def rendezvous_per_restart(handler: RendezvousHandler, is_ending: Callable[[], b
     """Return ``handler`` behind `RendezvousPerRestart`, if machines may come and go and the user does not object."""
     if not isinstance(handler, DynamicRendezvousHandler) or os.environ.get(_NO_SHARING, "0") == "1":
         return handler
-    os.environ[_NO_SHARING] = "1"  # undone by `environment_restored`
+    os.environ[_NO_SHARING] = "1"  # for this run: the launcher restores its environment
     return RendezvousPerRestart(handler.get_run_id(), handler, is_ending)
 
 

@@ -10,7 +10,7 @@ import selectors
 import sys
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +22,8 @@ from lockstep.run_folder import TERMINAL, TerminalRegion, erase_rows, rank_file
 STREAMS = ("stdout", "stderr")
 _LAUNCHER = "launcher"
 
+# Which of the ranks' streams the terminal shows.
 LEVELS = {"info": ("stdout", "stderr"), "warning": ("stderr",), "error": ()}
-"""Which of the ranks' streams the terminal shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +78,11 @@ class LogSettings:
 
 # De-duplication: many streams of lines become one.
 
+# How long a line waits for the first rank to write the same.
 HOLD_S = 0.5
-"""How long a line waits for the first rank to write the same."""
 
+# Distinct lines of the first rank that another one may still repeat.
 _REMEMBERED = 65536
-"""Distinct lines of the first rank that others may still repeat."""
 
 _TORCH_PREFIX = re.compile(r"^\[rank\d+\]:\s?")
 _GLOG_PREFIX = re.compile(r"^\[([IWEF])\d{4} [\d:.]+ ")
@@ -111,9 +111,9 @@ class LogDeduplicator:
         self._first = ranks.start
         # On other machines than the first, even the first rank's lines could be taken for those of rank zero.
         self._prefix = "" if ranks.start == 0 else f"{label([ranks.start])} "
-        self._written: OrderedDict[str, int] = OrderedDict()
-        self._matched: Counter[tuple[int, str]] = Counter()
-        self._held: dict[int, deque[_Held]] = {rank: deque() for rank in ranks if rank != ranks.start}
+        self._held: dict[int, deque[_Held]] = {rank: deque() for rank in ranks[1:]}
+        # What the first rank has written and another one has not yet, oldest first.
+        self._ahead: dict[int, Counter[str]] = {rank: Counter() for rank in ranks[1:]}
 
     def add(self, rank: int, text: str, now_s: float) -> list[str]:
         """Take in a line; return what is to be shown now."""
@@ -121,11 +121,10 @@ class LogDeduplicator:
         if rank != self._first:
             self._held[rank].append(_Held(now_s, text, key))
             return self.due(now_s)
-        self._written[key] = self._written.pop(key, 0) + 1  # popped, to be the youngest
-        if len(self._written) > _REMEMBERED:
-            oldest, _ = self._written.popitem(last=False)
-            for other in self._held:
-                del self._matched[other, oldest]
+        for ahead in self._ahead.values():
+            ahead[key] += 1
+            if len(ahead) > _REMEMBERED:
+                del ahead[next(iter(ahead))]
         return [f"{self._prefix}{text}", *self.due(now_s)]
 
     def due(self, now_s: float, *, final: bool = False) -> list[str]:
@@ -133,9 +132,11 @@ class LogDeduplicator:
         shown = []
         for rank, held in self._held.items():
             while held:
-                line = held[0]
-                if self._matched[rank, line.key] < self._written.get(line.key, 0):
-                    self._matched[rank, line.key] += 1
+                line, ahead = held[0], self._ahead[rank]
+                if line.key in ahead:
+                    ahead.subtract([line.key])
+                    if not ahead[line.key]:
+                        del ahead[line.key]
                     held.popleft()
                 elif final or now_s - line.at_s >= HOLD_S:
                     shown.append(f"{label(self._pop_alike(line.key))} {line.text}")
@@ -174,8 +175,8 @@ def label(ranks: Iterable[int]) -> str:
 
 # The pipes.
 
+# How long other lines wait while the first rank is within a line: Python writes a line and its end one by one.
 _UNFINISHED_S = 0.2
-"""How long other lines wait while the first rank is within a line: Python writes a line and its end one by one."""
 
 
 @dataclass

@@ -26,8 +26,8 @@ _KILL, _RELEASE = b"k", b"r"
 
 _EXIT_S = 10.0
 _NUM_SWEEPS = 5
+# Of the folder for temporary files: sockets in a run's folder have paths below 104 bytes, which all systems allow.
 _LONGEST_FOLDER = 60
-"""Of the folder for temporary files: sockets in a run's folder have paths below 104 bytes, which all systems allow."""
 
 
 class Reaper:

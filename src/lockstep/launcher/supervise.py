@@ -310,21 +310,6 @@ class GracefulShutdown:
         os.kill(os.getpid(), sigval)
 
 
-# What torch elastic's agent does to the process that it runs in, undone or kept away.
-
-
-@contextmanager
-def environment_restored() -> Iterator[None]:
-    """Undo all changes to ``os.environ`` made inside."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
-
-
 @contextmanager
 def elastic_quiet() -> Iterator[None]:
     """Keep the agent's warnings away unless the user asked for its log: our report replaces them."""

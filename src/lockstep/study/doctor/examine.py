@@ -24,43 +24,27 @@ from lockstep.study.doctor import machine, network
 from lockstep.study.doctor.findings import Facts, Finding, NotChecked, Plan, Report, Severity, judge, worst_first
 from lockstep.study.doctor.gpus import read_gpus
 from lockstep.study.doctor.script import path_of, read_script
-from lockstep.study.doctor.task import ALL_S, TaskFacts, read_task
+from lockstep.study.doctor.task import TaskFacts, read_task
 
+# How long ranks wait for each other; a launcher starts them within seconds.
 RENDEZVOUS_S = 20.0
-"""How long ranks wait for each other; a launcher starts them within seconds."""
 
 
-def make_plan(
-    target: str | None,
-    env: RankEnv,
-    environ: Mapping[str, str],
-    *,
-    devices: int | None = None,
-    machines: int = 1,
-    workers: int | None = None,
-    master_addr: str | None = None,
-    master_port: int | None = None,
-    checkpoint: str | None = None,
-) -> Plan:
-    """Return the run that is planned: what was asked for, else what `lockstep run` would do here.
+def run(asked: Plan, env: RankEnv, environ: Mapping[str, str]) -> tuple[Report | None, int]:
+    """Return what this process has to show, if anything, and the exit code, which is the same on all ranks.
 
-    If a job has begun, ``env`` comes before what was asked for.
+    Collective: every rank, if a job has begun: then ``env`` comes before what was ``asked``. Without a number of
+    devices, it is what `lockstep run` would take here.
+
+    Raises:
+        ConfigurationError: There is no such script or task, or it cannot be read or made.
     """
     num_gpus = torch.cuda.device_count()
-    port = environ.get("MASTER_PORT", "")
-    plan = Plan(
-        devices=devices or num_gpus or num_cores(),
-        machines=machines,
-        on_gpus=num_gpus > 0,
-        workers=workers,
-        master_addr=master_addr or environ.get("MASTER_ADDR"),
-        master_port=master_port or (int(port) if port.isdigit() else None),
-        checkpoint=checkpoint or ".",
-        target=target,
-    )
+    plan = replace(asked, devices=asked.devices or num_gpus or num_cores(), on_gpus=num_gpus > 0)
     if env.world_size == 1:
-        return plan
-    return replace(
+        report = examine(plan, environ)
+        return report, report.exit_code
+    plan = replace(
         plan,
         devices=env.local_world_size,
         machines=-(-env.world_size // env.local_world_size),
@@ -68,13 +52,14 @@ def make_plan(
         master_port=env.master_port,
         is_running=True,
     )
+    return examine_job(plan, env, environ)
 
 
-def examine(plan: Plan, environ: Mapping[str, str], task_s: float = ALL_S) -> Report:
+def examine(plan: Plan, environ: Mapping[str, str]) -> Report:
     """Return what on this machine, and in the script or task of ``plan``, will slow or hang the run.
 
     Blocks under ten seconds: what does not answer by then is not checked. Writes some MiB to the checkpoint folder and
-    removes them; imports a task's file, in a process of its own that has ``task_s``, but never runs a script.
+    removes them; imports a task's file, in a process of its own that is ended in time, but never runs a script.
 
     Raises:
         ConfigurationError: There is no such script or task, or it cannot be read or made.
@@ -94,7 +79,7 @@ def examine(plan: Plan, environ: Mapping[str, str], task_s: float = ALL_S) -> Re
             plan = replace(plan, workers=script.most_workers)
         is_named = str(path_of(target)) != target
         if script.uses_task or is_named:
-            task, unknown = read_task(target, plan, is_named=is_named, seconds=task_s)
+            task, unknown = read_task(target, plan, is_named=is_named)
             facts += [task] if task else []
             missed += unknown
     gpus, unknown = read_gpus(plan)
@@ -131,7 +116,7 @@ def examine_job(plan: Plan, env: RankEnv, environ: Mapping[str, str]) -> tuple[R
         ConfigurationError: There is no such script or task, or it cannot be read.
     """
     report: Report | None = None
-    if env.local_rank == 0:
+    if env.local_rank == 0:  # one rank of a machine examines it, and the first one the script
         report = examine(plan if env.rank == 0 else replace(plan, target=None), environ)
     own = {"versions": network.read_versions(on_gpus=plan.on_gpus), "report": asdict(report) if report else None}
     try:
@@ -140,6 +125,7 @@ def examine_job(plan: Plan, env: RankEnv, environ: Mapping[str, str]) -> tuple[R
     except LockstepError as error:
         if report is None:
             return None, EXIT_CODE
+        # Nobody could be asked: each machine shows what it knows by itself.
         findings = worst_first([*judge(network.Rendezvous(str(error))), *report.findings])
         missed = (*report.not_checked, NotChecked("versions across ranks", "the ranks did not meet"))
         return replace(report, findings=findings, not_checked=missed), EXIT_CODE

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+# Where each finding is explained, under a heading of its own; `tools/reference.py` writes that part of the page.
 PAGE = "docs/reference/doctor.md"
-"""Where each finding is explained, under a heading of its own; `tools/reference.py` writes that part of the page."""
 
 MIB, GIB = 2**20, 2**30
 
@@ -104,8 +104,8 @@ class Check(NamedTuple):
     function: Callable[[Any], Iterator[Problem]]
 
 
+# All checks, in the order in which the modules that hold them are imported.
 CHECKS: list[Check] = []
-"""All checks, in the order in which the modules that hold them are imported."""
 
 
 def check(facts: type[F]) -> Callable[[Callable[[F], Iterator[Problem]]], Callable[[F], Iterator[Problem]]]:
@@ -129,7 +129,7 @@ def judge(facts: Facts) -> list[Finding]:
     return [
         Finding(entry.kind, severity, found, entry.cost, entry.fix, paste, where)
         for entry in CHECKS
-        if entry.facts is type(facts)
+        if entry.facts is type(facts)  # each check judges one kind of facts
         for severity, found, paste, where in entry.function(facts)
     ]
 

@@ -26,8 +26,8 @@ from lockstep.study.doctor.findings import (
 from lockstep.telemetry.live_view import size
 
 _TIMEOUT_S = 4.0
+# A GPU with so much of its memory taken is used by somebody else; a desktop takes less.
 _IN_USE = 0.1
-"""A GPU with so much of its memory taken is used by somebody else; a desktop takes less."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ def parse_gpus(text: str, chosen: str | None) -> tuple[Gpu, ...]:
     found = [Gpu(int(index), uuid, name, mib(total), mib(used)) for index, uuid, name, total, used in rows]
     if chosen is None:
         return tuple(found)
+    # nvidia-smi knows nothing of the variable: it lists all, by PCI address.
     by_name = {str(gpu.index): gpu for gpu in found} | {gpu.uuid: gpu for gpu in found}
     return tuple(by_name[name.strip()] for name in chosen.split(",") if name.strip() in by_name)
 

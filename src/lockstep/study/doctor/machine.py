@@ -46,6 +46,7 @@ class Cores(Facts):
     @property
     def fair_threads(self) -> int:
         """Threads of a rank that use each physical core once."""
+        # Two hardware threads of a core share its vector units: a second thread of matrix products gains nothing.
         return max(1, int(min(self.usable, self.physical or self.usable) // self.plan.devices))
 
     @property
@@ -61,7 +62,7 @@ def read_cores(plan: Plan, environ: Mapping[str, str]) -> Cores:
     """Return what cores there are, and what is to run on them."""
     logical = psutil.cpu_count() or 1
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
-    quota = env.cpu_quota()
+    quota = env.cpu_quota()  # of a container; torch and Python do not know of it
     usable = affinity if quota is None else min(affinity, quota)
     threads, source = None, "OMP_NUM_THREADS"
     if plan.devices == 1:  # launchers of several ranks set it themselves
@@ -132,14 +133,14 @@ def processes_over_cores(facts: Cores) -> Iterator[Problem]:
     yield Problem(SLOW, f"{plural(ranks, 'rank')}{loaders} for {facts.usable:g} cores.", paste)
 
 
+# Of a process that has imported torch, before it has a model.
 _RANK_BYTES = 250 * MIB
-"""Of a process that has imported torch, before it has a model."""
 
+# Batches that each loader process loads before they are asked for; torch's own number.
 _BATCHES_AHEAD = 2
-"""Batches that each loader process loads before they are asked for; torch's own number."""
 
+# What NCCL shares in /dev/shm for each rank of a machine, about: buffers of every channel between processes.
 _NCCL_BYTES = 64 * MIB
-"""What NCCL shares in /dev/shm for each rank of a machine, about: buffers of every channel between processes."""
 
 _DOCKER_DEFAULT_BYTES = 64 * MIB
 _SHM = Path("/dev/shm")
@@ -180,6 +181,7 @@ class Memory(Facts):
 def read_memory(plan: Plan, task: TaskFacts | None, shm: Path = _SHM) -> Memory:
     """Return what memory there is, and what is known of the need for it."""
     available = psutil.virtual_memory().available
+    # The kernel kills at the limit of the innermost group that has one, however much the machine has left.
     limits = _group_numbers("memory.max", "memory.limit_in_bytes")
     if limits:
         used = min(_group_numbers("memory.current", "memory.usage_in_bytes"), default=0)
@@ -215,7 +217,7 @@ def shared_memory_small(facts: Memory) -> Iterator[Problem]:
         users = [f"{ranks} x {plural(workers, 'loader worker')}"] * bool(workers) + ["NCCL"] * bool(nccl_bytes)
         amount = f"at least {size(need)} is needed" if need else "that is little"
         free = f"/dev/shm has {size(facts.shm_free_bytes)} free of {size(facts.shm_bytes)}"
-        gib = max(1, -(-2 * need // GIB))
+        gib = max(1, -(-2 * need // GIB))  # twice the need, rounded up
         paste = f"docker run --shm-size={gib}g ...  # or: sudo mount -o remount,size={gib}g /dev/shm"
         yield Problem(HANG, f"{free}; {amount} for {' and '.join(users)}.", paste)
 
@@ -239,8 +241,8 @@ def memory_small(facts: Memory) -> Iterator[Problem]:
         yield Problem(HANG, f"{least}; {size(available)} are available.", paste)
 
 
+# Files that a batch on its way from a worker keeps open: one for each of its tensors.
 _FILES_OF_A_BATCH = 16
-"""Files that a batch on its way from a worker keeps open: one for each of its tensors."""
 
 
 @dataclass(frozen=True)
@@ -306,11 +308,11 @@ def temp_folder(facts: Limits) -> Iterator[Problem]:
         yield Problem(HANG, found, "export TMPDIR=/tmp")
 
 
+# A file system that has not answered by then, as one over a broken network, is taken to be silent.
 _SILENT_S = 3.0
-"""A file system that has not answered by then, as one over a broken network, is taken to be silent."""
 
+# Checkpoints that lie there at a time: two that are kept, and the one being written.
 _KEPT = 3
-"""Checkpoints that lie there at a time: two that are kept, and the one being written."""
 
 
 @dataclass(frozen=True)
@@ -342,13 +344,13 @@ class Disk(Facts):
 def read_disk(folder: str, checkpoint_bytes: int | None) -> Disk:
     """Return whether ``folder``, or the nearest folder above that is there, can be written, and what is free."""
     place = Path(folder).expanduser().resolve()
-    while not place.exists():
+    while not place.exists():  # the run would make it there
         place = place.parent
 
     def write() -> int:
         with tempfile.TemporaryFile(dir=place) as file:
             file.write(b"\0" * MIB)
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # over a network, quotas and lost servers show only here
         return shutil.disk_usage(place).free
 
     try:
@@ -358,6 +360,7 @@ def read_disk(folder: str, checkpoint_bytes: int | None) -> Disk:
     except OSError as error:
         return Disk(folder, error.strerror or str(error))
     mounts = [part for part in psutil.disk_partitions(all=True) if place.is_relative_to(part.mountpoint)]
+    # Mounts lie within each other: the innermost has the folder.
     longest = max(mounts, key=lambda part: len(part.mountpoint), default=None)
     return Disk(folder, None, longest.fstype if longest else "", free, checkpoint_bytes)
 
@@ -390,6 +393,7 @@ def disk_full(facts: Disk) -> Iterator[Problem]:
         yield Problem(HANG, found, "df -h  # then: lockstep train TASK.py --checkpoint DIR")
 
 
+# Variables, with the values that cost something.
 _DEBUG_SWITCHES = {
     "CUDA_LAUNCH_BLOCKING": ("1",),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL",),
@@ -402,7 +406,6 @@ _DEBUG_SWITCHES = {
     "PYTHONMALLOC": ("debug", "malloc_debug"),
     "PYTHONDEVMODE": ("1",),
 }
-"""Variables, with the values that cost something."""
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,15 @@ from lockstep.study.doctor.task import in_time
 
 _SECTION = "Network"
 _RESOLVE_S = 2.0
+# An address for documentation: asked for the route to it, nothing is sent.
 _ANYWHERE = "192.0.2.1"
-"""An address for documentation: asked for the route to it, nothing is sent."""
 
 _NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 _INFINIBAND = Path("/sys/class/infiniband")
 _SLOW_MBPS = 1000
 _CONTAINERS = ("docker", "br-", "virbr", "veth", "vmnet", "vboxnet", "cni", "flannel", "cali", "kube", "lxc", "lxd")
+# How the names of interfaces begin that lead to containers, virtual machines and tunnels, not to other machines.
 _VIRTUAL = (*_CONTAINERS, "podman", "ifb", "dummy", "tun", "tap", "wg", "zt", "tailscale")
-"""How the names of interfaces begin that lead to containers, virtual machines and tunnels, not to other machines."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,7 @@ def read_network(plan: Plan, environ: Mapping[str, str], gradient_bytes: int | N
     interfaces, host = read_interfaces(), socket.gethostname()
     addresses = _resolve(host)
     master = _resolve(plan.master_addr) if plan.master_addr else ()
+    # Of several, Gloo makes its connections over the first.
     gloo: str | None = environ.get(GLOO_INTERFACE, "").split(",")[0].strip()
     own = next((address for address in addresses if not is_loopback(address)), None)
     try:  # asks name servers, which may take long
@@ -155,7 +156,7 @@ def read_network(plan: Plan, environ: Mapping[str, str], gradient_bytes: int | N
         gloo = gloo or in_time(_RESOLVE_S, lambda: gloo_interface(towards, one_machine=plan.machines == 1))
     except (OSError, TimeoutError):
         gloo = gloo or None
-    if gloo is None:
+    if gloo is None:  # left to itself, it takes the address that the host's name leads to
         gloo = next((one.name for one in interfaces if set(addresses[:1]) & set(one.addresses)), None)
     named = {name: environ[name] for name in (GLOO_INTERFACE, _NCCL_INTERFACE) if name in environ}
     has_infiniband = any("ACTIVE" in state.read_text() for state in _INFINIBAND.glob("*/ports/*/state"))
@@ -212,7 +213,7 @@ def interface_local(facts: Network) -> Iterator[Problem]:
     Fix: Name the interface that the machines reach each other by.
     """
     chosen, backend = facts.chosen, "NCCL" if facts.plan.on_gpus else "Gloo"
-    if chosen is None or facts.missing:
+    if chosen is None or facts.missing:  # a name that is not there is the business of `interface_missing`
         return
     if chosen.is_loopback:
         where = f"which leads to this machine only, but {facts.plan.machines} machines are to take part"
@@ -236,7 +237,7 @@ def interface_slow(facts: Network) -> Iterator[Problem]:
     if chosen is None or chosen.is_loopback or (facts.plan.on_gpus and facts.has_infiniband):
         return
     if 0 < chosen.speed_mbps <= _SLOW_MBPS:
-        num_bytes = facts.gradient_bytes or 400_000_000
+        num_bytes = facts.gradient_bytes or 400_000_000  # float32
         whose = "this task's gradients" if facts.gradient_bytes else "a model of 100 million parameters"
         seconds = 2 * (machines - 1) / machines * num_bytes * 8 / (chosen.speed_mbps * 1e6)
         takes = f"averaging {num_bytes / 1e6:.0f} MB of {whose} takes {seconds:.2g} s of each step at least"
@@ -307,7 +308,7 @@ class Port(Facts):
 
 def read_port(plan: Plan) -> Port | NotChecked:
     """Return whether the port is free, if it is one of this machine."""
-    if plan.is_running:
+    if plan.is_running:  # binding it would tell nothing
         return NotChecked("whether the port is free", "this job's own ranks hold it")
     if plan.master_addr is not None and plan.machines > 1 and not is_local(plan.master_addr):
         return NotChecked("whether the port is free", f"it is one of {plan.master_addr}, another machine")
@@ -316,7 +317,7 @@ def read_port(plan: Plan) -> Port | NotChecked:
         socket.create_server(("", port)).close()
     except OSError as error:
         problem = "is already in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
-    with socket.create_server(("", 0)) as free:
+    with socket.create_server(("", 0)) as free:  # to be named in the fix
         return Port(port, problem, free.getsockname()[1], plan.master_port is not None)
 
 
@@ -363,6 +364,7 @@ def ranks_do_not_meet(facts: Rendezvous) -> Iterator[Problem]:
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _INSTALL = "python -m pip install"
+# How bad it is if ranks differ in it, and the line to paste, with the most common version.
 _VERSIONS = {
     "torch": (HANG, f"{_INSTALL} torch=={{}}"),
     "lockstep": (HANG, f"{_INSTALL} lockstep-torch=={{}}"),
@@ -370,7 +372,6 @@ _VERSIONS = {
     "cuda": (WRONG, f"{_INSTALL} torch  # which brings CUDA"),
     "processor": (SLOW, "lockstep train TASK.py --shares 2,1"),
 }
-"""How bad it is if ranks differ in it, and the line to paste, with the most common version."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from lockstep.errors import ConfigurationError
 from lockstep.study.doctor.findings import HANG, WRONG, Facts, NotChecked, Problem, check
 
 _WRAPPERS = ("DistributedDataParallel", "DDP")
+# Packages that wrap models and loaders themselves.
 _MANAGERS = ("accelerate", "lightning", "pytorch_lightning", "deepspeed", "composer", "ray", "ignite")
-"""Packages that wrap models and loaders themselves."""
 
 _COLLECTIVES = {
     *("all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "broadcast", "broadcast_object_list"),
@@ -23,8 +23,8 @@ _COLLECTIVES = {
 _COLLECTIVE_MODULES = ("torch.distributed.", "dist.", "distributed.", "c10d.")
 _COLLECTIVE_NAMES = ("lockstep.save", "lockstep.load", "torch.distributed.checkpoint.save", "world.barrier")
 _SAVES = ("torch.save", "safetensors.torch.save_file", "safetensors.torch.save_model")
+# Calls from function to function that are followed.
 _DEPTH = 4
-"""Calls from function to function that are followed."""
 
 _RANK = re.compile(
     r"(^|_)rank(_?0|_zero(_only|_first)?|_id)?$|(main|master)_process|(process|global)_zero"
@@ -34,8 +34,8 @@ _RANK = re.compile(
 _OTHER_RANK = re.compile(r"(lora|low|full|matrix|max|min|svd|adapter|tensor|page|item|doc)_rank$", re.IGNORECASE)
 _EVALUATION = re.compile(r"(^|_)(val|valid|validation|test|testing|eval|evaluation|dev|infer|predict)", re.IGNORECASE)
 
+# Names in a condition that separate a run on several ranks from one on a single device.
 _NO_RANKS = {"distributed", "is_distributed", "ddp", "is_ddp", "world_size", "WORLD_SIZE"}
-"""Names in a condition that separate a run on several ranks from one on a single device."""
 
 
 class Script(Facts):
@@ -202,6 +202,7 @@ class Script(Facts):
         decorators = [name for one in function.decorator_list for name in names(one)]
         if any(is_rank(name) for name in (function.name, *decorators)):
             return True  # such as @rank_zero_only
+        # A function that nobody in this file calls may be called by anybody.
         callers = [call for _, call in self.calls if self.function_of(call) is function]
         return bool(callers) and all(self.is_guarded(call, depth - 1) for call in callers)
 
@@ -211,8 +212,8 @@ class Script(Facts):
         return any(names(test) & _NO_RANKS or any(map(is_rank, names(test))) for test in tests)
 
 
+# Comparisons of the rank, as text, that hold on all ranks or on none: is there more than one?
 _IS_DISTRIBUTED = r"[!=]= -1$|> -1$|>= 0$|\bis (not )?None$|\bin os\.environ$"
-"""Comparisons of the rank, as text, that hold on all ranks or on none: is there more than one?"""
 
 _LEAVES = (ast.Return, ast.Continue, ast.Break)  # not `raise`: that is how arguments are checked
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 from torch import nn
@@ -39,14 +39,14 @@ from lockstep.train.task import Task, build_model, load_task
 
 T = TypeVar("T")
 
+# How long a task's own functions may take together: with the rest it must stay under ten seconds.
 ALL_S = 6.0
-"""How long a task's own functions may take together: with the rest it must stay under ten seconds."""
 
+# What the process that reads a task sends, in this order.
 _PARTS = ("the task", "the model of the task", "the data set of the task")
-"""What the process that reads a task sends, in this order."""
 
+# Mean and variance of fewer samples are so noisy that accuracy suffers, as papers on batch norm found.
 _FEW_FOR_STATISTICS = 16
-"""Mean and variance of fewer samples are so noisy that accuracy suffers, as papers on batch norm found."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class TaskFacts(Facts):
     world_size: int
     num_samples: int | None = None
     drop_last: bool = False
-    batchnorms: tuple[str, ...] = ()
+    batchnorms: Sequence[str] = ()
     weight_bytes: int | None = None
     trained_bytes: int = 0
     sample_bytes: int | None = None
@@ -111,102 +111,78 @@ def read_task(
     Raises:
         ConfigurationError: The file has no task, although ``is_named``: the name of one was given; or making it fails.
     """
-    deadline = time.monotonic() + seconds
-    fields: dict[str, Any] = {}
-    missed: list[NotChecked] = []
-    with _probe(spec) as receive:
-        for index, what in enumerate(_PARTS):
-            try:
-                kind, value = receive(deadline)
-            except TimeoutError as error:
-                missed.append(NotChecked(what, str(error)))
-                missed += [NotChecked(later, f"{what} comes before it") for later in _PARTS[index + 1 :]]
-                break
-            if kind == "failed" or (kind == "absent" and is_named):
-                raise ConfigurationError(value)
-            if kind == "facts":
-                fields |= value
-            else:
-                missed.append(NotChecked(what, value.splitlines()[0].rstrip(".")))
-            if kind == "absent":
-                break
-    return TaskFacts(world_size=plan.world_size, **fields) if fields else None, missed
-
-
-@contextlib.contextmanager
-def _probe(spec: str) -> Iterator[Callable[[float], Any]]:
-    """Run `_send_facts` in a process that ends with the block; yield what receives the next part until a deadline."""
-    context = multiprocessing.get_context("fork")  # so that it has all modules at once
-    ours, theirs = context.Pipe(duplex=False)
-    # Not a daemon: those may have no children, and a loader of the user's may want some.
-    process = context.Process(target=_run_probe, args=(theirs, spec), name="lockstep-doctor")
-    with warnings.catch_warnings():
-        # Python warns that a fork with threads may hang; this one is ended when its time is up.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        process.start()
-    theirs.close()
-    assert process.pid is not None
-
-    def receive(deadline: float) -> Any:
-        if not ours.poll(max(0.0, deadline - time.monotonic())):
-            raise TimeoutError("it took too long")
-        try:
-            return ours.recv()
-        except EOFError:
-            process.join(1.0)
-            code = process.exitcode
-            how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-            raise TimeoutError(f"its process ended with {how}") from None
-
-    try:
-        yield receive
-    finally:
+    with tempfile.TemporaryFile("w+") as file:
+        process = multiprocessing.get_context("fork").Process(target=_run_probe, args=(file, spec))
+        with warnings.catch_warnings():
+            # Python warns that a fork with threads may hang; this one is ended when its time is up.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process.start()
+        assert process.pid is not None
+        process.join(seconds)
+        code = process.exitcode  # None if it still runs
         # The process made a group of its own, for what it has started; right after the fork it has not yet.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()
-        process.close()
-        ours.close()
+        file.seek(0)
+        # The last line may have been cut off by the kill.
+        parts = [json.loads(line) for line in file if line.endswith("\n")]
+    fields: dict[str, Any] = {}
+    missed: list[NotChecked] = []
+    for what, (kind, value) in zip(_PARTS, parts, strict=False):
+        if kind == "failed" or (kind == "absent" and is_named):
+            raise ConfigurationError(value)
+        if kind == "facts":
+            fields |= value
+        else:
+            missed.append(NotChecked(what, value.splitlines()[0].rstrip(".")))
+    if code != 0:  # in the midst of the next part
+        because = "it took too long" if code is None else f"its process ended with exit code {code}"
+        missed += [NotChecked(what, because) for what in _PARTS[len(parts) :]]
+    return TaskFacts(world_size=plan.world_size, **fields) if fields else None, missed
 
 
-def _run_probe(connection: Connection, spec: str) -> None:
+def _run_probe(file: IO[str], spec: str) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked ends this one
     sys.stdout = sys.stderr  # standard output is for the report, which may be JSON
     os.dup2(2, 1)  # also for what is not Python
-    _send_facts(connection.send, spec)
-    connection.close()
+
+    def send(kind: str, value: Any) -> None:
+        print(json.dumps([kind, value]), file=file, flush=True)
+
+    _send_facts(send, spec)
 
 
-def _send_facts(send: Callable[[Any], None], spec: str) -> None:
+def _send_facts(send: Callable[[str, Any], None], spec: str) -> None:
     """Send the facts of `_PARTS`, or why there are none. Runs the user's code."""
     try:
         task = load_task(spec)
     except ConfigurationError as error:
-        send(("absent" if error.__cause__ is None else "failed", str(error)))
+        send("absent" if error.__cause__ is None else "failed", str(error))
         return
-    send(("facts", {"name": task.name, "global_batch_size": task.global_batch_size, "drop_last": task.drop_last}))
+    send("facts", {"name": task.name, "global_batch_size": task.global_batch_size, "drop_last": task.drop_last})
     for facts_of in (_model_facts, _data_facts):
         try:
-            send(("facts", facts_of(task)))
+            send("facts", facts_of(task))
         except Exception as error:
             first = (str(error) or "no message").splitlines()[0]
-            send(("missed", first if isinstance(error, ConfigurationError) else f"{type(error).__name__}: {first}"))
+            send("missed", first if isinstance(error, ConfigurationError) else f"{type(error).__name__}: {first}")
 
 
 def _model_facts(task: Task) -> dict[str, Any]:
     try:
-        with torch.device("meta"):
+        with torch.device("meta"):  # no memory: the model may be larger than this machine
             model = build_model(task)
     except Exception:  # it reads the values of its weights, so it must have some
         model = build_model(task)
-    names = tuple(
+    names = [
         name or type(module).__name__
         for name, module in model.named_modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm)
         and not type(module).__name__.endswith("SyncBatchNorm")  # torch's or ours
-    )
+    ]
     return {
         "batchnorms": names,
         "weight_bytes": sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
