@@ -34,15 +34,7 @@ from lockstep.data.loader import LoadOptions
 from lockstep.errors import ConfigurationError, LaunchTimeout, LockstepError
 from lockstep.launcher.api import launch_with
 from lockstep.study.common import MIB, Spread, Table, load, log, paired_ratio, peak_bytes, reset_peak
-from lockstep.study.compare.benchmark import (
-    choose_steps,
-    devices_for,
-    order_of_round,
-    split_layers,
-    start_together,
-    threads_of,
-    time_steps,
-)
+from lockstep.study.compare import benchmark
 from lockstep.telemetry.resources import free_and_total_bytes
 from lockstep.train.plan import PER_PROCESS, check_batch, check_gpus
 from lockstep.train.settings import FitSettings, toml_line
@@ -179,13 +171,13 @@ class Request:
 
     def threads(self, settings: FitSettings) -> int:
         """Return the threads of one process, as a run with these settings has them."""
-        return threads_of(settings.strategy, self.num_cores, self.num_devices)
+        return benchmark.threads_of(settings.strategy, self.num_cores, self.num_devices)
 
     def trainer(self, settings: FitSettings, world: World) -> Trainer:
         """Return what trains the task for as long as it is asked to. Collective per strategy."""
         task = replace(load(self.task), eval_dataset=None, metrics=None, after=None)
         endless = replace(settings, epochs=None, steps=_MANY_STEPS)
-        devices = devices_for(settings.strategy, world, self.num_devices)
+        devices = benchmark.devices_for(settings.strategy, world, self.num_devices)
         return Trainer(task, endless, world, strategy=settings.strategy, devices=devices)
 
 
@@ -324,13 +316,13 @@ def probe(request: Request, base: FitSettings, sizes: Sequence[int], file: str) 
                 settings = replace(base, accumulate=1, workers=0, prefetch=None, global_batch_size=batch)
             reset_peak()
             with contextlib.closing(request.trainer(settings, world)) as trainer:
-                seconds, records = time_steps(trainer, _NUM_PROBED)
+                seconds, records = benchmark.time_steps(trainer, _NUM_PROBED)
                 model = trainer.model
             peak = torch.cuda.max_memory_allocated(world.device) if request.on_cuda else peak_bytes() - before_bytes
             known = Known(
                 largest=size or None,
                 largest_bytes=max(0, peak),
-                layers=split_layers(model),
+                layers=benchmark.split_layers(model),
                 gradient_bytes=sum(weight.nbytes for weight in model.parameters() if weight.requires_grad),
                 wait_share=records[-1].times.data_wait_s * _NUM_PROBED / seconds,
             )
@@ -367,7 +359,7 @@ def rounds_of(world: World, request: Request, entrants: dict[str, FitSettings], 
         running = list(entrants)
         while running:
             rounds.append({})
-            for name in order_of_round(running, len(rounds) - 1):
+            for name in benchmark.order_of_round(running, len(rounds) - 1):
                 seconds = takers[name].run_turn()
                 if seconds is not None:
                     rounds[-1][name] = seconds
@@ -388,14 +380,14 @@ class _TurnTaker:
         step_s = 1.0
         if self._start():
             self._trainer = request.trainer(settings, world)
-            step_s = median([time_steps(self._trainer, 1)[0] for _ in range(_NUM_WARMUP)][1:])
+            step_s = median([benchmark.time_steps(self._trainer, 1)[0] for _ in range(_NUM_WARMUP)][1:])
             self._rest(self._trainer)
         turn_s = min(0.5, max(0.03, request.seconds / 600))  # half a second, if there are five minutes
-        chosen = choose_steps([step_s], turn_s=turn_s, longest_s=10 * turn_s, fewest=2)
+        chosen = benchmark.choose_steps([step_s], turn_s=turn_s, longest_s=10 * turn_s, fewest=2)
         self._num_steps = int(broadcast_object(chosen, group=world.group, device=world.device))
 
     def _start(self) -> bool:
-        return start_together(self._settings.strategy, self._num_threads, self._world)
+        return benchmark.start_together(self._settings.strategy, self._num_threads, self._world)
 
     def run_turn(self) -> float | None:
         """Train some steps; return the seconds for each sample, nothing if this rank takes no part."""
@@ -403,10 +395,10 @@ class _TurnTaker:
         if self._start() and self._trainer is not None and self._settings.workers:
             # Use up what loader processes have loaded ahead while they had time: nobody measures that.
             ahead = self._settings.workers * (self._settings.prefetch or LoadOptions.ahead)
-            time_steps(self._trainer, math.ceil(ahead / self._settings.accumulate) + 1)
+            benchmark.time_steps(self._trainer, math.ceil(ahead / self._settings.accumulate) + 1)
         if not self._start() or self._trainer is None:
             return None
-        seconds, records = time_steps(self._trainer, self._num_steps)
+        seconds, records = benchmark.time_steps(self._trainer, self._num_steps)
         self._rest(self._trainer)
         return seconds / sum(record.num_samples for record in records)
 

@@ -2,51 +2,32 @@
 
 from html import escape
 
+from lockstep.study import drawing
 from lockstep.study.compare.comparison import Comparison, footnotes, number, tables, title
 from lockstep.study.compare.verdict import Verdict
-from lockstep.study.drawing import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    SKY,
-    TEXT,
-    VERMILION,
-    Plot,
-    drawing_style,
-    figure,
-    finish_plot,
-    html_page,
-    html_table,
-    items,
-    label_rows,
-    make_axes,
-    stacked_bars,
-)
 from lockstep.telemetry.provenance import Provenance
 
 STYLES = {
-    "single": (ORANGE, "-"),
-    "torch-dp": (PURPLE, ":"),
-    "dp": (VERMILION, "-."),
-    "torch-ddp": (SKY, "--"),
-    "ddp": (BLUE, "-"),
-    "ddp-zero1": (GREEN, (0, (3, 1, 1, 1))),
+    "single": (drawing.ORANGE, "-"),
+    "torch-dp": (drawing.PURPLE, ":"),
+    "dp": (drawing.VERMILION, "-."),
+    "torch-ddp": (drawing.SKY, "--"),
+    "ddp": (drawing.BLUE, "-"),
+    "ddp-zero1": (drawing.GREEN, (0, (3, 1, 1, 1))),
 }
 """By strategy, its colour and dashes."""
 
 PARTS = {
-    "data wait": (PURPLE, ""),
-    "forward": (SKY, ""),
-    "backward": (BLUE, ""),
-    "exposed comm.": (VERMILION, "////"),
-    "optimizer": (GREEN, ""),
-    "other": (GREY, ""),
+    "data wait": (drawing.PURPLE, ""),
+    "forward": (drawing.SKY, ""),
+    "backward": (drawing.BLUE, ""),
+    "exposed comm.": (drawing.VERMILION, "////"),
+    "optimizer": (drawing.GREEN, ""),
+    "other": (drawing.GREY, ""),
 }
 
 
-def draw(comparison: Comparison) -> tuple[Plot, ...]:
+def draw(comparison: Comparison) -> tuple[drawing.Plot, ...]:
     """Draw all plots.
 
     Raises:
@@ -57,29 +38,29 @@ def draw(comparison: Comparison) -> tuple[Plot, ...]:
         step = candidate.step
         seconds = (step.data_wait_s, step.forward_s, step.backward_s, step.exposed_s, step.optimizer_s, step.other_s)
         rows[candidate.strategy] = dict(zip(PARTS, seconds, strict=True))
-    with drawing_style():
-        steps = stacked_bars("Where the step goes", "milliseconds per step", rows, PARTS, "")
+    with drawing.drawing_style():
+        steps = drawing.stacked_bars("Where the step goes", "milliseconds per step", rows, PARTS, "")
         return _throughput(comparison), steps, _loss(comparison)
 
 
-def _throughput(comparison: Comparison) -> Plot:
-    figure, axes = make_axes(0.8 + 0.36 * len(comparison.contenders), grid="x")
+def _throughput(comparison: Comparison) -> drawing.Plot:
+    figure, axes = drawing.make_axes(0.8 + 0.36 * len(comparison.contenders), grid="x")
     words = []
     for row, candidate in enumerate(comparison.contenders):
         name, rate = candidate.strategy, candidate.samples_per_s
         reach = [[rate.median - rate.low], [rate.high - rate.median]]
-        axes.barh(row, rate.median, xerr=reach, color=STYLES[name][0], ecolor=TEXT, capsize=3, height=0.6)
+        axes.barh(row, rate.median, xerr=reach, color=STYLES[name][0], ecolor=drawing.TEXT, capsize=3, height=0.6)
         beside = {"va": "center", "xytext": (3, 0), "textcoords": "offset points"}
         axes.annotate(f" {number(rate.median)}", (rate.high, row), **beside)
         words.append(f"{name} {number(rate.median)} ({number(rate.low)} to {number(rate.high)})")
     axes.margins(x=0.2)
-    label_rows(axes, [candidate.strategy for candidate in comparison.contenders])
+    drawing.label_rows(axes, [candidate.strategy for candidate in comparison.contenders])
     axes.set_xlabel("samples per second, with spread")
-    return finish_plot("Throughput", f"Bars of samples per second: {'; '.join(words)}.", figure)
+    return drawing.finish_plot("Throughput", f"Bars of samples per second: {'; '.join(words)}.", figure)
 
 
-def _loss(comparison: Comparison) -> Plot:
-    figure, axes = make_axes(2.8, grid="y")
+def _loss(comparison: Comparison) -> drawing.Plot:
+    figure, axes = drawing.make_axes(2.8, grid="y")
     words = []
     for index, candidate in enumerate(comparison.contenders):
         colour, dashes = STYLES[candidate.strategy]
@@ -93,7 +74,7 @@ def _loss(comparison: Comparison) -> Plot:
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss of the global batch")
     axes.legend()
-    return finish_plot("Loss", f"Curves of the loss over the steps: {'; '.join(words)}.", figure)
+    return drawing.finish_plot("Loss", f"Curves of the loss over the steps: {'; '.join(words)}.", figure)
 
 
 def render(comparison: Comparison, verdict: Verdict, provenance: Provenance) -> str:
@@ -110,18 +91,18 @@ def render(comparison: Comparison, verdict: Verdict, provenance: Provenance) -> 
     body = f"""<main>
 <h1>{escape(heading)}</h1>
 <p class="soft">{escape(title(comparison))}</p>
-<ul class="verdict">{items(verdict.sentences)}</ul>
+<ul class="verdict">{drawing.items(verdict.sentences)}</ul>
 <div class="plots">
-{"".join(figure(plot) for plot in draw(comparison))}
+{"".join(drawing.figure(plot) for plot in draw(comparison))}
 </div>
 <h2>Figures</h2>
-{html_table(speeds)}
+{drawing.html_table(speeds)}
 <h2>{escape(steps.title)}</h2>
-{html_table(steps)}
+{drawing.html_table(steps)}
 {notes}
 <footer>
 <p><code>{escape(setup.command)}</code></p>
 <p>{facts}</p>
 </footer>
 </main>"""
-    return html_page(f"{setup.task} on {setup.num_devices} {setup.device}: lockstep compare", body)
+    return drawing.html_page(f"{setup.task} on {setup.num_devices} {setup.device}: lockstep compare", body)

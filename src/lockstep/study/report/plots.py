@@ -11,22 +11,7 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
-from lockstep.study.drawing import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    SKY,
-    TEXT,
-    VERMILION,
-    Plot,
-    finish_plot,
-    label_rows,
-    legend_above,
-    make_axes,
-    stacked_bars,
-)
+from lockstep.study import drawing
 from lockstep.study.report.figures import Parts, Window
 from lockstep.study.report.run_reader import Step
 from lockstep.study.report.view import BaselineComparison, View
@@ -37,23 +22,23 @@ MOST_ROWS = 16
 MOST_POINTS = 240
 
 PARTS = {
-    "data wait": (PURPLE, ""),
-    "forward": (SKY, ""),
-    "backward": (BLUE, ""),
-    "exchange": (VERMILION, "////"),
-    "waits for ranks": (ORANGE, "...."),
-    "optimizer": (GREEN, ""),
-    "other": (GREY, ""),
+    "data wait": (drawing.PURPLE, ""),
+    "forward": (drawing.SKY, ""),
+    "backward": (drawing.BLUE, ""),
+    "exchange": (drawing.VERMILION, "////"),
+    "waits for ranks": (drawing.ORANGE, "...."),
+    "optimizer": (drawing.GREEN, ""),
+    "other": (drawing.GREY, ""),
 }
 """By field of `Parts`, in its order: in words, colour and hatch."""
 
 MARKERS = "s^XPvDod*x"
 """One a kind of event, as colours alone are hard to tell apart."""
 
-COLOURS = (BLUE, GREEN, VERMILION, SKY, PURPLE, ORANGE)
+COLOURS = (drawing.BLUE, drawing.GREEN, drawing.VERMILION, drawing.SKY, drawing.PURPLE, drawing.ORANGE)
 
 
-def draw(view: View, baseline: BaselineComparison | None = None) -> list[Plot]:
+def draw(view: View, baseline: BaselineComparison | None = None) -> list[drawing.Plot]:
     """Return the drawings that there are figures for."""
     plots = [
         _parts(view),
@@ -81,7 +66,7 @@ def by_words(parts: Parts) -> dict[str, float]:
     return dict(zip(PARTS, asdict(parts).values(), strict=True))
 
 
-def _parts(view: View) -> Plot | None:
+def _parts(view: View) -> drawing.Plot | None:
     if view.figures is None:
         return None
     rows = {f"rank {rank}": by_words(view.figures.by_rank[rank]) for rank in shown_ranks(view)}
@@ -89,7 +74,7 @@ def _parts(view: View) -> Plot | None:
     if len(rows) > 1:
         rows = {"critical": by_words(view.figures.critical), **rows}
         note = "The bar on top is the work that the others waited for: what shortens it shortens the step."
-    return stacked_bars("Where the time of a step goes", "milliseconds per step, mean", rows, PARTS, note)
+    return drawing.stacked_bars("Where the time of a step goes", "milliseconds per step, mean", rows, PARTS, note)
 
 
 def _binned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -99,14 +84,14 @@ def _binned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return [(fmean(x for x, _ in piece), fmean(y for _, y in piece)) for piece in pieces]
 
 
-def _throughput(view: View) -> Plot | None:
+def _throughput(view: View) -> drawing.Plot | None:
     steps = view.run.zero.steps
     if view.figures is None or not steps:
         return None
-    figure, axes = make_axes(3.1, grid="y")
+    figure, axes = drawing.make_axes(3.1, grid="y")
     zero = steps[0].time
     line = _binned([(step.time - zero, step.samples / (step.lasted_s or math.nan)) for step in steps[1:] or steps])
-    axes.plot(*zip(*line, strict=True), color=BLUE, linewidth=1.4)
+    axes.plot(*zip(*line, strict=True), color=drawing.BLUE, linewidth=1.4)
     # Events are a row of marks for each kind, above the curve and outside of it.
     high = max((value for _, value in line if math.isfinite(value)), default=1.0)
     marked: dict[str, list[float]] = {}
@@ -122,20 +107,22 @@ def _throughput(view: View) -> Plot | None:
     axes.set_xlabel("seconds since the first step")
     axes.set_ylabel("samples per second")
     if marked:
-        legend_above(axes, 3)
+        drawing.legend_above(axes, 3)
     events = ", ".join(f"{len(times)} x {kind}" for kind, times in marked.items()) or "no events"
     alt = f"Curve of samples per second: {view.figures.samples_per_s:,.0f} on average; {events}."
-    return finish_plot("Throughput and events", alt, figure)
+    return drawing.finish_plot("Throughput and events", alt, figure)
 
 
 def _curve(
     view: View, baseline: BaselineComparison | None, heading: str, label: str, read: Callable[[Step], float | None]
-) -> Plot | None:
+) -> drawing.Plot | None:
     """Draw a figure over the steps, and the baseline's if there is one; None if it never changed."""
     views = {"this run": view} if baseline is None else {"this run": view, baseline.name: baseline.view}
-    figure, axes = make_axes(2.8 if heading == "Loss" else 2.0, grid="y")
+    figure, axes = drawing.make_axes(2.8 if heading == "Loss" else 2.0, grid="y")
     words = []
-    for (name, each), (colour, dashes) in zip(views.items(), ((BLUE, "-"), (VERMILION, "--")), strict=False):
+    for (name, each), (colour, dashes) in zip(
+        views.items(), ((drawing.BLUE, "-"), (drawing.VERMILION, "--")), strict=False
+    ):
         points = [(step.step + 1.0, value) for step in each.run.zero.steps if (value := read(step)) is not None]
         known = [(value, step) for step, value in points if math.isfinite(value)]
         if len(set(known)) < 1 or (min(known)[0] == max(known)[0] and heading != "Loss"):
@@ -154,17 +141,17 @@ def _curve(
     if len(words) > 1:
         axes.legend()
     alt = f"Curve of the {heading.lower()} over the steps: {'; '.join(words)}."
-    return finish_plot(heading, alt, figure, baseline.loss_note if baseline is not None else "")
+    return drawing.finish_plot(heading, alt, figure, baseline.loss_note if baseline is not None else "")
 
 
 # The timeline as a drawing: a lane for what each rank did, one for its buckets, and the critical path.
 
 PHASES = {
-    "data_wait": ("data wait", PURPLE),
-    "forward": ("forward", SKY),
-    "backward": ("backward", BLUE),
-    "waiting": ("waits for gradients", VERMILION),
-    "optimizer": ("optimizer", GREEN),
+    "data_wait": ("data wait", drawing.PURPLE),
+    "forward": ("forward", drawing.SKY),
+    "backward": ("backward", drawing.BLUE),
+    "waiting": ("waits for gradients", drawing.VERMILION),
+    "optimizer": ("optimizer", drawing.GREEN),
 }
 
 NOTE = (
@@ -176,25 +163,25 @@ _INCHES_WIDE = 9.6
 _MOST_RANKS = 8
 
 
-def draw_timeline(view: View) -> Plot | None:
+def draw_timeline(view: View) -> drawing.Plot | None:
     """Return the drawing; None if no step has a timeline of every rank."""
     window = view.window
     if window is None:
         return None
     ranks = sorted({*shown_ranks(view, _MOST_RANKS), *(bar.rank for bar in window.critical)})
     rows = {rank: place for place, rank in enumerate(ranks)}
-    figure, axes = make_axes(1.3 + 0.62 * len(ranks), grid="x", inches_wide=_INCHES_WIDE)
+    figure, axes = drawing.make_axes(1.3 + 0.62 * len(ranks), grid="x", inches_wide=_INCHES_WIDE)
     _draw_bars(axes, window, rows)
     _draw_buckets(axes, window, rows)
     _draw_critical(axes, window, rows)
-    label_rows(axes, [f"rank {rank}" for rank in ranks])
+    drawing.label_rows(axes, [f"rank {rank}" for rank in ranks])
     axes.set_ylim(len(ranks) - 0.45, -0.55)
     axes.set_xlim(0, window.end_s * 1e3 or 1.0)
     axes.set_xlabel("milliseconds")
-    legend_above(axes, 7, -0.01)
+    drawing.legend_above(axes, 7, -0.01)
     first, last = window.steps[0] + 1, window.steps[-1] + 1
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    return finish_plot(f"Timeline of {steps}", _in_words(window), figure, NOTE)
+    return drawing.finish_plot(f"Timeline of {steps}", _in_words(window), figure, NOTE)
 
 
 def _in_words(window: Window) -> str:
@@ -210,7 +197,7 @@ def _in_words(window: Window) -> str:
 def _draw_bars(axes: Any, window: Window, rows: dict[int, int]) -> None:
     for phase, (label, colour) in PHASES.items():
         hatch = "////" if phase == "waiting" else ""
-        look = {"facecolors": colour, "edgecolor": TEXT, "linewidth": 0.4, "hatch": hatch}
+        look = {"facecolors": colour, "edgecolor": drawing.TEXT, "linewidth": 0.4, "hatch": hatch}
         for rank, row in rows.items():
             bars = [bar for bar in window.bars if bar.rank == rank and bar.phase == phase]
             if bars:
@@ -226,9 +213,9 @@ def _draw_buckets(axes: Any, window: Window, rows: dict[int, int]) -> None:
             # Three levels in turn, since buckets that follow each other overlap in time.
             level = rows[rank] + 0.1 + 0.09 * (bucket.number % 3)
             ready_ms, sent_ms, done_ms = bucket.ready_s * 1e3, bucket.sent_s * 1e3, bucket.done_s * 1e3
-            axes.plot([ready_ms, sent_ms], [level, level], color=TEXT, linewidth=1.0, linestyle=":")
-            axes.plot([sent_ms, done_ms], [level, level], color=VERMILION, linewidth=2.4, label=label)
-            axes.plot([ready_ms], [level], "|", color=TEXT, markersize=5)
+            axes.plot([ready_ms, sent_ms], [level, level], color=drawing.TEXT, linewidth=1.0, linestyle=":")
+            axes.plot([sent_ms, done_ms], [level, level], color=drawing.VERMILION, linewidth=2.4, label=label)
+            axes.plot([ready_ms], [level], "|", color=drawing.TEXT, markersize=5)
             label = ""
 
 
@@ -236,4 +223,4 @@ def _draw_critical(axes: Any, window: Window, rows: dict[int, int]) -> None:
     # One line: where the rank changes between two steps, it goes down or up to the other one.
     times = [moment * 1e3 for bar in window.critical for moment in (bar.begin_s, bar.end_s)]
     levels = [rows[bar.rank] - 0.43 for bar in window.critical for _ in range(2)]
-    axes.plot(times, levels, color=TEXT, linewidth=2.2, label="critical path")
+    axes.plot(times, levels, color=drawing.TEXT, linewidth=2.2, label="critical path")

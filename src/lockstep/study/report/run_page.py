@@ -146,7 +146,6 @@ def about_tables(view: View, baseline: BaselineComparison | None) -> list[Table]
     for heading, facts in (
         ("Settings", [_plain(each.run.settings) for each in views]),
         ("Machine and versions", [_machine_facts(each) for each in views]),
-        ("Ranks", [_ranks(each) for each in views]),
     ):
         names = dict.fromkeys(name for each in facts for name in each)
         rows = [[name, *(each.get(name, "") for each in facts)] for name in names]
@@ -208,9 +207,13 @@ def _events(view: View) -> Table:
     return Table(f"Events{left_out}", columns, rows)
 
 
-def _plain(settings: dict[str, Any]) -> dict[str, str]:
-    """Return settings as texts; those that were left at nothing are left out."""
-    return {str(name): _text(value) for name, value in settings.items() if value is not None}
+def _plain(values: dict[str, Any]) -> dict[str, str]:
+    """Return values as texts; what is not known, or was left at nothing, is left out."""
+    return {
+        str(name): value if isinstance(value, str) else json.dumps(value)
+        for name, value in values.items()
+        if value is not None
+    }
 
 
 def _machine_facts(view: View) -> dict[str, str]:
@@ -224,14 +227,5 @@ def _machine_facts(view: View) -> dict[str, str]:
                 found |= {f"{name}{suffix}": value for name, value in facts.items()}
     for name in ("backend", "global_batch_size", "num_parameters", "gradient_bytes", "workers", "num_restarts"):
         found[name.replace("_", " ")] = view.run.last.get(name)
+    found |= {f"rank {rank}": f"{each.device} on {each.host}" for rank, each in sorted(view.run.ranks.items())}
     return _plain(found)
-
-
-def _ranks(view: View) -> dict[str, str]:
-    return {f"rank {rank}": f"{record.device} on {record.host}" for rank, record in sorted(view.run.ranks.items())}
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else json.dumps(value)
