@@ -26,7 +26,7 @@ PARTS = {
     "forward": (drawing.SKY, ""),
     "backward": (drawing.BLUE, ""),
     "exchange": (drawing.VERMILION, "////"),
-    "waits for ranks": (drawing.ORANGE, "...."),
+    "waits for ranks": (drawing.ORANGE, "\\\\\\\\"),  # no dots: their circles alone would be 170 kB
     "optimizer": (drawing.GREEN, ""),
     "other": (drawing.GREY, ""),
 }
