@@ -1,56 +1,13 @@
-"""``lockstep run``: hand the arguments to the launcher; and the flags about what ranks write."""
+"""``lockstep run``: hand the arguments to the launcher."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 import click
 
-from lockstep.launcher.output import LEVELS, LogSettings
 from lockstep.run_folder import hide_secrets
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-_LOG_OPTIONS = (
-    click.option(
-        "--logs",
-        type=click.Choice(("merged", "raw")),
-        default="merged",
-        show_default=True,
-        help="Show one stream of what ranks write, with the rank before what differs, or let all write themselves.",
-    ),
-    click.option(
-        "--log-level",
-        type=click.Choice(tuple(LEVELS)),
-        default="info",
-        show_default=True,
-        help="Show all that ranks write, only what they write to standard error, or none of it but reports.",
-    ),
-    click.option("--log-dir", metavar="DIR", help="Folder for a file rank-N.log of all that each rank writes."),
-)
-
-
-def log_options(function: F) -> F:
-    """Give a command these flags; `take_logs` takes their values."""
-    for option in reversed(_LOG_OPTIONS):
-        function = option(function)
-    return function
-
-
-def take_logs(values: dict[str, Any]) -> LogSettings:
-    """Remove the flags from ``values``, and return what they stand for.
-
-    Raises:
-        ConfigurationError: They do not go together.
-    """
-    logs = LogSettings(
-        folder=values.pop("log_dir"), level=values.pop("log_level"), merges=values.pop("logs") == "merged"
-    )
-    if not logs.merges:
-        logs.refuse_with("--logs raw")
-    return logs
 
 
 @click.command(

@@ -6,15 +6,14 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
 from lockstep.cli import command
-from lockstep.cli.run import log_options, take_logs
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, RankFailed
+from lockstep.launcher.output import LEVELS, LogSettings
 from lockstep.run_folder import hide_secrets
 from lockstep.train.settings import FitSettings, Setting, Settings, merge_settings, read_settings, settings_of
 
@@ -90,28 +89,22 @@ def _option(setting: Setting) -> Callable[[F], F]:
     )
 
 
-class SettingsCommand(click.Command):
-    """A command whose ``--help`` lists the flags by the class that declares them.
+# Headings of ``--help``; a flag is listed under the first class that declares it.
+_SECTIONS = {"How to train": Settings, "On what, and what to keep": FitSettings}
 
-    Args:
-        sections: Heading to dataclass; a flag is listed under the first class that has it.
-    """
 
-    def __init__(self, *args: Any, sections: Mapping[str, type], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._sections = sections
-
+class _TrainCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write one section of flags for each class, and one for the rest."""
+        """Write one section of flags for each class of settings, and one for the rest."""
         options = [parameter for parameter in self.get_params(ctx) if isinstance(parameter, click.Option)]
         records = {option.name: option.get_help_record(ctx) for option in options}
-        names = {heading: [setting.name for setting in settings_of(cls)] for heading, cls in self._sections.items()}
+        names = {heading: [setting.name for setting in settings_of(cls)] for heading, cls in _SECTIONS.items()}
         for heading, those in {**names, "Other": list(records)}.items():
             with formatter.section(heading):
                 formatter.write_dl([record for name in those if (record := records.pop(name, None)) is not None])
 
 
-@command(cls=partial(SettingsCommand, sections={"How to train": Settings, "On what, and what to keep": FitSettings}))
+@command(cls=_TrainCommand)
 @click.argument("task_file", metavar="TASK.py")
 @settings_options(FitSettings)
 @click.option(
@@ -133,7 +126,16 @@ class SettingsCommand(click.Command):
     type=click.Choice(["end", "warn"]),
     help="What follows the report: the job ends with exit code 83, or goes on.",
 )
-@log_options
+@click.option(
+    "--logs", type=click.Choice(("merged", "raw")), default="merged", help="Merge what ranks write, or do not."
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(tuple(LEVELS)),
+    default="info",
+    help="Show all that ranks write, only what they write to standard error, or none of it but reports.",
+)
+@click.option("--log-dir", metavar="DIR", help="Folder for a file rank-N.log of all that each rank writes.")
 def train(
     task_file: str,
     settings_file: str | None,
@@ -141,6 +143,9 @@ def train(
     min_devices: int | None,
     watchdog: float | None,
     watchdog_action: str | None,
+    logs: str,
+    log_level: str,
+    log_dir: str | None,
     **values: Any,
 ) -> int:
     """Train the task of TASK.py: its attribute `task`, or NAME with TASK.py:NAME.
@@ -165,12 +170,14 @@ def train(
       lockstep run --nnodes 2 ... --no-python lockstep train TASK.py
     """
     os.environ.setdefault("LOCKSTEP_COMMAND", hide_secrets(["lockstep", *sys.argv[1:]]))  # for the record of the run
-    logs = take_logs(values)
+    log_settings = LogSettings(folder=log_dir, level=log_level, merges=logs == "merged")
+    if not log_settings.merges:
+        log_settings.refuse_with("--logs raw")
     settings = settings_from(values, settings_file)
-    if not _starts_ranks(settings, even_one=max_restarts > 0 or bool(logs.flags)):
-        if logs.flags:
+    if not _starts_ranks(settings, even_one=max_restarts > 0 or bool(log_settings.flags)):
+        if log_settings.flags:
             raise ConfigurationError(
-                f"{' and '.join(logs.flags)} is for ranks that this command starts, and it starts none.\n"
+                f"{' and '.join(log_settings.flags)} is for ranks that this command starts, and it starts none.\n"
                 f"Give it to the command that does; the output of strategy {settings.strategy} in one process can be "
                 "redirected."
             )
@@ -187,7 +194,7 @@ def train(
             devices=num_ranks,
             max_restarts=max_restarts,
             min_ranks=min_devices,
-            logs=logs,
+            logs=log_settings,
             policy=watchdog_policy(watchdog, watchdog_action),
         )
     except RankFailed as error:
