@@ -5,7 +5,7 @@ import os
 import pytest
 
 from lockstep.telemetry import resources
-from lockstep.telemetry.resources import DeviceMemory, Resources
+from lockstep.telemetry.resources import Resources
 
 GIB = 2**30
 
@@ -53,7 +53,7 @@ def test_each_rank_has_a_line(machine):
     machine(kills=0, free_gib=9, limit="max", pages=GIB // os.sysconf("SC_PAGE_SIZE"))
     found = Resources()
     assert found.of_each() == ""
-    found.devices[2] = [DeviceMemory("cuda:0", 3 * GIB, 5 * GIB, 79 * GIB)]
+    found.devices[2] = ["3.0 GiB in tensors on cuda:0, of whose 79.0 GiB at most 5.0 GiB were taken"]
     found.update({0: os.getpid(), 2: os.getpid()})
     assert found.of_each() == (
         "Memory of the ranks of this machine, as last seen:\n"

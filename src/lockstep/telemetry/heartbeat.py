@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from lockstep import activity
 from lockstep.activity import name_of_bucket, one_line
 from lockstep.run_folder import HEARTBEAT, STACKS, STEP, rank_file, read_object, replace_file
+from lockstep.telemetry.rank_state import STOPPED, format_bytes, process_state
 
 # Above SIGRTMIN: the signal at which a rank writes its stacks; programs use SIGUSR1 and SIGUSR2 themselves.
 STACKS_SIGNAL_OFFSET = 11
@@ -93,7 +94,7 @@ class Heartbeat:
         self._recorded_after_ns = _RECORDED_AFTER * patience_s * 1e9
         self._last: tuple[Any, ...] = ()
         self._moved_at_ns = time.monotonic_ns()
-        self._devices: list[tuple[str, int, int, int]] = []
+        self._devices: list[str] = []
         self._recorded_call: str | None = None
         self._pid = os.getpid()
         self._writing = threading.Lock()
@@ -176,8 +177,6 @@ def _end_stopped_children() -> None:
     that SIGSTOP holds does not act on SIGTERM, so the rank would never end. Registered after that handler, this one
     runs before it.
     """
-    from lockstep.telemetry.rank_state import STOPPED, process_state
-
     for child in imported("multiprocessing").active_children():
         if child.daemon and process_state(child.pid)[0] in STOPPED:
             child.kill()
@@ -236,11 +235,8 @@ def _frames(frame: FrameType | None) -> list[tuple[str, int, str]]:
     return found
 
 
-def device_memory() -> list[tuple[str, int, int, int]]:
-    """Return for each GPU in use its name and the bytes in tensors, taken at most, and there; see `DeviceMemory`.
-
-    By the figures of torch's allocator: no call of the driver, none waits.
-    """
+def device_memory() -> list[str]:
+    """Return what is held on each GPU in use, by torch's allocator: the driver is not called, and nothing waits."""
     cuda = imported("torch.cuda")
     found = []
     if getattr(cuda, "_initialized", False):
@@ -249,8 +245,9 @@ def device_memory() -> list[tuple[str, int, int, int]]:
                 stats: Any = cuda.memory_stats_as_nested_dict(index)
                 taken = stats["reserved_bytes"]["all"]["peak"] if stats else 0
                 if taken:
-                    held = stats["allocated_bytes"]["all"]["current"]
-                    found.append((f"cuda:{index}", held, taken, cuda.get_device_properties(index).total_memory))
+                    sizes = (stats["allocated_bytes"]["all"]["current"], cuda.get_device_properties(index).total_memory)
+                    held, total, peak = map(format_bytes, (*sizes, taken))
+                    found.append(f"{held} in tensors on cuda:{index}, of whose {total} at most {peak} were taken")
     return found
 
 

@@ -195,7 +195,7 @@ BUCKET_METRICS = tuple(_metrics_of(BucketFigures, "bucket/{bucket}_"))
 
 @dataclass(frozen=True, kw_only=True)
 class EventFigures:
-    """Something that happened, on rank zero unless ``rank`` says otherwise.
+    """Something that happened, on rank zero.
 
     Attributes:
         event: Which of ``EVENTS`` in lockstep.telemetry.run_record.
@@ -203,7 +203,6 @@ class EventFigures:
         time: Unix time.
         seconds: How long training stood still for it, if it did.
         text: What happened, in words.
-        rank: Which rank reported it.
         metrics: What an evaluation found, by name; None for other events.
     """
 
@@ -212,7 +211,6 @@ class EventFigures:
     time: float
     seconds: float | None
     text: str
-    rank: int = 0
     metrics: Mapping[str, float] | None = None
 
 

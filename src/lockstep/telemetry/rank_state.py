@@ -159,6 +159,11 @@ def _counted(path: str, *names: str) -> int:
     return 0
 
 
+def format_bytes(num_bytes: int) -> str:
+    """Return a size in GiB or MiB."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:.0f} MiB"
+
+
 # --- what its heartbeat shows -----------------------------------------------------------------------------------------
 
 Frames = Sequence[Sequence[str | int]]

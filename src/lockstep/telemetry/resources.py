@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from lockstep.env import group_folders
-from lockstep.telemetry.rank_state import process_tree
+from lockstep.telemetry.rank_state import format_bytes, process_tree
 
 # --- in the launcher: memory of this machine and its ranks, for when one is killed ------------------------------------
 
@@ -30,29 +30,6 @@ PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 
 
-@dataclass(frozen=True)
-class DeviceMemory:
-    """What a process holds on one device, by its allocator.
-
-    Attributes:
-        device: Such as ``cuda:0``.
-        tensor_bytes: In tensors.
-        peak_bytes: The most that was taken from the device.
-        total_bytes: What the device has.
-    """
-
-    device: str
-    tensor_bytes: int
-    peak_bytes: int
-    total_bytes: int
-
-    @property
-    def words(self) -> str:
-        """Say it."""
-        in_tensors, peak, total = (_gib(size) for size in (self.tensor_bytes, self.peak_bytes, self.total_bytes))
-        return f"{in_tensors} in tensors on {self.device}, of whose {total} at most {peak} were taken"
-
-
 @dataclass
 class Resources:
     """What was seen of memory so far; updated now and then, as the figures are gone with the ranks.
@@ -60,7 +37,7 @@ class Resources:
     Attributes:
         rank_bytes: By rank, the memory that it and its processes held when last seen.
         peak_bytes: By rank, the most that was seen.
-        devices: By rank, what is in its heartbeat of its devices.
+        devices: By rank, what its heartbeat has of its devices, a sentence each.
         least_free_bytes: The least free memory that was seen on the machine, or in the container.
         total_bytes: How much there is.
         shm_total_bytes: The size of /dev/shm.
@@ -69,7 +46,7 @@ class Resources:
 
     rank_bytes: dict[int, int] = field(default_factory=dict)
     peak_bytes: dict[int, int] = field(default_factory=dict)
-    devices: dict[int, list[DeviceMemory]] = field(default_factory=dict)
+    devices: dict[int, list[str]] = field(default_factory=dict)
     least_free_bytes: int | None = None
     total_bytes: int = 0
     shm_total_bytes: int = 0
@@ -105,10 +82,12 @@ class Resources:
         """Return a sentence with the figures of memory; empty if nothing was seen."""
         if rank not in self.rank_bytes or self.least_free_bytes is None:
             return ""
+        held, peak = format_bytes(self.rank_bytes[rank]), format_bytes(self.peak_bytes[rank])
+        free, total = format_bytes(self.least_free_bytes), format_bytes(self.total_bytes)
         return (
-            f"Memory, as last seen: rank {rank} {_gib(self.rank_bytes[rank])} (at most {_gib(self.peak_bytes[rank])}), "
-            f"all ranks of this machine {_gib(sum(self.rank_bytes.values()))}; "
-            f"at the worst, {_gib(self.least_free_bytes)} of {_gib(self.total_bytes)} were free."
+            f"Memory, as last seen: rank {rank} {held} (at most {peak}), "
+            f"all ranks of this machine {format_bytes(sum(self.rank_bytes.values()))}; "
+            f"at the worst, {free} of {total} were free."
         )
 
     def of_each(self) -> str:
@@ -117,16 +96,16 @@ class Resources:
             return ""
         lines = [OF_EACH]
         for rank, held in sorted(self.rank_bytes.items()):
-            on_host = f"{_gib(held)} on the host (at most {_gib(self.peak_bytes[rank])})"
-            lines.append(f"rank {rank}: {'; '.join([*(each.words for each in self.devices.get(rank, [])), on_host])}")
-        free, total = _gib(self.least_free_bytes), _gib(self.total_bytes)
+            on_host = f"{format_bytes(held)} on the host (at most {format_bytes(self.peak_bytes[rank])})"
+            lines.append(f"rank {rank}: {'; '.join([*self.devices.get(rank, []), on_host])}")
+        free, total = format_bytes(self.least_free_bytes), format_bytes(self.total_bytes)
         return "\n".join([*lines, f"At the worst, {free} of the host's {total} were free."])
 
     def of_shm(self) -> str:
         """Return a sentence with the figures of shared memory; empty if nothing was seen."""
         if self.shm_least_free_bytes is None:
             return ""
-        free, total = _gib(self.shm_least_free_bytes), _gib(self.shm_total_bytes)
+        free, total = format_bytes(self.shm_least_free_bytes), format_bytes(self.shm_total_bytes)
         return f"Of /dev/shm, {free} of {total} were free at the worst that was seen."
 
 
@@ -180,10 +159,6 @@ def _entry(path: Path, name: str) -> int | None:
             if fields and fields[0] == name:
                 return int(fields[1])
     return None
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:.0f} MiB"
 
 
 # --- in a rank: what its process and devices take ---------------------------------------------------------------------

@@ -140,7 +140,7 @@ def _window(step: int) -> range:
 class StragglerReporter:
     """Reports which ranks are slow, and again only if that gets worse or comes to lie elsewhere."""
 
-    def __init__(self, report: Callable[[str, Straggler], None]) -> None:
+    def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
         self._reported: dict[int, tuple[str, float]] = {}
 
@@ -150,14 +150,14 @@ class StragglerReporter:
             phase, lost_s = self._reported.get(straggler.rank, ("", 0.0))
             if straggler.phase != phase or straggler.lost_s > 2 * lost_s:
                 self._reported[straggler.rank] = straggler.phase, straggler.lost_s
-                self._report(describe(straggler), straggler)
+                self._report(describe(straggler))
 
 
 class PaceKeeper:
     """In the launcher: compares the paces that are in the heartbeats of the ranks."""
 
     def __init__(self, on_slow: Callable[[str], None]) -> None:
-        self._reporter = StragglerReporter(lambda text, _: on_slow(text))
+        self._reporter = StragglerReporter(on_slow)
         self._windows: dict[int, dict[int, Pace]] = {}
         self._judged = -1
 

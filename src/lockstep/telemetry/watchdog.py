@@ -39,7 +39,7 @@ from lockstep.telemetry.rank_state import (
     waits_outside,
     where_of,
 )
-from lockstep.telemetry.resources import DeviceMemory, Resources
+from lockstep.telemetry.resources import Resources
 from lockstep.telemetry.stragglers import PaceKeeper
 
 # --- whether the job hangs --------------------------------------------------------------------------------------------
@@ -245,23 +245,23 @@ def keep_stacks(run_dir: Path, pids: Mapping[int, int]) -> str:
     """
     folder = Path(tempfile.mkdtemp(prefix="lockstep-hang-"))
     files = {rank: rank_file(run_dir, STACKS, rank) for rank in pids}
-    starts = {rank: _size(files[rank]) for rank in pids}
+    starts = {rank: len(_text_of(files[rank])) for rank in pids}
     for pid in pids.values():
         _request_stacks(pid)
     deadline = time.monotonic() + _RANK_S
-    while time.monotonic() < deadline and any(_size(files[rank]) == starts[rank] for rank in pids):
+    while time.monotonic() < deadline and any(len(_text_of(files[rank])) == starts[rank] for rank in pids):
         time.sleep(_PAUSE_S)
     time.sleep(5 * _PAUSE_S)  # those that have begun write on
     for rank, pid in pids.items():
-        text = _read_from(files[rank], starts[rank])
+        text = _text_of(files[rank])[starts[rank] :]
         (folder / f"rank-{rank}.txt").write_text(text or _last_frames(run_dir, rank))
         for child in sorted(set(process_tree(pid)) - {pid}):
-            start, text = _size(files[rank]), ""
+            start, text = len(_text_of(files[rank])), ""
             if process_state(child)[0] in STOPPED:
                 text = _STOPPED_TEXT
             elif _request_stacks(child):
                 time.sleep(_WORKER_S)
-                text = _read_from(files[rank], start)
+                text = _text_of(files[rank])[start:]
             if text:
                 (folder / f"rank-{rank}-process-{child}.txt").write_text(text)
     return str(folder)
@@ -303,15 +303,9 @@ def _request_stacks(pid: int) -> bool:
     return False
 
 
-def _size(path: Path) -> int:
+def _text_of(path: Path) -> str:
     with contextlib.suppress(OSError):
-        return path.stat().st_size
-    return 0
-
-
-def _read_from(path: Path, start: int) -> str:
-    with contextlib.suppress(OSError):
-        return path.read_bytes()[start:].decode(errors="replace")
+        return path.read_text(errors="replace")
     return ""
 
 
@@ -476,7 +470,7 @@ class Watchdog:
                 found.append(RankState(rank, has_left=True, has_trained=_has_trained(heartbeat)))
                 continue
             pids[rank] = pid
-            self._resources.devices[rank] = [DeviceMemory(*each) for each in heartbeat["devices"]]
+            self._resources.devices[rank] = heartbeat["devices"]
             found.append(self._state(rank, heartbeat, is_stopped=state in STOPPED))
             self._pace.take(rank, heartbeat["pace"])
         self._pace.judge(len(pids))

@@ -396,7 +396,7 @@ class SlowRanks:
         group = trainer.group
         self._group = group if group is not None and group.size() > 1 else None
         self._device = trainer.device
-        self._reporter = StragglerReporter(lambda text, _straggler: say(text))
+        self._reporter = StragglerReporter(say)
         self._number = 0
         self._window = next_window(-1)
         self._steps: list[RecordedStep] = []
