@@ -2,7 +2,6 @@
 
 import re
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -70,17 +69,16 @@ COMMANDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    def start(name):
-        folder = tmp_path_factory.mktemp(name)
-        (folder / "task.py").write_text(TASK)
-        (folder / "train.py").write_text(SCRIPT)
-        (folder / "both.py").write_text(BOTH_STRATEGIES)
-        return name, (lockstep(*COMMANDS[name], cwd=folder), folder)
+@pytest.fixture
+def run(tmp_path):
+    """Run one of the commands in a folder of its own; return how it ended and the folder."""
 
-    with ThreadPoolExecutor(2) as pool:
-        return dict(pool.map(start, COMMANDS))
+    def start(name):
+        for file, text in (("task.py", TASK), ("train.py", SCRIPT), ("both.py", BOTH_STRATEGIES)):
+            (tmp_path / file).write_text(text)
+        return lockstep(*COMMANDS[name], cwd=tmp_path), tmp_path
+
+    return start
 
 
 def rows(out):
@@ -102,7 +100,7 @@ def rows(out):
 
 
 @pytest.mark.timeout(300)
-def test_a_run_that_lost_a_rank_ends_in_the_same_weights(done, ranks, tmp_path):
+def test_a_run_that_lost_a_rank_ends_in_the_same_weights(run, ranks):
     def undisturbed(world, folder):
         import runpy
 
@@ -111,7 +109,7 @@ def test_a_run_that_lost_a_rank_ends_in_the_same_weights(done, ranks, tmp_path):
         task = runpy.run_path(f"{folder}/task.py")["task"]
         package.fit(task, steps=20, reproducible=4, export=f"{folder}/whole.safetensors", quiet=True)
 
-    killed, folder = done["killed"]
+    killed, folder = run("killed")
     assert killed.code == 0, killed.err
     ranks(1)(undisturbed, str(folder))
     assert (folder / "w.safetensors").read_bytes() == (folder / "whole.safetensors").read_bytes()
@@ -127,8 +125,8 @@ def test_a_run_that_lost_a_rank_ends_in_the_same_weights(done, ranks, tmp_path):
 
 
 @pytest.mark.timeout(300)
-def test_a_gradient_that_is_not_a_number_is_traced_to_its_rank_under_ddp_and_fsdp(done):
-    nan, _ = done["nan"]
+def test_a_gradient_that_is_not_a_number_is_traced_to_its_rank_under_ddp_and_fsdp(run):
+    nan, _ = run("nan")
     assert nan.code == 0, nan.err
     ddp, fsdp = rows(nan.out)
     assert (ddp[0], ddp[3]) == ("nan:rank=1,step=4 rank 1, step 4", "reported, the run went on")
@@ -138,9 +136,10 @@ def test_a_gradient_that_is_not_a_number_is_traced_to_its_rank_under_ddp_and_fsd
     assert "not finite (epoch 1, step 8): first that of parameter 3.weight." in nan.out
 
 
+@pytest.mark.soak  # the watchdog has tests of its own
 @pytest.mark.timeout(300)
-def test_a_script_with_torchs_ddp_that_hangs(done):
-    hang, _ = done["hang"]
+def test_a_script_with_torchs_ddp_that_hangs(run):
+    hang, _ = run("hang")
     ((injected, _, message, outcome),) = rows(hang.out)
     assert (injected, outcome, hang.code) == (
         "hang:rank=1,step=3,in=loader rank 1, step 3",
@@ -152,8 +151,8 @@ def test_a_script_with_torchs_ddp_that_hangs(done):
 
 
 @pytest.mark.timeout(300)
-def test_a_slow_link_and_a_pause_change_no_weights_and_what_never_strikes_is_a_failure(done):
-    network, _ = done["network"]
+def test_a_slow_link_and_a_pause_change_no_weights_and_what_never_strikes_is_a_failure(run):
+    network, _ = run("network")
     assert network.out.startswith("the same\n")
     slow, drop, late = rows(network.out)
     assert [(row[0].split()[0], row[3]) for row in (slow, drop)] == [
@@ -166,9 +165,10 @@ def test_a_slow_link_and_a_pause_change_no_weights_and_what_never_strikes_is_a_f
     assert "no packet is touched" in network.out
 
 
+@pytest.mark.soak  # and so have checkpoints on a full disk
 @pytest.mark.timeout(300)
-def test_a_full_disk_leaves_the_checkpoint_before(done):
-    disk, folder = done["disk"]
+def test_a_full_disk_leaves_the_checkpoint_before(run):
+    disk, folder = run("disk")
     ((_, _, message, outcome),) = rows(disk.out)
     assert message == "Cannot write the checkpoint CK/step-0000000005: No space left on device."
     assert (outcome, disk.code, disk.err) == ("ended with code 1", 0, "")  # quiet

@@ -51,7 +51,15 @@ def test_a_fault_is_named_in_words_and_in_json(tmp_path, on_pool, capsys):
     assert record["setup"]["steps"] == [0, 5]
 
 
-def test_a_sound_task_ends_with_0():
+def test_a_sound_task_ends_with_0(on_pool, capsys):
+    assert main(["verify", str(FAULTS / "sound.py"), "--devices", "2", "--steps", "2"]) == 0
+    done = capsys.readouterr()
+    assert done.err.splitlines() == ["one process, twice", "2 ranks"]
+    assert "The same training run: 2 ranks train as one process does, over steps 0 and 5" in done.out
+
+
+@pytest.mark.soak
+def test_processes_of_its_own_do_the_same():
     done = run("verify", str(FAULTS / "sound.py"), "--devices", "2", "--steps", "2")
     assert (done.code, done.err.splitlines()) == (0, ["one process, twice", "2 ranks"])
     assert "The same training run: 2 ranks train as one process does, over steps 0 and 5" in done.out

@@ -206,8 +206,6 @@ for _call in (*_CALLS, *_OF_ONE_TENSOR, *_P2P, *_OLD_NAMES):
 CHUNK_BYTES = 2**18
 """How much of a tensor a rank has in the segment at a time: small enough for the processor's cache."""
 
-MIN_CHUNK_BYTES = 2**16
-
 
 def _ring_bytes(size: int) -> int:
     """Return the room of a ring. There is one for each ordered pair: all of a rank together stay as large as one."""
@@ -262,8 +260,10 @@ def _share(store: dist.Store, native: ctypes.CDLL | str, rank: int, size: int) -
         return None, f"it serves up to {MAX_RANKS} ranks"
     segment, objection, offer = None, native if isinstance(native, str) else "", ""
     try:
-        if rank == 0 and not objection:
-            segment, made = _make(native, size)
+        if rank == 0 and not isinstance(native, str):
+            ring_bytes = _ring_bytes(size)
+            segment, made = make_segment(native.lockstep_segment_bytes(size, CHUNK_BYTES, ring_bytes))
+            native.lockstep_format(segment.address, CHUNK_BYTES, ring_bytes)
             offer = made.pack().hex()
     except NoSharedMemory as error:
         objection = str(error)
@@ -283,17 +283,3 @@ def _share(store: dist.Store, native: ctypes.CDLL | str, rank: int, size: int) -
         segment.close_file()
         segment = None
     return segment, objection
-
-
-def _make(native: Any, size: int) -> tuple[Segment, Offer]:
-    """Make and format a segment for ``size`` ranks, with smaller chunks where memory is short."""
-    chunk_bytes, ring_bytes = CHUNK_BYTES, _ring_bytes(size)
-    while True:
-        try:
-            segment, offer = make_segment(native.lockstep_segment_bytes(size, chunk_bytes, ring_bytes))
-            native.lockstep_format(segment.address, chunk_bytes, ring_bytes)
-            return segment, offer
-        except NoSharedMemory:
-            if chunk_bytes <= MIN_CHUNK_BYTES:
-                raise
-            chunk_bytes //= 2

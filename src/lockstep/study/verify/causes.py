@@ -57,7 +57,7 @@ FIXES = {
         "Train with --reproducible {num}: then each part is computed alike on any number of ranks, though not as in "
         "one undivided batch. Or gather what the samples need of each other from all ranks inside the loss."
     ),
-    Cause.RANK: "Take rank and world size out of loss and model: the engine averages over the ranks already.",
+    Cause.RANK: "Take rank and world size out of collate, loss and model: the engine averages over the ranks already.",
     Cause.MODEL: "Build the same model on every rank: do not seed in Task.model, and leave rank and world size out.",
 }
 OWN_PART = (
@@ -390,11 +390,8 @@ def study_ranks(findings: Findings, base: Off, shares: Runs, ranks: Runs, refere
         hidden = compare_with(HIDDEN, "all of that, and rank and world size hidden from the task")
         ours, theirs = ranks[base | EVERYTHING], shares[base | EVERYTHING]
         assert not isinstance(ours, str) and not isinstance(theirs, str)
-        collated, factor = _first_other_batch(ours, theirs), _factor_of_gradients(ours, theirs, tolerance)
-        if collated is not None:
-            evidence = f"From the same samples, a rank makes other batches than one process, from step {collated} on."
-            findings.add(Cause.DATA, evidence)
-        elif factor is not None:
+        factor = _factor_of_gradients(ours, theirs, tolerance)
+        if factor is not None:
             evidence = (
                 "With data, learning rates, weights and random numbers as in one process, the gradient on "
                 f"{len(ours)} ranks is {factor:.4g} times what it should be."
@@ -434,15 +431,6 @@ def _add_values(findings: Findings, base: Off, ranks: Runs, reference: Sequence[
     rate = found.of_kind("learning rate") and alone and alone.of_kind("learning rate")
     if rate:
         findings.add(Cause.RATES, f"The ranks train with another {rate}.")
-
-
-def _first_other_batch(ranks: Sequence[Trace], shares: Sequence[Trace]) -> int | None:
-    """Return the first step in which the loss got another batch, though all samples were the same."""
-    for trace, expected in zip(ranks, shares, strict=True):
-        for ours, theirs in zip(trace.steps, expected.steps, strict=True):
-            if ours.batches != theirs.batches:
-                return ours.step
-    return None
 
 
 def _factor_of_gradients(ranks: Sequence[Trace], shares: Sequence[Trace], tolerance: Tolerance) -> float | None:

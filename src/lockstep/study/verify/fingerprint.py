@@ -107,7 +107,6 @@ class StepTrace:
         loss: Of the global batch.
         rates: Learning rates and the other numbers of the optimizer's groups, that the update used.
         tensors: After the step; the gradients are those that the optimizer got.
-        batches: A digest of each batch that the loss got, as it was collated.
     """
 
     step: int
@@ -115,7 +114,6 @@ class StepTrace:
     loss: float
     rates: dict[str, float]
     tensors: ModelFingerprint
-    batches: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,7 @@ def perform_and_keep(
                 tensors = ModelFingerprint.of(model)
                 if task.gradients is not None:
                     tensors = replace(tensors, gradients=task.gradients)
-                so_far.append(StepTrace(step, digests, loss, rates, tensors, tuple(task.batches)))
+                so_far.append(StepTrace(step, digests, loss, rates, tensors))
         draws = tuple(sorted(sandbox.draws.seen))
         traces = [
             Trace(loop.sizes, start, tuple(so_far), loop.is_stream, draws)

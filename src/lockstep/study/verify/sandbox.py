@@ -186,7 +186,6 @@ class SandboxedTask:
         task: The task, fitted with what is recorded and turned off.
         recorder: Sees what its data set loads.
         rates: Of each update, the options of the optimizer's groups.
-        batches: Digests of what the loss got in this step.
         is_stream: Whether its data set turned out to be one without a length.
         gradients: What the optimizer was called with in this step; it may change them.
     """
@@ -196,7 +195,6 @@ class SandboxedTask:
         self._step = self._num_calls = 0
         self.rates: list[list[dict[str, Any]]] = []
         self.gradients: dict[str, Fingerprint] | None = None
-        self.batches: list[bytes] = []
         self._built: nn.Module | None = None
         self.is_stream = False
         is_given = "data" in sandbox.experiment.off
@@ -213,7 +211,7 @@ class SandboxedTask:
     def begin(self, step: int) -> None:
         """Prepare for ``step``."""
         self._step, self._num_calls, self.recorder.step = step, 0, step
-        self.gradients, self.batches = None, []
+        self.gradients = None
 
     def _dataset(self) -> Any:
         with self._sandbox.rank_view():
@@ -280,7 +278,6 @@ class SandboxedTask:
         # Here and not in the data set, whose samples must be the same bits in all experiments.
         if sandbox.subject.double:
             batch = map_tensors(batch, _to_double)
-        self.batches.append(digest(batch))
         self._set_seed()
         self._num_calls += 1
         if "batchnorm" in off:  # what they would write into their running statistics
