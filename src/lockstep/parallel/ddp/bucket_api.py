@@ -104,7 +104,7 @@ class LocalGradientMonitor:
         if kind is Event.BACKWARD:
             self._totals = []
         elif kind is Event.GATHERED and bucket is not None and not bucket.spec.sparse:
-            # A reduced gradient tells that it is not finite, but not whose fault that is: the part of this rank is
+            # A reduced gradient shows that it is not finite, but not by which rank: the part of this rank is
             # gone by then. One pass over the bucket, whose result stays on the device until it is needed.
             self._totals.append(total(bucket.gradients))
 
@@ -117,7 +117,7 @@ class BucketOptimizer:
     """Steps ``optimizer`` a bucket at a time inside backward; an observer of the reducer.
 
     A parameter's gradient is complete when all that backward computes with the parameter has run, so it may change
-    while backward goes on. Where something else still needs its old value, autograd says so ("modified by an inplace
+    while backward goes on. Where something else still needs its old value, autograd raises ("modified by an inplace
     operation").
 
     Args:
@@ -233,7 +233,7 @@ class BucketApi(TorchCompat):
     def check_gradients(self) -> None:
         """Raise an error that names rank and parameter if a gradient is NaN or infinite.
 
-        Call it between backward and ``optimizer.step()``. From the first call on each bucket is looked at when it
+        Call it between backward and ``optimizer.step()``. From the first call on each bucket is checked when it
         is launched, so the ranks are known in all steps behind the first. Blocks until backward is done.
 
         Collective if a gradient is not finite: every rank.
@@ -263,10 +263,10 @@ class BucketApi(TorchCompat):
         )
 
     def monitor_local_gradients(self) -> Callable[[], bool]:
-        """For `fit`: look at each bucket when it is launched, from now on.
+        """For `fit`: check each bucket when it is launched, from now on.
 
         Returns:
-            What tells whether this rank's part of the last backward was not finite. Blocks.
+            A function: whether this rank's part of the last backward was not finite. Blocks.
         """
         if self._monitor is None:
             self._monitor = LocalGradientMonitor()
@@ -301,7 +301,7 @@ class BucketApi(TorchCompat):
 
         Each synchronised backward then ends with the parameters updated, to the same bits as ``optimizer.step()`` after
         it would, for every optimizer that treats each parameter on its own and draws no random numbers. Gradients
-        stay until they are zeroed. Nothing may look at or change gradients in between: no clipping, no loss scaling.
+        stay until they are zeroed. Nothing may read or change gradients in between: no clipping, no loss scaling.
         ``optimizer.step()`` raises as long as this holds; learning-rate schedulers step after backward as ever.
 
         With weights (`weight`) and with communication hooks all buckets are stepped when backward ends.

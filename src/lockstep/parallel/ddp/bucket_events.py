@@ -172,7 +172,7 @@ class PaceClock:
         step, self._step = self._step, None
         if step is not None:
             step.note(self._device)
-            if len(step.moments) == 4:
+            if len(step.moments) == 4:  # fewer where a backward reached no output of ours, more where one failed
                 self._steps.append(step)
         if ends_window(self._number):
             self._publish()

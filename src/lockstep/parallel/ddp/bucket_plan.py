@@ -50,6 +50,7 @@ def plan_buckets(
         The buckets in the order in which they are launched. Those of deferred parameters come last.
     """
     finished: list[tuple[int, BucketSpec]] = []
+    # By what the members have in common: buckets of several dtypes fill side by side, each kind with all the caps.
     open_buckets: dict[object, list[int]] = defaultdict(list)
     size_bytes: Counter[object] = Counter()
     num_closed: Counter[object] = Counter()

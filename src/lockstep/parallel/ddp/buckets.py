@@ -121,7 +121,7 @@ class DenseBucket(_Members):
         message = self._tail[len(self.parameters) :]
         self.weight_message = message.real if message.is_complex() else message
         # Two tensors for each gradient. What we write through a slot does not move the version counter of its view, so
-        # a counter that moved tells that autograd or the script has changed that gradient in place.
+        # a counter that moved shows that autograd or the script has changed that gradient in place.
         self._slots = cut_views(self.gradients, self.parameters)
         self._views = [slot.data for slot in self._slots]
         self._small_slots = [slot for place, slot in enumerate(self._slots) if place not in self._large]
@@ -243,7 +243,7 @@ class DenseBucket(_Members):
         """Hand the reduced gradients to the parameters that lack one; the others have theirs since `gather`.
 
         Args:
-            num_users: On how many ranks each parameter of the model received a gradient; None: as the tail says.
+            num_users: On how many ranks each parameter of the model received a gradient; None: as in the tail.
         """
         if not self.missing:  # so only a rank that lacks a gradient reads the tail
             return

@@ -46,7 +46,7 @@ class BucketReduction(ABC):
         Args:
             bucket: Holds this rank's gradients.
             alone: This rank has nothing else to do until the bucket is reduced: this may block until then. Does not
-                block otherwise. Other ranks may say otherwise.
+                block otherwise. It may differ between ranks.
         """
 
     @abstractmethod
@@ -74,7 +74,7 @@ class AllReduceMean(BucketReduction):
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._may_block = is_native(group)  # of others only the future is known to tell when they are done
+        self._may_block = is_native(group)  # a group written in Python may return before it is done
 
     @override
     def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
@@ -142,6 +142,7 @@ class CompressedAllReduce(BucketReduction):
     def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
         if not _is_compressible(bucket):
             return all_reduce_async(bucket.payload, group=self._group)
+        # Not the bucket's own memory: the parameters' gradients are views of it, in their own dtype.
         if bucket not in self._buffers:  # a bucket of the first step, or one that this rank made alone
             self._buffers[bucket] = torch.empty_like(bucket.payload, dtype=self._dtype)
         bucket.sent_dtype = self._dtype  # too narrow for a sum of weights, which then follows apart
@@ -177,7 +178,7 @@ class GradBucket:
         return self._bucket.position
 
     def is_last(self) -> bool:
-        """Tell whether this is the last bucket of the step."""
+        """Return whether this is the last bucket of the step."""
         return self._bucket.is_last
 
     def buffer(self) -> Tensor:

@@ -81,7 +81,7 @@ class Event(Enum):
     BACKWARD = "backward"  # that backward has reached the model
     READY = "ready"  # bucket: all its gradients are there
     GATHERED = "gathered"  # bucket: it holds this rank's gradients, and is about to be launched
-    LAUNCHED = "launched"  # bucket: its reduction is under way, ``bucket.future`` tells when it is done
+    LAUNCHED = "launched"  # bucket: its reduction is under way, ``bucket.future`` is done when it is
     BACKWARD_END = "backward end"  # this rank's own work is done, but for the buckets that are left to launch
     WAIT = "wait"  # bucket: the host begins to wait for it
     WAIT_END = "wait end"  # bucket: and has it (on CUDA: the stream will wait)
@@ -117,7 +117,7 @@ class Reducer:
         reduction: How a bucket is reduced. Replaced by `set_reduction`.
         divisor: What gradients are divided by before they are summed: the number of ranks.
         weights: What the ranks weigh.
-        observers: Who is told of the moments of a step.
+        observers: Who gets the moments of a step.
         before_launch: What to do at the end of backward before any bucket is launched; None: they are launched as they
             are complete. Set where some rank may be without a batch, see uneven_inputs.py.
         finishes_early: Whether buckets that are reduced are finished during backward, where that is possible.
@@ -143,7 +143,7 @@ class Reducer:
         self._lock = threading.Lock()  # a model on several devices calls hooks from one autograd thread per device
         self._phase = Phase.IDLE
         # The callback that will close the step, which only autograd keeps alive: until it has called it, or the
-        # backward has failed. So it is gone where the phase still says that a backward runs.
+        # backward has failed. So the phase alone does not show that a backward still runs.
         self._queued_close: Callable[[], object] = lambda: None
         # By parameter, whether it received a gradient since the last synchronised step, in no_sync() too.
         self._used = bytearray(len(bucket_set.parameters))
@@ -151,7 +151,7 @@ class Reducer:
         self._num_finished = 0  # of these, those that are reduced and settled
         self._abandoned: list[Future[Any]] = []  # of buckets in a step that an exception has cut short
         self._finishing_stream: torch.cuda.Stream | None = None
-        self._optimizers_in_backward: list[nn.Parameter] | None = None  # None: not looked for yet
+        self._optimizers_in_backward: list[nn.Parameter] | None = None  # None: before the first forward
         self._hooks: list[Any] = []
         self._may_hook = True
         self._reset_step()
@@ -437,7 +437,7 @@ class Reducer:
 
     @property
     def _finishes_one_by_one(self) -> bool:
-        """Whether a bucket's own collective tells all that is needed: no sum of weights, no counts apart."""
+        """Whether a bucket's own collective brings all that is needed: no sum of weights, no counts apart."""
         return self.weights.window is None and self.reduction.sums_payloads
 
     def _finish_next(self) -> None:
@@ -489,7 +489,7 @@ class Reducer:
     def _correct(self, buckets: Sequence[Bucket], used: Sequence[int], message: Sequence[float]) -> list[int] | None:
         """Make of the reduced ``buckets`` the weighted mean; return on how many ranks each parameter was used.
 
-        Collective: every rank. None: the buckets' tails say it.
+        Collective: every rank. None: see the buckets' tails.
 
         Raises:
             ConfigurationError: On every rank: some ranks gave weights and others did not; names the latter.

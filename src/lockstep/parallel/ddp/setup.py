@@ -135,9 +135,7 @@ def buffer_policy(broadcast_buffers: bool | None, forward_sync_buffers: bool | N
     elif broadcast_buffers is not None:
         text = (
             "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead. IMPORTANT: unlike "
-            "`broadcast_buffers=False`, `forward_sync_buffers=False` still syncs buffers at init. If you rely on "
-            "buffers NOT being synced at init (e.g. rank-local buffers), keep using `broadcast_buffers=False` until "
-            "`init_sync_buffers` is available."
+            "`broadcast_buffers=False`, `forward_sync_buffers=False` still syncs buffers at init."
         )
     if text:
         warnings.warn(text, FutureWarning, stacklevel=3)  # of whoever wraps a model
@@ -159,9 +157,8 @@ def check_batch_norms(module: nn.Module, device_type: str) -> None:
 
 def sparse_parameters(module: nn.Module) -> set[torch.Tensor]:
     """Return the weights of embeddings that produce sparse gradients."""
-    return {
-        layer.weight for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
-    }
+    embeddings = [layer for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag)]
+    return {layer.weight for layer in embeddings if layer.sparse}
 
 
 # --- the same model on every rank -------------------------------------------------------------------------------------

@@ -272,14 +272,14 @@ class UnevenInputs(TorchCompat):
         return self.process_group
 
     def will_sync_module_buffers(self) -> bool:
-        """Tell whether the next ``forward`` synchronises buffers."""
+        """Return whether the next ``forward`` synchronises buffers."""
         return self.require_forward_param_sync and self.forward_sync_buffers and self._model_sync.has_buffers
 
     def _sync_buffers(self, *, after_forward: bool, src: int) -> None:
         self._reducer.post_backward += self._model_sync.sync_buffers(after_forward=after_forward, src=src)
 
     def _notify_joined_ranks(self) -> None:
-        """Tell ranks without data that another step begins. Collective: every rank of a ``join()``."""
+        """Let ranks without data know that another step begins. Collective: every rank of a ``join()``."""
         self._sync_layers.require_closed()  # or else they still wait for that step's end
         num_active = 0.0
         work = Join.notify_join_context(self)
@@ -363,7 +363,7 @@ def common_rank(ddp: UnevenInputs, *, candidate: bool) -> int:
 
 
 def announce_backward(ddp: UnevenInputs, *, will_sync: bool) -> bool:
-    """Tell the ranks that have joined whether this step's backward synchronises; return whether any rank's does.
+    """Let the ranks that have joined know whether this step's backward synchronises; return whether any rank's does.
 
     Collective: every rank. Blocks until complete.
     """

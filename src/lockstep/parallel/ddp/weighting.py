@@ -16,8 +16,8 @@ Where rank r gave no weight for some of its micro-batches, 2**(r mod 8) is added
 of different powers below 2**8 are exact in every dtype, bfloat16 included, so the sum names the ranks. A rank without
 data (in ``join()``) sends zeros: it neither gave a weight nor left one out.
 
-Only one tail is read, of a bucket in the widest dtype: all ranks see alike which that is. float16 and bfloat16 can tell
-that there are weights, and which ranks lack one, but cannot hold a weight, so if all buckets travel in these, one
+Only one tail is read, of a bucket in the widest dtype: all ranks see alike which that is. float16 and bfloat16 show
+whether there are weights, and which ranks lack one, but cannot hold a weight, so if all buckets travel in these, one
 number follows them in a collective of its own. So do all messages where only sparse buckets are reduced, which have no
 tail. With a communication hook they travel with the use counts.
 
@@ -197,7 +197,7 @@ class AccumulationWindow:
         return torch.zeros_like(gradient) if is_masked else None
 
     def holds_gradients(self, used: Sequence[int]) -> bool:
-        """Tell whether weighed gradients are waiting for a synchronised backward."""
+        """Return whether weighed gradients are waiting for a synchronised backward."""
         return self.is_weighed and not self._was_zeroed(used, arrived=None)
 
     @torch.no_grad()
@@ -275,12 +275,12 @@ class AccumulationWindow:
                 yield parameter.grad
 
     def _was_zeroed(self, used: Sequence[int], arrived: int | None) -> bool:
-        """Tell whether all that was accumulated is gone, by ``zero_grad()`` of either kind."""
+        """Return whether all that was accumulated is gone, by ``zero_grad()`` of either kind."""
         if self._last_arrival is None:
             return False
         index, version = self._last_arrival
         last = self._parameters[index].grad
-        # The version tells without reading: only where something has changed it are the elements looked at.
+        # The version is known without reading elements, which are read only where something has changed it.
         if index == arrived or (last is not None and last._version == version):
             return False
         return all_zero(self._accumulated(used, but=arrived))
@@ -321,7 +321,7 @@ class AccumulationWindow:
 
 
 def all_zero(gradients: Iterable[Tensor]) -> bool:
-    """Tell whether no gradient has an element other than zero; looks no further than the first that has one."""
+    """Return whether no gradient has an element other than zero; reads no further than the first that has one."""
     return not any(bool((each._values() if each.is_sparse else each).any()) for each in gradients)
 
 
@@ -451,7 +451,7 @@ class Weights:
         sent_dtype = messages.dtype if carrier is None else carrier.sent_dtype
         if sent_dtype in _WIDTHS:
             return self._conclude(sums, messages.dtype)
-        refuse_missing(sums)  # too narrow to tell more
+        refuse_missing(sums)  # too narrow to hold the sum
         return self._conclude(self._exchange(message))
 
     def check_last_step(self) -> None:

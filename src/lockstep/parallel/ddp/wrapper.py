@@ -243,7 +243,7 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
         is_joining = self._join_config.enable
         if is_joining:
             self._notify_joined_ranks()
-        if self.will_sync_module_buffers():
+        if self._model_sync.has_buffers and self.will_sync_module_buffers():
             self._sync_buffers(after_forward=False, src=common_rank(self, candidate=True) if is_joining else 0)
         if is_joining:
             announce_backward(self, will_sync=self.require_backward_grad_sync)
@@ -269,7 +269,7 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
     def _post_forward(self, output: Any) -> Any:
         if self._sync_layers.is_needed:
             self._end_forward(output)
-        if self.will_sync_module_buffers():
+        if self._model_sync.has_buffers and self.will_sync_module_buffers():
             self._sync_buffers(after_forward=True, src=0)
         is_training = torch.is_grad_enabled()
         self.require_forward_param_sync = is_training and self.require_backward_grad_sync
@@ -330,7 +330,7 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
             self.require_backward_grad_sync = before
 
     def weight(self, n: float | Tensor) -> None:
-        """Say what the next backward counts: how many samples or tokens its loss is the mean of.
+        """Set what the next backward counts: how many samples or tokens its loss is the mean of.
 
         Call it once per micro-batch, on every rank, at any time before its backward. The gradients of the step are then
         the sum of weight times gradient over all ranks and all micro-batches since the last synchronised backward,
