@@ -1,5 +1,8 @@
 """DistributedDataParallel trains as one process does on the whole batch, and keeps all ranks equal to the bit."""
 
+import contextlib
+import random
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -78,6 +81,53 @@ def test_same_bits_as_torch_on_two_ranks(ranks, name):
 )
 def test_same_bits_as_torch_with_options(ranks, options):
     ranks(2)(compare_with_torch, "mlp", options)
+
+
+def random_case(seed):
+    """Return a family, options that both classes have, micro-batches a step, and whether to train under join()."""
+    draw = random.Random(seed)
+    options = {
+        "gradient_as_bucket_view": draw.random() < 0.5,
+        "find_unused_parameters": draw.random() < 0.5,
+        "bucket_cap_mb": draw.choice([25, 0.0001, 0.001]),
+        "forward_sync_buffers": draw.random() < 0.5,
+    }
+    joins = draw.random() < 0.3
+    name = draw.choice(["mlp", "cnn", "lstm", "transformer", "frozen", "reused", "structured", "channels_last"])
+    options["find_unused_parameters"] |= name == "reused"
+    return name, options, 1 if joins else draw.choice([1, 2, 3]), joins
+
+
+def follow_case(world, wrap, name, options, micro_batches, joins):
+    """Train; under join() for more steps on the ranks behind. Return all gradients and weights."""
+    family, model = FAMILIES[name], wrap(build(name), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    seen = []
+    with model.join(enable=joins):
+        for step in range(4 + joins * world.rank):
+            optimizer.zero_grad(set_to_none=step % 3 > 0)
+            for micro in range(micro_batches):
+                batch = share(global_batch(name, 12, seed=10 * step + micro), world.rank, world.world_size)
+                with contextlib.nullcontext() if micro == micro_batches - 1 else model.no_sync():
+                    family.loss(model, batch).backward()
+            seen += [None if each.grad is None else each.grad.clone() for each in model.parameters()]
+            optimizer.step()
+    return seen + [each.clone() for each in model.state_dict().values()]
+
+
+def beside_torch(world, seed):
+    case = random_case(seed)
+    ours = follow_case(world, lockstep.DistributedDataParallel, *case)
+    theirs = follow_case(world, torch.nn.parallel.DistributedDataParallel, *case)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine is None) == (other is None), case
+        assert mine is None or torch.allclose(mine, other, rtol=1e-12, atol=1e-14), case
+
+
+@pytest.mark.parametrize("num_ranks", [2, *soak([3])])
+@pytest.mark.parametrize("seed", [0, *soak(range(1, 40))])
+def test_random_options_give_what_they_give_with_torch(ranks, seed, num_ranks):
+    ranks(num_ranks, warnings="ignore")(beside_torch, seed)
 
 
 def half_precision_gradients(world):
