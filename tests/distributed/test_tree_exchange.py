@@ -27,12 +27,12 @@ def leaf(number):
 
 
 def pushed(leaves, multiple_of):
-    ladder = PairwiseAccumulator(
+    accumulator = PairwiseAccumulator(
         LeafPlacement((range(NUM_LEAVES),)).tree, GradientLayout(WEIGHTS, multiple_of=multiple_of), torch.device("cpu")
     )
     for number in leaves:
-        ladder.push(number, leaf(number))
-    return ladder.take()
+        accumulator.push(number, leaf(number))
+    return accumulator.take()
 
 
 @pytest.mark.parametrize("ranges", [(range(3), range(3, 6)), (range(4), range(4, 5), range(5, 6)), (range(6),)])

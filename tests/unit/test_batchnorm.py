@@ -145,15 +145,15 @@ class TwoRanks:
 
 def test_torchs_layer_cannot_be_followed_nor_weighed():
     group = TwoRanks()
-    follow = SyncLayerShadow(nn.Sequential(nn.SyncBatchNorm(3)), group=group, device=torch.device("cpu"))
+    weights = Weights(group, torch.device("cpu"))
+    layers = nn.Sequential(nn.SyncBatchNorm(3))
+    follow = SyncLayerShadow(layers, group=group, device=torch.device("cpu"), weights=weights)
     advice = "Convert the model: model = lockstep.SyncBatchNorm.convert_sync_batchnorm(model)."
     with pytest.raises(ConfigurationError) as caught:
         follow.open(has_batch=True)
     assert str(caught.value) == (
         f"0 is a torch.nn.SyncBatchNorm, which would wait for ever for ranks without a batch.\n{advice}"
     )
-    weights = Weights(group, torch.device("cpu"))
-    follow.use_weights(weights)
     with pytest.raises(ConfigurationError) as caught:
         weights.set_weight(2.0, [], [])
     assert str(caught.value) == (
@@ -161,14 +161,19 @@ def test_torchs_layer_cannot_be_followed_nor_weighed():
     )
 
 
+def follow_of(layer, device):
+    weights = Weights(TwoRanks(), torch.device(device))
+    return SyncLayerShadow(nn.Sequential(layer), group=TwoRanks(), device=torch.device(device), weights=weights)
+
+
 @pytest.mark.parametrize(
     ("device", "uneven", "expected"), [("cpu", False, True), ("cuda", False, False), ("cuda", True, True)]
 )
 def test_buckets_wait_where_they_could_meet_an_exchange(device, uneven, expected):
     for layer, holds in ((lockstep.SyncBatchNorm(3), expected), (nn.BatchNorm1d(3), False)):
-        follow = SyncLayerShadow(nn.Sequential(layer), group=TwoRanks(), device=torch.device(device))
+        follow = follow_of(layer, device)
         assert follow.must_delay_buckets(uneven=uneven) is holds
-    follow = SyncLayerShadow(nn.Sequential(lockstep.SyncBatchNorm(3)), group=TwoRanks(), device=torch.device(device))
+    follow = follow_of(lockstep.SyncBatchNorm(3), device)
     follow._check_layers = lambda: None  # there is no such group
     follow.open(has_batch=True)
     assert follow.must_delay_buckets(uneven=False)

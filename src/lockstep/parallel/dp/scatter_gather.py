@@ -145,17 +145,14 @@ def gather(outputs: Sequence[Any], target_device: Device, dim: int = 0) -> Any:
             f"DataParallel cannot gather an output of type {kind}.\n"
             "Return tensors, None, or tuples, lists, dicts and dataclasses of them."
         )
+    if isinstance(first, dict):
+        if any(output.keys() != first.keys() for output in outputs):
+            keys = ", ".join(str(list(output)) for output in outputs)
+            raise ConfigurationError(f"All dicts must have the same keys, but the replicas returned {keys}")
+        contents = [[output[key] for key in first] for output in outputs]  # in one order
     lengths = [len(each or ()) for each in contents]
     if len(set(lengths)) > 1:
-        if isinstance(first, dict):
-            raise ConfigurationError("All dicts must have the same number of keys")  # torch's words
         raise ConfigurationError(f"The replicas returned {kind}s of different lengths: {lengths}")
-    if isinstance(first, dict):
-        if missing := [key for key in first if not all(key in output for output in outputs)]:
-            raise ConfigurationError(
-                f"The replicas returned dicts with different keys: {missing[0]!r} is missing in one of them"
-            )
-        contents = [[output[key] for key in first] for output in outputs]  # in one order
     return _rebuild(first, [gather(items, device, dim) for items in zip(*contents, strict=True)])
 
 

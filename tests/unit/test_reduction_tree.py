@@ -72,10 +72,10 @@ def test_the_bits_do_not_depend_on_who_computes_what(num_leaves):
         placement = place_at_random(num_leaves, choose)
         parts = []
         for mine in placement.ranges:
-            ladder = PairwiseAccumulator(placement.tree, GradientLayout(weights), CPU)
+            accumulator = PairwiseAccumulator(placement.tree, GradientLayout(weights), CPU)
             for leaf in mine:
-                ladder.push(leaf, leaves[leaf])
-            parts.append(ladder.take())
+                accumulator.push(leaf, leaves[leaf])
+            parts.append(accumulator.take())
             assert list(parts[-1]) == placement.tree.roots(mine)
         row = LocalReduction(placement.tree).sum(parts)
         sums.append([view.clone() for view in row.views])
@@ -94,10 +94,10 @@ def test_a_missing_gradient_is_zero_and_not_nothing():
     for placement in (LeafPlacement((range(2),)), LeafPlacement((range(1), range(1, 2)))):
         parts = []
         for mine in placement.ranges:
-            ladder = PairwiseAccumulator(placement.tree, GradientLayout([torch.empty(1)]), CPU)
+            accumulator = PairwiseAccumulator(placement.tree, GradientLayout([torch.empty(1)]), CPU)
             for leaf in mine:
-                ladder.push(leaf, [None if leaf else torch.tensor([-0.0])])
-            parts.append(ladder.take())
+                accumulator.push(leaf, [None if leaf else torch.tensor([-0.0])])
+            parts.append(accumulator.take())
         signs.append(bool(LocalReduction(placement.tree).sum(parts).views[0].signbit()))
     assert signs == [False, False]
 
@@ -111,13 +111,13 @@ def test_n_leaves_take_about_log_n_rows_and_these_are_used_again():
             return super().new_row(device)
 
     layout = Counted([torch.empty(4)])
-    ladder = PairwiseAccumulator(ReductionTree(64), layout, CPU)
+    accumulator = PairwiseAccumulator(ReductionTree(64), layout, CPU)
     for _ in range(3):
         for leaf in range(64):
-            ladder.push(leaf, [torch.ones(4)])
-        (row,) = ladder.take().values()
+            accumulator.push(leaf, [torch.ones(4)])
+        (row,) = accumulator.take().values()
         assert row.views[0].tolist() == [64.0] * 4
-        ladder.give_back([row])
+        accumulator.give_back([row])
     assert layout.num_rows == 6
 
 

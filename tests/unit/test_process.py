@@ -1,13 +1,15 @@
-"""A fork waits until the other threads sleep."""
+"""What a rank changes about its process: a fork waits until other threads sleep; a view as the only process."""
 
+import os
 import sys
 import threading
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from lockstep.comm.process import wait_for_sleep
+from lockstep.comm.process import single_process_view, wait_for_sleep
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
@@ -48,3 +50,21 @@ def test_a_thread_that_computes_is_waited_for_but_not_for_ever(busy_thread):
     assert time.monotonic() - start >= 0.1
     busy_thread()
     assert wait_for_sleep(20.0)
+
+
+def test_the_environment_says_rank_0_of_1_within(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with single_process_view():
+        assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")
+        assert "LOCAL_RANK" not in os.environ
+        assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("3", "4")
+
+
+def test_it_ends_with_an_error_too():
+    kept = dist.get_rank
+    with pytest.raises(KeyError), single_process_view():
+        raise KeyError
+    assert dist.get_rank is kept is dist.distributed_c10d.get_rank

@@ -10,11 +10,11 @@ from lockstep.comm.rendezvous import Participant, check_membership, format_ranks
 from lockstep.errors import ConfigurationError, WorldSizeMismatch
 
 
-def arrival(rank, *, world_size=3, backend="gloo", pid=None):
+def participant(rank, *, world_size=3, backend="gloo", pid=None):
     return Participant(rank, world_size, backend, "here", 100 + rank if pid is None else pid)
 
 
-class Roll:
+class Check:
     """Runs `check_membership` once a rank, each in a thread, and keeps how each ended."""
 
     def __init__(self, timeout_s=0.3):
@@ -48,11 +48,11 @@ class Roll:
 
 
 def test_complete():
-    assert Roll(timeout_s=5).call([arrival(rank) for rank in range(3)]) == [None, None, None]
+    assert Check(timeout_s=5).call([participant(rank) for rank in range(3)]) == [None, None, None]
 
 
 def test_every_rank_that_came_learns_who_is_missing():
-    outcomes = Roll().call([arrival(0), arrival(2)])
+    outcomes = Check().call([participant(0), participant(2)])
     expected = (
         "2 of 3 ranks came within 0.3 s; missing: rank 1.\n"
         "Came: rank 0 (host here, pid 100), rank 2 (host here, pid 102).\n"
@@ -63,23 +63,23 @@ def test_every_rank_that_came_learns_who_is_missing():
 
 
 def test_a_hint_stands_in_the_message():
-    (outcome,) = Roll().call([arrival(1, world_size=2)], hint="MASTER_ADDR is odd.")
+    (outcome,) = Check().call([participant(1, world_size=2)], hint="MASTER_ADDR is odd.")
     assert str(outcome).splitlines()[2] == "MASTER_ADDR is odd."
 
 
-def test_a_late_rank_hears_of_the_failure_at_once():
-    roll = Roll()
-    roll.call([arrival(0), arrival(2)])
-    roll.timeout_s = 60
+def test_a_late_rank_gets_the_failure_at_once():
+    check = Check()
+    check.call([participant(0), participant(2)])
+    check.timeout_s = 60
     start = time.monotonic()
-    (outcome,) = roll.call([arrival(1)], host=None)
+    (outcome,) = check.call([participant(1)], host=None)
     assert str(outcome).startswith("2 of 3 ranks came within 0.3 s; missing: rank 1.")
     assert time.monotonic() - start < 10
 
 
 def test_two_processes_with_one_rank():
-    roll = Roll(timeout_s=5)
-    outcomes = roll.call([arrival(0), arrival(1, pid=7), arrival(1, pid=8)])
+    check = Check(timeout_s=5)
+    outcomes = check.call([participant(0), participant(1, pid=7), participant(1, pid=8)])
     first, second = sorted(str(outcome).splitlines()[0] for outcome in outcomes[1:])
     assert first == second == str(outcomes[0]).splitlines()[0]
     assert first in (
@@ -93,24 +93,24 @@ def test_two_processes_with_one_rank():
 
 
 def test_a_process_too_many_does_not_disturb_a_complete_world():
-    roll = Roll(timeout_s=5)
-    assert roll.call([arrival(rank) for rank in range(3)]) == [None] * 3
-    (outcome,) = roll.call([arrival(2, pid=9)], host=None)
+    check = Check(timeout_s=5)
+    assert check.call([participant(rank) for rank in range(3)]) == [None] * 3
+    (outcome,) = check.call([participant(2, pid=9)], host=None)
     assert str(outcome).startswith(
         "Two processes say that they are rank 2: pid 102 on host here and pid 9 on host here."
     )  # fmt: skip
-    assert roll.store.get("verdict") == b"complete"
+    assert check.store.get("verdict") == b"complete"
 
 
 @pytest.mark.parametrize(
     ("odd", "name", "values"),
     [
-        (arrival(1, world_size=2), "WORLD_SIZE", {"2", "3"}),
-        (arrival(1, backend="nccl"), "backend", {"nccl", "gloo"}),
+        (participant(1, world_size=2), "WORLD_SIZE", {"2", "3"}),
+        (participant(1, backend="nccl"), "backend", {"nccl", "gloo"}),
     ],
 )
-def test_ranks_that_were_told_different_things(odd, name, values):
-    outcomes = Roll(timeout_s=5).call([arrival(0), odd])
+def test_ranks_with_different_settings(odd, name, values):
+    outcomes = Check(timeout_s=5).call([participant(0), odd])
     assert {type(outcome) for outcome in outcomes} == {ConfigurationError}
     for outcome in outcomes:
         cause, advice = str(outcome).splitlines()
@@ -120,8 +120,8 @@ def test_ranks_that_were_told_different_things(odd, name, values):
 
 
 def test_a_rank_that_cannot_take_part_says_so_to_all():
-    outcomes = Roll(timeout_s=5).call(
-        [arrival(rank) for rank in range(3)], objections={2: "Local rank 2 has no GPU."}
+    outcomes = Check(timeout_s=5).call(
+        [participant(rank) for rank in range(3)], objections={2: "Local rank 2 has no GPU."}
     )  # fmt: skip
     text = "Rank 2 (host here, pid 102) cannot take part: Local rank 2 has no GPU."
     assert [str(outcome) for outcome in outcomes] == [text] * 3
