@@ -170,22 +170,25 @@ class StoreServer:
         self._values: dict[bytes, bytes] = {}
         self._waiting: dict[_Client, set[bytes]] = {}  # by client, the keys that are not there yet
         self._clients: set[_Client] = set()
+        self._is_closed = False
         self._lock = threading.Lock()  # held while a request is carried out, not while it is read
         self.thread = threading.Thread(target=self._accept, name="lockstep-store", daemon=True)
         self.thread.start()
 
     def close(self) -> None:
         """End; clients find their connections closed."""
+        self._is_closed = True
         # Without the lock: the garbage collector may call this in a thread that holds it.
         for each in (self._listener, *(client.connection for client in list(self._clients))):
             with suppress(OSError):  # gone already
                 each.shutdown(socket.SHUT_RDWR)  # wakes who waits on it, which close() would not
 
     def _accept(self) -> None:
-        with self._listener, suppress(OSError):  # until `close`
-            while True:
-                connection, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(connection,), name="lockstep-store", daemon=True).start()
+        with self._listener:
+            while not self._is_closed:
+                with suppress(OSError):  # a client that has gone again, or `close`
+                    connection, _ = self._listener.accept()
+                    threading.Thread(target=self._serve, args=(connection,), name="lockstep-store", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
         """Answer a client's requests, one after the other, until it has gone."""
