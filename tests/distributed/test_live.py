@@ -5,8 +5,6 @@ import pty
 import re
 import select
 import signal
-import subprocess
-import sys
 import termios
 import time
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 
 import lockstep
 from lockstep.comm.store import StatusKeys
+from tests.distributed import commands
 from tests.screen import Screen
 from tests.training import make_task, mean_loss
 
@@ -88,7 +87,7 @@ def test_rank_zero_sees_all_ranks_and_which_is_slowest(ranks):
 
 
 class Session:
-    """A command on a terminal of its own."""
+    """A command of `lockstep` on a terminal of its own."""
 
     def __init__(self, *command, columns=100):
         ours, theirs = pty.openpty()
@@ -96,10 +95,10 @@ class Session:
         environment = {name: value for name, value in os.environ.items() if name not in ("CI", "NO_COLOR")}
         path = os.pathsep.join([str(DIGITS.parents[1]), os.environ.get("PYTHONPATH", "")])
         environment |= {"TERM": "xterm-256color", "PYTHONPATH": path}
-        self.process = subprocess.Popen(
-            command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True, close_fds=True
-        )
-        os.close(theirs)
+        with open(theirs, "wb") as terminal:
+            self.process = commands.start(
+                *command, stdout=terminal, stderr=terminal, env=environment, start_new_session=True
+            )
         self._file, self.screen, self.text = ours, Screen(columns), ""
 
     def read_until(self, pattern=None, limit_s=120.0):
@@ -142,17 +141,7 @@ def view_rows(rows):
 
 def test_the_terminal_is_clean_after_a_run_that_is_stopped(session, tmp_path):
     num_devices = 2
-    command = [
-        sys.executable,
-        "-m",
-        "lockstep",
-        "train",
-        str(DIGITS),
-        "--devices",
-        str(num_devices),
-        "--steps",
-        "1000000",
-    ]
+    command = ["train", str(DIGITS), "--devices", str(num_devices), "--steps", "1000000"]
     running = session(*command, "--checkpoint", str(tmp_path), "--eval-every", "1000000", "--check-replicas", "0")
     running.read_until(r"a step .*\n[^\n]*rank 0|ms a step[\s\S]*rank 0 ")
     running.read_until(r"epoch \d")
