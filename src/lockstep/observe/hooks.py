@@ -81,6 +81,7 @@ def in_backward() -> bool:
 # done. Then it puts a second one behind all others, which sees the gradients reduced. On CUDA both are called with
 # the streams of backward waited for, so that events mark the same moments on the device.
 
+# A model may return thousands of tensors, such as caches; a hook on each would slow it down.
 _MOST_OUTPUTS = 64
 
 

@@ -36,6 +36,7 @@ from lockstep.telemetry.run_record import Number, num_restarts
 
 # After so many steps of optimizers all models have been seen.
 _NUM_STEPS = 3
+# A program that calls modules and never trains is not to be slowed down for ever.
 _MOST_CALLS = 20_000
 
 _attached: list[Attached] = []

@@ -170,6 +170,7 @@ def with_waits(ranks: Iterable[RankFigures]) -> tuple[RankFigures, ...]:
     All ranks leave a reduction together, so the rank that comes last waits for the wire alone; see stragglers.py.
     """
     ranks = tuple(ranks)
+    # Engines that do not measure what they wait for have no part in it, and keep None.
     least_s = min((each.exposed_s for each in ranks if each.exposed_s is not None), default=0.0)
     return tuple(each if each.exposed_s is None else replace(each, peers_s=each.exposed_s - least_s) for each in ranks)
 

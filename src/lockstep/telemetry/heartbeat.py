@@ -88,7 +88,8 @@ class Heartbeat:
 
     def __init__(self, run_dir: str, rank: int, *, patience_s: float) -> None:
         self._path = rank_file(run_dir, HEARTBEAT, rank)
-        self._stacks = rank_file(run_dir, STACKS, rank).open("w")  # open as long as the process
+        # Open as long as the process: a handler for a signal can open nothing.
+        self._stacks = rank_file(run_dir, STACKS, rank).open("w")
         activity.now.step_counter = make_step_counter(run_dir, rank)
         self._num_bytes = 0
         self._recorded_after_ns = _RECORDED_AFTER * patience_s * 1e9

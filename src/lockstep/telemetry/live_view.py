@@ -304,6 +304,7 @@ class OwnTerminalView(LiveView):
     def __init__(self) -> None:
         super().__init__()
         self._streams = sys.stdout, sys.stderr
+        # No thread of rich's own: a snapshot comes once a second, and nothing moves between two.
         self._live = Live(console=Console(), auto_refresh=False, transient=True)
         self._live.start()
         if not self._live.console.is_jupyter:

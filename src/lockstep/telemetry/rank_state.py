@@ -274,6 +274,7 @@ def is_debugged(seen: RankState) -> bool:
 
 def waits_outside(frames: Frames) -> str:
     """Return what outside of the job a rank waits for, as far as its frames show; empty if nothing."""
+    # Only the innermost frames: a program that was started from within asyncio is not waiting for it all the time.
     for file, _, _ in frames[:4]:
         if what := _OUTSIDE.get(os.path.basename(str(file))):
             return what

@@ -129,6 +129,7 @@ TIMELINE_FIRST, TIMELINE_STEPS = 4, 4
 
 def has_timeline(step: int) -> bool:
     """Return whether a step has a timeline, the same on every rank: four of 64, from step 4096 on ever fewer."""
+    # The report draws all ranks of a step on one clock, so all must have recorded the same steps.
     period = max(64, 1 << (step.bit_length() - 6)) if step >= 4096 else 64
     return (step - TIMELINE_FIRST) % period < TIMELINE_STEPS
 
@@ -677,6 +678,7 @@ def _remove_ranks_beyond(folder: Path, world_size: int) -> None:
 
 # --- the recorder -----------------------------------------------------------------------------------------------------
 
+# So many steps are worked out at a time; in the pause the thread that trains gets the interpreter's lock.
 _PIECE, _PIECE_PAUSE_S = 32, 0.001
 # So many steps in the queue, and there are no pauses any more.
 _BEHIND = 50_000
@@ -810,6 +812,7 @@ class StepRecorder:
         Args:
             waits: Whether to block until the device is done; not after an error, which may have ended its work.
         """
+        # A thread that hangs in the store or on the disk is left alone, and so is what it may be in the midst of.
         is_idle = self._thread is None or self._thread.stop()
         last = next((item for item in reversed(self._queue) if isinstance(item, RecordedStep)), None)
         if waits and last is not None:

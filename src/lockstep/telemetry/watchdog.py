@@ -328,8 +328,10 @@ _FAILED_S = 0.4
 _JUST_FAILED_S = 0.3
 # A rank that has been at one place for so long is sampled.
 _SETTLED_S = 1.0
+# What is suspected and resolves itself may come again and again: after so many reports only a job that hangs is one.
 _NUM_REPORTS = 5
 _TOPIC = "ranks"
+# Launchers post only while their ranks stand still: an older note is not about now.
 _STALE_S = 10.0
 _NUM_FRAMES_ELSEWHERE = 20
 

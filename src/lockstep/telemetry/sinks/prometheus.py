@@ -51,6 +51,7 @@ class Prometheus(MetricsSink, Collector):
         labels = {name.replace("/", "_"): str(run.config[name]) for name in _IN_INFO if name in run.config}
         self._info = {"task": run.name, **labels}
         self._snapshot: Snapshot | None = None
+        # One of its own: a script may have metrics in the default one, which are not this run's.
         registry = CollectorRegistry()
         registry.register(self)
         self._server, self._thread = start_http_server(port, host, registry)
