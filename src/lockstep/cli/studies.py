@@ -119,7 +119,7 @@ def compare(
     for file in (json_file, html_file):
         check_writable(file)
     if html_file is not None:
-        import_matplotlib()  # rather now than after the race
+        import_matplotlib()  # rather now than after the benchmark
     comparison = run_comparison(
         task_file,
         devices=_num_devices(devices),

@@ -170,7 +170,7 @@ def draw_timeline(view: View) -> drawing.Plot | None:
         return None
     ranks = sorted({*shown_ranks(view, _MOST_RANKS), *(bar.rank for bar in window.critical)})
     rows = {rank: place for place, rank in enumerate(ranks)}
-    figure, axes = drawing.make_axes(1.3 + 0.62 * len(ranks), grid="x", inches_wide=_INCHES_WIDE)
+    figure, axes = drawing.make_axes(1.5 + 0.62 * len(ranks), grid="x", inches_wide=_INCHES_WIDE)
     _draw_bars(axes, window, rows)
     _draw_buckets(axes, window, rows)
     _draw_critical(axes, window, rows)
@@ -178,7 +178,7 @@ def draw_timeline(view: View) -> drawing.Plot | None:
     axes.set_ylim(len(ranks) - 0.45, -0.55)
     axes.set_xlim(0, window.end_s * 1e3 or 1.0)
     axes.set_xlabel("milliseconds")
-    drawing.legend_above(axes, 7, -0.01)
+    drawing.legend_above(axes, 4, -0.01)
     first, last = window.steps[0] + 1, window.steps[-1] + 1
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
     return drawing.finish_plot(f"Timeline of {steps}", _in_words(window), figure, NOTE)
