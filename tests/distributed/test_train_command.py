@@ -173,6 +173,15 @@ def test_launched_functions_train_together_and_return_what_came_of_it():
     assert first == (3, 50, pytest.approx(alone.losses, rel=1e-12))
 
 
+def test_a_loader_process_that_was_stopped_does_not_keep_a_run_without_a_launcher_from_ending(tmp_path):
+    stop = "os.kill(multiprocessing.active_children()[0].pid, signal.SIGSTOP)"
+    with (tmp_path / "mine.py").open("a") as file:
+        file.write(f"import multiprocessing, os, signal\nheld = make(after=lambda model: {stop})\n")
+    train = ["train", "mine.py:held", "--strategy", "single", "--steps", "2", "--workers", "1"]
+    done = commands.lockstep(*train, timeout=40)
+    assert (done.code, done.err) == (0, "")
+
+
 def test_processes_and_strategies_that_do_not_go_together():
     for settings, text in (
         (

@@ -160,7 +160,7 @@ class Heartbeat:
                 optim.register_optimizer_step_post_hook(_count_step)
             if not ends_children and imported("multiprocessing.util"):
                 ends_children = True  # behind multiprocessing's own handler, so that it runs before that
-                atexit.register(_end_stopped_children)
+                atexit.register(end_stopped_children)
             keepalive.check()
             if time.monotonic() - measured_at >= _MEMORY_PERIOD_S:
                 self._devices, measured_at = device_memory(), time.monotonic()
@@ -171,7 +171,7 @@ def _count_step(*_: Any) -> None:
     activity.now.num_steps += 1
 
 
-def _end_stopped_children() -> None:
+def end_stopped_children() -> None:
     """Kill loader processes that are stopped, when the program ends.
 
     The exit handler of multiprocessing sends SIGTERM to daemonic children and joins them without a limit; a process

@@ -1,12 +1,4 @@
-"""Samples that could not be read, over all ranks: the run stops at them, on every rank, or leaves them out and counts.
-
-[Note: bad samples]
-A rank that cannot read a sample goes through the step all the same, as ranks without samples do, or else the others
-would wait for it. How many there are travels with the sums of the losses, so it costs no exchange of its own. Only if
-there are any do the ranks report which; then all raise the same error, or all count the same samples.
-On CPUs that is before the parameters are updated. On CUDA it is when the next step begins, or before anything is kept
-of this one, so that no step waits for the device: the parameters that a run stopped with are not to be used.
-"""
+"""Samples that could not be read, over all ranks: the run stops at them on all ranks, or leaves them out and counts."""
 
 from __future__ import annotations
 
@@ -19,8 +11,8 @@ from lockstep.data.loader import BadSample, MicroBatch, stop_error
 from lockstep.data.order import BatchSplit
 from lockstep.errors import DataError
 
+# So many different samples may be bad, or this part of the data set if that is more.
 _MOST, _MOST_OF_ALL = 10, 0.01
-"""So many different samples may be bad, or this part of the data set if that is more."""
 
 
 class BadSamples:
@@ -63,6 +55,8 @@ class BadSamples:
         Raises:
             DataError: The run is to stop at that, and no other rank has to know.
         """
+        # With others, this rank goes through the step all the same, as ranks without samples do, or they would wait for
+        # it. How many there are travels with the sums of the losses, so it costs no exchange of its own.
         self.pending += micro.bad
         if self.pending and self._group is None:
             self._take([self.pending])
@@ -104,6 +98,8 @@ class BadSamples:
         """
         if self._group is None:
             return
+        # On CPUs this comes before the parameters are updated. On CUDA it comes when the next step begins, so that no
+        # step waits for the device: the parameters that a run stopped with are not to be used.
         mine = [list(sample) for sample in self.pending]
         ranks = all_gather_object(mine, group=self._group, device=self._device)
         self._take([[BadSample.from_json(fields) for fields in samples] for samples in ranks])

@@ -22,11 +22,11 @@ from lockstep.train.settings import FitSettings, ViewName
 from lockstep.train.task import Task
 from lockstep.train.trainer import Trainer
 
+# So many samples that could not be read, or steps that were skipped, are named one by one.
 NUM_NAMED = 5
-"""So many samples that could not be read, or steps that were skipped, are named one by one."""
 
+# Seconds between two lines of progress.
 _LINE_S = 10.0
-"""Seconds between two lines of progress."""
 
 
 def plural(number: int, noun: str) -> str:

@@ -24,8 +24,8 @@ from lockstep.train.step import Objective, autocast
 from lockstep.train.task import Loss, Task, build_dataset
 from lockstep.train.trainer import Trainer
 
+# Keeps the bits for random numbers in evaluation apart from those that other purposes draw from the same seed.
 _EVALUATE = 5
-"""Keeps the bits for random numbers in evaluation apart from those that other purposes draw from the same seed."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class Evaluator:
                 samples = list(mine[start : start + size])
                 requests.append(Request(0, number, len(self.samples), [share], [samples]))
         seed = mix(trainer.settings.seed, _EVALUATE)
-        options = trainer.load_options(self.task, trainer.settings.workers)
-        for batch in load(self.samples, requests, options, seed=seed):
+        for batch in load(self.samples, requests, trainer.load_options(self.task), seed=seed):
+            # By position, so that a model that draws random numbers in evaluation draws the same on any rank.
             position = mix(seed, batch.step, *batch.numbers)
             seed_cpu(position)
             seed_device(trainer.device, position)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import inspect
@@ -19,6 +20,7 @@ from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import World, init
 from lockstep.data.loader import BadSample, explaining_worker_failures
 from lockstep.data.stream import check_same_length
+from lockstep.telemetry.heartbeat import end_stopped_children
 from lockstep.telemetry.run_record import Event
 from lockstep.train.checkpoints.export import check_export, export_weights
 from lockstep.train.display import NUM_NAMED, Display, RunLogger, describe_not_finite, describe_plan, describe_skipped
@@ -36,8 +38,8 @@ from lockstep.train.trainer import Trainer
 if TYPE_CHECKING:
     from lockstep.train.checkpoints.checkpoint import Checkpoints
 
+# So many losses are left on the device before they are read.
 _MAX_UNREAD = 256
-"""So many losses are left on the device before they are read."""
 
 P = ParamSpec("P")
 
@@ -397,6 +399,9 @@ class Run:
 
 def fit_with(task: Task, settings: FitSettings) -> FitResult:
     """Train ``task`` as `fit` does, with its keywords as one object."""
+    # Once, and behind multiprocessing's own handler, so that it runs before that.
+    atexit.unregister(end_stopped_children)
+    atexit.register(end_stopped_children)
     with (
         init() as world,
         explaining_worker_failures(world.rank),

@@ -1,20 +1,4 @@
-"""A gradient that is NaN or infinite: seen by all ranks in the same step, traced to rank, module, parameter and sample.
-
-[Note: the verdict]
-NaN and infinity survive every sum, so the reduced gradient is its own flag: all ranks hold the same bits of it, check
-their own copy and come to the same verdict in the same step, without an exchange. (Where each rank has a part of it,
-the norm is summed over the ranks.) What is exchanged is what is known of a bad step, only then.
-
-[Note: computed again]
-A step that is refused has not changed the parameters, and random numbers depend on the position alone, so its
-micro-batches can be computed again, each on its own and with a look at every module's output. That costs nothing as
-long as all is well. Every rank computes all of its own, because synchronised layers need the others.
-
-Where the parameters have been updated meanwhile (an optimizer in backward; ``on_nan="raise"`` on CUDA, where no step
-waits for the verdict), or where the engine cannot compute without the other ranks (fsdp), what is left is the losses,
-and whether this rank's part of the gradient was finite when it was handed over. The parameters that such a run stopped
-with are not to be used.
-"""
+"""A gradient that is NaN or infinite: seen by all ranks in the same step, traced to rank, module, parameter, sample."""
 
 from __future__ import annotations
 
@@ -42,16 +26,16 @@ from lockstep.train.strategies.strategy import Strategy
 
 _MOST_SAMPLES = 64
 _MOST_IN_A_ROW = 5
+# More bad steps than these, in a row or of the last so many, end the run whatever the rule.
 _MOST_OF_LAST, _LAST = 10, 100
-"""More bad steps than these, in a row or of the last so many, end the run whatever the rule."""
 
 _ADVICE = (
     "Look at these samples, at the learning rate and at the parameter's layer; or go on without such steps and have "
     'them counted: on_nan="skip" (--on-nan skip).'
 )
 
+# The micro-batches of a step on this process, each with the losses of its shares.
 Computed = list[tuple[MicroBatch, list[Tensor]]]
-"""The micro-batches of a step on this process, each with the losses of its shares."""
 
 
 class Origin(NamedTuple):
@@ -224,6 +208,11 @@ class NonFiniteGuard:
         Raises:
             NonFiniteGradient: On every rank: the rule is to raise, or there were too many such steps.
         """
+        # A step that is refused has not changed the parameters, and random numbers depend on the position alone, so its
+        # micro-batches can be computed again, each on its own and with a look at every module's output. That costs
+        # nothing as long as all is well. Where the parameters have been updated meanwhile (an optimizer in backward;
+        # on_nan="raise" on CUDA), or the engine cannot compute without the other ranks (fsdp), what is left is the
+        # losses, and whether this rank's part of the gradient was finite when it was handed over.
         bad = self._describe(computed, step, replays=self._strategy.can_replay and not updated)
         self.found.append(bad)
         self._optimizer.zero_grad(set_to_none=True)
@@ -250,6 +239,7 @@ class NonFiniteGuard:
             return
         (norm, computed, step), self._unsettled = self._unsettled, None
         value = norm.read()
+        # The norm may be infinite although each element is finite: the squares overflow first.
         if value.isfinite() or (value.isinf() and self._gradients.is_finite(value)):
             return
         self.refuse(computed, step, updated=True)

@@ -61,8 +61,8 @@ def place_shards(num_leaves: int, num_devices: int, proportions: Sequence[float]
     return LeafPlacement(ranges)
 
 
+# The strategies with one process for each device.
 PER_PROCESS = ("ddp", "ddp-zero1", "fsdp", "torch-ddp")
-"""The strategies with one process for each device."""
 
 
 def devices_of(settings: FitSettings, world: World) -> list[torch.device]:

@@ -20,11 +20,11 @@ from lockstep.telemetry.run_record import Event
 from lockstep.train.plan import PER_PROCESS
 from lockstep.train.settings import FitSettings
 
+# Where traces go, in the folder of the run.
 FOLDER = "profile"
-"""Where traces go, in the folder of the run."""
 
+# Unless steps were named: by then memory is allocated, kernels are chosen and buckets have found their order.
 _FIRST, _COUNT = 11, 3
-"""Unless steps were named: by then memory is allocated, kernels are chosen and buckets have found their order."""
 
 
 class SteppedRun(Protocol):

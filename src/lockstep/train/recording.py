@@ -1,11 +1,4 @@
-"""The record of a run by ``fit``: each step, measured beside the training, into the run's folder and to who watches.
-
-[Note: who gets it]
-The thread that trains fills a `RecordedStep` from each step and appends it to a queue. A thread beside it measures
-what the device is done with (`lockstep.telemetry.run_record`), for the file of this rank, if the run has a folder, and
-for the metrics that every rank posts once a second in the store; rank zero makes snapshots of all ranks' metrics for
-the display and the sinks.
-"""
+"""The record of a run by ``fit``: each step, measured beside the training, into the run's folder and to who watches."""
 
 from __future__ import annotations
 
@@ -73,19 +66,19 @@ from lockstep.train.task import Task
 from lockstep.train.timing import StepRecord
 from lockstep.train.trainer import Trainer
 
+# Events for which training stands still.
 _PAUSES = ("evaluation", "checkpoint", "profile")
-"""Events for which training stands still."""
 
+# How often the loss is copied from a CUDA device if only a display shows it; into a file goes that of every step.
 _LOSS_EVERY_S = 0.5
-"""How often the loss is copied from a CUDA device if only a display shows it; into a file goes that of every step."""
 
+# With more ranks than that, snapshots are made less often.
 _RANKS_A_SECOND = 64
-"""With more ranks than that, snapshots are made less often."""
 
 
 @final
 class RunRecord:
-    """Takes what happens in a run, on every rank.
+    """Takes what happens in a run, on every rank, and hands it to the run's folder, the display and the sinks.
 
     Collective: every rank makes one, at the same place. Blocks until all have, if there is a folder.
 

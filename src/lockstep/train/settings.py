@@ -323,8 +323,8 @@ class FitSettings(Settings):
 
 # --- settings in a file: TOML lines such as ``workers = 2`` -----------------------------------------------------------
 
+# Settings of which only one can be given: the one that has the last word takes the other's place.
 _EXCLUSIVE = {"steps": "epochs", "epochs": "steps"}
-"""Settings of which only one can be given: the one that has the last word takes the other's place."""
 
 _TOML_POSITION = re.compile(r"\s*\(at (?:line (\d+), column \d+|end of document)\)$")
 

@@ -288,11 +288,6 @@ class StepSums:
 class StepMetrics:
     """What a step sums over micro-batches and ranks: its loss, and what each rank has to report to the others.
 
-    [Note: one all-reduce]
-    The sum over the ranks travels beside the last backward. A signal reaches the ranks in different steps, and a
-    checkpoint is written by one of them in the background; so that all act on it after the same step, each adds what
-    it wants to these sums, and no step has an exchange for it.
-
     Args:
         device: Where the sums are.
         group: The ranks that take part, or None if it is only this process.
@@ -336,6 +331,9 @@ class StepMetrics:
 
         Collective: every rank of the group. Does not block.
         """
+        # A signal reaches the ranks in different steps, and a checkpoint is written by one of them in the background.
+        # Each adds what it has to report to the sums of the losses, which travel beside the last backward: so all act
+        # on it after the same step, and no step has an exchange for it.
         if num_bad or stop or failed:
             self._sums[2:] += torch.tensor([num_bad, stop, failed], dtype=self._sums.dtype, device=self._sums.device)
         if self._group is not None:
@@ -387,8 +385,8 @@ class HostCopy:
 
 # --- random numbers ---------------------------------------------------------------------------------------------------
 
+# Keep the bits for initial weights, dropout, made-up data and the optimizer apart from what else the seed is for.
 INIT, FORWARD, DATA, UPDATE = 3, 4, 7, 8
-"""Keep the bits for initial weights, dropout, made-up data and the optimizer apart from what else the seed is for."""
 
 
 class Seeds:

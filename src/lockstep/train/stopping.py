@@ -25,8 +25,8 @@ from lockstep.errors import RESUME_EXIT_CODE, exit_code_after
 # is up: then the rank has to end at once, even while it waits for others in native code, where Python runs no handlers.
 # So a thread looks at each signal, which the interpreter writes to a socket as soon as it comes.
 
+# So long after a signal the launcher's request may come.
 _REQUEST_WITHIN_S = 0.5
-"""So long after a signal the launcher's request may come."""
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
 

@@ -16,8 +16,8 @@ from lockstep import activity
 from lockstep.telemetry import ranges
 from lockstep.telemetry.run_record import PHASES, Mark, seconds_between
 
+# By phase that ends, the one that begins; after the optimizer there is none.
 _NEXT = {"data_wait": "forward", "forward": "backward", "backward": "data_wait", "communication": "optimizer"}
-"""By phase that ends, the one that begins; after the optimizer there is none."""
 
 
 class PhaseSeconds(NamedTuple):

@@ -20,7 +20,6 @@ from lockstep.data.loader import LoadOptions, MicroBatch
 from lockstep.data.stream import check_same_stream
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.consistency import refuse_difference, replica_of
-from lockstep.parallel.reduction_tree import ReductionTree
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.telemetry import ranges
 from lockstep.train.bad_samples import BadSamples
@@ -107,7 +106,6 @@ class Trainer:
             settings.threads or (None if settings.reproducible is None else 1),
             deterministic=settings.reproducible is not None,
         )
-        self._has_own_arithmetic = self.arithmetic.threads is not None or self.arithmetic.deterministic
         self.caveats: list[str] = []
         self.stop_requested: Callable[[], bool] | None = None
         self.failure_seen: Callable[[], bool] | None = None
@@ -128,9 +126,11 @@ class Trainer:
         num_samples = None if isinstance(self.samples, IterableDataset) else len(self.samples)
         self.plan = make_plan(task, settings, split, num_samples=num_samples)
         places = self.devices if shards is None else shards.spread(self.devices)
-        how = self.load_options(task, settings.workers)
+        how = self.load_options(task)
         self.batches = BatchIterator(self.samples, self.plan.order, split, how, places)
 
+        # The data set may have drawn any number of random numbers; all ranks get the same weights all the same. Under
+        # fsdp the whole model need not fit on a device.
         self._seeds.all(INIT)
         self._model = build_model(task).to("cpu" if strategy == "fsdp" else self.device).train()
         objective = Objective(task, settings.precision)
@@ -143,6 +143,7 @@ class Trainer:
             )
         self.group: Group | None = self.strategy.group
         if shards is not None:
+            # Other hardware may round otherwise; that is no error, but the bits are no promise any more.
             unlike = first_unlike(self._gather(describe_machine(self.device)))
             self.caveats += [] if unlike is None else [unlike]
 
@@ -168,14 +169,15 @@ class Trainer:
         )
         self._alike_after: int | None = None
 
-    def load_options(self, task: Task, workers: int) -> LoadOptions:
-        """Return how batches are loaded by so many loader processes."""
+    def load_options(self, task: Task) -> LoadOptions:
+        """Return how batches are loaded."""
         return LoadOptions(
             task.collate,
-            workers,
+            self.settings.workers,
             pin_memory=self.device.type == "cuda",
             ahead=self.settings.prefetch or LoadOptions.ahead,
             skip_bad=self.settings.bad_samples == "skip",
+            # How many threads a transform uses may change the bits of what it returns.
             threads=self.arithmetic.threads if self.arithmetic.deterministic else None,
         )
 
@@ -186,11 +188,12 @@ class Trainer:
 
         Collective: every rank of the group. Does not wait for a CUDA device, except in fp16 and with ``reproducible``.
         """
-        if not self._has_own_arithmetic:
+        if not (self.arithmetic.threads or self.arithmetic.deterministic):
             return self._step()
         with self.arithmetic.applied():
             if not self.arithmetic.deterministic or self.num_steps_done > self._first_step:
                 return self._step()
+            # torch warns of each kernel once; recording warnings costs too much to do it in every step.
             found: list[str] = []
             with watch_for_other_kernels(found):
                 record = self._step()
@@ -265,7 +268,9 @@ class Trainer:
             self._take_flags(sums.flags)
         timer.lap("communication")
 
-        # Clip and step. All ranks hold the same gradient, so all come to the same verdict without asking each other.
+        # Clip and step. NaN and infinity survive every sum, so the reduced gradient is its own flag: all ranks hold the
+        # same bits of it and come to the same verdict without asking each other. (Where each has a part of it, the norm
+        # is summed over the ranks.)
         norm: Tensor | None = None
         updated, is_finite = False, True
         if self._sync and not (self.bad_samples.skip and not num_read and self._all_missing(num_samples)):
@@ -331,7 +336,7 @@ class Trainer:
         self.strategy.run(micro, how)
 
     def _replay(self, micro: MicroBatch, index: int) -> list[Tensor]:
-        """Compute a micro-batch again, to the same bits, and return its losses; see [Note: computed again]."""
+        """Compute a micro-batch again, to the same bits, and return its losses."""
         losses: list[Tensor] = []
 
         def after_forward(parts: list[Part]) -> None:
@@ -362,18 +367,15 @@ class Trainer:
         if self.strategy.sums_losses:
             assert self.group is not None
             all_reduce(flags, group=self.group)
-        if self.device.type == "cuda":
-            self._flags = HostCopy(flags)
-            return
-        num_bad, *self._reported = flags.tolist()
-        if num_bad:
-            self.bad_samples.exchange()
+        self._flags = HostCopy(flags)
+        if self.device.type != "cuda":
+            self._read_flags()
 
     def _read_flags(self) -> None:
         flags, self._flags = self._flags, None
         if flags is not None:
             num_bad, *self._reported = flags.read().tolist()
-            if num_bad:
+            if num_bad:  # the same on every rank, so all of them take part
                 self.bad_samples.exchange()
 
     def _all_missing(self, num_samples: int) -> bool:
@@ -435,11 +437,6 @@ class Trainer:
     def model(self) -> nn.Module:
         """The bare model, as the last step left it. Collective with fsdp, which makes a whole copy: every rank."""
         return self.strategy.whole(self._model)
-
-    @property
-    def tree(self) -> ReductionTree | None:
-        """What is summed over the virtual shards is summed in this order; None if there are none."""
-        return None if self.settings.reproducible is None else ReductionTree(self.settings.reproducible)
 
     @property
     def epoch(self) -> float | None:

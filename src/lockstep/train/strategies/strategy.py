@@ -55,26 +55,26 @@ class Pass:
 class Strategy(ABC):
     """Runs micro-batches. Abstract; `make_strategy` of trainer.py returns the one asked for."""
 
+    # The ranks that take part, or None if it is only this process.
     group: Group | None = None
-    """The ranks that take part, or None if it is only this process."""
 
+    # Seconds of the last micro-batch in which devices only exchanged data, where the engine measures it itself.
     exposed_s: float | None = None
-    """Seconds of the last micro-batch in which devices only exchanged data, where the engine measures it itself."""
 
+    # Whether the losses it reports are those of all ranks already.
     sums_losses = False
-    """Whether the losses it reports are those of all ranks already."""
 
+    # What backward leaves behind; None: the same gradients on every rank, read parameter by parameter.
     gradients: Gradients | None = None
-    """What backward leaves behind; None: the same gradients on every rank, read parameter by parameter."""
 
+    # How the ranks keep them alike.
     buffers: Buffers = "same"
-    """How the ranks keep them alike."""
 
+    # Whether a micro-batch can be computed again without exchanging gradients, to see where a NaN came from.
     can_replay = True
-    """Whether a micro-batch can be computed again without exchanging gradients, to see where a NaN came from."""
 
+    # Whether to time what a backward of torch's engine waits for, which costs a hook; `fit` records it.
     times_waits = False
-    """Whether to time what a backward of torch's engine waits for, which costs a hook; `fit` records it."""
 
     def take_over(self, optimizer: Optimizer) -> Optimizer:
         """Return what is to step the parameters in the place of ``optimizer``, which has not made a step yet.
