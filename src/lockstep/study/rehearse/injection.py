@@ -75,7 +75,8 @@ class FaultInjector:
         for kind in (_SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter):
             _call_before(kind, "_next_data", lambda: self._reach("loader"))
         register_module_forward_pre_hook(self._on_forward)
-        register_module_forward_hook(self._on_forward_end)
+        if any(rule.place == "backward" for rule in self._rules.values()):
+            register_module_forward_hook(self._on_forward_end)
         register_optimizer_step_pre_hook(lambda *_: self._reach("optimizer"))
         register_optimizer_step_post_hook(self._on_updated)
         self._follow_fit()
