@@ -117,6 +117,7 @@ def supervise(
     args = ["-u", bootstrap.__file__, json.dumps(orders), program.target, *program.args]
     may_shrink = config.min_nodes < config.max_nodes
     job = Job(reaper.run_dir, range(config.nproc_per_node), log_tail, program.min_ranks, may_shrink)
+    # The watchdog kills the ranks of a job that hangs; then its report is the cause, not how they ended.
     hangs: list[str] = []
     # Other backends meet in something else than a store of torch's.
     has_store = config.max_nodes > 1 and config.rdzv_backend in ("static", "c10d")
@@ -284,6 +285,7 @@ class GracefulShutdown:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         sigval = signal.Signals(number)
+        # Runs in the midst of whatever the main thread does, which may be printing: so nothing here prints.
         self._num_signals += sigval != signal.SIGUSR1  # which comes ahead of SIGTERM
         if self._requested_for is None and self._can_stop():
             self._requested_for = sigval
@@ -306,6 +308,7 @@ class GracefulShutdown:
         return len(self._job.ranks) in counts
 
     def _give_up(self, sigval: signal.Signals) -> None:
+        # As if the user had sent it twice; by a signal, as only the main thread may raise out of elastic's loop.
         self._num_signals += 2
         os.kill(os.getpid(), sigval)
 

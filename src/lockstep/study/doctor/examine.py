@@ -44,6 +44,7 @@ def run(asked: Plan, env: RankEnv, environ: Mapping[str, str]) -> tuple[Report |
     if env.world_size == 1:
         report = examine(plan, environ)
         return report, report.exit_code
+    # The ranks that run are what counts, not what the flags of this one process suppose.
     plan = replace(
         plan,
         devices=env.local_world_size,
@@ -150,6 +151,7 @@ def merge(reports: Sequence[Report], versions: network.Versions) -> Report:
         hosts = [first.host]
     findings, seen, missed = judge(versions), dict(first.seen), list(first.not_checked)
     seen[versions.topic] = versions.summary
+    # What is the same on several machines is shown once, with the names of all.
     places: dict[Finding, list[str]] = {}
     for host, report in zip(hosts, reports, strict=True):
         for finding in report.findings:

@@ -115,6 +115,7 @@ def check(facts: type[F]) -> Callable[[Callable[[F], Iterator[Problem]]], Callab
     """
 
     def register(function: Callable[[F], Iterator[Problem]]) -> Callable[[F], Iterator[Problem]]:
+        # The last paragraph: an explanation may speak of costs itself.
         explanation, _, rest = (inspect.getdoc(function) or "").rpartition("\n\nCost: ")
         cost, _, fix = rest.partition("\nFix: ")
         kind = function.__name__.replace("_", "-")

@@ -121,6 +121,7 @@ def processes_over_cores(facts: Cores) -> Iterator[Problem]:
     """
     ranks, workers = facts.plan.devices, facts.plan.workers or 0
     processes = ranks * (1 + workers)
+    # A quota may be below one core; a single process has nobody to take turns with.
     if processes <= max(1.0, facts.usable):
         return
     loaders = f" with {plural(workers, 'loader worker')} each are {processes} processes" if workers else ""

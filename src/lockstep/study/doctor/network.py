@@ -83,6 +83,7 @@ class Network(Facts):
     @property
     def chosen(self) -> Interface | None:
         """What the backend of a job of several machines will use."""
+        # The ranks of one machine meet over the loopback interface, or in shared memory.
         named = [interface for interface in self.interfaces if interface.name == self.gloo]
         found = self.nccl if self.plan.on_gpus else named
         return found[0] if found and self.plan.machines > 1 else None
@@ -91,6 +92,7 @@ class Network(Facts):
     def missing(self) -> dict[str, str]:
         """The variables that name an interface which is not there, with their values."""
         names = {interface.name for interface in self.interfaces}
+        # Gloo needs every interface that is named; NCCL's value is a rule, which fits some or none.
         is_there = {
             GLOO_INTERFACE: names.issuperset(part.strip() for part in self.environ.get(GLOO_INTERFACE, "").split(",")),
             _NCCL_INTERFACE: bool(self.nccl),
@@ -236,6 +238,7 @@ def interface_slow(facts: Network) -> Iterator[Problem]:
     chosen, machines = facts.chosen, facts.plan.machines
     if chosen is None or chosen.is_loopback or (facts.plan.on_gpus and facts.has_infiniband):
         return
+    # Virtual machines often do not know the speed, and report 0.
     if 0 < chosen.speed_mbps <= _SLOW_MBPS:
         num_bytes = facts.gradient_bytes or 400_000_000  # float32
         whose = "this task's gradients" if facts.gradient_bytes else "a model of 100 million parameters"
@@ -256,6 +259,7 @@ def hostname_loopback(facts: Network) -> Iterator[Problem]:
     Fix: Start the ranks with `lockstep run --nnodes`, which goes round it; for other launchers name the interface for
         Gloo, and give torchrun an address (--local-addr); or give the name its address.
     """
+    # Gloo and torchrun take the first address, whatever comes behind it.
     if facts.addresses and not is_loopback(facts.addresses[0]):
         return
     own = f"; its address for them is {facts.own_address}" if facts.own_address else ""

@@ -32,6 +32,7 @@ _RANK = re.compile(
     re.IGNORECASE,
 )
 _OTHER_RANK = re.compile(r"(lora|low|full|matrix|max|min|svd|adapter|tensor|page|item|doc)_rank$", re.IGNORECASE)
+# Names of loaders and data sets that every rank may go through as a whole.
 _EVALUATION = re.compile(r"(^|_)(val|valid|validation|test|testing|eval|evaluation|dev|infer|predict)", re.IGNORECASE)
 
 # Names in a condition that separate a run on several ranks from one on a single device.
@@ -59,6 +60,7 @@ class Script(Facts):
         for node in self.nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
+                    # `import a.b` binds the name a, `import a.b as c` the whole.
                     first = alias.name.partition(".")[0]
                     self._imported[alias.asname or first] = alias.name if alias.asname else first
             elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -187,6 +189,7 @@ class Script(Facts):
                 before = [one for one in block[: block.index(child)] if isinstance(one, ast.If)]
                 tests += [(one.test, "not ({})") for one in before if isinstance(one.body[-1], _LEAVES)]
             found += [form.format(ast.unparse(test)) for test, form in tests if _differs_by_rank(test, self._flags)]
+            # What surrounds the definition of a function does not guard its calls: `is_guarded` follows those.
             if isinstance(parent, (ast.FunctionDef, ast.Lambda)):
                 break
             child = parent
@@ -453,8 +456,9 @@ def collective_on_one_rank(facts: Script) -> Iterator[Problem]:
         function = facts.function_around(call)
         alike = [other for other_name, other in facts.calls if other_name == name and facts.guards(other)]
         here = [other for other in alike if facts.function_around(other) is function]
+        # In pairs each side of a condition makes one, as where one rank goes first; of an odd number one is left over.
         if len(here) % 2 == 0 or call is not here[-1]:
-            continue  # in pairs: each side of the condition makes one
+            continue
         way = "" if reached is call else f", by way of {ast.unparse(call.func)}() in line {call.lineno}"
         found = f"{ast.unparse(reached.func)} is for all ranks, but only those with `{guards[0]}` come to it{way}."
         paste = f"{ast.unparse(reached)}  # on every rank, outside of `{guards[0]}`"
