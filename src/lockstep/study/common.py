@@ -102,6 +102,7 @@ class RoundsProgress:
         self._prints_lines = shown and not self._console.is_terminal
         columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "turns,", TimeRemainingColumn(), "left")
         is_bar = shown and self._console.is_terminal
+        # Transient: what stays on the terminal are the results.
         self._bar = Progress(*columns, console=self._console, transient=True, disable=not is_bar)
         self._task = self._bar.add_task("", total=num_rounds * turns_per_round)
 
@@ -190,7 +191,7 @@ def num_trimmed(num_values: int) -> int:
     The median lies outside the range from the (t+1)-th lowest to the (t+1)-th highest of n values exactly when at most
     t of them fall on one of its sides, each being a fair coin: the chance is 2 * P(Binomial(n, 1/2) <= t).
     """
-    tail = 0.0
+    tail = 0.0  # P(Binomial(n, 1/2) <= trim)
     for trim in range((num_values + 1) // 2):
         tail += comb(num_values, trim) / 2**num_values
         if 2 * tail > 1 - CERTAINTY:

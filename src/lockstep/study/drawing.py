@@ -59,6 +59,7 @@ def drawing_style(font_size: float = 10.0) -> Iterator[None]:
     Raises:
         ConfigurationError: matplotlib is not installed.
     """
+    # In a context, as whoever called us may draw in another style, in a notebook.
     style: dict[str, Any] = {
         "svg.fonttype": "none",  # text stays text: the page's font, and found by a search
         "font.size": font_size,

@@ -385,6 +385,7 @@ def measure_candidate(
             exchanged_s.append(trainer.strategy.exposed_s * trainer.settings.accumulate)
 
     seconds, records = time_steps(trainer, num_steps, after_each=note_exchange)
+    # With what was just measured still in the caches, so that only the synchronisation differs.
     with trainer.without_sync():
         alone = [trainer.step() for _ in range(max(3, num_steps // 3))]
     if trainer.device.type == "cuda":

@@ -45,6 +45,7 @@ class Measurement:
     @property
     def other_s(self) -> float:
         """Seconds of a step that no phase accounts for."""
+        # Phases are timed one by one, and may add up to a little more than the whole.
         return max(0.0, self.step_s - self.data_wait_s - self.forward_s - self.backward_s - self.optimizer_s)
 
 
@@ -64,6 +65,7 @@ class StepTime:
     def of(cls, turns: Sequence[Measurement]) -> StepTime:
         """Summarize ``turns``; what communication cannot hide is taken out of backward."""
         backward_s = median(turn.backward_s for turn in turns)
+        # A difference of two measurements: noise may make it negative, or more than backward itself.
         exposed_s = min(max(0.0, median(turn.exposed_s or 0.0 for turn in turns)), backward_s)
         return cls(
             total_s=median(turn.step_s for turn in turns),
@@ -131,6 +133,7 @@ class Candidate:
         self.speed_up = self.speed_over(single or self)
         self.efficiency = self.speed_up.median / num_devices
         self.step = StepTime.of(self.turns)
+        # A single figure has nothing to be out of balance with.
         if self.peak_bytes and len(self.peak_bytes) > 1 and sum(self.peak_bytes):
             self.imbalance = max(self.peak_bytes) / fmean(self.peak_bytes)
         self.last_loss = self.losses[-1]
@@ -281,6 +284,7 @@ def render(comparison: Comparison, sentences: Sequence[str]) -> RenderableType:
 
 def number(value: float) -> str:
     """Write a rate in at most six characters, with three figures or four."""
+    # Bounded, so that the table of speeds fits 80 columns whatever the task.
     for unit, letter in ((1e6, "M"), (1e3, "k")):
         if value >= 9.9995 * unit:
             return f"{value / unit:,.{1 if value < 99.95 * unit else 0}f}{letter}"

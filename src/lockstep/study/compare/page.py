@@ -53,7 +53,7 @@ def _throughput(comparison: Comparison) -> drawing.Plot:
         beside = {"va": "center", "xytext": (3, 0), "textcoords": "offset points"}
         axes.annotate(f" {number(rate.median)}", (rate.high, row), **beside)
         words.append(f"{name} {number(rate.median)} ({number(rate.low)} to {number(rate.high)})")
-    axes.margins(x=0.2)
+    axes.margins(x=0.2)  # room for the figures beside the bars
     drawing.label_rows(axes, [candidate.strategy for candidate in comparison.contenders])
     axes.set_xlabel("samples per second, with spread")
     return drawing.finish_plot("Throughput", f"Bars of samples per second: {'; '.join(words)}.", figure)

@@ -55,6 +55,7 @@ def shown_ranks(view: View, most: int = MOST_ROWS) -> list[int]:
     ranks = sorted(view.run.ranks)
     if len(ranks) <= most or view.figures is None:
         return ranks[:most]
+    # Half for the ranks that a reader looks for; the others show what is usual.
     by_wait = sorted(view.figures.by_rank, key=lambda rank: -view.figures.last_share[rank])  # type: ignore[union-attr]
     chosen = by_wait[: most // 2]
     rest = sorted(by_wait[most // 2 :])
@@ -79,6 +80,7 @@ def _parts(view: View) -> drawing.Plot | None:
 
 def _binned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return at most so many points: the means of pieces."""
+    # Means, not every n-th point: a step in between that took long is to be seen.
     size = math.ceil(len(points) / MOST_POINTS)
     pieces = [points[start : start + size] for start in range(0, len(points), size)]
     return [(fmean(x for x, _ in piece), fmean(y for _, y in piece)) for piece in pieces]

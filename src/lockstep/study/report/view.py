@@ -119,6 +119,7 @@ def _compare_losses(view: View, other: View, name: str) -> str:
         of_both = [_setting(each, setting) for each in (view, other)]
         if of_both[0] != of_both[1]:
             differs.append(f"{setting} {of_both[0]} here, {of_both[1]} there")
+    # The first common step shows a wrong gradient or another batch; what comes later grows out of roundings, too.
     first, far = min(apart), max(apart, key=lambda step: apart[step])
     at_most = f"by {_share(apart[far])} at most, in step {far + 1}"
     if apart[far] == 0:
@@ -139,6 +140,7 @@ def _share(difference: float) -> str:
 
 def _losses(view: View) -> dict[int, float]:
     """Return the losses by step, in their order, without those that are no numbers or means over several steps."""
+    # Lines that stand for several steps have means, which agree with no step of another run.
     steps = [step for step in view.run.zero.steps if step.num_steps == 1]
     return {step.step: step.loss for step in steps if step.loss is not None and math.isfinite(step.loss)}
 
