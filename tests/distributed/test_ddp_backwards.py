@@ -43,8 +43,7 @@ def accumulate(world, how, set_to_none):
     return None if how == "attribute" else [gradient.sum().item() for gradient in local]
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("how", ["no_sync", "attribute"])
+@pytest.mark.parametrize(("how", "set_to_none"), [("no_sync", False), ("attribute", True)])
 def test_accumulation(ranks, how, set_to_none):
     local = ranks(2)(accumulate, how, set_to_none)
     assert how == "attribute" or local[0] != local[1], "gradients were synchronised inside no_sync"

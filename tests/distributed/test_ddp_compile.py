@@ -32,7 +32,8 @@ def train_compiled(world, inside):
     return counter.frame_count
 
 
-@pytest.mark.parametrize("inside", [True, *soak([False])])
+@pytest.mark.soak
+@pytest.mark.parametrize("inside", [True, False])
 def test_compiled_modules(ranks, inside):
     """The module's forward is compiled, as one frame, and gradients are reduced."""
     assert ranks(2, warnings="ignore")(train_compiled, inside, timeout=110) == [1, 1]
@@ -142,6 +143,7 @@ def test_a_whole_step_is_compiled(ranks):
     assert run(whole_step, "ours", timeout=110) == run(whole_step, "torch", timeout=110)
 
 
+@pytest.mark.soak
 def test_a_whole_step_with_a_divided_optimizer_is_compiled(ranks):
     assert min(ranks(2, warnings="ignore")(whole_step, "zero", timeout=110)) > 1
 
