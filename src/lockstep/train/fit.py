@@ -257,7 +257,7 @@ class Run:
         loss = made[-1].metrics["loss"] if made and made[-1].step == step else None
         self.evaluations.has_new_best = False
         if self._checkpoints is None or self._saved == (step, loss):
-            return
+            return  # such as at the end of an epoch in which the last step was due anyway
         self._settle()
         activity.now.phase = "checkpoint"
         self._trainer.check_replicas()  # what is kept must be what all ranks hold
@@ -334,6 +334,7 @@ class Run:
             self._checkpoints.finish()
         self._end("end", f"{self.num_steps_done} steps done")
         self._world.barrier()  # now every rank finds the files
+        # The task's own function runs without a view over its output, and the ranks do not wait for it.
         if model is not None and self._world.is_rank_zero and after is not None:
             self._display.close()
             after(model.eval())

@@ -92,6 +92,7 @@ def devices_of(settings: FitSettings, world: World) -> list[torch.device]:
             )
         return [world.device]
     if world.device.type != "cuda":
+        # Replicas on the CPU share its cores: of use to try out what several devices will do.
         return [world.device] * (wanted or 1)
     return [torch.device("cuda", index) for index in range(num_devices(wanted))]
 

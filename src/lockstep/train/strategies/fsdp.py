@@ -153,6 +153,7 @@ class FullyShard(Strategy):
                 "A batch leaves ranks without samples, who would not take part in fsdp's collectives.\n"
                 "Leave the last batch of an epoch out (drop_last=True in the task), or use strategy ddp-zero1."
             )
+        # Set in each micro-batch: torch's engine keeps what it was told for the last one.
         sum_gradients(self._module, over_ranks=how.sync)
         part: Part = self._module(micro.batches[0], micro.sizes[0])
         how.timer.lap("forward")

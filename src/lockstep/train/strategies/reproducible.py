@@ -386,6 +386,7 @@ class ManyReplicas:
             By number of the replica. ``param.grad`` of the model is None.
         """
         if not self._take_turns:
+            # Whether a shared generator was drawn from shows only afterwards; then these shards are computed again.
             before = _shared_state()
             found = self._differentiate(shards, how)
             self._take_turns = _shared_state() != before
@@ -490,10 +491,11 @@ class Reproducible(Strategy):
         for parameter in self._parameters:
             parameter.grad = None  # also of those that the optimizer does not have
         if self._in_use is not None:
+            # Nobody has views of it any more, now that no parameter's gradient is one.
             self._sums[0].give_back([self._in_use])
         table = self._compute(shards, how)
         how.timer.name_phase("communication")
-        if not how.sync:
+        if not how.sync:  # a replay, or a step that is timed without communication
             how.after_forward([table.loss(self._tree)])
             self._deliver(self._sum_own(), table.used)
             return
@@ -597,6 +599,7 @@ def make_reproducible(
     """
     group = world.group if name == "ddp" else None
     if group is not None:
+        # There is no engine around the model that would do so.
         sync = ModelSync(model, set(), group, devices[0])
         sync.check(with_buffers=True)
         sync.broadcast(src=0, with_buffers=True)
