@@ -76,7 +76,7 @@ def test_every_rank_records_its_steps_and_what_it_waited_for(ranks, tmp_path):
     assert view.advice[0].cause.startswith("Rank 1 is slow in forward (")
     traffic = find_traffic(view.run)
     assert len(traffic.sizes_bytes) == 1
-    trips_s = [trip.wire_s for trip in traffic.trips]
+    (trips_s,) = traffic.times_s.values()
     assert min(trips_s) > 0 and median(trips_s) < 0.02  # not rank 1's delay; a busy machine may hold up one of them
     begins = [[step.time for step in record.steps] for record in view.run.ranks.values()]
     assert median(abs(one - other) for one, other in zip(*begins, strict=True)) < 0.2

@@ -83,7 +83,7 @@ def test_many_bytes_travel_faster_as_bf16_and_less_often_with_accumulation():
     )  # the update is done less often, too
     assert [advice.keeps_run for advice in found] == [True, False]
     # In shared memory, rounding takes as long as adding; and what travels beside backward takes cores from it.
-    shared = {"device": "cpu", "num_buckets": 4, "best_trip_s": 0.03, "trip_s": 0.03}
+    shared = {"device": "cpu", "num_buckets": 4, "best_trip_s": 0.03}
     (rarer,) = advise(facts(wire_s=0.092, gradient_bytes=100 * 2**20, **shared))
     assert rarer.gain == pytest.approx(0.184 / (0.184 - 3 / 4 * (0.092 + 0.028 + 0.002)))
     apart = advise(facts(wire_s=0.092, gradient_bytes=100 * 2**20, num_hosts=2, **shared))
@@ -117,16 +117,9 @@ def test_an_optimizer_that_all_ranks_repeat_can_be_divided():
 
 
 def test_what_a_divided_optimizer_brings_back_late_counts_against_it():
-    late = facts(optimizer_s=0.040, num_buckets=4, trip_s=0.008, best_trip_s=0.006)
+    late = facts(optimizer_s=0.040, num_buckets=4, best_trip_s=0.006)
     (advice,) = advise(late)
     assert advice.gain == pytest.approx(0.132 / (0.132 - 0.040 * 3 / 4 + (0.024 - 0.002) / 2))
-
-
-def test_a_crowded_machine_is_told_from_a_slow_link():
-    crowded = {"wire_s": 0.040, "device": "cpu", "num_buckets": 1, "trip_s": 0.030, "best_trip_s": 0.003}
-    causes = [advice.cause for advice in advise(facts(**crowded, load_per_core=3.0))]
-    assert causes[0] == "A bucket takes 30 ms on its way where 3.0 ms were enough at best"
-    assert not any("on its way where" in advice.cause for advice in advise(facts(**crowded, load_per_core=0.9)))
 
 
 def test_pauses_that_take_much_of_the_run_can_be_fewer():
@@ -143,18 +136,10 @@ def test_the_largest_gain_comes_first_and_another_training_run_last():
     assert not gains[-1][0]
 
 
-def test_a_loader_that_computes_gains_no_more_than_idle_cores_give():
-    # 4 ranks use 6 of 8 cores all the time: with all 8, a step takes 6/8 of the time at best.
-    busy = {"device": "cpu", "cores": 8, "busy_cores": 6.0}
-    (advice,) = advise(facts(data_wait_s=0.188, workers=0, **busy))
-    assert advice.gain == pytest.approx(8 / 6)
-    # Waiting for a disk keeps no core busy.
-    (advice,) = advise(facts(data_wait_s=0.188, workers=0, **{**busy, "busy_cores": 1.0}))
+def test_on_cpus_a_loader_gains_at_most_what_its_waiting_costs():
+    (advice,) = advise(facts(data_wait_s=0.188, workers=0, device="cpu"))
     assert advice.gain == pytest.approx(0.282 / (0.094 + HANDOVER_S))
-    # What the load has more than 4 ranks is others' work: they leave 12 of 12 + 36 parts of 8 cores to 12 processes.
-    others = {**busy, "busy_cores": 1.0, "load_per_core": 40 / 8}
-    (advice,) = advise(facts(data_wait_s=0.188, workers=0, **others))
-    assert advice.gain == pytest.approx(2.0)
+    assert "would give at most 2.99 times the throughput" in advice.text
 
 
 def test_pageable_samples_are_copied_between_the_phases_of_a_script():

@@ -5,7 +5,6 @@ import pytest
 
 from lockstep.study.common import (
     MIB,
-    RoundsProgress,
     Spread,
     Table,
     console,
@@ -72,19 +71,3 @@ def test_the_peak_is_of_what_was_held_since_the_reset() -> None:
 def test_brackets_in_a_cell_are_text_and_no_markup(capsys) -> None:
     console().print(Table("[red]title", ("what",), [("a[b]c[/b]",)]).rich())
     assert "a[b]c[/b]" in capsys.readouterr().out
-
-
-def test_progress_in_a_pipe_is_a_line_for_each_round(capsys) -> None:
-    with RoundsProgress(2, 3, shown=True) as progress:
-        progress.log("warming up")
-        progress.start()
-        for _ in range(6):
-            progress.advance()
-    captured = capsys.readouterr()
-    lines = captured.err.splitlines()
-    assert [line.split(",")[0] for line in lines] == ["warming up", "round 1/2", "round 2/2"]
-    assert lines[1].endswith(" s left")
-    assert captured.out == ""
-    with RoundsProgress(1, 1, shown=False) as progress:
-        progress.advance()
-    assert capsys.readouterr().err == ""

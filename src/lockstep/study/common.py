@@ -1,4 +1,4 @@
-"""What the study commands share: console, tables, progress, JSON, a median with its range, peak memory, the task."""
+"""What the study commands share: console, tables, JSON, a median with its range, peak memory, the task."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich import table as rich_table
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.text import Text
 
 if TYPE_CHECKING:
     from lockstep.train.task import Task
 
+# Columns that tables never exceed.
 WIDTH = 100
-"""Columns that tables never exceed."""
 
 MIB = 2**20
 
@@ -87,52 +86,6 @@ def bullets(sentences: Sequence[str]) -> rich_table.Table:
     return grid
 
 
-class RoundsProgress:
-    """How far a benchmark is: a bar in a terminal, a line for each round in a pipe; a context manager.
-
-    Args:
-        num_rounds: How many there are.
-        turns_per_round: How often `advance` is called in each.
-        shown: Whether to show anything; false on all ranks but zero.
-    """
-
-    def __init__(self, num_rounds: int, turns_per_round: int, *, shown: bool) -> None:
-        self._num_rounds, self._turns_per_round = num_rounds, turns_per_round
-        self._console = console(stderr=True)
-        self._prints_lines = shown and not self._console.is_terminal
-        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "turns,", TimeRemainingColumn(), "left")
-        is_bar = shown and self._console.is_terminal
-        # Transient: what stays on the terminal are the results.
-        self._bar = Progress(*columns, console=self._console, transient=True, disable=not is_bar)
-        self._task = self._bar.add_task("", total=num_rounds * turns_per_round)
-
-    def __enter__(self) -> RoundsProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def log(self, text: str) -> None:
-        """Show what is being done before the rounds."""
-        self._bar.update(self._task, description=text)
-        if self._prints_lines:
-            self._console.print(text)
-
-    def start(self) -> None:
-        """Begin to count: the time left is estimated from the rounds, not from what was before them."""
-        # Models were built and warmed up meanwhile, which tells nothing of how long a turn is.
-        self._bar.reset(self._task, description="rounds")
-
-    def advance(self) -> None:
-        """Count a turn."""
-        self._bar.advance(self._task)
-        task = self._bar.tasks[0]
-        num_rounds, rest = divmod(int(task.completed), self._turns_per_round)
-        if self._prints_lines and rest == 0:
-            self._console.print(f"round {num_rounds}/{self._num_rounds}, {task.time_remaining or 0:.0f} s left")
-
-
 def to_json(record: dict[str, Any]) -> str:
     """Return JSON; what it has no number for, such as the loss of a run that diverged, is null."""
 
@@ -146,8 +99,8 @@ def to_json(record: dict[str, Any]) -> str:
     return json.dumps(finite(record), indent=2, allow_nan=False) + "\n"
 
 
+# How sure we want to be that the true median lies within a spread.
 CERTAINTY = 0.9
-"""How sure we want to be that the true median lies within a spread."""
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ GREY = "#999999"
 # Stand-ins that no plot uses otherwise; in the SVG they become the page's own colours, which follow light and dark.
 TEXT, GRID = "#010203", "#040506"
 
+# Narrow, so that a phone need not shrink the letters.
 INCHES_WIDE = 4.8
-"""Narrow, so that a phone need not shrink the letters."""
 
 
 @dataclass(frozen=True)

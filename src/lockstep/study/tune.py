@@ -42,34 +42,34 @@ from lockstep.train.strategies.strategy import check_engine
 from lockstep.train.task import Task
 from lockstep.train.trainer import Trainer
 
+# Those that are tried if none are named.
 STRATEGIES = ("single", "dp", "ddp", "ddp-zero1")
-"""Those that are tried if none are named."""
 
+# The name in each round of the settings that changes are compared with; and the stage that checks their sum.
 POSSIBLE = (*STRATEGIES, "fsdp")
 FIRST_LINE = "# Written by lockstep tune"
 NOW, TOGETHER = "now", "all together"
-"""The name in each round of the settings that changes are compared with; and the stage that checks their sum."""
 
+# A change has to make a run so many times as fast to be taken.
 WORTH = 1.02
-"""A change has to make a run so many times as fast to be taken."""
 
+# Five rounds are the fewest in which a median can be known with 90% certainty.
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 9
-"""Five rounds are the fewest in which a median can be known with 90% certainty."""
 
+# Steps: buckets are built anew after the first, in which the optimizer makes its state.
 _NUM_WARMUP, _NUM_PROBED = 4, 2
-"""Steps: buckets are built anew after the first, in which the optimizer makes its state."""
 
+# Of the memory that is free before anything starts: the rest is for what else goes on.
 _USABLE = 0.8
-"""Of the memory that is free before anything starts: the rest is for what else goes on."""
 
+# Room for the stacks of threads that torch starts later: they count as data, though little of them is ever used.
 _STACKS_BYTES = 2**29
-"""Room for the stacks of threads that torch starts later: they count as data, though little of them is ever used."""
 
+# More than anybody waits for: a stream needs a number, and a schedule falls over it.
 _MANY_STEPS = 1_000_000
-"""More than anybody waits for: a stream needs a number, and a schedule falls over it."""
 
+# How long ranks may take beyond their share of the time: they only start in tens of seconds on a busy machine.
 _PATIENCE_S = 120.0
-"""How long ranks may take beyond their share of the time: they only start in tens of seconds on a busy machine."""
 
 Changes = dict[str, Any]
 
@@ -282,6 +282,7 @@ def _precision(base: FitSettings, request: Request, known: Known) -> list[Change
     return found
 
 
+# In this order: behind a slow loader nothing else can be seen, and what comes later depends on the strategy.
 _STAGES: dict[str, Callable[[FitSettings, Request, Known], list[Changes]]] = {
     "loading": _loading,
     "strategy": _strategy,
@@ -290,7 +291,6 @@ _STAGES: dict[str, Callable[[FitSettings, Request, Known], list[Changes]]] = {
     "buckets": _buckets,
     "precision": _precision,
 }
-"""In this order: behind a slow loader nothing else can be seen, and what comes later depends on the strategy."""
 
 
 # What the ranks do.

@@ -19,7 +19,7 @@ from lockstep.comm.collectives import all_reduce, broadcast_object
 from lockstep.comm.world import World, init
 from lockstep.errors import ConfigurationError, LockstepError, RankFailed
 from lockstep.launcher.api import launch
-from lockstep.study.common import RoundsProgress, load, log, peak_bytes, reset_peak
+from lockstep.study.common import load, log, peak_bytes, reset_peak
 from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, LeftOut, Measurement, Setup
 from lockstep.train.plan import PER_PROCESS, check_batch, check_gpus
 from lockstep.train.settings import Settings, StrategyName
@@ -27,30 +27,30 @@ from lockstep.train.task import Task
 from lockstep.train.timing import StepRecord
 from lockstep.train.trainer import Trainer
 
+# All that take part if none are named, in the order of the table.
 STRATEGIES: tuple[StrategyName, ...] = ("single", "torch-dp", "dp", "torch-ddp", "ddp")
-"""All that take part if none are named, in the order of the table."""
 
+# Those that take part if they are named.
 ON_REQUEST: tuple[StrategyName, ...] = ("ddp-zero1",)
-"""Those that take part if they are named."""
 
+# How long to watch what other programs do. A load average would also hold what the user ran the minute before.
 BUSY_INTERVAL_S = 0.5
-"""How long to watch what other programs do. A load average would also hold what the user ran the minute before."""
 
 Name = TypeVar("Name", bound=str)
 
+# How long the fastest candidate's turn takes if nobody sets the steps: long against the clock and the start.
 TURN_S = 0.5
-"""How long the fastest candidate's turn takes if nobody sets the steps: long against the clock and the start."""
 
+# How long the slowest candidate's turn may take then.
 LONGEST_TURN_S = 5.0
-"""How long the slowest candidate's turn may take then."""
 
 FEWEST_STEPS, MOST_STEPS = 3, 500
 
+# How long the other ranks wait for a turn of one process.
 TURN_TIMEOUT_S = 3600.0
-"""How long the other ranks wait for a turn of one process."""
 
+# Enough for the optimizer's state, and for buckets to be built anew after the first step.
 NUM_PEAK_STEPS = 4
-"""Enough for the optimizer's state, and for buckets to be built anew after the first step."""
 
 
 def compare(
@@ -229,13 +229,16 @@ def run_benchmark(benchmark: Benchmark) -> RankReport:
 
 def _run_turns(benchmark: Benchmark, world: World, at_exit: contextlib.ExitStack) -> RankReport:
     names = benchmark.strategies
-    shown = world.is_rank_zero and not benchmark.quiet
-    progress = at_exit.enter_context(RoundsProgress(benchmark.num_rounds, len(names), shown=shown))
     trainers: dict[str, Trainer] = {}
     turns: dict[str, list[Measurement]] = {name: [] for name in names}
     losses: dict[str, list[Tensor]] = {name: [] for name in names}
 
-    progress.log("building the models")
+    def report(text: str) -> None:
+        # Lines, and no bar: its thread would draw while others are measured.
+        if world.is_rank_zero and not benchmark.quiet:
+            log(text)
+
+    report("building the models")
     task = load(benchmark.task)
     for name in names:
         if takes_part(name, world):
@@ -244,7 +247,7 @@ def _run_turns(benchmark: Benchmark, world: World, at_exit: contextlib.ExitStack
                 trainers[name] = Trainer(task, benchmark.settings, world, strategy=name, devices=devices)
             at_exit.callback(trainers[name].close)
 
-    progress.log("warming up")
+    report("warming up")
     fastest_s = []
     for name in names:
         if start_together(name, benchmark.num_threads[name], world):
@@ -256,7 +259,7 @@ def _run_turns(benchmark: Benchmark, world: World, at_exit: contextlib.ExitStack
     chosen = choose_steps(fastest_s) if world.is_rank_zero else 0
     num_steps = benchmark.num_steps or int(broadcast_object(chosen, group=world.group, device=world.device))
 
-    progress.start()
+    began_at = time.perf_counter()
     for round_index in range(benchmark.num_rounds):
         for place, name in enumerate(order_of_round(names, round_index)):
             if start_together(name, benchmark.num_threads[name], world):
@@ -264,7 +267,8 @@ def _run_turns(benchmark: Benchmark, world: World, at_exit: contextlib.ExitStack
                     turn, turn_losses = measure_candidate(trainers[name], name, num_steps, round_index, place)
                 turns[name].append(turn)
                 losses[name] += turn_losses
-            progress.advance()
+        left_s = (time.perf_counter() - began_at) * (benchmark.num_rounds / (round_index + 1) - 1)
+        report(f"round {round_index + 1}/{benchmark.num_rounds}, {left_s:.0f} s left")
     model = next(iter(trainers.values())).model
     return RankReport(
         num_steps=num_steps,

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from lockstep.study.common import MIB, Spread, Table, bullets, paired_ratio
 
+# The candidate that all others are compared with.
 SINGLE = "single"
-"""The candidate that all others are compared with."""
 
 
 @dataclass(frozen=True)

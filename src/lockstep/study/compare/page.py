@@ -3,10 +3,11 @@
 from html import escape
 
 from lockstep.study import drawing
-from lockstep.study.compare.comparison import Comparison, footnotes, number, tables, title
+from lockstep.study.compare.comparison import Comparison, footnotes, tables, title
 from lockstep.study.compare.verdict import Verdict
 from lockstep.telemetry.provenance import Provenance
 
+# By strategy, its colour and dashes.
 STYLES = {
     "single": (drawing.ORANGE, "-"),
     "torch-dp": (drawing.PURPLE, ":"),
@@ -15,7 +16,6 @@ STYLES = {
     "ddp": (drawing.BLUE, "-"),
     "ddp-zero1": (drawing.GREEN, (0, (3, 1, 1, 1))),
 }
-"""By strategy, its colour and dashes."""
 
 PARTS = {
     "data wait": (drawing.PURPLE, ""),
@@ -40,23 +40,7 @@ def draw(comparison: Comparison) -> tuple[drawing.Plot, ...]:
         rows[candidate.strategy] = dict(zip(PARTS, seconds, strict=True))
     with drawing.drawing_style():
         steps = drawing.stacked_bars("Where the step goes", "milliseconds per step", rows, PARTS, "")
-        return _throughput(comparison), steps, _loss(comparison)
-
-
-def _throughput(comparison: Comparison) -> drawing.Plot:
-    figure, axes = drawing.make_axes(0.8 + 0.36 * len(comparison.contenders), grid="x")
-    words = []
-    for row, candidate in enumerate(comparison.contenders):
-        name, rate = candidate.strategy, candidate.samples_per_s
-        reach = [[rate.median - rate.low], [rate.high - rate.median]]
-        axes.barh(row, rate.median, xerr=reach, color=STYLES[name][0], ecolor=drawing.TEXT, capsize=3, height=0.6)
-        beside = {"va": "center", "xytext": (3, 0), "textcoords": "offset points"}
-        axes.annotate(f" {number(rate.median)}", (rate.high, row), **beside)
-        words.append(f"{name} {number(rate.median)} ({number(rate.low)} to {number(rate.high)})")
-    axes.margins(x=0.2)  # room for the figures beside the bars
-    drawing.label_rows(axes, [candidate.strategy for candidate in comparison.contenders])
-    axes.set_xlabel("samples per second, with spread")
-    return drawing.finish_plot("Throughput", f"Bars of samples per second: {'; '.join(words)}.", figure)
+        return steps, _loss(comparison)
 
 
 def _loss(comparison: Comparison) -> drawing.Plot:

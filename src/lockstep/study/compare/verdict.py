@@ -9,41 +9,41 @@ from lockstep.study.common import MIB, Spread
 from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, Setup
 from lockstep.telemetry.provenance import Provenance
 
+# Speed-up over devices that a sound set-up reaches.
 GOOD_EFFICIENCY = 0.8
-"""Speed-up over devices that a sound set-up reaches."""
 
+# The speed-up from which more devices are worth their trouble.
 WORTH = 1.05
-"""The speed-up from which more devices are worth their trouble."""
 
+# The share of single's step spent waiting for data from which loading, not computing, is the limit.
 STARVED = 0.3
-"""The share of single's step spent waiting for data from which loading, not computing, is the limit."""
 
+# The share of a step that is not the model's own work from which the work is too small to divide.
 TOO_SMALL = 0.2
-"""The share of a step that is not the model's own work from which the work is too small to divide."""
 
+# The width of a candidate's spread, as a share of its median, from which more rounds are called for.
 NOISY = 0.2
-"""The width of a candidate's spread, as a share of its median, from which more rounds are called for."""
 
+# The share of the cores that others keep busy from which they disturb the measurement.
 BUSY = 0.25
-"""The share of the cores that others keep busy from which they disturb the measurement."""
 
+# The gain over what devices can give from which it says more about what holds single back.
 TOO_GOOD = 1.1
-"""The gain over what devices can give from which it says more about what holds single back."""
 
+# Where exchanging so much takes long, it is the bytes that do, not each message's own delay.
 LARGE_GRADIENTS_BYTES = 4 * MIB
-"""Where exchanging so much takes long, it is the bytes that do, not each message's own delay."""
 
+# The highest device's memory over the mean from which memory is called uneven.
 UNEVEN = 1.1
-"""The highest device's memory over the mean from which memory is called uneven."""
 
+# The same weights and samples: only the order of additions differs. As a share of single's first loss.
 FIRST_LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
-"""The same weights and samples: only the order of additions differs. As a share of single's first loss."""
 
+# Rounding differences grow while training goes on. As a share of single's first loss.
 LAST_LOSS_TOLERANCE = 1e-2
-"""Rounding differences grow while training goes on. As a share of single's first loss."""
 
+# Which of several that tie: fewest devices first, then what also scales beyond one machine.
 PREFERENCE = (SINGLE, "ddp", "ddp-zero1", "dp", "torch-ddp", "torch-dp")
-"""Which of several that tie: fewest devices first, then what also scales beyond one machine."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Verdict:
     sentences: tuple[str, ...]
 
 
+# Of the JSON; grows when a key or a meaning changes. New keys leave it as it is.
 VERSION = 1
-"""Of the JSON; grows when a key or a meaning changes. New keys leave it as it is."""
 
 
 def to_record(comparison: Comparison, verdict: Verdict, provenance: Provenance) -> dict[str, Any]:

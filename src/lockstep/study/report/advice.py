@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from lockstep.study.common import MIB
@@ -17,8 +17,8 @@ from lockstep.study.report.figures import Figures, Parts, Traffic
 from lockstep.study.report.run_reader import Recorded
 from lockstep.telemetry.stragglers import Straggler
 
+# A gain below this is not worth a sentence.
 WORTH = 1.03
-"""A gain below this is not worth a sentence."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,13 @@ class Facts:
         workers: Loader processes a rank; None if not known.
         num_buckets: In which gradients travel; 0 if not known.
         bucket_latency_s: Of a bucket's trip, however small: at most the fastest one's.
-        trip_s: Of a bucket's trip: the median.
-        best_trip_s: The same of each bucket's fastest trip.
-        load_per_core: How many threads wanted to run for each core of the machine; None if not known.
+        best_trip_s: The median of the fastest trip of each bucket.
         num_hosts: Machines that the ranks are on.
         gradient_bytes: All together.
         wire: Whether gradients are rounded for their way already.
         strategy: Who computes.
         accumulate: Micro-batches a step.
         paused_share: What training stood still for checkpoints and evaluations, as a share of the whole run, by event.
-        cores: Of the machine; None if not known. On CPUs all ranks share them.
-        busy_cores: How many of them the ranks used, all together; None if not known.
         global_batch_size: Samples of a step; None if not known.
         pinned: Whether a script's loader gives samples in page-locked memory; None if not known, and for `fit`.
     """
@@ -57,17 +53,13 @@ class Facts:
     workers: int | None = None
     num_buckets: int = 0
     bucket_latency_s: float = 0.0
-    trip_s: float = 0.0
     best_trip_s: float = 0.0
-    load_per_core: float | None = None
     num_hosts: int = 1
     gradient_bytes: int = 0
     wire: bool = False
     strategy: str = "ddp"
     accumulate: int = 1
     paused_share: Mapping[str, float] | None = None
-    cores: int | None = None
-    busy_cores: float | None = None
     global_batch_size: int | None = None
     pinned: bool | None = None
 
@@ -125,18 +117,18 @@ def _ms(seconds: float) -> str:
 
 # Rules about what devices do: load, compute, update, stand still; and how many of them there should be.
 
+# From so many bytes on it is they that take long, not each message's own delay.
 LARGE_BYTES = 4 * MIB
-"""From so many bytes on it is they that take long, not each message's own delay."""
 
+# How many times as large a batch is advised, and how much more rarely gradients are exchanged.
 _MOST_WORKERS = 16
 _TIMES = 4
-"""How many times as large a batch is advised, and how much more rarely gradients are exchanged."""
 
+# From this part of a step on that does not grow with the batch, a larger one is worth a sentence.
 _OVERHEAD = 0.25
-"""From this part of a step on that does not grow with the batch, a larger one is worth a sentence."""
 
+# What a process waits for a micro-batch of a loader process at least: it comes through a pipe and shared memory.
 _HANDOVER_S = 0.0003
-"""What a process waits for a micro-batch of a loader process at least: it comes through a pipe and shared memory."""
 
 
 def _loading(facts: Facts) -> Advice | None:
@@ -149,23 +141,10 @@ def _loading(facts: Facts) -> Advice | None:
     # So many that what they load in the time of the other work of a step is enough for it.
     workers = min(_MOST_WORKERS, max(facts.workers + 1, math.ceil(loading_s / max(rest_s, 1e-9))))
     step_s = max(rest_s, loading_s / workers) + facts.accumulate * _HANDOVER_S
-    step_s = max(step_s, _shared_cores_s(facts, workers))
     cause = f"Data wait is {facts.share(wait_s)} of the step"
     change = f"{workers} loader worker{'s' * (workers > 1)} a rank instead of {facts.workers} (--workers {workers})"
-    return Advice(cause, change, facts.step_s / step_s)
-
-
-def _shared_cores_s(facts: Facts, workers: int) -> float:
-    """Return what the work of a step takes at least with so many loader processes, where ranks compute on the CPU."""
-    if facts.device != "cpu" or not facts.cores or facts.busy_cores is None:
-        return 0.0
-    # The work of loading stays, and ranks and loaders share the cores with other programs: these run what the
-    # machine's load has more than our processes can make of it. Cores go evenly to all that want one.
-    before = max(facts.busy_cores, facts.num_ranks * (1 + (facts.workers or 0)))
-    others = max(0.0, (facts.load_per_core or 0.0) * facts.cores - before)
-    own = max(facts.busy_cores, facts.num_ranks * (1 + workers))
-    free = facts.cores * min(1.0, own / (own + others))
-    return min(facts.step_s, facts.busy_cores * facts.step_s / free)
+    # On CPUs the loaders take cores from the ranks: how much is known only when it is tried.
+    return Advice(cause, change, facts.step_s / step_s, at_most=facts.device == "cpu")
 
 
 def _pinning(facts: Facts) -> Advice | None:
@@ -254,13 +233,6 @@ def _pauses(facts: Facts) -> list[Advice]:
 
 _USUAL_CAP_BYTES = 25 * MIB
 
-_BUSY = 3.0
-"""Trips that take so many times as long as the fastest are held up by something else."""
-
-_MANY = 4
-_CROWDED = 1.25
-"""Threads that want to run, for each core of the machine, from which on they take it from each other."""
-
 
 def _buckets(facts: Facts) -> Advice | None:
     fewer = max(1, math.ceil(facts.gradient_bytes / _USUAL_CAP_BYTES))
@@ -307,23 +279,8 @@ def _accumulation(facts: Facts) -> Advice | None:
     return Advice(cause, change, facts.gain(saved_s), keeps_run=False)
 
 
-def _busy_link(facts: Facts) -> Advice | None:
-    # What a bucket takes longer than its fastest trip, something else takes from the link or from the processors.
-    if not facts.trip_s or facts.trip_s < _BUSY * facts.best_trip_s or facts.num_buckets > _MANY:
-        return None  # of many buckets, one waits for the other
-    if _is_too_small(facts):  # then a quiet link makes no sense of so many devices
-        return None
-    if facts.device == "cpu" and (facts.load_per_core or 0.0) < _CROWDED:
-        return None  # nothing else wants the cores: the trips wait for our own work
-    cause = f"A bucket takes {_ms(facts.trip_s)} on its way where {_ms(facts.best_trip_s)} were enough at best"
-    change = "a link that nothing else uses"
-    if facts.device == "cpu":
-        change = "cores that nothing else uses (look at the load of the machine, and at --threads)"
-    return Advice(cause, change, facts.gain(facts.critical.wire_s * (1 - facts.best_trip_s / facts.trip_s)))
-
-
 _RULES = (
-    *(_loading, _pinning, _slow_rank, _buckets, _rounding, _busy_link),
+    *(_loading, _pinning, _slow_rank, _buckets, _rounding),
     *(_optimizer, _too_small, _accumulation, _larger_batch),
 )
 
@@ -334,8 +291,7 @@ _RULES = (
 def find_facts(run: Recorded, device: str, figures: Figures, traffic: Traffic | None) -> Facts:
     """Return the facts of a run on a kind of ``device``."""
     session, settings, pinned = run.last, run.settings, run.settings.get("pin_memory")
-    gradient_bytes, cores = _whole(session.get("gradient_bytes")), _cores(run)
-    loads = [line.figures["load"] for line in run.zero.machine if "load" in line.figures]
+    gradient_bytes = _whole(session.get("gradient_bytes"))
     facts = Facts(
         num_ranks=len(figures.by_rank),
         device=device,
@@ -344,14 +300,11 @@ def find_facts(run: Recorded, device: str, figures: Figures, traffic: Traffic | 
         computing_s=sum(parts.computing_s for parts in figures.by_rank.values()),
         straggler=figures.straggler,
         workers=_whole(session.get("workers", settings.get("workers"))),
-        load_per_core=fmean(loads) / cores if loads and cores else None,
         gradient_bytes=gradient_bytes or 0,
         wire=settings.get("wire") is not None,
         strategy=str(settings.get("strategy", "ddp")),
         accumulate=_whole(settings.get("accumulate")) or 1,
         paused_share={name: paused / figures.total_s for name, paused in figures.paused_s.items() if figures.total_s},
-        cores=cores,
-        busy_cores=_busy_cores(run),
         global_batch_size=_whole(session.get("global_batch_size")),
         pinned=pinned if isinstance(pinned, bool) else None,
     )
@@ -361,7 +314,6 @@ def find_facts(run: Recorded, device: str, figures: Figures, traffic: Traffic | 
         facts,
         num_buckets=len(traffic.sizes_bytes),
         bucket_latency_s=min(traffic.best_s),
-        trip_s=traffic.median_s,
         best_trip_s=median(traffic.best_s),
         gradient_bytes=sum(traffic.sizes_bytes.values()) if gradient_bytes is None else gradient_bytes,
     )
@@ -369,23 +321,3 @@ def find_facts(run: Recorded, device: str, figures: Figures, traffic: Traffic | 
 
 def _whole(value: Any) -> int | None:
     return value if type(value) is int else None
-
-
-def _cores(run: Recorded) -> int | None:
-    """Return the cores of the machine; None if it is not known, or there are several machines."""
-    try:
-        cores = int(run.last["provenance"]["machine"]["cores"])
-    except (KeyError, TypeError, ValueError):
-        return None
-    return cores if cores > 0 and len({record.host for record in run.ranks.values()}) == 1 else None
-
-
-def _busy_cores(run: Recorded) -> float | None:
-    """Return how many cores the ranks used, with their loader processes; None if it is not known of each."""
-    used = []
-    for record in run.ranks.values():
-        lines = [line.figures for line in record.machine if "cpu_percent" in line.figures]
-        if not lines:
-            return None
-        used.append(fmean(line["cpu_percent"] + line.get("workers_cpu_percent", 0.0) for line in lines) / 100)
-    return sum(used)

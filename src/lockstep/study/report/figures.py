@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
-from statistics import fmean, median, median_low
+from statistics import fmean, median
 
 from lockstep.study.report.run_reader import Bucket, Recorded, Step, Timeline
-from lockstep.telemetry.stragglers import PHASES, StepTimes, Straggler, find_stragglers, pace_of
+from lockstep.telemetry.stragglers import StepTimes, Straggler, find_stragglers, pace_of
 
 # [Note: the rank that all wait for]
 # All ranks leave the reduction of a step together. The one that came last has waited for the wire only: its wait is
@@ -87,56 +88,10 @@ def align_steps(run: Recorded) -> list[AlignedStep]:
     return [AlignedStep(number, {rank: by_rank[rank][number] for rank in by_rank}) for number in sorted(common)]
 
 
-# A rank that keeps the others waiting in every step.
-
-_MOSTLY_LAST = 2 / 3
-"""In so many steps a slow rank comes last at least; in more of few, where chance does much."""
-
-_MIN_STEPS = 20
-_MIN_SHARE = 0.15
-"""What it costs then, of a step; less may come from what disturbs them."""
-
-
-def find_slow_rank(steps: Sequence[AlignedStep]) -> Straggler | None:
-    """Return the rank that keeps the others waiting, or None.
-
-    As long as nothing disturbs the ranks, a good step of such a rank takes longer than a bad one of the others. Where
-    something does, on a busy machine, their steps are compared one by one: what slows all of them down drops out. A
-    slow rank is then the one that comes last in most steps, if that costs the others a part of a step worth a word.
-    """
-    times = {rank: [_times(step.ranks[rank]) for step in steps] for rank in steps[0].ranks}
-    clear = find_stragglers({rank: pace_of(of_rank) for rank, of_rank in times.items()})
-    if clear:
-        return clear[0]
-    # Not by the medians of each rank, which a disturbance moves by more than the rank is slower.
-    last_ranks = [step.last_rank for step in steps]
-    slow = max(times, key=last_ranks.count)
-    by_chance = 0.5 + 1.5 / math.sqrt(len(steps))  # three standard deviations above that of one of two alike
-    if len(steps) < _MIN_STEPS or last_ranks.count(slow) < max(_MOSTLY_LAST, by_chance) * len(steps):
-        return None
-
-    def later_s(name: str) -> float:
-        """Return by how much the rank is later than is usual among the others: the median over the steps."""
-        others = [of_rank for rank, of_rank in times.items() if rank != slow]
-        usual = [median_low(getattr(each, name) for each in at) for at in zip(*others, strict=True)]
-        return float(median(getattr(mine, name) - other for mine, other in zip(times[slow], usual, strict=True)))
-
-    lost_s, step_s = later_s("own_s"), median(step.lasted_s for step in steps)
-    if lost_s < _MIN_SHARE * step_s:
-        return None
-    phase = max(PHASES, key=later_s)
-    took_s = median(getattr(each, phase) for each in times[slow])
-    return Straggler(slow, phase, lost_s, took_s, took_s - later_s(phase), step_s)
-
-
-def _times(step: Step) -> StepTimes:
-    return StepTimes(step.data_wait_s, step.forward_s, step.backward_s, step.optimizer_s, step.exposed_s or 0.0)
-
-
 # Where the time goes, in numbers.
 
+# The first steps allocate, compile and find out in which order gradients come; they are left out of the means.
 NUM_FIRST = 5
-"""The first steps allocate, compile and find out in which order gradients come; they are left out of the means."""
 
 _SPIKE = 3.0
 
@@ -185,6 +140,9 @@ def find_figures(run: Recorded) -> Figures | None:
     calm = [step for step in steady if step.lasted_s <= _SPIKE * median(lasted_s)] or steady
     last_ranks = [step.last_rank for step in calm]
     knows_waits = calm[0].knows_waits
+    clear: list[Straggler] = []
+    if len(calm[0].ranks) > 1 and knows_waits and len(calm) > 1:
+        clear = find_stragglers({rank: pace_of([_times(step.ranks[rank]) for step in calm]) for rank in calm[0].ranks})
     trained_s = sum(step.lasted_s for step in calm) or math.inf
     # Of the global batch, so that any rank has them; the counts may be known to some ranks only.
     samples = [next(iter(step.ranks.values())).samples for step in calm]
@@ -207,8 +165,12 @@ def find_figures(run: Recorded) -> Figures | None:
         critical=_mean([step.parts(step.last_rank) for step in calm]),
         last_share={rank: last_ranks.count(rank) / len(calm) for rank in calm[0].ranks},
         knows_waits=knows_waits,
-        straggler=find_slow_rank(calm) if len(calm[0].ranks) > 1 and knows_waits and len(calm) > 1 else None,
+        straggler=clear[0] if clear else None,
     )
+
+
+def _times(step: Step) -> StepTimes:
+    return StepTimes(step.data_wait_s, step.forward_s, step.backward_s, step.optimizer_s, step.exposed_s or 0.0)
 
 
 def _mean(parts: Sequence[Parts]) -> Parts:
@@ -219,46 +181,27 @@ def _mean(parts: Sequence[Parts]) -> Parts:
 
 
 @dataclass(frozen=True)
-class Trip:
-    """A bucket in one step: its bytes, and the seconds from when the last rank had sent it until it was reduced."""
-
-    step: int
-    number: int
-    size_bytes: int
-    wire_s: float
-
-
-@dataclass(frozen=True)
 class Traffic:
-    """The trips of all buckets.
+    """The trips of all buckets: from when the last rank has sent one until it is reduced.
 
     Args:
         num_ranks: That exchanged them.
-        trips: In the order of the steps; of buckets as they were last, not of those that were built anew since.
         sizes_bytes: Of a step's buckets by number, in the order in which they leave.
+        times_s: By bucket, the seconds of its trips, the fastest first.
     """
 
     num_ranks: int
-    trips: tuple[Trip, ...]
     sizes_bytes: Mapping[int, int]
-
-    @property
-    def median_s(self) -> float:
-        """Seconds of a trip."""
-        return median(trip.wire_s for trip in self.trips)
+    times_s: Mapping[int, list[float]]
 
     @property
     def best_s(self) -> list[float]:
         """By bucket, its fastest trip: what the link is able to do."""
-        return [self.times_s(number)[0] for number in self.sizes_bytes]
-
-    def times_s(self, number: int) -> list[float]:
-        """Return the seconds of a bucket's trips, the fastest first."""
-        return sorted(trip.wire_s for trip in self.trips if trip.number == number)
+        return [times[0] for times in self.times_s.values()]
 
     def bus_bytes_per_s(self, number: int) -> float:
         """Return a bucket's bus bandwidth at its median trip: 2 (n - 1) / n of its bytes over the time."""
-        seconds = median(self.times_s(number))
+        seconds = median(self.times_s[number])
         return 2 * (self.num_ranks - 1) / self.num_ranks * self.sizes_bytes[number] / seconds if seconds else 0.0
 
 
@@ -267,18 +210,17 @@ def find_traffic(run: Recorded) -> Traffic | None:
     by_rank = [{each.step: each for each in record.timelines} for record in run.ranks.values()]
     # What a rank's bucket takes from being sent until reduced is waiting for peers and the wire; the shortest is the
     # wire alone, as in [Note: the rank that all wait for].
-    trips = []
+    trips = defaultdict[tuple[int, int], list[float]](list)
+    last: dict[int, int] = {}
     for step in sorted(set.intersection(*map(set, by_rank))) if len(by_rank) > 1 else []:
         rows = [{bucket.number: bucket for bucket in of_rank[step].buckets} for of_rank in by_rank]
-        for number in sorted(set.intersection(*map(set, rows))):
-            wire_s = min(max(0.0, row[number].done_s - row[number].sent_s) for row in rows)
-            trips.append(Trip(step, number, rows[0][number].size_bytes, wire_s))
-    if not trips:
-        return None
-    # DDP builds its buckets anew after the first step, in the order in which gradients came.
-    as_last = {trip.number: trip.size_bytes for trip in trips if trip.step == trips[-1].step}
-    kept = tuple(trip for trip in trips if as_last.get(trip.number) == trip.size_bytes)
-    return Traffic(len(run.ranks), kept, as_last)
+        sizes = {number: rows[0][number].size_bytes for number in sorted(set.intersection(*map(set, rows)))}
+        last = sizes or last
+        for bucket in sizes.items():
+            trips[bucket].append(min(max(0.0, row[bucket[0]].done_s - row[bucket[0]].sent_s) for row in rows))
+    # DDP builds its buckets anew after the first step, in the order in which gradients came: only the last ones count.
+    times_s = {number: sorted(trips[number, size]) for number, size in last.items()}
+    return Traffic(len(run.ranks), last, times_s) if last else None
 
 
 # A few steps with all ranks on one clock, and the critical path through them.

@@ -16,11 +16,12 @@ from lockstep.study.report.figures import Parts, Window
 from lockstep.study.report.run_reader import Step
 from lockstep.study.report.view import BaselineComparison, View
 
+# Ranks that a drawing shows; the tables have all.
 MOST_ROWS = 16
-"""Ranks that a drawing shows; the tables have all."""
 
 MOST_POINTS = 240
 
+# By field of `Parts`, in its order: in words, colour and hatch.
 PARTS = {
     "data wait": (drawing.PURPLE, ""),
     "forward": (drawing.SKY, ""),
@@ -30,10 +31,9 @@ PARTS = {
     "optimizer": (drawing.GREEN, ""),
     "other": (drawing.GREY, ""),
 }
-"""By field of `Parts`, in its order: in words, colour and hatch."""
 
+# One a kind of event, as colours alone are hard to tell apart.
 MARKERS = "s^XPvDod*x"
-"""One a kind of event, as colours alone are hard to tell apart."""
 
 COLOURS = (drawing.BLUE, drawing.GREEN, drawing.VERMILION, drawing.SKY, drawing.PURPLE, drawing.ORANGE)
 
@@ -51,15 +51,9 @@ def draw(view: View, baseline: BaselineComparison | None = None) -> list[drawing
 
 
 def shown_ranks(view: View, most: int = MOST_ROWS) -> list[int]:
-    """Return the ranks that a drawing shows: all, or of many those that others wait for most, and the rest evenly."""
-    ranks = sorted(view.run.ranks)
-    if len(ranks) <= most or view.figures is None:
-        return ranks[:most]
-    # Half for the ranks that a reader looks for; the others show what is usual.
-    by_wait = sorted(view.figures.by_rank, key=lambda rank: -view.figures.last_share[rank])  # type: ignore[union-attr]
-    chosen = by_wait[: most // 2]
-    rest = sorted(by_wait[most // 2 :])
-    return sorted(chosen + [rest[place * len(rest) // (most // 2)] for place in range(most // 2)])
+    """Return the ranks that a drawing shows: all, or of many those that others wait for most."""
+    last_share = view.figures.last_share if view.figures is not None else {}
+    return sorted(sorted(view.run.ranks, key=lambda rank: (-last_share.get(rank, 0.0), rank))[:most])
 
 
 def by_words(parts: Parts) -> dict[str, float]:

@@ -123,6 +123,7 @@ def _commands(view: View) -> str:
 
 # All figures as tables: for those who do not see the drawings, and for what drawings leave out.
 
+# What a ``machine`` line has of load, by name: in words, with the unit.
 LOADS = {
     "cpu_percent": "CPU, % of a core",
     "workers_cpu_percent": "loaders, % of a core",
@@ -130,7 +131,6 @@ LOADS = {
     "gpu_power_w": "power, W",
     "gpu_temperature_c": "degrees C",
 }
-"""What a ``machine`` line has of load, by name: in words, with the unit."""
 
 
 def figure_tables(view: View) -> list[Table]:
@@ -184,12 +184,12 @@ def _values(view: View, rank: int, name: str) -> list[float]:
 
 
 def _buckets(view: View) -> Table:
-    traffic, rows = view.traffic, []
-    for number, size in traffic.sizes_bytes.items() if traffic is not None else []:
-        assert traffic is not None
-        times = traffic.times_s(number)
-        seconds = [f"{time_s * 1e3:.3g}" for time_s in (times[0], times[len(times) // 2], times[-1])]
-        rows.append([str(number), f"{size / MIB:.3g}", *seconds, f"{traffic.bus_bytes_per_s(number) / 1e9:.3g}"])
+    rows = []
+    if (traffic := view.traffic) is not None:
+        for number, times in traffic.times_s.items():
+            seconds = [f"{time_s * 1e3:.3g}" for time_s in (times[0], times[len(times) // 2], times[-1])]
+            bus = f"{traffic.bus_bytes_per_s(number) / 1e9:.3g}"
+            rows.append([str(number), f"{traffic.sizes_bytes[number] / MIB:.3g}", *seconds, bus])
     columns = ["MiB", "best ms", "median ms", "slowest ms", "bus GB/s"]
     return Table("Buckets of gradients on their way", ["bucket", *columns], rows, numbers=columns)
 

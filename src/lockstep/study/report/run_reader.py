@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lockstep.errors import ConfigurationError
 from lockstep.telemetry.run_record import EVENTS, PHASES, RANK_FILES, RUN_FILE, VERSION
 
@@ -375,12 +377,9 @@ def _set_clock(record: RankRecord, sessions: Sequence[dict[str, Any]]) -> float:
         return 0.0
 
     def offset_s(time: float) -> float:
-        begun = [each for each in readings if each[0][0] <= time]
-        first, last = begun[-1][0] if begun else readings[0][0], begun[-1][-1] if begun else readings[0][-1]
-        if last[0] <= first[0]:
-            return first[1]
-        share = min(1.0, max(0.0, (time - first[0]) / (last[0] - first[0])))
-        return first[1] + share * (last[1] - first[1])
+        session = next((each for each in reversed(readings) if each[0][0] <= time), readings[0])
+        moments, offsets_s, _ = zip(*session, strict=True)
+        return float(np.interp(time, moments, offsets_s))
 
     for entries in (record.steps, record.timelines, record.machine, record.events):
         entries[:] = [replace(entry, time=entry.time - offset_s(entry.time)) for entry in entries]  # type: ignore

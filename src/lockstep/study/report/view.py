@@ -64,14 +64,14 @@ def view_run(folder: Path) -> View:
 
 # Another run beside it: is it the same training, and how much faster is it on more devices.
 
+# Settings that make it another training run.
 _ALIKE = ("seed", "global_batch_size", "precision", "clip", "schedule", "warmup", "lr_scaling", "shares", "wire")
-"""Settings that make it another training run."""
 
+# Of what twice as many devices could give at best, who gets this much is well served.
 GOOD_SHARE = 0.8
-"""Of what twice as many devices could give at best, who gets this much is well served."""
 
+# In a first step nothing but roundings can differ; those of bf16 are the largest.
 _ROUNDING = 1e-3
-"""In a first step nothing but roundings can differ; those of bf16 are the largest."""
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,8 @@ NAMES = {
     "other_s": "other things",
 }
 
+# Devices that compute for this share of a step are kept well.
 GOOD_BUSY = 0.9
-"""Devices that compute for this share of a step are kept well."""
 
 
 def sentences(view: View, baseline: BaselineComparison | None = None) -> tuple[str, str, str]:
@@ -226,8 +226,8 @@ def _rate(per_s: float) -> str:
 #
 # Source: the Trace Event Format, with complete events (``X``), instants (``i``), counters (``C``) and names (``M``).
 
+# Of each rank's process.
 _THREADS = {"step": 0, "buckets": 1, "events": 2}
-"""Of each rank's process."""
 
 
 def to_trace(run: Recorded) -> str:
