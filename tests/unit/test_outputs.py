@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from lockstep.parallel.ddp.module_io import anchor_tensors, find_tensors, move_to
+from lockstep.parallel.module_io import anchor_tensors, find_tensors, move_to
 
 
 class Pair(NamedTuple):

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lockstep.observe.steps import Steps
-from lockstep.parallel.ddp.module_io import find_tensors
+from lockstep.parallel.module_io import find_tensors
 from lockstep.telemetry.run_record import Reduction
 
 Fail = Callable[[Exception], None]

@@ -162,11 +162,11 @@ def _signed(number: int) -> int:
 
 # --- the same bits on every rank --------------------------------------------------------------------------------------
 
+# Whether rank 0's overwrite the others, norm layers keep each rank's own, or all are the same on all ranks.
 Buffers = Literal["healed", "own", "same"]
-"""Whether rank 0's overwrite the others, norm layers keep each rank's own, or all are the same on all ranks."""
 
+# What a rank holds that all ranks should, by name, in the order in which a difference is looked for.
 Replica = Mapping[str, Tensor]
-"""What a rank holds that all ranks should, by name, in the order in which a difference is looked for."""
 
 
 def replica_of(
@@ -218,8 +218,8 @@ def _is_comparable(tensor: Tensor) -> bool:
     return not is_sharded(tensor) and tensor.layout is torch.strided and tensor.numel() > 0 and not tensor.is_meta
 
 
+# The ranks that agree, the largest side first; of equals, that of the first rank.
 Sides = tuple[tuple[int, ...], ...]
-"""The ranks that agree, the largest side first; of equals, that of the first rank."""
 
 
 def between(sides: Sides) -> str:

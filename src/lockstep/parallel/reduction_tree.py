@@ -26,16 +26,16 @@ from lockstep.parallel.flat import view_like
 
 T = TypeVar("T")
 
+# Where each gradient starts: some kernels sum in an order that depends on how the numbers are aligned.
 _ALIGNMENT_BYTES = 512
-"""Where each gradient starts: some kernels sum in an order that depends on how the numbers are aligned."""
 
 _CHUNK_BYTES = 25 * 2**20
 
+# What the watchdog reports of a rank that waits in it: one name, as one rank may be a chunk ahead of another.
 _EXCHANGE = "exchange of the reduction tree"
-"""What the watchdog reports of a rank that waits in it: one name, as one rank may be a chunk ahead of another."""
 
+# Chunks that travel at the same time: enough to keep the network busy, and a bound for the memory.
 _MAX_CHUNKS_IN_FLIGHT = 3
-"""Chunks that travel at the same time: enough to keep the network busy, and a bound for the memory."""
 
 
 # --- Which additions
@@ -325,5 +325,5 @@ class RankReduction:
         return self._tree.combine(pieces, Tensor.add_)
 
 
+# Completes the sums of the tree.
 TreeReduction = LocalReduction | RankReduction
-"""Completes the sums of the tree."""

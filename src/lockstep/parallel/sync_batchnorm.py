@@ -25,8 +25,8 @@ from lockstep.parallel.compile import keep_out_of_graphs
 if TYPE_CHECKING:
     from lockstep.parallel.ddp.uneven_inputs import SyncLayerShadow
 
+# torch's own class, also after ``adopt()`` has put ours in its place.
 TorchSyncBatchNorm = nn.SyncBatchNorm
-"""torch's own class, also after ``adopt()`` has put ours in its place."""
 
 
 # --- The engine that trains the layer
@@ -122,8 +122,8 @@ class LayerPlace(NamedTuple):
     name: str = "a SyncBatchNorm layer"
 
 
+# The layers that are known to have as many channels on every rank.
 _compared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""The layers that are known to have as many channels on every rank."""
 
 
 class StatisticsExchange:
@@ -385,11 +385,11 @@ class SyncBatchNorm(TorchSyncBatchNorm):
         CollectiveError: Another rank ended, did not take part in time, or runs another layer.
     """
 
+    # Where this layer is in its model, the same on every rank; see `StatisticsExchange`.
     place = LayerPlace()
-    """Where this layer is in its model, the same on every rank; see `StatisticsExchange`."""
 
+    # Whether this process normalises on its own although it is in a process group: others do not train its model.
     alone = False
-    """Whether this process normalises on its own although it is in a process group: others do not train its model."""
 
     @override
     @keep_out_of_graphs

@@ -18,7 +18,7 @@ from lockstep.data.loader import MicroBatch
 from lockstep.data.order import BatchSplit, GlobalOrder, cut
 from lockstep.data.stream import StreamOrder
 from lockstep.errors import NonFiniteGradient
-from lockstep.parallel.ddp.module_io import find_tensors
+from lockstep.parallel.module_io import find_tensors
 from lockstep.train.buffers import BufferSnapshot
 from lockstep.train.settings import NanRule
 from lockstep.train.step import Gradients, HostCopy

@@ -197,8 +197,8 @@ class BucketOptimizer:
 class BucketApi(TorchCompat):
     """The part of ``DistributedDataParallel`` that works on the gradients of whole buckets."""
 
+    # For `fit`: the gradients, a tensor for each bucket.
     flat_gradients: FlatGradients
-    """For `fit`: the gradients, a tensor for each bucket."""
 
     _monitor: LocalGradientMonitor | None
 

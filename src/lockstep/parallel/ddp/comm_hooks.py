@@ -32,12 +32,12 @@ CommHook = Callable[[Any, Any], Future[Any]]
 class BucketReduction(ABC):
     """Starts the reduction of buckets and takes the results in."""
 
+    # Whether payloads are summed over the ranks. Then gradients are divided before `start`, and the tail of a finished
+    # bucket holds the counts of all ranks. If not, the hook divides, and `count_users` asks for the counts.
     sums_payloads = True
-    """Whether payloads are summed over the ranks. Then gradients are divided before `start`, and the tail of a finished
-    bucket holds the counts of all ranks. If not, the hook divides, and `count_users` asks for the counts."""
 
+    # Whether every rank then has all of the reduced gradients, and not only a part.
     leaves_whole = True
-    """Whether every rank then has all of the reduced gradients, and not only a part."""
 
     @abstractmethod
     def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:

@@ -61,8 +61,8 @@ from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 from lockstep.parallel.compile import is_capturing, keep_out_of_graphs
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
-from lockstep.parallel.ddp.module_io import hook_tensors
 from lockstep.parallel.ddp.weighting import Weights
+from lockstep.parallel.module_io import hook_tensors
 
 
 class Phase(Enum):

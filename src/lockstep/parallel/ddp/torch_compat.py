@@ -17,6 +17,7 @@ from lockstep.parallel.ddp.bucket_plan import MIB
 from lockstep.parallel.ddp.comm_hooks import GradBucket
 from lockstep.parallel.ddp.reducer import Reducer
 from lockstep.parallel.ddp.setup import BufferHook, ModelSync
+from lockstep.parallel.module_io import Wrapper
 
 
 class TorchReducer(Reducer):
@@ -35,7 +36,7 @@ class TorchReducer(Reducer):
     _check_reducer_finalized = Reducer.check_finished
 
 
-class TorchCompat(nn.Module, Joinable):
+class TorchCompat(Wrapper, Joinable):
     """What ``DistributedDataParallel`` answers to besides its documented interface."""
 
     broadcast_bucket_size = 250 * MIB
@@ -184,13 +185,3 @@ class TorchCompat(nn.Module, Joinable):
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if name in params_and_buffers_to_ignore:
                 tensor._ddp_ignored = True  # type: ignore[attr-defined]
-
-
-def accept_bare_keys(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Let ``load_state_dict`` take the keys of a bare model: those without ``module.``."""
-    # In place, on a copy that ``load_state_dict`` has made.
-    here = [key for key in state_dict if key.startswith(prefix)]
-    if any(key.startswith(f"{prefix}module.") for key in here):
-        return
-    for key in here:
-        state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)

@@ -26,9 +26,9 @@ from typing_extensions import override
 from lockstep.comm.collectives import Group, Join, JoinHook, all_gather, all_reduce
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 from lockstep.parallel.compile import keep_out_of_graphs
-from lockstep.parallel.ddp.module_io import hook_tensors
 from lockstep.parallel.ddp.torch_compat import TorchCompat
 from lockstep.parallel.ddp.weighting import Weights
+from lockstep.parallel.module_io import hook_tensors
 from lockstep.parallel.sync_batchnorm import Event, LayerPlace, SyncBatchNorm, TorchSyncBatchNorm, register_engine
 
 _CONVERT = "Convert the model: model = lockstep.SyncBatchNorm.convert_sync_batchnorm(model)."
@@ -233,10 +233,10 @@ class SyncLayerShadow:
 class UnevenInputs(TorchCompat):
     """The part of ``DistributedDataParallel`` that lets ranks have different numbers of batches."""
 
+    # After ``join()``: whose model all ranks hold (torch's name).
     _divide_by_initial_world_size: bool
     _sync_layers: SyncLayerShadow
     _authoritative_rank: int
-    """After ``join()``: whose model all ranks hold (torch's name)."""
 
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False

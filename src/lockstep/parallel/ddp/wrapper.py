@@ -32,12 +32,12 @@ from lockstep.parallel.ddp.bucket_events import BucketRanges, PaceClock
 from lockstep.parallel.ddp.bucket_plan import FIRST_CAP_BYTES
 from lockstep.parallel.ddp.buckets import BucketSet
 from lockstep.parallel.ddp.comm_hooks import CommHookReduction, CompressedAllReduce, WireDtype
-from lockstep.parallel.ddp.module_io import WrappedParameters, anchor_tensors, find_tensors, move_to, requires_grad
 from lockstep.parallel.ddp.reducer import Reducer, live_reducers
 from lockstep.parallel.ddp.setup import ModelSync
-from lockstep.parallel.ddp.torch_compat import TorchReducer, accept_bare_keys
+from lockstep.parallel.ddp.torch_compat import TorchReducer
 from lockstep.parallel.ddp.uneven_inputs import SyncLayerShadow, UnevenInputs, announce_backward, common_rank
 from lockstep.parallel.ddp.weighting import check_weight, encode_message
+from lockstep.parallel.module_io import WrappedParameters, anchor_tensors, find_tensors, move_to, requires_grad
 from lockstep.telemetry import ranges
 
 _MISSING = object()
@@ -182,7 +182,6 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
             self._reducer.reduction = CompressedAllReduce(bucket_set, group, self.wire_dtype)
         for hook, state in self._comm_hooks:
             self._reducer.set_reduction(CommHookReduction(group, hook, state))
-        self.register_load_state_dict_pre_hook(accept_bare_keys)  # type: ignore[no-untyped-call]
 
     # --- copies and pickles -----------------------------------------------------------------------------------------
 
@@ -197,7 +196,7 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
     def _portable_state(self) -> dict[str, Any]:
         # What `_connect` makes belongs neither to a copy nor to a pickle.
         tied = {"process_group", "reducer", "_reducer", "_model_sync", "_wrapped_parameters", "_sync_layers"}
-        tied |= {"_load_state_dict_pre_hooks", "flat_gradients", "_monitor"}
+        tied |= {"flat_gradients", "_monitor"}
         state = {name: value for name, value in self.__dict__.items() if name not in tied}
         return state | {"_comm_hooks": [], "_comm_hook_name": "", "_hook_error": ""}
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lockstep.parallel.flat import flatten_like, view_like
 
+# One gradient for each weight, all on the device of one replica; None where the replica did not use the weight.
 Gradients = list[Tensor | None]
-"""One gradient for each weight, all on the device of one replica; None where the replica did not use the weight."""
 
 
 @torch.no_grad()

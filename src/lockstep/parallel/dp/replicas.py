@@ -33,8 +33,8 @@ from torch.torch_version import TorchVersion
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.dp.gradients import Gradients, coalesced_copies, deliver, is_strided, sum_in_tree
 
+# torch 2.11 crashes the process when two threads compile at the same time, with or without this package.
 _COMPILES_IN_THREADS = TorchVersion(torch.__version__) >= "2.13"
-"""torch 2.11 crashes the process when two threads compile at the same time, with or without this package."""
 
 
 class Replicas:

@@ -19,8 +19,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.errors import ConfigurationError
 
+# A CUDA index (-1 is the CPU, as in torch), a name such as "cpu" or "cuda:1", or a ``torch.device``.
 Device = int | str | torch.device
-"""A CUDA index (-1 is the CPU, as in torch), a name such as "cpu" or "cuda:1", or a ``torch.device``."""
 
 
 def as_device(device: Device) -> torch.device:

@@ -21,8 +21,8 @@ from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.parallel.dp.replicas import Replicas
 from lockstep.telemetry import ranges
 
+# Called with a replica and its shard; returns the loss, a tensor of one element.
 LossFunction = Callable[[nn.Module, Any], Tensor]
-"""Called with a replica and its shard; returns the loss, a tensor of one element."""
 
 _TURN_TIMEOUT_S = 600.0
 

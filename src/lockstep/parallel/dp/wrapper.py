@@ -23,11 +23,12 @@ from lockstep.parallel.dp.gradients import Gradients
 from lockstep.parallel.dp.replicas import Replicas, check_devices
 from lockstep.parallel.dp.scatter_gather import Device, as_device, gather, scatter_kwargs
 from lockstep.parallel.dp.threads import CallerModes, LossFunction, ReplicaEngine, as_listed, differentiate
+from lockstep.parallel.module_io import Wrapper
 
 Wrapped = TypeVar("Wrapped", bound=nn.Module)
 
+# Held while a wrapper looks for its engine and makes one, so that two threads do not make two.
 _ENGINES = Lock()
-"""Held while a wrapper looks for its engine and makes one, so that two threads do not make two."""
 
 
 class StepTimings(NamedTuple):
@@ -56,7 +57,7 @@ class ReplicaGradients(NamedTuple):
     module: nn.Module
 
 
-class DataParallel(nn.Module, Generic[Wrapped]):
+class DataParallel(Wrapper, Generic[Wrapped]):
     """Run a module on several devices at once, each with a part of the batch; drop-in for ``torch.nn.DataParallel``.
 
     Beyond torch's class it runs on the CPU (``device_ids=["cpu", "cpu"]`` is two replicas in two threads) and with one

@@ -28,8 +28,8 @@ from lockstep.comm.collectives import Group, Work, all_gather_slices, broadcast_
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.flat import flatten_like, view_like
 
+# So that moving parameters to flat memory does not need twice their memory.
 _MAX_BUFFER_BYTES = 256 * 2**20
-"""So that moving parameters to flat memory does not need twice their memory."""
 
 
 class ShardRange(NamedTuple):
@@ -52,11 +52,11 @@ class ShardRange(NamedTuple):
         return self.stop - self.start
 
 
+# A parameter, and the range of all of its elements.
 Member = tuple[nn.Parameter, ShardRange]
-"""A parameter, and the range of all of its elements."""
 
+# Returns a flat tensor of so many elements.
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
-"""Returns a flat tensor of so many elements."""
 
 
 def shard_bounds(numel: int, num_ranks: int) -> list[tuple[int, int]]:
@@ -241,12 +241,14 @@ def start_parameter_gather(buffers: Sequence[FlatBuffer], group: Group, *, alone
 
 # --- The optimizer of one rank's shard
 
+# What an optimizer keeps of a parameter, by name: per element in tensors, for all of it in numbers.
 Entries = Mapping[str, Any]
-"""What an optimizer keeps of a parameter, by name: per element in tensors, for all of it in numbers."""
 
+# Returns what was kept of these elements, those that are per element flat; None: nothing.
 Read = Callable[[ShardRange], Entries | None]
-"""Returns what was kept of these elements, those that are per element flat; None: nothing."""
 
+# Those whose new value of an element depends on that element alone, its gradient, its state, and numbers that are the
+# same for the whole parameter. Subclasses may do more, so they are not meant.
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
         torch.optim.SGD,
@@ -262,8 +264,6 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
         torch.optim.Rprop,
     }
 )
-"""Those whose new value of an element depends on that element alone, its gradient, its state, and numbers that are
-the same for the whole parameter. Subclasses may do more, so they are not meant."""
 
 _REFUSED = {
     torch.optim.LBFGS: "works with all parameters together",
@@ -274,8 +274,8 @@ _REFUSED = {
 # millions of elements all of that comes from memory. So segments are cut there to a size of which value, gradient and
 # state fit in a core's cache together, and the passes but the first find them there. Fused and foreach kernels pass
 # once, or over all parameters in turn; for them, and on other devices, segments stay long.
+# Four times that, for Adam's value, gradient and two averages, fit in the second-level cache of most cores.
 _CHUNK_BYTES = 2**18
-"""Four times that, for Adam's value, gradient and two averages, fit in the second-level cache of most cores."""
 
 
 def works_on_slices(optimizer_class: type[Optimizer], elementwise: bool | None = None) -> bool:

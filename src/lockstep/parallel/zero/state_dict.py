@@ -18,8 +18,8 @@ from lockstep.comm.collectives import Group, gather_states
 from lockstep.parallel.flat import flatten_like, view_like
 from lockstep.parallel.zero.partition import Entries, Read, ShardRange, is_flat
 
+# Names of numbers for the whole parameter; of use only where a parameter is one number itself.
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
-"""Names of numbers for the whole parameter; of use only where a parameter is one number itself."""
 
 
 def gather_full_state(

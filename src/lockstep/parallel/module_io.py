@@ -1,4 +1,4 @@
-"""What the wrapper sees of its module: the tensors in inputs and outputs, and whether its parameters stay the same."""
+"""What wrappers see of their module: the tensors in inputs and outputs, its parameters, and the names of its state."""
 
 from __future__ import annotations
 
@@ -83,6 +83,22 @@ def anchor_tensors(value: Any) -> Any:
         return anchored
 
     return _map_tensors(anchor, value)
+
+
+class Wrapper(nn.Module):
+    """A module that holds another one as ``module``, and loads the state of itself and of a bare one."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        here = [key for key in state_dict if key.startswith(prefix)]
+        own = {prefix + name for name, _ in [*self.named_parameters(), *self.named_buffers()]}
+        if own.isdisjoint(here):  # not by their beginning: the bare module may have a child that is called "module"
+            for key in here:  # in place, in a copy that ``load_state_dict`` has made, and before it turns to ``module``
+                state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
+            versions = getattr(state_dict, "_metadata", {})
+            for key in [key for key in versions if f"{key}.".startswith(prefix)]:
+                name = f"{prefix}module.{f'{key}.'.removeprefix(prefix)}".rstrip(".")
+                versions.setdefault(name, versions[key])
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class WrappedParameters:
