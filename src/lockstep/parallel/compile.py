@@ -1,11 +1,4 @@
-"""How torch.compile and CUDA graph capture treat the functions of the engines.
-
-[Note: capture]
-While a CUDA graph is recorded, hooks and callbacks run once, and everything they put on streams is recorded with it:
-the copies into the buckets, the all-reduces (NCCL joins the capture), the waits of streams for each other. In a replay
-no Python runs, and the host must not look at the device. So by then the buckets must be the final ones: as with torch's
-class, some steps are run before the capture, on a side stream in which the wrapper was made.
-"""
+"""How torch.compile and CUDA graph capture treat the functions of the engines."""
 
 from __future__ import annotations
 
@@ -50,5 +43,12 @@ def _set_strategy(function: Callable[..., Any], *, for_callees: Any) -> None:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return whether what goes to the current stream of ``device`` is recorded into a graph; see [Note: capture]."""
+    """Return whether what goes to the current stream of ``device`` is recorded into a graph; see [Note: capture].
+
+    [Note: capture]
+    While a CUDA graph is recorded, hooks and callbacks run once, and everything they put on streams is recorded with
+    it: the copies into the buckets, the all-reduces (NCCL joins the capture), the waits of streams for each other. In a
+    replay no Python runs, and the host must not look at the device. So by then the buckets must be the final ones: as
+    with torch's class, some steps are run before the capture, on a side stream in which the wrapper was made.
+    """
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

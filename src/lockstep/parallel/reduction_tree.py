@@ -1,14 +1,4 @@
-"""One binary tree in which the virtual shards' gradients are summed: the same bits on any number of devices.
-
-[Note: the tree]
-Floating-point addition is not associative, so the bits of a sum depend on who adds what to what. Here that is fixed:
-the gradients of the virtual shards, the *leaves* 0 to n-1, are added in one binary tree, which is a pure function of n.
-A *node* is the range of leaves under it. A node of more than one leaf splits after the largest power of two that is
-smaller than its size, so that equal parts of a power of two are nodes themselves: each device sums the nodes within its
-own leaves (`PairwiseAccumulator`), and only the additions above those are done between devices (`TreeReduction`).
-
-Design: docs/design/reproducible.md.
-"""
+"""One binary tree in which virtual shards' gradients are summed: the same bits on any number of devices."""
 
 from __future__ import annotations
 
@@ -49,7 +39,16 @@ def split(node: range) -> tuple[range, range]:
 
 @dataclass(frozen=True)
 class ReductionTree:
-    """The tree over ``num_leaves`` leaves; see [Note: the tree]."""
+    """The tree over ``num_leaves`` leaves; see [Note: the tree].
+
+    [Note: the tree]
+    Floating-point addition is not associative, so the bits of a sum depend on who adds what to what. Here that is
+    fixed: the gradients of the virtual shards, the *leaves* 0 to n-1, are added in one binary tree, which is a pure
+    function of n. A *node* is the range of leaves under it. A node of more than one leaf splits after the largest power
+    of two that is smaller than its size, so that equal parts of a power of two are nodes themselves: each device sums
+    the nodes within its own leaves (`PairwiseAccumulator`), and only the additions above those are done between devices
+    (`TreeReduction`).
+    """
 
     num_leaves: int
 

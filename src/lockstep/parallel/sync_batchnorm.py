@@ -1,8 +1,4 @@
-"""``SyncBatchNorm``: batch normalisation over the samples of all ranks, also of ranks with fewer samples or none.
-
-The layer comes last. Before it comes what it is made of: how it learns from the engine what other ranks do, the
-statistics and their exchange, the kernels, and the function that autograd sees. Design: docs/design/ddp.md.
-"""
+"""``SyncBatchNorm``: batch normalisation over the samples of all ranks, also of ranks with fewer samples or none."""
 
 from __future__ import annotations
 

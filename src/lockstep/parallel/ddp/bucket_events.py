@@ -1,7 +1,4 @@
-"""Observers of the reducer's events: when buckets were ready, launched and reduced, and what a step takes by phase.
-
-The host's clock, or on CUDA events on the streams that the work runs on, which are read later: nothing waits for them.
-"""
+"""Observers of a reducer: when buckets were ready, launched and reduced, and what a step takes by phase."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from lockstep.telemetry.stragglers import StepTimes, ends_window, is_looked_at, 
 
 
 def mark_on(device: torch.device) -> Mark:
-    """Return a mark of now, or of when the current stream of ``device`` gets here."""
+    """Return a mark of now, or of when the current stream of ``device`` gets here: nothing waits for it."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)

@@ -1,17 +1,4 @@
-"""Gradient buckets: how gradients get in and out of flat buffers, and the set of all buckets of a model.
-
-[Note: layout of a bucket]
-One flat buffer: the gradients of the parameters, back to back, then a tail that travels in the same collective: one
-element per parameter, which counts on how many ranks it received a gradient, and the ranks' weight messages (see
-[Note: weight messages] in weighting.py). ``views[k]`` has the shape and the strides of parameter k and becomes its
-``.grad``.
-
-[Note: held gradients]
-In torch, a gradient that a script keeps after ``zero_grad()`` stays as it is. Ours are views of a buffer that the next
-step overwrites, so a bucket whose views are still held takes new memory and leaves the old to its holders. This rank
-does so alone, so the new memory is ordinary; shm reduces buckets of which only some lie in shared memory as it reduces
-any other tensor.
-"""
+"""Gradient buckets: how gradients get in and out of flat buffers, and the set of all buckets of a model."""
 
 from __future__ import annotations
 
@@ -85,6 +72,18 @@ class _Members:
 @final
 class DenseBucket(_Members):
     """Gradients in one flat buffer; see [Note: layout of a bucket].
+
+    [Note: layout of a bucket]
+    One flat buffer: the gradients of the parameters, back to back, then a tail that travels in the same collective: one
+    element per parameter, which counts on how many ranks it received a gradient, and the ranks' weight messages (see
+    [Note: weight messages] in weighting.py). ``views[k]`` has the shape and the strides of parameter k and becomes its
+    ``.grad``.
+
+    [Note: held gradients]
+    In torch, a gradient that a script keeps after ``zero_grad()`` stays as it is. Ours are views of a buffer that the
+    next step overwrites, so a bucket whose views are still held takes new memory and leaves the old to its holders.
+    This rank does so alone, so the new memory is ordinary; shm reduces buckets of which only some lie in shared memory
+    as it reduces any other tensor.
 
     Args:
         spec, parameters, names: See `BucketSet`.

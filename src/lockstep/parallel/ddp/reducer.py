@@ -1,43 +1,4 @@
-"""When each bucket is reduced, and what a backward leaves in ``param.grad``. Design: docs/design/ddp.md.
-
-[Note: when a backward is synchronised]
-``forward`` hooks the tensors it returns. The first such hook that autograd runs opens the step: at that moment we are
-in the outermost graph task, so a callback queued there runs when the whole backward is over, whatever nested
-backwards reentrant checkpointing starts. That callback closes the step. So each backward through an output of the
-wrapper is one synchronised step, however many there are. Outputs that we cannot find have no hooks: for these the
-forward arms the reducer, and the first gradient opens the step.
-
-[Note: when a bucket is launched]
-As soon as all its gradients are there and all buckets before it are launched: on every rank in the same order, which is
-that of the plan, whatever the order in which gradients arrive. Closing the step launches the others. Until the step
-closes stay
-
-- the last bucket: when it is complete, backward is over but for inputs, and the closing thread can reduce it itself,
-  which saves two hand-overs between threads. Where one backward runs through several wrappers, only the first time;
-- all buckets of the first step, which shows in which order gradients arrive and which parameters receive several in one
-  backward (a shared layer under reentrant checkpointing). All ranks then agree on what they saw, and the buckets are
-  rebuilt, once;
-- buckets of parameters that received several gradients then, since no arrival of theirs is known to be the last;
-- a bucket with a gradient that a hook of the script may change, see `_on_gradient`;
-- all buckets where layers of the model exchange something in backward, see ``before_launch``, or where another wrapper
-  averages some of the same gradients, see [Note: shared parameters].
-
-[Note: parameters without a gradient]
-A bucket that lacks gradients leaves with zeros in their place. Its tail counts the ranks on which each parameter
-received a gradient since the last synchronised step. Only a rank that lacks a gradient reads the tail: a parameter that
-another rank used takes the reduced gradient, one that nobody used keeps what it had, and None stays None.
-
-[Note: a backward that fails]
-autograd then drops the queued callback, so nobody closes the step: buckets that were launched are still written to by
-their reductions. The next forward, or the next backward, forgets the step and waits for these. What is in
-``param.grad`` is of no use, as with any backward that failed. If it failed on all ranks, training can go on; if on
-some, the others wait in reductions that never end, until the group's time-out.
-
-[Note: shared parameters]
-A wrapper may lie within another, and two may share a layer. Then both average the same gradients, and who gathers
-second must not find a bucket of the first that is on its way. So both launch nothing before backward is over, and close
-one after the other: the mean of means that are equal on all ranks is that mean.
-"""
+"""When each bucket is reduced, and what a backward leaves in ``param.grad``. Design: docs/design/ddp.md."""
 
 from __future__ import annotations
 
@@ -106,6 +67,45 @@ def live_reducers() -> list[Reducer]:
 
 class Reducer:
     """Averages the gradients of ``bucket_set.parameters`` over the ranks of ``group`` during backward.
+
+    [Note: when a backward is synchronised]
+    ``forward`` hooks the tensors it returns. The first such hook that autograd runs opens the step: at that moment we
+    are in the outermost graph task, so a callback queued there runs when the whole backward is over, whatever nested
+    backwards reentrant checkpointing starts. That callback closes the step. So each backward through an output of the
+    wrapper is one synchronised step, however many there are. Outputs that we cannot find have no hooks: for these the
+    forward arms the reducer, and the first gradient opens the step.
+
+    [Note: when a bucket is launched]
+    As soon as all its gradients are there and all buckets before it are launched: on every rank in the same order,
+    which is that of the plan, whatever the order in which gradients arrive. Closing the step launches the others. Until
+    the step closes stay
+
+    - the last bucket: when it is complete, backward is over but for inputs, and the closing thread can reduce it
+      itself, which saves two hand-overs between threads. Where one backward runs through several wrappers, only the
+      first time;
+    - all buckets of the first step, which shows in which order gradients arrive and which parameters receive several in
+      one backward (a shared layer under reentrant checkpointing). All ranks then agree on what they saw, and the
+      buckets are rebuilt, once;
+    - buckets of parameters that received several gradients then, since no arrival of theirs is known to be the last;
+    - a bucket with a gradient that a hook of the script may change, see `_on_gradient`;
+    - all buckets where layers of the model exchange something in backward, see ``before_launch``, or where another
+      wrapper averages some of the same gradients, see [Note: shared parameters].
+
+    [Note: parameters without a gradient]
+    A bucket that lacks gradients leaves with zeros in their place. Its tail counts the ranks on which each parameter
+    received a gradient since the last synchronised step. Only a rank that lacks a gradient reads the tail: a parameter
+    that another rank used takes the reduced gradient, one that nobody used keeps what it had, and None stays None.
+
+    [Note: a backward that fails]
+    autograd then drops the queued callback, so nobody closes the step: buckets that were launched are still written to
+    by their reductions. The next forward, or the next backward, forgets the step and waits for these. What is in
+    ``param.grad`` is of no use, as with any backward that failed. If it failed on all ranks, training can go on; if on
+    some, the others wait in reductions that never end, until the group's time-out.
+
+    [Note: shared parameters]
+    A wrapper may lie within another, and two may share a layer. Then both average the same gradients, and who gathers
+    second must not find a bucket of the first that is on its way. So both launch nothing before backward is over, and
+    close one after the other: the mean of means that are equal on all ranks is that mean.
 
     Args:
         bucket_set: The buckets, and the parameters whose gradients they hold.

@@ -1,15 +1,4 @@
-"""Uneven inputs: what a rank that has run out of data does while others still train.
-
-[Note: shadowing]
-A rank without a batch takes part in the collectives of the others with zeros. A `SyncBatchNorm` layer exchanges
-statistics in the middle of forward and of backward; a rank without a batch runs neither and cannot know which layers
-the others run, how often, and when they are through. So in a step in which some rank may be without a batch, the others
-announce before each exchange what comes, and at the end of forward and of backward that nothing more does: one small
-all-gather each. The rank without a batch answers to each exchange with zeros, and moves its running statistics as the
-others do. No bucket is launched before the end of backward in such a step, for else it would meet an exchange of a rank
-that is not as far. Everything happens in one group, in one order, which is the same on every rank. Design:
-docs/design/ddp.md.
-"""
+"""Uneven inputs: what a rank that has run out of data does while others still train. Design: docs/design/ddp.md."""
 
 from __future__ import annotations
 
@@ -42,6 +31,16 @@ class _Phase(Enum):
 
 class SyncLayerShadow:
     """The synchronised layers of ``module``, and how ranks without a batch take part in them.
+
+    [Note: shadowing]
+    A rank without a batch takes part in the collectives of the others with zeros. A `SyncBatchNorm` layer exchanges
+    statistics in the middle of forward and of backward; a rank without a batch runs neither and cannot know which
+    layers the others run, how often, and when they are through. So in a step in which some rank may be without a batch,
+    the others announce before each exchange what comes, and at the end of forward and of backward that nothing more
+    does: one small all-gather each. The rank without a batch answers to each exchange with zeros, and moves its running
+    statistics as the others do. No bucket is launched before the end of backward in such a step, for else it would meet
+    an exchange of a rank that is not as far. Everything happens in one group, in one order, which is the same on every
+    rank. Design: docs/design/ddp.md.
 
     Args:
         module: The model.

@@ -1,33 +1,4 @@
-"""Weighted means: what each micro-batch counts, the weight message of a rank, and the sum over the ranks.
-
-[Note: weights]
-A step's gradient is to be the sum of n * g over micro-batches and ranks, divided by the sum of n, where g is the
-gradient of a micro-batch's mean loss and n its weight. Losses are not scaled. ``param.grad`` is kept in units of the
-latest weight: it holds the sum so far divided by that weight, so that autograd can add the next g as it is. Where
-weights differ, what is there is multiplied by old / new before the backward adds to it; the bucket multiplies by the
-latest weight when it is gathered, which costs nothing, since it divides anyway.
-
-[Note: weight messages]
-A few numbers that are summed together with the gradients, as the end of each bucket's tail:
-
-    [weight, 1 if this rank gave one, missing ranks 0-7, missing ranks 8-15, ...]
-
-Where rank r gave no weight for some of its micro-batches, 2**(r mod 8) is added to the number of its eight ranks. Sums
-of different powers below 2**8 are exact in every dtype, bfloat16 included, so the sum names the ranks. A rank without
-data (in ``join()``) sends zeros: it neither gave a weight nor left one out.
-
-Only one tail is read, of a bucket in the widest dtype: all ranks see alike which that is. float16 and bfloat16 show
-whether there are weights, and which ranks lack one, but cannot hold a weight, so if all buckets travel in these, one
-number follows them in a collective of its own. So do all messages where only sparse buckets are reduced, which have no
-tail. With a communication hook they travel with the use counts.
-
-[Note: typical weight]
-Before the sum, gradients are multiplied by weight / (typical weight * ranks), where the typical weight is the mean over
-the ranks in the last step with weights: the same number everywhere. So they keep the size that they have without
-weights, which float16 needs, and if the sum of the weights has not changed, what arrives is the mean already.
-Otherwise it is multiplied by typical weight * ranks / sum. Before the first step's buckets are launched, the ranks
-agree on it.
-"""
+"""Weighted means: what each micro-batch counts, the weight message of a rank, and the sum over the ranks."""
 
 from __future__ import annotations
 
@@ -123,6 +94,13 @@ class _Given(Enum):
 
 class AccumulationWindow:
     """The weights of one rank's micro-batches since the last synchronised step, and what they make of the gradients.
+
+    [Note: weights]
+    A step's gradient is to be the sum of n * g over micro-batches and ranks, divided by the sum of n, where g is the
+    gradient of a micro-batch's mean loss and n its weight. Losses are not scaled. ``param.grad`` is kept in units of
+    the latest weight: it holds the sum so far divided by that weight, so that autograd can add the next g as it is.
+    Where weights differ, what is there is multiplied by old / new before the backward adds to it; the bucket multiplies
+    by the latest weight when it is gathered, which costs nothing, since it divides anyway.
 
     `set_weight` only takes note. The weight counts when a backward enters the model: the first hooked output that
     autograd runs comes before all gradients of the model. Only then is it known what ``param.grad`` holds, since
@@ -327,6 +305,27 @@ def all_zero(gradients: Iterable[Tensor]) -> bool:
 
 class Weights:
     """What a rank weighs in each step, and what all ranks weigh together.
+
+    [Note: weight messages]
+    A few numbers that are summed together with the gradients, as the end of each bucket's tail:
+
+        [weight, 1 if this rank gave one, missing ranks 0-7, missing ranks 8-15, ...]
+
+    Where rank r gave no weight for some of its micro-batches, 2**(r mod 8) is added to the number of its eight ranks.
+    Sums of different powers below 2**8 are exact in every dtype, bfloat16 included, so the sum names the ranks. A rank
+    without data (in ``join()``) sends zeros: it neither gave a weight nor left one out.
+
+    Only one tail is read, of a bucket in the widest dtype: all ranks see alike which that is. float16 and bfloat16 show
+    whether there are weights, and which ranks lack one, but cannot hold a weight, so if all buckets travel in these,
+    one number follows them in a collective of its own. So do all messages where only sparse buckets are reduced, which
+    have no tail. With a communication hook they travel with the use counts.
+
+    [Note: typical weight]
+    Before the sum, gradients are multiplied by weight / (typical weight * ranks), where the typical weight is the mean
+    over the ranks in the last step with weights: the same number everywhere. So they keep the size that they have
+    without weights, which float16 needs, and if the sum of the weights has not changed, what arrives is the mean
+    already. Otherwise it is multiplied by typical weight * ranks / sum. Before the first step's buckets are launched,
+    the ranks agree on it.
 
     Attributes:
         window: This rank's micro-batches; None as long as no weight was ever given.

@@ -1,22 +1,4 @@
-"""Persistent replicas of a module, and the tensors that they have in place of its parameters and buffers.
-
-[Note: replicas]
-
-A replica is a tree of *shells*: objects of the types of the module's own modules, made once. Before each use a shell
-gets a fresh copy of its module's ``__dict__`` (so it has every attribute as it is now: flags, hooks, ``training``),
-with its own children, the weights of its replica and its own buffers put in. What a forward sets on a shell is
-therefore gone at the next one, as with torch's replicas; what it writes *into* a buffer of the first replica stays,
-since those are the module's own buffers, and into those of the others is lost.
-
-[Note: which tensor a replica sees]
-
-A *weight* is a parameter, or a buffer that requires a gradient. Per replica there are two ways to stand in for it:
-
-- *connected*: an output of ``_Replicate``, so that ``backward`` of a replica's output fills the ``grad`` of the module.
-  Used by ``DataParallel.forward``. As in torch's replicas it is no ``nn.Parameter`` and has a ``grad_fn``.
-- *leaf*: a tensor with a ``grad`` of its own, so that every replica can run its own backward in its own thread. Used by
-  ``DataParallel.backward``, which sums the gradients afterwards.
-"""
+"""Persistent replicas of a module, and the tensors that they have in place of its parameters and buffers."""
 
 from __future__ import annotations
 
@@ -39,6 +21,23 @@ _COMPILES_IN_THREADS = TorchVersion(torch.__version__) >= "2.13"
 
 class Replicas:
     """The replicas of ``module`` on ``devices``, the first of which is the module's own.
+
+    [Note: replicas]
+
+    A replica is a tree of *shells*: objects of the types of the module's own modules, made once. Before each use a
+    shell gets a fresh copy of its module's ``__dict__`` (so it has every attribute as it is now: flags, hooks,
+    ``training``), with its own children, the weights of its replica and its own buffers put in. What a forward sets on
+    a shell is therefore gone at the next one, as with torch's replicas; what it writes *into* a buffer of the first
+    replica stays, since those are the module's own buffers, and into those of the others is lost.
+
+    [Note: which tensor a replica sees]
+
+    A *weight* is a parameter, or a buffer that requires a gradient. Per replica there are two ways to stand in for it:
+
+    - *connected*: an output of ``_Replicate``, so that ``backward`` of a replica's output fills the ``grad`` of the
+      module. Used by ``DataParallel.forward``. As in torch's replicas it is no ``nn.Parameter`` and has a ``grad_fn``.
+    - *leaf*: a tensor with a ``grad`` of its own, so that every replica can run its own backward in its own thread.
+      Used by ``DataParallel.backward``, which sums the gradients afterwards.
 
     Nothing is made before the first `refresh`.
 

@@ -1,8 +1,4 @@
-"""Split inputs over devices along a dimension, and join the outputs of the replicas again.
-
-Tensors are cut as ``torch.chunk`` cuts them (so there may be fewer chunks than devices), containers are rebuilt around
-the chunks, everything else is given to every replica as it is.
-"""
+"""Split inputs over devices along a dimension, and join the outputs of the replicas again."""
 
 from __future__ import annotations
 
@@ -36,7 +32,7 @@ def as_device(device: Device) -> torch.device:
 def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> Sequence[Any]:
     """Split ``inputs`` over ``devices``: one item a chunk, at most one a device.
 
-    Tensors of at least one dimension are split along ``dim`` and copied to their devices; tensors without a dimension
+    Tensors of at least one dimension are cut along ``dim`` as ``torch.chunk`` does and copied to their devices; others
     are copied whole. Tuples, named tuples, lists, dicts and dataclasses are rebuilt with the parts of what they hold (a
     dataclass without tensors is shared). Without any tensor there is one item a device.
 

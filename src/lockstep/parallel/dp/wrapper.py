@@ -1,11 +1,4 @@
-"""``DataParallel``: one process, one thread and one replica for each device.
-
-``DataParallel.forward`` does what ``torch.nn.DataParallel`` does: scatter the inputs, run the replicas, gather the
-outputs. ``DataParallel.backward`` is for a training loop: the loss is computed inside each replica and differentiated
-in the replica's own thread, so that no output travels and the first device does no more than the others.
-
-Design: docs/design/dp.md.
-"""
+"""``DataParallel``: one process, one thread and one replica for each device. Design: docs/design/dp.md."""
 
 from __future__ import annotations
 
@@ -172,10 +165,10 @@ class DataParallel(Wrapper, Generic[Wrapped]):
         """Compute ``loss(replica, shard)`` for every shard and add the gradients of ``scale * loss`` to the module's.
 
         Shard i belongs to replica i: the loss is computed and differentiated in its thread, on its device, all at the
-        same time. The gradients are then summed in a fixed order into the ``grad`` of the module's parameters; a
-        parameter that no replica used keeps its ``grad`` as it was. Autocast of the calling thread holds for the loss;
-        gradients are enabled in any case. Without devices, or with one, the module itself computes in the calling
-        thread.
+        same time, so that no output travels and the first device does no more than the others. The gradients are summed
+        in a fixed order into the ``grad`` of the module's parameters; a parameter that no replica used keeps its
+        ``grad`` as it was. Autocast of the calling thread holds for the loss; gradients are enabled in any case.
+        Without devices, or with one, the module itself computes in the calling thread.
 
         Args:
             loss: Returns a tensor of one element. It must not change what the threads share.

@@ -1,12 +1,4 @@
-"""``ZeroRedundancyOptimizer``: each rank keeps the state of its shard of the parameters and updates that shard.
-
-Design: docs/design/ddp.md.
-
-[Note: when buffers are laid]
-Flat buffers are laid in the constructor. With ``shard_gradients`` they lie as the buckets of the
-`DistributedDataParallel` do, and these are rebuilt once, after the first backward. So the first `step` lays them again,
-and reads a state that was loaded before a second time.
-"""
+"""``ZeroRedundancyOptimizer``: each rank keeps the state of its shard of the parameters and updates that shard."""
 
 from __future__ import annotations
 
@@ -328,7 +320,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # --- How it is laid
 
     def _build(self) -> None:
-        """Lay the flat buffers and make the shard's optimizer. Collective: every rank."""
+        """Lay the flat buffers and make the shard's optimizer. Collective: every rank.
+
+        [Note: when buffers are laid]
+        Flat buffers are laid in the constructor. With ``shard_gradients`` they lie as the buckets of the
+        `DistributedDataParallel` do, and these are rebuilt once, after the first backward. So the first `step` lays
+        them again, and reads a state that was loaded before a second time.
+        """
         members: list[Member] = []
         for group, each in enumerate(self.param_groups):
             for parameter in each["params"]:

@@ -1,18 +1,4 @@
-"""Which rank owns which elements of the parameters: flat buffers, each rank's shard of them, and its optimizer.
-
-[Note: flat buffers]
-Parameters of one device and dtype lie back to back in a *flat buffer*, as views of it. Each rank owns a *shard* of the
-buffer: a slice of equal size, the remainder at the end belongs to the last rank; or, for optimizers that need whole
-parameters, a region that holds whole ones. A `ShardRange` says which elements of which parameter lie where in it. With
-``shard_gradients`` a buffer has the layout of a bucket of the `DistributedDataParallel`, so that a rank's shard of the
-parameters and its slice of the reduced gradients are the same elements.
-
-[Note: segments]
-What the optimizer of a shard sees as a parameter is a *segment*: neighbouring elements of a shard, of one param group,
-and of parameters that have received the same updates so far. There are as many segments as param groups take turns in
-a shard, so a step is a few kernels, however many parameters there are. An optimizer that is not element-wise gets the
-parameters that this rank owns, whole: each is a segment.
-"""
+"""Which rank owns which elements of the parameters: flat buffers, each rank's shard of them, and its optimizer."""
 
 from __future__ import annotations
 
@@ -91,6 +77,13 @@ def with_offsets(ranges: Iterable[ShardRange]) -> Iterator[tuple[int, ShardRange
 
 class FlatBuffer:
     """Parameters that lie back to back in ``flat``, and each rank's shard of it; see [Note: flat buffers].
+
+    [Note: flat buffers]
+    Parameters of one device and dtype lie back to back in a *flat buffer*, as views of it. Each rank owns a *shard* of
+    the buffer: a slice of equal size, the remainder at the end belongs to the last rank; or, for optimizers that need
+    whole parameters, a region that holds whole ones. A `ShardRange` says which elements of which parameter lie where in
+    it. With ``shard_gradients`` a buffer has the layout of a bucket of the `DistributedDataParallel`, so that a rank's
+    shard of the parameters and its slice of the reduced gradients are the same elements.
 
     Args:
         members: The parameters in their order, of one device and dtype. Their ``data`` become views of ``flat``; what
@@ -310,7 +303,13 @@ def options_of(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 class Segment(NamedTuple):
-    """See [Note: segments].
+    """Neighbouring elements of a shard that an optimizer sees as one parameter.
+
+    [Note: segments]
+    What the optimizer of a shard sees as a parameter is a *segment*: neighbouring elements of a shard, of one param
+    group, and of parameters that have received the same updates so far. There are as many segments as param groups take
+    turns in a shard, so a step is a few kernels, however many parameters there are. An optimizer that is not
+    element-wise gets the parameters that this rank owns, whole: each is a segment.
 
     Attributes:
         buffer: The index of the flat buffer that it lies in.

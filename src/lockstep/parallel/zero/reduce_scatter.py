@@ -1,10 +1,4 @@
-"""Buckets of `DistributedDataParallel` that are reduce-scattered: each rank gets its slice of the mean gradients.
-
-[Note: what is in param.grad]
-A bucket that was reduce-scattered holds the mean in this rank's slice, and this rank's own gradients elsewhere. The
-optimizer's ``step`` takes the slice and sets ``param.grad`` to None. A backward before that would add to both, of which
-no right sum can be made, so it is refused; see `SecondBackwardCheck`.
-"""
+"""Buckets of `DistributedDataParallel` that are reduce-scattered: each rank gets its slice of the mean gradients."""
 
 from __future__ import annotations
 
@@ -46,6 +40,11 @@ class _Works:
 @final
 class ReduceScatterMean(BucketReduction):
     """The mean over ranks, of which each rank gets its slice; tail and remainder reach all.
+
+    [Note: what is in param.grad]
+    A bucket that was reduce-scattered holds the mean in this rank's slice, and this rank's own gradients elsewhere. The
+    optimizer's ``step`` takes the slice and sets ``param.grad`` to None. A backward before that would add to both, of
+    which no right sum can be made, so it is refused; see `SecondBackwardCheck`.
 
     In the first step, whose buckets are rebuilt when it is over, all of it reaches all ranks.
 

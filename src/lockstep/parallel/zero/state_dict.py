@@ -1,10 +1,4 @@
-"""The state of a sharded optimizer as torch's format has it, put together from all ranks' shards and cut into them.
-
-Torch's format has by index of the parameter a dict with tensors of the parameter's shape and with numbers. A rank keeps
-elements of a parameter in the order in which they lie in memory (`ShardRange`): tensors of one dimension, and the
-numbers, which are the same for all elements. An optimizer that is not element-wise keeps entries as they are
-(``flat`` is False in the functions below), for whole parameters.
-"""
+"""The state of a sharded optimizer as torch's format has it, put together from all ranks' shards and cut into them."""
 
 from __future__ import annotations
 
@@ -31,6 +25,11 @@ def gather_full_state(
     to: int | None,
 ) -> dict[int, dict[str, Any]] | None:
     """Return what all ranks hold in torch's format, on the CPU, on rank ``to`` (None: on all); None on the others.
+
+    Torch's format has by index of the parameter a dict with tensors of the parameter's shape and with numbers. A rank
+    keeps elements of a parameter in the order in which they lie in memory (`ShardRange`): tensors of one dimension, and
+    the numbers, which are the same for all elements. An optimizer that is not element-wise keeps entries as they are
+    (``flat`` is False in the functions of this file), for whole parameters.
 
     Collective: every rank. Blocks.
     """
