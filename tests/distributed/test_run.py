@@ -126,9 +126,9 @@ def test_the_first_failing_rank_comes_first(script):
 
 def test_a_killed_rank_is_named_and_not_the_one_that_noticed(script):
     path = script(
-        "import os, signal, time\n"
-        "time.sleep(1)\n"  # a first heartbeat has been written
-        "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "import os, signal, time; time.sleep(1)\n"  # a first heartbeat has been written
+        "if os.environ['RANK'] == '1': open(f'{__file__}.gone', 'w'), os.kill(os.getpid(), signal.SIGKILL)\n"
+        "while not os.path.exists(f'{__file__}.gone'): time.sleep(0.01)\n"
         "raise ConnectionResetError('Connection reset by peer')\n"  # as from a collective
     )
     done = lockstep("run", "--devices", "2", path)
@@ -204,14 +204,31 @@ def test_restarts_show_every_failure_and_meet_anew(script):
 def test_a_restart_names_the_rank_that_was_killed(script):
     path = script(
         "import os, signal, time\n"
-        "print('life', os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
-        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1': raise SystemExit\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1': raise SystemExit(print('again'))\n"
         "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
         "time.sleep(60)\n"
     )
     done = lockstep("run", "--devices", "2", "--max-restarts", "1", path)
-    assert (done.code, done.out) == (0, "life 0\nlife 1\n")
+    assert (done.code, done.out) == (0, "again\n")
     assert done.err.endswith("lockstep: rank 1 was killed by SIGKILL (signal 9); restart 1 of 1\n"), done.err
+
+
+def test_of_ranks_killed_20_ms_apart_the_first_is_named(script):
+    path = script(
+        "import os, pathlib, signal, time\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1': raise SystemExit\n"
+        "here, rank = pathlib.Path(__file__).parent, os.environ['RANK']\n"
+        "(here / f'new-{rank}').write_text(str(os.getpid()))\n"
+        "(here / f'new-{rank}').rename(here / f'pid-{rank}')\n"
+        "while rank == '0' and len(list(here.glob('pid-*'))) < 4: time.sleep(0.01)\n"
+        "for killed in '31' if rank == '0' else '':\n"
+        "    os.kill(int((here / f'pid-{killed}').read_text()), signal.SIGKILL)\n"
+        "    time.sleep(0.02)\n"
+        "time.sleep(60)\n"
+    )
+    done = lockstep("run", "--devices", "4", "--max-restarts", "1", "--watchdog", "0", path)
+    assert done.code == 0, done.err
+    assert done.err.endswith("lockstep: rank 3 was killed by SIGKILL (signal 9); restart 1 of 1\n"), done.err
 
 
 def test_logs_go_where_torchrun_puts_them(script, tmp_path):

@@ -135,16 +135,14 @@ def test_what_a_rank_finds_wrong_with_the_task_needs_no_traceback():
 
 def test_ctrl_c_is_one_line_and_leaves_no_process():
     arguments = ["train", "mine.py", "--epochs", "1000000", "--eval-every", "50", "--devices", "2"]
-    with commands.start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
-        try:
-            for line in process.stdout:
-                if "evaluation" in line:
-                    break
-            os.killpg(process.pid, signal.SIGINT)
-            _, errors = process.communicate(timeout=60)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+    process = commands.start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    try:
+        next(line for line in process.stdout if "evaluation" in line)
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 130
     assert errors.strip() == "lockstep: stopped by Ctrl-C"
     deadline = time.monotonic() + 20

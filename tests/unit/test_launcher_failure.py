@@ -3,6 +3,7 @@
 import signal
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from lockstep.launcher.failure_report import (
     ERROR_HINTS,
@@ -12,11 +13,13 @@ from lockstep.launcher.failure_report import (
     first_failure,
     headline,
     hint_for,
+    rank_exits,
     remote_cause,
     remote_report,
     restart_report,
     tidy_crash,
 )
+from lockstep.telemetry.resources import Resources
 
 GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
 
@@ -54,6 +57,18 @@ def test_ranks_that_the_launcher_stopped_are_never_the_cause(number):
     assert restart_report(killed, 5, "restart 1 of 2") == (
         "lockstep: rank 3 was killed by SIGKILL (signal 9) in step 5; restart 1 of 2"
     )
+
+
+def test_what_the_kernel_knows_of_the_ends_decides_who_was_first(tmp_path):
+    # Ranks 0 and 1 were killed 20 ms apart; 2 was stopped by SIGTERM; 3 did not heed it and was killed 5 s later.
+    codes = {0: -signal.SIGKILL, 1: -signal.SIGKILL, 2: -signal.SIGTERM, 3: -signal.SIGKILL}
+    failures = {rank: ProcessFailure(rank, 10 + rank, code, "") for rank, code in codes.items()}
+    ended_at_ns = {10: 1_020_000_000, 11: 1_000_000_000, 12: 1_050_000_000, 13: 6_100_000_000}
+    # The kernel took rank 1 down so slowly that it seemed to run when the launcher began to stop all.
+    stopped_at_ns = {11: 990_000_000, 12: 1_030_000_000, 13: 1_030_000_000}
+    exits = rank_exits(failures, stopped_at_ns, ended_at_ns, tmp_path, Resources())
+    assert [exit.was_stopped for exit in exits] == [False, False, True, True]
+    assert first_failure(exits).rank == 1
 
 
 def test_a_rank_that_was_terminated_from_outside_is_the_cause():

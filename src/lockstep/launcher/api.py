@@ -16,7 +16,6 @@ from contextlib import contextmanager, nullcontext
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, cast
-from unittest.mock import patch
 
 import cloudpickle
 import psutil
@@ -104,7 +103,7 @@ def launch_with(
     """
     _refuse_inside_a_rank()
     num_ranks = choose_num_ranks(devices, f"devices={devices!r}")
-    with patch.dict(os.environ), Reaper() as reaper:  # the agent sets variables of this process
+    with environment_restored(), Reaper() as reaper:  # the agent sets variables of this process
         if num_ranks > 1:
             os.environ.setdefault("OMP_NUM_THREADS", str(threads_for(num_ranks)))
         _send_call(reaper.run_dir, fn, args)
@@ -154,6 +153,18 @@ def launch_with(
     # Everything is cleared away: now the signal does here what it would have done without us.
     signal.raise_signal(stopped_by)
     raise KeyboardInterrupt if stopped_by == signal.SIGINT else Stopped("The ranks were stopped.", signal=stopped_by)
+
+
+@contextmanager
+def environment_restored() -> Iterator[None]:
+    """Undo all changes to ``os.environ`` made inside, variable by variable: other threads may read it meanwhile."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _refuse_inside_a_rank() -> None:

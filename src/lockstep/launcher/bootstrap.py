@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import fcntl
 import json
@@ -37,7 +36,6 @@ from lockstep.run_folder import CRASH, RUN_DIR, rank_file, write_failure
 # way.
 RANK_SETUP = "LOCKSTEP_RANK_SETUP"
 
-_PR_SET_PDEATHSIG = 1
 # Of Linux's fcntl.h; Python's own name for it differs from version to version.
 _F_SETSIG = 10
 
@@ -69,14 +67,6 @@ def main(argv: list[str]) -> None:
 
 
 # The life of the process: it ends when the launcher ends, however that happens.
-
-
-def end_with_process(pid: int) -> None:
-    """Have the kernel end this process when its parent ``pid`` ends (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != pid:  # it ended before the line above
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end_with_launcher(run_dir: str, launcher_pid: int) -> None:

@@ -14,13 +14,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.machinery import PathFinder
 from pathlib import Path
-from unittest.mock import patch
 
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
 
 from lockstep.errors import ConfigurationError
-from lockstep.launcher.api import choose_num_ranks, num_cores, threads_for
+from lockstep.launcher.api import choose_num_ranks, environment_restored, num_cores, threads_for
 from lockstep.launcher.bootstrap import RANK_SETUP
 from lockstep.launcher.node_rendezvous import choose_interfaces, choose_rendezvous, max_nodes, wait_for_host
 from lockstep.launcher.output import LEVELS, LogSettings, LogTail
@@ -174,7 +173,7 @@ def run(argv: Sequence[str], *, adopt: str, attach: str) -> None:
     logs = _log_settings(args)
     policy = watchdog_policy(args.watchdog, args.watchdog_action)
     # What follows sets variables of this process for the ranks to inherit.
-    with patch.dict(os.environ), _monitoring(args), Reaper() as reaper:
+    with environment_restored(), _monitoring(args), Reaper() as reaper:
         setups = json.loads(os.environ.get(RANK_SETUP, "[]"))  # `lockstep rehearse` has some
         setups += [[adopt]] if args.adopt else []
         setups += [[attach, os.path.abspath(args.monitor)]] if args.monitor is not None else []

@@ -1,22 +1,14 @@
-"""torch elastic's agent, extended: it stops ranks gracefully, goes on with fewer of them, and reports why they restart.
-
-torch elastic starts the ranks, polls them, stops all when one fails, and meets the other machines again. What is added:
-
-- Ranks that can are requested to save and stop before they are started again with another machine
-  (`_is_done_after_stop`), and a machine whose ranks stopped because another one asked theirs to follows it
-  (`_follow_others`).
-- After a rank was killed, a job on one machine may go on with one fewer (``min_ranks``).
-- The number of restarts is that of the whole job; torch's launchers each count the failures that they saw.
-- It is noted which ranks still ran when the launcher began to stop them: those are never the cause.
-"""
+"""torch elastic's agent, extended: stops ranks gracefully, goes on with fewer, and reports why they restart."""
 
 from __future__ import annotations
 
 import os
+import selectors
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,7 +27,7 @@ from torch.distributed.launcher import api
 from lockstep import run_folder
 from lockstep.comm.network import set_keepalive
 from lockstep.errors import RESUME_EXIT_CODE
-from lockstep.launcher.failure_report import RankExit, first_failure, rank_exits, restart_report
+from lockstep.launcher.failure_report import SIGTERM_S, RankExit, first_failure, rank_exits, restart_report
 from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_per_restart
 from lockstep.launcher.output import LogTail
 from lockstep.launcher.reaper import kill_session
@@ -45,10 +37,6 @@ from lockstep.telemetry.resources import Resources
 # The environment variable with how many seconds ranks may take to stop gracefully.
 STOP_TIMEOUT = "LOCKSTEP_STOP_TIMEOUT_S"
 _DEFAULT_STOP_TIMEOUT_S = 120.0
-
-# How long ranks have to end after SIGTERM once another one has failed: what they wait for is gone. Then they are
-# killed; torch elastic would wait for half a minute for one that ignores SIGTERM.
-_SIGTERM_S = 5
 
 _POLL_S = 0.1
 # How often to try to meet the other machines, if one of them is lost meanwhile.
@@ -74,7 +62,8 @@ class Job:
         may_shrink: Whether the job goes on with fewer machines than it has.
         resources: What they hold.
         num_restarts_left: How often they may be started again after a failure.
-        stopped_pids: Processes that still ran when the launcher began to stop the ranks: those are never the cause.
+        stopped_at_ns: When the launcher began to stop each process that still ran, in nanoseconds since the epoch.
+        ended_at_ns: When each process ended.
     """
 
     folder: Path
@@ -84,11 +73,12 @@ class Job:
     may_shrink: bool = False
     resources: Resources = field(default_factory=Resources)
     num_restarts_left: int = 0
-    stopped_pids: set[int] = field(default_factory=set)
+    stopped_at_ns: dict[int, int] = field(default_factory=dict)
+    ended_at_ns: Mapping[int, int] = field(default_factory=dict)
 
     def exits(self, failures: Mapping[int, ProcessFailure]) -> list[RankExit]:
         """Return how the ranks ended that did not end well."""
-        return rank_exits(failures, self.stopped_pids, self.folder, self.resources)
+        return rank_exits(failures, self.stopped_at_ns, self.ended_at_ns, self.folder, self.resources)
 
 
 def log(text: str) -> None:
@@ -109,6 +99,19 @@ def extended_agent(job: Job) -> Iterator[None]:
 
 
 class _Agent(LocalElasticAgent):
+    """Starts the ranks, polls them, stops all when one fails, and meets the other machines again, as torch does.
+
+    What is added:
+
+    - Ranks that can are requested to save and stop before they are started again with another machine
+      (`_is_done_after_stop`); a machine whose ranks stopped because another one asked theirs to follows it
+      (`_follow_others`).
+    - After a rank was killed, a job on one machine may go on with one fewer (``min_ranks``).
+    - The number of restarts is that of the whole job; torch's launchers each count the failures that they saw.
+    - It is noted when each rank ended, and which ones still ran when the launcher began to stop them: those are never
+      the cause.
+    """
+
     def __init__(self, job: Job, spec: WorkerSpec, **kwargs: Any) -> None:
         spec.rdzv_handler = rendezvous_per_restart(
             spec.rdzv_handler, lambda: run_folder.is_stopped_by_signal(job.folder)
@@ -144,6 +147,7 @@ class _Agent(LocalElasticAgent):
         finally:
             self._remaining_restarts = left
         assert self._pcontext is not None
+        self.job.ended_at_ns, watcher = _note_ends(self._pcontext.pids().values())
         stop = self._pcontext.close
 
         # torch calls this itself, in the midst of the poll that has found the first failed rank: the only moment at
@@ -151,8 +155,10 @@ class _Agent(LocalElasticAgent):
         def close(death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
             """End the ranks, as torch does; without a signal it does so because one of them has failed."""
             assert self._pcontext is not None
-            self.job.stopped_pids |= {pid for pid in self._pcontext.pids().values() if _runs(pid)}
-            stop(death_sig or signal.SIGTERM, _SIGTERM_S if death_sig is None else timeout)
+            for pid in filter(_runs, self._pcontext.pids().values()):
+                self.job.stopped_at_ns[pid] = time.time_ns()
+            stop(death_sig or signal.SIGTERM, SIGTERM_S if death_sig is None else timeout)
+            watcher.join(_POLL_S)  # no rank is left; its last notes may be a moment late
 
         self._pcontext.close = close  # type: ignore[method-assign]
         return started
@@ -163,7 +169,7 @@ class _Agent(LocalElasticAgent):
         first = worker_group.workers[0].global_rank
         self.job.ranks = range(first, first + len(worker_group.workers))
         self.job.num_restarts_left = self._remaining_restarts
-        self.job.stopped_pids.clear()  # the numbers may be used again
+        self.job.stopped_at_ns.clear()  # the numbers may be used again
         if self.job.log_tail is not None:
             self.job.log_tail.started(self.job.ranks)
 
@@ -240,6 +246,30 @@ class _Agent(LocalElasticAgent):
     def _exit_barrier(self) -> None:
         if not run_folder.is_stopped_by_signal(self.job.folder):  # else this machine leaves, and the others may go on
             super()._exit_barrier()  # type: ignore[no-untyped-call]
+
+
+def _note_ends(pids: Iterable[int]) -> tuple[Mapping[int, int], threading.Thread]:
+    """Return a mapping to which a thread adds each process with the time of its end, in nanoseconds since the epoch.
+
+    torch notices an end at its next poll only, in whole seconds and in the order of the ranks, whichever was first.
+    """
+    ended_at_ns: dict[int, int] = {}
+    selector = selectors.DefaultSelector()
+    for pid in pids:
+        # Nobody has asked for its exit status yet, so the number cannot belong to another process.
+        selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+
+    def watch() -> None:
+        with selector:
+            while selector.get_map():
+                for key, _ in selector.select():  # the kernel makes it readable when the process ends
+                    ended_at_ns[key.data] = time.time_ns()
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+
+    watcher = threading.Thread(target=watch, name="lockstep-rank-ends", daemon=True)
+    watcher.start()
+    return ended_at_ns, watcher
 
 
 def _runs(pid: int) -> bool:

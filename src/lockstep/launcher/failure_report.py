@@ -5,7 +5,8 @@
    program (or the block of `lockstep.init`), before exit handlers run and before peers notice. A fatal signal leaves
    the Python stack in a file there (faulthandler). A rank that is killed leaves its last heartbeat and the step that
    it was in.
-2. torch elastic's agent (elastic.py) sees that a process has ended, and stops the others; which ones is noted.
+2. torch elastic's agent (elastic.py) sees that a process has ended, and stops the others; it is noted which ones, and
+   when each process ended.
 3. `rank_exits` puts together how each rank ended; `first_failure` decides which of them is the cause.
 4. If the cause may lie on another machine, the launchers `exchange_failures` before they leave.
 5. `failure_report` writes the message: the cause on its first line, where it was, its traceback, a hint, and a line
@@ -18,7 +19,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ class RankExit:
 
     Attributes:
         exit_code: As of ``subprocess``: negative for a signal.
-        failed_at_ns: When its exception was raised, or else its end was noticed, in nanoseconds since the epoch.
+        failed_at_ns: When its exception was raised, or else it ended, in nanoseconds since the epoch.
         message: The last line of its traceback, such as ``ValueError: boom``.
         error_type: The name of the exception's class.
         where: File and line of the exception, in the user's code.
@@ -47,7 +48,7 @@ class RankExit:
         place: A sentence with the step, the line and the machine.
         facts: A sentence with figures, such as those of memory.
         was_short: Whether the kernel has ended processes for lack of memory meanwhile; ``None`` if it does not say.
-        was_stopped: Whether it still ran when the launcher began to stop the ranks, as another one had failed.
+        was_stopped: Whether it still ran when the launcher sent it the signal, as another one had failed.
     """
 
     rank: int
@@ -67,24 +68,35 @@ class RankExit:
 
 # 3. How the ranks of this machine ended, and which was first.
 
+# How long ranks have to end after SIGTERM once another one has failed: what they wait for is gone. Then they are
+# killed; torch elastic would wait for half a minute for one that ignores SIGTERM.
+SIGTERM_S = 5
+
 
 def rank_exits(
-    failures: Mapping[int, ProcessFailure], stopped_pids: Set[int], folder: Path, resources: Resources
+    failures: Mapping[int, ProcessFailure],
+    stopped_at_ns: Mapping[int, int],
+    ended_at_ns: Mapping[int, int],
+    folder: Path,
+    resources: Resources,
 ) -> list[RankExit]:
     """Return how the ranks ended that did not end well, and those that ended well after an exception of their own.
 
     Args:
         failures: What torch elastic knows, by rank.
-        stopped_pids: Processes that still ran when the launcher began to stop the ranks.
+        stopped_at_ns: When the launcher began to stop each process that still ran.
+        ended_at_ns: When each process ended.
         folder: Of the run.
         resources: What they held.
     """
     exits = []
     for rank, failure in failures.items():
-        was_stopped = failure.pid in stopped_pids
-        # Whole seconds, rounded down: an exception of the same second counts as earlier, as it may have caused the end.
-        noticed_at_ns = (failure.timestamp + 1) * 10**9
-        known = RankExit(rank, failure.pid, failure.exitcode, noticed_at_ns, was_stopped=was_stopped)
+        pid, code = failure.pid, failure.exitcode
+        ended_ns = ended_at_ns.get(pid, time.time_ns())  # not noted yet: it was the last
+        # SIGKILL sooner than the launcher sends it came from somebody else, and the kernel took long to end the rank.
+        patience_ns = SIGTERM_S * 10**9 if code == -signal.SIGKILL else 0
+        was_stopped = pid in stopped_at_ns and ended_ns - stopped_at_ns[pid] >= patience_ns
+        known = RankExit(rank, pid, code, ended_ns, was_stopped=was_stopped)
         record = read_failure(folder, rank)
         exits.append(_with_exception(known, record, resources) if record else _with_signs(known, folder, resources))
     # Ranks that caught what had ended `lockstep.init`, and then ended well: the others waited for them in vain.

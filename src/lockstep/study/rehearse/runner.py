@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +22,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from lockstep.errors import ConfigurationError
-from lockstep.launcher.bootstrap import RANK_SETUP, end_with_process
+from lockstep.launcher.bootstrap import RANK_SETUP
 from lockstep.launcher.reaper import Reaper
 from lockstep.study.common import Table
 from lockstep.study.rehearse import fault_rules
@@ -28,8 +30,11 @@ from lockstep.study.rehearse.fault_rules import KINDS, Note, Rule
 
 _HIDES_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
+# How long the launcher may take to end its ranks after Ctrl-C; it gives them half a minute.
 _SHUTDOWN_S = 60.0
-"""How long the launcher may take to end its ranks after Ctrl-C; it gives them half a minute."""
+
+# Of Linux's prctl.h.
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,7 @@ def _run(command: Sequence[str], environ: Mapping[str, str], *, shows: bool) -> 
     with subprocess.Popen(
         command,
         env=environ,
-        preexec_fn=partial(end_with_process, os.getpid()),  # a rehearsal that is killed leaves no job behind
+        preexec_fn=partial(_end_with_process, os.getpid()),  # a rehearsal that is killed leaves no job behind
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -281,3 +286,10 @@ def render(rehearsal: Rehearsal) -> RenderableType:
     if any(finding.rule.kind in ("slowlink", "drop") for finding in rehearsal.findings):
         parts.append(Text(_NO_LINK, style="dim"))
     return Group(*parts)
+
+
+def _end_with_process(pid: int) -> None:
+    """Have the kernel end this process when its parent ``pid`` ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != pid:  # it ended before the line above
+        os.kill(os.getpid(), signal.SIGKILL)
