@@ -92,10 +92,10 @@ def test_what_users_name_is_escaped(text):
 def test_every_plot_says_in_words_what_it_shows(text):
     assert Outline(text).labels == [
         "Stacked bars of milliseconds per step: "
-        "single 20.00 (data wait 0.00, forward 5.00, backward 10.00, exposed comm. 0.00, optimizer 5.00, other 0.00); "
+        "single 20.00 (data wait 0.00, forward 5.00, backward 10.00, exchange 0.00, optimizer 5.00, other 0.00); "
         "torch-ddp 11.50 "
-        "(data wait 0.00, forward 2.62, backward 5.25, exposed comm. 1.00, optimizer 2.62, other 0.00); "
-        "ddp 11.00 (data wait 0.00, forward 2.55, backward 5.10, exposed comm. 0.80, optimizer 2.55, other 0.00).",
+        "(data wait 0.00, forward 2.62, backward 5.25, exchange 1.00, optimizer 2.62, other 0.00); "
+        "ddp 11.00 (data wait 0.00, forward 2.55, backward 5.10, exchange 0.80, optimizer 2.55, other 0.00).",
         "Curves of the loss over the steps: single from 2.0000 to 1.0000; torch-ddp from 2.0000 to 1.0000; "
         "ddp from 2.0000 to 1.0000.",
     ]
@@ -118,6 +118,5 @@ def test_a_missing_matplotlib_is_told_with_what_to_install(monkeypatch):
     with pytest.raises(ConfigurationError) as caught:
         drawing.import_matplotlib()
     assert str(caught.value) == (
-        "The page needs matplotlib, which is not installed.\n"
-        'Install it with: pip install "lockstep-torch[plots]", or leave --html out.'
+        'The page needs matplotlib, which is not installed.\nInstall it with: pip install "lockstep-torch[plots]".'
     )

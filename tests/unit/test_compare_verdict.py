@@ -2,7 +2,7 @@ import pytest
 
 from lockstep.study.compare.comparison import Comparison
 from lockstep.study.compare.verdict import judge
-from tests.unit.compare_planted import MIB, comparison, contender
+from tests.unit.compare_planted import comparison, contender
 
 AGREE = (
     "The losses agree with single's from the first step (within 0.0e+00) to step 55 (within 0.0e+00); "
@@ -205,11 +205,6 @@ def test_a_loss_that_is_not_a_number_never_agrees():
     assert sentences(all_lost)[-1] == (
         "The loss of single is not finite, so losses cannot be compared: check the data and the learning rate."
     )
-
-
-def test_uneven_memory_is_named():
-    found = comparison(contender("single", 20.0), contender("torch-dp", 12.0, peak_bytes=(300 * MIB, 100 * MIB)))
-    assert sentences(found)[-1] == "Memory is uneven with torch-dp: its fullest device holds 1.50x the mean."
 
 
 def test_a_wide_spread_asks_for_more_rounds():

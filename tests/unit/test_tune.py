@@ -56,8 +56,6 @@ OUTCOME = Sweep(
         ),
         ("micro-batch", {"reproducible": 2}, KNOWN, []),
         ("threads", {}, KNOWN, [{"threads": 1}, {"threads": 4}]),
-        ("buckets", {}, KNOWN, [{"bucket_cap_mb": 5.0}, {"overlap_optimizer": True}]),
-        ("buckets", {"clip": 1.0}, replace(KNOWN, gradient_bytes=2**20), []),
         ("precision", {}, KNOWN, [{"precision": "bf16"}, {"wire": "bf16"}]),
     ],
 )

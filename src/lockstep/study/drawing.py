@@ -16,6 +16,17 @@ from lockstep.study.common import Table
 BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
 GREY = "#999999"
 
+# What a step's time goes into, in words: colour and hatch.
+PARTS = {
+    "data wait": (PURPLE, ""),
+    "forward": (SKY, ""),
+    "backward": (BLUE, ""),
+    "exchange": (VERMILION, "////"),
+    "waits for ranks": (ORANGE, "\\\\\\\\"),  # no dots: their circles alone would be 170 kB
+    "optimizer": (GREEN, ""),
+    "other": (GREY, ""),
+}
+
 # Stand-ins that no plot uses otherwise; in the SVG they become the page's own colours, which follow light and dark.
 TEXT, GRID = "#010203", "#040506"
 
@@ -33,11 +44,8 @@ class Plot:
     note: str = ""
 
 
-def import_matplotlib(otherwise: str = ", or leave --html out") -> ModuleType:
+def import_matplotlib() -> ModuleType:
     """Return matplotlib.
-
-    Args:
-        otherwise: What else can be done where it is not installed, in words.
 
     Raises:
         ConfigurationError: It is not installed.
@@ -46,8 +54,7 @@ def import_matplotlib(otherwise: str = ", or leave --html out") -> ModuleType:
         import matplotlib
     except ImportError as error:
         raise ConfigurationError(
-            "The page needs matplotlib, which is not installed.\n"
-            f'Install it with: pip install "lockstep-torch[plots]"{otherwise}.'
+            'The page needs matplotlib, which is not installed.\nInstall it with: pip install "lockstep-torch[plots]".'
         ) from error
     return matplotlib
 
@@ -104,16 +111,13 @@ def legend_above(axes: Any, ncols: int, left: float = -0.1) -> None:
     axes.legend(ncols=ncols, loc="lower left", bbox_to_anchor=(left, 1.0))
 
 
-def stacked_bars(
-    heading: str, label: str, rows: Mapping[str, Mapping[str, float]], styles: Mapping[str, tuple[str, str]], note: str
-) -> Plot:
+def stacked_bars(heading: str, label: str, rows: Mapping[str, Mapping[str, float]], note: str = "") -> Plot:
     """Draw a bar of milliseconds for each row, made of its parts.
 
     Args:
         heading: Of the drawing.
         label: Of the axis.
-        rows: By name of the bar, the seconds of each part.
-        styles: By part, its colour and hatch.
+        rows: By name of the bar, the seconds of each of its `PARTS`.
         note: For all to read.
     """
     figure, axes = make_axes(1.4 + 0.36 * len(rows), grid="x")
@@ -121,7 +125,7 @@ def stacked_bars(
     for place, (name, parts) in enumerate(rows.items()):
         left = 0.0
         for part, seconds in parts.items():
-            colour, hatch = styles[part]
+            colour, hatch = PARTS[part]
             # The thin edge, as light colours alone are hard to see on a light ground.
             look = {"color": colour, "hatch": hatch, "edgecolor": TEXT, "linewidth": 0.5, "height": 0.62}
             axes.barh(place, seconds * 1e3, left=left, label=None if place else part, **look)

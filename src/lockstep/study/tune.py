@@ -264,16 +264,6 @@ def _threads(base: FitSettings, request: Request, known: Known) -> list[Changes]
     return [{"threads": count} for count in counts if count <= request.num_cores]
 
 
-def _buckets(base: FitSettings, request: Request, known: Known) -> list[Changes]:
-    if base.strategy != "ddp" or request.num_devices == 1:
-        return []
-    mib = known.gradient_bytes / MIB
-    caps = [cap for cap in (None, 5.0, 100.0) if cap != base.bucket_cap_mb and (cap is None or mib > cap)]
-    # Clipping needs the norm of all gradients before the first update.
-    overlaps = base.clip is None and not base.overlap_optimizer
-    return [*({"bucket_cap_mb": cap} for cap in caps), *([{"overlap_optimizer": True}] if overlaps else [])]
-
-
 def _precision(base: FitSettings, request: Request, known: Known) -> list[Changes]:
     found: list[Changes] = [{"precision": "bf16"}] if base.precision == "fp32" else []
     exchanges = base.strategy == "ddp" and request.num_devices > 1
@@ -288,7 +278,6 @@ _STAGES: dict[str, Callable[[FitSettings, Request, Known], list[Changes]]] = {
     "strategy": _strategy,
     "micro-batch": _micro_batch,
     "threads": _threads,
-    "buckets": _buckets,
     "precision": _precision,
 }
 

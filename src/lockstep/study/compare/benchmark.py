@@ -361,15 +361,10 @@ def choose_steps(
 def _warm_up(trainer: Trainer, num_steps: int) -> tuple[float, list[Tensor]]:
     """Run the steps that are not measured; return the seconds of the fastest, and the losses."""
     # The fastest step is nearest to what a step takes later on: the first ones allocate, compile, and build buckets.
-    seconds, losses = [], []
-    for _ in range(num_steps):
-        start = time.perf_counter()
-        losses.append(trainer.step().loss)
-        losses[-1].item()  # waits for the device
-        seconds.append(time.perf_counter() - start)
+    steps = [time_steps(trainer, 1) for _ in range(num_steps)]
     with trainer.without_sync():
         trainer.step()
-    return min(seconds), losses
+    return min(seconds for seconds, _ in steps), [record.loss for _, (record,) in steps]
 
 
 def measure_candidate(
@@ -381,14 +376,11 @@ def measure_candidate(
 
     Collective for ``ddp`` and ``torch-ddp``: every rank. Blocks until the device is done.
     """
-    exchanged_s: list[float] = []
-
-    def note_exchange() -> None:
+    seconds, records = time_steps(trainer, num_steps)
+    exposed_s = trainer.strategy.exposed_s  # of the last step
+    if exposed_s is not None:
         # The engine measures with the host's clock, which does not see CUDA's work, and one micro-batch only.
-        if trainer.strategy.exposed_s is not None and trainer.device.type == "cpu":
-            exchanged_s.append(trainer.strategy.exposed_s * trainer.settings.accumulate)
-
-    seconds, records = time_steps(trainer, num_steps, after_each=note_exchange)
+        exposed_s = exposed_s * trainer.settings.accumulate if trainer.device.type == "cpu" else None
     # With what was just measured still in the caches, so that only the synchronisation differs.
     with trainer.without_sync():
         alone = [trainer.step() for _ in range(max(3, num_steps // 3))]
@@ -396,7 +388,6 @@ def measure_candidate(
         torch.cuda.synchronize(trainer.device)
     times = [record.times for record in records]
     backward_s = [each.backward_s + each.communication_s for each in times]
-    exposed_s = fmean(exchanged_s) if exchanged_s else None
     if name in PER_PROCESS:
         exposed_s = median(backward_s) - median(each.times.backward_s + each.times.communication_s for each in alone)
     turn = Measurement(
@@ -414,18 +405,13 @@ def measure_candidate(
     return turn, [record.loss for record in records]
 
 
-def time_steps(
-    trainer: Trainer, num_steps: int, *, after_each: Callable[[], None] = lambda: None
-) -> tuple[float, list[StepRecord]]:
+def time_steps(trainer: Trainer, num_steps: int) -> tuple[float, list[StepRecord]]:
     """Train ``num_steps`` steps; return their wall time in seconds, and their records.
 
     Collective for strategies with a process for each device: every rank. Blocks until the device is done.
     """
-    records = []
     start = time.perf_counter()
-    for _ in range(num_steps):
-        records.append(trainer.step())
-        after_each()
+    records = [trainer.step() for _ in range(num_steps)]
     if trainer.device.type == "cuda":
         torch.cuda.synchronize(trainer.device)
     return time.perf_counter() - start, records
@@ -440,19 +426,11 @@ def merge(by_rank: Sequence[Sequence[Measurement]]) -> tuple[Measurement, ...]:
     # Ranks meet in each step, so that the slowest one's wall time is everybody's; what its phases took is its own.
     merged = []
     for turns in zip(*filter(None, by_rank), strict=True):
-        exposed_s = [turn.exposed_s for turn in turns if turn.exposed_s is not None]
-        merged.append(
-            replace(
-                turns[0],
-                seconds=max(turn.seconds for turn in turns),
-                step_s=max(turn.step_s for turn in turns),
-                data_wait_s=fmean(turn.data_wait_s for turn in turns),
-                forward_s=fmean(turn.forward_s for turn in turns),
-                backward_s=fmean(turn.backward_s for turn in turns),
-                exposed_s=fmean(exposed_s) if exposed_s else None,
-                optimizer_s=fmean(turn.optimizer_s for turn in turns),
-            )
-        )
+        of_all = {name: max(getattr(turn, name) for turn in turns) for name in ("seconds", "step_s")}
+        for name in ("data_wait_s", "forward_s", "backward_s", "exposed_s", "optimizer_s"):
+            known = [getattr(turn, name) for turn in turns if getattr(turn, name) is not None]
+            of_all[name] = fmean(known) if known else None
+        merged.append(replace(turns[0], **of_all))
     return tuple(merged)
 
 

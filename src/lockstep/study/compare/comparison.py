@@ -64,18 +64,12 @@ class StepTime:
     @classmethod
     def of(cls, turns: Sequence[Measurement]) -> StepTime:
         """Summarize ``turns``; what communication cannot hide is taken out of backward."""
-        backward_s = median(turn.backward_s for turn in turns)
+        names = ("data_wait_s", "forward_s", "backward_s", "optimizer_s", "other_s")
+        parts_s = {name: median(getattr(turn, name) for turn in turns) for name in names}
         # A difference of two measurements: noise may make it negative, or more than backward itself.
-        exposed_s = min(max(0.0, median(turn.exposed_s or 0.0 for turn in turns)), backward_s)
-        return cls(
-            total_s=median(turn.step_s for turn in turns),
-            data_wait_s=median(turn.data_wait_s for turn in turns),
-            forward_s=median(turn.forward_s for turn in turns),
-            backward_s=backward_s - exposed_s,
-            exposed_s=exposed_s,
-            optimizer_s=median(turn.optimizer_s for turn in turns),
-            other_s=median(turn.other_s for turn in turns),
-        )
+        exposed_s = min(max(0.0, median(turn.exposed_s or 0.0 for turn in turns)), parts_s["backward_s"])
+        parts_s["backward_s"] -= exposed_s
+        return cls(total_s=median(turn.step_s for turn in turns), exposed_s=exposed_s, **parts_s)
 
     @property
     def computing_s(self) -> float:

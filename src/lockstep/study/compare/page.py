@@ -17,14 +17,8 @@ STYLES = {
     "ddp-zero1": (drawing.GREEN, (0, (3, 1, 1, 1))),
 }
 
-PARTS = {
-    "data wait": (drawing.PURPLE, ""),
-    "forward": (drawing.SKY, ""),
-    "backward": (drawing.BLUE, ""),
-    "exposed comm.": (drawing.VERMILION, "////"),
-    "optimizer": (drawing.GREEN, ""),
-    "other": (drawing.GREY, ""),
-}
+# Of `drawing.PARTS`: what a rank waits for others is within the exchange here.
+NAMES = ("data wait", "forward", "backward", "exchange", "optimizer", "other")
 
 
 def draw(comparison: Comparison) -> tuple[drawing.Plot, ...]:
@@ -37,9 +31,9 @@ def draw(comparison: Comparison) -> tuple[drawing.Plot, ...]:
     for candidate in comparison.contenders:
         step = candidate.step
         seconds = (step.data_wait_s, step.forward_s, step.backward_s, step.exposed_s, step.optimizer_s, step.other_s)
-        rows[candidate.strategy] = dict(zip(PARTS, seconds, strict=True))
+        rows[candidate.strategy] = dict(zip(NAMES, seconds, strict=True))
     with drawing.drawing_style():
-        steps = drawing.stacked_bars("Where the step goes", "milliseconds per step", rows, PARTS, "")
+        steps = drawing.stacked_bars("Where the step goes", "milliseconds per step", rows)
         return steps, _loss(comparison)
 
 

@@ -33,9 +33,6 @@ TOO_GOOD = 1.1
 # Where exchanging so much takes long, it is the bytes that do, not each message's own delay.
 LARGE_GRADIENTS_BYTES = 4 * MIB
 
-# The highest device's memory over the mean from which memory is called uneven.
-UNEVEN = 1.1
-
 # The same weights and samples: only the order of additions differs. As a share of single's first loss.
 FIRST_LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
 
@@ -77,7 +74,7 @@ def judge(comparison: Comparison) -> Verdict:
         ]
     else:
         chosen, sentences = single, ["Only single took part, so there is nothing to choose from."]
-    sentences += [*_loss(comparison), *_memory(comparison), *_noise(comparison)]
+    sentences += [*_loss(comparison), *_noise(comparison)]
     return Verdict(chosen.strategy, tuple(sentences))
 
 
@@ -220,14 +217,6 @@ def _loss(comparison: Comparison) -> list[str]:
     if setup.split_layers:
         why = f"The model has {_and(setup.split_layers)}, whose result depends on how a batch is split."
     return [f"The loss differs from single's: {_and(apart)}; tolerances: {tolerances}. {why}"]
-
-
-def _memory(comparison: Comparison) -> list[str]:
-    return [
-        f"Memory is uneven with {each.strategy}: its fullest device holds {each.imbalance:.2f}x the mean."
-        for each in comparison.contenders
-        if each.imbalance and each.imbalance > UNEVEN
-    ]
 
 
 def _noise(comparison: Comparison) -> list[str]:

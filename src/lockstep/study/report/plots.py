@@ -7,30 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
 from lockstep.study import drawing
-from lockstep.study.report.figures import Parts, Window
+from lockstep.study.report.figures import Window
 from lockstep.study.report.run_reader import Step
-from lockstep.study.report.view import BaselineComparison, View
+from lockstep.study.report.view import BaselineComparison, View, by_words
 
 # Ranks that a drawing shows; the tables have all.
 MOST_ROWS = 16
 
 MOST_POINTS = 240
-
-# By field of `Parts`, in its order: in words, colour and hatch.
-PARTS = {
-    "data wait": (drawing.PURPLE, ""),
-    "forward": (drawing.SKY, ""),
-    "backward": (drawing.BLUE, ""),
-    "exchange": (drawing.VERMILION, "////"),
-    "waits for ranks": (drawing.ORANGE, "\\\\\\\\"),  # no dots: their circles alone would be 170 kB
-    "optimizer": (drawing.GREEN, ""),
-    "other": (drawing.GREY, ""),
-}
 
 # One a kind of event, as colours alone are hard to tell apart.
 MARKERS = "s^XPvDod*x"
@@ -56,11 +44,6 @@ def shown_ranks(view: View, most: int = MOST_ROWS) -> list[int]:
     return sorted(sorted(view.run.ranks, key=lambda rank: (-last_share.get(rank, 0.0), rank))[:most])
 
 
-def by_words(parts: Parts) -> dict[str, float]:
-    """Return the seconds of a step by part in words."""
-    return dict(zip(PARTS, asdict(parts).values(), strict=True))
-
-
 def _parts(view: View) -> drawing.Plot | None:
     if view.figures is None:
         return None
@@ -69,7 +52,7 @@ def _parts(view: View) -> drawing.Plot | None:
     if len(rows) > 1:
         rows = {"critical": by_words(view.figures.critical), **rows}
         note = "The bar on top is the work that the others waited for: what shortens it shortens the step."
-    return drawing.stacked_bars("Where the time of a step goes", "milliseconds per step, mean", rows, PARTS, note)
+    return drawing.stacked_bars("Where the time of a step goes", "milliseconds per step, mean", rows, note)
 
 
 def _binned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

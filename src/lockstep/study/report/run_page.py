@@ -10,9 +10,9 @@ from statistics import fmean
 from typing import Any
 
 from lockstep.study.common import MIB, Table
-from lockstep.study.drawing import drawing_style, figure, html_page, html_table, import_matplotlib, items
-from lockstep.study.report.plots import PARTS, by_words, draw, draw_timeline
-from lockstep.study.report.view import BaselineComparison, View, sentences
+from lockstep.study.drawing import PARTS, drawing_style, figure, html_page, html_table, items
+from lockstep.study.report.plots import draw, draw_timeline
+from lockstep.study.report.view import BaselineComparison, View, by_words, sentences
 
 STYLE = """
 .gaps { border-left: .25rem solid #D55E00; padding: .25rem 1rem; background: var(--card); }
@@ -43,7 +43,6 @@ def render(view: View, baseline: BaselineComparison | None = None) -> str:
     Raises:
         ConfigurationError: matplotlib is not installed.
     """
-    import_matplotlib(otherwise="")
     with drawing_style(11.0):  # on a phone they are scaled down
         plots, timeline = draw(view, baseline), draw_timeline(view)
     # The timeline scrolls in its frame: shrunk to a phone, nobody could read it.
@@ -79,14 +78,8 @@ for it. {clocks if error_us else "All ranks read the same clock."}</p>
 def _subtitle(view: View) -> str:
     run = view.run
     hosts = len({record.host for record in run.ranks.values()})
-    parts = [
-        str(run.folder),
-        f"strategy {run.settings['strategy']}" if run.settings.get("strategy") else "",
-        f"{len(run.ranks)} rank{'s' * (len(run.ranks) != 1)} on {hosts} host{'s' * (hosts != 1)}",
-        f"global batch {run.last['global_batch_size']}" if "global_batch_size" in run.last else "",
-        f"{len(run.sessions)} starts" if len(run.sessions) > 1 else "",
-    ]
-    return ", ".join(part for part in parts if part)
+    text = f"{run.folder}, {len(run.ranks)} rank{'s' * (len(run.ranks) != 1)} on {hosts} host{'s' * (hosts != 1)}"
+    return f"{text}, {len(run.sessions)} starts" if len(run.sessions) > 1 else text
 
 
 def _gaps(view: View) -> str:
@@ -128,8 +121,6 @@ LOADS = {
     "cpu_percent": "CPU, % of a core",
     "workers_cpu_percent": "loaders, % of a core",
     "gpu_percent": "GPU busy, %",
-    "gpu_power_w": "power, W",
-    "gpu_temperature_c": "degrees C",
 }
 
 

@@ -125,23 +125,12 @@ def _amount(line: Line, name: str) -> float | None:
 
 
 def _step(line: Line) -> Step:
-    return Step(
-        step=int(_finite(line, "step")),
-        num_steps=int(_number(line, "num_steps") or 1),
-        time=_finite(line, "time"),
-        interval_s=_amount(line, "interval_s"),
-        total_s=_finite(line, "total_s"),
-        data_wait_s=_amount(line, "data_wait_s") or 0.0,
-        forward_s=_amount(line, "forward_s") or 0.0,
-        backward_s=_amount(line, "backward_s") or 0.0,
-        exposed_s=_amount(line, "exposed_s"),
-        optimizer_s=_amount(line, "optimizer_s") or 0.0,
-        loss=_number(line, "loss"),
-        learning_rate=_number(line, "learning_rate"),
-        grad_norm=_number(line, "grad_norm"),
-        samples=_finite(line, "samples"),
-        counts=_amount(line, "counts"),
-    )
+    found: dict[str, Any] = {name: _finite(line, name) for name in ("time", "total_s", "samples")}
+    found |= {name: _amount(line, name) or 0.0 for name in ("data_wait_s", "forward_s", "backward_s", "optimizer_s")}
+    found |= {name: _amount(line, name) for name in ("interval_s", "exposed_s", "counts")}
+    # Of these, NaN and infinity are news.
+    found |= {name: _number(line, name) for name in ("loss", "learning_rate", "grad_norm")}
+    return Step(step=int(_finite(line, "step")), num_steps=int(_number(line, "num_steps") or 1), **found)
 
 
 def _timeline(line: Line) -> Timeline:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.study.drawing import PARTS
 from lockstep.study.report.advice import Advice, advise, find_facts
 from lockstep.study.report.figures import (
     Figures,
+    Parts,
     Traffic,
     Window,
     bars_of,
@@ -151,16 +153,6 @@ def _setting(view: View, setting: str) -> object:
 
 # The report in three sentences: how fast, where the time goes, what to change first.
 
-NAMES = {
-    "data_wait_s": "waiting for data",
-    "forward_s": "forward",
-    "backward_s": "backward",
-    "wire_s": "exchanging gradients",
-    "peers_s": "waiting for other ranks",
-    "optimizer_s": "the optimizer",
-    "other_s": "other things",
-}
-
 # Devices that compute for this share of a step are kept well.
 GOOD_BUSY = 0.9
 
@@ -194,13 +186,18 @@ def _how_fast(view: View, figures: Figures, baseline: BaselineComparison | None)
     return f"{text}."
 
 
+def by_words(parts: Parts) -> dict[str, float]:
+    """Return the seconds of a step by part in words."""
+    return dict(zip(PARTS, astuple(parts), strict=True))
+
+
 def _where(figures: Figures) -> str:
     critical, total_s = figures.critical, figures.critical.total_s or 1.0
     busy = (critical.computing_s + critical.optimizer_s) / total_s
-    shares = {name: seconds / total_s for name, seconds in asdict(critical).items() if seconds >= 0.005 * total_s}
+    shares = {name: seconds / total_s for name, seconds in by_words(critical).items() if seconds >= 0.005 * total_s}
     # Four parts are what a reader keeps in mind, and what is below half a percent is noise.
     largest = sorted(shares, key=lambda name: -shares[name])[:4]
-    listed = ", ".join(f"{shares[name]:.0%} {NAMES[name]}" for name in largest)
+    listed = ", ".join(f"{shares[name]:.0%} {name}" for name in largest)
     well = "well used" if busy >= GOOD_BUSY else "the rest is what can be gained"
     text = f"Of a step, {busy:.0%} is computing ({well}): {listed}"
     slow = figures.straggler
