@@ -7,10 +7,10 @@ from click.testing import CliRunner
 from lockstep.cli.studies import report
 from lockstep.study.drawing import drawing_style
 from lockstep.study.report import run_page
-from lockstep.study.report.plots import _curve, _throughput, draw
+from lockstep.study.report.plots import _curve, draw
 from lockstep.study.report.run_page import figure_tables
 from lockstep.study.report.view import compare_with_baseline, sentences, view_run
-from tests.unit.report_planted import MACHINE, START, event_line, session, step_line, steps, timeline_line, write_run
+from tests.unit.report_planted import MACHINE, START, session, step_line, steps, timeline_line, write_run
 
 GPU = {"gpu_percent": 90.0, "gpu_power_w": 300.0, "gpu_temperature_c": 60.0, "num_workers": 2}
 
@@ -124,11 +124,3 @@ def test_bandwidth_is_listed_by_bucket(tmp_path):
     table = figure_tables(view_run(write_run(tmp_path / "run", [[*steps(), *lanes]] * 2)))[1]
     assert table.title == "Buckets of gradients on their way"
     assert table.rows == [["0", "1", "2", "2", "2", "0.524"], ["1", "0.5", "2", "2", "2", "0.262"]]
-
-
-def test_restarts_skipped_steps_and_profiles_are_marked_on_the_throughput(tmp_path):
-    kinds = ("restart", "skipped", "profile", "spike")
-    lines = [*steps(), *(event_line(kind, "text", 9 + place) for place, kind in enumerate(kinds))]
-    with drawing_style():
-        plot = _throughput(view_run(write_run(tmp_path / "run", [lines])))
-    assert "; 1 x restart, 1 x skipped, 1 x profile, 1 x spike." in plot.alt

@@ -108,7 +108,7 @@ def test_three_sentences(tmp_path):
         "digits trains 3,048 samples/s on 2 CPU processes, 21 ms a step.",
         "Of a step, 90% is computing (well used): 62% forward, 24% backward, 5% data wait, 5% exchange; "
         "rank 1 keeps the others waiting 10 ms in each step, with forward.",
-        "Change first: Rank 1 is slow in forward (13 ms where 3.0 ms is usual), and the others wait for it: making "
+        "Change first: Rank 1 is slow in forward (13 ms where 3 ms is usual), and the others wait for it: making "
         "rank 1 as fast as the others (look at its machine, its data and what else runs there) would give about 1.91 "
         "times the throughput.",
     )

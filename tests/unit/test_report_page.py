@@ -69,9 +69,9 @@ def test_the_page_suits_phones_dark_rooms_keyboards_and_those_who_do_not_see_it(
     assert ("meta", viewport) in outline.elements
     assert page.count("@media (prefers-color-scheme: dark)") == 1
     drawings = [found for _, found in outline.elements if found.get("role") == "img"]
-    assert len(drawings) == 4  # parts, throughput, loss, timeline
+    assert len(drawings) == 3  # parts, loss, timeline; throughput never changes
     assert all(len(found["aria-label"]) > 40 for found in drawings)
-    assert sum(tag == "svg" for tag, _ in outline.elements) == 4
+    assert sum(tag == "svg" for tag, _ in outline.elements) == 3
     folds = sum(tag == "summary" for tag, _ in outline.elements)
     assert folds == sum(tag == "table" for tag, _ in outline.elements) == 5
     scrolls = [found for tag, found in outline.elements if "scroll" in (found.get("class") or "")]

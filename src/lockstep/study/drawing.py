@@ -197,8 +197,8 @@ def items(texts: Sequence[str]) -> str:
     return "".join(f"<li>{escape(text)}</li>" for text in texts)
 
 
-def html_page(title: str, body: str, style: str = "") -> str:
-    """Return one self-contained page for desktop and phone, light and dark."""
+def html_page(title: str, heading: str, subtitle: str, verdict: Sequence[str], body: str, style: str = "") -> str:
+    """Return one self-contained page for desktop and phone, light and dark; only ``body`` is markup."""
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -208,7 +208,13 @@ def html_page(title: str, body: str, style: str = "") -> str:
 <style>{STYLE}{style}</style>
 </head>
 <body>
+<a class="skip" href="#figures">To the figures</a>
+<main>
+<h1>{escape(heading)}</h1>
+<p class="soft">{escape(subtitle)}</p>
+<ul class="verdict">{items(verdict)}</ul>
 {body}
+</main>
 </body>
 </html>
 """
@@ -242,5 +248,7 @@ th:first-child, td:first-child { text-align: left; position: sticky; left: 0; ba
 td.text { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 12rem; }
 thead th { color: var(--soft); font-weight: 500; }
 code { overflow-wrap: anywhere; }
+.skip { position: absolute; left: -100rem; }
+.skip:focus { left: 1rem; top: .5rem; background: var(--card); padding: .25rem .5rem; }
 footer { margin-top: 2rem; border-top: 1px solid var(--line); padding-top: 1rem; font-size: .85rem; }
 """

@@ -1,9 +1,4 @@
-"""`tune`: settings that train a task faster on this machine, found by a sweep that leaves the training as it is.
-
-First the largest micro-batch that fits is looked for, in processes of its own. Then one kind of setting after the other
-is tried: the settings so far and each change to them take turns in rounds, as in `compare`, and the best change that is
-faster beyond the noise is kept.
-"""
+"""`tune`: settings that train a task faster on this machine, found by a sweep that leaves the training as it is."""
 
 from __future__ import annotations
 
@@ -372,7 +367,7 @@ class _TurnTaker:
             step_s = median([benchmark.time_steps(self._trainer, 1)[0] for _ in range(_NUM_WARMUP)][1:])
             self._rest(self._trainer)
         turn_s = min(0.5, max(0.03, request.seconds / 600))  # half a second, if there are five minutes
-        chosen = benchmark.choose_steps([step_s], turn_s=turn_s, longest_s=10 * turn_s, fewest=2)
+        chosen = benchmark.choose_steps([step_s], turn_s=turn_s, fewest=2)
         self._num_steps = int(broadcast_object(chosen, group=world.group, device=world.device))
 
     def _start(self) -> bool:
@@ -538,6 +533,10 @@ def _usable_bytes(num_devices: int, *, on_cuda: bool) -> int:
 @dataclass
 class Sweep:
     """Goes through the stages; what it has found so far is in its attributes at any time.
+
+    First the largest micro-batch that fits is looked for, in processes of its own. Then one kind of setting after the
+    other is tried: the settings so far and each change to them take turns in rounds, as in `compare`, and the best
+    change that is faster beyond the noise is kept.
 
     Attributes:
         task: Its name.

@@ -41,9 +41,6 @@ Name = TypeVar("Name", bound=str)
 # How long the fastest candidate's turn takes if nobody sets the steps: long against the clock and the start.
 TURN_S = 0.5
 
-# How long the slowest candidate's turn may take then.
-LONGEST_TURN_S = 5.0
-
 FEWEST_STEPS, MOST_STEPS = 3, 500
 
 # How long the other ranks wait for a turn of one process.
@@ -338,23 +335,16 @@ def order_of_round(strategies: Sequence[Name], round_index: int) -> list[Name]:
     return rotated[::-1] if round_index % 2 else rotated
 
 
-def choose_steps(
-    step_s: Sequence[float],
-    *,
-    turn_s: float = TURN_S,
-    longest_s: float = LONGEST_TURN_S,
-    fewest: int = FEWEST_STEPS,
-) -> int:
+def choose_steps(step_s: Sequence[float], *, turn_s: float = TURN_S, fewest: int = FEWEST_STEPS) -> int:
     """Return how many steps a turn has, from the seconds of every candidate's step: enough for the fastest one.
 
     Args:
         step_s: By candidate.
-        turn_s: How long the fastest one's turn is to take.
-        longest_s: How long the slowest one's may take.
+        turn_s: How long the fastest one's turn is to take; the slowest one's may take ten times that.
         fewest: Steps of a turn, however long they take.
     """
     # Turns that are long for the fastest are not to be minutes for a candidate that is a hundred times as slow.
-    wanted = min(math.ceil(turn_s / min(step_s)), math.floor(longest_s / max(step_s)))
+    wanted = min(math.ceil(turn_s / min(step_s)), math.floor(10 * turn_s / max(step_s)))
     return min(max(wanted, fewest), MOST_STEPS)
 
 

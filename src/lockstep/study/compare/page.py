@@ -66,14 +66,10 @@ def render(comparison: Comparison, verdict: Verdict, provenance: Provenance) -> 
     notes = "\n".join(f'<p class="soft">{escape(note)}</p>' for note in footnotes(comparison))
     facts = " &middot; ".join(f"{escape(name)} {escape(text)}" for name, text in provenance.facts())
     heading = f"{setup.task} on one device{f' and on {setup.num_devices}' if setup.num_devices > 1 else ''}"
-    body = f"""<main>
-<h1>{escape(heading)}</h1>
-<p class="soft">{escape(title(comparison))}</p>
-<ul class="verdict">{drawing.items(verdict.sentences)}</ul>
-<div class="plots">
+    body = f"""<div class="plots">
 {"".join(drawing.figure(plot) for plot in draw(comparison))}
 </div>
-<h2>Figures</h2>
+<h2 id="figures">Figures</h2>
 {drawing.html_table(speeds)}
 <h2>{escape(steps.title)}</h2>
 {drawing.html_table(steps)}
@@ -81,6 +77,6 @@ def render(comparison: Comparison, verdict: Verdict, provenance: Provenance) -> 
 <footer>
 <p><code>{escape(setup.command)}</code></p>
 <p>{facts}</p>
-</footer>
-</main>"""
-    return drawing.html_page(f"{setup.task} on {setup.num_devices} {setup.device}: lockstep compare", body)
+</footer>"""
+    tab = f"{setup.task} on {setup.num_devices} {setup.device}: lockstep compare"
+    return drawing.html_page(tab, heading, title(comparison), verdict.sentences, body)

@@ -163,21 +163,12 @@ def _efficiency(comparison: Comparison) -> list[str]:
             "is single's own speed."
         )
     # Others that are faster than their devices explain show that something holds single back.
-    if shares_cores and best * setup.num_devices > TOO_GOOD:
-        return [
-            text,
-            f"Nobody has more cores than single, so something holds it back: its {setup.num_cores} threads wait for "
-            "each other, as in small operations or on a busy machine. OMP_NUM_THREADS=1 gives all a single thread per "
-            "device.",
-        ]
-    if not shares_cores and best > TOO_GOOD:
-        return [
-            text,
-            f"An efficiency of {best:.0%} means that single is held back: its whole batch may not fit into the "
-            "caches of one device, or something else ran there. Compare on idle devices, or with another "
-            "--global-batch-size.",
-        ]
-    return [text]
+    if best <= TOO_GOOD / (setup.num_devices if shares_cores else 1):
+        return [text]
+    why = f"its {setup.num_cores} threads wait for each other, as in small operations (try OMP_NUM_THREADS=1)"
+    if not shares_cores:
+        why = "its whole batch may not fit into the caches of one device (try another --global-batch-size)"
+    return [text, f"An efficiency of {best:.0%} means that single is held back: {why}, or something else ran there."]
 
 
 def _against_torch(comparison: Comparison) -> list[str]:

@@ -1,15 +1,10 @@
-"""What to change first in a run, each with the gain that is predicted for it.
-
-A gain is predicted as the time of a step now over that of the step without what is to go. Every rule says what it takes
-for granted; what cannot be predicted from what was measured is not advised.
-"""
+"""What to change first in a run, each with the gain that is predicted for it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from statistics import median
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.study.common import MIB
@@ -32,9 +27,7 @@ class Facts:
         computing_s: Of all ranks together in a step: forward and backward; None: what the critical path has, each.
         straggler: A rank that keeps the others waiting in every step.
         workers: Loader processes a rank; None if not known.
-        num_buckets: In which gradients travel; 0 if not known.
-        bucket_latency_s: Of a bucket's trip, however small: at most the fastest one's.
-        best_trip_s: The median of the fastest trip of each bucket.
+        trips_s: Of all buckets on their way, each at its best; 0 if not known.
         num_hosts: Machines that the ranks are on.
         gradient_bytes: All together.
         wire: Whether gradients are rounded for their way already.
@@ -51,9 +44,7 @@ class Facts:
     computing_s: float | None = None
     straggler: Straggler | None = None
     workers: int | None = None
-    num_buckets: int = 0
-    bucket_latency_s: float = 0.0
-    best_trip_s: float = 0.0
+    trips_s: float = 0.0
     num_hosts: int = 1
     gradient_bytes: int = 0
     wire: bool = False
@@ -103,7 +94,11 @@ class Advice:
 
 
 def advise(facts: Facts) -> list[Advice]:
-    """Return what is worth changing: the largest gain first, and what makes it another training run last."""
+    """Return what is worth changing: the largest gain first, and what makes it another training run last.
+
+    A gain is predicted as the time of a step now over that of the step without what is to go. Every rule says what it
+    takes for granted; what cannot be predicted from what was measured is not advised.
+    """
     if facts.step_s <= 0:
         return []
     found = [advice for rule in _RULES if (advice := rule(facts)) is not None and advice.gain >= WORTH]
@@ -111,8 +106,11 @@ def advise(facts: Facts) -> list[Advice]:
     return sorted(found, key=lambda advice: (not advice.keeps_run, -advice.gain))
 
 
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.0f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.1f} ms"
+def in_ms(seconds: float) -> str:
+    """Write a duration in milliseconds; in seconds where these would be many."""
+    if seconds >= 10:
+        return f"{seconds:,.0f} s"
+    return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
 
 
 # Rules about what devices do: load, compute, update, stand still; and how many of them there should be.
@@ -165,7 +163,7 @@ def _slow_rank(facts: Facts) -> Advice | None:
         return None
     # All others wait for it, so what it loses in a step is lost to all.
     where = {"loader": "loading its data"}.get(slow.phase, slow.phase)
-    took = f"{_ms(slow.took_s)} where {_ms(slow.usual_s)} is usual"
+    took = f"{in_ms(slow.took_s)} where {in_ms(slow.usual_s)} is usual"
     cause = f"Rank {slow.rank} is slow in {where} ({took}), and the others wait for it"
     change = f"making rank {slow.rank} as fast as the others (look at its machine, its data and what else runs there)"
     return Advice(cause, change, facts.gain(slow.lost_s))
@@ -197,7 +195,7 @@ def _optimizer(facts: Facts) -> Advice | None:
     # With ZeRO-1 each rank updates its part; the exchange carries the same bytes. Half of them, the parameters, come
     # back after the update, beside nothing: half of what buckets need on their way is waited for, instead of half of
     # what was waited for.
-    late_s = max(0.0, facts.num_buckets * facts.best_trip_s - facts.critical.wire_s) / 2
+    late_s = max(0.0, facts.trips_s - facts.critical.wire_s) / 2
     saved_s = facts.critical.optimizer_s * (1 - 1 / facts.num_ranks) - late_s
     cause = f"The optimizer is {facts.share(facts.critical.optimizer_s)} of the step, the same on every rank"
     return Advice(cause, "dividing it among the ranks (--strategy ddp-zero1)", facts.gain(saved_s))
@@ -231,26 +229,6 @@ def _pauses(facts: Facts) -> list[Advice]:
 
 # Rules about the exchange of gradients: buckets, bytes, links, and how often.
 
-_USUAL_CAP_BYTES = 25 * MIB
-
-
-def _buckets(facts: Facts) -> Advice | None:
-    fewer = max(1, math.ceil(facts.gradient_bytes / _USUAL_CAP_BYTES))
-    if facts.num_buckets <= 2 * fewer:
-        return None
-    wire_s = facts.critical.wire_s
-    lost_s = wire_s + (facts.critical.backward_s / 2 if facts.device == "cpu" else 0.0)  # it takes cores from backward
-    # Each bucket costs its latency; what fewer of them save is at most what was waited for.
-    saved_s = min((facts.num_buckets - fewer) * facts.bucket_latency_s, lost_s)
-    mib = facts.gradient_bytes / facts.num_buckets / MIB
-    size = f"{mib:.1f} MiB" if mib >= 1 else f"{mib * 1024:.0f} KiB"
-    cause = (
-        f"Gradients travel in {facts.num_buckets} buckets of {size}, and {facts.share(wire_s)} of the step waits for "
-        "them"
-    )
-    change = f"{'one' if fewer == 1 else fewer} of at most 25 MiB (leave --bucket-cap-mb out)"
-    return Advice(cause, change, facts.gain(saved_s))
-
 
 def _rounding(facts: Facts) -> Advice | None:
     # Half the bytes take half the time only where it is bytes that take it.
@@ -267,7 +245,7 @@ def _accumulation(facts: Facts) -> Advice | None:
     if facts.num_ranks < 2 or _is_too_small(facts) or facts.gain(rarer * wire_s) < WORTH:
         return None  # a rule for what is too small advises a larger batch already
     # On CPUs the part of the exchange that is hidden behind backward takes cores from it, which it would get back.
-    hidden_s = max(0.0, facts.num_buckets * facts.best_trip_s - wire_s) if facts.device == "cpu" else 0.0
+    hidden_s = max(0.0, facts.trips_s - wire_s) if facts.device == "cpu" else 0.0
     taken_s = min(hidden_s, facts.critical.backward_s / 2)
     pieces = _TIMES * facts.accumulate
     cause = f"Exposed communication is {facts.share(wire_s)} of the step"
@@ -279,10 +257,7 @@ def _accumulation(facts: Facts) -> Advice | None:
     return Advice(cause, change, facts.gain(saved_s), keeps_run=False)
 
 
-_RULES = (
-    *(_loading, _pinning, _slow_rank, _buckets, _rounding),
-    *(_optimizer, _too_small, _accumulation, _larger_batch),
-)
+_RULES = (_loading, _pinning, _slow_rank, _rounding, _optimizer, _too_small, _accumulation, _larger_batch)
 
 
 # What the rules need to know, from what was recorded of a run.
@@ -290,9 +265,9 @@ _RULES = (
 
 def find_facts(run: Recorded, device: str, figures: Figures, traffic: Traffic | None) -> Facts:
     """Return the facts of a run on a kind of ``device``."""
+    sizes = traffic.sizes_bytes if traffic is not None else {}
     session, settings, pinned = run.last, run.settings, run.settings.get("pin_memory")
-    gradient_bytes = _whole(session.get("gradient_bytes"))
-    facts = Facts(
+    return Facts(
         num_ranks=len(figures.by_rank),
         device=device,
         num_hosts=len({record.host for record in run.ranks.values()}),
@@ -300,22 +275,14 @@ def find_facts(run: Recorded, device: str, figures: Figures, traffic: Traffic | 
         computing_s=sum(parts.computing_s for parts in figures.by_rank.values()),
         straggler=figures.straggler,
         workers=_whole(session.get("workers", settings.get("workers"))),
-        gradient_bytes=gradient_bytes or 0,
+        gradient_bytes=_whole(session.get("gradient_bytes")) or sum(sizes.values()),
+        trips_s=sum(times[0] for times in traffic.times_s.values()) if traffic is not None else 0.0,
         wire=settings.get("wire") is not None,
         strategy=str(settings.get("strategy", "ddp")),
         accumulate=_whole(settings.get("accumulate")) or 1,
         paused_share={name: paused / figures.total_s for name, paused in figures.paused_s.items() if figures.total_s},
         global_batch_size=_whole(session.get("global_batch_size")),
         pinned=pinned if isinstance(pinned, bool) else None,
-    )
-    if traffic is None:
-        return facts
-    return replace(
-        facts,
-        num_buckets=len(traffic.sizes_bytes),
-        bucket_latency_s=min(traffic.best_s),
-        best_trip_s=median(traffic.best_s),
-        gradient_bytes=sum(traffic.sizes_bytes.values()) if gradient_bytes is None else gradient_bytes,
     )
 
 

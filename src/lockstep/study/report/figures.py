@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -194,11 +195,6 @@ class Traffic:
     sizes_bytes: Mapping[int, int]
     times_s: Mapping[int, list[float]]
 
-    @property
-    def best_s(self) -> list[float]:
-        """By bucket, its fastest trip: what the link is able to do."""
-        return [times[0] for times in self.times_s.values()]
-
     def bus_bytes_per_s(self, number: int) -> float:
         """Return a bucket's bus bandwidth at its median trip: 2 (n - 1) / n of its bytes over the time."""
         seconds = median(self.times_s[number])
@@ -264,20 +260,18 @@ class Window:
 def find_window(run: Recorded) -> Window | None:
     """Return a window of typical length; None if no step has a timeline of every rank."""
     by_rank = {rank: {each.step: each for each in record.timelines} for rank, record in run.ranks.items()}
-    groups: list[list[int]] = []  # of steps that follow each other
-    for step in sorted(set.intersection(*map(set, by_rank.values()))) if by_rank else []:
-        if groups and groups[-1][-1] == step - 1:
-            groups[-1].append(step)
-        else:
-            groups.append([step])
-    if not groups:
+    common = sorted(set.intersection(*map(set, by_rank.values()))) if by_rank else []
+    # Where those that follow each other begin; the first steps are still finding their way.
+    begins = [step for step in common if step - 1 not in common]
+    if not begins:
         return None
 
-    def length_s(group: list[int]) -> float:
-        return fmean(max(of_rank[step].end_s for of_rank in by_rank.values()) for step in group)
+    def lasts_s(step: int) -> float:
+        return max(of_rank[step].end_s for of_rank in by_rank.values())
 
-    later = groups[1:] or groups  # the first steps are still finding their way
-    steps = sorted(later, key=length_s)[len(later) // 2][:MOST_STEPS]
+    later = sorted(begins[1:] or begins, key=lasts_s)
+    begin = later[len(later) // 2]
+    steps = list(itertools.takewhile(common.__contains__, range(begin, begin + MOST_STEPS)))
     zero = min(of_rank[steps[0]].time for of_rank in by_rank.values())
     window = Window(tuple(steps), [], [], [])
     for step in steps:

@@ -1,11 +1,9 @@
-"""The plots of a run: where the time of a step goes, throughput with events, the training's curves, the timeline.
-
-Nothing that a record holds as text gets into a drawing.
-"""
+"""The plots of a run: where the time of a step goes, curves over the steps, the timeline; none has text of a record."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
@@ -20,22 +18,21 @@ MOST_ROWS = 16
 
 MOST_POINTS = 240
 
-# One a kind of event, as colours alone are hard to tell apart.
-MARKERS = "s^XPvDod*x"
-
-COLOURS = (drawing.BLUE, drawing.GREEN, drawing.VERMILION, drawing.SKY, drawing.PURPLE, drawing.ORANGE)
-
 
 def draw(view: View, baseline: BaselineComparison | None = None) -> list[drawing.Plot]:
     """Return the drawings that there are figures for."""
     plots = [
         _parts(view),
-        _throughput(view),
+        _curve(view, None, "Throughput", "samples per second", _rate),
         _curve(view, baseline, "Loss", "loss of the global batch", lambda step: step.loss),
         _curve(view, None, "Learning rate", "learning rate", lambda step: step.learning_rate),
         _curve(view, None, "Gradient norm", "before clipping", lambda step: step.grad_norm),
     ]
     return [plot for plot in plots if plot is not None]
+
+
+def _rate(step: Step) -> float:
+    return step.samples / step.lasted_s if step.lasted_s else math.nan
 
 
 def shown_ranks(view: View, most: int = MOST_ROWS) -> list[int]:
@@ -61,35 +58,6 @@ def _binned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     size = math.ceil(len(points) / MOST_POINTS)
     pieces = [points[start : start + size] for start in range(0, len(points), size)]
     return [(fmean(x for x, _ in piece), fmean(y for _, y in piece)) for piece in pieces]
-
-
-def _throughput(view: View) -> drawing.Plot | None:
-    steps = view.run.zero.steps
-    if view.figures is None or not steps:
-        return None
-    figure, axes = drawing.make_axes(3.1, grid="y")
-    zero = steps[0].time
-    line = _binned([(step.time - zero, step.samples / (step.lasted_s or math.nan)) for step in steps[1:] or steps])
-    axes.plot(*zip(*line, strict=True), color=drawing.BLUE, linewidth=1.4)
-    # Events are a row of marks for each kind, above the curve and outside of it.
-    high = max((value for _, value in line if math.isfinite(value)), default=1.0)
-    marked: dict[str, list[float]] = {}
-    for event in view.run.events:
-        if event.event not in ("remark", "end"):
-            marked.setdefault(event.event, []).append(event.time - zero)
-    for place, (kind, times) in enumerate(marked.items()):
-        colour, height = COLOURS[place % len(COLOURS)], high * (1.08 + 0.07 * place)
-        look = {"linestyle": "none", "markersize": 6, "clip_on": False, "label": kind, "color": colour}
-        # A mark is a group of its own in the SVG: a run that stumbles in each step would make the page megabytes.
-        axes.plot(times[:300], [height] * len(times[:300]), MARKERS[place], **look)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("seconds since the first step")
-    axes.set_ylabel("samples per second")
-    if marked:
-        drawing.legend_above(axes, 3)
-    events = ", ".join(f"{len(times)} x {kind}" for kind, times in marked.items()) or "no events"
-    alt = f"Curve of samples per second: {view.figures.samples_per_s:,.0f} on average; {events}."
-    return drawing.finish_plot("Throughput and events", alt, figure)
 
 
 def _curve(
@@ -164,13 +132,11 @@ def draw_timeline(view: View) -> drawing.Plot | None:
 
 
 def _in_words(window: Window) -> str:
-    parts = []
-    for step in window.steps:
-        bars = [bar for bar in window.critical if bar.step == step]
-        long = [bar for bar in bars if bar.end_s - bar.begin_s >= 0.02 * window.end_s / len(window.steps)]
-        listed = ", ".join(f"{PHASES[bar.phase][0]} {(bar.end_s - bar.begin_s) * 1e3:.3g}" for bar in long)
-        parts.append(f"step {step + 1}, rank {bars[0].rank if bars else '?'}: {listed}")
-    return f"What each rank did when. Critical path, in milliseconds: {'; '.join(parts)}."
+    spent_ms = defaultdict[tuple[int, str], float](float)
+    for bar in window.critical:
+        spent_ms[bar.rank, bar.phase] += (bar.end_s - bar.begin_s) * 1e3
+    listed = ", ".join(f"rank {rank} {PHASES[phase][0]} {ms:.3g}" for (rank, phase), ms in spent_ms.items())
+    return f"What each rank did when. Critical path, in milliseconds: {listed}."
 
 
 def _draw_bars(axes: Any, window: Window, rows: dict[int, int]) -> None:

@@ -19,17 +19,13 @@ STYLE = """
 .gaps ul, .advice { margin: .25rem 0; padding-left: 1.25rem; }
 .advice li { margin: .3rem 0; }
 .verdict > li:nth-child(3) { border-left: .25rem solid #0072B2; padding-left: .75rem; }
-h3 { font-size: 1rem; margin: 1rem 0 .25rem; }
 @media (max-width: 30rem) { figure { padding: .75rem .5rem; } figcaption, .note { padding: 0 .25rem; } }
 .timeline { margin-top: 1rem; }
-.timeline .scroll { overflow-x: auto; }
 .timeline svg { max-width: none; min-width: 44rem; }
 details { margin: .5rem 0; }
 summary { cursor: pointer; color: var(--soft); }
 summary:focus-visible, .scroll:focus-visible { outline: 2px solid #0072B2; outline-offset: 2px; }
 tr.differs th, tr.differs td { font-weight: 600; }
-.skip { position: absolute; left: -100rem; }
-.skip:focus { left: 1rem; top: .5rem; background: var(--card); padding: .25rem .5rem; }
 @media print { details > * { display: block; } }
 """
 
@@ -50,12 +46,7 @@ def render(view: View, baseline: BaselineComparison | None = None) -> str:
     lanes = lanes.replace('<div role="img"', '<div class="scroll" tabindex="0" role="img"')
     error_us = view.run.clock_error_s * 1e6
     clocks = f"The ranks' clocks were aligned to within {error_us:,.0f} microseconds."
-    body = f"""<a class="skip" href="#figures">To the figures</a>
-<main>
-<h1>{escape(view.task)}</h1>
-<p class="soft">{escape(_subtitle(view))}</p>
-<ul class="verdict">{items(sentences(view, baseline))}</ul>
-{_gaps(view)}
+    body = f"""{_gaps(view)}
 {_advice(view)}
 <h2 id="figures">Figures</h2>
 <div class="plots">
@@ -70,9 +61,9 @@ def render(view: View, baseline: BaselineComparison | None = None) -> str:
 <p>Made by lockstep report. Times are means over the steps that all ranks recorded, without the first few and
 without spikes. Exchange is what the rank that came last waited for gradients; what others waited longer, they waited
 for it. {clocks if error_us else "All ranks read the same clock."}</p>
-</footer>
-</main>"""
-    return html_page(f"{view.task}: lockstep report", body, STYLE)
+</footer>"""
+    title, verdict = f"{view.task}: lockstep report", sentences(view, baseline)
+    return html_page(title, view.task, _subtitle(view), verdict, body, STYLE)
 
 
 def _subtitle(view: View) -> str:
@@ -111,7 +102,7 @@ def _commands(view: View) -> str:
         return ""
     lines = [f"cd {folder}", command] if isinstance(folder, str) else [command]
     text = "<br>".join(f"<code>{escape(line)}</code>" for line in lines)
-    return f"<h3>To repeat it</h3><p>{text}</p>"
+    return f"<p>To repeat it:<br>{text}</p>"
 
 
 # All figures as tables: for those who do not see the drawings, and for what drawings leave out.

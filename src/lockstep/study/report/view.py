@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.study.drawing import PARTS
-from lockstep.study.report.advice import Advice, advise, find_facts
+from lockstep.study.report.advice import Advice, advise, find_facts, in_ms
 from lockstep.study.report.figures import (
     Figures,
     Parts,
@@ -178,11 +178,11 @@ def _how_fast(view: View, figures: Figures, baseline: BaselineComparison | None)
     if figures.tokens_per_s is not None:
         rates += f" ({_rate(figures.tokens_per_s)} {view.run.last.get('counts') or 'tokens'}/s)"
     text = f"{view.task} trains {rates} on {view.num_devices} {one if view.num_devices == 1 else more}"
-    text += f", {_ms(figures.step_s)} a step"
+    text += f", {in_ms(figures.step_s)} a step"
     if baseline is not None and baseline.scaling:
         text += f"; {baseline.scaling}"
     if figures.slow_step_s > 1.1 * figures.step_s:
-        text += f"; one step in twenty takes more than {_ms(figures.slow_step_s)}"
+        text += f"; one step in twenty takes more than {in_ms(figures.slow_step_s)}"
     return f"{text}."
 
 
@@ -203,16 +203,10 @@ def _where(figures: Figures) -> str:
     slow = figures.straggler
     if slow is not None:
         phase = {"loader": "loading data"}.get(slow.phase, slow.phase)
-        text += f"; rank {slow.rank} keeps the others waiting {_ms(slow.lost_s)} in each step, with {phase}"
+        text += f"; rank {slow.rank} keeps the others waiting {in_ms(slow.lost_s)} in each step, with {phase}"
     elif not figures.knows_waits and len(figures.by_rank) > 1:
         text += "; what of backward is waiting for other ranks, this engine does not tell"
     return text + "."
-
-
-def _ms(seconds: float) -> str:
-    if seconds >= 10:
-        return f"{seconds:,.0f} s"
-    return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
 
 
 def _rate(per_s: float) -> str:
@@ -221,7 +215,7 @@ def _rate(per_s: float) -> str:
 
 # The timelines of all recorded steps as a Chrome trace, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 #
-# Source: the Trace Event Format, with complete events (``X``), instants (``i``), counters (``C``) and names (``M``).
+# Source: the Trace Event Format, with complete events (``X``), instants (``i``) and names (``M``).
 
 # Of each rank's process.
 _THREADS = {"step": 0, "buckets": 1, "events": 2}
@@ -239,7 +233,6 @@ def to_trace(run: Recorded) -> str:
 
     for rank, record in sorted(run.ranks.items()):
         add("M", rank, "step", "process_name", 0.0, {"name": f"rank {rank} ({record.device} on {record.host})"})
-        add("M", rank, "step", "process_sort_index", 0.0, {"sort_index": rank})
         for thread in _THREADS:
             add("M", rank, thread, "thread_name", 0.0, {"name": thread})
         for timeline in record.timelines:
@@ -254,7 +247,4 @@ def to_trace(run: Recorded) -> str:
         for event in record.events:
             args = {"text": event.text, "step": event.step}
             add("i", rank, "events", event.event, event.time - zero, args, s="p")
-        for line in record.machine:
-            sizes = {name: value for name, value in line.figures.items() if name.endswith("_bytes")}
-            add("C", rank, "step", "memory", line.time - zero, sizes)
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": entries})
