@@ -212,8 +212,8 @@ def test_wrong_arguments_are_told_before_anything_is_sent(ranks):
 
     told, fine = ranks(2)(body)[0]
     assert told[:5] == [
-        "The mean of torch.int64 tensors makes no sense.\nPass a float tensor, or use SUM.",
-        "ReduceOp.BAND makes no sense for torch.float32.\nPass an integer tensor.",
+        "The backend shm has no ReduceOp.AVG for torch.int64.\nIt has: SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR.",
+        "The backend shm has no ReduceOp.BAND for torch.float32.\nIt has: SUM, AVG, PRODUCT, MIN, MAX.",
         "The backend shm cannot reduce torch.float8_e4m3fn tensors, only move them.\nConvert them before the call.",
         "all_gather_into_tensor: the large tensor must have 2 times as many elements as the small one, one part for "
         "each rank; they have 3 and 2.",

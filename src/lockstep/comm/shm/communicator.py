@@ -114,6 +114,7 @@ EXCHANGED_DTYPE = 2**8
 """The kind of an exchange has the dtype's number, plus one, in its upper bits. The library moves bytes, whatever they
 mean, but it compares the kinds: so a tensor never arrives as one of another dtype."""
 
+# Flags: a sum says whether any is set. They have no mean.
 _LOGICAL = {"sum": "max", "product": "min", "band": "min", "bor": "max", "min": "min", "max": "max", "bxor": "bxor"}
 
 
@@ -143,24 +144,22 @@ def reduction_of(op: Any, dtype: torch.dtype) -> int:
 @cache
 def _reduction_of(op: Any, dtype: torch.dtype) -> int:
     name = str(op).rpartition(".")[2].lower()
-    if name not in REDUCTIONS:
-        raise ConfigurationError(f"The backend shm has no reduction {name!r}.\nIt has: {', '.join(REDUCTIONS)}.")
-    if dtype not in NUMBERS and dtype != torch.bool and not dtype.is_complex:
+    if dtype == torch.bool:
+        known = _LOGICAL
+    elif dtype.is_complex:
+        known = {each: each for each in ("sum", "avg")}
+    elif dtype not in NUMBERS:
         raise ConfigurationError(
             f"The backend shm cannot reduce {dtype} tensors, only move them.\nConvert them before the call."
         )
-    if dtype == torch.bool:
-        if name == "avg":  # the others are logical: a sum of flags is whether any is set
-            raise ConfigurationError("The mean of bool tensors makes no sense.\nPass a float tensor.")
-        return REDUCTIONS.index(_LOGICAL[name])
-    is_float = dtype.is_floating_point or dtype.is_complex
-    if name == "avg" and not is_float:
-        raise ConfigurationError(f"The mean of {dtype} tensors makes no sense.\nPass a float tensor, or use SUM.")
-    if name in ("band", "bor", "bxor") and is_float:
-        raise ConfigurationError(f"ReduceOp.{name.upper()} makes no sense for {dtype}.\nPass an integer tensor.")
-    if dtype.is_complex and name not in ("sum", "avg"):
-        raise ConfigurationError(f"Complex numbers can be summed and averaged, but ReduceOp.{name.upper()} cannot be.")
-    return REDUCTIONS.index(name)
+    else:
+        senseless = ("band", "bor", "bxor") if dtype.is_floating_point else ("avg",)
+        known = {each: each for each in REDUCTIONS if each not in senseless}
+    if name not in known:
+        raise ConfigurationError(
+            f"The backend shm has no ReduceOp.{name.upper()} for {dtype}.\nIt has: {', '.join(known).upper()}."
+        )
+    return REDUCTIONS.index(known[name])
 
 
 def as_numbers(tensor: Tensor) -> Tensor:
