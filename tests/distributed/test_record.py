@@ -4,13 +4,15 @@ import json
 import time
 from functools import partial
 from statistics import median
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from torch.utils.data import Dataset
 
 import lockstep
-from lockstep.comm.clocks import measure_clock_offsets
+from lockstep.comm import clocks
 from lockstep.errors import ConfigurationError
 from lockstep.study.report.figures import find_traffic
 from lockstep.study.report.run_reader import read_run
@@ -162,10 +164,12 @@ def test_a_folder_that_a_rank_cannot_write_to_is_an_error_on_all(ranks, tmp_path
 
 def test_clocks_of_other_machines_are_measured_within_the_error(ranks):
     def measure(world):
-        ahead_s = 3.25 * world.rank
-        found = measure_clock_offsets(
-            world.group, torch.device("cpu"), clock=lambda: time.time() + ahead_s, machine=f"machine {world.rank}"
-        )
+        ahead = SimpleNamespace(time=lambda: time.time() + 3.25 * world.rank)
+        with (
+            mock.patch.object(clocks, "time", ahead),
+            mock.patch.object(clocks, "machine_name", return_value=f"machine {world.rank}"),
+        ):
+            found = clocks.measure_clock_offsets(world.group, torch.device("cpu"))
         return [(offset.offset_s, offset.error_s) for offset in found]
 
     for found in ranks(3)(measure):

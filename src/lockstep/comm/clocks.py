@@ -1,17 +1,10 @@
-"""How far the clocks of the ranks' machines are apart, and how surely that is known.
-
-[Note: bounds]
-Nobody leaves an all-reduce before everybody has entered it. So rank r's moment of leaving is later than rank zero's
-moment of entering, and the other way round, whatever the network does. On r's clock, which is ahead by ``offset``:
-``left_r - offset >= entered_0`` and ``entered_r - offset <= left_0``. Each round bounds the offset from both sides, and
-all rounds together bound it by the tightest. The middle is the estimate, half the width is the error: a bound, not a
-guess. Ranks of one machine have one clock: there the offset is zero, exactly.
-"""
+"""How far the clocks of the ranks' machines are apart, and how surely that is known."""
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +14,8 @@ from lockstep.comm.collectives import Group, all_gather_object, all_reduce
 
 NUM_ROUNDS = 10
 
+# When a rank entered and when it left, on its own clock.
 Round = tuple[float, float]
-"""When a rank entered and when it left, on its own clock."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +26,7 @@ class ClockOffset:
     error_s: float
 
 
-def measure_clock_offsets(
-    group: Group, device: torch.device, *, clock: Callable[[], float] = time.time, machine: str | None = None
-) -> list[ClockOffset]:
+def measure_clock_offsets(group: Group, device: torch.device) -> list[ClockOffset]:
     """Return by rank how far its clock is ahead of rank zero's.
 
     Collective: every rank. Blocks until complete: a dozen small all-reduces.
@@ -43,8 +34,6 @@ def measure_clock_offsets(
     Args:
         group: The ranks.
         device: Where this rank has tensors that the group can send.
-        clock: What is compared.
-        machine: What is the same for ranks with one clock.
     """
     token = torch.zeros(1, device=device)
     rounds: list[Round] = []
@@ -52,11 +41,11 @@ def measure_clock_offsets(
     for _ in range(NUM_ROUNDS + 1):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        entered = clock()
+        entered = time.time()
         all_reduce(token, group=group)
         token.tolist()  # on CUDA only now is it done
-        rounds.append((entered, clock()))
-    mine = {"machine": machine_name() if machine is None else machine, "rounds": rounds[1:]}
+        rounds.append((entered, time.time()))
+    mine = {"machine": machine_name(), "rounds": rounds[1:]}
     ranks = all_gather_object(mine, group=group, device=device)
     return [
         ClockOffset(0.0, 0.0)
@@ -67,7 +56,14 @@ def measure_clock_offsets(
 
 
 def bound_offset(zero: Sequence[Round], other: Sequence[Round]) -> ClockOffset:
-    """Return how far ``other``'s clock is ahead of ``zero``'s; see [Note: bounds]. A pure function."""
+    """Return how far ``other``'s clock is ahead of ``zero``'s. A pure function.
+
+    [Note: bounds]
+    Nobody leaves an all-reduce before everybody has entered it. So rank r's moment of leaving is later than rank zero's
+    moment of entering, and the other way round, whatever the network does. On r's clock, which is ahead by ``offset``:
+    ``left_r - offset >= entered_0`` and ``entered_r - offset <= left_0``. The middle is the estimate, half the width is
+    the error: a bound, not a guess. Ranks of one machine have one clock: there the offset is zero, exactly.
+    """
     # Every round bounds the offset from both sides; the tightest bounds count.
     low = max(entered - left_zero for (entered, _), (_, left_zero) in zip(other, zero, strict=True))
     high = min(left - entered_zero for (_, left), (entered_zero, _) in zip(other, zero, strict=True))
@@ -79,6 +75,4 @@ def machine_name() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        import socket
-
         return socket.gethostname()

@@ -1,9 +1,4 @@
-"""The collective operations that the engines and ``fit`` need, on any process group.
-
-Every function takes the group explicitly and talks to it directly, so that groups written in Python, groups that were
-never registered with c10d and groups of a part of the ranks all work. A ``src`` is a rank of the group. Whoever waits
-for others here is marked as waiting (`lockstep.activity`), for the watchdog, and has that time counted.
-"""
+"""The collective operations that the engines and ``fit`` need, on any process group. A ``src`` is a rank of it."""
 
 from __future__ import annotations
 
@@ -11,7 +6,8 @@ import io
 import json
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from types import ModuleType
 from typing import Any, Literal
@@ -30,8 +26,8 @@ from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 __all__ = ["Join", "JoinHook", "Joinable"]  # torch's protocol for uneven inputs, for the engines
 
 Group = dist.ProcessGroup
+# A collective under way. Who started it keeps the tensors that it reads: not every backend does.
 Work = dist.Work
-"""A collective under way. Who started it keeps the tensors that it reads: not every backend does."""
 
 GradBucketType = dist.GradBucket
 BuiltinCommHookType = dist.BuiltinCommHookType
@@ -131,20 +127,45 @@ def _real(tensor: Tensor) -> Tensor:
     return real.view(-1) if tensor.dim() == 1 else real
 
 
-def all_reduce_async(tensor: Tensor, *, group: Group, op: ReduceName = "sum") -> Future[Any]:
-    """Start to replace ``tensor`` by its sum, maximum or minimum over all ranks; return a future.
+def all_reduce_async(tensor: Tensor, *, group: Group) -> Future[Any]:
+    """Start to replace ``tensor`` by its sum over all ranks; return a future.
 
     Collective: every rank, in the same order. Does not block; the tensor is valid after ``future.wait()``.
 
     Args:
         tensor: Any shape, contiguous or sparse; same shape and dtype on every rank.
         group: The ranks that take part.
-        op: What is computed, element by element.
     """
-    options = dist.AllreduceOptions()
-    # The methods of the group, not the functions of torch.distributed: these refuse groups that c10d does not know.
+    return all_reduce_work(tensor, group=group).get_future()
+
+
+def all_reduce_work(tensor: Tensor, *, group: Group, op: ReduceName = "sum", alone: bool = False) -> Work:
+    """Start to replace ``tensor`` by its sum, maximum or minimum over all ranks. Collective: every rank.
+
+    Args:
+        tensor: As in `all_reduce_async`.
+        group: The ranks that take part.
+        op: What is computed, element by element.
+        alone: Whether the caller waits at once and has nothing else to do: on shm the work is then its own.
+    """
+    options = _with_async_op(dist.AllreduceOptions(), tensor, alone)
+    # Here and below the methods of the group, not the functions of torch.distributed: these refuse groups that c10d
+    # does not know, such as groups written in Python.
     options.reduceOp = _OPERATIONS[op]
-    return group.allreduce([_real(tensor)], options).get_future()
+    return group.allreduce([_real(tensor)], options)
+
+
+def broadcast_async(tensor: Tensor, *, group: Group, src: int, alone: bool = False) -> Work:
+    """Start to overwrite ``tensor``, which is contiguous, with that of rank ``src``. Collective: every rank."""
+    options = _with_async_op(dist.BroadcastOptions(), tensor, alone)
+    options.rootRank = src
+    return group.broadcast([_real(tensor)], options)
+
+
+def _with_async_op(options: Any, tensor: Tensor, alone: bool) -> Any:
+    if alone and tensor.is_cpu:
+        options.asyncOp = False
+    return options
 
 
 def wait_for(handle: Any, operation: str = "a collective") -> Any:
@@ -160,11 +181,21 @@ def wait_for(handle: Any, operation: str = "a collective") -> Any:
     return _blocking(operation, lambda: handle)
 
 
-def _blocking(operation: str, start: Callable[[], Any]) -> Any:
-    """Start a collective and wait for it: some groups carry it out while it is started."""
+@contextmanager
+def counted_wait(operation: str) -> Iterator[None]:
+    """Within, mark this rank as waiting for others in ``operation``, for the watchdog, and count the time."""
     started_s = time.perf_counter()
     try:
         with activity.waiting(operation):
+            yield
+    finally:
+        activity.now.waited_s += time.perf_counter() - started_s
+
+
+def _blocking(operation: str, start: Callable[[], Any]) -> Any:
+    """Start a collective and wait for it: some groups carry it out while it is started."""
+    try:
+        with counted_wait(operation):
             handle = start()
             return handle.wait() if isinstance(handle, Future) else handle.wait(NO_TIMEOUT)
     except LockstepError:
@@ -175,8 +206,6 @@ def _blocking(operation: str, start: Callable[[], Any]) -> Any:
             f"{rank}: {operation} failed: {(str(error).splitlines() or [''])[0]}\n"
             "Another rank ended, or did not take part in time: look at its output."
         ) from error
-    finally:
-        activity.now.waited_s += time.perf_counter() - started_s
 
 
 def all_reduce(tensor: Tensor, *, group: Group, op: ReduceName = "sum") -> None:
@@ -184,10 +213,7 @@ def all_reduce(tensor: Tensor, *, group: Group, op: ReduceName = "sum") -> None:
 
     Collective: every rank, in the same order. Blocks until complete (on CUDA: the current stream waits).
     """
-    options = dist.AllreduceOptions()
-    options.reduceOp = _OPERATIONS[op]
-    options.asyncOp = False  # shm then carries it out in this thread
-    _blocking("all_reduce", lambda: group.allreduce([_real(tensor)], options))
+    _blocking("all_reduce", lambda: all_reduce_work(tensor, group=group, op=op, alone=True))
 
 
 def broadcast(tensor: Tensor, *, group: Group, src: int = 0) -> None:
@@ -195,9 +221,7 @@ def broadcast(tensor: Tensor, *, group: Group, src: int = 0) -> None:
 
     Collective: every rank, in the same order. Blocks until complete. ``tensor`` is contiguous.
     """
-    options = dist.BroadcastOptions()
-    options.rootRank = src
-    _blocking("broadcast", lambda: group.broadcast([_real(tensor)], options))
+    _blocking("broadcast", lambda: broadcast_async(tensor, group=group, src=src, alone=True))
 
 
 def broadcast_coalesced(tensors: Sequence[Tensor], *, group: Group, src: int = 0) -> None:
@@ -382,7 +406,7 @@ def reduce_scatter_slices(flat: Tensor, *, group: Group, alone: bool = False) ->
     Args:
         flat: One-dimensional, contiguous, its size a multiple of the number of ranks; the same on every rank.
         group: The ranks that take part, each with the slice of its number.
-        alone: Whether the caller waits at once and has nothing else to do: on shm the work is then its own.
+        alone: As in `all_reduce_work`.
     """
     options = _with_async_op(dist.ReduceScatterOptions(), flat, alone)
     return group._reduce_scatter_base(_real(_own_slice(flat, group)), _real(flat), options)
@@ -397,7 +421,7 @@ def all_gather_flat(output: Tensor, tensor: Tensor, *, group: Group, alone: bool
         output: One-dimensional, contiguous, as many elements as all tensors together; ``tensor`` may be a part of it.
         tensor: One-dimensional, contiguous.
         group: The ranks that take part.
-        alone: As in `reduce_scatter_slices`.
+        alone: As in `all_reduce_work`.
     """
     options = _with_async_op(dist.distributed_c10d.AllgatherOptions(), tensor, alone)
     return group._allgather_base(_real(output), _real(tensor), options)
@@ -409,24 +433,6 @@ def all_gather_slices(flat: Tensor, *, group: Group, alone: bool = False) -> Wor
     Collective: every rank, in the same order. Does not block. See `reduce_scatter_slices`.
     """
     return all_gather_flat(flat, _own_slice(flat, group), group=group, alone=alone)
-
-
-def broadcast_async(tensor: Tensor, *, group: Group, src: int, alone: bool = False) -> Work:
-    """Start to overwrite ``tensor``, which is contiguous, with that of rank ``src``. Collective: every rank."""
-    options = _with_async_op(dist.BroadcastOptions(), tensor, alone)
-    options.rootRank = src
-    return group.broadcast([_real(tensor)], options)
-
-
-def all_reduce_work(tensor: Tensor, *, group: Group, alone: bool = False) -> Work:
-    """Start to replace ``tensor``, which is contiguous, by its sum over all ranks. Collective: every rank."""
-    return group.allreduce([_real(tensor)], _with_async_op(dist.AllreduceOptions(), tensor, alone))
-
-
-def _with_async_op(options: Any, tensor: Tensor, alone: bool) -> Any:
-    if alone and tensor.is_cpu:
-        options.asyncOp = False
-    return options
 
 
 def _own_slice(flat: Tensor, group: Group) -> Tensor:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep import activity
-from lockstep.comm.collectives import Group
+from lockstep.comm.collectives import Group, counted_wait
 
 
 class _TimedCollective:
@@ -31,12 +29,8 @@ class _TimedCollective:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Collective: every rank."""
-        started_s = time.perf_counter()
-        try:
-            with activity.waiting(self._operation):
-                return self._inner(*args, **kwargs)
-        finally:
-            activity.now.waited_s += time.perf_counter() - started_s
+        with counted_wait(self._operation):
+            return self._inner(*args, **kwargs)
 
 
 def fully_shard_units(root: nn.Module, units: Iterable[nn.Module], *, group: Group, device: torch.device) -> bool:

@@ -11,11 +11,10 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
+# The variable that Gloo reads; what the user put there is never changed.
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""The variable that Gloo reads; what the user put there is never changed."""
-
+# The variable with how many seconds a link may be down; 0 leaves connections as they are.
 LINK_TIMEOUT = "LOCKSTEP_LINK_TIMEOUT_S"
-"""The variable with how many seconds a link may be down; 0 leaves connections as they are."""
 
 _LINK_TIMEOUT_S = 60.0
 _MAX_PROBE_S = 5

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 # --- Forks: a loader process must not hang before it has begun
 
+# How long a fork is put off at most: threads that compute all the time would hold it up for ever.
 _LIMIT_S = 0.25
-"""How long a fork is put off at most: threads that compute all the time would hold it up for ever."""
 
 _TASKS = "/proc/self/task"
 
@@ -62,8 +62,8 @@ def _thread_state(task: str) -> str:
 
 # --- Memory
 
+# The largest block that glibc learns from is 32 MiB, its own bookkeeping included.
 _ALMOST_32_MIB = 31 * 2**20
-"""The largest block that glibc learns from is 32 MiB, its own bookkeeping included."""
 
 
 def keep_freed_memory() -> None:

@@ -1,8 +1,4 @@
-"""How the ranks meet: a connection to the store of their job, and the membership check at the start.
-
-The store says clearly why when it cannot be reached. The check is one for all: every rank signs in, and all learn the
-same verdict, complete or what is wrong.
-"""
+"""How the ranks meet: a connection to the store of their job, and the membership check at the start."""
 
 from __future__ import annotations
 
@@ -25,8 +21,8 @@ from lockstep.comm.store import listen, serve_store
 from lockstep.env import RankEnv, is_loopback
 from lockstep.errors import ConfigurationError, LockstepError, WorldSizeMismatch
 
+# The part of the timeout after which another rank on rank zero's machine hosts the store in its stead.
 FALLBACK_HOST_AFTER = 0.5
-"""The part of the timeout after which another rank on rank zero's machine hosts the store in its stead."""
 
 _RETRY_S = 0.1
 _HOSTED_KEY = "lockstep/hosted-by-rank"
@@ -54,8 +50,8 @@ class Rendezvous:
 
 Address = tuple[str, int]
 
+# Servers of this process. They live as long as it does, so that a second world finds the same one.
 _hosted: dict[Address, Store] = {}
-"""Servers of this process. They live as long as it does, so that a second world finds the same one."""
 
 _num_starts: Counter[Address] = Counter()
 
@@ -187,8 +183,8 @@ def _refusal(address: Address) -> str | None:
 
 _POLL_S = 0.002
 _POLL_PER_RANK_S = 50e-6
+# How long the host of the store outlives a failed start-up, so that the others can read why.
 FAREWELL_S = 3.0
-"""How long the host of the store outlives a failed start-up, so that the others can read why."""
 
 _COMPLETE = "complete"
 
@@ -217,7 +213,7 @@ def check_membership(
     hint: str = "",
     objection: str | None = None,
 ) -> None:
-    """Sign in and wait until all ranks have; every rank returns, or every rank raises.
+    """Sign in and wait until all ranks have; all learn the same verdict: every rank returns, or every rank raises.
 
     Collective: every rank. Blocks until the last rank has come, at most until ``deadline``.
 

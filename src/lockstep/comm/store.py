@@ -1,12 +1,4 @@
-"""The key-value store in which ranks and machines find each other: who hosts it, and status notes that are left in it.
-
-[Note: a store for one user]
-Whoever can connect to c10d's TCPStore can read and overwrite every key. On the loopback interface that is every user
-of the machine. So where one machine is enough, the store is served by `StoreServer`, which speaks the protocol of
-c10d's clients and closes connections of other users; who is at the other end of a connection within a machine, the
-kernel says in ``/proc/net/tcp``. Across machines the store is c10d's own: there only the network can keep others away
-(docs/machines.md).
-"""
+"""The key-value store in which ranks and machines find each other: its server, and status notes that are left in it."""
 
 from __future__ import annotations
 
@@ -18,11 +10,11 @@ import struct
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import psutil
 import torch.distributed as dist
@@ -110,40 +102,30 @@ def listen(host: str, port: int) -> socket.socket:
 # --- The server: a thread for each client, one request at a time
 
 
-class _Client:
-    """A connection to the server; reads what c10d's clients send: numbers of 8 bytes, and texts after their length."""
+def _read(file: BinaryIO, num_bytes: int) -> bytes:
+    """Block until so many bytes have come. Raises ``EOFError`` if the client has gone."""
+    data = file.read(num_bytes)
+    if len(data) < num_bytes:
+        raise EOFError
+    return data
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self._file = connection.makefile("rb")
 
-    def read(self, num_bytes: int) -> bytes:
-        """Block until so many bytes have come. Raises ``EOFError`` if the client has gone."""
-        data = self._file.read(num_bytes)
-        if len(data) < num_bytes:
-            raise EOFError
-        return data
+def _read_number(file: BinaryIO) -> int:
+    return int.from_bytes(_read(file, 8), "little", signed=True)
 
-    def word(self) -> bytes:
-        return self.read(4)
 
-    def number(self) -> int:
-        return int.from_bytes(self.read(8), "little", signed=True)
-
-    def text(self) -> bytes:
-        return self.read(self.number())
-
-    def key(self) -> list[bytes]:
-        return [self.text()]
-
-    def keys(self) -> list[bytes]:
-        return [self.text() for _ in range(self.number())]
-
-    def item(self) -> list[tuple[bytes, bytes]]:
-        return [(self.text(), self.text())]
-
-    def items(self) -> list[tuple[bytes, bytes]]:
-        return [(self.text(), self.text()) for _ in range(self.number())]
+def _read_arguments(file: BinaryIO, kinds: Sequence[str]) -> Iterator[Any]:
+    """Read what c10d's clients send after a command: numbers of 8 bytes, and texts after their length."""
+    for kind in kinds:
+        if kind == "word":
+            yield _read(file, 4)
+        elif kind == "number":
+            yield _read_number(file)
+        else:
+            # Before several texts, or pairs of them, comes how many there are.
+            count = 1 if kind == "text" else _read_number(file) * (2 if kind == "pairs" else 1)
+            for _ in range(count):
+                yield _read(file, _read_number(file))
 
 
 def _number(value: int) -> bytes:
@@ -159,7 +141,14 @@ _GO_ON, _CANCELLED = b"\0", b"\1"  # the answers to a wait and to its end
 
 
 class StoreServer:
-    """Serves a store to c10d's clients of this user; see [Note: a store for one user].
+    """Serves a store to c10d's clients of this user.
+
+    [Note: a store for one user]
+    Whoever can connect to c10d's TCPStore can read and overwrite every key. On the loopback interface that is every
+    user of the machine. So where one machine is enough, the store is served by this class, which speaks the protocol of
+    c10d's clients and closes connections of other users; who is at the other end of a connection within a machine, the
+    kernel says in ``/proc/net/tcp``. Across machines the store is c10d's own: there only the network can keep others
+    away (docs/machines.md).
 
     Args:
         listener: Where it listens; closed at the end.
@@ -168,8 +157,8 @@ class StoreServer:
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
         self._values: dict[bytes, bytes] = {}
-        self._waiting: dict[_Client, set[bytes]] = {}  # by client, the keys that are not there yet
-        self._clients: set[_Client] = set()
+        self._waiting: dict[socket.socket, set[bytes]] = {}  # by client, the keys that are not there yet
+        self._clients: set[socket.socket] = set()
         self._is_closed = False
         self._lock = threading.Lock()  # held while a request is carried out, not while it is read
         self.thread = threading.Thread(target=self._accept, name="lockstep-store", daemon=True)
@@ -179,7 +168,7 @@ class StoreServer:
         """End; clients find their connections closed."""
         self._is_closed = True
         # Without the lock: the garbage collector may call this in a thread that holds it.
-        for each in (self._listener, *(client.connection for client in list(self._clients))):
+        for each in (self._listener, *list(self._clients)):
             with suppress(OSError):  # gone already
                 each.shutdown(socket.SHUT_RDWR)  # wakes who waits on it, which close() would not
 
@@ -190,22 +179,22 @@ class StoreServer:
                     connection, _ = self._listener.accept()
                     threading.Thread(target=self._serve, args=(connection,), name="lockstep-store", daemon=True).start()
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, client: socket.socket) -> None:
         """Answer a client's requests, one after the other, until it has gone."""
-        with connection, suppress(OSError, EOFError, ValueError, LookupError):  # gone, or speaks something else
+        with client, suppress(OSError, EOFError, ValueError, LookupError):  # gone, or speaks something else
             # Looked up while the connection is open, so the entry cannot be that of a later one. Root may do anything.
-            if peer_uid(connection) not in (os.geteuid(), 0):
+            if peer_uid(client) not in (os.geteuid(), 0):
                 return
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            client = _Client(connection)
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._clients.add(client)
             try:
+                file = client.makefile("rb")
                 while True:
-                    command, *kinds = _COMMANDS[client.read(1)[0]]
-                    arguments = [read(client) for read in kinds]
+                    command, *kinds = _COMMANDS[_read(file, 1)[0]]
+                    arguments = list(_read_arguments(file, kinds))
                     with self._lock:
                         reply = command(self, client, *arguments)
-                    connection.sendall(reply)
+                    client.sendall(reply)
             finally:
                 self._clients.discard(client)
                 with self._lock:
@@ -218,80 +207,78 @@ class StoreServer:
             if not missing:
                 del self._waiting[client]
                 with suppress(OSError):  # its own thread finds out
-                    client.connection.sendall(_GO_ON)
+                    client.sendall(_GO_ON)
 
     # What the commands do, and their replies. Called with the lock.
 
-    def _validate(self, client: _Client, magic: bytes) -> bytes:
+    def _validate(self, client: socket.socket, magic: bytes) -> bytes:
         return b""
 
-    def _ping(self, client: _Client, nonce: bytes) -> bytes:
+    def _ping(self, client: socket.socket, nonce: bytes) -> bytes:
         return nonce
 
-    def _set(self, client: _Client, items: list[tuple[bytes, bytes]]) -> bytes:
-        for key, value in items:
+    def _set(self, client: socket.socket, *pairs: bytes) -> bytes:
+        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
             self._put(key, value)
         return b""
 
-    def _compare_set(self, client: _Client, key: bytes, expected: bytes, desired: bytes) -> bytes:
+    def _compare_set(self, client: socket.socket, key: bytes, expected: bytes, desired: bytes) -> bytes:
         if self._values.get(key, b"") == expected:
             self._put(key, desired)
         return _text(self._values.get(key, expected))
 
-    def _append(self, client: _Client, key: bytes, value: bytes) -> bytes:
+    def _append(self, client: socket.socket, key: bytes, value: bytes) -> bytes:
         self._put(key, self._values.get(key, b"") + value)
         return b""
 
-    def _add(self, client: _Client, key: bytes, amount: int) -> bytes:
+    def _add(self, client: socket.socket, key: bytes, amount: int) -> bytes:
         total = int(self._values.get(key, b"0")) + amount
         self._put(key, b"%d" % total)
         return _number(total)
 
-    def _get(self, client: _Client, keys: list[bytes]) -> bytes:
+    def _get(self, client: socket.socket, *keys: bytes) -> bytes:
         return b"".join(_text(self._values.get(key, b"")) for key in keys)
 
-    def _check(self, client: _Client, keys: list[bytes]) -> bytes:
+    def _check(self, client: socket.socket, *keys: bytes) -> bytes:
         return _YES if self._values.keys() >= set(keys) else _NO
 
-    def _wait(self, client: _Client, keys: list[bytes]) -> bytes:
+    def _wait(self, client: socket.socket, *keys: bytes) -> bytes:
         missing = set(keys) - self._values.keys()
         if not missing:
             return _GO_ON
         self._waiting[client] = missing
         return b""
 
-    def _cancel_wait(self, client: _Client) -> bytes:
+    def _cancel_wait(self, client: socket.socket) -> bytes:
         # Also if the wait was answered meanwhile: the client expects both answers then.
         self._waiting.pop(client, None)
         return _CANCELLED
 
-    def _delete(self, client: _Client, key: bytes) -> bytes:
+    def _delete(self, client: socket.socket, key: bytes) -> bytes:
         return _number(int(self._values.pop(key, None) is not None))
 
-    def _count(self, client: _Client) -> bytes:
+    def _count(self, client: socket.socket) -> bytes:
         return _number(len(self._values))
 
 
+# By the first byte of a request: what it does, and what follows that byte.
+# Source: ``QueryType`` in c10d's TCPStoreBackend.hpp. Queues, which come after these, are not served.
 _COMMANDS: list[tuple[Any, ...]] = [
-    (StoreServer._validate, _Client.word),
-    (StoreServer._set, _Client.item),
-    (StoreServer._compare_set, _Client.text, _Client.text, _Client.text),
-    (StoreServer._get, _Client.key),
-    (StoreServer._add, _Client.text, _Client.number),
-    (StoreServer._check, _Client.keys),
-    (StoreServer._wait, _Client.keys),
+    (StoreServer._validate, "word"),
+    (StoreServer._set, "text", "text"),
+    (StoreServer._compare_set, "text", "text", "text"),
+    (StoreServer._get, "text"),
+    (StoreServer._add, "text", "number"),
+    (StoreServer._check, "texts"),
+    (StoreServer._wait, "texts"),
     (StoreServer._count,),
-    (StoreServer._delete, _Client.text),
-    (StoreServer._append, _Client.text, _Client.text),
-    (StoreServer._get, _Client.keys),
-    (StoreServer._set, _Client.items),
+    (StoreServer._delete, "text"),
+    (StoreServer._append, "text", "text"),
+    (StoreServer._get, "texts"),
+    (StoreServer._set, "pairs"),
     (StoreServer._cancel_wait,),
-    (StoreServer._ping, _Client.word),
+    (StoreServer._ping, "word"),
 ]
-"""By the first byte of a request: what it does, and what follows that byte.
-
-Source: ``QueryType`` in c10d's TCPStoreBackend.hpp. Queues, which come after these, are not served.
-"""
 
 
 def _words(packed: bytes) -> str:
@@ -324,11 +311,39 @@ def _name_in_proc(host: str, port: int) -> str:
 
 # --- Status notes of ranks and machines
 
-STORE_TIMEOUT_S = 3.0
-"""How long the store may take to answer; then a note is left out."""
-
+# How long the store may take to answer; then a note is left out.
+_ANSWER_S = 3.0
+# After so many failures in a row the store of the ranks is given up: whoever hosts it has ended.
 _MAX_FAILURES = 3
-"""After so many in a row the store is given up: whoever hosts it has ended."""
+
+
+class _Notes:
+    """Notes under keys that are written over again and again, in a store that may be out of reach.
+
+    Args:
+        prefix: Of the keys.
+        connect: Opens a connection; it may fail as c10d does.
+        address: Where somebody must listen, if that is known: torch's client would write pages into the log.
+    """
+
+    def __init__(self, prefix: str, connect: Callable[[], Store], address: tuple[str, int] | None = None) -> None:
+        self._prefix, self._connect, self._address = prefix, connect, address
+        self._store: Store | None = None
+        self.num_failures = 0
+
+    def use(self, act: Callable[[Store], None]) -> None:
+        """Let ``act`` use the store; if that cannot be reached, it is opened anew the next time."""
+        try:
+            if self._address is not None:
+                socket.create_connection(self._address, timeout=_ANSWER_S).close()
+            if self._store is None:
+                opened = self._connect()
+                opened.set_timeout(timedelta(seconds=_ANSWER_S))
+                self._store = PrefixStore(self._prefix, opened)
+            act(self._store)
+            self.num_failures = 0
+        except (RuntimeError, OSError):  # c10d's errors are RuntimeErrors
+            self._store, self.num_failures = None, self.num_failures + 1
 
 
 class StatusKeys:
@@ -345,18 +360,17 @@ class StatusKeys:
     def __init__(self, world: World, num_ranks: int) -> None:
         self._rank = world.rank
         self._others = [rank for rank in range(num_ranks) if rank != world.rank] if num_ranks > 1 else []
-        # Also a rank without others makes an object, so that callers need no branch; it uses no store.
-        self._prefix = "lockstep/status"
-        if self._others:  # the n-th of each rank is the same one
-            number = PrefixStore(self._prefix, dist.distributed_c10d._get_default_store()).add(f"of/{world.rank}", 1)
-            self._prefix = f"{self._prefix}/{number}"
-        self._store: Store | None = None
         self._known: list[int] = []
-        self._num_failures = 0
+        # Also a rank without others makes an object, so that callers need no branch; it uses no store.
+        if self._others:
+            store = dist.distributed_c10d._get_default_store()
+            number = PrefixStore("lockstep/status", store).add(f"of/{world.rank}", 1)  # the n-th of all ranks is one
+            # A connection of its own: the engine's is locked while it waits for somebody.
+            self._notes = _Notes(f"lockstep/status/{number}", store.clone)  # type: ignore[attr-defined]
 
     def post(self, note: Any) -> None:
         """Replace this rank's note, which JSON can hold. Blocks some seconds at most."""
-        self._with_store(lambda store: store.set(str(self._rank), json.dumps(note)))
+        self._use(lambda store: store.set(str(self._rank), json.dumps(note)))
 
     def read(self) -> dict[int, Any]:
         """Return the notes of the other ranks, as far as they have left one. Blocks some seconds at most."""
@@ -371,27 +385,16 @@ class StatusKeys:
                 with suppress(ValueError):  # one note that is no JSON takes no other with it
                     notes[rank] = json.loads(text)
 
-        self._with_store(collect)
+        self._use(collect)
         return notes
 
-    def _with_store(self, act: Callable[[Store], None]) -> None:
-        if not self._others or self._num_failures >= _MAX_FAILURES:
-            return
-        try:
-            if self._store is None:
-                # A connection of its own: the engine's is locked while it waits for somebody.
-                clone: Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-                clone.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
-                self._store = PrefixStore(self._prefix, clone)
-            act(self._store)
-            self._num_failures = 0
-        except (RuntimeError, OSError):  # c10d's errors are RuntimeErrors
-            self._store, self._num_failures = None, self._num_failures + 1
+    def _use(self, act: Callable[[Store], None]) -> None:
+        if self._others and self._notes.num_failures < _MAX_FAILURES:
+            self._notes.use(act)
 
 
 _DEFAULT_PORT = 29400  # torch elastic's
 _CONNECT_S = 5.0
-_ANSWER_S = 2.0
 
 
 class InterNodeStore:
@@ -404,16 +407,15 @@ class InterNodeStore:
 
     def __init__(self, endpoint: str, run_id: str) -> None:
         host, _, port = endpoint.rpartition(":")
-        self._place = host.strip("[]") or "localhost", int(port) if port.isdigit() else _DEFAULT_PORT
-        self._prefix = f"lockstep/launchers/{run_id}"
-        self._store: Store | None = None
+        self._address = host.strip("[]") or "localhost", int(port) if port.isdigit() else _DEFAULT_PORT
+        self._notes = _Notes(f"lockstep/launchers/{run_id}", self._connect, self._address)
         self._numbers: dict[str, int] = {}  # by topic, which note is this machine's
 
     def is_host(self) -> bool:
         """Return whether the store is in this process, and ends with it."""
         with suppress(psutil.Error):
             return any(
-                each.status == psutil.CONN_LISTEN and each.laddr.port == self._place[1]
+                each.status == psutil.CONN_LISTEN and each.laddr.port == self._address[1]
                 for each in psutil.Process().net_connections(kind="tcp")
             )
         return False
@@ -427,7 +429,7 @@ class InterNodeStore:
                 self._numbers[topic] = store.add(f"{topic}/count", 1)
             store.set(f"{topic}/{self._numbers[topic]}", json.dumps(note))
 
-        self._with_store(write)
+        self._notes.use(write)
 
     def others(self, topic: str) -> list[Any]:
         """Return the notes of the other machines on ``topic``. Blocks some seconds at most."""
@@ -440,19 +442,8 @@ class InterNodeStore:
                     with suppress(ValueError):
                         notes.append(json.loads(store.get(key)))
 
-        self._with_store(read)
+        self._notes.use(read)
         return notes
 
-    def _with_store(self, act: Callable[[Store], None]) -> None:
-        """Let ``act`` use the store; if that cannot be reached, it is tried anew the next time."""
-        try:
-            # torch's client would write pages into the log if nobody listened.
-            socket.create_connection(self._place, timeout=_ANSWER_S).close()
-            if self._store is None:
-                limit = timedelta(seconds=_CONNECT_S)
-                opened = TCPStore(*self._place, None, False, timeout=limit, wait_for_workers=False)
-                opened.set_timeout(timedelta(seconds=_ANSWER_S))
-                self._store = PrefixStore(self._prefix, opened)
-            act(self._store)
-        except (OSError, RuntimeError):  # c10d's errors are RuntimeErrors
-            self._store = None
+    def _connect(self) -> Store:
+        return TCPStore(*self._address, None, False, timeout=timedelta(seconds=_CONNECT_S), wait_for_workers=False)

@@ -143,14 +143,12 @@ def destroy_default_group(*, abort: bool, at_exit: bool) -> None:
         warnings.warn(f"closing the process group failed: {failure[0]}", RuntimeWarning, stacklevel=2)
 
 
+# Gloo waits this many times its timeout for a connection.
 _GLOO_CONNECT_FACTOR = 5
-"""Gloo waits this many times its timeout for a connection."""
-
+# How long the host of the store waits at the end for ranks that still use it.
 _FAREWELL_S = 5.0
-"""How long the host of the store waits at the end for ranks that still use it."""
-
+# What `init` opened: the store of the job, and what else is to be undone at the end.
 Owned = tuple[Rendezvous, ExitStack]
-"""What `init` opened: the store of the job, and what else is to be undone at the end."""
 
 
 def _connect(env: RankEnv, rendezvous: Rendezvous, backend: str, device: torch.device, timeout_s: float) -> None:
@@ -176,11 +174,10 @@ def _connect(env: RankEnv, rendezvous: Rendezvous, backend: str, device: torch.d
 
 # --- The world
 
+# torch's own limit for a collective on Gloo; long, because a rank may be downloading a data set meanwhile.
 BARRIER_TIMEOUT_S = 1800.0
-"""torch's own limit for a collective on Gloo; long, because a rank may be downloading a data set meanwhile."""
-
+# Between the first two polls; later pauses are longer, as a rank that is late will be late for long.
 _FIRST_PAUSE_S = 0.0002
-"""Between the first two polls; later pauses are longer, as a rank that is late will be late for long."""
 
 _DONE = "done"
 

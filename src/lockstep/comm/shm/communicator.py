@@ -84,8 +84,8 @@ def library() -> ctypes.CDLL | str:
 
 # The numbers under which operations, reductions and dtypes go into the C library.
 
+# What is called; the C library knows the first two and moves bytes for the others.
 Kind = IntEnum("Kind", "ALL_REDUCE REDUCE_SCATTER BROADCAST ALL_GATHER GATHER SCATTER ALL_TO_ALL BARRIER EMPTY_SHARED")
-"""What is called; the C library knows the first two and moves bytes for the others."""
 
 REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 DTYPES = (
@@ -102,17 +102,17 @@ DTYPES = (
     torch.uint32,
     torch.uint64,
 )
+# Those that the C library computes with, by its own numbers.
 NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
-"""Those that the C library computes with, by its own numbers."""
 
 _OTHERS = {value for value in vars(torch).values() if isinstance(value, torch.dtype)} - set(DTYPES)
 _ALL_DTYPES = (*DTYPES, *sorted(_OTHERS, key=str))
+# All that can be moved.
 NUMBERS_OF_ALL = {dtype: number for number, dtype in enumerate(_ALL_DTYPES)}
-"""All that can be moved."""
 
+# The kind of an exchange has the dtype's number, plus one, in its upper bits. The library moves bytes, whatever they
+# mean, but it compares the kinds: so a tensor never arrives as one of another dtype.
 EXCHANGED_DTYPE = 2**8
-"""The kind of an exchange has the dtype's number, plus one, in its upper bits. The library moves bytes, whatever they
-mean, but it compares the kinds: so a tensor never arrives as one of another dtype."""
 
 # Flags: a sum says whether any is set. They have no mean.
 _LOGICAL = {"sum": "max", "product": "min", "band": "min", "bor": "max", "min": "min", "max": "max", "bxor": "bxor"}
@@ -178,8 +178,8 @@ def operation_of(options: Any) -> Any:
     return getattr(options, "reduceOp", options)
 
 
+# Reads of a word before going to sleep, some tens of microseconds; none where ranks must share cores.
 SPINS = 2000
-"""Looks at a word before going to sleep, some tens of microseconds; none where ranks must share cores."""
 
 
 class Communicator:

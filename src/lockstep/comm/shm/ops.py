@@ -1,11 +1,4 @@
-"""The collectives of c10d on a shared segment, for tensors on the CPU.
-
-[Note: life of a call]
-A method of `ShmOps` checks its arguments, so that a wrong call raises where it was made, and queues the rest as an
-action; see work.py for who runs it. The action brings the tensors into the form that the C library takes (contiguous,
-as addresses and sizes) and calls one of its three functions: all_reduce, reduce_scatter, or exchange, which moves any
-tensor from any rank to any other. Tensors that had to be copied are copied back at the end.
-"""
+"""The collectives of c10d on a shared segment, for tensors on the CPU."""
 
 from __future__ import annotations
 
@@ -25,16 +18,14 @@ from torch import Tensor
 from lockstep import activity
 from lockstep.comm.shm import communicator as c
 from lockstep.comm.shm.communicator import Kind
-from lockstep.comm.shm.segment import OFFER_BYTES, NoSharedMemory, Offer, Segment, make_segment, map_segment
+from lockstep.comm.shm.segment import Segment, share_segment
 from lockstep.comm.shm.work import ENDED, OpQueue, ShmWork
 from lockstep.errors import CollectiveError, ConfigurationError
 
+# Calls a function of the C library with the group, the arguments and the time-out, and raises what comes of it.
 NativeCall = Callable[..., None]
-"""Calls a function of the C library with the group, the arguments and the time-out, and raises what comes of it."""
-
+# Number of an allocation, offset in a rank's share of it, and where the ranks' shares lie.
 BufferLocation = tuple[int, int, ctypes.Array[ctypes.c_void_p] | None]
-"""Number of an allocation, offset in a rank's share of it, and where the ranks' shares lie."""
-
 PRIVATE_MEMORY: BufferLocation = (-1, 0, None)
 _Row = tuple[Sequence[Tensor | None], Sequence[Tensor | None]]
 _PAGE_BYTES = 4096
@@ -101,11 +92,6 @@ def _byte_sizes(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_uint6
     return (ctypes.c_uint64 * len(tensors))(*(0 if tensor is None else tensor.nbytes for tensor in tensors))
 
 
-def _pieces(tensor: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """Cut a contiguous tensor into flat pieces of so many elements."""
-    return list(tensor.view(-1).split(list(counts)))
-
-
 def _check_sizes(name: str, whole: Tensor, part: Tensor, size: int) -> None:
     if whole.dtype != part.dtype:
         raise ConfigurationError(f"{name}: both tensors must have one dtype; they have {whole.dtype} and {part.dtype}.")
@@ -122,7 +108,14 @@ def _check_count(name: str, what: str, tensors: Sequence[object], size: int) -> 
 
 
 class ShmOps:
-    """The collectives that one rank calls on its group, one after the other. Each returns a work handle at once."""
+    """The collectives that one rank calls on its group, one after the other. Each returns a work handle at once.
+
+    [Note: life of a call]
+    A method checks its arguments, so that a wrong call raises where it was made, and queues the rest as an action; see
+    work.py for who runs it. The action brings the tensors into the form that the C library takes (contiguous, as
+    addresses and sizes) and calls one of its three functions: all_reduce, reduce_scatter, or exchange, which moves any
+    tensor from any rank to any other. Tensors that had to be copied are copied back at the end.
+    """
 
     def __init__(self, comm: c.Communicator, name: str) -> None:
         self.comm, self.size, self.rank = comm, comm.size, comm.rank
@@ -232,60 +225,55 @@ class ShmOps:
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> ShmWork:
         """Fill ``outputs[i]`` with the reduction of every rank's ``inputs[i][this rank]``. Collective: every rank."""
-        op = c.operation_of(opts)
-        numbers = [c.reduction_of(op, output.dtype) for output in outputs]
         for output, row in zip(outputs, inputs, strict=True):
             _check_count("reduce_scatter", "input", row, self.size)
             if row[self.rank].numel() != output.numel() or any(part.dtype != output.dtype for part in row):
                 raise ConfigurationError(
                     "reduce_scatter: the output must have the size and dtype of this rank's input."
                 )
-
-        def action(call: NativeCall) -> None:
-            for output, row, number in zip(outputs, inputs, numbers, strict=True):
-                self._reduce_scatter_now(call, output, [contiguous(part) for part in row], number)
-
-        return self.submit("reduce_scatter", action, outputs, opts)
+        return self._reduce_scatter(
+            outputs, lambda index: ([contiguous(part) for part in inputs[index]], PRIVATE_MEMORY), opts
+        )
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> ShmWork:
         """Fill each output with this rank's part of the reduced input. Collective: every rank."""
-        op = c.operation_of(opts)
-        numbers = [c.reduction_of(op, output.dtype) for output in outputs]
         for output, tensor in zip(outputs, inputs, strict=True):
             _check_sizes("reduce_scatter_tensor", tensor, output, self.size)
-
-        def action(call: NativeCall) -> None:
-            for output, tensor, number in zip(outputs, inputs, numbers, strict=True):
-                whole = contiguous(tensor)
-                parts = _pieces(whole, [output.numel()] * self.size)
-                self._reduce_scatter_now(call, output, parts, number, self._locate_row(whole, parts, output))
-
-        return self.submit("reduce_scatter", action, outputs, opts)
+        return self._reduce_scatter(
+            outputs, lambda index: self._cut(contiguous(inputs[index]), own=outputs[index]), opts
+        )
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> ShmWork:
         """Fill ``output`` with this rank's part of the reduced ``tensor``. Collective: every rank."""
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
-    def _reduce_scatter_now(
-        self,
-        call: NativeCall,
-        output: Tensor,
-        parts: Sequence[Tensor],
-        number: int,
-        location: BufferLocation = PRIVATE_MEMORY,
-    ) -> None:
-        staged = contiguous(output)
-        inputs, target = [c.as_numbers(part) for part in parts], c.as_numbers(staged)
-        counts = (ctypes.c_uint64 * len(inputs))(*(part.numel() for part in inputs))
-        function, dtype = self.comm.native.lockstep_reduce_scatter, c.NUMBERS[target.dtype]
-        call(function, _pointers(inputs), counts, target.data_ptr(), dtype, number, *location)
-        copy_back(staged, output)
+    def _reduce_scatter(
+        self, outputs: Sequence[Tensor], parts_of: Callable[[int], tuple[list[Tensor], BufferLocation]], opts: Any
+    ) -> ShmWork:
+        """Queue a reduce-scatter for each output; ``parts_of`` gives its contiguous inputs, and where they lie."""
+        op = c.operation_of(opts)
+        numbers = [c.reduction_of(op, output.dtype) for output in outputs]
 
-    def _locate_row(self, whole: Tensor, parts: Sequence[Tensor], own: Tensor) -> BufferLocation:
-        """Return where ``whole`` lies, if ``own`` is this rank's piece of it: only then nothing needs to be copied."""
-        return self.buffers.find(whole) if parts[self.rank].data_ptr() == own.data_ptr() else PRIVATE_MEMORY
+        def action(call: NativeCall) -> None:
+            for index, output in enumerate(outputs):
+                parts, location = parts_of(index)
+                staged = contiguous(output)
+                inputs, target = [c.as_numbers(part) for part in parts], c.as_numbers(staged)
+                counts = (ctypes.c_uint64 * len(inputs))(*(part.numel() for part in inputs))
+                function, dtype = self.comm.native.lockstep_reduce_scatter, c.NUMBERS[target.dtype]
+                call(function, _pointers(inputs), counts, target.data_ptr(), dtype, numbers[index], *location)
+                copy_back(staged, output)
+
+        return self.submit("reduce_scatter", action, outputs, opts)
+
+    def _cut(self, whole: Tensor, *, own: Tensor) -> tuple[list[Tensor], BufferLocation]:
+        """Return a contiguous tensor's piece for each rank; and where it lies, if ``own`` is this rank's piece."""
+        parts = list(whole.view(-1).split([own.numel()] * self.size))
+        # Only then nothing needs to be copied.
+        in_place = parts[self.rank].data_ptr() == own.data_ptr()
+        return parts, self.buffers.find(whole) if in_place else PRIVATE_MEMORY
 
     # --- Data movement
 
@@ -334,13 +322,14 @@ class ShmOps:
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> ShmWork:
         """Overwrite the tensors with those of rank ``opts.rootRank``. Collective: every rank."""
-        root = opts.rootRank
+        rows = [self._from_root(tensor, opts.rootRank) for tensor in tensors]
+        return self._move(Kind.BROADCAST, rows, tensors, opts, root=opts.rootRank, same=True)
+
+    def _from_root(self, tensor: Tensor, root: int) -> _Row:
+        """Return what a broadcast sends and receives here."""
         if self.rank == root:
-            nothing = self._only(None, root)
-            rows = [([None if rank == root else one for rank in range(self.size)], nothing) for one in tensors]
-        else:
-            rows = [(self._only(None, root), self._only(one, root)) for one in tensors]
-        return self._move(Kind.BROADCAST, rows, tensors, opts, root=root, same=True)
+            return [None if rank == root else tensor for rank in range(self.size)], self._only(None, root)
+        return self._only(None, root), self._only(tensor, root)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> ShmWork:
         """Fill ``outputs[i]`` with every rank's ``inputs[i]``. Collective: every rank."""
@@ -362,8 +351,7 @@ class ShmOps:
         def action(call: NativeCall) -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
                 whole = contiguous(output)
-                parts = _pieces(whole, [tensor.numel()] * size)
-                location = self._locate_row(whole, parts, tensor)
+                parts, location = self._cut(whole, own=tensor)
                 self._exchange(call, Kind.ALL_GATHER, [tensor] * size, parts, same=True, location=location)
                 copy_back(whole, output)
 
@@ -390,8 +378,8 @@ class ShmOps:
 
         def action(call: NativeCall) -> None:
             target = contiguous(output)
-            pieces = _pieces(contiguous(tensor), counts[0]), _pieces(target, counts[1])
-            self._exchange(call, Kind.ALL_TO_ALL, *pieces)
+            sends, receives = contiguous(tensor).view(-1).split(counts[0]), target.view(-1).split(counts[1])
+            self._exchange(call, Kind.ALL_TO_ALL, sends, receives)
             copy_back(target, output)
 
         return self.submit("all_to_all", action, [output], opts)
@@ -442,30 +430,22 @@ class ShmOps:
         return made[0]
 
     def _allocate(self, call: NativeCall, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Rank 0 makes a segment and offers it, the others map it, and all agree on whether all of them could."""
         share_bytes = -(-math.prod(sizes) * dtype.itemsize // _PAGE_BYTES) * _PAGE_BYTES
-        segment: Segment | None = None
-        # An offer of nothing: without memory rank 0 must not leave the others waiting.
-        data = torch.zeros(OFFER_BYTES, dtype=torch.uint8)
-        try:
-            if self.rank == 0:
-                segment, offer = make_segment(share_bytes * self.size)
-                data = torch.frombuffer(bytearray(offer.pack()), dtype=torch.uint8)
-        except NoSharedMemory:
-            pass
-        is_root = self.rank == 0
-        sends = [data if is_root and rank != 0 else None for rank in range(self.size)]
-        self._exchange(call, Kind.EMPTY_SHARED, sends, self._only(None if is_root else data, 0), root=0, same=True)
-        try:
-            if not is_root and data.any():
-                segment = map_segment(Offer.unpack(data.numpy().tobytes()))
-        except NoSharedMemory:
-            pass
-        mapped = self._gather(call, torch.tensor([segment is not None], dtype=torch.uint8), [1] * self.size)
-        if segment is not None:
-            segment.close_file()  # the mapping stays
-        if segment is None or not all(bool(flag) for flag in mapped):
+
+        def broadcast(offer: bytes) -> bytes:
+            data = torch.frombuffer(bytearray(offer), dtype=torch.uint8)
+            sends, receives = self._from_root(data, 0)
+            self._exchange(call, Kind.EMPTY_SHARED, sends, receives, root=0, same=True)
+            return data.numpy().tobytes()
+
+        def agree(objection: str) -> str:
+            flags = self._gather(call, torch.tensor([bool(objection)]), [1] * self.size)
+            return "A rank has no room." if any(flags) else ""
+
+        segment, _ = share_segment(self.rank, share_bytes * self.size, broadcast, agree)
+        if segment is None:
             return torch.empty(sizes, dtype=dtype)
+        segment.close_file()  # the mapping stays
         # A share for each rank, in the order of ranks: each has a tensor of its own, which the others can read.
         self.buffers.add(segment, share_bytes)
         count, offset = math.prod(sizes), self.rank * share_bytes

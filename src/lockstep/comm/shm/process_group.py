@@ -18,13 +18,13 @@ from lockstep import activity
 from lockstep.comm.shm.communicator import MAX_RANKS, Communicator, library
 from lockstep.comm.shm.ops import ShmOps
 from lockstep.comm.shm.p2p import P2PEngine
-from lockstep.comm.shm.segment import NoSharedMemory, Offer, Segment, make_segment, map_segment
+from lockstep.comm.shm.segment import Segment, share_segment
 from lockstep.errors import CollectiveError, ConfigurationError
 
 _DRAIN_S = 10.0
 _alive: weakref.WeakSet[ShmProcessGroup] = weakref.WeakSet()
+# Groups with a thread that does not end and may still read the segment: it stays mapped until the process ends.
 _stuck: list[ShmProcessGroup] = []
-"""Groups with a thread that does not end and may still read the segment: it stays mapped until the process ends."""
 
 
 class ShmProcessGroup(dist.ProcessGroup):
@@ -170,13 +170,14 @@ def _device_of(args: Any) -> torch.device | None:
     return None
 
 
+# Calls whose first argument is one tensor; the others take a list, for which callers may pass one tensor, too.
 _OF_ONE_TENSOR = ("all_gather_single", "reduce_scatter_single", "all_to_all_single")
-"""Calls whose first argument is one tensor; the others take a list, for which callers may pass one tensor, too."""
 _P2P = ("send", "recv", "recv_anysource")
 _CALLS = (
     *("allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single_coalesced", "broadcast", "allgather"),
     *("allgather_coalesced", "all_gather_single_coalesced", "alltoall", "gather", "scatter", "barrier"),
 )
+# What torch called them before 2.13.
 _OLD_NAMES = {
     "_allgather_base": "all_gather_single",
     "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
@@ -184,7 +185,6 @@ _OLD_NAMES = {
     "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
     "alltoall_base": "all_to_all_single",
 }
-"""What torch called them before 2.13."""
 
 
 def _method(call: str, name: str) -> Any:
@@ -203,8 +203,8 @@ for _call in (*_CALLS, *_OF_ONE_TENSOR, *_P2P, *_OLD_NAMES):
 
 # How the ranks make a group together.
 
+# How much of a tensor a rank has in the segment at a time: small enough for the processor's cache.
 CHUNK_BYTES = 2**18
-"""How much of a tensor a rank has in the segment at a time: small enough for the processor's cache."""
 
 
 def _ring_bytes(size: int) -> int:
@@ -230,6 +230,8 @@ def create_group(options: Any, _: Any = None) -> Any:
         if rank == 0:
             print(f"lockstep: no shm for this group, Gloo serves it: {reason}.", file=sys.stderr)
         return dist.ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
+    # Every rank writes the same, before it joins itself.
+    native.lockstep_format(segment.address, CHUNK_BYTES, _ring_bytes(size))
     ranks = options.global_ranks_in_group
     comm = Communicator(native, segment, rank, size, ranks, options.timeout.total_seconds())
     _await_all(store, "joined", size)  # only now may anybody check whether this rank lives
@@ -258,28 +260,20 @@ def _share(store: dist.Store, native: ctypes.CDLL | str, rank: int, size: int) -
     """Return a segment that all ranks have mapped, or ``None`` and why not. Collective: every rank."""
     if size > MAX_RANKS:
         return None, f"it serves up to {MAX_RANKS} ranks"
-    segment, objection, offer = None, native if isinstance(native, str) else "", ""
-    try:
-        if rank == 0 and not isinstance(native, str):
-            ring_bytes = _ring_bytes(size)
-            segment, made = make_segment(native.lockstep_segment_bytes(size, CHUNK_BYTES, ring_bytes))
-            native.lockstep_format(segment.address, CHUNK_BYTES, ring_bytes)
-            offer = made.pack().hex()
-    except NoSharedMemory as error:
-        objection = str(error)
-    if rank == 0:
-        store.set("offer", offer)  # also an empty one: the others wait for it
-    try:
-        if rank != 0 and (offer := store.get("offer").decode()) and not objection:
-            segment = map_segment(Offer.unpack(bytes.fromhex(offer)))
-    except NoSharedMemory as error:
-        objection = str(error)
-    if objection:
-        store.compare_set("objection", "", objection)  # the first counts
-    # Nobody may use the segment before all have mapped it; one that could not decides for all.
-    _await_all(store, "answered", size)
-    objection = store.get("objection").decode() if store.check(["objection"]) else ""
-    if objection and segment is not None:
-        segment.close_file()
-        segment = None
-    return segment, objection
+
+    def broadcast(offer: bytes) -> bytes:
+        if rank == 0:
+            store.set("offer", offer.hex())
+            return offer
+        return bytes.fromhex(store.get("offer").decode())
+
+    def agree(objection: str) -> str:
+        if objection:
+            store.compare_set("objection", "", objection)  # the first counts
+        _await_all(store, "answered", size)
+        return store.get("objection").decode() if store.check(["objection"]) else ""
+
+    if isinstance(native, str):
+        return share_segment(rank, 0, broadcast, agree, objection=native)
+    num_bytes = native.lockstep_segment_bytes(size, CHUNK_BYTES, _ring_bytes(size))
+    return share_segment(rank, num_bytes, broadcast, agree)

@@ -1,12 +1,4 @@
-"""Memory that several processes map: it has no name in any file system, so nothing can be left behind.
-
-[Note: memory without a name]
-One rank makes an anonymous file (memfd) and the others open it through ``/proc/<pid>/fd/<number>``. The kernel frees it
-with the last process that has it mapped, whoever dies how and when; /dev/shm is not used, so its size does not matter.
-Opening fails where the ranks do not share a host, a process namespace and a user: then they cannot share memory this
-way, and every rank learns that before anything is built on it. A random token in the memory tells it from another
-host's file that happens to have the same number.
-"""
+"""Memory that several processes map: it has no name in any file system, so nothing can be left behind."""
 
 from __future__ import annotations
 
@@ -16,11 +8,12 @@ import mmap
 import os
 import secrets
 import struct
-from typing import NamedTuple
+from collections.abc import Callable
 
 from lockstep.errors import LockstepError
 
 TOKEN_BYTES = 16
+# Where the others find the memory: pid, descriptor, size, token.
 _OFFER = struct.Struct(f"=qqq{TOKEN_BYTES}s")
 OFFER_BYTES = _OFFER.size
 
@@ -29,26 +22,16 @@ class NoSharedMemory(LockstepError):
     """This process cannot get or map the memory; the message is the reason, in words that go into a sentence."""
 
 
-class Offer(NamedTuple):
-    """Where the others find the memory."""
-
-    pid: int
-    fd: int
-    num_bytes: int
-    token: bytes
-
-    def pack(self) -> bytes:
-        """Return what `unpack` reads, always of the same length."""
-        return _OFFER.pack(*self)
-
-    @staticmethod
-    def unpack(data: bytes) -> Offer:
-        """Return the offer that was packed."""
-        return Offer(*_OFFER.unpack(data))
-
-
 class Segment:
-    """A mapping of shared memory in this process; ``fd`` stays open until `close_file`."""
+    """A mapping of shared memory in this process; ``fd`` stays open until `close_file`.
+
+    [Note: memory without a name]
+    One rank makes an anonymous file (memfd) and the others open it through ``/proc/<pid>/fd/<number>``. The kernel
+    frees it with the last process that has it mapped, whoever dies how and when; /dev/shm is not used, so its size does
+    not matter. Opening fails where the ranks do not share a host, a process namespace and a user: then they cannot
+    share memory this way, and every rank learns that before anything is built on it. A random token in the memory tells
+    it from another host's file that happens to have the same number.
+    """
 
     def __init__(self, fd: int, num_bytes: int) -> None:
         self.fd = fd
@@ -62,22 +45,57 @@ class Segment:
             self.fd = -1
 
 
-def make_segment(num_bytes: int) -> tuple[Segment, Offer]:
-    """Make memory of at least ``num_bytes``, zeroed, with all of its pages reserved.
+def share_segment(
+    rank: int, num_bytes: int, broadcast: Callable[[bytes], bytes], agree: Callable[[str], str], *, objection: str = ""
+) -> tuple[Segment | None, str]:
+    """Return memory that all ranks have mapped; or ``None`` and why one of them could not, on all ranks alike.
+
+    Collective: every rank.
+
+    Args:
+        rank: This rank; 0 makes the memory.
+        num_bytes: Its size.
+        broadcast: Returns rank 0's bytes on every rank; always as many.
+        agree: Returns an objection of any rank on every rank, once all have come.
+        objection: Why this rank cannot take part, if it cannot.
+    """
+    segment: Segment | None = None
+    # An offer of nothing: without memory rank 0 must not leave the others waiting.
+    offer = bytes(OFFER_BYTES)
+    try:
+        if rank == 0 and not objection:
+            segment, offer = make_segment(num_bytes)
+    except NoSharedMemory as error:
+        objection = str(error)
+    offer = broadcast(offer)
+    try:
+        if rank != 0 and not objection and any(offer):
+            segment = map_segment(offer)
+    except NoSharedMemory as error:
+        objection = str(error)
+    # Nobody may use the memory before all have mapped it; one that could not decides for all.
+    objection = agree(objection)
+    if objection and segment is not None:
+        segment.close_file()
+        segment = None
+    return segment, objection
+
+
+def make_segment(num_bytes: int) -> tuple[Segment, bytes]:
+    """Make memory of at least ``num_bytes``, zeroed, with all of its pages reserved; return it and an offer of it.
 
     Raises:
         NoSharedMemory: There is not so much memory, or the system does not have anonymous files.
     """
+    fd = -1
     try:
         fd = os.memfd_create("lockstep")
-    except OSError as error:
-        raise NoSharedMemory(f"the system gives no anonymous file: {error.strerror}") from error
-    try:
         # Now, not when a page is first touched: then it would be a SIGBUS.
         os.posix_fallocate(fd, 0, num_bytes)
         segment = Segment(fd, num_bytes)
     except OSError as error:
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
         if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG):
             raise NoSharedMemory(f"the system gives no shared memory: {error.strerror}") from error
         raise NoSharedMemory(
@@ -86,30 +104,25 @@ def make_segment(num_bytes: int) -> tuple[Segment, Offer]:
         ) from error
     token = secrets.token_bytes(TOKEN_BYTES)
     segment.memory[:TOKEN_BYTES] = token
-    return segment, Offer(os.getpid(), fd, num_bytes, token)
+    return segment, _OFFER.pack(os.getpid(), fd, num_bytes, token)
 
 
-def map_segment(offer: Offer) -> Segment:
+def map_segment(offer: bytes) -> Segment:
     """Map what another process of this host offers.
 
     Raises:
         NoSharedMemory: It is not there for this process: another host, container or user.
     """
-    path = f"/proc/{offer.pid}/fd/{offer.fd}"
-    elsewhere = "not all ranks run on one host, in one container and as one user"
+    pid, theirs, num_bytes, token = _OFFER.unpack(offer)
+    path, fd = f"/proc/{pid}/fd/{theirs}", -1
+    reason = "not all ranks run on one host, in one container and as one user"
     try:
-        if not os.readlink(path).startswith("/memfd:lockstep"):
-            raise NoSharedMemory(elsewhere)
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        if os.readlink(path).startswith("/memfd:lockstep"):
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            if os.fstat(fd).st_size == num_bytes and os.pread(fd, TOKEN_BYTES, 0) == token:
+                return Segment(fd, num_bytes)
     except OSError as error:
-        raise NoSharedMemory(f"{elsewhere} ({error.strerror})") from error
-    try:
-        if os.fstat(fd).st_size != offer.num_bytes or os.pread(fd, TOKEN_BYTES, 0) != offer.token:
-            raise NoSharedMemory(elsewhere)
-        return Segment(fd, offer.num_bytes)
-    except OSError as error:
+        reason = f"{reason if fd < 0 else 'the memory cannot be mapped'} ({error.strerror})"
+    if fd >= 0:
         os.close(fd)
-        raise NoSharedMemory(f"the memory cannot be mapped: {error.strerror}") from error
-    except NoSharedMemory:
-        os.close(fd)
-        raise
+    raise NoSharedMemory(reason)

@@ -1,10 +1,4 @@
-"""The queue of a group's calls, in order, and the handles on them.
-
-[Note: who runs a call]
-Calls run in the order in which they were made, one at a time. A call that somebody waits for at once is run by the
-thread that waits, which saves two switches of threads; one that is asynchronous is run by the group's own thread,
-started with the first. Whoever runs a call takes ``_turn`` first and then the oldest call in the queue.
-"""
+"""The queue of a group's calls, in order, and the handles on them."""
 
 from __future__ import annotations
 
@@ -28,7 +22,13 @@ _end_lock = threading.Lock()
 
 
 class OpQueue:
-    """The calls of one group that have not run yet."""
+    """The calls of one group that have not run yet.
+
+    [Note: who runs a call]
+    Calls run in the order in which they were made, one at a time. A call that somebody waits for at once is run by the
+    thread that waits, which saves two switches of threads; one that is asynchronous is run by the group's own thread,
+    started with the first. Whoever runs a call takes ``_turn`` first and then the oldest call in the queue.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -254,6 +254,7 @@ class ShmWork(dist.Work):
         return self._outputs
 
 
+# The handle on a call that ran before it was returned to somebody who will only wait for it.
 ENDED = ShmWork("", None, lambda: None, [])
 """The handle on a call that ran before it was returned to somebody who will only wait for it."""
 ENDED.run()
