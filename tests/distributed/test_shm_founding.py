@@ -23,15 +23,15 @@ def test_one_rank_that_cannot_map_puts_all_on_gloo(ranks):
         def elsewhere(offer):
             raise NoSharedMemory("not all ranks run on one host, in one container and as one user")
 
-        original, told = process_group.map_segment, io.StringIO()
-        process_group.map_segment = elsewhere if world.rank == 2 else original
+        original, told = segment.map_segment, io.StringIO()
+        segment.map_segment = elsewhere if world.rank == 2 else original
         try:
             with contextlib.redirect_stderr(told), shm_group() as group:
                 tensor = torch.ones(1)
                 dist.all_reduce(tensor, group=group)
                 return isinstance(group, ShmProcessGroup), tensor.item(), told.getvalue()
         finally:
-            process_group.map_segment = original
+            segment.map_segment = original
 
     line = (
         "lockstep: no shm for this group, Gloo serves it: "

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -100,10 +101,7 @@ def _open_as_rank_zero(env: RankEnv, address: Address, timeout_s: float) -> Stor
     # It may be hosted in our stead, or by another process that calls itself rank zero, which the membership check
     # finds out. Such a host has opened its store only just now, maybe.
     store = _client(env, address, min(timeout_s, 3.0))
-    deadline = time.monotonic() + 1.0
-    while store is not None and not store.check([_HOSTED_KEY]) and time.monotonic() < deadline:
-        time.sleep(_RETRY_S)
-    if store is None or not store.check([_HOSTED_KEY]):
+    if store is None or not poll_until(lambda: store.check([_HOSTED_KEY]), 1.0, _RETRY_S):
         raise ConfigurationError(
             f"Port {address[1]} on {address[0]} is already in use by another program.\n"
             "Set MASTER_PORT to a free port, the same on every rank; `lockstep run` finds one by itself."
@@ -181,6 +179,7 @@ def _refusal(address: Address) -> str | None:
 
 # --- The membership check
 
+_FIRST_PAUSE_S = 0.0002
 _POLL_S = 0.002
 _POLL_PER_RANK_S = 50e-6
 # How long the host of the store outlives a failed start-up, so that the others can read why.
@@ -236,19 +235,16 @@ def check_membership(
         _decide(store, complaint)
     elif store.add("agreeing", 1) == me.world_size:
         store.compare_set("verdict", "", _COMPLETE)
-    while not store.check(["verdict"]):
+    left_s = deadline - time.monotonic()
+    if not poll_until(lambda: store.check(["verdict"]), left_s, poll_interval_s(me.world_size)):
         # Any rank may find that the time is up: the verdict that is there first is that of all.
-        if time.monotonic() >= deadline:
-            _decide(store, _missing(store, me, timeout_s, hint))
-        else:
-            time.sleep(poll_interval_s(me.world_size))
+        _decide(store, _missing(store, me, timeout_s, hint))
     verdict = store.get("verdict").decode()
     if verdict == _COMPLETE and complaint is None:
         return
     store.add("read", 1)
-    farewell = time.monotonic() + FAREWELL_S
-    while is_host and store.add("read", 0) < store.add("arrived", 0) and time.monotonic() < farewell:
-        time.sleep(_POLL_S)
+    if is_host:
+        poll_until(lambda: store.add("read", 0) >= store.add("arrived", 0), FAREWELL_S, _POLL_S)
     if complaint is not None:  # a process that came on top of a complete world is alone with its error
         raise complaint
     kind, message = json.loads(verdict)
@@ -292,6 +288,18 @@ def _missing(store: Store, me: Participant, timeout_s: float, hint: str) -> Worl
         + f"Check that {me.world_size} processes were started and that none of them died before lockstep.init(); "
         "if some only start slowly, pass a longer timeout_s."
     )
+
+
+def poll_until(is_over: Callable[[], bool], limit_s: float, longest_pause_s: float) -> bool:
+    """Block until ``is_over`` returns true, at most ``limit_s``; return whether it did."""
+    # Polled, as a blocking wait would hold back Ctrl-C. A rank that is late will be late for long: pauses grow.
+    deadline, pause_s = time.monotonic() + limit_s, _FIRST_PAUSE_S
+    while not is_over():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.5, longest_pause_s)
+    return True
 
 
 def poll_interval_s(world_size: int) -> float:

@@ -22,17 +22,10 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
 from lockstep import activity
+from lockstep.comm import rendezvous
 from lockstep.comm.collectives import backend_name
 from lockstep.comm.network import GLOO_INTERFACE, gloo_interface, gloo_interface_set, set_keepalive
 from lockstep.comm.process import keep_freed_memory, make_forks_safe
-from lockstep.comm.rendezvous import (
-    Participant,
-    Rendezvous,
-    check_membership,
-    format_ranks,
-    join_rendezvous,
-    poll_interval_s,
-)
 from lockstep.comm.shm.process_group import ShmProcessGroup, why_unavailable
 from lockstep.env import Launcher, RankEnv
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, RankFailed, WorldSizeMismatch
@@ -148,14 +141,14 @@ _GLOO_CONNECT_FACTOR = 5
 # How long the host of the store waits at the end for ranks that still use it.
 _FAREWELL_S = 5.0
 # What `init` opened: the store of the job, and what else is to be undone at the end.
-Owned = tuple[Rendezvous, ExitStack]
+Owned = tuple[rendezvous.Rendezvous, ExitStack]
 
 
-def _connect(env: RankEnv, rendezvous: Rendezvous, backend: str, device: torch.device, timeout_s: float) -> None:
+def _connect(env: RankEnv, met: rendezvous.Rendezvous, backend: str, device: torch.device, timeout_s: float) -> None:
     try:
         dist.init_process_group(
             backend,
-            store=PrefixStore(f"{rendezvous.prefix}/group", rendezvous.store),
+            store=PrefixStore(f"{met.prefix}/group", met.store),
             rank=env.rank,
             world_size=env.world_size,
             timeout=timedelta(seconds=timeout_s / _GLOO_CONNECT_FACTOR if "gloo" in backend else timeout_s),
@@ -176,8 +169,6 @@ def _connect(env: RankEnv, rendezvous: Rendezvous, backend: str, device: torch.d
 
 # torch's own limit for a collective on Gloo; long, because a rank may be downloading a data set meanwhile.
 BARRIER_TIMEOUT_S = 1800.0
-# Between the first two polls; later pauses are longer, as a rank that is late will be late for long.
-_FIRST_PAUSE_S = 0.0002
 
 _DONE = "done"
 
@@ -265,7 +256,7 @@ class World:
             missing = [rank for rank in range(self.world_size) if not store.check([f"barrier/{number}/{rank}"])]
             raise CollectiveError(
                 f"Rank {self.rank} waited {timeout_s:g} s in World.barrier() number {number}; "
-                f"missing: {format_ranks(missing)}.\n"
+                f"missing: {rendezvous.format_ranks(missing)}.\n"
                 "Those ranks ended, are stuck, or do not call barrier() as often as the others; "
                 "if they are only slow, pass a longer timeout_s."
             )
@@ -315,15 +306,9 @@ class World:
         return self._store.add(f"{what}/of/{self.rank}", 1)
 
     def _wait_for_key(self, key: str, timeout_s: float, operation: str) -> bool:
-        deadline = time.monotonic() + timeout_s
-        pause, longest = _FIRST_PAUSE_S, 5 * poll_interval_s(self.world_size)
         with activity.waiting(operation):
-            while not self._store.check([key]):  # a blocking wait would hold back Ctrl-C
-                if time.monotonic() >= deadline:
-                    return False
-                time.sleep(pause)
-                pause = min(pause * 1.5, longest)
-        return True
+            longest_pause_s = 5 * rendezvous.poll_interval_s(self.world_size)
+            return rendezvous.poll_until(lambda: self._store.check([key]), timeout_s, longest_pause_s)
 
     def close(self) -> None:
         """Leave the process group if `init` made it; again has no effect. Blocks some seconds at most."""
@@ -333,17 +318,15 @@ class World:
         owned, self._owned = self._owned, None
         if owned is not None:
             atexit.unregister(self._close_at_exit)
-            rendezvous, undo = owned
+            met, undo = owned
             destroy_default_group(abort=abort, at_exit=at_exit)
             undo.close()
-            store = PrefixStore(rendezvous.prefix, rendezvous.store)
+            store = PrefixStore(met.prefix, met.store)
             with suppress(dist.DistError):  # The host of the store may be gone already.
                 store.add("left", 1)
-                deadline = time.monotonic() + _FAREWELL_S
-                while rendezvous.is_host and not abort and time.monotonic() < deadline:
-                    if store.add("left", 0) >= self.world_size:
-                        break
-                    time.sleep(poll_interval_s(self.world_size))
+                if met.is_host and not abort:
+                    pause_s = rendezvous.poll_interval_s(self.world_size)
+                    rendezvous.poll_until(lambda: store.add("left", 0) >= self.world_size, _FAREWELL_S, pause_s)
 
     def _close_at_exit(self) -> None:
         # Set by the interpreter when an exception ended the script: the other ranks may be waiting in a collective.
@@ -404,18 +387,18 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
         if env.world_size == 1:
             raise
         objection = str(error)  # raised by the membership check, on the other ranks too
-    rendezvous = join_rendezvous(env, timeout_s)
+    met = rendezvous.join_rendezvous(env, timeout_s)
     # c10d would wait for missing ranks too, but without a word about which; and ranks with different backends would
     # hang in their first collective.
     if env.world_size > 1:
         try:
-            check_membership(
-                PrefixStore(f"{rendezvous.prefix}/members", rendezvous.store),
-                Participant(env.rank, env.world_size, name, socket.gethostname(), os.getpid()),
+            rendezvous.check_membership(
+                PrefixStore(f"{met.prefix}/members", met.store),
+                rendezvous.Participant(env.rank, env.world_size, name, socket.gethostname(), os.getpid()),
                 deadline=deadline,
                 timeout_s=timeout_s,
-                is_host=rendezvous.is_host,
-                hint=rendezvous.hint,
+                is_host=met.is_host,
+                hint=met.hint,
                 objection=objection,
             )
         except dist.DistError as error:
@@ -425,14 +408,14 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
             ) from error
     one_machine = env.local_world_size == env.world_size
     if backend is None and name == "shm":
-        reason = why_unavailable(PrefixStore(f"{rendezvous.prefix}/shm", rendezvous.store), env.rank, env.world_size)
+        reason = why_unavailable(PrefixStore(f"{met.prefix}/shm", met.store), env.rank, env.world_size)
         if reason and one_machine and env.rank == 0:  # of several machines nobody expects to share memory
             print(f"lockstep: Gloo serves this job, which is slower than shared memory: {reason}.", file=sys.stderr)
         name = "gloo" if reason else name
     with ExitStack() as stack:
         # Until the end of the world, since groups that are made later need it too.
         stack.enter_context(gloo_interface_set(gloo_interface(env.master_addr, one_machine=one_machine)))
-        _connect(env, rendezvous, name, chosen, timeout_s)
+        _connect(env, met, name, chosen, timeout_s)
         undo = stack.pop_all()
     if not one_machine:
         set_keepalive()
@@ -445,8 +428,8 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
     else:
         dist.distributed_c10d._set_pg_timeout(limit)
     # Groups that are made later exchange addresses through the store, and wait for each other there.
-    rendezvous.store.set_timeout(default_pg_timeout)
-    world = World(env, chosen, group, (rendezvous, undo))
+    met.store.set_timeout(default_pg_timeout)
+    world = World(env, chosen, group, (met, undo))
     # A script may end without closing its world.
     atexit.register(world._close_at_exit)
     return world
