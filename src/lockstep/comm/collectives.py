@@ -123,6 +123,7 @@ def _real(tensor: Tensor) -> Tensor:
     """Return a view that backends without complex numbers can sum and move; a flat one of a flat tensor."""
     if not tensor.is_complex():
         return tensor
+    # Real and imaginary parts are summed on their own, so a sum of pairs is the sum of the numbers.
     real = torch.view_as_real(tensor)
     return real.view(-1) if tensor.dim() == 1 else real
 
@@ -257,6 +258,7 @@ class RepeatedBroadcast:
                 torch._foreach_copy_(pieces, chunk)
             broadcast(flat, group=self._group, src=src)
             if not is_source:
+                # Autograd would refuse a backward through tensors that it saved before.
                 with torch.autograd._unsafe_preserve_version_counter(tuple(chunk)):
                     torch._foreach_copy_(chunk, pieces)
 
@@ -349,6 +351,7 @@ def empty_buffer(numel: int, *, dtype: torch.dtype, device: torch.device, group:
         device: Where the tensor lies.
         group: The ranks that exchange it.
     """
+    # Of nothing no page can be mapped; all ranks see the same numel, so all take the same way.
     if device.type == "cpu" and isinstance(group, ShmProcessGroup) and numel:
         return group.shm_ops.empty_shared((numel,), dtype)
     return torch.empty(numel, dtype=dtype, device=device)
@@ -454,7 +457,7 @@ def gather_states(state: Any, *, group: Group, device: torch.device, to: int | N
     buffer = io.BytesIO()
     torch.save(state, buffer)
     mine = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
-    del buffer
+    del buffer  # as large as the state, and not needed while it travels
     sizes = [int(size) for size in all_gather(torch.tensor([mine.numel()], device=device), group=group)]
     keeps = to is None or to == group.rank()
     states = []
@@ -463,5 +466,6 @@ def gather_states(state: Any, *, group: Group, device: torch.device, to: int | N
         broadcast(data, group=group, src=rank)
         if keeps:
             file = io.BytesIO(data.cpu().numpy().tobytes())
+            # Tensors, numbers and strings only: what came over the network runs no code here.
             states.append(torch.load(file, map_location="cpu", weights_only=True))
     return states if keeps else None
