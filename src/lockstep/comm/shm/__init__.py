@@ -25,8 +25,12 @@ def register() -> None:
     """Register ``shm`` as a c10d backend for CPU tensors; again has no effect."""
     from torch.distributed import Backend  # only now: torch is there
 
-    if "SHM" not in Backend._plugins:
-        Backend.register_backend("shm", _create_group, extended_api=True, devices=["cpu"])
+    _register(Backend)
+
+
+def _register(backend: Any) -> None:
+    if "SHM" not in backend._plugins:
+        backend.register_backend("shm", _create_group, extended_api=True, devices=["cpu"])
 
 
 def _create_group(options: Any, backend_options: Any) -> Any:
@@ -50,8 +54,7 @@ class _Finder(MetaPathFinder):
 
         def execute_and_register(module: ModuleType) -> None:
             execute(module)
-            backend: Any = module.Backend  # torch.distributed itself is not complete yet
-            backend.register_backend("shm", _create_group, extended_api=True, devices=["cpu"])
+            _register(module.Backend)  # torch.distributed itself is not complete yet
 
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]  # of this one loader only
         return spec

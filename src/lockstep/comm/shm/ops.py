@@ -208,7 +208,8 @@ class ShmOps:
                 )
             # Ranks have other rows of an embedding each, and other numbers of them.
             mine = tensor.detach().coalesce()
-            lengths = [int(count) for count in self._gather(call, torch.tensor([mine._nnz()]), [1] * self.size)]
+            count = torch.tensor([mine._nnz()], device="cpu")
+            lengths = [int(each) for each in self._gather(call, count, [1] * self.size)]
             indices = self._gather(call, mine._indices().t().contiguous(), lengths)
             values = self._gather(call, mine._values().contiguous(), lengths)
             total = torch.sparse_coo_tensor(
@@ -439,12 +440,12 @@ class ShmOps:
             return data.numpy().tobytes()
 
         def agree(objection: str) -> str:
-            flags = self._gather(call, torch.tensor([bool(objection)]), [1] * self.size)
+            flags = self._gather(call, torch.tensor([bool(objection)], device="cpu"), [1] * self.size)
             return "A rank has no room." if any(flags) else ""
 
         segment, _ = share_segment(self.rank, share_bytes * self.size, broadcast, agree)
         if segment is None:
-            return torch.empty(sizes, dtype=dtype)
+            return torch.empty(sizes, dtype=dtype, device="cpu")
         segment.close_file()  # the mapping stays
         # A share for each rank, in the order of ranks: each has a tensor of its own, which the others can read.
         self.buffers.add(segment, share_bytes)

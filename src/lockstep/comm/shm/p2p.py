@@ -64,15 +64,15 @@ class Transfer(ShmWork):
         self.peer, self.tag, self.data = peer, tag, data
         self.limit_s, self.deadline = limit_s, time.monotonic() + limit_s
         self.is_matched = False  # a receive: its message has begun to arrive
-        # What a send writes, one after the other.
-        self.parts = (_Cursor(torch.tensor([tag, data.nbytes])), _Cursor(data))
+        # What a send writes, one after the other. The script may have chosen another default device.
+        self.parts = (_Cursor(torch.tensor([tag, data.nbytes], device="cpu")), _Cursor(data))
 
 
 class _ReceiveBuffer:
     """What arrives from one rank: the message that is half read, and those that nobody has asked for."""
 
     def __init__(self) -> None:
-        self.header = _Cursor(torch.empty(2, dtype=torch.int64))  # tag and number of bytes
+        self.header = _Cursor(torch.empty(2, dtype=torch.int64, device="cpu"))  # tag and number of bytes
         self.body: _Cursor | None = None  # once the header is there
         self.target: Transfer | None = None  # who gets the message; nobody yet if its tag is not wanted
         self.unexpected: list[tuple[int, Tensor]] = []  # whole messages, with their tags
@@ -220,7 +220,8 @@ class P2PEngine:
                 if target is not None:
                     target.is_matched = True
                 buffer.target = target
-                buffer.body = _Cursor(torch.empty(num_bytes, dtype=torch.uint8) if target is None else target.data)
+                body = torch.empty(num_bytes, dtype=torch.uint8, device="cpu") if target is None else target.data
+                buffer.body = _Cursor(body)
                 continue
             if buffer.target is None:
                 buffer.unexpected.append((tag, part.tensor))

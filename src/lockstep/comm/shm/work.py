@@ -111,7 +111,7 @@ class OpQueue:
                 self._num_idle -= 1
             with self._turn:
                 work = self._run_oldest()
-            if work is not None and work.has_futures:
+            if work is not None and work._futures:
                 # A callback may make calls and wait for them, in this thread: another must be there to run them.
                 self._ensure_idle_thread()
                 work.complete_futures()
@@ -166,11 +166,6 @@ class ShmWork(dist.Work):
             self.has_ended = True
             if self._ended is not None:
                 self._ended.set()
-
-    @property
-    def has_futures(self) -> bool:
-        """Whether anybody has asked for a future before the call ended."""
-        return bool(self._futures)
 
     def complete_futures(self) -> None:
         """Complete the futures, after the end; no lock may be held, as callbacks may make calls."""
