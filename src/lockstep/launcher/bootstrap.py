@@ -3,9 +3,6 @@
 Started by path, as ``python -u bootstrap.py ORDERS TARGET [ARGS]``, and free of imports beyond the standard library:
 what it imports, every script pays for. The program then runs as it would under ``python -u TARGET ARGS``: it is
 ``__main__``, found under that name by pickle and by spawned children, with its own ``sys.argv`` and ``sys.path[0]``.
-
-What ends the program early is written into the run's folder before peers notice; the launcher's message is made of
-that, in failure_report.py.
 """
 
 from __future__ import annotations
@@ -226,7 +223,7 @@ def _replace_first_path(path: str) -> None:
         sys.path[0] = path
 
 
-# Recording why the program ended.
+# Recording why the program ended, before peers notice: failure_report.py makes the launcher's message of that.
 
 # The exceptions that were written down, and when each was raised, in nanoseconds.
 _recorded: list[tuple[BaseException, int]] = []

@@ -1,17 +1,4 @@
-"""How a rank's exception or exit status becomes the launcher's message: who failed first, why, where, and what to do.
-
-[Note: the way of an exception]
-1. In the rank, `record_failure` of bootstrap.py writes the exception into the run's folder as soon as it leaves the
-   program (or the block of `lockstep.init`), before exit handlers run and before peers notice. A fatal signal leaves
-   the Python stack in a file there (faulthandler). A rank that is killed leaves its last heartbeat and the step that
-   it was in.
-2. torch elastic's agent (elastic.py) sees that a process has ended, and stops the others; it is noted which ones, and
-   when each process ended.
-3. `rank_exits` puts together how each rank ended; `first_failure` decides which of them is the cause.
-4. If the cause may lie on another machine, the launchers `exchange_failures` before they leave.
-5. `failure_report` writes the message: the cause on its first line, where it was, its traceback, a hint, and a line
-   for each of the other ranks. supervise.py raises it.
-"""
+"""How a rank's exception or exit status becomes the launcher's message; see [Note: the way of an exception]."""
 
 from __future__ import annotations
 
@@ -272,6 +259,18 @@ def remote_cause(mine: NodeFailure, others: list[NodeFailure]) -> NodeFailure | 
 
 def failure_report(exits: list[RankExit], ranks: range) -> str:
     """Return the whole report, the cause on its first line.
+
+    [Note: the way of an exception]
+    1. In the rank, `record_failure` of bootstrap.py writes the exception into the run's folder as soon as it leaves the
+       program (or the block of `lockstep.init`), before exit handlers run and before peers notice. A fatal signal
+       leaves the Python stack in a file there (faulthandler). A rank that is killed leaves its last heartbeat and the
+       step that it was in.
+    2. torch elastic's agent (elastic.py) sees that a process has ended, and stops the others; it is noted which ones,
+       and when each process ended.
+    3. `rank_exits` puts together how each rank ended; `first_failure` decides which of them is the cause.
+    4. If the cause may lie on another machine, the launchers `exchange_failures` before they leave.
+    5. `failure_report` writes the message: the cause on its first line, where it was, its traceback, a hint, and a line
+       for each of the other ranks. supervise.py raises it.
 
     Args:
         exits: The ranks of this machine that did not end well, one of which is the cause.

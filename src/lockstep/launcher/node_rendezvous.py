@@ -1,19 +1,4 @@
-"""Where the launchers of a job's machines meet, and the store in which their ranks find each other.
-
-[Note: a store for each restart]
-Machines meet anew whenever ranks are started again. Ranks then meet in a store that the launcher of the first machine
-hosts. torch's launchers host one when they first meet, and remember where it is for as long as they live. Two things
-go wrong with that:
-
-- A launcher that joins later, in place of a machine that was lost, waits until somebody writes the address into the
-  store of its rendezvous, and those who know it do not write it again. Or it is the first by name, hosts another one,
-  and the others never ask there. Either way the ranks wait for each other in vain.
-- What ranks wrote before they were started again is still there. Scripts that call torch's own init_process_group
-  find the addresses of ranks that are gone: "Connection refused".
-
-So here the first machine of each rendezvous hosts a new store, and writes its address there. Machines also agree on one
-number of restarts, which torch's launchers count each for itself.
-"""
+"""Where the launchers of a job's machines meet, and the store in which their ranks find each other."""
 
 from __future__ import annotations
 
@@ -65,7 +50,19 @@ _RETRY_S = 0.3
 class RendezvousPerRestart(RendezvousHandler):
     """Brings the launchers together by a handler of torch's, and gives the ranks a new store each time.
 
-    See [Note: a store for each restart].
+    [Note: a store for each restart]
+    Machines meet anew whenever ranks are started again. Ranks then meet in a store that the launcher of the first
+    machine hosts. torch's launchers host one when they first meet, and remember where it is for as long as they live.
+    Two things go wrong with that:
+
+    - A launcher that joins later, in place of a machine that was lost, waits until somebody writes the address into the
+      store of its rendezvous, and those who know it do not write it again. Or it is the first by name, hosts another
+      one, and the others never ask there. Either way the ranks wait for each other in vain.
+    - What ranks wrote before they were started again is still there. Scripts that call torch's own init_process_group
+      find the addresses of ranks that are gone: "Connection refused".
+
+    So here the first machine of each rendezvous hosts a new store, and writes its address there. Machines also agree on
+    one number of restarts, which torch's launchers count each for itself.
 
     Args:
         run_id: The name of the job.

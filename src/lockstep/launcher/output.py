@@ -184,8 +184,8 @@ class _Pipe:
     stream: str
     local_rank: int
     decoder: codecs.IncrementalDecoder
+    # What has come without a line end yet.
     rest: str = ""
-    """What has come without a line end yet."""
 
 
 class LogTail:

@@ -21,8 +21,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+# Orders: end the ranks now, and stay; or: the job is over, and whatever its ranks left behind on purpose may stay.
 _KILL, _RELEASE = b"k", b"r"
-"""Orders: end the ranks now, and stay; or: the job is over, and whatever its ranks left behind on purpose may stay."""
 
 _EXIT_S = 10.0
 _NUM_SWEEPS = 5

@@ -11,18 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.study.doctor.findings import (
-    HANG,
-    MIB,
-    SLOW,
-    Facts,
-    NotChecked,
-    Plan,
-    Problem,
-    check,
-    listed,
-    plural,
-)
+from lockstep.study.doctor.findings import HANG, MIB, SLOW, Facts, NotChecked, Plan, Problem, check, listed, plural
 from lockstep.telemetry.live_view import size
 
 _TIMEOUT_S = 4.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -69,9 +70,9 @@ class Script(Facts):
         self.calls = [(self.name(node.func), node) for node in self.nodes if isinstance(node, ast.Call)]
         self.calls.sort(key=lambda item: (item[1].lineno, item[1].col_offset))
         functions = [node for node in self.nodes if isinstance(node, ast.FunctionDef)]
-        names_of_all = [function.name for function in functions]
+        counts = Counter(function.name for function in functions)
         # Those that share a name are left out, as a call does not show which is meant.
-        self._functions = {one.name: one for one in functions if names_of_all.count(one.name) == 1}
+        self._functions = {one.name: one for one in functions if counts[one.name] == 1}
 
     def name(self, node: ast.AST) -> str:
         """Return the full name of a dotted expression, such as ``torch.nn.Linear`` for ``nn.Linear``."""
@@ -92,7 +93,7 @@ class Script(Facts):
 
     def assigned_to(self, call: ast.AST) -> list[str]:
         """Return the names that the statement with ``call`` assigns to, such as ``self.loader``."""
-        statement = next((one for one in [call, *self.ancestors(call)] if isinstance(one, ast.stmt)), None)
+        statement = next(one for one in self.ancestors(call) if isinstance(one, ast.stmt))
         return [self.name(target) for target in _targets_of(statement)]
 
     def sources(self, node: ast.expr) -> list[ast.expr]:
@@ -280,7 +281,7 @@ def is_rank(name: str) -> bool:
     return bool(_RANK.search(name)) and not _OTHER_RANK.search(name)
 
 
-def _targets_of(statement: ast.AST | None) -> list[ast.expr]:
+def _targets_of(statement: ast.AST) -> list[ast.expr]:
     targets = statement.targets if isinstance(statement, ast.Assign) else []
     return [part for one in targets for part in (one.elts if isinstance(one, ast.Tuple) else [one])]
 
