@@ -38,7 +38,7 @@ def settings_table() -> str:
     for setting in settings_of(FitSettings):
         kind = words.get(setting.kind, setting.kind)
         values = ", ".join([*([kind] if kind else []), *(f'`"{choice}"`' for choice in setting.choices)])
-        rows.append([f"`{setting.name}`", values, f"`{setting.default!r}`", setting.flag.help])
+        rows.append([f"`{setting.name}`", values, f"`{setting.default!r}`", setting.help])
     return _table(["keyword", "may be", "default", "what it is"], rows)
 
 

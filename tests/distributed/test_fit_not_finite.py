@@ -194,9 +194,9 @@ def test_buffers_and_virtual_shards_go_back_too(how):
 def test_what_happened_is_shown(capfd):
     fit(None, "single", on_nan="skip", quiet=False, accumulate=1)
     headline = "The gradient is not finite (epoch 1, step 3): first that of parameter 0.weight."
-    text = capfd.readouterr().out
-    assert f"step 3  skipped  {headline}" in text.splitlines()
-    assert f"\n1 step skipped, as the gradient was not finite:\n  {headline}\n" in text
+    lines = capfd.readouterr().out.splitlines()
+    assert f"step 3  skipped  {headline}" in lines
+    assert "1 step skipped, as the gradient was not finite" in lines
 
 
 def always_nan(model, batch):

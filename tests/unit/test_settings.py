@@ -113,7 +113,7 @@ def test_a_value_that_cannot_be_is_named_with_what_can(values, text):
         ),
         ({"quiet": 1}, "quiet=1 is not allowed.\nGive True or False."),
         ({"checkpoint": 3}, "checkpoint=3 is not allowed.\nGive a path."),
-        ({"resume": True}, "resume needs a folder to resume from.\nName it with checkpoint=DIR (--checkpoint DIR)."),
+        ({"resume": True}, "resume needs a folder for checkpoints.\nName it with checkpoint=DIR (--checkpoint DIR)."),
         (
             {"keep_best": True},
             "keep_best needs a folder for checkpoints.\nName it with checkpoint=DIR (--checkpoint DIR).",

@@ -66,7 +66,7 @@ def _numbers(text: str | tuple[float, ...]) -> tuple[float, ...]:
 
 def _option(setting: Setting) -> Callable[[F], F]:
     flag = "--" + setting.name.replace("_", "-")
-    text = setting.flag.help
+    text = setting.help
     if setting.kind == "bool":
         switch = f"{flag}/--no-{flag[2:]}" if setting.optional else flag
         return click.option(switch, setting.name, is_flag=True, default=setting.default, help=text)
@@ -84,7 +84,7 @@ def _option(setting: Setting) -> Callable[[F], F]:
         type=kinds[setting.kind],
         default=setting.default,
         show_default=setting.default is not None,
-        metavar=setting.flag.unit,
+        metavar=setting.unit,
         help=text,
     )
 

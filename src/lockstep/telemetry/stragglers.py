@@ -115,11 +115,6 @@ _WARM_UP = 2
 _PERIOD = 50
 
 
-def next_window(after: int) -> range:
-    """Return the window of steps, counted from 0, that follows a window which ends with step ``after``; -1 for none."""
-    return _window(after + 1)
-
-
 def is_looked_at(step: int) -> bool:
     """Return whether a step, counted from 0, is one of a window."""
     return step in _window(step)

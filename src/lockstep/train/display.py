@@ -5,25 +5,17 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import final
 
 import torch
 from typing_extensions import override
 
-from lockstep.data.loader import BadSample
 from lockstep.telemetry import live_view
 from lockstep.telemetry.metrics import Snapshot, SnapshotSink
-from lockstep.train.nonfinite import NonFiniteStep
 from lockstep.train.plan import Plan
-from lockstep.train.recording import RunRecord
 from lockstep.train.settings import FitSettings, ViewName
 from lockstep.train.task import Task
-from lockstep.train.trainer import Trainer
-
-# So many samples that could not be read, or steps that were skipped, are named one by one.
-NUM_NAMED = 5
 
 # Seconds between two lines of progress.
 _LINE_S = 10.0
@@ -75,27 +67,6 @@ def describe_plan(
     return [*lines, f"learning rate x {rate.scale:.4g}: {scaling}; {warmup} {decay}"]
 
 
-def describe_skipped(skipped: Sequence[BadSample]) -> str:
-    """Return which samples a run went without."""
-    times = Counter(bad.sample for bad in skipped)
-    names = [
-        bad.name + f" ({times[bad.sample]} times)" * (times[bad.sample] > 1)
-        for bad in {bad.sample: bad for bad in skipped}.values()
-    ]
-    return _name_some(f"{plural(len(skipped), 'sample')} skipped, as they could not be read:", names)
-
-
-def describe_not_finite(steps: Sequence[NonFiniteStep]) -> str:
-    """Return in which steps the gradient was not finite, so that they were skipped."""
-    names = [bad.headline for bad in steps]
-    return _name_some(f"{plural(len(steps), 'step')} skipped, as the gradient was not finite:", names)
-
-
-def _name_some(title: str, names: Sequence[str]) -> str:
-    more = [f"and {len(names) - NUM_NAMED} others; the run folder has all"] if len(names) > NUM_NAMED else []
-    return "\n  ".join([title, *names[:NUM_NAMED], *more])
-
-
 def format_metrics(metrics: Mapping[str, float]) -> str:
     """Return metrics as words and numbers."""
     return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
@@ -140,36 +111,3 @@ class Display(SnapshotSink):
     def close(self) -> None:
         if self._live is not None:
             self._live.close()
-
-
-class RunLogger:
-    """Shows and records what a trainer has found out, each thing once.
-
-    Args:
-        trainer: That finds out.
-        display: Of this rank.
-        record: Of this rank.
-    """
-
-    def __init__(self, trainer: Trainer, display: Display, record: RunRecord) -> None:
-        self._trainer, self._display, self._record = trainer, display, record
-        self._num_caveats = self._num_skipped = self._num_not_finite = 0
-
-    def report(self) -> None:
-        """Report what is new: why the bits may differ after all, samples and steps that were left out."""
-        trainer, skipped, not_finite = self._trainer, self._trainer.bad_samples.skipped, self._trainer.nonfinite.found
-        for caveat in trainer.caveats[self._num_caveats :]:
-            self._display.log(f"the same bits cannot be promised: {caveat}")
-        for number, bad in enumerate(skipped[self._num_skipped :], self._num_skipped):
-            if number < NUM_NAMED:
-                self._display.log(f"step {bad.step + 1}  skipped {bad.name}")
-            self._record.event("skipped", f"step {bad.step + 1}: sample left out: {bad.name}")
-        for found in not_finite[self._num_not_finite :]:
-            self._display.log(f"step {found.step + 1}  skipped  {found.headline}")
-            self._record.event("skipped", f"step {found.step + 1}: skipped: {found.headline}")
-        self._num_caveats, self._num_skipped, self._num_not_finite = len(trainer.caveats), len(skipped), len(not_finite)
-
-    def report_slow_rank(self, text: str) -> None:
-        """Report a rank that keeps the others waiting."""
-        self._display.log(text)
-        self._record.event("straggler", text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +14,12 @@ from lockstep.comm.collectives import all_gather_object, broadcast_coalesced
 from lockstep.data.batch_iterator import to_device
 from lockstep.data.loader import BadSample, MicroBatch, Request, load
 from lockstep.data.order import mix, seed_cpu, seed_device
-from lockstep.data.stream import check_same_length
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.reduction_tree import ReductionTree
 from lockstep.train.bad_samples import BadSamples
 from lockstep.train.buffers import BufferSnapshot
-from lockstep.train.display import format_metrics
 from lockstep.train.step import Objective, autocast
-from lockstep.train.task import Loss, Task, build_dataset
+from lockstep.train.task import Loss, Task
 from lockstep.train.trainer import Trainer
 
 # Keeps the bits for random numbers in evaluation apart from those that other purposes draw from the same seed.
@@ -172,56 +170,3 @@ def _means(parts: Sequence[dict[str, list[float]]]) -> dict[str, float]:
         )
         means[name] = total / count if count else math.nan
     return means
-
-
-@final
-class Evaluations:
-    """The evaluations of a run, if the task has what to evaluate its model on.
-
-    Collective: every rank makes one, and evaluates.
-
-    Args:
-        task: Says on what.
-        trainer: Whose model.
-        keep_best: Whether one that finds the lowest loss so far is worth a checkpoint.
-
-    Attributes:
-        made: In this call, in order.
-        best: Of the whole run.
-        has_new_best: Whether the last one is to be kept.
-        is_owed: Whether a run that was stopped has not come to one.
-    """
-
-    def __init__(self, task: Task, trainer: Trainer, *, keep_best: bool) -> None:
-        self._trainer, self._keep_best = trainer, keep_best
-        self.made: list[Evaluation] = []
-        self.best: Evaluation | None = None
-        self.has_new_best = self.is_owed = False
-        self._evaluator = None
-        if task.eval_dataset is not None:
-            samples = build_dataset(task, evaluation=True)
-            check_same_length(samples, "eval_dataset", group=trainer.group, device=trainer.device)
-            self._evaluator = Evaluator(task, trainer, samples)
-
-    @property
-    def are_wanted(self) -> bool:
-        """Whether there is what to evaluate on."""
-        return self._evaluator is not None
-
-    def restore(self, best: dict[str, Any] | None, *, is_owed: bool) -> None:
-        """Go on from what a checkpoint holds."""
-        self.is_owed = is_owed and self.are_wanted
-        if best is not None:
-            self.best = Evaluation(**best)
-
-    def make(self) -> tuple[Evaluation, str]:
-        """Evaluate; return what was found, and the same in words. The device is at rest. Collective: every rank."""
-        assert self._evaluator is not None
-        found = Evaluation(self._trainer.num_steps_done, self._evaluator.run())
-        self.made.append(found)
-        if self.best is None or found.metrics["loss"] < self.best.loss:
-            self.best = found
-            self.has_new_best = self._keep_best
-        skipped = len(self._evaluator.skipped)
-        without = f"  without {skipped} that cannot be read" if skipped else ""
-        return found, f"evaluation: {format_metrics(found.metrics)}{without}"

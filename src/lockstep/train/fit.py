@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 import torch
-from torch import Tensor
 
 from lockstep import activity
 from lockstep.comm.collectives import all_gather_object
@@ -23,15 +22,15 @@ from lockstep.data.stream import check_same_length
 from lockstep.telemetry.heartbeat import end_stopped_children
 from lockstep.telemetry.run_record import Event
 from lockstep.train.checkpoints.export import check_export, export_weights
-from lockstep.train.display import NUM_NAMED, Display, RunLogger, describe_not_finite, describe_plan, describe_skipped
-from lockstep.train.evaluate import Evaluation, Evaluations
+from lockstep.train.display import Display, describe_plan, format_metrics, plural
+from lockstep.train.evaluate import Evaluation, Evaluator
 from lockstep.train.nonfinite import NonFiniteStep
 from lockstep.train.plan import devices_of
 from lockstep.train.profiling import profiled
-from lockstep.train.recording import RunRecord, SlowRanks, make_sinks
+from lockstep.train.recording import RunRecord, SlowRanks
 from lockstep.train.settings import FitSettings
 from lockstep.train.stopping import StopSignals, exit_code_of
-from lockstep.train.task import Task
+from lockstep.train.task import Task, build_dataset
 from lockstep.train.timing import StepRecord
 from lockstep.train.trainer import Trainer
 
@@ -40,6 +39,9 @@ if TYPE_CHECKING:
 
 # So many losses are left on the device before they are read.
 _MAX_UNREAD = 256
+
+# So many samples that could not be read are named one by one.
+_NUM_NAMED = 5
 
 P = ParamSpec("P")
 
@@ -104,28 +106,24 @@ class Throughput:
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.num_samples, self.num_counted = 0, 0.0
-        self._unread: list[Tensor] = []
-        self._unread_counts: list[Tensor] = []
+        self._unread: list[StepRecord] = []
         self._took: list[tuple[int, float]] = []  # samples and seconds of each stretch of training
 
     def add(self, record: StepRecord) -> None:
         """Add a step that ends now. Blocks every 256 steps until the device has come to it."""
         self.num_samples += record.num_samples
-        self._unread.append(record.loss)
-        if record.count is not None:
-            self._unread_counts.append(record.count)
+        self._unread.append(record)
         if len(self._unread) >= _MAX_UNREAD:
             self.read()
         self._took.append((record.num_samples, time.perf_counter() - record.timer.began_at))
 
     def read(self) -> list[float]:
         """Return all losses so far. Blocks until the device has come to the last step."""
-        if self._unread:
-            self.losses += torch.stack(self._unread).tolist()
-            self._unread = []
-        if self._unread_counts:
-            self.num_counted += float(torch.stack(self._unread_counts).sum())
-            self._unread_counts = []
+        records, self._unread = self._unread, []
+        if records:
+            self.losses += torch.stack([record.loss for record in records]).tolist()
+        if counts := [record.count for record in records if record.count is not None]:
+            self.num_counted += float(torch.stack(counts).sum())
         return self.losses
 
     def stop(self) -> None:
@@ -171,7 +169,14 @@ class Run:
         trainer = Trainer(task, settings, world, strategy=settings.strategy, devices=devices_of(settings, world))
         self._trainer = trainer
         check_same_length(trainer.samples, "dataset", group=trainer.group, device=trainer.device)
-        self.evaluations = Evaluations(task, trainer, keep_best=settings.keep_best)
+        self._evaluator = None
+        if task.eval_dataset is not None:
+            samples = build_dataset(task, evaluation=True)
+            check_same_length(samples, "eval_dataset", group=trainer.group, device=trainer.device)
+            self._evaluator = Evaluator(task, trainer, samples)
+        self._evaluations: list[Evaluation] = []
+        self._best: Evaluation | None = None
+        self.has_new_best = self._owes_evaluation = False
         self._checkpoint: Path | None = None
         self._saved: tuple[int, float | None] | None = None
         if checkpoints is not None:
@@ -186,15 +191,15 @@ class Run:
         self._throughput = Throughput()
         self._record = RunRecord(task, settings, world, trainer, num_steps=self.num_steps)
         self._started_at = time.perf_counter()
-        sinks = make_sinks(task, settings, world, trainer, num_steps=self.num_steps)
+        sinks = self._record.open_sinks()
         self._display = Display(settings.view, silent=settings.quiet or not world.is_rank_zero)
-        self._logger = RunLogger(trainer, self._display, self._record)
-        self._slow_ranks = SlowRanks(trainer, self._logger.report_slow_rank)
+        self._num_caveats = self._num_skipped = self._num_not_finite = 0  # that were reported
+        self._slow_ranks = SlowRanks(trainer, self._report_slow_rank)
         num_devices = len(trainer.devices) if trainer.group is None else world.world_size
         plan = describe_plan(task, settings, trainer.plan, trainer.device, num_devices=num_devices)
         for line in (*plan, *lines, *(sink.where for sink in sinks)):
             self._display.log(line)
-        self._logger.report()
+        self._report()
         self._record.deliver(None if settings.quiet else self._display, sinks)
 
     def _resume(self) -> list[str]:
@@ -206,7 +211,8 @@ class Run:
             self._trainer.load_state_dict(state)
             self._checkpoint = self._checkpoints.path(self.num_steps_done)
             self._saved = self.num_steps_done, None
-            self.evaluations.restore(state["best"], is_owed=state["owes_evaluation"])
+            self._best = None if state["best"] is None else Evaluation(**state["best"])
+            self._owes_evaluation = state["owes_evaluation"] and self._evaluator is not None
         return [f"passed over the checkpoint {why}" for why in self._checkpoints.passed_over]
 
     @property
@@ -226,7 +232,7 @@ class Run:
         record = trainer.step()
         recorded = self._record.step(record)
         if trainer.bad_samples.skipped or trainer.nonfinite.found or trainer.caveats:
-            self._logger.report()
+            self._report()
         self._throughput.add(record)
         self._slow_ranks.after_step(recorded)
 
@@ -238,30 +244,36 @@ class Run:
         self._record.event(event, text)
 
     def evaluate(self) -> None:
-        """Evaluate the model, if the task has what to evaluate it on."""
-        if self.evaluations.are_wanted:
-            self._settle()
-            activity.now.phase = "evaluation"
-            found, text = self.evaluations.make()
-            epoch = self._trainer.epoch
-            at = f"step {found.step}/{self.num_steps}"
-            self._display.log(f"{at}  {text}" if epoch is None else f"epoch {epoch:.1f}  {at}  {text}")
-            self._record.event("evaluation", text, found.metrics)
+        """Evaluate the model, if the task has what to evaluate it on. Collective: every rank."""
+        if self._evaluator is None:
+            return
+        self._settle()
+        activity.now.phase = "evaluation"
+        found = Evaluation(self.num_steps_done, self._evaluator.run())
+        self._evaluations.append(found)
+        if self._best is None or found.metrics["loss"] < self._best.loss:
+            self._best, self.has_new_best = found, self._settings.keep_best
+        text = f"evaluation: {format_metrics(found.metrics)}"
+        if self._evaluator.skipped:
+            text += f"  without {len(self._evaluator.skipped)} that cannot be read"
+        epoch = "" if self._trainer.epoch is None else f"epoch {self._trainer.epoch:.1f}  "
+        self._display.log(f"{epoch}step {found.step}/{self.num_steps}  {text}")
+        self._record.event("evaluation", text, found.metrics)
 
     def save(self, *, owes_evaluation: bool = False) -> None:
         """Start to write a checkpoint, if there is a folder for them and none of the same was written.
 
         Collective: every rank. Blocks rank zero until the one before is on disk and the state is copied.
         """
-        made, step = self.evaluations.made, self.num_steps_done
+        made, step = self._evaluations, self.num_steps_done
         loss = made[-1].metrics["loss"] if made and made[-1].step == step else None
-        self.evaluations.has_new_best = False
+        self.has_new_best = False
         if self._checkpoints is None or self._saved == (step, loss):
             return  # such as at the end of an epoch in which the last step was due anyway
         self._settle()
         activity.now.phase = "checkpoint"
         self._trainer.check_replicas()  # what is kept must be what all ranks hold
-        best = None if self.evaluations.best is None else asdict(self.evaluations.best)
+        best = None if self._best is None else asdict(self._best)
         state = self._trainer.state_dict() | {"best": best, "owes_evaluation": owes_evaluation}
         self._checkpoint = self._checkpoints.save(state, step=step, loss=loss)
         self._saved = (step, loss)
@@ -288,7 +300,7 @@ class Run:
         Collective: every rank. Blocks until the checkpoint is on disk.
         """
         assert self._checkpoints is not None
-        self.save(owes_evaluation=self.evaluations.are_wanted and self.is_due(self._settings.eval_every))
+        self.save(owes_evaluation=self._evaluator is not None and self.is_due(self._settings.eval_every))
         self._checkpoints.finish()
         # The ranks on which no signal came learn here what stopped the others.
         names = all_gather_object(self._signals.asked(), group=self._world.group, device=self._world.device)
@@ -305,13 +317,13 @@ class Run:
         return self._result(stopped=name)
 
     def catch_up(self) -> None:
-        """Evaluate what a run that was stopped did not come to. Collective: every rank."""
-        if self.evaluations.is_owed:
+        """Do the evaluation that a run which was stopped did not come to. Collective: every rank."""
+        if self._owes_evaluation:
             self._evaluate_and_keep()
 
     def _evaluate_and_keep(self) -> None:
         self.evaluate()
-        if self.evaluations.has_new_best:
+        if self.has_new_best:
             self.save()
 
     def finish(self) -> FitResult:
@@ -319,7 +331,7 @@ class Run:
 
         Collective: every rank. Files are written once it returns.
         """
-        if not self.evaluations.made:
+        if not self._evaluations:
             self._evaluate_and_keep()
         if self._first_step < self.num_steps:
             self._settle()
@@ -349,10 +361,10 @@ class Run:
             seconds = time.perf_counter() - self._started_at
             steps = f"{len(throughput.losses)} steps in {seconds:.1f} s"
             self._display.log(f"{steps}, {rate}, last loss {throughput.losses[-1]:.4f}")
-        if trainer.bad_samples.skipped:
-            self._display.log(describe_skipped(trainer.bad_samples.skipped))
-        if trainer.nonfinite.found:
-            self._display.log(describe_not_finite(trainer.nonfinite.found))
+        if skipped := len(trainer.bad_samples.skipped):
+            self._display.log(f"{plural(skipped, 'sample')} skipped, as they could not be read")
+        if skipped := len(trainer.nonfinite.found):
+            self._display.log(f"{plural(skipped, 'step')} skipped, as the gradient was not finite")
 
     def _end(self, event: Event, text: str) -> None:
         """Record that there are no more steps, and print where their time went. Collective: every rank."""
@@ -366,14 +378,14 @@ class Run:
             first_step=self._first_step,
             num_steps=self.num_steps_done,
             losses=throughput.losses,
-            evaluations=self.evaluations.made,
-            best=self.evaluations.best,
+            evaluations=self._evaluations,
+            best=self._best,
             num_samples=throughput.num_samples - len(skipped),
             samples_per_s=throughput.samples_per_s,
             seconds=time.perf_counter() - self._started_at,
             checkpoint=self._checkpoint,
             skipped_samples=len(skipped),
-            first_skipped=tuple(skipped[:NUM_NAMED]),
+            first_skipped=tuple(skipped[:_NUM_NAMED]),
             not_finite=tuple(self._trainer.nonfinite.found),
             stopped=stopped,
             exit_code=exit_code_of(stopped, has_launcher=self._signals.has_launcher),
@@ -390,12 +402,30 @@ class Run:
         self._slow_ranks.close()
         self._trainer.close()
 
+    def _report(self) -> None:
+        """Show and record what the trainer has found out, each thing once."""
+        trainer, skipped, not_finite = self._trainer, self._trainer.bad_samples.skipped, self._trainer.nonfinite.found
+        for caveat in trainer.caveats[self._num_caveats :]:
+            self._display.log(f"the same bits cannot be promised: {caveat}")
+        for number, bad in enumerate(skipped[self._num_skipped :], self._num_skipped):
+            if number < _NUM_NAMED:
+                self._display.log(f"step {bad.step + 1}  skipped {bad.name}")
+            self._record.event("skipped", f"step {bad.step + 1}: sample left out: {bad.name}")
+        for found in not_finite[self._num_not_finite :]:
+            self._display.log(f"step {found.step + 1}  skipped  {found.headline}")
+            self._record.event("skipped", f"step {found.step + 1}: skipped: {found.headline}")
+        self._num_caveats, self._num_skipped, self._num_not_finite = len(trainer.caveats), len(skipped), len(not_finite)
+
+    def _report_slow_rank(self, text: str) -> None:
+        self._display.log(text)
+        self._record.event("straggler", text)
+
     def _settle(self) -> None:
         """Wait for the device, and count that as training: something else comes next."""
         self._record.pause()
         self._throughput.stop()
         self._trainer.settle()
-        self._logger.report()
+        self._report()
 
 
 def fit_with(task: Task, settings: FitSettings) -> FitResult:
@@ -419,7 +449,7 @@ def fit_with(task: Task, settings: FitSettings) -> FitResult:
                     break
                 if run.is_due(settings.eval_every):
                     run.evaluate()
-                if run.is_due(settings.checkpoint_every) or run.evaluations.has_new_best:
+                if run.is_due(settings.checkpoint_every) or run.has_new_best:
                     run.save()
         return run.stop() if is_to_stop else run.finish()
 

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.fully_shard import local_part, own_class
 from lockstep.comm.rendezvous import format_ranks
 from lockstep.data.loader import MicroBatch
-from lockstep.data.order import BatchSplit, GlobalOrder, cut
-from lockstep.data.stream import StreamOrder
+from lockstep.data.order import GlobalOrder, cut
 from lockstep.errors import NonFiniteGradient
 from lockstep.parallel.module_io import find_tensors
 from lockstep.train.buffers import BufferSnapshot
+from lockstep.train.plan import Plan
 from lockstep.train.settings import NanRule
 from lockstep.train.step import Gradients, HostCopy
 from lockstep.train.strategies.strategy import Strategy
@@ -110,7 +111,13 @@ class NonFiniteStep(NamedTuple):
     def details(self) -> list[str]:
         """What came before the gradient, and from which samples."""
         if not self.origins:
-            return [self._unknown_origin]
+            if not self.again:
+                unknown = "" if self.suspects else "; on which rank cannot be told"
+                return [f"Every loss was finite, so it arose in backward{unknown}."]
+            # Where a rank's own part was not finite in the step itself, the sum over the ranks is not to blame.
+            cause = "A kernel is" if self.suspects else "The sum over the ranks overflowed (wire=fp16?), a kernel is"
+            faulty = "not deterministic, or a device or its memory is faulty"
+            return [f"Computed again, it was finite on every rank. {cause} {faulty}."]
         origin = self.origins[0]
         lines = ["The loss was finite." if origin.loss is None else f"The loss was {origin.loss}."]
         if origin.module is not None:
@@ -129,18 +136,6 @@ class NonFiniteStep(NamedTuple):
             what = f"{noun.lower()} {_format_samples(other.samples)}"
             lines.append(f"On rank {other.rank} too: first parameter {other.parameter or self.parameter}, {what}.")
         return lines
-
-    @property
-    def _unknown_origin(self) -> str:
-        if not self.again:
-            unknown = "" if self.suspects else "; on which rank cannot be told"
-            return f"Every loss was finite, so it arose in backward{unknown}."
-        # Where a rank's own part was not finite in the step itself, the sum over the ranks is not to blame.
-        cause = "A kernel is" if self.suspects else "The sum over the ranks overflowed (wire=fp16?), a kernel is"
-        return (
-            f"Computed again, it was finite on every rank. {cause} not deterministic, or a device or its memory is "
-            "faulty."
-        )
 
     @property
     def error(self) -> NonFiniteGradient:
@@ -163,8 +158,7 @@ class NonFiniteGuard:
         optimizer: Of its parameters.
         gradients: What backward leaves in it.
         strategy: Who computes.
-        order, split: Which samples are in which step, and which of them are this process's.
-        gather: Returns every rank's value. Collective.
+        plan: Which samples are in which step, and which of them are this process's.
         replay: Computes a micro-batch again, leaves its gradient in ``param.grad`` and returns the losses. Collective.
 
     Attributes:
@@ -178,14 +172,11 @@ class NonFiniteGuard:
         optimizer: Optimizer,
         gradients: Gradients,
         strategy: Strategy,
-        order: GlobalOrder | StreamOrder,
-        split: BatchSplit,
-        gather: Callable[[Any], list[Any]],
+        plan: Plan,
         replay: Callable[[MicroBatch, int], list[Tensor]],
     ) -> None:
         self._rule, self._model, self._optimizer, self._gradients = rule, model, optimizer, gradients
-        self._strategy, self._order, self._split = strategy, order, split
-        self._gather, self._replay = gather, replay
+        self._strategy, self._order, self._split, self._replay = strategy, plan.order, plan.division, replay
         self._buffers = BufferSnapshot(model) if rule == "skip" else None
         self._unsettled: tuple[HostCopy, Computed, int] | None = None
         self.found: list[NonFiniteStep] = []
@@ -271,7 +262,6 @@ class NonFiniteGuard:
         is_suspect = self._strategy.part_is_bad()
         shares = [self._samples_of(micro, index) for index, (micro, _) in enumerate(computed)]
         origin: Origin | None = None
-        has_gradients = False
         for index, (micro, losses) in enumerate(computed):
             module = parameter = None
             if replays:  # all of them, although the first bad one tells enough: synchronised layers need every rank
@@ -280,7 +270,6 @@ class NonFiniteGuard:
                     losses = self._replay(micro, index)
                 module = bad_outputs[0] if bad_outputs else None
                 parameter = _first_not_finite(self._model)
-                has_gradients = has_gradients or any(each.grad is not None for each in self._model.parameters())
             values = [float(loss) for loss in losses]
             bad = [share for share, value in enumerate(values) if not math.isfinite(value)]
             if origin is None and (parameter is not None or bad):
@@ -290,9 +279,17 @@ class NonFiniteGuard:
                 loss = str(values[bad[0]]) if bad else None
                 origin = Origin(rank, index, samples, faulty, loss, module, parameter)
         if is_suspect and origin is None and not replays:
-            origin = _origin_of_part(rank, shares, [micro for micro, _ in computed])
+            # Every loss was finite, so it may be from any sample of the step.
+            samples = [sample for of_micro in shares for share in of_micro for sample in share]
+            faulty = [
+                sample for (micro, _), of in zip(computed, shares, strict=True) for sample in _faulty_inputs(micro, of)
+            ]
+            origin = Origin(rank, 0 if len(computed) == 1 else None, samples, faulty)
         first = None if summed is None else names.index(summed)
-        ranks = self._gather([origin, first, has_gradients, is_suspect])
+        ranks: list[Any] = [[origin, first, is_suspect]]
+        if group is not None:
+            device = next(self._model.parameters()).device
+            ranks = all_gather_object(ranks[0], group=group, device=device)
         firsts = [first for _, first, *_ in ranks if first is not None]
         return NonFiniteStep(
             step=step,
@@ -301,7 +298,7 @@ class NonFiniteGuard:
             parameter=names[min(firsts)] if firsts else None,
             num_ranks=len(ranks),
             num_micro=self._split.accumulate,
-            again=any(each for _, _, each, _ in ranks),
+            again=replays,
             suspects=tuple(rank for rank, (*_, each) in enumerate(ranks) if each),
         )
 
@@ -353,21 +350,6 @@ def _is_finite(tensor: Tensor) -> bool:
         return True
     values = tensor.detach()
     return bool(torch.isfinite(values.coalesce().values() if values.is_sparse else values).all())
-
-
-def _origin_of_part(rank: int, shares: Sequence[Sequence[Sequence[int]]], micros: Sequence[MicroBatch]) -> Origin:
-    """Return what is known of a rank whose part of the gradient was not finite, though its losses were. Blocks.
-
-    Args:
-        rank: Which.
-        shares: By micro-batch, the samples of each of its shares that has any.
-        micros: With their inputs, if they are still there.
-    """
-    faulty = [_faulty_inputs(micro, of_micro) for micro, of_micro in zip(micros, shares, strict=True)]
-    which = next((index for index, found in enumerate(faulty) if found), 0 if len(micros) == 1 else None)
-    suspected = shares if which is None else [shares[which]]
-    samples = [sample for of_micro in suspected for share in of_micro for sample in share]
-    return Origin(rank, which, samples, [] if which is None else faulty[which])
 
 
 def _faulty_inputs(micro: MicroBatch, shares: Sequence[Sequence[int]]) -> list[int]:

@@ -96,36 +96,26 @@ class Profiling:
     """
 
     def __init__(self, settings: FitSettings, world: World, run: SteppedRun, names: ranges.Ranges) -> None:
-        self._run, self._rank, self._names, self._nvtx = run, world.rank, names, settings.nvtx
+        self._settings, self._world, self._run, self._names = settings, world, run, names
         self._folder = _folder(settings, world)
         # Counted from 1, in this start of the run; of a short run its last ones.
         first = max(1, min(_FIRST, run.num_steps - run.num_steps_done - _COUNT + 1))
         self._first, self._count = map(int, settings.profile_steps or (first, _COUNT))
-        self._activities = [ProfilerActivity.CPU]
-        if world.device.type == "cuda":
-            self._activities.append(ProfilerActivity.CUDA)
-        self._config = None
-        if settings.strategy not in PER_PROCESS:  # replicas have threads of their own
-            self._config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
         self._profiler: profile | None = None
         self._number = self._began_at = 0
 
     def step(self) -> None:
         """Do the next step of the run. Collective: every rank."""
         self._number += 1
-        if self._number == max(1, self._first - 1):  # a step ahead, so that what it costs is not in the trace
-            self._prepare()
         if self._number == self._first:
-            assert self._profiler is not None
-            self._profiler.start_trace()
-            self._began_at, ranges.now = self._run.num_steps_done + 1, self._names
+            self._start()
         _named_step(self._run)
         if self._number == self._first + self._count - 1:
             self._run.pause_for("profile", self._write)
 
     def finish(self) -> None:
         """Write what the end of the run has cut short, and report if there was nothing. Collective: every rank."""
-        if self._began_at:
+        if self._profiler is not None:
             self._run.pause_for("profile", self._write)
         elif self._number < self._first:
             text = f"no step was profiled: the first was to be step {self._first} of this start, which had"
@@ -133,16 +123,17 @@ class Profiling:
 
     def abandon(self) -> None:
         """End the profiler, if it runs: an error has ended the run. What it has seen is written."""
-        with suppress(Exception):  # of which that error is not to be hidden
-            if self._began_at:
+        if self._profiler is not None:
+            with suppress(Exception):  # of which that error is not to be hidden
                 self._write(half_done=1)
-            elif self._profiler is not None:  # made ready, and not started
-                self._profiler.start_trace()
-                self._profiler.stop_trace()
-        self._profiler = None
 
-    def _prepare(self) -> None:
-        profiler = profile(activities=self._activities, experimental_config=self._config, acc_events=True)
+    def _start(self) -> None:
+        activities, config = [ProfilerActivity.CPU], None
+        if self._world.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        if self._settings.strategy not in PER_PROCESS:  # replicas have threads of their own
+            config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        profiler = profile(activities=activities, experimental_config=config, acc_events=True)
         try:
             profiler.prepare_trace()
         except RuntimeError as error:
@@ -150,7 +141,10 @@ class Profiling:
                 f"torch.profiler cannot begin: {(str(error).splitlines() or [''])[0]}\n"
                 "Another profiler is probably at work in this process: end that one, or leave profile out."
             ) from error
-        self._profiler = profiler
+        # Preparing takes the ranks long, and not equally long: none should see in its trace that it waits for others.
+        self._world.barrier()
+        profiler.start_trace()
+        self._profiler, self._began_at, ranges.now = profiler, self._run.num_steps_done + 1, self._names
 
     def _write(self, half_done: int = 0) -> str:
         """Stop the profiler and write its trace; return what to report of it. Blocks on CUDA for the device.
@@ -159,12 +153,12 @@ class Profiling:
             half_done: Steps that an error has cut short, which are in the trace as well.
         """
         assert self._profiler is not None
-        ranges.now = self._names if self._nvtx else None
+        ranges.now = self._names if self._settings.nvtx else None
         profiler, self._profiler = self._profiler, None
-        first, last, self._began_at = self._began_at, self._run.num_steps_done + half_done, 0
+        first, last = self._began_at, self._run.num_steps_done + half_done
         profiler.stop_trace()
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
-        path = self._folder / f"rank-{self._rank}.steps-{first}-{last}.pt.trace.json"
+        path = self._folder / f"rank-{self._world.rank}.steps-{first}-{last}.pt.trace.json"
         part = path.with_suffix(".part")
         try:
             profiler.export_chrome_trace(str(part))

@@ -24,42 +24,13 @@ from lockstep.comm.store import StatusKeys
 from lockstep.comm.world import World
 from lockstep.data.batch_iterator import Copy
 from lockstep.parallel.ddp.bucket_events import BucketStamps
-from lockstep.telemetry.aggregator import (
-    Aggregator,
-    DirectDispatch,
-    RankMetrics,
-    RunConstants,
-    ThreadedDispatch,
-    decode,
-    encode,
-    with_waits,
-)
+from lockstep.telemetry import aggregator, run_record, stragglers
 from lockstep.telemetry.live_view import summary
 from lockstep.telemetry.metrics import Snapshot, SnapshotSink
 from lockstep.telemetry.provenance import Provenance, gather
 from lockstep.telemetry.resources import MachineSampler
-from lockstep.telemetry.run_record import (
-    PERIOD_S,
-    Event,
-    Number,
-    RecordedStep,
-    Reduction,
-    RunFolder,
-    StepRecorder,
-    has_timeline,
-    how_called,
-    measure,
-    num_restarts,
-)
-from lockstep.telemetry.sinks.base import MetricsSink, Plain, RunInfo
+from lockstep.telemetry.sinks.base import MetricsSink, RunInfo
 from lockstep.telemetry.sinks.factory import open_sinks, parse_targets
-from lockstep.telemetry.stragglers import (
-    Pace,
-    StepTimes,
-    StragglerReporter,
-    next_window,
-    pace_of,
-)
 from lockstep.train.settings import FitSettings
 from lockstep.train.step import HostCopy
 from lockstep.train.task import Task
@@ -92,21 +63,24 @@ class RunRecord:
     """
 
     def __init__(self, task: Task, settings: FitSettings, world: World, trainer: Trainer, *, num_steps: int) -> None:
+        self._task, self._settings, self._num_steps = task, settings, num_steps
         self._world, self._trainer, self._device = world, trainer, trainer.device
+        restarts = run_record.num_restarts()
+        self._is_fresh = not trainer.num_steps_done and not restarts
         self._num_ranks = 1 if trainer.group is None else world.world_size
         self._is_alone = len(trainer.devices) == 1 and self._num_ranks == 1
         devices = ", ".join(str(each) for each in trainer.devices)
         first_step = trainer.num_steps_done
-        self._metrics = RankMetrics(
+        self._metrics = aggregator.RankMetrics(
             world.rank, self._num_ranks, host=platform.node(), device=devices, first_step=first_step
         )
-        self._folder: RunFolder | None = None
+        self._folder: run_record.RunFolder | None = None
         self._writer = None
         if settings.run_dir is not None:
-            self._folder = self._open_folder(Path(settings.run_dir), task, settings, num_steps)
+            self._folder = self._open_folder(Path(settings.run_dir))
             self._writer = self._folder.writer
         steps_per_epoch = trainer.plan.order.steps_per_epoch
-        self._recorder = StepRecorder(
+        self._recorder = run_record.StepRecorder(
             self._writer, self._metrics, sample=MachineSampler(trainer.devices), steps_per_epoch=steps_per_epoch
         )
         stamps = BucketStamps(self._device)
@@ -114,14 +88,13 @@ class RunRecord:
         trainer.strategy.times_waits = True
         self._copies: list[Copy] = []
         trainer.batches.copies = self._copies
-        self._last: RecordedStep | None = None  # until it is known how long it lasted
+        self._last: run_record.RecordedStep | None = None  # until it is known how long it lasted
         self._loss_at = float("-inf")
         self._paused_at: float | None = None
-        self._has_timeline = has_timeline(first_step)
+        self._has_timeline = run_record.has_timeline(first_step)
         if self._stamps is not None:
             self._stamps.closely = self._has_timeline
-        restarts = num_restarts()
-        constants = RunConstants(
+        constants = aggregator.RunConstants(
             num_steps,
             first_step,
             num_restarts=restarts,
@@ -129,7 +102,7 @@ class RunRecord:
             num_skipped=lambda: len(trainer.nonfinite.found),
             counts=task.counts,
         )
-        self._aggregator = Aggregator(
+        self._aggregator = aggregator.Aggregator(
             self._metrics, StatusKeys(world, self._num_ranks), constants, world_size=self._num_ranks
         )
         self._is_over = self._has_ended = False
@@ -141,11 +114,11 @@ class RunRecord:
     def deliver(self, display: SnapshotSink | None, sinks: Iterable[SnapshotSink] = ()) -> None:
         """Have ``display`` and ``sinks`` get snapshots, if this is rank zero; measure and send from now on."""
         if self._world.is_rank_zero:
-            self._aggregator.deliveries += [] if display is None else [DirectDispatch(display)]
-            self._aggregator.deliveries += [ThreadedDispatch(sink) for sink in sinks]
-        self._recorder.start(self._aggregator.beat, PERIOD_S * max(1.0, self._num_ranks / _RANKS_A_SECOND))
+            self._aggregator.deliveries += [] if display is None else [aggregator.DirectDispatch(display)]
+            self._aggregator.deliveries += [aggregator.ThreadedDispatch(sink) for sink in sinks]
+        self._recorder.start(self._aggregator.beat, run_record.PERIOD_S * max(1.0, self._num_ranks / _RANKS_A_SECOND))
 
-    def step(self, record: StepRecord) -> RecordedStep:
+    def step(self, record: StepRecord) -> run_record.RecordedStep:
         """Take a step that has just ended on the host, and return it as it is recorded. Does not block."""
         timer = record.timer
         self._release(timer.began_at)
@@ -155,10 +128,10 @@ class RunRecord:
         if isinstance(rate, Tensor):
             rate = None if rate.is_cuda else float(rate)
         stamps = None if self._stamps is None else self._stamps.take()
-        reductions = [Reduction(waited=waited) for waited in timer.waits]
+        reductions = [run_record.Reduction(waited=waited) for waited in timer.waits]
         if stamps is not None:
-            reductions = [Reduction(stamps.buckets, stamps.waited, stamps.exposed_s)]
-        self._last = RecordedStep(
+            reductions = [run_record.Reduction(stamps.buckets, stamps.waited, stamps.exposed_s)]
+        self._last = run_record.RecordedStep(
             record.step,
             timer.begin,
             timer.began_at,
@@ -176,7 +149,7 @@ class RunRecord:
             has_timeline=self._has_timeline,
         )
         self._copies.clear()
-        self._has_timeline = has_timeline(record.step + 1)
+        self._has_timeline = run_record.has_timeline(record.step + 1)
         if self._stamps is not None:
             self._stamps.closely = self._has_timeline
         return self._last
@@ -188,7 +161,7 @@ class RunRecord:
             return exposed_s * self._trainer.settings.accumulate
         return 0.0 if self._is_alone else None
 
-    def _numbers(self, record: StepRecord) -> dict[str, Number]:
+    def _numbers(self, record: StepRecord) -> dict[str, run_record.Number]:
         """Return the loss of a step, and what else it has, on their way to the host."""
         values = {"loss": record.loss}
         if record.grad_norm is not None:
@@ -196,21 +169,21 @@ class RunRecord:
         if record.count is not None:
             values["count"] = record.count
         if self._device.type != "cuda":
-            return {name: Number(value, None) for name, value in values.items()}
+            return {name: run_record.Number(value, None) for name, value in values.items()}
         # They are copied on the step's own stream, so that nobody waits: of every step if there is a file, else now
         # and then, for the display.
         if self._writer is None and record.timer.began_at - self._loss_at < _LOSS_EVERY_S:
             return {}
         self._loss_at = record.timer.began_at
         copy = HostCopy(torch.stack([value.detach().double() for value in values.values()]))
-        return {name: Number(value, copy.arrived) for name, value in zip(values, copy.value, strict=True)}
+        return {name: run_record.Number(value, copy.arrived) for name, value in zip(values, copy.value, strict=True)}
 
     def pause(self) -> None:
         """Training stands still from now on, for the event that comes next."""
         self._paused_at = time.perf_counter()
         self._release(self._paused_at)
 
-    def event(self, event: Event, text: str, metrics: Mapping[str, float] | None = None) -> None:
+    def event(self, event: run_record.Event, text: str, metrics: Mapping[str, float] | None = None) -> None:
         """Take an event, for which training stood still since `pause` if that was called. Does not block.
 
         Args:
@@ -226,7 +199,7 @@ class RunRecord:
         self._recorder.event(event, text, step=step, time_s=began_s, seconds=seconds, metrics=metrics)
         self._has_ended |= event in ("end", "stop")
 
-    def finish(self, event: Event, text: str) -> str | None:
+    def finish(self, event: run_record.Event, text: str) -> str | None:
         """Take notice that the run is over; return where the time of its steps went, on rank zero.
 
         Collective: every rank. Blocks for some small messages, and until the device is done.
@@ -239,9 +212,11 @@ class RunRecord:
         self._stop()
         ranks = [self._metrics.whole_run()]
         if self._num_ranks > 1:
-            ranks = [decode(each) for each in all_gather_object(encode(ranks[0]), group=group, device=device)]
+            encoded = all_gather_object(aggregator.encode(ranks[0]), group=group, device=device)
+            ranks = [aggregator.decode(each) for each in encoded]
         done = self._metrics.num_done
-        whole = Snapshot(time=0.0, step=done, num_steps=done, ranks=with_waits(ranks), world_size=self._num_ranks)
+        ranks = aggregator.with_waits(ranks)
+        whole = Snapshot(time=0.0, step=done, num_steps=done, ranks=ranks, world_size=self._num_ranks)
         return summary(whole) if self._world.is_rank_zero else None
 
     def close(self) -> None:
@@ -269,170 +244,136 @@ class RunRecord:
             self._recorder.add(self._last)
             self._last = None
 
-    def _open_folder(self, folder: Path, task: Task, settings: FitSettings, num_steps: int) -> RunFolder:
+    def _open_folder(self, folder: Path) -> run_record.RunFolder:
         """Return the files of this rank; rank zero also writes ``run.json``. Collective: every rank."""
-        world, trainer = self._world, self._trainer
-        provenance = asdict(_provenance_of(task)) if world.is_rank_zero else {}
-        opened = RunFolder(
+        world, trainer, settings = self._world, self._trainer, self._settings
+        opened = run_record.RunFolder(
             folder,
             world.rank,
             world.world_size,
             device=", ".join(str(device) for device in trainer.devices),
             machine=machine_name(),
             first_step=trainer.num_steps_done,
-            fresh=not trainer.num_steps_done and not num_restarts(),
+            fresh=self._is_fresh,
             gather=partial(all_gather_object, group=world.group, device=world.device),
         )
-        parameters = _parameters_of(trainer)
         given = asdict(settings).items()
         opened.describe(
             measure_clock_offsets(world.group, world.device),
             "start",
-            num_steps=num_steps,
-            task=task.name,
-            counts=task.counts,
+            num_steps=self._num_steps,
+            task=self._task.name,
+            counts=self._task.counts,
             settings={name: str(value) if isinstance(value, Path) else value for name, value in given},
             global_batch_size=trainer.plan.batch_size,
-            num_parameters=sum(parameter.numel() for parameter in parameters),
-            gradient_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+            num_parameters=sum(parameter.numel() for parameter in self._parameters()),
+            gradient_bytes=sum(parameter.numel() * parameter.element_size() for parameter in self._parameters()),
             backend=world.backend if trainer.group is not None else None,
-            provenance=provenance,
+            provenance=asdict(self._provenance()) if world.is_rank_zero else {},
         )
         return opened
 
+    def open_sinks(self) -> list[MetricsSink]:
+        """Return the sinks of a run that is about to begin, or to go on; only rank zero has any.
 
-def _parameters_of(trainer: Trainer) -> list[Tensor]:
-    return [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
+        Collective: every rank. Blocks until rank zero has opened them; see `sinks.factory.open_sinks`.
 
+        Raises:
+            ConfigurationError: On every rank: one of them cannot be opened; says why.
+        """
+        targets = parse_targets(self._settings.log_to) if self._settings.log_to else []
+        return open_sinks(targets, self._run_info, self._world) if targets else []
 
-def _provenance_of(task: Task) -> Provenance:
-    """Return versions, machine and commits; takes a moment, as it asks git."""
-    path = None
-    with suppress(OSError, TypeError):
-        path = Path(inspect.getfile(task.loss))
-    return gather(path)
+    def _run_info(self) -> RunInfo:
+        """Return all that the run depends on: the settings as they were given, and then what became of them."""
+        settings, trainer, origin = self._settings, self._trainer, self._provenance()
+        # Where checkpoints are, for whoever goes on with them is to go on here, too.
+        memory = settings.checkpoint or settings.run_dir
+        if memory is not None:
+            with suppress(OSError):  # then nothing is remembered
+                Path(memory).mkdir(parents=True, exist_ok=True)
+        config = {
+            **{name: _plain(value) for name, value in asdict(settings).items() if value is not None},
+            "task": self._task.name,
+            "global_batch_size": trainer.plan.batch_size,
+            "num_steps": self._num_steps,
+            "num_parameters": sum(parameter.numel() for parameter in self._parameters()),
+            "world_size": self._world.world_size,
+            "num_devices": len(trainer.devices) if trainer.group is None else self._world.world_size,
+            "device": str(trainer.device),
+            "backend": self._world.backend if trainer.group is not None else "none",
+            "host": platform.node(),
+            "command": run_record.how_called()["command"],
+            **{f"version/{name}": version for name, version in origin.versions.items()},
+            **{f"commit/{name}": commit for name, commit in origin.commits.items()},
+            **{f"machine/{name}": fact for name, fact in origin.machine.items() if name != "load"},
+        }
+        memory = None if memory is None else Path(memory)
+        return RunInfo(self._task.name, config, trainer.num_steps_done, self._is_fresh, memory)
 
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self._trainer.optimizer.param_groups for parameter in group["params"]]
 
-# --- sinks ------------------------------------------------------------------------------------------------------------
-
-
-def make_sinks(
-    task: Task, settings: FitSettings, world: World, trainer: Trainer, *, num_steps: int
-) -> list[MetricsSink]:
-    """Return the sinks of a run that is about to begin, or to go on; only rank zero has any.
-
-    Collective: every rank. Blocks until rank zero has opened them; see `open_sinks`.
-
-    Raises:
-        ConfigurationError: On every rank: one of them cannot be opened; says why.
-    """
-    if not settings.log_to:
-        return []
-    targets = parse_targets(settings.log_to)
-    return open_sinks(targets, lambda: _describe_run(task, settings, world, trainer, num_steps), world)
-
-
-def _describe_run(task: Task, settings: FitSettings, world: World, trainer: Trainer, num_steps: int) -> RunInfo:
-    """Return all that a run depends on: the settings as they were given, and then what became of them."""
-    first_step = trainer.num_steps_done
-    # Where checkpoints are, for whoever goes on with them is to go on here, too.
-    memory = settings.checkpoint or settings.run_dir
-    if memory is not None:
-        with suppress(OSError):  # then nothing is remembered
-            Path(memory).mkdir(parents=True, exist_ok=True)
-    origin = _provenance_of(task)
-    config = {
-        **{name: _plain(value) for name, value in asdict(settings).items() if value is not None},
-        "task": task.name,
-        "global_batch_size": trainer.plan.batch_size,
-        "num_steps": num_steps,
-        "num_parameters": sum(parameter.numel() for parameter in _parameters_of(trainer)),
-        "world_size": world.world_size,
-        "num_devices": len(trainer.devices) if trainer.group is None else world.world_size,
-        "device": str(trainer.device),
-        "backend": world.backend if trainer.group is not None else "none",
-        "host": platform.node(),
-        "command": how_called()["command"],
-        **{f"version/{name}": version for name, version in origin.versions.items()},
-        **{f"commit/{name}": commit for name, commit in origin.commits.items()},
-        **{f"machine/{name}": fact for name, fact in origin.machine.items() if name != "load"},
-    }
-    return RunInfo(
-        name=task.name,
-        config=config,
-        first_step=first_step,
-        is_fresh=not first_step and not num_restarts(),
-        memory=None if memory is None else Path(memory),
-    )
+    def _provenance(self) -> Provenance:
+        """Return versions, machine and commits; takes a moment, as it asks git."""
+        path = None
+        with suppress(OSError, TypeError):
+            path = Path(inspect.getfile(self._task.loss))
+        return gather(path)
 
 
-def _plain(value: object) -> Plain:
+def _plain(value: object) -> str | int | float | bool:
     if isinstance(value, (str, int, float, bool)):
         return value
-    if isinstance(value, (list, tuple)):
-        return ", ".join(str(each) for each in value)
-    return str(value)
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 # --- slow ranks ------------------------------------------------------------------------------------------------------
 
 
 class SlowRanks:
-    """Compares what some steps took on the ranks, and reports one that keeps the others waiting in each.
+    """Compares what some steps took on the ranks, and reports a straggler: one that keeps the others waiting in each.
 
     Args:
         trainer: Of this rank.
-        say: Called on every rank with a line about a slow one.
+        report: Called on every rank with a line about a slow one.
     """
 
-    def __init__(self, trainer: Trainer, say: Callable[[str], None]) -> None:
-        group = trainer.group
-        self._group = group if group is not None and group.size() > 1 else None
-        self._device = trainer.device
-        self._reporter = StragglerReporter(say)
+    def __init__(self, trainer: Trainer, report: Callable[[str], None]) -> None:
+        self._group, self._device = trainer.group, trainer.device
+        self._reporter = stragglers.StragglerReporter(report)
         self._number = 0
-        self._window = next_window(-1)
-        self._steps: list[RecordedStep] = []
-        # The launcher leaves the comparison to us, and gets it back afterwards.
+        self._steps: list[run_record.RecordedStep] = []
+        # The launcher would compare only the ranks of our own engine, and has no record to write to. It leaves the
+        # comparison to us, and gets it back afterwards.
         self._launcher_asked, activity.callbacks.wants_pace = activity.callbacks.wants_pace, False
 
     def close(self) -> None:
         """Leave the comparison to the launcher again, if it asked for it before."""
         activity.callbacks.wants_pace = self._launcher_asked
 
-    def after_step(self, step: RecordedStep) -> None:
+    def after_step(self, step: run_record.RecordedStep) -> None:
         """Take a step. Collective after some steps, the same on every rank: every rank of the group.
 
         Blocks then until the device has come to the end of the step.
         """
-        if self._group is None:
+        number, self._number = self._number, self._number + 1
+        if self._group is None or not stragglers.is_looked_at(number):
             return
-        if self._number in self._window:
-            self._steps.append(step)
-        if self._number == self._window[-1]:
-            self._window = next_window(self._number)
-            self._compare()
-        self._number += 1
-
-    def _compare(self) -> None:
-        assert self._group is not None
-        steps, self._steps = self._steps, []
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        mine = asdict(pace_of([_times_of(step) for step in steps])) if len(steps) > 1 else None
-        paces = all_gather_object(mine, group=self._group, device=self._device)
-        if all(paces):
-            self._reporter.judge({rank: Pace(**pace) for rank, pace in enumerate(paces)})
+        self._steps.append(step)
+        if stragglers.ends_window(number):
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            mine = asdict(stragglers.pace_of([_times_of(step) for step in self._steps]))
+            self._steps.clear()
+            paces = all_gather_object(mine, group=self._group, device=self._device)
+            self._reporter.judge({rank: stragglers.Pace(**pace) for rank, pace in enumerate(paces)})
 
 
-def _times_of(step: RecordedStep) -> StepTimes:
-    took = measure(step)
+def _times_of(step: run_record.RecordedStep) -> stragglers.StepTimes:
+    took = run_record.measure(step)
+    own = {"loader": took.data_wait_s or 0.0, "forward": 0.0, "backward": 0.0, "optimizer": took.optimizer_s or 0.0}
     # Where work and waiting alternate within forward and backward, and cannot be told apart, none of it counts as work.
-    is_known = took.exposed_s is not None
-    own = {
-        "loader": took.data_wait_s or 0.0,
-        "forward": max(0.0, took.forward_s or 0.0) if is_known else 0.0,
-        "backward": (took.backward_s or 0.0) if is_known else 0.0,
-        "optimizer": took.optimizer_s or 0.0,
-    }
-    return StepTimes(**own, waits=took.total_s - sum(own.values()))
+    if took.exposed_s is not None:
+        own |= {"forward": max(0.0, took.forward_s or 0.0), "backward": took.backward_s or 0.0}
+    return stragglers.StepTimes(**own, waits=took.total_s - sum(own.values()))

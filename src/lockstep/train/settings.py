@@ -1,5 +1,4 @@
 """Every setting of a training run, declared once: ``fit``'s keywords, ``lockstep train``'s flags and settings files."""
-
 # ruff: noqa: RUF009 - `setting` is dataclasses.field with metadata
 
 from __future__ import annotations
@@ -42,54 +41,42 @@ def _are_words(value: object) -> bool:
     )
 
 
-_KINDS: dict[frozenset[Any], Kind] = {
-    frozenset({int}): "int",
-    frozenset({float}): "float",
-    frozenset({bool}): "bool",
-    frozenset({str, Path}): "path",
-    frozenset({Sequence[float]}): "numbers",
-    frozenset({str, Sequence[str]}): "words",
+# By kind: the types that a field is declared with, what a value must fulfil, and that in words.
+_KINDS: dict[Kind, tuple[set[Any], Callable[[Any], bool], str]] = {
+    "int": ({int}, lambda value: _is_number(value, (int,)), "a whole number"),
+    "float": ({float}, _is_number, "a number"),
+    "bool": ({bool}, lambda value: isinstance(value, bool), "True or False"),
+    "path": ({str, Path}, lambda value: isinstance(value, (str, Path)), "a path"),
+    "numbers": ({Sequence[float]}, _are_positive, "numbers above 0, such as (2, 1, 1)"),
+    "words": ({str, Sequence[str]}, _are_words, "a text, or several"),
 }
-_ALLOWED: dict[Kind, tuple[Callable[[Any], bool], str]] = {
-    "int": (lambda value: _is_number(value, (int,)), "a whole number"),
-    "float": (_is_number, "a number"),
-    "bool": (lambda value: isinstance(value, bool), "True or False"),
-    "path": (lambda value: isinstance(value, (str, Path)), "a path"),
-    "numbers": (_are_positive, "numbers above 0, such as (2, 1, 1)"),
-    "words": (_are_words, "a text, or several"),
-}
-
-
-@dataclass(frozen=True)
-class Flag:
-    """What a field declares besides its type and default.
-
-    Args:
-        help: One sentence for ``--help``.
-        unit: What its number or path stands for.
-        at_least: Smallest number allowed.
-    """
-
-    help: str
-    unit: str | None = None
-    at_least: int | None = None
 
 
 def setting(default: Any, help: str, unit: str | None = None, at_least: int | None = None) -> Any:
-    """Return a field of a dataclass of settings; see `Flag`."""
-    return field(default=default, metadata={"flag": Flag(help, unit, at_least)})
+    """Return a field of a dataclass of settings; see `Setting`."""
+    return field(default=default, metadata={"help": help, "unit": unit, "at_least": at_least})
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One field, as checked and shown; ``optional`` ones may be None."""
+    """One field, as checked and shown.
+
+    Args:
+        name, kind, choices, default: As declared.
+        optional: Whether it may be None.
+        help: One sentence for ``--help``.
+        unit: What its number or path stands for.
+        at_least: Smallest number allowed.
+    """
 
     name: str
     kind: Kind
     optional: bool
     choices: tuple[str, ...]
     default: Any
-    flag: Flag
+    help: str
+    unit: str | None
+    at_least: int | None
 
     def check(self, value: Any) -> None:
         """Check a value.
@@ -102,10 +89,10 @@ class Setting:
         if self.kind == "choice":
             is_allowed, allowed = value in self.choices, "one of " + ", ".join(self.choices)
         else:
-            test, allowed = _ALLOWED[self.kind]
+            _, test, allowed = _KINDS[self.kind]
             is_allowed = test(value)
-        if (smallest := self.flag.at_least) is not None:
-            is_allowed, allowed = is_allowed and value >= smallest, f"{allowed} of at least {smallest}"
+        if self.at_least is not None:
+            is_allowed, allowed = is_allowed and value >= self.at_least, f"{allowed} of at least {self.at_least}"
         if not is_allowed:
             raise ConfigurationError(f"{self.name}={value!r} is not allowed.\nGive {allowed}.")
 
@@ -119,17 +106,19 @@ def settings_of(cls: type) -> tuple[Setting, ...]:
 
 def _setting(declared: Field[Any], hint: Any) -> Setting:
     is_union = typing.get_origin(hint) in (Union, types.UnionType)
-    members = frozenset(typing.get_args(hint) if is_union else [hint])
+    members = set(typing.get_args(hint) if is_union else [hint])
     kinds = members - {type(None)}
     (first, *_) = kinds
     is_choice = typing.get_origin(first) is Literal
     return Setting(
         declared.name,
-        kind="choice" if is_choice else _KINDS[kinds],
+        kind="choice"
+        if is_choice
+        else next(kind for kind, (declared_as, *_) in _KINDS.items() if declared_as == kinds),
         optional=kinds != members,
         choices=typing.get_args(first) if is_choice else (),
         default=declared.default,
-        flag=declared.metadata["flag"],
+        **declared.metadata,
     )
 
 
@@ -291,11 +280,7 @@ class FitSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.resume and self.checkpoint is None:
-            raise ConfigurationError(
-                "resume needs a folder to resume from.\nName it with checkpoint=DIR (--checkpoint DIR)."
-            )
-        for name in ("keep_best", "checkpoint_blocking"):
+        for name in ("resume", "keep_best", "checkpoint_blocking"):
             if getattr(self, name) and self.checkpoint is None:
                 raise ConfigurationError(
                     f"{name} needs a folder for checkpoints.\nName it with checkpoint=DIR (--checkpoint DIR)."

@@ -15,11 +15,12 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from lockstep import activity
-from lockstep.comm.collectives import Group, all_reduce_async
+from lockstep.comm.collectives import Group, all_reduce, all_reduce_async
 from lockstep.data.loader import MicroBatch
 from lockstep.data.order import mix, seed_cpu, seed_device
 from lockstep.errors import ConfigurationError, OutOfMemory
 from lockstep.parallel.flat import are_finite, combine_norms, list_norms, multiply_
+from lockstep.parallel.zero.optimizer import norm_of_shards
 from lockstep.telemetry.resources import says_out_of_memory
 from lockstep.train.settings import Precision, Scaling, Schedule
 from lockstep.train.task import Loss, Task
@@ -216,9 +217,6 @@ class Gradients(Protocol):
     ``FlatGradients`` of our `DistributedDataParallel` is one of them.
     """
 
-    def expect_norm(self) -> None:
-        """Compute what `norm` needs as early as can be, from now on."""
-
     def norm(self) -> Tensor:
         """Return the Euclidean norm of all gradients together, a 0-dimensional tensor. Does not block."""
 
@@ -243,9 +241,6 @@ class ParameterGradients:
     def _all(self) -> list[Tensor]:
         return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
-    def expect_norm(self) -> None:
-        """Do nothing: there is no earlier."""
-
     def norm(self) -> Tensor:
         """Return the norm of all."""
         return combine_norms(list_norms(self._all()))
@@ -257,6 +252,36 @@ class ParameterGradients:
     def is_finite(self, norm: Tensor) -> bool:
         """Return whether all are finite."""
         return are_finite(self._all(), norm)
+
+
+@final
+class ShardedGradients:
+    """Gradients of which each rank has its part; the same norm on every rank.
+
+    Args:
+        local: Returns this rank's part.
+        like: A parameter.
+        group: The ranks.
+    """
+
+    def __init__(self, local: Callable[[], list[Tensor]], like: Tensor, group: Group) -> None:
+        self._local, self._like, self._group = local, like, group
+
+    def norm(self) -> Tensor:
+        """Collective: every rank."""
+        return norm_of_shards(self._local(), self._like, group=self._group)
+
+    def multiply_(self, factor: Tensor) -> None:
+        """Multiply this rank's part in place."""
+        multiply_(self._local(), factor)
+
+    def is_finite(self, norm: Tensor) -> bool:
+        """Collective if the norm is not finite: every rank then."""
+        if math.isfinite(float(norm)):
+            return True
+        mine = torch.tensor([are_finite(self._local(), norm)], device=norm.device).int()
+        all_reduce(mine, group=self._group, op="min")
+        return bool(mine)
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

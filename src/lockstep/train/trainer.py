@@ -22,46 +22,14 @@ from lockstep.errors import ConfigurationError
 from lockstep.parallel.consistency import refuse_difference, replica_of
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.telemetry import ranges
+from lockstep.train import step as step_parts
 from lockstep.train.bad_samples import BadSamples
 from lockstep.train.checkpoints.model_state import check_identity, identity_of, load_into, local_state_dict
 from lockstep.train.nonfinite import Computed, NonFiniteGuard
 from lockstep.train.plan import PER_PROCESS, make_plan
 from lockstep.train.settings import Settings, StrategyName
-from lockstep.train.step import (
-    DATA,
-    FORWARD,
-    INIT,
-    UPDATE,
-    GradScaler,
-    HostCopy,
-    Objective,
-    ParameterGradients,
-    Part,
-    Seeds,
-    StepMetrics,
-    base_rates,
-    clip_factor,
-    explain_out_of_memory,
-    set_rates,
-)
-from lockstep.train.strategies.reproducible import (
-    Arithmetic,
-    describe_machine,
-    differences,
-    first_unlike,
-    make_reproducible,
-    virtual_shards,
-    watch_for_other_kernels,
-)
-from lockstep.train.strategies.strategy import (
-    Distributed,
-    Pass,
-    Replicated,
-    Single,
-    Strategy,
-    check_engine,
-    split_batch,
-)
+from lockstep.train.strategies import reproducible
+from lockstep.train.strategies import strategy as strategies
 from lockstep.train.task import Task, build_dataset, build_model, build_optimizer
 from lockstep.train.timing import StepRecord, StepTimer
 
@@ -102,7 +70,7 @@ class Trainer:
         devices: Sequence[torch.device],
     ) -> None:
         self.settings, self.devices, self.device = settings, list(devices), devices[0]
-        self.arithmetic = Arithmetic(
+        self.arithmetic = reproducible.Arithmetic(
             settings.threads or (None if settings.reproducible is None else 1),
             deterministic=settings.reproducible is not None,
         )
@@ -111,17 +79,17 @@ class Trainer:
         self.failure_seen: Callable[[], bool] | None = None
         self.num_steps_done = self._first_step = self._num_updates = 0
         self._sync, self._has_counts = True, False
-        self._flags: HostCopy | None = None
+        self._flags: step_parts.HostCopy | None = None
         self._reported = [0.0, 0.0]
         with self.arithmetic.applied():
             self._build(task, world, strategy)
 
     def _build(self, task: Task, world: World, strategy: StrategyName) -> None:
         settings = self.settings
-        shards = virtual_shards(strategy, world, self.devices, settings)
-        split = split_batch(strategy, world, self.devices, settings) if shards is None else shards.division
-        self._seeds = Seeds(settings.seed, self.devices, split.shares)
-        self._seeds.all(DATA)
+        shards = reproducible.virtual_shards(strategy, world, self.devices, settings)
+        split = strategies.split_batch(strategy, world, self.devices, settings) if shards is None else shards.division
+        self._seeds = step_parts.Seeds(settings.seed, self.devices, split.shares)
+        self._seeds.all(step_parts.DATA)
         self.samples = build_dataset(task)
         num_samples = None if isinstance(self.samples, IterableDataset) else len(self.samples)
         self.plan = make_plan(task, settings, split, num_samples=num_samples)
@@ -131,28 +99,28 @@ class Trainer:
 
         # The data set may have drawn any number of random numbers; all ranks get the same weights all the same. Under
         # fsdp the whole model need not fit on a device.
-        self._seeds.all(INIT)
+        self._seeds.all(step_parts.INIT)
         self._model = build_model(task).to("cpu" if strategy == "fsdp" else self.device).train()
-        objective = Objective(task, settings.precision)
-        self.strategy: Strategy
+        objective = step_parts.Objective(task, settings.precision)
+        self.strategy: strategies.Strategy
         if shards is None:
-            self.strategy = make_strategy(strategy, self._model, objective, world, self.devices, settings)
+            self.strategy = self._make_strategy(strategy, objective, world)
         else:
-            self.strategy = make_reproducible(
-                shards, strategy, self._model, objective, world, self.devices, self.arithmetic
+            group = world.group if strategy == "ddp" else None
+            self.strategy = reproducible.Reproducible(
+                self._model, objective, shards, self.devices, group, self.arithmetic
             )
         self.group: Group | None = self.strategy.group
         if shards is not None:
             # Other hardware may round otherwise; that is no error, but the bits are no promise any more.
-            unlike = first_unlike(self._gather(describe_machine(self.device)))
+            unlike = reproducible.first_unlike(self._gather(reproducible.describe_machine(self.device)))
             self.caveats += [] if unlike is None else [unlike]
 
         self.optimizer: Optimizer = self.strategy.take_over(build_optimizer(task, self._model))
-        self._base_rates = base_rates(self.optimizer)
-        self._gradients = self.strategy.gradients or ParameterGradients(self._model)
+        self._base_rates = step_parts.base_rates(self.optimizer)
+        self._gradients = self.strategy.gradients or step_parts.ParameterGradients(self._model)
         self._in_backward = settings.overlap_optimizer
-        self._gradients.expect_norm()
-        self.scaler = GradScaler() if settings.precision == "fp16" else None
+        self.scaler = step_parts.GradScaler() if settings.precision == "fp16" else None
         # With on_nan="raise" on CUDA the host would wait for each step's verdict: it checks one step later instead.
         self.checks_later = settings.on_nan == "raise" and self.scaler is None and self.device.type == "cuda"
         self.bad_samples = BadSamples(skip=how.skip_bad, device=self.device, group=self.group, num_samples=num_samples)
@@ -162,12 +130,53 @@ class Trainer:
             self.optimizer,
             self._gradients,
             self.strategy,
-            self.plan.order,
-            split,
-            self._gather,
+            self.plan,
             self._replay,
         )
         self._alike_after: int | None = None
+
+    def _make_strategy(self, name: StrategyName, objective: step_parts.Objective, world: World) -> strategies.Strategy:
+        """Return the strategy ``name``. Collective for those with a process for each device: every rank.
+
+        Raises:
+            ConfigurationError: It cannot run on these devices.
+        """
+        model, devices, settings = self._model, self.devices, self.settings
+        strategies.check_engine(name, settings)
+        if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
+            if name == "torch-ddp" and self.device.type == "cpu":
+                raise ConfigurationError(
+                    "torch's DistributedDataParallel refuses SyncBatchNorm layers on the CPU, lockstep's too.\n"
+                    "Use strategy ddp, and leave torch-ddp out of a comparison (--strategies dp,ddp)."
+                )
+            from lockstep.parallel.sync_batchnorm import SyncBatchNorm
+
+            for layer in model.modules():
+                if name not in PER_PROCESS and isinstance(layer, SyncBatchNorm):
+                    # There may be a group of ranks that do not train this model: do not wait for them.
+                    layer.alone = True
+        if name == "single":
+            return strategies.Single(model, objective)
+        if name == "dp":
+            return strategies.Replicated(model, objective, devices)
+        if name == "torch-dp":
+            if any(device.type != "cuda" for device in devices):
+                raise ConfigurationError(
+                    "Strategy torch-dp needs CUDA devices: torch.nn.DataParallel does nothing on CPUs.\n"
+                    "Use strategy dp, which runs on CPUs too."
+                )
+            return strategies.Single(nn.DataParallel(model, device_ids=[device.index for device in devices]), objective)
+        if name == "fsdp":
+            from lockstep.train.strategies.fsdp import FullyShard
+
+            return FullyShard(model, objective, world, devices[0])
+        if name == "torch-ddp":
+            return strategies.Distributed(model, objective, world, nn.parallel.DistributedDataParallel)
+        from lockstep.parallel.ddp.wrapper import DistributedDataParallel
+
+        wrap = partial(DistributedDataParallel, wire_dtype=settings.wire, bucket_cap_mb=settings.bucket_cap_mb)
+        shards, overlap = name == "ddp-zero1", settings.overlap_optimizer
+        return strategies.Distributed(model, objective, world, wrap, overlap_optimizer=overlap, shards_optimizer=shards)
 
     def load_options(self, task: Task) -> LoadOptions:
         """Return how batches are loaded."""
@@ -195,7 +204,7 @@ class Trainer:
                 return self._step()
             # torch warns of each kernel once; recording warnings costs too much to do it in every step.
             found: list[str] = []
-            with watch_for_other_kernels(found):
+            with reproducible.watch_for_other_kernels(found):
                 record = self._step()
             self.caveats += [f"{name} has no deterministic kernel on {self.device.type}" for name in found]
             return record
@@ -212,9 +221,9 @@ class Trainer:
         rate = self.plan.learning_rate.factor(self._num_updates)
         if self._in_backward:
             # Parameters are stepped as soon as their bucket is reduced, so the rate must be there before.
-            set_rates(self.optimizer, self._base_rates, rate)
+            step_parts.set_rates(self.optimizer, self._base_rates, rate)
         group = self.group if self._sync else None
-        metrics = StepMetrics(
+        metrics = step_parts.StepMetrics(
             self.device,
             None if self.strategy.sums_losses else group,
             has_counts=self._has_counts,
@@ -239,7 +248,9 @@ class Trainer:
             is_last = index == num_micro - 1
             losses: list[Tensor] = []
 
-            def after_forward(parts: list[Part], losses: list[Tensor] = losses, is_last: bool = is_last) -> None:
+            def after_forward(
+                parts: list[step_parts.Part], losses: list[Tensor] = losses, is_last: bool = is_last
+            ) -> None:
                 for part in parts:
                     losses.append(part.value.detach())
                 metrics.add(parts)
@@ -253,7 +264,7 @@ class Trainer:
             try:
                 self._compute(micro, index, timer, after_forward, sync=self._sync and is_last)
             except Exception as error:
-                explain_out_of_memory(error, micro, num_micro, self.devices)
+                step_parts.explain_out_of_memory(error, micro, num_micro, self.devices)
                 raise
             computed.append((micro, losses))
             self.batches.prefetch()
@@ -274,7 +285,7 @@ class Trainer:
         norm: Tensor | None = None
         updated, is_finite = False, True
         if self._sync and not (self.bad_samples.skip and not num_read and self._all_missing(num_samples)):
-            self._seeds.all(UPDATE, step)  # some optimizers draw random numbers
+            self._seeds.all(step_parts.UPDATE, step)  # some optimizers draw random numbers
             norm = self._gradients.norm()
             factor = None
             if not self._in_backward:
@@ -294,7 +305,7 @@ class Trainer:
                 if not self._in_backward:
                     if factor is not None or self.settings.clip is not None:
                         self._finish_gradient(norm, factor)
-                    set_rates(self.optimizer, self._base_rates, rate)
+                    step_parts.set_rates(self.optimizer, self._base_rates, rate)
                     self.optimizer.step()
                 self._num_updates += 1
             if not is_finite:
@@ -319,18 +330,18 @@ class Trainer:
         micro: MicroBatch,
         index: int,
         timer: StepTimer,
-        after_forward: Callable[[list[Part]], None],
+        after_forward: Callable[[list[step_parts.Part]], None],
         *,
         sync: bool,
     ) -> None:
         """Run forward and backward of a micro-batch with its random numbers, and gradients summed if ``sync``."""
         self._seeds.forward(micro, index)
-        how = Pass(
+        how = strategies.Pass(
             scale=(1.0 if self.scaler is None else self.scaler.scale) / micro.num_global,
             sync=sync,
             timer=timer,
             after_forward=after_forward,
-            seed=lambda share, device: self._seeds.all(FORWARD, micro.step, 0, share, device=device),
+            seed=lambda share, device: self._seeds.all(step_parts.FORWARD, micro.step, 0, share, device=device),
             all_have_samples=partial(self.bad_samples.all_have_samples, micro, index, self.plan.division),
         )
         self.strategy.run(micro, how)
@@ -339,7 +350,7 @@ class Trainer:
         """Compute a micro-batch again, to the same bits, and return its losses."""
         losses: list[Tensor] = []
 
-        def after_forward(parts: list[Part]) -> None:
+        def after_forward(parts: list[step_parts.Part]) -> None:
             losses.extend(part.value.detach() for part in parts)
 
         self._compute(micro, index, StepTimer(self.device), after_forward, sync=False)
@@ -355,7 +366,7 @@ class Trainer:
     def _finish_gradient(self, norm: Tensor, factor: Tensor | None) -> None:
         """Divide the gradient and clip it, in one pass over it."""
         if self.settings.clip is not None:
-            shorten = clip_factor(norm, self.settings.clip)
+            shorten = step_parts.clip_factor(norm, self.settings.clip)
             if self.checks_later:  # a NaN norm must not become a NaN in every parameter: which it was is reported later
                 shorten = torch.where(norm.isnan(), torch.ones_like(shorten), shorten)
             factor = shorten if factor is None else factor * shorten
@@ -367,7 +378,7 @@ class Trainer:
         if self.strategy.sums_losses:
             assert self.group is not None
             all_reduce(flags, group=self.group)
-        self._flags = HostCopy(flags)
+        self._flags = step_parts.HostCopy(flags)
         if self.device.type != "cuda":
             self._read_flags()
 
@@ -460,7 +471,7 @@ class Trainer:
         """Return what this rank holds of what a resumed run needs. Collective: every rank of the group."""
         return {
             "run": identity_of(self.plan.order, self.settings, self.arithmetic),
-            "machine": describe_machine(self.device),
+            "machine": reproducible.describe_machine(self.device),
             "num_steps_done": self.num_steps_done,
             "num_updates": self._num_updates,
             **local_state_dict(self._model, self.optimizer),
@@ -482,7 +493,7 @@ class Trainer:
         self._num_updates = state["num_updates"]
         self.batches.seek(self.num_steps_done, state.get("stream"))
         if self.settings.reproducible is not None:
-            now = differences(state["machine"], describe_machine(self.device))
+            now = reproducible.differences(state["machine"], reproducible.describe_machine(self.device))
             self.caveats += [f"the run was begun elsewhere: {', '.join(now)}"] * bool(now)
 
     def close(self) -> None:
@@ -492,61 +503,3 @@ class Trainer:
     def _gather(self, value: Any) -> list[Any]:
         """Return the ``value`` of each rank, which JSON can hold. Collective if there is a group: every rank."""
         return [value] if self.group is None else all_gather_object(value, group=self.group, device=self.device)
-
-
-def make_strategy(
-    name: StrategyName,
-    model: nn.Module,
-    objective: Objective,
-    world: World,
-    devices: Sequence[torch.device],
-    settings: Settings,
-) -> Strategy:
-    """Return the strategy ``name`` for the bare ``model``, which is on the first of ``devices``.
-
-    Collective for strategies with a process for each device: every rank.
-
-    Raises:
-        ConfigurationError: It cannot run on these devices.
-    """
-    check_engine(name, settings)
-    if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
-        _prepare_sync_layers(name, model, devices)
-    if name == "single":
-        return Single(model, objective)
-    if name == "dp":
-        return Replicated(model, objective, devices)
-    if name == "torch-dp":
-        if any(device.type != "cuda" for device in devices):
-            raise ConfigurationError(
-                "Strategy torch-dp needs CUDA devices: torch.nn.DataParallel does nothing on CPUs.\n"
-                "Use strategy dp, which runs on CPUs too."
-            )
-        return Single(nn.DataParallel(model, device_ids=[device.index for device in devices]), objective)
-    if name == "fsdp":
-        from lockstep.train.strategies.fsdp import FullyShard
-
-        return FullyShard(model, objective, world, devices[0])
-    if name == "torch-ddp":
-        return Distributed(model, objective, world, nn.parallel.DistributedDataParallel)
-    from lockstep.parallel.ddp.wrapper import DistributedDataParallel
-
-    wrap = partial(DistributedDataParallel, wire_dtype=settings.wire, bucket_cap_mb=settings.bucket_cap_mb)
-    if name == "ddp-zero1":
-        from lockstep.train.strategies.fsdp import Zero1
-
-        return Zero1(model, objective, world, wrap)
-    return Distributed(model, objective, world, wrap, overlap_optimizer=settings.overlap_optimizer)
-
-
-def _prepare_sync_layers(name: StrategyName, model: nn.Module, devices: Sequence[torch.device]) -> None:
-    from lockstep.parallel.sync_batchnorm import SyncBatchNorm
-
-    if name == "torch-ddp" and devices[0].type == "cpu":
-        raise ConfigurationError(
-            "torch's DistributedDataParallel refuses SyncBatchNorm layers on the CPU, lockstep's too.\n"
-            "Use strategy ddp, and leave torch-ddp out of a comparison (--strategies dp,ddp)."
-        )
-    for layer in model.modules():
-        if name not in PER_PROCESS and isinstance(layer, SyncBatchNorm):
-            layer.alone = True  # there may be a group of ranks that do not train this model: do not wait for them

@@ -1,112 +1,25 @@
-"""The strategies whose ranks hold shards: ``fsdp`` and ``ddp-zero1``."""
+"""Strategy ``fsdp``: torch's own ``fully_shard``, for models that are too large for one device."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
-from lockstep.comm.collectives import Group, all_gather_object, all_reduce, has_reduce_scatter
+from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.fully_shard import fully_shard_units, local_part, sum_gradients
 from lockstep.comm.world import World
 from lockstep.data.loader import MicroBatch
 from lockstep.errors import ConfigurationError, ModelMismatch
-from lockstep.parallel.ddp.bucket_events import BucketStamps
-from lockstep.parallel.flat import are_finite, multiply_
-from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer, norm_of_shards, shard_optimizer
 from lockstep.train.checkpoints.model_state import full_model_state_dict
-from lockstep.train.step import LossModule, Objective, Part
-from lockstep.train.strategies.strategy import Distributed, Pass, Strategy, scaled
+from lockstep.train.step import LossModule, Objective, Part, ShardedGradients
+from lockstep.train.strategies.strategy import Pass, Strategy, scaled
 from lockstep.train.task import build_model
-
-# Strategy ``ddp-zero1``: our `DistributedDataParallel` with an optimizer that is divided among the ranks.
-
-
-@final
-class ShardedGradients:
-    """Gradients of which each rank has its part; the same norm on every rank.
-
-    Args:
-        local: Returns this rank's part.
-        like: A parameter.
-        group: The ranks.
-    """
-
-    def __init__(self, local: Callable[[], list[Tensor]], like: Tensor, group: Group) -> None:
-        self._local, self._like, self._group = local, like, group
-
-    def expect_norm(self) -> None:
-        """Do nothing: there is no earlier."""
-
-    def norm(self) -> Tensor:
-        """Collective: every rank."""
-        return norm_of_shards(self._local(), self._like, group=self._group)
-
-    def multiply_(self, factor: Tensor) -> None:
-        """Multiply this rank's part in place."""
-        multiply_(self._local(), factor)
-
-    def is_finite(self, norm: Tensor) -> bool:
-        """Collective if the norm is not finite: every rank then."""
-        if math.isfinite(float(norm)):
-            return True
-        mine = torch.tensor([are_finite(self._local(), norm)], device=norm.device).int()
-        all_reduce(mine, group=self._group, op="min")
-        return bool(mine)
-
-
-@final
-class Zero1(Strategy):
-    """One process for each device; each rank updates its part of the parameters."""
-
-    def __init__(self, model: nn.Module, objective: Objective, world: World, wrap: Callable[..., nn.Module]) -> None:
-        self._engine = Distributed(model, objective, world, wrap)
-        self.group, self.buffers = world.group, self._engine.buffers
-        self._device = next(model.parameters()).device
-        self._optimizer: ZeroRedundancyOptimizer | None = None
-
-    @override
-    def take_over(self, optimizer: Optimizer) -> Optimizer:
-        """Collective: every rank."""
-        assert self.group is not None
-        self._optimizer = shard_optimizer(optimizer, group=self.group)
-        # in shared memory a copy keeps a core busy, so there is nothing that it could run beside
-        self._optimizer.overlaps = self._device.type != "cpu" or not has_reduce_scatter(self.group, self._device)
-        like = self._optimizer.param_groups[0]["params"][0]
-        self.gradients = ShardedGradients(self._optimizer.local_gradients, like, self.group)
-        return self._optimizer
-
-    @override
-    def stamp_buckets(self, stamps: BucketStamps) -> bool:
-        return self._engine.stamp_buckets(stamps)
-
-    @override
-    def part_is_bad(self) -> bool:
-        return self._engine.part_is_bad()
-
-    @override
-    def whole(self, model: nn.Module) -> nn.Module:
-        """Block until its parameters are there."""
-        if self._optimizer is not None:
-            self._optimizer.wait()
-        return model
-
-    @override
-    def run(self, micro: MicroBatch, how: Pass) -> None:
-        """Collective: every rank, with or without samples."""
-        if self._optimizer is not None:
-            self._optimizer.wait()
-        self._engine.run(micro, how)
-
-
-# Strategy ``fsdp``: torch's own ``fully_shard``, for models that are too large for one device.
 
 
 @final

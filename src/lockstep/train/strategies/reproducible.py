@@ -23,18 +23,9 @@ from lockstep.comm.collectives import Group, all_reduce, broadcast_coalesced
 from lockstep.comm.world import World
 from lockstep.data.loader import MicroBatch
 from lockstep.errors import ConfigurationError
+from lockstep.parallel import reduction_tree as trees
 from lockstep.parallel.ddp.setup import ModelSync
 from lockstep.parallel.dp.wrapper import DataParallel, ReplicaGradients
-from lockstep.parallel.reduction_tree import (
-    GradientLayout,
-    GradientRow,
-    LeafPlacement,
-    LocalReduction,
-    PairwiseAccumulator,
-    RankReduction,
-    ReductionTree,
-    TreeReduction,
-)
 from lockstep.train.buffers import BufferSnapshot, overwrite_buffer
 from lockstep.train.plan import VirtualShards, place_shards
 from lockstep.train.settings import Settings, StrategyName
@@ -145,13 +136,23 @@ class ShardBuffers:
     Args:
         model: With all of its buffers.
         leaves: The virtual shards of this process.
+        placement: Of the shards over the ranks.
+        exchange: Sums between the ranks.
+        group: The ranks, or None if it is only this process.
 
     Raises:
         ConfigurationError: A buffer requires a gradient.
     """
 
-    def __init__(self, model: nn.Module, leaves: range) -> None:
-        self._leaves = leaves
+    def __init__(
+        self,
+        model: nn.Module,
+        leaves: range,
+        placement: trees.LeafPlacement,
+        exchange: trees.TreeReduction,
+        group: Group | None,
+    ) -> None:
+        self._leaves, self._placement, self._exchange, self._group = leaves, placement, exchange, group
         self._start = BufferSnapshot(model)
         for name, buffer in model.named_buffers():
             if buffer.requires_grad:
@@ -190,14 +191,7 @@ class ShardBuffers:
         """Return for each buffer whether a shard of this process changed it."""
         return [any(left[index] is not None for left in self._left.values()) for index in range(len(self._start.names))]
 
-    def finish(
-        self,
-        changed: Sequence[bool],
-        sizes: Mapping[int, int],
-        placement: LeafPlacement,
-        exchange: TreeReduction,
-        group: Group | None,
-    ) -> None:
+    def finish(self, changed: Sequence[bool], sizes: Mapping[int, int]) -> None:
         """Set the buffers of the model, which are those that the step started with, to what the step makes of them.
 
         Collective if there is a group: every rank. Blocks until complete.
@@ -205,30 +199,21 @@ class ShardBuffers:
         Args:
             changed: For each buffer whether any shard of any rank changed it; alike on all ranks.
             sizes: The samples of every virtual shard that has any.
-            placement: Of the shards over the ranks.
-            exchange: Sums between the ranks.
-            group: The ranks, or None if it is only this process.
         """
         floating = [i for i, start in enumerate(self._start.values) if changed[i] and start.is_floating_point()]
         others = [i for i, start in enumerate(self._start.values) if changed[i] and not start.is_floating_point()]
         if floating:
-            self._average(floating, sizes, placement.tree, exchange, 1 if group is None else group.size())
+            self._average(floating, sizes)
         if others:
             first = min(sizes)
             for index in others if first in self._left else ():
                 overwrite_buffer(self._start.objects[index], self._value(first, index))
-            if group is not None:
-                owner = next(rank for rank, leaves in enumerate(placement.ranges) if first in leaves)
-                broadcast_coalesced([self._start.objects[index] for index in others], group=group, src=owner)
+            if self._group is not None:
+                owner = next(rank for rank, leaves in enumerate(self._placement.ranges) if first in leaves)
+                broadcast_coalesced([self._start.objects[index] for index in others], group=self._group, src=owner)
 
-    def _average(
-        self,
-        indices: Sequence[int],
-        sizes: Mapping[int, int],
-        tree: ReductionTree,
-        exchange: TreeReduction,
-        num_ranks: int,
-    ) -> None:
+    def _average(self, indices: Sequence[int], sizes: Mapping[int, int]) -> None:
+        tree, num_ranks = self._placement.tree, 1 if self._group is None else self._group.size()
         starts = [self._start.values[index] for index in indices]
         numels = [start.numel() for start in starts]
         numel, device = sum(numels), starts[0].device
@@ -241,8 +226,8 @@ class ShardBuffers:
                 torch.cat(pieces, out=flat[:numel]).mul_(sizes[leaf])
             flats[range(leaf, leaf + 1)] = flat
         nodes = tree.roots(self._leaves)
-        parts = {node: GradientRow([tree.combine(flats, Tensor.add_, root=node)], []) for node in nodes}
-        mean = exchange.sum([parts]).flats[0][:numel] / sum(sizes.values())
+        parts = {node: trees.GradientRow([tree.combine(flats, Tensor.add_, root=node)], []) for node in nodes}
+        mean = self._exchange.sum([parts]).flats[0][:numel] / sum(sizes.values())
         for index, start, piece in zip(indices, starts, mean.split(numels), strict=True):
             overwrite_buffer(self._start.objects[index], piece.view(start.shape))
 
@@ -289,7 +274,7 @@ class Table:
         """The samples of each shard that has any."""
         return {leaf: int(size) for leaf, size in enumerate(self.rows[:, 0].tolist()) if size}
 
-    def loss(self, tree: ReductionTree) -> Part:
+    def loss(self, tree: trees.ReductionTree) -> Part:
         """Return the parts of the loss, summed in the tree in float64."""
         rows: list[list[float]] = self.rows.tolist()
         total, count = (
@@ -334,33 +319,8 @@ class ShardResult(NamedTuple):
 
 
 @final
-class OneReplica:
-    """Computes on the model itself."""
-
-    def __init__(self, model: nn.Module, objective: Objective, device: torch.device) -> None:
-        self._model, self._objective, self._device = model, objective, device
-        self._parameters = list(model.parameters())
-
-    def compute(self, shards: Mapping[int, Shard], how: Pass, buffers: ShardBuffers) -> dict[int, ShardResult]:
-        """Run forward and backward of the only shard; see `ManyReplicas.compute`."""
-        ((replica, shard),) = shards.items()
-        how.timer.name_phase("forward")
-        how.seed(shard.leaf, self._device)
-        part = self._objective(self._model, shard.batch, shard.num_samples)
-        how.timer.lap("forward")
-        scaled(part, how.scale).backward()
-        gradients = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
-        how.timer.lap("backward")
-        buffers.record(shard.leaf, self._model)
-        buffers.restore()
-        return {replica: ShardResult(part._replace(value=part.value.detach()), gradients)}
-
-
-@final
-class ManyReplicas:
-    """Our `DataParallel`: a thread for each device.
+class Replicas:
+    """Where virtual shards are computed: on the model itself, or on several devices by the threads of `DataParallel`.
 
     Random numbers come from generators that belong to the process (Python's, numpy's, torch's for the CPU) or to a
     device. Threads that draw from the same one at the same time get what their timing gives them, so replicas that
@@ -370,7 +330,8 @@ class ManyReplicas:
     def __init__(
         self, model: nn.Module, objective: Objective, devices: Sequence[torch.device], arithmetic: Arithmetic
     ) -> None:
-        self._engine = DataParallel(model, device_ids=list(devices))
+        self._model, self._parameters = model, list(model.parameters())
+        self._engine = DataParallel(model, device_ids=list(devices)) if len(devices) > 1 else None
         self._objective, self._devices, self._arithmetic = objective, list(devices), arithmetic
         self._take_turns = devices[0].type == "cpu" or len(set(devices)) < len(devices)
 
@@ -385,6 +346,8 @@ class ManyReplicas:
         Returns:
             By number of the replica. ``param.grad`` of the model is None.
         """
+        if self._engine is None:
+            return {0: self._compute_on_model(shards[0], how, buffers)}
         if not self._take_turns:
             # Whether a shared generator was drawn from shows only afterwards; then these shards are computed again.
             before = _shared_state()
@@ -398,6 +361,20 @@ class ManyReplicas:
             alone = {replica: shard}
             results |= self._results(alone, self._differentiate(alone, how), buffers)
         return results
+
+    def _compute_on_model(self, shard: Shard, how: Pass, buffers: ShardBuffers) -> ShardResult:
+        how.timer.name_phase("forward")
+        how.seed(shard.leaf, self._devices[0])
+        part = self._objective(self._model, shard.batch, shard.num_samples)
+        how.timer.lap("forward")
+        scaled(part, how.scale).backward()
+        gradients = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        how.timer.lap("backward")
+        buffers.record(shard.leaf, self._model)
+        buffers.restore()
+        return ShardResult(part._replace(value=part.value.detach()), gradients)
 
     def _differentiate(self, shards: Mapping[int, Shard], how: Pass) -> dict[int, tuple[Part, ReplicaGradients]]:
         """Run forward and backward of all ``shards`` at the same time."""
@@ -415,6 +392,7 @@ class ManyReplicas:
             how.seed(shard.leaf, self._devices[replica])
         items = [(index, shards[index]) if index in shards else None for index in range(max(shards) + 1)]
         how.timer.name_phase("replicas")
+        assert self._engine is not None
         found = self._engine.gradients(loss, items, [1.0] * len(items))  # the same roundings as in one replica
         how.timer.lap("backward")
         return {replica: (parts[replica], gradients) for replica, gradients in found.items()}
@@ -438,15 +416,19 @@ def _shared_state() -> tuple[object, ...]:
 class Reproducible(Strategy):
     """Runs the virtual shards of this process, and sums what comes of all of them in one tree.
 
+    Collective if there is a group: every rank, which all take over the model of rank 0.
+
     Args:
-        model: The bare model.
-        replicas: Where shards are computed.
-        placement: Of the shards over the replicas of this process, if there is no group.
-        devices: Of the replicas.
-        group: The ranks, with ``placement`` over them and one replica each; or None.
+        model: The bare model, on the first of ``devices``.
+        objective: Its loss.
+        shards: The virtual shards.
+        devices: Where those of this process are computed.
+        group: The ranks, with one device each; None if it is only this process.
+        arithmetic: How they compute.
 
     Raises:
         ConfigurationError: The model has layers or buffers that this cannot sum.
+        ModelMismatch: The model differs between ranks.
     """
 
     sums_losses = True
@@ -454,10 +436,11 @@ class Reproducible(Strategy):
     def __init__(
         self,
         model: nn.Module,
-        replicas: OneReplica | ManyReplicas,
-        placement: LeafPlacement,
+        objective: Objective,
+        shards: VirtualShards,
         devices: Sequence[torch.device],
         group: Group | None,
+        arithmetic: Arithmetic,
     ) -> None:
         for name, layer in model.named_modules():
             if isinstance(layer, nn.SyncBatchNorm):  # ours is one of these
@@ -466,19 +449,27 @@ class Reproducible(Strategy):
                     "With reproducible, virtual shards run one after the other. Use BatchNorm, which then normalises "
                     "over a virtual shard on any number of devices, or leave reproducible out."
                 )
-        self.group = group
-        self._replicas, self._placement, self._device = replicas, placement, devices[0]
+        if group is not None:
+            # There is no engine around the model that would do so.
+            sync = ModelSync(model, set(), group, devices[0])
+            sync.check(with_buffers=True)
+            sync.broadcast(src=0, with_buffers=True)
+        self.group, self._device, placement = group, devices[0], shards.placement
+        self._replicas = Replicas(model, objective, devices, arithmetic)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._trained = [index for index, parameter in enumerate(model.parameters()) if parameter.requires_grad]
         self._names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        layout = GradientLayout(self._parameters, multiple_of=1 if group is None else group.size())
+        layout = trees.GradientLayout(self._parameters, multiple_of=1 if group is None else group.size())
         self._tree = placement.tree
-        self._sums = [PairwiseAccumulator(self._tree, layout, device) for device in devices]  # by replica
-        self._exchange: TreeReduction = LocalReduction(self._tree) if group is None else RankReduction(placement, group)
+        self._sums = [trees.PairwiseAccumulator(self._tree, layout, device) for device in devices]  # by replica
+        self._exchange: trees.TreeReduction = trees.LocalReduction(self._tree)
+        if group is not None:
+            self._exchange = trees.RankReduction(placement, group)
         self._mine = placement.ranges if group is None else placement.ranges[group.rank() : group.rank() + 1]
-        self._over_ranks = placement if group is not None else LeafPlacement((self._tree.root,))
-        self._buffers = ShardBuffers(model, range(self._mine[0].start, self._mine[-1].stop))
-        self._in_use: GradientRow | None = None  # that ``param.grad`` are views of
+        over_ranks = placement if group is not None else trees.LeafPlacement((self._tree.root,))
+        leaves = range(self._mine[0].start, self._mine[-1].stop)
+        self._buffers = ShardBuffers(model, leaves, over_ranks, self._exchange, group)
+        self._in_use: trees.GradientRow | None = None  # that ``param.grad`` are views of
 
     @override
     def run(self, micro: MicroBatch, how: Pass) -> None:
@@ -503,7 +494,7 @@ class Reproducible(Strategy):
         if self.group is not None:
             table = table.over_ranks(self.group, self._device)
         how.after_forward([table.loss(self._tree)])
-        self._buffers.finish(table.changed, table.sizes, self._over_ranks, self._exchange, self.group)
+        self._buffers.finish(table.changed, table.sizes)
         taken = [sums.take() for sums in self._sums]
         total = self._exchange.sum(taken)
         for sums, rows in zip(self._sums, taken, strict=True):
@@ -539,7 +530,7 @@ class Reproducible(Strategy):
         sizes = {leaf: shard.num_samples for leaf, shard in shards.items()}
         return Table(_rows(sizes, parts, self._tree.num_leaves, self._device), used, self._buffers.changed())
 
-    def _sum_own(self) -> GradientRow:
+    def _sum_own(self) -> trees.GradientRow:
         """Return the sum over this process's shards alone: enough to see where a NaN came from, in no fixed order."""
         (_, total), *others = [(sums, row) for sums in self._sums for row in sums.take().values()]
         for sums, row in others:
@@ -548,13 +539,10 @@ class Reproducible(Strategy):
             sums.give_back([row])
         return total
 
-    def _deliver(self, total: GradientRow, used: Sequence[bool]) -> None:
+    def _deliver(self, total: trees.GradientRow, used: Sequence[bool]) -> None:
         for parameter, view, is_used in zip(self._parameters, total.views, used, strict=True):
             parameter.grad = view if is_used else None
         self._in_use = total
-
-
-# --- put the reproducible mode together -------------------------------------------------------------------------------
 
 
 def virtual_shards(
@@ -578,32 +566,3 @@ def virtual_shards(
     placement = place_shards(settings.reproducible, num_devices, settings.shares)
     ranges = placement.ranges
     return VirtualShards(placement, (ranges[world.rank],) if name == "ddp" else ranges)
-
-
-def make_reproducible(
-    shards: VirtualShards,
-    name: StrategyName,
-    model: nn.Module,
-    objective: Objective,
-    world: World,
-    devices: Sequence[torch.device],
-    arithmetic: Arithmetic,
-) -> Reproducible:
-    """Return the strategy for the bare ``model``, which is on the first of ``devices``.
-
-    Collective for ``ddp``: every rank, which all take over the model of rank 0.
-
-    Raises:
-        ConfigurationError: The model has layers or buffers that cannot be summed.
-        ModelMismatch: The model differs between ranks.
-    """
-    group = world.group if name == "ddp" else None
-    if group is not None:
-        # There is no engine around the model that would do so.
-        sync = ModelSync(model, set(), group, devices[0])
-        sync.check(with_buffers=True)
-        sync.broadcast(src=0, with_buffers=True)
-    replicas: OneReplica | ManyReplicas = OneReplica(model, objective, devices[0])
-    if name == "dp" and len(devices) > 1:
-        replicas = ManyReplicas(model, objective, devices, arithmetic)
-    return Reproducible(model, replicas, shards.placement, devices, group)

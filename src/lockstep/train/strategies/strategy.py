@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lockstep.comm.collectives import Group
+from lockstep.comm.collectives import Group, has_reduce_scatter
 from lockstep.comm.world import World
 from lockstep.data.batch_iterator import to_device
 from lockstep.data.loader import MicroBatch
@@ -24,10 +24,11 @@ from lockstep.data.order import BatchSplit
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.consistency import Buffers
 from lockstep.parallel.ddp.bucket_events import BucketStamps
+from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer, shard_optimizer
 from lockstep.telemetry.run_record import Mark
 from lockstep.train.plan import PER_PROCESS
 from lockstep.train.settings import Settings, StrategyName
-from lockstep.train.step import Gradients, LossModule, Objective, ParameterGradients, Part
+from lockstep.train.step import Gradients, LossModule, Objective, ParameterGradients, Part, ShardedGradients
 from lockstep.train.timing import StepTimer, compute_end_marked
 
 
@@ -53,7 +54,7 @@ class Pass:
 
 
 class Strategy(ABC):
-    """Runs micro-batches. Abstract; `make_strategy` of trainer.py returns the one asked for."""
+    """Runs micro-batches. Abstract; `Trainer` makes the one asked for."""
 
     # The ranks that take part, or None if it is only this process.
     group: Group | None = None
@@ -175,6 +176,7 @@ class Distributed(Strategy):
         world: The ranks.
         wrap: Makes the engine.
         overlap_optimizer: Whether parameters are stepped in backward, as soon as their bucket is reduced.
+        shards_optimizer: Whether each rank updates its part of the parameters (ZeRO-1).
     """
 
     buffers = "healed"
@@ -187,14 +189,20 @@ class Distributed(Strategy):
         wrap: Callable[..., nn.Module],
         *,
         overlap_optimizer: bool = False,
+        shards_optimizer: bool = False,
     ) -> None:
         from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 
-        self._num_ranks, self._overlap_optimizer = world.world_size, overlap_optimizer
-        self.group = world.group
+        self.group, self._device, self._num_ranks = world.group, world.device, world.world_size
+        self._overlap_optimizer, self._shards_optimizer = overlap_optimizer, shards_optimizer
+        self._sharded: ZeroRedundancyOptimizer | None = None
         self._module = wrap(LossModule(model, objective), process_group=world.group)
         self._ours = self._module if isinstance(self._module, DistributedDataParallel) else None
-        self.gradients = ParameterGradients(model) if self._ours is None else self._ours.flat_gradients
+        self.gradients: Gradients = ParameterGradients(model)
+        if self._ours is not None:
+            self.gradients = self._ours.flat_gradients
+            if not shards_optimizer:
+                self._ours.flat_gradients.expect_norm()  # of each bucket, as soon as it is there
         self.part_was_bad: Callable[[], bool] | None = None
         # A step that has changed the parameters cannot be computed again to see where a NaN came from, so this rank's
         # part is looked at while it is there. So it is on CUDA, where a step may be checked too late for that.
@@ -207,7 +215,21 @@ class Distributed(Strategy):
         if self._overlap_optimizer:
             assert self._ours is not None, "checked when the strategy was made"
             self._ours.overlap_optimizer(optimizer)
+        if self._shards_optimizer:
+            assert self.group is not None
+            optimizer = self._sharded = shard_optimizer(optimizer, group=self.group)
+            # In shared memory a copy keeps a core busy, so there is nothing that it could run beside.
+            self._sharded.overlaps = self._device.type != "cpu" or not has_reduce_scatter(self.group, self._device)
+            like = self._sharded.param_groups[0]["params"][0]
+            self.gradients = ShardedGradients(self._sharded.local_gradients, like, self.group)
         return optimizer
+
+    @override
+    def whole(self, model: nn.Module) -> nn.Module:
+        """Return the model. Blocks until its parameters are there."""
+        if self._sharded is not None:
+            self._sharded.wait()
+        return model
 
     @override
     def stamp_buckets(self, stamps: BucketStamps) -> bool:
@@ -222,6 +244,8 @@ class Distributed(Strategy):
     @override
     def run(self, micro: MicroBatch, how: Pass) -> None:
         """Collective: every rank, with or without samples; forward may exchange buffers whether or not ``how.sync``."""
+        if self._sharded is not None:
+            self._sharded.wait()
         batch, num_samples = (micro.batches[0], micro.sizes[0]) if micro.batches else (None, 0)
         with contextlib.ExitStack() as contexts:
             if self._has_sync_layers and not how.all_have_samples():
