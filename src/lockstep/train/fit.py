@@ -155,12 +155,7 @@ class Run:
     """
 
     def __init__(
-        self,
-        task: Task,
-        settings: FitSettings,
-        world: World,
-        signals: StopSignals,
-        checkpoints: Checkpoints | None,
+        self, task: Task, settings: FitSettings, world: World, signals: StopSignals, checkpoints: Checkpoints | None
     ) -> None:
         self._task, self._settings, self._world = task, settings, world
         self._signals, self._checkpoints = signals, checkpoints

@@ -1,4 +1,4 @@
-"""A gradient that is NaN or infinite: seen by all ranks in the same step, traced to rank, module, parameter, sample."""
+"""Non-finite (NaN, infinite) gradients: seen by all ranks in the same step, traced to rank, module and samples."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _format_samples(numbers: Sequence[int]) -> str:
 
 
 class NonFiniteGuard:
-    """Refuses steps whose gradient is not finite, and names where they went wrong.
+    """Refuses steps whose gradient is non-finite, and names where they went wrong.
 
     Args:
         rule: What happens then.

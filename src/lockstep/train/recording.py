@@ -215,8 +215,8 @@ class RunRecord:
             encoded = all_gather_object(aggregator.encode(ranks[0]), group=group, device=device)
             ranks = [aggregator.decode(each) for each in encoded]
         done = self._metrics.num_done
-        ranks = aggregator.with_waits(ranks)
-        whole = Snapshot(time=0.0, step=done, num_steps=done, ranks=ranks, world_size=self._num_ranks)
+        known = aggregator.with_waits(ranks)
+        whole = Snapshot(time=0.0, step=done, num_steps=done, ranks=known, world_size=self._num_ranks)
         return summary(whole) if self._world.is_rank_zero else None
 
     def close(self) -> None:
@@ -308,8 +308,13 @@ class RunRecord:
             **{f"commit/{name}": commit for name, commit in origin.commits.items()},
             **{f"machine/{name}": fact for name, fact in origin.machine.items() if name != "load"},
         }
-        memory = None if memory is None else Path(memory)
-        return RunInfo(self._task.name, config, trainer.num_steps_done, self._is_fresh, memory)
+        return RunInfo(
+            name=self._task.name,
+            config=config,
+            first_step=trainer.num_steps_done,
+            is_fresh=self._is_fresh,
+            memory=None if memory is None else Path(memory),
+        )
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self._trainer.optimizer.param_groups for parameter in group["params"]]

@@ -155,6 +155,7 @@ class Settings:
         None, "How the learning rate falls over the steps; the task's own schedule, else constant."
     )
     warmup: int = setting(0, "Optimizer steps over which the learning rate rises from 0.", "STEPS", 0)
+    # Learning-rate scaling with the batch size; see `batch_scale` in step.py.
     lr_scaling: Scaling = setting("none", "How the learning rate follows the global batch, relative to the base batch.")
     base_batch_size: int | None = setting(
         None, "Global batch that the learning rate was chosen for; else the task's own.", "SAMPLES", 1

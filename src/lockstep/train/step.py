@@ -25,13 +25,13 @@ from lockstep.telemetry.resources import says_out_of_memory
 from lockstep.train.settings import Precision, Scaling, Schedule
 from lockstep.train.task import Loss, Task
 
-# --- low precision ----------------------------------------------------------------------------------------------------
+# --- mixed precision --------------------------------------------------------------------------------------------------
 
 _AUTOCAST_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return the context that a forward pass on ``device`` runs in; it holds for the calling thread only."""
+    """Return the context for mixed precision (autocast) in a forward pass; it holds for the calling thread only."""
     if precision == "fp32":
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=_AUTOCAST_DTYPES[precision])
@@ -39,7 +39,9 @@ def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractC
 
 @dataclass
 class GradScaler:
-    """The factor on the loss that keeps fp16 gradients in range: halved after an overflow, doubled after a good while.
+    """Loss scaling: a factor on the loss that keeps fp16 gradients in range.
+
+    It is halved after an overflow, and doubled after a good while.
 
     It is a power of two, so it changes no digit of a gradient. It sees only whether the *global* gradient was finite,
     so all ranks hold the same factor.
@@ -160,7 +162,7 @@ class _NoSamples(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LearningRate:
-    """The factor on the optimizer's own learning rates at each optimizer step.
+    """The learning-rate schedule with its warm-up: a factor on the optimizer's own rates at each optimizer step.
 
     Args:
         scale: From the size of the global batch; see `batch_scale`.
@@ -186,7 +188,7 @@ class LearningRate:
 
 
 def batch_scale(rule: Scaling, batch_size: int, base_batch_size: int) -> float:
-    """Return the factor on the learning rate for a global batch that differs from the base batch.
+    """Return the factor of learning-rate scaling, for a global batch that differs from the base batch.
 
     Source: linear from Goyal et al. 2017 (arXiv:1706.02677), square root from Krizhevsky 2014 (arXiv:1404.5997).
     """
@@ -285,7 +287,10 @@ class ShardedGradients:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """Return the factor that brings ``norm`` down to ``max_norm``, or one; the formula of ``clip_grad_norm_``."""
+    """Return the factor of gradient clipping, which brings ``norm`` down to ``max_norm``, or one.
+
+    The formula of ``clip_grad_norm_``.
+    """
     factor: Tensor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     return factor
 

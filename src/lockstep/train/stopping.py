@@ -1,4 +1,4 @@
-"""What ends a run early: signals that ask it to stop, and control flags that travel with the losses of a step."""
+"""What ends a run early, such as preemption by a scheduler: signals that ask it to stop and save."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ from typing import Any
 from lockstep import run_folder
 from lockstep.errors import RESUME_EXIT_CODE, exit_code_after
 
-# Signals that ask a run to stop: SIGTERM, SIGUSR1 and Ctrl-C become a wish that is looked for once a step.
-#
-# [Note: signals in a rank]
-# Our launcher turns a signal that it gets into a request in a file (`lockstep.run_folder`), so a signal that comes
-# to a rank itself can mean two things. Whoever sent it to the launcher has sent it to all processes, as SLURM does:
-# then there is a request, or will be in a moment. Or the launcher ends this rank, since another one failed or the time
-# is up: then the rank has to end at once, even while it waits for others in native code, where Python runs no handlers.
-# So a thread looks at each signal, which the interpreter writes to a socket as soon as it comes.
-
 # So long after a signal the launcher's request may come.
 _REQUEST_WITHIN_S = 0.5
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
 
 class StopSignals:
-    """Takes over the signals that nobody handles, while a run lasts.
+    """Takes over the signals that nobody handles, while a run lasts: preemption becomes a graceful stop.
 
-    A context manager. Only the main thread can do so; in others, only the launcher's request is seen. Processes that
-    are forked meanwhile have the handlers that were there before, but ignore Ctrl-C.
+    SIGTERM, SIGUSR1 and Ctrl-C become a request that is polled once a step. A context manager. Only the main thread
+    can take signals over; in others, only the launcher's request is seen. Processes that are forked meanwhile have the
+    handlers that were there before, but ignore Ctrl-C.
+
+    [Note: signals in a rank]
+    Our launcher turns a signal that it gets into a request in a file (`lockstep.run_folder`), so a signal that comes
+    to a rank itself can mean two things. Whoever sent it to the launcher has sent it to all processes, as SLURM does:
+    then there is a request, or will be in a moment. Or the launcher ends this rank, since another one failed or the
+    time is up: then the rank has to end at once, even while it waits for others in native code, where Python runs no
+    handlers. So a thread checks each signal, which the interpreter writes to a socket as soon as it comes.
 
     Args:
         enabled: Whether the run has where to save to; if not, signals are left alone.
@@ -46,7 +45,7 @@ class StopSignals:
         self._run_dir: Path | None = run_folder.current_run_folder() if enabled else None
         self._received: signal.Signals | None = None
         self._before: dict[int, Any] = {}
-        self._ear: socket.socket | None = None
+        self._wakeup: socket.socket | None = None
         self._wakeup_before = -1
 
     @property
@@ -85,9 +84,9 @@ class StopSignals:
             run_folder.withdraw_graceful_stop(self._run_dir, self._rank)
         if _active is self:
             _active = None
-            if self._ear is not None:
+            if self._wakeup is not None:
                 signal.set_wakeup_fd(self._wakeup_before)
-                self._ear.close()  # ends the thread
+                self._wakeup.close()  # ends the thread
             for number, handler in self._before.items():
                 signal.signal(number, handler)
 
@@ -101,9 +100,9 @@ class StopSignals:
         self._received = signal.Signals(number)
 
     def _listen(self, run_dir: Path) -> None:
-        self._ear, theirs = socket.socketpair()
-        self._ear.setblocking(False)
-        self._wakeup_before = signal.set_wakeup_fd(self._ear.fileno(), warn_on_full_buffer=False)
+        self._wakeup, theirs = socket.socketpair()
+        self._wakeup.setblocking(False)
+        self._wakeup_before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._judge, args=[theirs, run_dir], name="lockstep-signals", daemon=True).start()
 
     def _judge(self, signals: socket.socket, run_dir: Path) -> None:
@@ -128,16 +127,12 @@ def exit_code_of(stopped: str | None, *, has_launcher: bool) -> int:
 
     Under a launcher of ours that is asked for it, it ends well: the launcher would take all else for a failure.
     """
-    if stopped is None or (has_launcher and _was_asked()):
+    folder = run_folder.current_run_folder() if has_launcher else None
+    if stopped is None or (folder is not None and run_folder.stop_reason(folder) is not None):
         return 0
     if stopped == run_folder.ANOTHER_MACHINE:  # waits to join; a launcher of ours starts this process again
         return RESUME_EXIT_CODE
     return exit_code_after(signal.Signals[stopped], saved=True)
-
-
-def _was_asked() -> bool:
-    folder = run_folder.current_run_folder()
-    return folder is not None and run_folder.stop_reason(folder) is not None
 
 
 _active: StopSignals | None = None

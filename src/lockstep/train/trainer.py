@@ -34,6 +34,10 @@ from lockstep.train.task import Task, build_dataset, build_model, build_optimize
 from lockstep.train.timing import StepRecord, StepTimer
 
 
+def _no() -> bool:
+    return False
+
+
 class Trainer:
     """Trains a task a step at a time, for as long as it is asked to.
 
@@ -61,13 +65,7 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        task: Task,
-        settings: Settings,
-        world: World,
-        *,
-        strategy: StrategyName,
-        devices: Sequence[torch.device],
+        self, task: Task, settings: Settings, world: World, *, strategy: StrategyName, devices: Sequence[torch.device]
     ) -> None:
         self.settings, self.devices, self.device = settings, list(devices), devices[0]
         self.arithmetic = reproducible.Arithmetic(
@@ -75,8 +73,8 @@ class Trainer:
             deterministic=settings.reproducible is not None,
         )
         self.caveats: list[str] = []
-        self.stop_requested: Callable[[], bool] | None = None
-        self.failure_seen: Callable[[], bool] | None = None
+        self.stop_requested: Callable[[], bool] = _no
+        self.failure_seen: Callable[[], bool] = _no
         self.num_steps_done = self._first_step = self._num_updates = 0
         self._sync, self._has_counts = True, False
         self._flags: step_parts.HostCopy | None = None
@@ -113,7 +111,10 @@ class Trainer:
         self.group: Group | None = self.strategy.group
         if shards is not None:
             # Other hardware may round otherwise; that is no error, but the bits are no promise any more.
-            unlike = reproducible.first_unlike(self._gather(reproducible.describe_machine(self.device)))
+            machines = [reproducible.describe_machine(self.device)]
+            if self.group is not None:
+                machines = all_gather_object(machines[0], group=self.group, device=self.device)
+            unlike = reproducible.first_unlike(machines)
             self.caveats += [] if unlike is None else [unlike]
 
         self.optimizer: Optimizer = self.strategy.take_over(build_optimizer(task, self._model))
@@ -125,13 +126,7 @@ class Trainer:
         self.checks_later = settings.on_nan == "raise" and self.scaler is None and self.device.type == "cuda"
         self.bad_samples = BadSamples(skip=how.skip_bad, device=self.device, group=self.group, num_samples=num_samples)
         self.nonfinite = NonFiniteGuard(
-            settings.on_nan,
-            self._model,
-            self.optimizer,
-            self._gradients,
-            self.strategy,
-            self.plan,
-            self._replay,
+            settings.on_nan, self._model, self.optimizer, self._gradients, self.strategy, self.plan, self._replay
         )
         self._alike_after: int | None = None
 
@@ -243,8 +238,9 @@ class Trainer:
                 check_same_stream(micro.note, micro.step, group=group, device=self.device)
             timer.lap("data_wait")
 
-            # Forward and backward. Gradients accumulate, and are reduced during the last backward of the step; the
-            # sum of the losses over the ranks travels beside it, so it starts as soon as the last forward is over.
+            # Forward and backward. Gradient accumulation: gradients add up over the micro-batches, and are reduced
+            # during the last backward of the step; the sum of the losses over the ranks travels beside it, so it
+            # starts as soon as the last forward is over.
             is_last = index == num_micro - 1
             losses: list[Tensor] = []
 
@@ -257,8 +253,8 @@ class Trainer:
                 if is_last:
                     metrics.start_sum(
                         len(self.bad_samples.pending),
-                        stop=self.stop_requested is not None and self.stop_requested(),
-                        failed=self.failure_seen is not None and self.failure_seen(),
+                        stop=self.stop_requested(),
+                        failed=self.failure_seen(),
                     )
 
             try:
@@ -279,9 +275,9 @@ class Trainer:
             self._take_flags(sums.flags)
         timer.lap("communication")
 
-        # Clip and step. NaN and infinity survive every sum, so the reduced gradient is its own flag: all ranks hold the
-        # same bits of it and come to the same verdict without asking each other. (Where each has a part of it, the norm
-        # is summed over the ranks.)
+        # Gradient clipping and optimizer step. NaN and infinity survive every sum, so the reduced gradient is its own
+        # flag: all ranks hold the same bits of it and come to the same verdict without asking each other. (Where each
+        # has a part of it, the norm is summed over the ranks.)
         norm: Tensor | None = None
         updated, is_finite = False, True
         if self._sync and not (self.bad_samples.skip and not num_read and self._all_missing(num_samples)):
@@ -364,7 +360,7 @@ class Trainer:
         return None if scale == 1.0 else torch.full((), 1.0 / scale, device=next(self._model.parameters()).device)
 
     def _finish_gradient(self, norm: Tensor, factor: Tensor | None) -> None:
-        """Divide the gradient and clip it, in one pass over it."""
+        """Divide the gradient and clip it (gradient clipping by global norm), in one pass over it."""
         if self.settings.clip is not None:
             shorten = step_parts.clip_factor(norm, self.settings.clip)
             if self.checks_later:  # a NaN norm must not become a NaN in every parameter: which it was is reported later
@@ -414,8 +410,7 @@ class Trainer:
         Collective: every rank of the group. On CUDA, blocks until the forward passes of that step are done.
         """
         if self.group is None:
-            requested, seen = self.stop_requested, self.failure_seen
-            return requested is not None and requested(), seen is not None and seen()
+            return self.stop_requested(), self.failure_seen()
         self._read_flags()
         stop, failed = self._reported
         return stop > 0, failed > 0
@@ -499,7 +494,3 @@ class Trainer:
     def close(self) -> None:
         """Stop the loader's processes."""
         self.batches.close()
-
-    def _gather(self, value: Any) -> list[Any]:
-        """Return the ``value`` of each rank, which JSON can hold. Collective if there is a group: every rank."""
-        return [value] if self.group is None else all_gather_object(value, group=self.group, device=self.device)
