@@ -150,7 +150,7 @@ def test_it_says_which_kernels_are_not_deterministic():
 
 def test_it_says_that_ranks_or_a_checkpoint_are_from_other_hardware(ranks, monkeypatch):
     def other_device(world):
-        from lockstep.train import trainer as module
+        from lockstep.train.strategies import reproducible as module
 
         describe = module.describe_machine
         name = "Abacus" if world.rank else "Slide rule"
@@ -167,7 +167,7 @@ def test_it_says_that_ranks_or_a_checkpoint_are_from_other_hardware(ranks, monke
             module.describe_machine = describe
 
     def told(world):
-        from lockstep.train import trainer as module
+        from lockstep.train.strategies import reproducible as module
 
         describe = module.describe_machine
         name = "Abacus" if world.rank else "Slide rule"
