@@ -91,6 +91,7 @@ class Evaluator:
         finally:
             buffers.restore()
             model.train()
+        # Only now, as the ranks have different numbers of batches, so no collective may be in the loop.
         bad.exchange()
         self.skipped[:] = bad.skipped
         mine = [{name: pair.tolist() for name, pair in part.items()} for part in sums.values()]
@@ -111,6 +112,7 @@ class Evaluator:
         trainer, requests = self.trainer, []
         division = trainer.plan.division
         for share, mine in parts.items():
+            # As large as a micro-batch of training, which is known to fit in memory.
             size = max(1, len(division.positions(trainer.plan.batch_size, share)) // division.accumulate)
             for number, start in enumerate(range(0, len(mine), size)):
                 samples = list(mine[start : start + size])

@@ -163,6 +163,7 @@ class Run:
             check_export(Path(settings.export))
         trainer = Trainer(task, settings, world, strategy=settings.strategy, devices=devices_of(settings, world))
         self._trainer = trainer
+        # Each rank works the order out from its own length: with another one it would train on other batches.
         check_same_length(trainer.samples, "dataset", group=trainer.group, device=trainer.device)
         self._evaluator = None
         if task.eval_dataset is not None:
@@ -174,6 +175,7 @@ class Run:
         self.has_new_best = self._owes_evaluation = False
         self._checkpoint: Path | None = None
         self._saved: tuple[int, float | None] | None = None
+        # Without a folder there is nothing that a run which is stopped could save.
         if checkpoints is not None:
             trainer.stop_requested = lambda: signals.asked() is not None
             trainer.failure_seen = lambda: checkpoints.failed
@@ -390,6 +392,7 @@ class Run:
 
     def close(self) -> None:
         """Leave the terminal as it was, and end the loader's processes."""
+        # The record comes first: it may have a last snapshot for the display.
         try:
             self._record.close()
         finally:
@@ -435,6 +438,7 @@ def fit_with(task: Task, settings: FitSettings) -> FitResult:
         _checkpoints(settings, world) as checkpoints,
         contextlib.closing(Run(task, settings, world, signals, checkpoints)) as run,
     ):
+        # A run that was stopped has saved before the evaluation that was due after the same step.
         run.catch_up()
         is_to_stop = False
         with profiled(settings, world, run) as step:

@@ -52,6 +52,7 @@ def place_shards(num_leaves: int, num_devices: int, proportions: Sequence[float]
         ranges = tuple(cut(num_leaves, num_devices, device) for device in range(num_devices))
     else:
         ranges = tuple(cut_by(num_leaves, proportions, device) for device in range(num_devices))
+    # A device without a shard would only wait for the others.
     if not all(ranges):
         idle = sum(not leaves for leaves in ranges)
         raise ConfigurationError(
@@ -153,12 +154,14 @@ def make_plan(task: Task, settings: Settings, division: BatchSplit, *, num_sampl
         order, num_steps = StreamOrder(batch_size, settings.seed, task.drop_last), settings.steps
     else:
         order = GlobalOrder(num_samples, batch_size, settings.seed, task.drop_last)
+        # So it is with drop_last alone: else the last batch of an epoch counts with the samples that it has.
         if order.steps_per_epoch == 0:
             raise ConfigurationError(
                 f"The data set of {num_samples} samples is smaller than a global batch of {batch_size}.\n"
                 "Make the global batch smaller, or leave drop_last out of the task."
             )
         num_steps = settings.steps or (settings.epochs or task.epochs) * order.steps_per_epoch
+    # The learning rate of a task was chosen for the batch size of the task.
     base = settings.base_batch_size or task.global_batch_size
     scale = batch_scale(settings.lr_scaling, batch_size, base)
     decay = settings.schedule or task.schedule or "constant"

@@ -153,6 +153,7 @@ class Profiling:
             half_done: Steps that an error has cut short, which are in the trace as well.
         """
         assert self._profiler is not None
+        # What follows is in no trace of ours, so only NVIDIA's tools may still want names.
         ranges.now = self._names if self._settings.nvtx else None
         profiler, self._profiler = self._profiler, None
         first, last = self._began_at, self._run.num_steps_done + half_done

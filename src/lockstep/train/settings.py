@@ -288,6 +288,7 @@ class FitSettings(Settings):
                 )
         if self.export is not None and Path(self.export).suffix != ".safetensors":
             raise ConfigurationError(f"export={self.export} does not end in .safetensors.\nName a file that does.")
+        # Checked here, so that a target that is none is an error before any rank is started.
         if self.log_to is not None:
             object.__setattr__(self, "log_to", tuple(str(target) for target in parse_targets(self.log_to)))
         numbers = self.profile_steps

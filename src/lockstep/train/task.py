@@ -83,6 +83,7 @@ class Task:
 
     def __post_init__(self) -> None:
         for field in ("global_batch_size", "epochs"):
+            # True is an int to Python, but no number of samples.
             number: object = getattr(self, field)
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ConfigurationError(f"Task.{field} is {number!r}.\nGive a whole number of at least 1.")
@@ -224,6 +225,7 @@ def _explain_errors(path: Path, action: Callable[[], T]) -> T:
             cause, *rest = (str(error) or "no message").splitlines()
             frames = traceback.extract_tb(error.__traceback__)
             own = [frame for frame in frames if Path(frame.filename) == path.resolve()]
+            # The innermost line in the task's own file, if there is one: that is what its author can change.
             frame = (own or frames)[-1]
             line = linecache.getline(frame.filename, frame.lineno or 0).strip()
             where = f"{path if own else frame.filename}, line {frame.lineno}"

@@ -184,6 +184,7 @@ class ShardBuffers:
                     f"to {_shape_and_dtype(value)} in forward.\n"
                     "With reproducible, buffers keep their shape and dtype. Keep what grows in a plain attribute."
                 )
+            # Most buffers stay as they were, and need no copy.
             left.append(None if torch.equal(value.to(start.device), start) else value.detach().clone())
         self._left[leaf] = left
 
@@ -514,6 +515,7 @@ class Reproducible(Strategy):
             for replica, leaf in enumerate(leaves):
                 if leaf is None:  # this replica has fewer shards than others
                     continue
+                # A shard without samples takes its place in the tree, too.
                 gradients: list[Tensor | None] = [None] * len(self._parameters)
                 if replica in results:
                     gradients = [results[replica].gradients[index] for index in self._trained]
