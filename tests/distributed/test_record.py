@@ -130,7 +130,7 @@ def test_a_slow_loader_is_told_from_the_record_alone(ranks, tmp_path):
     ranks(2)(train)
     view = view_run(tmp_path)
     assert view.figures.critical.data_wait_s > 0.008  # 12 ms, or 1 ms in the small batch at the end of an epoch
-    assert "% waiting for data" in sentences(view)[1]
+    assert "% data wait" in sentences(view)[1]
     assert view.advice[0].cause.startswith("Data wait is ")
     assert view.advice[0].gain > 1.5
 

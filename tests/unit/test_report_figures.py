@@ -37,6 +37,17 @@ def test_ranks_that_take_turns_at_being_last_are_no_stragglers(tmp_path):
     assert found.by_rank[0].peers_s == pytest.approx(0.005, rel=0.1)
 
 
+def test_a_slow_rank_is_found_where_all_are_disturbed(tmp_path):
+    noise = [0.040 * (n * 7 % 11) / 10 for n in range(60)]  # what slows both down, in turns more than the rank does
+    one = [step_line(n, forward_s=0.003 + noise[n], exposed_s=0.011) for n in range(60)]
+    other = [step_line(n, forward_s=0.013 + noise[n], exposed_s=0.001) for n in range(60)]
+    found = figures(tmp_path, one, other).straggler
+    assert (found.rank, found.phase) == (1, "forward")
+    assert (found.lost_s, found.took_s - found.usual_s) == pytest.approx((0.010, 0.010))
+    rarely = [line if n % 5 < 2 else step_line(n, forward_s=0.003, exposed_s=0.011) for n, line in enumerate(other)]
+    assert figures(tmp_path / "rarely", one, rarely).straggler is None
+
+
 def test_first_steps_and_spikes_are_left_out_of_the_means(tmp_path):
     lines = [step_line(n, forward_s=1.0 if n < 5 or n == 20 else 0.003) for n in range(40)]
     found = figures(tmp_path, lines)

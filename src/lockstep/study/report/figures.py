@@ -7,10 +7,10 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
-from statistics import fmean, median
+from statistics import fmean, median, median_low
 
 from lockstep.study.report.run_reader import Bucket, Recorded, Step, Timeline
-from lockstep.telemetry.stragglers import StepTimes, Straggler, find_stragglers, pace_of
+from lockstep.telemetry.stragglers import PHASES, StepTimes, Straggler, find_stragglers, pace_of
 
 # [Note: the rank that all wait for]
 # All ranks leave the reduction of a step together. The one that came last has waited for the wire only: its wait is
@@ -89,6 +89,53 @@ def align_steps(run: Recorded) -> list[AlignedStep]:
     return [AlignedStep(number, {rank: by_rank[rank][number] for rank in by_rank}) for number in sorted(common)]
 
 
+# A rank that keeps the others waiting in every step.
+
+# In so many steps a slow rank comes last at least; in more of few, where chance does much.
+_MOSTLY_LAST = 2 / 3
+
+_MIN_STEPS = 20
+
+# What it costs then, of a step; less may come from what disturbs them.
+_MIN_SHARE = 0.15
+
+
+def find_slow_rank(steps: Sequence[AlignedStep]) -> Straggler | None:
+    """Return the rank that keeps the others waiting, or None.
+
+    As long as nothing disturbs the ranks, a good step of such a rank takes longer than a bad one of the others. Where
+    something does, on a busy machine, their steps are compared one by one: what slows all of them down drops out. A
+    slow rank is then the one that comes last in most steps, if that costs the others a part of a step worth a word.
+    """
+    times = {rank: [_times(step.ranks[rank]) for step in steps] for rank in steps[0].ranks}
+    clear = find_stragglers({rank: pace_of(of_rank) for rank, of_rank in times.items()})
+    if clear:
+        return clear[0]
+    # Not by the medians of each rank, which a disturbance moves by more than the rank is slower.
+    last_ranks = [step.last_rank for step in steps]
+    slow = max(times, key=last_ranks.count)
+    by_chance = 0.5 + 1.5 / math.sqrt(len(steps))  # three standard deviations above that of one of two alike
+    if len(steps) < _MIN_STEPS or last_ranks.count(slow) < max(_MOSTLY_LAST, by_chance) * len(steps):
+        return None
+
+    def later_s(name: str) -> float:
+        """Return by how much the rank is later than is usual among the others: the median over the steps."""
+        others = [of_rank for rank, of_rank in times.items() if rank != slow]
+        usual = [median_low(getattr(each, name) for each in at) for at in zip(*others, strict=True)]
+        return float(median(getattr(mine, name) - other for mine, other in zip(times[slow], usual, strict=True)))
+
+    lost_s, step_s = later_s("own_s"), median(step.lasted_s for step in steps)
+    if lost_s < _MIN_SHARE * step_s:
+        return None
+    phase = max(PHASES, key=later_s)
+    took_s = median(getattr(each, phase) for each in times[slow])
+    return Straggler(slow, phase, lost_s, took_s, took_s - later_s(phase), step_s)
+
+
+def _times(step: Step) -> StepTimes:
+    return StepTimes(step.data_wait_s, step.forward_s, step.backward_s, step.optimizer_s, step.exposed_s or 0.0)
+
+
 # Where the time goes, in numbers.
 
 # The first steps allocate, compile and find out in which order gradients come; they are left out of the means.
@@ -141,9 +188,6 @@ def find_figures(run: Recorded) -> Figures | None:
     calm = [step for step in steady if step.lasted_s <= _SPIKE * median(lasted_s)] or steady
     last_ranks = [step.last_rank for step in calm]
     knows_waits = calm[0].knows_waits
-    clear: list[Straggler] = []
-    if len(calm[0].ranks) > 1 and knows_waits and len(calm) > 1:
-        clear = find_stragglers({rank: pace_of([_times(step.ranks[rank]) for step in calm]) for rank in calm[0].ranks})
     trained_s = sum(step.lasted_s for step in calm) or math.inf
     # Of the global batch, so that any rank has them; the counts may be known to some ranks only.
     samples = [next(iter(step.ranks.values())).samples for step in calm]
@@ -166,12 +210,8 @@ def find_figures(run: Recorded) -> Figures | None:
         critical=_mean([step.parts(step.last_rank) for step in calm]),
         last_share={rank: last_ranks.count(rank) / len(calm) for rank in calm[0].ranks},
         knows_waits=knows_waits,
-        straggler=clear[0] if clear else None,
+        straggler=find_slow_rank(calm) if len(calm[0].ranks) > 1 and knows_waits and len(calm) > 1 else None,
     )
-
-
-def _times(step: Step) -> StepTimes:
-    return StepTimes(step.data_wait_s, step.forward_s, step.backward_s, step.optimizer_s, step.exposed_s or 0.0)
 
 
 def _mean(parts: Sequence[Parts]) -> Parts:
