@@ -7,7 +7,6 @@ import ipaddress
 import multiprocessing.util
 import os
 import re
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -353,39 +352,25 @@ def usable_cores() -> int:
 
 _MOST_BYTES = 107
 _FOLDER, _SOCKET = "/pymp-xxxxxxxx", "/listener-xxxxxxxx"
-_SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def is_socket_folder_too_long(folder: str) -> bool:
     """Return whether sockets of loader processes cannot be made below ``folder`` for temporary files."""
-    return not hasattr(multiprocessing.util, "_SUN_PATH_MAX") and _bytes(folder + _FOLDER) > _MOST_BYTES
+    is_python_careful = hasattr(multiprocessing.util, "_SUN_PATH_MAX")
+    return not is_python_careful and len(os.fsencode(folder + _FOLDER + _SOCKET)) > _MOST_BYTES
 
 
-def ensure_short_socket_folder() -> None:
-    """Have this process and its children make their sockets where their names are short enough.
-
-    Other temporary files stay where they are. Does nothing if names are short enough.
+def check_socket_folder() -> None:
+    """Check that loader processes can make their sockets where this process and its children make theirs.
 
     Raises:
-        ConfigurationError: There is no such folder that can be written to, or it is too late for another.
+        ConfigurationError: The folder has too long a name.
     """
-    folder = tempfile.gettempdir()
-    if not is_socket_folder_too_long(folder):
-        return
-    short = next((name for name in _SHORT if os.path.isdir(name) and os.access(name, os.W_OK | os.X_OK)), None)
-    if short is not None:
-        tempfile.tempdir = short
-        try:
-            made = multiprocessing.util.get_temp_dir()  # the one that there is, if there is one
-        finally:
-            tempfile.tempdir = folder
-        if _bytes(made) <= _MOST_BYTES:
-            return
-    raise ConfigurationError(
-        f"The folder for temporary files has too long a name for loader processes, which hand tensors over by sockets "
-        f"in it: {folder}\nName a shorter one, such as TMPDIR=/tmp, or load in the rank itself (workers=0)."
-    )
-
-
-def _bytes(folder: str) -> int:
-    return len(os.fsencode(folder + _SOCKET))
+    # The one that the launcher has chosen for its ranks, or a new one in that for temporary files.
+    folder = multiprocessing.util.get_temp_dir()
+    if is_socket_folder_too_long(os.path.dirname(folder)):
+        raise ConfigurationError(
+            "The folder for temporary files has too long a name for loader processes, which hand tensors over by "
+            f"sockets in it: {folder}\n"
+            "Name a shorter one, such as TMPDIR=/tmp, or load in the rank itself (workers=0)."
+        )

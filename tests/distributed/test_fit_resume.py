@@ -2,6 +2,7 @@
 
 import os
 import socket
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -14,6 +15,7 @@ import lockstep
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.train.checkpoints import checkpoint
 from lockstep.train.checkpoints.checkpoint import Checkpoints, read_state
+from lockstep.train.checkpoints.checkpoint_storage import read_manifest
 from tests.training import make_task, mean_loss, samples
 
 NUM_STEPS = 11
@@ -232,6 +234,28 @@ def test_folders_that_are_not_shared_are_noticed(ranks, tmp_path):
         "Checkpoints are read by every rank: name a folder on a drive that all machines share.",
     ]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
+
+
+def test_a_rank_that_reads_a_stale_copy_is_refused(ranks, tmp_path):
+    def run(world):
+        def stale(folder):
+            manifest = read_manifest(folder)
+            return manifest if world.is_rank_zero else replace(manifest, digest="of another save")
+
+        with Checkpoints(tmp_path, world) as checkpoints:
+            checkpoints.save({"model": {"weight": torch.zeros(2)}}, step=1)
+            checkpoints.finish()
+        with (
+            Checkpoints(tmp_path, world) as checkpoints,
+            patch.object(checkpoint, "read_manifest", stale),
+            pytest.raises(CheckpointError) as caught,
+        ):
+            checkpoints.load(required=True)
+        return str(caught.value)
+
+    host, path = socket.gethostname(), tmp_path / "step-0000000001"
+    why = f"\n{path.name}: Rank 1 on {host} reads another checkpoint {path} than rank 0 on {host}\n"
+    assert all(why in message for message in ranks(2)(run))
 
 
 def test_a_newest_one_that_is_damaged_is_passed_over_in_so_many_words(ranks, tmp_path, capfd):

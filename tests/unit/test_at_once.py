@@ -67,7 +67,7 @@ def test_a_batch_that_cannot_be_read_at_once_is_read_one_by_one_to_find_out_why(
     samples = TokenFiles(path, length=9)
     os.truncate(path, 110)
     how = LoadOptions(None, 0, pin_memory=False, skip_bad=True)
-    (micro,) = load(samples, [Request(0, 0, 4, [0], [[0, 9, 2, 7]])], how, seed=0)
+    (micro,) = load(samples, [Request(0, 0, 4, {0: [0, 9, 2, 7]})], how, seed=0)
     assert [inputs[0].item() for inputs in micro.batches[0][0]] == [0, 18]
     assert [(bad.sample, bad.file, bad.offset) for bad in micro.bad] == [
         (9, str(path), 162),

@@ -1,5 +1,6 @@
 """The checkpoints of a run: whole or not there, the newest whole one is loaded, some are kept, written on the side."""
 
+import contextlib
 import os
 import shutil
 import threading
@@ -10,7 +11,13 @@ import torch
 import lockstep
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.train.checkpoints import checkpoint
-from lockstep.train.checkpoints.checkpoint import Checkpoints, FolderLock, FoundCheckpoint, find_checkpoints, read_state
+from lockstep.train.checkpoints.checkpoint import (
+    Checkpoints,
+    FoundCheckpoint,
+    find_checkpoints,
+    lock_folder,
+    read_state,
+)
 from lockstep.train.checkpoints.export import whole_file
 from lockstep.train.checkpoints.model_state import read_tensors
 from tests.killing import kill_everywhere
@@ -310,8 +317,9 @@ def test_a_folder_has_one_run_at_a_time(tmp_path, world):
 
 
 def test_ranks_that_are_started_again_wait_for_the_folder(tmp_path, world, monkeypatch):
-    lock = FolderLock(tmp_path)
-    threading.Timer(0.3, lock.release).start()
+    lock = contextlib.ExitStack()
+    lock.enter_context(lock_folder(tmp_path))
+    threading.Timer(0.3, lock.close).start()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert load(world, tmp_path) == (None, [])
 

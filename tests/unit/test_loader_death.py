@@ -7,7 +7,7 @@ import pytest
 from torch.utils.data import Dataset
 
 import lockstep
-from lockstep.data.loader import explain_worker_failure
+from lockstep.data.loader import explaining_worker_failures
 from lockstep.errors import LoaderDied
 from tests.training import make_task, samples
 
@@ -88,8 +88,11 @@ def test_a_run_whose_loader_dies_says_why(death, text):
     ],
 )
 def test_other_deaths_have_other_meanings(said, text):
-    assert str(explain_worker_failure(RuntimeError(said), 3)) == text
+    with pytest.raises(LoaderDied) as caught, explaining_worker_failures(3):
+        raise RuntimeError(said)
+    assert str(caught.value) == text
 
 
 def test_other_errors_are_left_alone():
-    assert explain_worker_failure(RuntimeError("CUDA error: out of memory"), 0) is None
+    with pytest.raises(RuntimeError, match="CUDA error: out of memory"), explaining_worker_failures(0):
+        raise RuntimeError("CUDA error: out of memory")

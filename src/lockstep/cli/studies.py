@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -16,10 +16,6 @@ from lockstep.errors import EXIT_CODE, ConfigurationError
 from lockstep.run_folder import hide_secrets
 from lockstep.study.rehearse.fault_rules import describe_kinds
 from lockstep.train.settings import Settings, read_settings
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
 
 _TASK = click.argument("task_file", metavar="TASK.py")
 _DEVICES = click.option(
@@ -54,10 +50,10 @@ def check_writable(file: str | None) -> None:
         path.unlink()
 
 
-def write(what: str, file: str, text: str, terminal: Console) -> None:
+def write(what: str, file: str, text: str) -> None:
     """Write a text, and print where: in one line however long it is, so that the name can be copied."""
     Path(file).write_text(text, encoding="utf-8")
-    terminal.out(f"{what} written to {file}", highlight=False)
+    click.echo(f"{what} written to {file}")
 
 
 def _num_devices(devices: int | None) -> int:
@@ -132,13 +128,12 @@ def compare(
         command=hide_secrets(["lockstep", *sys.argv[1:]]),
     )
     verdict = judge(comparison)
-    terminal = console()
-    terminal.print(render(comparison, verdict.sentences))
+    console().print(render(comparison, verdict.sentences))
     found = provenance.gather(Path(task_file.rpartition(".py")[0] + ".py"))
     if json_file is not None:
-        write("figures", json_file, to_json(to_record(comparison, verdict, found)), terminal)
+        write("figures", json_file, to_json(to_record(comparison, verdict, found)))
     if html_file is not None:
-        write("page", html_file, render_page(comparison, verdict, found), terminal)
+        write("page", html_file, render_page(comparison, verdict, found))
 
 
 @command()
@@ -184,7 +179,12 @@ def tune(
     from lockstep.telemetry import provenance
 
     file = out or f"{Path(task_file.rpartition('.py')[0] or task_file).name}-tuned.toml"
-    _check_free(file, tuning.FIRST_LINE)
+    check_writable(file)
+    path = Path(file)
+    if path.exists() and path.stat().st_size and not path.read_text("utf-8", "replace").startswith(tuning.FIRST_LINE):
+        raise ConfigurationError(
+            f"{file} is there already, and lockstep tune has not written it.\nName another file (--out FILE)."
+        )
     start: dict[str, Any] = {} if settings_file is None else read_settings(settings_file)
     if global_batch_size is not None:
         start["global_batch_size"] = global_batch_size
@@ -198,27 +198,11 @@ def tune(
         allow_division=allow_division,
         began_at=psutil.Process().create_time(),
     )
-    terminal = console()
-    terminal.print(tuning.render(outcome))
+    console().print(tuning.render(outcome))
     found = provenance.gather()
     facts = {"measured": found.when, **found.versions, **found.machine}
-    write("settings", file, tuning.as_file(outcome, task_file=task_file, file=file, facts=facts), terminal)
+    write("settings", file, tuning.as_file(outcome, task_file=task_file, file=file, facts=facts))
     return INTERRUPTED if outcome.interrupted else 0
-
-
-def _check_free(file: str, first_line: str) -> None:
-    """Refuse to write over what is not of the same making.
-
-    Raises:
-        ConfigurationError: It cannot be written, or is somebody else's.
-    """
-    check_writable(file)
-    path = Path(file)
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    if text and not text.startswith(first_line):
-        raise ConfigurationError(
-            f"{file} is there already, and lockstep tune has not written it.\nName another file (--out FILE)."
-        )
 
 
 @command()
@@ -245,15 +229,12 @@ def verify(task_file: str, devices: int | None, steps: int, json_file: str | Non
 
     check_writable(json_file)
     verification = run_verification(
-        task_file,
-        devices=_num_devices(devices),
-        steps=steps,
-        settings=Settings(**settings),
+        task_file, devices=_num_devices(devices), steps=steps, settings=Settings(**settings)
     )
-    name, terminal = Path(task_file).name, console()
-    terminal.print(verify_table.render(verification, name))
+    name = Path(task_file).name
+    console().print(verify_table.render(verification, name))
     if json_file is not None:
-        write("findings", json_file, verify_table.to_json(verification, name), terminal)
+        write("findings", json_file, verify_table.to_json(verification, name))
     return 0 if verification.same else EXIT_CODE
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lockstep.data.order import BatchSplit, GlobalOrder, mix, seed_cpu
 from lockstep.data.tokens import TokenFiles
-from lockstep.env import ensure_short_socket_folder
+from lockstep.env import check_socket_folder
 from lockstep.errors import DataError, LoaderDied, LockstepError
 
 # --- Samples that cannot be read
@@ -51,7 +51,7 @@ class BadSample(NamedTuple):
     file: str | None = None
     offset: int | None = None
     trace: str | None = None
-    others: tuple[int, ...] = ()
+    others: Sequence[int] = ()
 
     @classmethod
     def of(cls, error: Exception, index: int, epoch: int, step: int) -> Self:
@@ -65,12 +65,6 @@ class BadSample(NamedTuple):
         where = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "in the data set"
         cause = f"{''.join(traceback.format_exception_only(error)).strip()} ({where})"
         return cls(index, epoch, step, cause, trace="".join(traceback.format_exception(error)))
-
-    @classmethod
-    def from_json(cls, fields: Sequence[Any]) -> Self:
-        """Return what another rank sent as a list."""
-        *rest, others = fields
-        return cls(*rest)._replace(others=tuple(others))
 
     @property
     def name(self) -> str:
@@ -153,7 +147,7 @@ class LoadOptions:
     def open(self, dataset: Dataset[Any], sampler: Iterable[Any] | None = None) -> DataLoader[Any]:
         """Return what gives the items of ``dataset`` as they are, in loader processes if there are any."""
         if self.workers:
-            ensure_short_socket_folder()
+            check_socket_folder()
         return DataLoader(
             dataset,
             sampler=sampler,
@@ -182,16 +176,15 @@ def _init_worker(num_threads: int | None, _worker: int) -> None:
 
 
 class Request(NamedTuple):
-    """The samples of one micro-batch: what is requested of a loader process.
+    """The samples of one micro-batch, by the number of the share: what is requested of a loader process.
 
-    ``numbers`` are those of the shares in the split that ``shares`` are the samples of; empty ones are left out.
+    Empty shares are left out.
     """
 
     epoch: int
     step: int
     num_global: int
-    numbers: list[int]
-    shares: list[list[int]]
+    shares: dict[int, list[int]]
 
 
 class StreamNote(NamedTuple):
@@ -228,7 +221,7 @@ def train_requests(order: GlobalOrder, split: BatchSplit, first_step: int) -> It
     for step in itertools.count(first_step):
         batch = order.batch(step)
         for shares in split.micro_batches(batch):
-            yield Request(order.epoch(step), step, len(batch), list(shares), list(shares.values()))
+            yield Request(order.epoch(step), step, len(batch), shares)
 
 
 class _Fetch(Dataset[MicroBatch]):
@@ -241,7 +234,7 @@ class _Fetch(Dataset[MicroBatch]):
     def __getitem__(self, request: Request) -> MicroBatch:
         bad: list[BadSample] = []
         micro = MicroBatch(request.step, request.num_global, [], [], [])
-        for number, indices in zip(request.numbers, request.shares, strict=True):
+        for number, indices in request.shares.items():
             size, batch = self._share(indices, request, bad)
             if bad and not self._skip_bad:  # there is no use in reading on: the run ends
                 return MicroBatch(request.step, request.num_global, [], [], [], tuple(bad))
@@ -328,23 +321,16 @@ def explaining_worker_failures(rank: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if explained := explain_worker_failure(error, rank):
-            raise explained from None
-        raise
-
-
-def explain_worker_failure(error: RuntimeError, rank: int) -> LoaderDied | None:
-    """Return what torch's ``error`` about a loader process means, or None if it is about something else."""
-    found = _TORCHS_MESSAGE.match(str(error))
-    if found is None:
-        return None
-    how = _HOW.search(f"{error} {error.__cause__ or ''}")
-    what, advice = "is gone", "Find out why with workers=0 (--workers 0), which loads in the process that trains."
-    if how is not None and how["signal"] is not None:
-        what = f"was ended by a signal: {how['signal']}"
-        what, advice = _MEANINGS.get(how["signal"], (what, "Find out what sent it; nothing in the run did."))
-    elif how is not None:
-        what = f"ended itself with exit status {how['status']}"
-        advice = "Something that the data set calls ends the process: find it with workers=0 (--workers 0)."
-    who = f"A loader process of rank {rank} (pid {found['pids']})"
-    return LoaderDied(f"{who} {what}.\n{advice}")
+        found = _TORCHS_MESSAGE.match(str(error))
+        if found is None:
+            raise
+        how = _HOW.search(f"{error} {error.__cause__ or ''}")
+        what, advice = "is gone", "Find out why with workers=0 (--workers 0), which loads in the process that trains."
+        if how is not None and how["signal"] is not None:
+            what = f"was ended by a signal: {how['signal']}"
+            what, advice = _MEANINGS.get(how["signal"], (what, "Find out what sent it; nothing in the run did."))
+        elif how is not None:
+            what = f"ended itself with exit status {how['status']}"
+            advice = "Something that the data set calls ends the process: find it with workers=0 (--workers 0)."
+        who = f"A loader process of rank {rank} (pid {found['pids']})"
+        raise LoaderDied(f"{who} {what}.\n{advice}") from None

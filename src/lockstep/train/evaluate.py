@@ -116,7 +116,7 @@ class Evaluator:
             size = max(1, len(division.positions(trainer.plan.batch_size, share)) // division.accumulate)
             for number, start in enumerate(range(0, len(mine), size)):
                 samples = list(mine[start : start + size])
-                requests.append(Request(0, number, len(self.samples), [share], [samples]))
+                requests.append(Request(0, number, len(self.samples), {share: samples}))
         seed = mix(trainer.settings.seed, _EVALUATE)
         for batch in load(self.samples, requests, trainer.load_options(self.task), seed=seed):
             # By position, so that a model that draws random numbers in evaluation draws the same on any rank.

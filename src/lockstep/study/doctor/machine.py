@@ -301,7 +301,7 @@ def temp_folder(facts: Limits) -> Iterator[Problem]:
     """There are loader workers, and the folder for temporary files (``TMPDIR``) has a name of over 75 characters.
 
     Cost: Loader workers hand tensors over by sockets in it, whose names may have 107: the first batch never comes.
-    Fix: Name a shorter folder. Ranks of lockstep run and train, and fit, take another one for these sockets.
+    Fix: Name a shorter folder. Ranks of lockstep run and train take another one for these sockets.
     """
     folder = facts.temp_folder
     if facts.plan.workers and env.is_socket_folder_too_long(folder):

@@ -21,12 +21,12 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -76,54 +76,51 @@ T = TypeVar("T")
 # --- a folder: one writer at a time, and the same for all ranks ---
 
 
-class FolderLock:
-    """Holds a folder until `release`, or until the process ends, however it does; forked children do not hold it.
+# The folders that this process holds: the system would grant its own locks twice.
+_held: set[str] = set()
 
-    Where the file system knows no locks, only this process is kept from holding it twice.
+
+@contextlib.contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Hold a folder within, or until the process ends, however it does; forked children do not hold it.
+
+    Where the file system knows no locks, only this process is kept from holding it twice. Ranks that were started again
+    wait for the folder: a server may know late that a machine is gone.
 
     Raises:
         CheckpointError: Somebody else holds it.
         OSError: The lock's file cannot be made.
     """
-
-    # By this process, whose own locks the system would grant twice.
-    _held: ClassVar[set[str]] = set()
-
-    def __init__(self, folder: Path) -> None:
-        self._name = os.path.realpath(folder)
-        taken = f"Another process is writing the checkpoint {folder}.\nGive each run a folder of its own."
-        if self._name in self._held:
-            raise CheckpointError(taken)
-        self._file = FileIO(folder / _LOCK_NAME, "ab")
-        try:
-            # Not flock: forked children, such as loader processes, would hold it beyond this process's end.
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                self._file.close()
-                if error.errno in (errno.EACCES, errno.EAGAIN):
-                    raise CheckpointError(taken) from None
-                raise
-        self._held.add(self._name)
-
-    def release(self) -> None:
-        """Let others have the folder; again has no effect."""
-        if not self._file.closed:
-            self._file.close()
-            self._held.discard(self._name)
-
-
-def _lock_folder(folder: Path) -> FolderLock:
-    """Return the lock; ranks that were started again wait for it, as a server may know late that a machine is gone."""
+    name = os.path.realpath(folder)
     is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     deadline = time.monotonic() + RESTART_TIMEOUT_S * is_restart
-    while True:
-        try:
-            return FolderLock(folder)
-        except CheckpointError:
-            if time.monotonic() >= deadline:
-                raise
+    while name in _held or (file := _try_to_lock(folder / _LOCK_NAME)) is None:
+        if time.monotonic() >= deadline:
+            raise CheckpointError(
+                f"Another process is writing the checkpoint {folder}.\nGive each run a folder of its own."
+            )
         time.sleep(0.2)
+    _held.add(name)
+    try:
+        yield
+    finally:
+        # In this order: to close any file of the same name gives up this process's locks on it.
+        file.close()
+        _held.discard(name)
+
+
+def _try_to_lock(path: Path) -> FileIO | None:
+    file = FileIO(path, "ab")
+    try:
+        # Not flock: forked children, such as loader processes, would hold it beyond this process's end.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            file.close()
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                return None
+            raise
+    return file
 
 
 def require_shared(folder: Path, world: World) -> None:
@@ -183,18 +180,17 @@ def find_checkpoints(folder: Path) -> list[FoundCheckpoint]:
     found = []
     for path in folder.iterdir():
         if match := _NAME.fullmatch(path.name):
-            found.append(_read_about(FoundCheckpoint(path, int(match[1]))))
+            step, number, loss, problem = int(match[1]), math.inf, None, None
+            try:
+                about = read_manifest(path).about
+                if type(about.get("number")) is int and about.get("step") == step:
+                    number, loss = about["number"], about["loss"]
+                else:
+                    problem = "it is not a checkpoint of a run"
+            except CheckpointError as error:
+                problem = _reason(error)
+            found.append(FoundCheckpoint(path, step, number, loss, problem))
     return sorted(found, key=lambda each: (each.number, each.step), reverse=True)
-
-
-def _read_about(found: FoundCheckpoint) -> FoundCheckpoint:
-    try:
-        about = read_manifest(found.path).about
-    except CheckpointError as error:
-        return replace(found, problem=_reason(error))
-    if type(about.get("number")) is not int or about.get("step") != found.step:
-        return replace(found, problem="it is not a checkpoint of a run")
-    return replace(found, number=about["number"], loss=about["loss"])
 
 
 def _reason(error: CheckpointError) -> str:
@@ -248,8 +244,8 @@ class HostStager:
         self._copies: list[Tensor] = []
 
     @torch.no_grad()
-    def stage(self, tensors: Mapping[str, TensorChunks]) -> tuple[dict[str, TensorChunks], Callable[[], None]]:
-        """Return a copy, and what blocks until it is made; valid until the next is taken.
+    def stage(self, tensors: Mapping[str, TensorChunks]) -> tuple[dict[str, TensorChunks], list[torch.cuda.Event]]:
+        """Return a copy, and the events after which it is made; valid until the next is taken.
 
         With CUDA it is made by the device: what is queued there later, such as the next step, waits for it there.
         """
@@ -270,12 +266,7 @@ class HostStager:
             name: TensorChunks(held.size, held.dtype, {offsets: next(copies) for offsets in held.chunks})
             for name, held in tensors.items()
         }
-
-        def wait_for_device() -> None:
-            for event in events:
-                event.synchronize()
-
-        return taken, wait_for_device
+        return taken, events
 
 
 def _problem_of(what: object, error: BaseException) -> str:
@@ -361,7 +352,7 @@ class Checkpoints:
         """Take the folder; return None and what can be loaded from it, or the type of an error and its message."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock.callback(_lock_folder(self.folder).release)
+            self._lock.enter_context(lock_folder(self.folder))
             found = find_checkpoints(self.folder)
         except OSError as error:
             text = f"Cannot make the checkpoint folder {self.folder}: {error.strerror}.\nName another one."
@@ -388,11 +379,13 @@ class Checkpoints:
                 ``required`` and there is none.
         """
         for name, why in self._candidates:
-            parts: State = {}
             if why is None:
-                parts, why = self._read(self.folder / name)
-            if why is None:
-                return _state_in(parts)
+                try:
+                    return _state_in(
+                        _read_alike(self.folder / name, self._gather, self.world.rank, self.world.world_size)
+                    )
+                except CheckpointError as error:
+                    why = _reason(error)
             self.passed_over.append(f"{name}: {why}")
             self._damaged.append(self.folder / name)
         if self.passed_over:
@@ -406,13 +399,6 @@ class Checkpoints:
                 f"There is no checkpoint in {self.folder} to resume from.\nName another folder, or leave out resume."
             )
         return None
-
-    def _read(self, path: Path) -> tuple[State, str | None]:
-        """Return the parts of a checkpoint, or why it cannot be loaded. Collective: every rank."""
-        _, parts, error = _try_read(path, self.world.rank, self.world.world_size)
-        # Damage may be in a file that only one rank has compared with its digest.
-        problems = self._gather(error and _reason(error))
-        return parts, next(filter(None, problems), None)
 
     def path(self, step: int) -> Path:
         """Return where the checkpoint after ``step`` steps is."""
@@ -456,11 +442,11 @@ class Checkpoints:
         if world.rank not in ranks:
             return
         # A save that blocks needs no copy: the next step does not begin before it is through.
-        tensors, wait_for_device = (packer.tensors, None) if self.blocking else self._stager.stage(packer.tensors)
+        tensors, events = (packer.tensors, []) if self.blocking else self._stager.stage(packer.tensors)
 
         def write_part() -> None:
-            if wait_for_device is not None:
-                wait_for_device()
+            for event in events:
+                event.synchronize()
             storage.write_shard(folder, token, world.rank, tensors)
 
         def complete() -> None:
@@ -535,9 +521,10 @@ class Checkpoints:
         return self._failure() is not None
 
     def _failure(self) -> str | None:
-        errors_of_writes = [write.exception() for write in self._writes if write.done()]
-        problems = [_problem_of(self._path, error) for error in errors_of_writes if error is not None]
-        return self._problem or next(iter(problems), None)
+        for write in self._writes:
+            if self._problem is None and write.done() and (error := write.exception()) is not None:
+                self._problem = _problem_of(self._path, error)
+        return self._problem
 
     def agree(self) -> None:
         """Raise what went wrong with a checkpoint, if anything did.
@@ -607,27 +594,7 @@ def read_state(path: Path) -> State:
     Raises:
         CheckpointError: There is none, or it is damaged.
     """
-    _, parts, error = _try_read(path)
-    if error is not None:
-        raise error
-    return cast(State, read_tensors(_state_in(parts)))
-
-
-def _try_read(path: Path, rank: int = 0, world_size: int = 1) -> tuple[str, State, CheckpointError | None]:
-    """Return digest and parts of a checkpoint as far as they can be read, and why not further.
-
-    Every digest is compared, each shard's by one of the ranks. Tensors of model and optimizer are not read yet.
-    """
-    digest = ""
-    try:
-        manifest = read_manifest(path)
-        digest = manifest.digest
-        storage.verify_files(path, manifest, rank=rank, world_size=world_size)
-        parts = storage.read_parts(path, manifest)
-        parts["state"] = read_tensors(parts["state"])
-        return digest, parts, None
-    except CheckpointError as error:
-        return digest, {}, error
+    return cast(State, read_tensors(_state_in(_read_alike(path, lambda value: [value], 0, 1))))
 
 
 def _parts_of(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -674,7 +641,7 @@ def save(
             packed = storage.pack_parts(parts, is_coordinator=rank == 0)
             if rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
-                stack.callback(FolderLock(folder).release)
+                stack.enter_context(lock_folder(folder))
                 storage.remove_leftover_files(folder)
             return packed
 
@@ -709,7 +676,7 @@ def load(
             different ones, as in folders that are not shared.
     """
     folder = Path(path)
-    parts = _read_alike(folder)
+    parts = _read_alike(folder, _gather, *_rank_and_size())
 
     def fill() -> dict[str, Any]:
         try:
@@ -728,15 +695,32 @@ def load(
     return _on_all_ranks(folder, fill)
 
 
-def _read_alike(folder: Path) -> dict[str, Any]:
-    """Return the parts of the checkpoint, the same one on every rank, before anything is changed on any rank."""
+def _read_alike(folder: Path, gather: Callable[[Any], list[Any]], rank: int, world_size: int) -> dict[str, Any]:
+    """Return the parts of the checkpoint, the same one on every rank, before anything is changed on any rank.
+
+    Every digest is compared, each shard's by one of the ranks. Tensors of model and optimizer are not read yet.
+
+    Collective: every rank.
+
+    Raises:
+        CheckpointError: On every rank: one of them cannot read it, or they read different ones.
+    """
     different = ""
     for _ in range(_NUM_TRIES):
-        digest, parts, error = _try_read(folder, *_rank_and_size())
+        digest, parts, problem = "", {}, None
+        try:
+            manifest = read_manifest(folder)
+            digest = manifest.digest
+            storage.verify_files(folder, manifest, rank=rank, world_size=world_size)
+            parts = storage.read_parts(folder, manifest)
+            parts["state"] = read_tensors(parts["state"])
+        except CheckpointError as error:
+            problem = str(error)
         # A save may be replacing the checkpoint, and removing the files of the one before, while it is read.
         is_replaced = digest != _try_read_digest(folder)
-        answers = _gather([error and str(error), is_replaced, digest, socket.gethostname()])
+        answers = gather([problem, is_replaced, digest, socket.gethostname()])
         if not any(replaced for _, replaced, _, _ in answers):
+            # Damage may be in a file that only one rank has compared with its digest.
             _raise_first([text for text, _, _, _ in answers])
             others = [rank for rank, answer in enumerate(answers) if answer[2] != answers[0][2]]
             if not others:

@@ -31,18 +31,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import StorageReader
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.futures import Future
-from typing_extensions import override
 
 from lockstep.comm.fully_shard import is_sharded
 from lockstep.errors import CheckpointError
@@ -277,15 +267,10 @@ def remove_leftover_files(folder: Path, token: str | None = None) -> None:
     # A manifest that cannot be read now may be one that can be read later, or by a later version: then nothing goes.
     with contextlib.suppress(CheckpointError):
         entries = read_manifest(folder).entries if (folder / MANIFEST).exists() else {}
-        _remove_files_but(folder, entries, token)
-
-
-def _remove_files_but(folder: Path, entries: Mapping[str, Any], token: str | None = None) -> None:
-    kept = {entry["file"] for entry in entries.values()}
-    for path in folder.iterdir():
-        is_of_save = token is not None and f"-{token}." in path.name
-        if _OURS.fullmatch(path.name) and path.name not in kept and not is_of_save:
-            path.unlink(missing_ok=True)
+        kept = {entry["file"] for entry in entries.values()}
+        for path in folder.iterdir():
+            if _OURS.fullmatch(path.name) and path.name not in kept and f"-{token}." not in path.name:
+                path.unlink(missing_ok=True)
 
 
 def commit(
@@ -319,7 +304,7 @@ def commit(
     for name, each in index.items():
         # Ranks may hold the same chunk, as they do on a mesh that also replicates: one of them counts.
         each["chunks"] = list({tuple(chunk[2]): chunk for chunk in each["chunks"]}.values())
-        _check_cover(name, each)
+        _check_cover(name, each, entries)
     content = json.dumps({"state": packed, "tensors": index}).encode()
     entries[_STATE] = _write_file(folder / f"{_STATE}-{token}.json", [content])
     body = json.dumps({"format": FORMAT, "files": entries, "about": dict(about)}).encode()
@@ -329,7 +314,7 @@ def commit(
     temporary.replace(folder / MANIFEST)
     sync(folder)
     sync(folder.parent)
-    _remove_files_but(folder, entries)
+    remove_leftover_files(folder)
 
 
 # --- reading ---
@@ -433,121 +418,54 @@ def verify_files(folder: Path, manifest: Manifest, *, rank: int = 0, world_size:
                 raise _damaged(path, "does not match its checksum")
 
 
-class ShardReader(StorageReader):
-    """DCP's storage interface: reads chunks out of the files of a checkpoint, whose digests were compared before.
-
-    Args:
-        folder: The checkpoint.
-        manifest: Of it.
-
-    Raises:
-        CheckpointError: Its state is not of the form that Lockstep writes.
-    """
-
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._folder, self._manifest = folder, manifest
-        self._files: dict[str, Any] = {}
-        self._places: dict[MetadataIndex, tuple[str, str]] = {}
-        self._tensors: dict[str, Any] = {}
-        path = folder / manifest.entries[_STATE]["file"]
-        with _reading(path):
-            content = json.loads(path.read_bytes())
-            for name, each in content["tensors"].items():
-                self._add(name, each)
-            self.packed: dict[str, Any] = {**content["state"]}
-        for part, entry in manifest.entries.items():
-            path = folder / entry["file"]
-            if part != _STATE:  # open from here on: a save that replaces the checkpoint removes its files
-                with _reading(path):
-                    self._files[entry["file"]] = safe_open(path, "pt")
-
-    def _add(self, name: str, stored: Mapping[str, Any]) -> None:
-        _check_cover(name, stored)
-        chunks = []
-        for rank, key, offsets, sizes in stored["chunks"]:
-            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-            self._places[MetadataIndex(name, offsets)] = self._manifest.entries[str(rank)]["file"], key
-        properties = TensorProperties(dtype=_DTYPES[stored["dtype"]])
-        self._tensors[name] = TensorStorageMetadata(properties, torch.Size(stored["size"]), chunks)
-
-    def tensors(self) -> dict[str, StoredTensor]:
-        """Return all tensors by name, to be read when somebody wants them."""
-        return {
-            name: StoredTensor(stored.size, stored.properties.dtype, partial(self._load, name))
-            for name, stored in self._tensors.items()
-        }
-
-    def _load(self, name: str, wanted: TensorChunks) -> None:
-        """Read the chunks that this rank wants of a tensor, out of those that the ranks of the save have written."""
-        chunks = [ChunkStorageMetadata(torch.Size(offsets), each.shape) for offsets, each in wanted.chunks.items()]
-        for item in create_read_items_for_chunk_list(name, self._tensors[name], chunks):
-            target = wanted.chunks[tuple(item.dest_index.offset or ())]
-            self._read(item, target[_window(item.dest_offsets, item.lengths)])
-
-    def _read(self, item: ReadItem, target: Tensor) -> None:
-        file, key = self._places[item.storage_index]
-        with _reading(self._folder / file):
-            found = self._files[file].get_slice(key)[_window(item.storage_offsets, item.lengths)]
-            if found.shape != target.shape:
-                raise ValueError(f"{key} has another shape than in the state")
-        target.copy_(found)
-
-    @override
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            target = planner.resolve_tensor(item).detach()
-            self._read(item, target)
-            planner.commit_tensor(item, target)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    @override
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return Metadata(self._tensors, storage_data=self._places)
-
-    # DCP requires these of every storage; here there is nothing to plan or to set up.
-
-    @override
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
-
-    @override
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
-
-    @override
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    @override
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    @override
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
-
-
-def _window(offsets: torch.Size, lengths: torch.Size) -> tuple[slice, ...]:
-    return tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
-
-
 def read_parts(folder: Path, manifest: Manifest) -> dict[str, Any]:
     """Return the parts of a state, with tensors that are read when somebody wants them. Runs no code from the files.
 
     Raises:
         CheckpointError: They are not of the form that Lockstep writes.
     """
-    reader = ShardReader(folder, manifest)
-    tensors = reader.tensors()
-    with _reading(folder / manifest.entries[_STATE]["file"]):
-        parts = {name: _unpack(packed, tensors) for name, packed in reader.packed.items()}
+    shards = {}
+    for part, entry in manifest.entries.items():
+        path = folder / entry["file"]
+        if part != _STATE:  # open from here on: a save that replaces the checkpoint removes its files
+            with _reading(path):
+                shards[part] = path, safe_open(path, "pt")
+    path = folder / manifest.entries[_STATE]["file"]
+    with _reading(path):
+        content = json.loads(path.read_bytes())
+        tensors = {}
+        for name, stored in content["tensors"].items():
+            _check_cover(name, stored, shards)
+            load = partial(_load, shards, name, stored["chunks"])
+            tensors[name] = StoredTensor(torch.Size(stored["size"]), _DTYPES[stored["dtype"]], load)
+        parts = {name: _unpack(packed, tensors) for name, packed in content["state"].items()}
         if type(parts["state"]) is not dict:
             raise ValueError("it holds no state")
     return parts
 
 
-def _check_cover(name: str, stored: Mapping[str, Any]) -> None:
+def _load(shards: Mapping[str, tuple[Path, Any]], name: str, chunks: list[Any], wanted: TensorChunks) -> None:
+    """Read the chunks that this rank wants of a tensor, out of those that the ranks of the save have written."""
+    boxes = [dcp.ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for _, _, at, sizes in chunks]
+    saved = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=wanted.dtype), wanted.size, boxes)
+    mine = [dcp.ChunkStorageMetadata(torch.Size(at), each.shape) for at, each in wanted.chunks.items()]
+    for item in create_read_items_for_chunk_list(name, saved, mine):
+        assert item.storage_index.index is not None
+        rank, key, _, _ = chunks[item.storage_index.index]
+        path, shard = shards[str(rank)]
+        target = wanted.chunks[tuple(item.dest_index.offset or ())][_window(item.dest_offsets, item.lengths)]
+        with _reading(path):
+            found = shard.get_slice(key)[_window(item.storage_offsets, item.lengths)]
+            if found.shape != target.shape:
+                raise ValueError(f"{key} has another shape than in the state")
+        target.copy_(found)
+
+
+def _window(offsets: torch.Size, lengths: torch.Size) -> tuple[slice, ...]:
+    return tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
+
+
+def _check_cover(name: str, stored: Mapping[str, Any], shards: Mapping[str, Any]) -> None:
     """Check that the chunks of a tensor fill it: DCP leaves holes as they are, in memory that was never written.
 
     Raises:
@@ -556,8 +474,8 @@ def _check_cover(name: str, stored: Mapping[str, Any]) -> None:
     size, num_elements = stored["size"], 0
     if any(type(length) is not int or length < 0 for length in size) or stored["dtype"] not in _DTYPES:
         raise ValueError(f"{name} has the size {size}")
-    for _, _, offsets, sizes in stored["chunks"]:
+    for rank, _, offsets, sizes in stored["chunks"]:
         inside = all(0 <= start <= start + n <= end for start, n, end in zip(offsets, sizes, size, strict=True))
-        num_elements += math.prod(sizes) if inside else 0
+        num_elements += math.prod(sizes) if inside and str(rank) in shards else 0
     if num_elements != math.prod(size):
         raise ValueError(f"{name} has chunks of {num_elements} of its {math.prod(size)} elements")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.comm.collectives import all_gather_object
-from lockstep.comm.fully_shard import is_sharded, local_chunk, whole
+from lockstep.comm.fully_shard import is_sharded, local_chunk
 from lockstep.data.order import GlobalOrder
 from lockstep.data.stream import StreamOrder
 from lockstep.errors import CheckpointError, ConfigurationError
@@ -275,11 +275,6 @@ def _read_range(name: str, value: Any, parameter: Tensor, shard: ShardRange) -> 
     flat = torch.empty(shard.numel, dtype=value.dtype)
     value.load(TensorChunks(value.size, value.dtype, boxes_in_memory(flat, parameter, shard.start)))
     return flat
-
-
-def full_model_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Return the whole state of ``model``. Collective where its parameters are sharded: every rank. Blocks then."""
-    return {name: whole(value) for name, value in model.state_dict().items()}
 
 
 # --- whether a checkpoint fits a run ---

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lockstep.comm import fully_shard
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.fully_shard import fully_shard_units, local_part, sum_gradients
 from lockstep.comm.world import World
 from lockstep.data.loader import MicroBatch
 from lockstep.errors import ConfigurationError, ModelMismatch
-from lockstep.train.checkpoints.model_state import full_model_state_dict
 from lockstep.train.step import LossModule, Objective, Part, ShardedGradients
 from lockstep.train.strategies.strategy import Pass, Strategy, scaled
 from lockstep.train.task import build_model
@@ -49,7 +49,7 @@ class FullyShard(Strategy):
     @override
     def whole(self, model: nn.Module) -> nn.Module:
         """Return a new model with all parameters, on this rank's device. Collective: every rank. Blocks."""
-        state = full_model_state_dict(model)
+        state = {name: fully_shard.whole(value) for name, value in model.state_dict().items()}
         copy = build_model(self._task).to(self._device)
         copy.load_state_dict(state)
         return copy.train(model.training)
