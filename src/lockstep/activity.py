@@ -5,8 +5,6 @@ nobody waits for anybody; the heartbeat reads them from a thread of its own. `ca
 wants to be called, or wants something measured that is not worth measuring otherwise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import get_ident, main_thread

@@ -1,7 +1,5 @@
 """``adopt()``: put our classes where torch's names are, so that existing scripts run on them unchanged."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 

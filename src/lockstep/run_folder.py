@@ -4,8 +4,6 @@ Each kind of file has one writer and may be read at any moment, so every file is
 into it, or written in one piece. The folder goes with the run: nothing in it is a record.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """``lockstep run``: hand the arguments to the launcher."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

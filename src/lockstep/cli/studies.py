@@ -1,7 +1,5 @@
 """The study commands: compare, tune, verify, doctor, report and rehearse. Each parses, calls and prints."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

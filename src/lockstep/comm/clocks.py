@@ -1,7 +1,5 @@
 """How far the clocks of the ranks' machines are apart, and how surely that is known."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Sequence

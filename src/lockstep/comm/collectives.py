@@ -1,7 +1,5 @@
 """The collective operations that the engines and ``fit`` need, on any process group. A ``src`` is a rank of it."""
 
-from __future__ import annotations
-
 import io
 import json
 import operator

@@ -1,7 +1,5 @@
 """torch's ``fully_shard`` (FSDP2): the operations that ``fit`` needs of it, and its collectives timed."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The network: the interface that Gloo should use, and keepalive probes that notice a dead link."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import socket

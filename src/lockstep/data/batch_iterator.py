@@ -1,7 +1,5 @@
 """The micro-batches of a process, on its devices, from whatever kind of data set."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 import warnings

@@ -1,7 +1,5 @@
 """The micro-batches that one process computes, in order and without end, each share collated on its own."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import re

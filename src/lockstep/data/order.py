@@ -1,7 +1,5 @@
 """Which samples make up each global batch, and which of them fall to whom: pure functions of seed and position."""
 
-from __future__ import annotations
-
 import random
 import struct
 from collections.abc import Sequence

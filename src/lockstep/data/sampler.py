@@ -1,7 +1,5 @@
 """`DistributedSampler`: each rank's share of a data set, for hand-written loops."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

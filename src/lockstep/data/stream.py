@@ -1,7 +1,5 @@
 """Data that comes as a stream: its global batches, its state, and whether every rank reads the same."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Files of tokens, one number after the other, as data sets of windows: for language models."""
 
-from __future__ import annotations
-
 import glob
 import os
 from bisect import bisect_right

@@ -1,7 +1,5 @@
 """``lockstep run``: torchrun's command line with some flags of ours; all is checked before the first process starts."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import json

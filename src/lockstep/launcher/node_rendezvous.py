@@ -1,7 +1,5 @@
 """Where the launchers of a job's machines meet, and the store in which their ranks find each other."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import errno

@@ -1,7 +1,5 @@
 """Run ranks under torch elastic's agent, answer signals and the watchdog, and turn what goes wrong into one error."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

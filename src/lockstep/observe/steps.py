@@ -12,8 +12,6 @@ batches that went into them belong to no step, and training stands still until t
 part of it, and so is a single one on a batch that is then trained on.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """How torch.compile and CUDA graph capture treat the functions of the engines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

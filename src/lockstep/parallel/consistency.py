@@ -1,7 +1,5 @@
 """Consistency checks between ranks: the same layout when a model is wrapped, the same bits later."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import defaultdict

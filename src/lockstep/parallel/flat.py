@@ -1,7 +1,5 @@
 """Flat gradients: views like a parameter, norms and factors in few kernels, the same bits on any number of threads."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """From the steps of each rank to one snapshot of all, made on rank zero beside training, for displays and sinks."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter

@@ -5,8 +5,6 @@ thread's Python frames, the calls that torch's process groups have counted, what
 `lockstep.activity`, and torch's own record of collectives (its flight recorder).
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import faulthandler

@@ -1,7 +1,5 @@
 """A snapshot as text, a view for a terminal or a line for a pipe; and the live view, which rank zero draws."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

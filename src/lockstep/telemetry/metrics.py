@@ -1,7 +1,5 @@
 """The metrics of a run: each declared once, with its names and meaning, and their values of all ranks at one moment."""
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -3,8 +3,6 @@
 ``now`` is None unless somebody profiles; then a name costs one comparison, and nothing is made.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch

@@ -3,8 +3,6 @@
 Standard library only: the launcher and each rank's heartbeat import it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import linecache
 import os

@@ -1,7 +1,5 @@
 """Memory, processor time and devices of this machine and its ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

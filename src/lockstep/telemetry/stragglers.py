@@ -8,8 +8,6 @@ for the wire only, so the shortest such wait of all ranks is the *wire* time, an
 for its *peers*. No clocks are compared, so none need to agree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median, median_low, quantiles

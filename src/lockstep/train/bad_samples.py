@@ -1,7 +1,5 @@
 """Samples that could not be read, over all ranks: the run stops at them on all ranks, or leaves them out and counts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

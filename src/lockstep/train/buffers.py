@@ -1,7 +1,5 @@
 """The buffers of a model, put back to what they were after something that must leave no traces in them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

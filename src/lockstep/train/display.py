@@ -1,7 +1,5 @@
 """What rank zero prints of a run: its plan first, then a live view or lines, and what it found out."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Evaluation that counts every sample exactly once, however many ranks share it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

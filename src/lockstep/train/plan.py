@@ -1,7 +1,5 @@
 """What a run comes to, worked out before anything is done: devices, steps, shares, virtual shards, learning rate."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction

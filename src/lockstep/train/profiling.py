@@ -1,7 +1,5 @@
 """Some steps under torch.profiler, a Chrome trace for each rank; and the phases' names for NVIDIA's tools."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress

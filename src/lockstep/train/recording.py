@@ -1,7 +1,5 @@
 """The record of a run by ``fit``: each step, measured beside the training, into the run's folder and to who watches."""
 
-from __future__ import annotations
-
 import inspect
 import platform
 import sys

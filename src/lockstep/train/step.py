@@ -1,7 +1,5 @@
 """The parts of a training step: loss, learning rate, gradient, sums over the ranks, random numbers, out of memory."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence

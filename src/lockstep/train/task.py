@@ -1,7 +1,5 @@
 """What to train, never how: `Task`, `Loss` for losses that are not a mean over the samples, and the task in a file."""
 
-from __future__ import annotations
-
 import importlib.util
 import linecache
 import sys

@@ -1,7 +1,5 @@
 """This process as a member of a group on shared memory: the C library, its calls and its errors."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import importlib.util

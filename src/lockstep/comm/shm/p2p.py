@@ -1,7 +1,5 @@
 """Send and receive: one ring of bytes for each ordered pair of ranks, moved along by a thread of their own."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 import time

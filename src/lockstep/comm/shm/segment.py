@@ -1,7 +1,5 @@
 """Memory that several processes map: it has no name in any file system, so nothing can be left behind."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import mmap

@@ -1,7 +1,5 @@
 """Gradient buckets: how gradients get in and out of flat buffers, and the set of all buckets of a model."""
 
-from __future__ import annotations
-
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set

@@ -1,7 +1,5 @@
 """How a bucket is reduced: by one all-reduce, by a compressed one, or by a communication hook."""
 
-from __future__ import annotations
-
 import inspect
 import weakref
 from abc import ABC, abstractmethod

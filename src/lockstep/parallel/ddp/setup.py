@@ -1,7 +1,5 @@
 """What happens when a model is wrapped: checks of the arguments, and the broadcast of parameters and buffers."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The private and deprecated names of torch's class that libraries and torch's own tools rely on."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar

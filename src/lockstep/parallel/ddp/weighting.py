@@ -1,7 +1,5 @@
 """Weighted means: what each micro-batch counts, the weight message of a rank, and the sum over the ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum

@@ -1,7 +1,5 @@
 """Gradients of the replicas: copied between devices in large pieces, summed in a fixed tree, given to the module."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

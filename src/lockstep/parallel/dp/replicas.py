@@ -1,7 +1,5 @@
 """Persistent replicas of a module, and the tensors that they have in place of its parameters and buffers."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence

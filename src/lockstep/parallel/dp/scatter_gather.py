@@ -1,7 +1,5 @@
 """Split inputs over devices along a dimension, and join the outputs of the replicas again."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import warnings

@@ -1,7 +1,5 @@
 """``DataParallel``: one process, one thread and one replica for each device. Design: docs/design/dp.md."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from threading import Lock

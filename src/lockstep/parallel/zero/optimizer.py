@@ -1,7 +1,5 @@
 """``ZeroRedundancyOptimizer``: each rank keeps the state of its shard of the parameters and updates that shard."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence

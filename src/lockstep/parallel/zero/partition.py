@@ -1,7 +1,5 @@
 """Which rank owns which elements of the parameters: flat buffers, each rank's shard of them, and its optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple

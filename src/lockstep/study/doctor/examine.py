@@ -1,7 +1,5 @@
 """Examine a machine, a script and a task for a run that is planned, on one machine or on all of a job."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Interfaces, names, the port and versions: will the ranks of all machines find and understand each other?"""
 
-from __future__ import annotations
-
 import errno
 import re
 import socket

@@ -1,7 +1,5 @@
 """A training script, read by its syntax tree and never run: do all ranks do together what they must do together?"""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter

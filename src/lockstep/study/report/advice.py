@@ -1,7 +1,5 @@
 """What to change first in a run, each with the gain that is predicted for it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The plots of a run: where the time of a step goes, curves over the steps, the timeline; none has text of a record."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The page of a run: verdict, advice, plots and tables in one HTML file, every text from a record escaped."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Run an experiment in this process: the loop of `fit`, or the reference loop, which stands for N ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

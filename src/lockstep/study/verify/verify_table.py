@@ -1,7 +1,5 @@
 """What ``verify`` found, in sentences, as tables for a terminal and as JSON."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from math import isfinite
 

@@ -1,7 +1,5 @@
 """What a sink is, what it is given of a run when it begins, and what it remembers from one session to the next."""
 
-from __future__ import annotations
-
 import json
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Figures as a run of MLflow, by its own client; its environment variables say who asks, and for which experiment."""
 
-from __future__ import annotations
-
 import os
 from typing import final
 

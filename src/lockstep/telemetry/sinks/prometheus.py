@@ -1,7 +1,5 @@
 """Figures as a page that Prometheus reads: a small HTTP server that answers with the last snapshot."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence

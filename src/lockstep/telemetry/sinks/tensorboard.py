@@ -1,7 +1,5 @@
 """Figures as an event file of TensorBoard, by torch's own writer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import final
 

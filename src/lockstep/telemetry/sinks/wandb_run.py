@@ -1,7 +1,5 @@
 """Figures as a run of Weights & Biases, by its own client; its environment variables say where and as whom."""
 
-from __future__ import annotations
-
 import uuid
 from typing import Any, final
 

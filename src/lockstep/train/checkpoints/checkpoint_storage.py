@@ -11,8 +11,6 @@ and one rename, that of the manifest, makes the new checkpoint out of the old on
 ``.metadata`` file is, and so are the values that are no tensors, which is why neither is used.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib

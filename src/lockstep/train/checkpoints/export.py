@@ -1,7 +1,5 @@
 """The bare model's weights as a safetensors file, written whole or not at all."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
