@@ -49,7 +49,7 @@ class BadSample(NamedTuple):
     file: str | None = None
     offset: int | None = None
     trace: str | None = None
-    others: Sequence[int] = ()
+    others: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, error: Exception, index: int, epoch: int, step: int) -> Self:

@@ -100,7 +100,8 @@ class BadSamples:
         # step waits for the device: the parameters that a run stopped with are not to be used.
         mine = [list(sample) for sample in self.pending]
         ranks = all_gather_object(mine, group=self._group, device=self._device)
-        self._take([[BadSample(*fields) for fields in samples] for samples in ranks])
+        # JSON makes lists of tuples, and a list cannot be in a set.
+        self._take([[BadSample(*rest, tuple(others)) for *rest, others in samples] for samples in ranks])
 
     def _take(self, ranks: Sequence[Sequence[BadSample]]) -> None:
         self.pending = []
