@@ -101,7 +101,7 @@ class BadSamples:
         mine = [list(sample) for sample in self.pending]
         ranks = all_gather_object(mine, group=self._group, device=self._device)
         # JSON makes lists of tuples, and a list cannot be in a set.
-        self._take([[BadSample(*rest, tuple(others)) for *rest, others in samples] for samples in ranks])
+        self._take([[BadSample(*each)._replace(others=tuple(each[-1])) for each in samples] for samples in ranks])
 
     def _take(self, ranks: Sequence[Sequence[BadSample]]) -> None:
         self.pending = []
