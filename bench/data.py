@@ -35,7 +35,7 @@ from pyarrow import parquet
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.data import TokenFiles
-from lockstep.data.loader import LoadOptions, Request, TrainRequests, load
+from lockstep.data.loader import LoadOptions, Request, load, train_requests
 from lockstep.data.order import BatchSplit, GlobalOrder
 
 LENGTH, BATCH = 1024, 32
@@ -83,10 +83,10 @@ class MappedTokens(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 def ours(samples: Any, workers: int, shuffle: bool = True) -> Iterator[Any]:
     """Load as ``fit`` does."""
     division = BatchSplit(1, range(1), 1)
-    requests: Any = TrainRequests(GlobalOrder(len(samples), BATCH, 0), division, 0)
+    requests: Iterable[Request] = train_requests(GlobalOrder(len(samples), BATCH, 0), division, 0)
     if not shuffle:
         starts = range(0, len(samples) - BATCH, BATCH)
-        requests = [Request(0, 0, BATCH, [0], [list(range(start, start + BATCH))]) for start in starts]
+        requests = [Request(0, 0, BATCH, {0: list(range(start, start + BATCH))}) for start in starts]
     batches = load(samples, requests, LoadOptions(None, workers, pin_memory=False), seed=0)
     return (micro.batches[0] for micro in batches)
 
