@@ -749,12 +749,14 @@ class StepRecorder:
     def _take_sample(self) -> None:
         if self._sample is None:
             return
-        with contextlib.suppress(Exception):  # a machine that does not give its figures
+        try:
             line = self._sample()
-            if self._metrics is not None:
-                self._metrics.machine(line)
-            if self._writer is not None:
-                self._writer.add(line)
+        except Exception:  # a machine that does not give its figures; what fails below is reported by the thread
+            return
+        if self._metrics is not None:
+            self._metrics.machine(line)
+        if self._writer is not None:
+            self._writer.add(line)
 
     def add(self, step: RecordedStep) -> None:
         """Take a step, whose figures the device may still owe. Does not block."""
