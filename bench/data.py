@@ -82,8 +82,8 @@ class MappedTokens(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 def ours(samples: Any, workers: int, shuffle: bool = True) -> Iterator[Any]:
     """Load as ``fit`` does."""
-    division = BatchSplit(1, range(1), 1)
-    requests: Iterable[Request] = train_requests(GlobalOrder(len(samples), BATCH, 0), division, 0)
+    split = BatchSplit(1, range(1), 1)
+    requests: Iterable[Request] = train_requests(GlobalOrder(len(samples), BATCH, 0), split, 0)
     if not shuffle:
         starts = range(0, len(samples) - BATCH, BATCH)
         requests = [Request(0, 0, BATCH, {0: list(range(start, start + BATCH))}) for start in starts]

@@ -25,8 +25,8 @@ class Noisy(Dataset):
 
 
 def micro_batches(num_items, *, rank=0, num_ranks=1, accumulate=1, first_step=0, workers=0, samples=None):
-    division = BatchSplit(num_ranks, range(rank, rank + 1), accumulate)
-    requests = train_requests(ORDER, division, first_step)
+    split = BatchSplit(num_ranks, range(rank, rank + 1), accumulate)
+    requests = train_requests(ORDER, split, first_step)
     options = LoadOptions(None, workers, pin_memory=False)
     return list(islice(load(samples or Noisy(), requests, options, seed=ORDER.seed), num_items))
 

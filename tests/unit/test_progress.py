@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from lockstep.telemetry.metrics import Snapshot
-from lockstep.train import display as display_module
-from lockstep.train.display import Display, format_metrics
-from lockstep.train.fit import Throughput
+from lockstep.train import fit as fit_module
+from lockstep.train.fit import Display, Throughput, format_metrics
 from lockstep.train.timing import StepRecord, StepTimer
 
 SNAPSHOT = Snapshot(time=0.0, step=15, num_steps=20, loss=0.25, samples_per_s=1234.5, left_s=3.0)
@@ -26,7 +25,7 @@ def surroundings(monkeypatch):
 def test_lines_in_a_pipe(capsys, monkeypatch):
     display = Display(silent=False)
     display.update(SNAPSHOT)
-    monkeypatch.setattr(display_module, "_LINE_S", 0.0)
+    monkeypatch.setattr(fit_module, "_LINE_S", 0.0)
     display.update(SNAPSHOT)
     display.update(replace(SNAPSHOT, samples_per_s=None, left_s=2.0))  # a step that takes long
     display.log("said [bold]as it is[/]")

@@ -24,12 +24,12 @@ class Stream(IterableDataset):
 
 
 def rows(num_steps, *, rank=0, num_ranks=1, accumulate=1, first_step=0, workers=0, size=10, drop_last=False):
-    division = BatchSplit(num_ranks, range(rank, rank + 1), accumulate)
+    split = BatchSplit(num_ranks, range(rank, rank + 1), accumulate)
     order, options = (
         StreamOrder(batch_size=4, seed=0, drop_last=drop_last),
         LoadOptions(None, workers, pin_memory=False),
     )
-    loaded = load_stream(Stream(size), order, division, options, position=StreamPosition(first_step))
+    loaded = load_stream(Stream(size), order, split, options, position=StreamPosition(first_step))
     table = {}
     for micro in islice(loaded, num_steps * accumulate):
         assert micro.num_global == (2 if micro.step % 3 == 2 and not drop_last else 4)
@@ -78,8 +78,8 @@ class Split(IterableDataset):
 
 
 def test_a_stream_that_divides_itself_over_loader_processes_is_read_whole():
-    order, division = StreamOrder(batch_size=4, seed=0), BatchSplit(1, range(1), 1)
-    loaded = load_stream(Split(), order, division, LoadOptions(None, 2, pin_memory=False), position=StreamPosition())
+    order, split = StreamOrder(batch_size=4, seed=0), BatchSplit(1, range(1), 1)
+    loaded = load_stream(Split(), order, split, LoadOptions(None, 2, pin_memory=False), position=StreamPosition())
     assert [micro.batches[0].tolist() for micro in islice(loaded, 3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
@@ -100,9 +100,9 @@ class ShuffledAtOnce(IterableDataset):
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_the_epoch_is_set_and_the_order_drawn_alike_in_every_process(workers):
     random.seed()
-    order, division = StreamOrder(batch_size=4, seed=0), BatchSplit(1, range(1), 1)
+    order, split = StreamOrder(batch_size=4, seed=0), BatchSplit(1, range(1), 1)
     options = LoadOptions(None, workers, pin_memory=False)
-    loaded = load_stream(ShuffledAtOnce(), order, division, options, position=StreamPosition())
+    loaded = load_stream(ShuffledAtOnce(), order, split, options, position=StreamPosition())
     batches = [micro.batches[0].tolist() for micro in islice(loaded, 6)]
     for epoch in range(3):
         assert sorted(batches[2 * epoch] + batches[2 * epoch + 1]) == [100 * epoch + number for number in range(8)]
@@ -130,9 +130,9 @@ class Torn(IterableDataset):
 
 
 def error_of_torn(error, workers):
-    order, division = StreamOrder(batch_size=2, seed=0), BatchSplit(1, range(1), 1)
+    order, split = StreamOrder(batch_size=2, seed=0), BatchSplit(1, range(1), 1)
     options = LoadOptions(None, workers, pin_memory=False)
-    loaded = load_stream(Torn(error), order, division, options, position=StreamPosition())
+    loaded = load_stream(Torn(error), order, split, options, position=StreamPosition())
     assert [next(loaded).batches[0].tolist() for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
     with pytest.raises(DataError) as caught:
         next(loaded)
@@ -161,10 +161,10 @@ def test_what_a_stream_raises_is_told_in_the_same_words_from_loader_processes(wo
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_other_errors_of_ours_are_left_as_they_are(workers):
-    order, division = StreamOrder(batch_size=2, seed=0), BatchSplit(1, range(1), 1)
+    order, split = StreamOrder(batch_size=2, seed=0), BatchSplit(1, range(1), 1)
     options = LoadOptions(None, workers, pin_memory=False)
     stream = Torn(ConfigurationError("It is not set up."))
-    loaded = load_stream(stream, order, division, options, position=StreamPosition())
+    loaded = load_stream(stream, order, split, options, position=StreamPosition())
     with pytest.raises(ConfigurationError) as error:
         list(loaded)
     assert str(error.value) == "It is not set up."

@@ -143,8 +143,8 @@ def test_trying_a_state_out_changes_nothing():
 
 def feed(stream, workers=0, accumulate=1):
     options = LoadOptions(None, workers, pin_memory=False)
-    division = BatchSplit(1, range(1), accumulate)
-    return BatchIterator(stream, StreamOrder(4, seed=0), division, options, [torch.device("cpu")])
+    split = BatchSplit(1, range(1), accumulate)
+    return BatchIterator(stream, StreamOrder(4, seed=0), split, options, [torch.device("cpu")])
 
 
 def numbers(feed, num_steps, accumulate=1):

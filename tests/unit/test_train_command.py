@@ -53,8 +53,8 @@ def mine(tmp_path, monkeypatch):
         (["mine.py:empty"], "The data set of Task.dataset is empty.\nCheck where it reads its samples from."),
         (
             ["mine.py", "--accumulate", "3", "--global-batch-size", "2"],
-            "A global batch of 2 samples on 1 device does not have a sample in each of 3 micro-batches for each.\n"
-            "Set the global batch size to 3 or more, or accumulate to 2 or less.",
+            "A global batch of 2 samples does not have a sample for each of 1 device in each of 3 micro-batches.\n"
+            "Set the global batch size to 3 or more, or make accumulate smaller.",
         ),
         (
             ["mine.py", "--strategy", "torch-dp"],
@@ -72,8 +72,8 @@ def mine(tmp_path, monkeypatch):
         ),
         (
             ["mine.py", "--devices", "2", "--shares", "2,1", "--accumulate", "2"],
-            "A global batch of 4 samples, divided by shares=2,1, does not have a sample in each of 2 micro-batches for "
-            "each device.\nSet the global batch size to 6 or more, or make the shares more alike.",
+            "A global batch of 4 samples does not have a sample for each of 2 devices in each of 2 micro-batches.\n"
+            "Set the global batch size to 6 or more, or make the shares more alike.",
         ),
         (["mine.py", "--steps", "0"], "steps=0 is not allowed.\nGive a whole number of at least 1."),
     ],

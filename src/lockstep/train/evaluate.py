@@ -44,7 +44,7 @@ class Evaluator:
 
     Args:
         task: With ``eval_dataset``.
-        trainer: Whose model, division over the ranks, precision and seed are used.
+        trainer: Whose model, batch split over the ranks, precision and seed are used.
         samples: With ``len`` and ``[]``.
         skipped: Those that the last evaluation went without, as they could not be read.
     """
@@ -98,20 +98,20 @@ class Evaluator:
 
     def _parts(self) -> dict[int, range]:
         """Return the samples that this rank evaluates: contiguous, its share or each of its virtual shards."""
-        division, size = self.trainer.plan.division, len(self.samples)
+        split, size = self.trainer.plan.split, len(self.samples)
         if self.trainer.settings.reproducible is not None:
-            return {share: division.positions(size, share) for share in division.shares}
+            return {share: split.positions(size, share) for share in split.shares}
         if self.trainer.group is None:
             return {0: range(size)}
-        return {division.shares.start: division.positions_here(size)}
+        return {split.shares.start: split.positions_here(size)}
 
     def _batches(self, parts: dict[int, range]) -> Iterator[MicroBatch]:
         """Return this rank's samples, part after part, in batches as large as those of training."""
         trainer, requests = self.trainer, []
-        division = trainer.plan.division
+        split = trainer.plan.split
         for share, mine in parts.items():
             # As large as a micro-batch of training, which is known to fit in memory.
-            size = max(1, len(division.positions(trainer.plan.batch_size, share)) // division.accumulate)
+            size = max(1, len(split.positions(trainer.plan.batch_size, share)) // split.accumulate)
             for number, start in enumerate(range(0, len(mine), size)):
                 samples = list(mine[start : start + size])
                 requests.append(Request(0, number, len(self.samples), {share: samples}))

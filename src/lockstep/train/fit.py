@@ -1,4 +1,4 @@
-"""`fit`: train a task, with everything around the steps."""
+"""`fit`: train a task, with everything around the steps, and show it on rank zero."""
 
 from __future__ import annotations
 
@@ -6,29 +6,33 @@ import atexit
 import contextlib
 import functools
 import inspect
+import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, final
 
 import torch
+from typing_extensions import override
 
 from lockstep import activity
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import World, init
 from lockstep.data.loader import BadSample, explaining_worker_failures
 from lockstep.data.stream import check_same_length
+from lockstep.telemetry import live_view
 from lockstep.telemetry.heartbeat import end_stopped_children
+from lockstep.telemetry.metrics import Snapshot, SnapshotSink
 from lockstep.telemetry.run_record import Event
 from lockstep.train.checkpoints.export import check_export, export_weights
-from lockstep.train.display import Display, describe_plan, format_metrics, plural
 from lockstep.train.evaluate import Evaluation, Evaluator
 from lockstep.train.nonfinite import NonFiniteStep
-from lockstep.train.plan import devices_of
+from lockstep.train.plan import Plan, devices_of
 from lockstep.train.profiling import profiled
 from lockstep.train.recording import RunRecord, SlowRanks
-from lockstep.train.settings import FitSettings
+from lockstep.train.settings import FitSettings, ViewName
 from lockstep.train.stopping import StopSignals, exit_code_of
 from lockstep.train.task import Task, build_dataset
 from lockstep.train.timing import StepRecord
@@ -42,6 +46,9 @@ _MAX_UNREAD = 256
 
 # So many samples that could not be read are named one by one.
 _NUM_NAMED = 5
+
+# Seconds between two lines of progress.
+_LINE_S = 10.0
 
 P = ParamSpec("P")
 
@@ -147,6 +154,101 @@ class Throughput:
         return self.samples_per_s * self.num_counted / self.num_samples
 
 
+# --- what rank zero prints -------------------------------------------------------------------------------------------
+
+
+def plural(number: int, noun: str) -> str:
+    """Return the number with its noun, which takes an s."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def describe_plan(
+    task: Task, settings: FitSettings, plan: Plan, device: torch.device, *, num_devices: int
+) -> list[str]:
+    """Return the lines that rank zero prints first; all ``num_devices`` are of the kind of ``device``."""
+    order, rate = plan.order, plan.learning_rate
+    kind = "GPU" if device.type == "cuda" else device.type.upper()
+    size = "a stream of samples" if order.num_samples is None else f"{order.num_samples:,} samples"
+    length = plural(plan.num_steps, "step")
+    if order.steps_per_epoch is not None:
+        epochs = plan.num_steps / order.steps_per_epoch
+        length += f" = {epochs:.4g} epoch{'s' * (epochs != 1)}"
+    on = plural(num_devices, kind)
+
+    batch = f"global batch {order.batch_size}"
+    if settings.reproducible is not None:
+        most, threads = settings.reproducible, plural(settings.threads or 1, "CPU thread")
+        batch += f" = {most} virtual shards: the same bits on 1 to {most} devices of this kind with {threads} each"
+    elif num_devices > 1:
+        sizes = [len(plan.split.positions(order.batch_size, share)) for share in range(plan.split.num_shares)]
+        are_alike = len(set(sizes)) == 1  # also of torch's DataParallel, which divides the batch itself
+        parts = f"x {order.batch_size // num_devices}" if are_alike else f"with {' + '.join(map(str, sizes))}"
+        batch += f" = {num_devices} devices {parts} samples"
+    if plan.split.accumulate > 1:
+        batch += f", in {plan.split.accumulate} micro-batches"
+
+    scaling = "not scaled with the global batch"
+    if settings.lr_scaling != "none":
+        rule = {"linear": "linear scaling", "sqrt": "square-root scaling"}[settings.lr_scaling]
+        scaling = f"{rule} from base batch {plan.base_batch_size} to {order.batch_size}"
+    decay = "the task's own schedule" if callable(rate.decay) else rate.decay
+    warmup = f"warm-up over {plural(rate.warmup, 'step')}, then" if rate.warmup else "no warm-up,"
+    return [
+        f"{task.name}: strategy {settings.strategy} on {on}, {settings.precision}, {size}, {length}",
+        batch,
+        f"learning rate x {rate.scale:.4g}: {scaling}; {warmup} {decay}",
+    ]
+
+
+def format_metrics(metrics: Mapping[str, float]) -> str:
+    """Return metrics as words and numbers."""
+    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+
+
+@final
+class Display(SnapshotSink):
+    """Shows a run: a live view on a terminal or in a notebook, else lines now and then; and lines that stay.
+
+    Args:
+        view: What to show of the progress; "auto" takes what suits where the output goes.
+        silent: Whether to print nothing at all.
+    """
+
+    def __init__(self, view: ViewName = "auto", *, silent: bool) -> None:
+        self._silent = silent
+        # A terminal of a CI service keeps every frame of a live view.
+        may_draw = view == "live" or (view == "auto" and "CI" not in os.environ)
+        self._live = live_view.open_live_view() if may_draw and not silent else None
+        self._has_lines = view != "none" and not silent
+        self._shown_at = time.perf_counter()
+        self._rates = live_view.LastRates()
+
+    def log(self, text: str) -> None:
+        """Print a line that stays."""
+        if not self._silent:
+            sys.stdout.write(f"{text}\n")  # in one piece: other threads print as well
+            sys.stdout.flush()
+
+    @override
+    def update(self, snapshot: Snapshot) -> None:
+        if self._live is not None:
+            self._live.update(snapshot)
+        elif self._has_lines:
+            snapshot = self._rates.filled(snapshot)
+            now_s = time.perf_counter()
+            if now_s - self._shown_at >= _LINE_S and snapshot.loss is not None and not snapshot.is_last:
+                self._shown_at = now_s
+                self.log(live_view.line(snapshot))
+
+    @override
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.close()
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
 class Run:
     """A run of `fit`: the steps, and what goes on around them.
 
@@ -191,7 +293,7 @@ class Run:
         sinks = self._record.open_sinks()
         self._display = Display(settings.view, silent=settings.quiet or not world.is_rank_zero)
         self._num_caveats = self._num_skipped = self._num_not_finite = 0  # that were reported
-        self._slow_ranks = SlowRanks(trainer, self._report_slow_rank)
+        self._slow_ranks = SlowRanks(trainer, functools.partial(self._log, "straggler"))
         num_devices = len(trainer.devices) if trainer.group is None else world.world_size
         plan = describe_plan(task, settings, trainer.plan, trainer.device, num_devices=num_devices)
         for line in (*plan, *lines, *(sink.where for sink in sinks)):
@@ -236,7 +338,9 @@ class Run:
     def pause_for(self, event: Event, act: Callable[[], str]) -> None:
         """Do something for which training stands still, and report what it returns. Collective: every rank."""
         self._settle()
-        text = act()
+        self._log(event, act())
+
+    def _log(self, event: Event, text: str) -> None:
         self._display.log(text)
         self._record.event(event, text)
 
@@ -314,22 +418,19 @@ class Run:
         return self._result(stopped=name)
 
     def catch_up(self) -> None:
-        """Do the evaluation that a run which was stopped did not come to. Collective: every rank."""
+        """Do the evaluation that a run did not come to, such as one that was stopped. Collective: every rank."""
         if self._owes_evaluation:
-            self._evaluate_and_keep()
-
-    def _evaluate_and_keep(self) -> None:
-        self.evaluate()
-        if self.has_new_best:
-            self.save()
+            self.evaluate()
+            if self.has_new_best:
+                self.save()
 
     def finish(self) -> FitResult:
         """Export the weights, hand the model to the task, and return what came of it.
 
         Collective: every rank. Files are written once it returns.
         """
-        if not self._evaluations:
-            self._evaluate_and_keep()
+        self._owes_evaluation = not self._evaluations
+        self.catch_up()
         if self._first_step < self.num_steps:
             self._settle()
         self._log_summary()
@@ -413,10 +514,6 @@ class Run:
             self._display.log(f"step {found.step + 1}  skipped  {found.headline}")
             self._record.event("skipped", f"step {found.step + 1}: skipped: {found.headline}")
         self._num_caveats, self._num_skipped, self._num_not_finite = len(trainer.caveats), len(skipped), len(not_finite)
-
-    def _report_slow_rank(self, text: str) -> None:
-        self._display.log(text)
-        self._record.event("straggler", text)
 
     def _settle(self) -> None:
         """Wait for the device, and count that as training: something else comes next."""

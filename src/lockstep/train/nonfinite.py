@@ -176,7 +176,7 @@ class NonFiniteGuard:
         replay: Callable[[MicroBatch, int], list[Tensor]],
     ) -> None:
         self._rule, self._model, self._optimizer, self._gradients = rule, model, optimizer, gradients
-        self._strategy, self._order, self._split, self._replay = strategy, plan.order, plan.division, replay
+        self._strategy, self._order, self._split, self._replay = strategy, plan.order, plan.split, replay
         self._buffers = BufferSnapshot(model) if rule == "skip" else None
         self._unsettled: tuple[HostCopy, Computed, int] | None = None
         self.found: list[NonFiniteStep] = []

@@ -8,7 +8,7 @@ from math import ceil
 import torch
 
 from lockstep.comm.world import World
-from lockstep.data.order import BatchSplit, GlobalOrder, cut, cut_by
+from lockstep.data.order import BatchSplit, GlobalOrder
 from lockstep.data.stream import StreamOrder
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.reduction_tree import LeafPlacement
@@ -30,7 +30,7 @@ class VirtualShards:
     mine: tuple[range, ...]
 
     @property
-    def division(self) -> BatchSplit:
+    def split(self) -> BatchSplit:
         """How a global batch is divided, and what of it falls to this process."""
         return BatchSplit(self.placement.tree.num_leaves, range(self.mine[0].start, self.mine[-1].stop), 1)
 
@@ -46,10 +46,8 @@ def place_shards(num_leaves: int, num_devices: int, proportions: Sequence[float]
         ConfigurationError: There is none for some device, or a proportion too many or too few.
     """
     _check_number_of_shares(proportions, num_devices)
-    if proportions is None:
-        ranges = tuple(cut(num_leaves, num_devices, device) for device in range(num_devices))
-    else:
-        ranges = tuple(cut_by(num_leaves, proportions, device) for device in range(num_devices))
+    split = BatchSplit(num_devices, range(num_devices), 1, proportions)
+    ranges = tuple(split.positions(num_leaves, device) for device in range(num_devices))
     # A device without a shard would only wait for the others.
     if not all(ranges):
         idle = sum(not leaves for leaves in ranges)
@@ -121,7 +119,7 @@ class Plan:
     """A run's steps, which samples each takes, how they are divided, and the learning rate."""
 
     order: GlobalOrder | StreamOrder
-    division: BatchSplit
+    split: BatchSplit
     num_steps: int
     learning_rate: LearningRate
     base_batch_size: int
@@ -132,7 +130,7 @@ class Plan:
         return self.order.batch_size
 
 
-def make_plan(task: Task, settings: Settings, division: BatchSplit, *, num_samples: int | None) -> Plan:
+def make_plan(task: Task, settings: Settings, split: BatchSplit, *, num_samples: int | None) -> Plan:
     """Return the plan for a data set of ``num_samples``, or for a stream if None.
 
     Raises:
@@ -141,7 +139,7 @@ def make_plan(task: Task, settings: Settings, division: BatchSplit, *, num_sampl
     """
     batch_size = settings.global_batch_size or task.global_batch_size
     if settings.reproducible is None:
-        check_split(batch_size, division.num_shares, settings.accumulate, division.proportions)
+        check_split(batch_size, split.num_shares, settings.accumulate, split.proportions)
     order: GlobalOrder | StreamOrder
     if num_samples is None:
         if settings.steps is None:
@@ -163,7 +161,7 @@ def make_plan(task: Task, settings: Settings, division: BatchSplit, *, num_sampl
     base = settings.base_batch_size or task.global_batch_size
     scale = batch_scale(settings.lr_scaling, batch_size, base)
     decay = settings.schedule or task.schedule or "constant"
-    return Plan(order, division, num_steps, LearningRate(scale, settings.warmup, num_steps, decay), base)
+    return Plan(order, split, num_steps, LearningRate(scale, settings.warmup, num_steps, decay), base)
 
 
 def check_batch(task: Task, settings: Settings, num_devices: int) -> None:
@@ -186,36 +184,28 @@ def check_split(batch_size: int, num_shares: int, accumulate: int, proportions: 
         ConfigurationError: One has not; names what would do.
     """
     _check_number_of_shares(proportions, num_shares)
-    if proportions is None:
-        most = max(1, batch_size // num_shares)
-        if accumulate > most:
-            raise ConfigurationError(
-                f"A global batch of {batch_size} samples on {_devices(num_shares)} does not have a sample in each of "
-                f"{accumulate} micro-batches for each.\n"
-                f"Set the global batch size to {num_shares * accumulate} or more, or accumulate to {most}"
-                f"{' or less' * (most > 1)}."
-            )
-    elif min(len(cut_by(batch_size, proportions, index)) for index in range(num_shares)) < accumulate:
-        exact = [Fraction(proportion) for proportion in proportions]
-        enough = ceil(accumulate * sum(exact) / min(exact))  # from here on even the smallest is rounded down to enough
-        what = "a sample" if accumulate == 1 else f"a sample in each of {accumulate} micro-batches"
-        raise ConfigurationError(
-            f"A global batch of {batch_size} samples, divided by shares={_spell(proportions)}, does not have {what} "
-            f"for each device.\nSet the global batch size to {enough} or more, or make the shares more alike."
-        )
+    split = BatchSplit(num_shares, range(num_shares), accumulate, proportions)
+    is_even = proportions is None
+    # The last micro-batch of a share is its smallest. Without either of the two, any number of devices takes any batch.
+    if (is_even and accumulate == 1) or split.all_have_samples(batch_size, accumulate - 1):
+        return
+    exact = [Fraction(proportion) for proportion in proportions or [1] * num_shares]
+    enough = ceil(accumulate * sum(exact) / min(exact))  # from here on even the smallest is rounded down to enough
+    raise ConfigurationError(
+        f"A global batch of {batch_size} samples does not have a sample for each of {_devices(num_shares)} in each of "
+        f"{accumulate} micro-batches.\nSet the global batch size to {enough} or more, or "
+        f"{'make accumulate smaller' if is_even else 'make the shares more alike'}."
+    )
 
 
 def _check_number_of_shares(proportions: Sequence[float] | None, num_devices: int) -> None:
     if proportions is not None and len(proportions) != num_devices:
+        shares = ",".join(f"{proportion:g}" for proportion in proportions)
         raise ConfigurationError(
-            f"shares={_spell(proportions)} is for {_devices(len(proportions))}, but this run has {num_devices}.\n"
+            f"shares={shares} is for {_devices(len(proportions))}, but this run has {num_devices}.\n"
             "Give one number for each device, or leave shares out to make them all the same."
         )
 
 
 def _devices(number: int) -> str:
     return f"{number} device{'s' * (number > 1)}"
-
-
-def _spell(proportions: Sequence[float]) -> str:
-    return ",".join(f"{proportion:g}" for proportion in proportions)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import re
 import tomllib
 import types
 import typing
@@ -313,52 +312,32 @@ class FitSettings(Settings):
 # Settings of which only one can be given: the one that has the last word takes the other's place.
 _EXCLUSIVE = {"steps": "epochs", "epochs": "steps"}
 
-_TOML_POSITION = re.compile(r"\s*\(at (?:line (\d+), column \d+|end of document)\)$")
-
 
 def read_settings(path: FilePath) -> dict[str, Any]:
     """Return the settings in a file by their names, each checked by itself.
 
     Raises:
-        ConfigurationError: It cannot be read, or a line names no setting, or gives a value that is not allowed; names
-            the file and the line.
+        ConfigurationError: It cannot be read, or names what is no setting, or gives a value that is not allowed.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        cause = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else "is no text"
-        raise ConfigurationError(f"{path} {cause}.\nName a file of settings, such as lockstep tune writes.") from None
-    lines = text.splitlines() or [""]
-
-    def wrong(number: int, cause: str, advice: str) -> ConfigurationError:
-        return ConfigurationError(f"{path}, line {number}: {cause}\n    {lines[number - 1].strip()}\n{advice}")
-
-    try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        found = _TOML_POSITION.search(str(error))
-        number = min(int(found[1]), len(lines)) if found and found[1] else len(lines)
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        cause, advice = f"cannot be read: {error.strerror}", "Name a file of settings, such as lockstep tune writes."
+        raise ConfigurationError(f"{path} {cause}.\n{advice}") from None
+    except ValueError as error:  # of TOML, which names the line, or of UTF-8
         advice = 'Write a setting in each line, as in workers = 2 or strategy = "ddp".'
-        raise wrong(number, f"{_TOML_POSITION.sub('', str(error))}.", advice) from None
+        raise ConfigurationError(f"{path} is no file of settings: {error}.\n{advice}") from None
     known = {each.name: each for each in settings_of(FitSettings)}
     for name, value in values.items():
-        # tomllib does not keep where a value stood.
-        sets = re.compile(rf"""\s*\[*\s*["']?{re.escape(name)}["']?\s*[=.\]]""")
-        number = next((number for number, line in enumerate(lines, 1) if sets.match(line)), 1)
         if name not in known:
-            raise wrong(number, f"there is no setting {name!r}.", _hint(name, value, list(known)))
+            near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
+            hint = f"Did you mean {near[0]}?" if near else "lockstep train --help lists them all."
+            raise ConfigurationError(f"{path}: there is no setting {name!r}.\n{hint}")
         try:
             known[name].check(value)
         except ConfigurationError as error:
-            raise wrong(number, *str(error).split("\n", 1)) from None
+            raise ConfigurationError(f"{path}: {error}") from None
     return values
-
-
-def _hint(name: str, value: object, known: list[str]) -> str:
-    if isinstance(value, dict):
-        return "Write each setting in a line of its own, without a heading in brackets."
-    near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
-    return f"Did you mean {near[0]}?" if near else "lockstep train --help lists them all."
 
 
 def merge_settings(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class Trainer:
     def _build(self, task: Task, world: World, strategy: StrategyName) -> None:
         settings = self.settings
         shards = reproducible.virtual_shards(strategy, world, self.devices, settings)
-        split = strategies.split_batch(strategy, world, self.devices, settings) if shards is None else shards.division
+        split = strategies.split_batch(strategy, world, self.devices, settings) if shards is None else shards.split
         self._seeds = step_parts.Seeds(settings.seed, self.devices, split.shares)
         self._seeds.all(step_parts.DATA)
         self.samples = build_dataset(task)
@@ -226,7 +226,7 @@ class Trainer:
         )
         self.bad_samples.num_in_step = num_read = num_samples = 0
         computed: Computed = []
-        num_micro = self.plan.division.accumulate
+        num_micro = self.plan.split.accumulate
 
         for index in range(num_micro):
             # Fetch. A rank that cannot read a sample goes through the step all the same, or the others would wait.
@@ -338,7 +338,7 @@ class Trainer:
             timer=timer,
             after_forward=after_forward,
             seed=lambda share, device: self._seeds.all(step_parts.FORWARD, micro.step, 0, share, device=device),
-            all_have_samples=partial(self.bad_samples.all_have_samples, micro, index, self.plan.division),
+            all_have_samples=partial(self.bad_samples.all_have_samples, micro, index, self.plan.split),
         )
         self.strategy.run(micro, how)
 
