@@ -133,3 +133,15 @@ def name_of_bucket(names: Sequence[str]) -> str:
     if common and (len(common) > 1 or all(part == common for part in parts)):
         return ".".join((*common, "*"))
     return f"{names[0]} ... {names[-1]}"
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return ``rank 3``, or ``ranks 0-2, 5``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(parts)}"

@@ -81,7 +81,6 @@ def test_rank_zero_sees_all_ranks_and_which_is_slowest(ranks):
     assert whole.spread("own_s").max_rank == 1
     assert min(zero.rss_bytes, one.rss_bytes) > 2**24
     assert [event.event for snapshot in snapshots for event in snapshot.events][-1] == "end"
-    assert any(snapshot.buckets for snapshot in snapshots)
     (where,) = [text for text in said if text.startswith("a step took ")]
     assert re.search(r"forward \d\d%.* slowest was rank 1 \(\d+\.\d ms of work in a step\), fastest rank 0 \(", where)
 

@@ -185,7 +185,7 @@ def check_record(folder, last_event, last_text):
         assert all(min(step.forward_s, step.backward_s, step.optimizer_s, step.exposed_s) > 0 for step in record.steps)
         assert all(step.data_wait_s > 0 for step in record.steps[1:])
         assert [step.learning_rate for step in record.steps] == [0.01] * 8 + [0.005] * 8
-        events = [(event.event, event.step) for event in record.events if event.event != "spike"]
+        events = [(event.event, event.step) for event in record.events]
         assert events == [("evaluation", 8), ("evaluation", 16), (last_event, 16)]
         assert record.events[-1].text == last_text
     assert view.run.last["settings"]["strategy"] == "torch-ddp"

@@ -9,7 +9,7 @@ from lockstep import launch
 from lockstep.cli import main
 from lockstep.cli.run import start
 from lockstep.errors import ConfigurationError
-from lockstep.telemetry.sinks.factory import KINDS
+from lockstep.telemetry.sinks import KINDS
 from tests.distributed.commands import lockstep
 
 SCRIPT = """\

@@ -3,8 +3,8 @@
 from collections import Counter
 from dataclasses import replace
 
-from lockstep.telemetry.metrics import BucketFigures, EventFigures, RankFigures, Snapshot
-from lockstep.telemetry.sinks.base import RunInfo
+from lockstep.telemetry.metrics import EventFigures, RankFigures, Snapshot
+from lockstep.telemetry.sinks import RunInfo
 
 CONFIG = {"strategy": "ddp", "seed": 3, "clip": 0.5, "quiet": True, "global_batch_size": 64, "version/torch": "2.13.0"}
 
@@ -51,9 +51,6 @@ def snapshot(step, *events, **changes):
         "ranks": ranks,
         "world_size": 2,
         "events": events,
-        "buckets": (
-            BucketFigures(number=0, size_bytes=4096, latency_s=0.002, spike_s=0.005, busbw_bytes_per_s=4.096e6),
-        ),
     }
     return Snapshot(**{**fields, **changes})
 

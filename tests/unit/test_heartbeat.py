@@ -127,7 +127,7 @@ def watched(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "_PERIOD_S", 0.05)
     monkeypatch.setattr(module, "keep_stacks", lambda *_: str(tmp_path / "none"))
-    options = {"is_strict": True, "num_nodes": 1, "bulletin": None, "resources": Resources()}
+    options = {"is_strict": True, "num_nodes": 1, "store": None, "resources": Resources()}
     dog = Watchdog(tmp_path, 1.0, **options, on_report=on_report, on_slow=print)
     return dog, reports, reported
 
@@ -179,7 +179,7 @@ def test_a_wrong_note_of_another_machine_is_left_out(tmp_path, watched, note):
             return [note]
 
     dog, reports, reported = watched
-    dog._bulletin, dog._num_nodes = Store(), 2
+    dog._store, dog._num_nodes = Store(), 2
     write(tmp_path, 0, collective="all_reduce")
     write(tmp_path, 1, frames=[["/x/train.py", 9, "load"]])
     with dog:

@@ -36,7 +36,7 @@ def snapshot(*own_s, **changes):
     )
 
 
-EVENT = EventFigures(event="spike", step=12, time=0.0, seconds=None, text="took 33 ms")
+EVENT = EventFigures(event="remark", step=12, time=0.0, seconds=None, text="took 33 ms")
 
 
 def texts(*arguments, **room):
@@ -52,7 +52,7 @@ def test_all_there_is_to_see():
     assert shown[4] == "  O optimizer 10%  "
     assert shown[-3].startswith("rank 0   DD") and "works 10.0 ms  waits 10.0 ms" in shown[-3]
     assert shown[-2].endswith("works 19.0 ms  waits 1.00 ms  slowest") or shown[-2].endswith("slowest")
-    assert shown[-1].endswith("step 12 spike: took 33 ms")
+    assert shown[-1].endswith("step 12 remark: took 33 ms")
 
 
 def test_before_the_first_step():

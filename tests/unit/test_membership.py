@@ -6,7 +6,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from lockstep.comm.rendezvous import Participant, check_membership, format_ranks
+from lockstep.comm.rendezvous import Participant, check_membership
 from lockstep.errors import ConfigurationError, WorldSizeMismatch
 
 
@@ -125,9 +125,3 @@ def test_a_rank_that_cannot_take_part_says_so_to_all():
     )  # fmt: skip
     text = "Rank 2 (host here, pid 102) cannot take part: Local rank 2 has no GPU."
     assert [str(outcome) for outcome in outcomes] == [text] * 3
-
-
-def test_long_lists_of_ranks_are_cut():
-    assert format_ranks([3]) == "rank 3"
-    assert format_ranks([1, 2]) == "ranks 1, 2"
-    assert format_ranks(list(range(20))).endswith("14, 15 and 4 more")

@@ -97,7 +97,7 @@ def test_a_loop_is_recorded_and_not_a_bit_of_it_changes(tmp_path):
         assert step.own_s <= step.total_s <= step.lasted_s
         assert step.learning_rate == 0.1
     assert [line.step for line in view.run.ranks[0].timelines] == [4, 5, 6, 7]
-    events = [(event.event, event.step) for event in view.run.ranks[0].events if event.event != "spike"]
+    events = [(event.event, event.step) for event in view.run.ranks[0].events]
     assert events == [("evaluation", 5), ("evaluation", 10), ("evaluation", 15), ("end", 15)]
     session = view.run.last
     assert (session["num_steps"], session["num_parameters"]) == (15, 6 * 16 + 16 + 32 + 16 * 3 + 3)

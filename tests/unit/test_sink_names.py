@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.telemetry import metrics
-from lockstep.telemetry.metrics import BUCKET_METRICS, RankFigures, Spread, evaluations, scalars
+from lockstep.telemetry.metrics import RankFigures, Spread, evaluations, scalars
 from tests.unit.sinks_planted import event, snapshot
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -59,10 +59,6 @@ FROZEN = {
     "rank/gpu_percent": "lockstep_rank_gpu_utilization_ratio",
     "rank/gpu_power_w": "lockstep_rank_gpu_power_watts",
     "rank/gpu_temperature_c": "lockstep_rank_gpu_temperature_celsius",
-    "bucket/{bucket}_latency_s": "lockstep_bucket_latency_seconds",
-    "bucket/{bucket}_spike_s": "lockstep_bucket_spike_seconds",
-    "bucket/{bucket}_busbw_bytes_per_s": "lockstep_bucket_bus_bytes_per_second",
-    "bucket/{bucket}_size_bytes": "lockstep_bucket_size_bytes",
     "eval/{metric}": "lockstep_eval",
     "events/{event}": "lockstep_events_total",
     "events/{event}_s": "lockstep_event_pause_seconds_total",
@@ -113,7 +109,7 @@ def test_the_dashboard_and_the_alerts_name_what_there_is():
 
 
 def test_scalars_are_what_the_snapshot_says():
-    events = {"event_counts": {"checkpoint": 2, "spike": 1}, "event_seconds": {"checkpoint": 0.75}}
+    events = {"event_counts": {"checkpoint": 2, "remark": 1}, "event_seconds": {"checkpoint": 0.75}}
     found = scalars(snapshot(9, **events))
     expected = {
         "train/step": 9,
@@ -133,28 +129,26 @@ def test_scalars_are_what_the_snapshot_says():
         "rank/own_s_max": 0.09,
         "rank/own_s_max_rank": 1,
         "rank/cpu_percent_max": 150,
-        "bucket/0_spike_s": 0.005,
         "events/checkpoint": 2,
         "events/checkpoint_s": 0.75,
-        "events/spike": 1,
+        "events/remark": 1,
     }
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     assert all(type(value) is float for value in found.values())
     # What is not known is not there.
-    assert not {"train/epoch", "train/grad_norm", "rank/gpu_percent_max", "events/spike_s"} & set(found)
+    assert not {"train/epoch", "train/grad_norm", "rank/gpu_percent_max", "events/remark_s"} & set(found)
 
 
 def test_a_step_of_which_nothing_is_known_has_no_shares():
-    found = scalars(snapshot(0, ranks=(), buckets=()))
-    assert not [name for name in found if name.startswith(("time/", "rank/", "bucket/"))]
+    found = scalars(snapshot(0, ranks=()))
+    assert not [name for name in found if name.startswith(("time/", "rank/"))]
 
 
 def test_evaluations_keep_their_step_and_names_that_every_sink_takes():
     scores = {"loss": 0.5, "top 5/accuracy": 0.75}
-    ((found, values),) = evaluations(snapshot(9, event("evaluation", 8, metrics=scores), event("spike", 9)))
+    ((found, values),) = evaluations(snapshot(9, event("evaluation", 8, metrics=scores), event("remark", 9)))
     assert (found.step, found.time) == (8, 1e9 + 8)
     assert values == {"eval/loss": 0.5, "eval/top_5_accuracy": 0.75}
-    assert BUCKET_METRICS[0].name_of(12) == "bucket/12_latency_s"
 
 
 def test_a_session_that_said_neither_end_nor_stop_has_failed():

@@ -1,6 +1,5 @@
 """Each sink as whoever reads it sees it: the file, the page, the event file, the calls of a service's client."""
 
-import importlib
 import os
 import socket
 import sys
@@ -9,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from lockstep.telemetry.sinks.base import SinkState
+from lockstep.telemetry.sinks import MlflowRun, Prometheus, TensorBoard, WandbRun
 from tests.unit.sinks_planted import CONFIG, counted, event, facts, feed, snapshot
 
 EVALUATED = event("evaluation", 4, seconds=0.5, metrics={"loss": 0.25})
@@ -19,12 +18,10 @@ def test_tensorboard_reads_what_was_written_and_steps_done_again_but_once(tmp_pa
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from lockstep.telemetry.sinks.tensorboard import TensorBoard
-
-    sink = TensorBoard(tmp_path / "run", facts())
+    sink = TensorBoard(f"{tmp_path}/run", facts())
     assert sink.where == f"metrics go to TensorBoard: tensorboard --logdir {tmp_path}/run"
     feed(sink, snapshot(4, EVALUATED), snapshot(4), snapshot(8, event("checkpoint", 8)))
-    feed(TensorBoard(tmp_path / "run", facts(first_step=5, is_fresh=False)), snapshot(6), snapshot(9))
+    feed(TensorBoard(f"{tmp_path}/run", facts(first_step=5, is_fresh=False)), snapshot(6), snapshot(9))
     found = EventAccumulator(str(tmp_path / "run"))
     found.Reload()
     losses = [(each.step, each.wall_time, pytest.approx(each.value)) for each in found.Scalars("train/loss")]
@@ -37,7 +34,7 @@ def test_tensorboard_reads_what_was_written_and_steps_done_again_but_once(tmp_pa
     assert text.startswith("| digits | |\n|---|---|\n| strategy | ddp |\n| seed | 3 |")
     assert {"_hparams_/experiment", "_hparams_/session_start_info"} <= set(found.PluginTagToContent("hparams"))
     # A run that begins anew in the same folder hides what was before.
-    feed(TensorBoard(tmp_path / "run", facts()), snapshot(3))
+    feed(TensorBoard(f"{tmp_path}/run", facts()), snapshot(3))
     found = EventAccumulator(str(tmp_path / "run"))
     found.Reload()
     assert [each.step for each in found.Scalars("train/loss")] == [3]
@@ -55,9 +52,7 @@ def samples_in(page):
 
 def test_prometheus_reads_the_last_snapshot_until_the_port_is_given_back():
     pytest.importorskip("prometheus_client")
-    from lockstep.telemetry.sinks.prometheus import Prometheus
-
-    sink = Prometheus("127.0.0.1", 0, facts())
+    sink = Prometheus("0", facts())
     url, page = page_of(sink)
     port = int(url.split(":")[2].split("/")[0])
     info = 'global_batch_size="64",strategy="ddp",task="digits",version_torch="2.13.0"'
@@ -74,7 +69,6 @@ def test_prometheus_reads_the_last_snapshot_until_the_port_is_given_back():
         "lockstep_time_slowest_rank": "1.0",
         'lockstep_rank_info{device="cpu",host="here",rank="1"}': "1.0",
         'lockstep_rank_cpu_cores{rank="0"}': "1.5",
-        'lockstep_bucket_latency_seconds{bucket="0"}': "0.002",
         'lockstep_eval{metric="loss"}': "0.25",
         'lockstep_events_total{event="checkpoint"}': "2.0",
         'lockstep_event_pause_seconds_total{event="checkpoint"}': "0.75",
@@ -83,10 +77,8 @@ def test_prometheus_reads_the_last_snapshot_until_the_port_is_given_back():
     assert not [name for name in found if "gpu" in name or "gradient_norm" in name]
     assert "# TYPE lockstep_train_steps_total counter\n" in page and "# TYPE lockstep_train_loss gauge\n" in page
     assert "# HELP lockstep_train_loss of the last step, the mean over its global batch\n" in page
-    sink.update(snapshot(10, ranks=(), buckets=()))  # what is not known any more is not shown any more ...
-    found = samples_in(page_of(sink)[1])
-    assert not [name for name in found if name.startswith("lockstep_rank_")]
-    assert found['lockstep_bucket_latency_seconds{bucket="0"}'] == "0.002"  # ... but for buckets, rarely looked at
+    sink.update(snapshot(10, ranks=()))  # what is not known any more is not shown any more
+    assert not [name for name in samples_in(page_of(sink)[1]) if name.startswith("lockstep_rank_")]
     sink.close()
     with socket.create_server(("127.0.0.1", port)):  # nobody else has it
         pass
@@ -95,9 +87,7 @@ def test_prometheus_reads_the_last_snapshot_until_the_port_is_given_back():
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_process_does_not_keep_the_port():
     pytest.importorskip("prometheus_client")
-    from lockstep.telemetry.sinks.prometheus import Prometheus
-
-    sink = Prometheus("127.0.0.1", 0, facts())
+    sink = Prometheus("0", facts())
     if not (child := os.fork()):
         os._exit(int(sink._server.fileno() != -1))
     assert os.waitpid(child, 0)[1] == 0
@@ -143,43 +133,47 @@ def wandb(monkeypatch):
     fake = ModuleType("wandb")
     fake.init, fake.Settings = init, lambda **settings: SimpleNamespace(**settings)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.delitem(sys.modules, "lockstep.telemetry.sinks.wandb_run", raising=False)
-    module = importlib.import_module("lockstep.telemetry.sinks.wandb_run")
-    monkeypatch.delitem(sys.modules, "lockstep.telemetry.sinks.wandb_run")
-    return SimpleNamespace(module=module, calls=calls)
+    return calls
 
 
 def test_wandb_gets_one_run_with_steps_that_grow(wandb, tmp_path):
-    sink = wandb.module.WandbRun("me/digits", facts(), SinkState("wandb:me/digits", facts(memory=tmp_path)))
-    run_id = wandb.calls[0][3]
-    assert wandb.calls == [("init", "me", "digits", run_id, "allow", CONFIG)]
+    sink = WandbRun("me/digits", facts(memory=tmp_path))
+    run_id = wandb[0][3]
+    assert wandb == [("init", "me", "digits", run_id, "allow", CONFIG)]
     assert len(run_id) == 8
     assert sink.where == f"metrics go to Weights & Biases: run {run_id}, offline in offline/files"
-    feed(sink, snapshot(5, EVALUATED), snapshot(8, event("error", 8)))
-    assert [call[:2] for call in wandb.calls[1:]] == [("log", 4), ("log", 5), ("log", 8), ("finish", 1)]
-    assert wandb.calls[1][2] == {"eval/loss": 0.25}
-    assert wandb.calls[3][2]["train/loss"] == pytest.approx(4 / 9)
-    wandb.calls.clear()
+    feed(sink, snapshot(5, EVALUATED), snapshot(8), snapshot(8, event("error", 8)))
+    assert [call[:2] for call in wandb[1:]] == [("log", 4), ("log", 5), ("log", 8), ("finish", 1)]
+    assert wandb[1][2] == {"eval/loss": 0.25}
+    assert wandb[3][2]["train/loss"] == pytest.approx(4 / 9)
+    wandb.clear()
 
-    going_on = facts(first_step=4, is_fresh=False, memory=tmp_path)
-    sink = wandb.module.WandbRun("me/digits", going_on, SinkState("wandb:me/digits", going_on))
-    feed(sink, snapshot(6, EVALUATED), snapshot(9, event("end", 9)))
-    assert wandb.calls[0][3] == run_id
-    # What is done again is known already.
-    assert [call[:2] for call in wandb.calls[1:]] == [("log", 9), ("finish", 0)]
+    WandbRun("me/other", facts(memory=tmp_path))
+    sink = WandbRun("me/digits", facts(first_step=4, is_fresh=False, memory=tmp_path))
+    feed(sink, snapshot(9, event("end", 9)))
+    assert [call[3] == run_id for call in wandb[:2]] == [False, True]  # it goes on in the same run
+    assert [call[:2] for call in wandb[2:]] == [("log", 9), ("finish", 0)]
+
+
+@pytest.mark.parametrize("kept", ["[", "7", '{"wandb:me/digits": 3}'])
+def test_wandb_begins_a_run_where_none_is_remembered(wandb, tmp_path, kept):
+    (tmp_path / "sinks.json").write_text(kept)
+    WandbRun("me/digits", facts(is_fresh=False, memory=tmp_path))
+    WandbRun("me/digits", facts(is_fresh=False))
+    WandbRun("me/digits", facts(memory=tmp_path))
+    assert len({call[3] for call in wandb}) == 3
 
 
 class FakeMlflow:
-    """What is used of MLflow's client; keeps what it is told."""
+    """What is used of MLflow's client; keeps what it is given."""
+
+    calls: list[tuple]
 
     def __init__(self, tracking_uri=None):
         self.tracking_uri = tracking_uri or "the default"
 
-    calls: list[tuple]
-
     def get_experiment_by_name(self, name):
         self.calls.append(("experiment", name))
-        return None
 
     def create_experiment(self, name):
         return f"number of {name}"
@@ -193,6 +187,10 @@ class FakeMlflow:
         found = {each.key: each.value for each in (*metrics, *params)}
         self.calls.append(("batch", run_id, {each.step for each in metrics}, found))
 
+    def get_metric_history(self, run_id, key):
+        assert (run_id, key) == ("abc", "train/loss")
+        return [SimpleNamespace(step=5), SimpleNamespace(step=8)]
+
     def update_run(self, run_id, status=None):
         self.calls.append(("update", run_id, status))
 
@@ -200,26 +198,16 @@ class FakeMlflow:
         self.calls.append(("end", run_id, status))
 
 
-@pytest.fixture
-def mlflow(monkeypatch):
-    """Put a client that only remembers what it is told in the place of MLflow's."""
+def test_mlflow_gets_one_run_with_parameters_once_and_steps_that_grow(tmp_path, monkeypatch):
     fake, entities = ModuleType("mlflow"), ModuleType("mlflow.entities")
     fake.MlflowClient = FakeMlflow
-    FakeMlflow.calls = []
+    FakeMlflow.calls = calls = []
     entities.Metric = lambda key, value, timestamp, step: SimpleNamespace(key=key, value=value, step=step)
     entities.Param = lambda key, value: SimpleNamespace(key=key, value=value)
     monkeypatch.setitem(sys.modules, "mlflow", fake)
     monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
-    monkeypatch.delitem(sys.modules, "lockstep.telemetry.sinks.mlflow_run", raising=False)
-    module = importlib.import_module("lockstep.telemetry.sinks.mlflow_run")
-    monkeypatch.delitem(sys.modules, "lockstep.telemetry.sinks.mlflow_run")
-    return module
-
-
-def test_mlflow_gets_one_run_with_parameters_once_and_steps_that_grow(mlflow, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
-    calls = FakeMlflow.calls
-    sink = mlflow.MlflowRun("http://host", facts(), SinkState("mlflow:http://host", facts(memory=tmp_path)))
+    sink = MlflowRun("http://host", facts(memory=tmp_path))
     assert sink.where == "metrics go to MLflow: run abc at http://host"
     assert calls == [
         ("experiment", "mine"),
@@ -230,14 +218,11 @@ def test_mlflow_gets_one_run_with_parameters_once_and_steps_that_grow(mlflow, tm
     feed(sink, snapshot(5, EVALUATED), snapshot(8, event("stop", 8)))
     assert calls[0] == ("batch", "abc", {4}, {"eval/loss": 0.25})
     assert [call[2] for call in calls[1:3]] == [{5}, {8}]
-    assert calls[3:] == [
-        ("end", "abc", "KILLED"),
-    ]
+    assert calls[3:] == [("end", "abc", "KILLED")]
     calls.clear()
-    going_on = facts(first_step=4, is_fresh=False, memory=tmp_path)
-    sink = mlflow.MlflowRun("http://host", going_on, SinkState("mlflow:http://host", going_on))
-    later = event("evaluation", 7, metrics={"loss": 0.125})
-    feed(sink, snapshot(6, EVALUATED), snapshot(8, later), snapshot(9, event("end", 9)))
+    # It goes on in the same run, behind the last step that MLflow has.
+    sink = MlflowRun("http://host", facts(first_step=4, is_fresh=False, memory=tmp_path))
+    feed(sink, snapshot(6), snapshot(9, event("end", 9)))
     assert calls[0] == ("update", "abc", "RUNNING")
-    assert [call[2] for call in calls if call[0] == "batch"] == [{7}, {9}]
+    assert [call[2] for call in calls if call[0] == "batch"] == [{9}]
     assert calls[-1] == ("end", "abc", "FINISHED")

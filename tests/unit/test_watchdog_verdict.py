@@ -6,7 +6,7 @@ import selectors
 import pytest
 
 import lockstep.train.trainer
-from lockstep.activity import name_of_bucket
+from lockstep.activity import format_ranks, name_of_bucket
 from lockstep.telemetry.rank_state import (
     Liveness,
     RankState,
@@ -17,7 +17,7 @@ from lockstep.telemetry.rank_state import (
     sample,
     waits_outside,
 )
-from lockstep.telemetry.watchdog import Verdict, busy_workers, judge, numbered, report
+from lockstep.telemetry.watchdog import Verdict, busy_workers, judge, report
 
 C10D = "/x/site-packages/torch/distributed/distributed_c10d.py"
 FINE, SUSPECT, HANGS = Verdict.FINE, Verdict.SUSPECT, Verdict.HANGS
@@ -128,7 +128,7 @@ def test_report_of_what_may_be_only_slow():
 
 
 def test_numbers_of_ranks():
-    assert [numbered(ranks) for ranks in ([3], [0, 1], [5, 2, 0, 1])] == ["rank 3", "ranks 0, 1", "ranks 0-2, 5"]
+    assert [format_ranks(ranks) for ranks in ([3], [0, 1], [5, 2, 0, 1])] == ["rank 3", "ranks 0, 1", "ranks 0-2, 5"]
 
 
 IDLE = {"cpu_s": 1.0, "num_bytes": 100, "num_wakeups": 7, "pids": frozenset({1, 2})}

@@ -218,7 +218,7 @@ def _starts_ranks(settings: FitSettings, *, even_one: bool) -> bool:
 
 def _check_before(task_file: str, settings: FitSettings, min_ranks: int | None) -> int:
     """Find what can be wrong before any process is started; return how many ranks there will be."""
-    from lockstep.telemetry.sinks.factory import parse_targets, require_package
+    from lockstep.telemetry.sinks import parse_targets, require_package
     from lockstep.train.plan import check_batch, num_devices
     from lockstep.train.task import load_task
 

@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
+from lockstep.activity import format_ranks
 from lockstep.comm.network import is_local
 from lockstep.comm.store import listen, serve_store
 from lockstep.env import RankEnv, is_loopback
@@ -305,12 +306,6 @@ def poll_until(is_over: Callable[[], bool], limit_s: float, longest_pause_s: flo
 def poll_interval_s(world_size: int) -> float:
     """Return how long to wait between two polls of the store: many ranks must not overload it."""
     return max(_POLL_S, world_size * _POLL_PER_RANK_S)
-
-
-def format_ranks(ranks: list[int]) -> str:
-    """Return ``rank 3`` or ``ranks 1, 2``; long lists are cut."""
-    shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
-    return f"rank{'s' if len(ranks) != 1 else ''} {shown}"
 
 
 def _decide(store: Store, error: LockstepError) -> None:

@@ -256,7 +256,7 @@ class World:
             missing = [rank for rank in range(self.world_size) if not store.check([f"barrier/{number}/{rank}"])]
             raise CollectiveError(
                 f"Rank {self.rank} waited {timeout_s:g} s in World.barrier() number {number}; "
-                f"missing: {rendezvous.format_ranks(missing)}.\n"
+                f"missing: {activity.format_ranks(missing)}.\n"
                 "Those ranks ended, are stuck, or do not call barrier() as often as the others; "
                 "if they are only slow, pass a longer timeout_s."
             )

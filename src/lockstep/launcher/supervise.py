@@ -125,7 +125,7 @@ def supervise(
         policy.patience_s,
         is_strict=policy.action == "end",
         num_nodes=config.max_nodes,
-        bulletin=store,
+        store=store,
         resources=job.resources,
         on_report=partial(_on_report, job, reaper, policy, hangs),
         on_slow=log if policy.reports_slow else lambda text: None,

@@ -29,12 +29,12 @@ from lockstep.observe.steps import Step, Steps
 from lockstep.parallel.compile import is_capturing
 from lockstep.parallel.ddp.bucket_events import BucketStamps, mark_on
 from lockstep.telemetry.provenance import Provenance, gather
+from lockstep.telemetry.recorder import StepRecorder
 from lockstep.telemetry.resources import MachineSampler
 from lockstep.telemetry.run_record import (
     Event,
     Reduction,
     RunFolder,
-    StepRecorder,
     has_timeline,
     num_restarts,
 )
@@ -252,6 +252,7 @@ class Observation:
 
     def opened(self, step: Step) -> None:
         """A step has begun."""
+        # Before its first bucket: single buckets are stamped only in steps that have a timeline.
         for each in self._engine.stamps:
             each.closely = has_timeline(step.number)
 
@@ -260,6 +261,7 @@ class Observation:
         self._engine.complete(step)
         if step.number < _NUM_SIZED:
             self._sizes[step.samples] += 1
+        # Ranks are taken to have batches of one size: to ask them would be a collective in somebody else's loop.
         step.samples *= self._place.num_ranks
         self._recorder.add(step)
         if step.is_skipped:
@@ -293,6 +295,7 @@ class Observation:
             return
         self.is_closed = True
         atexit.unregister(self._at_exit)
+        # The hooks go first, so that nothing comes behind the last step.
         self._undo.close()
         self.steps.close()
         self.steps.is_over = True

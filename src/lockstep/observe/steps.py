@@ -234,6 +234,7 @@ class Steps:
         now = self.moment()
         if self._own_done is not None:
             self._open.waits.append((self._own_done, now[0]))
+        # Several with micro-batches that are all synchronised; what they waited adds up.
         self._open.reductions += reductions
         self._add("backward", now)
         self._now, self._since = (_Now.OPTIMIZER if self._depth else _Now.OUTSIDE), now
@@ -245,6 +246,7 @@ class Steps:
     def optimizer_begins(self, key: int) -> None:
         """An optimizer is about to step; it may be one within another, which counts once."""
         self._depth += 1
+        # Wrappers of optimizers call the one within: both have our hooks.
         if self._depth > 1:
             return
         now = self.moment()

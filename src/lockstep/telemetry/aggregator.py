@@ -6,12 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
-from statistics import mean
 from typing import Any
 
 from lockstep.comm.store import StatusKeys
-from lockstep.telemetry.metrics import BucketFigures, EventFigures, RankFigures, Snapshot, SnapshotSink
-from lockstep.telemetry.run_record import MACHINE_FIGURES, RecordedStep, StepSeconds, guarded, seconds_between
+from lockstep.telemetry.metrics import EventFigures, RankFigures, Snapshot, SnapshotSink
+from lockstep.telemetry.run_record import MACHINE_FIGURES, RecordedStep, StepSeconds, guarded
 
 # --- what one rank measures -------------------------------------------------------------------------------------------
 
@@ -53,7 +52,6 @@ class _SinceRead:
     num_counted: float = 0.0
     num_counted_samples: int = 0
     seconds: float = 0.0
-    trips: dict[tuple[int, int], list[float]] = field(default_factory=dict)
     events: list[EventFigures] = field(default_factory=list)
 
 
@@ -62,22 +60,20 @@ class RankMetrics:
 
     Args:
         rank: Of this process.
-        world_size: How many ranks exchange buckets.
         host: Its machine.
         device: Where it computes.
         first_step: Steps done before.
     """
 
-    def __init__(self, rank: int, world_size: int, *, host: str, device: str, first_step: int = 0) -> None:
+    def __init__(self, rank: int, *, host: str, device: str, first_step: int = 0) -> None:
         self.rank = rank
         self.num_done = first_step
         self._who: dict[str, Any] = {"rank": rank, "host": host, "device": device}
-        self._bus_factor = 2 * (world_size - 1) / world_size
         self._new = _SinceRead()
         self._whole, self._first = Sums(), Sums()
         self._means: dict[str, Any] = {}
         self._machine: dict[str, Any] = {}
-        self._last: dict[str, float | None] = dict.fromkeys(("loss", "learning_rate", "grad_norm"))
+        self._last: dict[str, float | None] = {}
 
     def add_step(self, step: RecordedStep, took: StepSeconds) -> None:
         """Take a step of this rank."""
@@ -94,11 +90,7 @@ class RankMetrics:
             new.num_counted_samples += step.samples
         if (loss := step.loss) is not None:
             norm = None if step.grad_norm is None else float(step.grad_norm)
-            self._last = {"loss": loss, "learning_rate": step.learning_rate, "grad_norm": norm}
-        for bucket in (each for reduction in step.reductions for each in reduction.buckets):
-            if bucket.sent is not None and bucket.done is not None:
-                key = bucket.position, bucket.size_bytes
-                new.trips.setdefault(key, []).append(seconds_between(bucket.sent, bucket.done))
+            self._last |= {"loss": loss, "learning_rate": step.learning_rate, "grad_norm": norm}
 
     def add_event(self, line: Mapping[str, Any]) -> None:
         """Take a line of kind ``event``; ``metrics`` may be in it."""
@@ -111,43 +103,26 @@ class RankMetrics:
     def read(self) -> tuple[RankFigures, dict[str, Any]]:
         """Return the figures since they were read before, and what they add to a `Snapshot`, by its names."""
         new, self._new = self._new, _SinceRead()
-        # A rank that evaluates or saves keeps the times of its last steps, with 0 as their number.
+        # A rank that evaluates or saves keeps the times and rates of its last steps, with 0 as their number.
         self._means = new.sums.means() or self._means
         figures = RankFigures(
             **self._who, step=self.num_done, num_steps=new.sums.num_steps, **self._means, **self._machine
         )
-        # The loss of not every step is copied from the device, so the tokens of the others are those of the known ones.
-        num_tokens = new.num_counted / new.num_counted_samples * new.num_samples if new.num_counted_samples else None
-        return figures, {
-            **self._last,
-            "samples_per_s": new.num_samples / new.seconds if new.seconds and new.num_samples else None,
-            "tokens_per_s": num_tokens / new.seconds if new.seconds and num_tokens else None,
-            "buckets": tuple(self._bucket(*key, trips_s) for key, trips_s in sorted(new.trips.items())),
-            "events": tuple(new.events),
-        }
+        if new.seconds and new.num_samples:
+            self._last["samples_per_s"] = rate = new.num_samples / new.seconds
+            # The loss of not every step is copied from the device: the others count as the known ones do.
+            if new.num_counted_samples:
+                self._last["tokens_per_s"] = new.num_counted / new.num_counted_samples * rate
+        return figures, {**self._last, "events": tuple(new.events)}
 
     def whole_run(self) -> RankFigures:
         """Return the means over all steps but the first; over that if there is no other."""
         sums = self._whole if self._whole.num_steps else self._first
         return RankFigures(**self._who, step=self.num_done, num_steps=sums.num_steps, **sums.means())
 
-    def _bucket(self, number: int, size_bytes: int, trips_s: list[float]) -> BucketFigures:
-        return BucketFigures(
-            number=number,
-            size_bytes=size_bytes,
-            latency_s=mean(trips_s),
-            spike_s=max(trips_s),
-            busbw_bytes_per_s=self._bus_factor * size_bytes / max(min(trips_s), 1e-9),
-        )
-
-
-def encode(figures: RankFigures) -> dict[str, Any]:
-    """Return figures as what JSON can hold."""
-    return asdict(figures)
-
 
 def decode(note: Mapping[str, Any]) -> RankFigures:
-    """Return the figures that `encode` was given.
+    """Return the figures of a rank that were posted as a dictionary.
 
     Raises:
         TypeError: They are none of ours.
@@ -179,8 +154,8 @@ def with_waits(ranks: Iterable[RankFigures]) -> tuple[RankFigures, ...]:
 CLOSE_S = 10.0
 
 
-class DirectDispatch:
-    """Calls the sink at once, in the thread that makes snapshots: for those that take no time.
+class SinkThread:
+    """Calls a display or sink in a thread of its own. While it is busy snapshots are left out, but for their events.
 
     Args:
         sink: Gets no more snapshots once it has raised.
@@ -188,29 +163,6 @@ class DirectDispatch:
 
     def __init__(self, sink: SnapshotSink) -> None:
         self._sink = sink
-        self._is_on = True
-
-    def give(self, snapshot: Snapshot) -> None:
-        """Hand on ``snapshot``. Does not raise."""
-        self._is_on = self._is_on and self._guarded(partial(self._sink.update, snapshot))
-
-    def close(self) -> None:
-        """Let the sink finish. Does not raise."""
-        self._guarded(self._sink.close)
-
-    def _guarded(self, act: Callable[[], None]) -> bool:
-        return guarded(act, f"{type(self._sink).__name__} gets no more figures of this run")
-
-
-class ThreadedDispatch:
-    """Calls the sink in a thread of its own. While it is busy snapshots are left out, but for their events.
-
-    Args:
-        sink: As for `DirectDispatch`.
-    """
-
-    def __init__(self, sink: SnapshotSink) -> None:
-        self._direct = DirectDispatch(sink)
         # Not a queue: a service that is slow for a minute is to get the run as it is then, not sixty old snapshots.
         self._changed = threading.Condition()
         self._next: Snapshot | None = None
@@ -234,38 +186,19 @@ class ThreadedDispatch:
         self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
+        consequence = f"{type(self._sink).__name__} gets no more figures of this run"
+        is_on = True
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._next is not None or self._is_over)
                 snapshot, self._next = self._next, None
             if snapshot is None:
-                self._direct.close()
+                guarded(self._sink.close, consequence)
                 return
-            self._direct.give(snapshot)
+            is_on = is_on and guarded(partial(self._sink.update, snapshot), consequence)
 
 
 # --- one snapshot of all ranks ----------------------------------------------------------------------------------------
-
-
-class TimeLeft:
-    """How long a run will take yet, by the steps since the first one that was seen done, pauses and all."""
-
-    def __init__(self, num_steps: int, first_step: int) -> None:
-        self._num_steps, self._first_step = num_steps, first_step
-        self._first: tuple[int, float] | None = None
-        self._last = first_step, time.perf_counter()
-
-    def seconds(self, step: int) -> float | None:
-        """Return the seconds until the end, now that ``step`` steps are done; None if no pace is known yet."""
-        now_s = time.perf_counter()
-        if step != self._last[0]:
-            self._last = step, now_s
-        if step > self._first_step and self._first is None:
-            self._first = step, now_s  # the first steps allocate and compile: they say little
-        if self._first is None or step <= self._first[0]:
-            return None
-        (first, first_s), (last, last_s) = self._first, self._last
-        return max(0.0, (last_s - first_s) / (last - first) * (self._num_steps - last) - (now_s - last_s))
 
 
 @dataclass(frozen=True)
@@ -301,10 +234,12 @@ class Aggregator:
 
     def __init__(self, figures: RankMetrics, keys: StatusKeys, run: RunConstants, *, world_size: int) -> None:
         self._figures, self._keys, self._run, self._world_size = figures, keys, run, world_size
-        self.deliveries: list[DirectDispatch | ThreadedDispatch] = []
+        self.deliveries: list[SinkThread] = []
         self._num_posts = 0
         self._seen: dict[int, tuple[int, float]] = {}
-        self._began_s, self._left = time.perf_counter(), TimeLeft(run.num_steps, run.first_step)
+        self._began_s = time.perf_counter()
+        # Steps done when some were first seen done, and when that was: those before allocate and compile.
+        self._first: tuple[int, float] | None = None
         self._event_counts: Counter[str] = Counter()
         self._event_seconds: Counter[str] = Counter()
         self._evaluation: Mapping[str, float] = {}
@@ -314,7 +249,7 @@ class Aggregator:
         figures, of_run = self._figures.read()
         if figures.rank != 0:
             self._num_posts += 1
-            self._keys.post([self._num_posts, encode(figures)])
+            self._keys.post([self._num_posts, asdict(figures)])
             return
         if not self.deliveries:
             return  # a run that is recorded and not shown: its figures are in the file
@@ -332,7 +267,7 @@ class Aggregator:
             num_restarts=self._run.num_restarts,
             num_skipped_steps=self._run.num_skipped(),
             elapsed_s=time.perf_counter() - self._began_s,
-            left_s=self._left.seconds(figures.step),
+            left_s=self._left_s(figures.step),
             ranks=with_waits((figures, *self._others())),
             world_size=self._world_size,
             event_counts=dict(self._event_counts),
@@ -348,6 +283,15 @@ class Aggregator:
         """Let everybody who was given snapshots finish."""
         for delivery in self.deliveries:
             delivery.close()
+
+    def _left_s(self, step: int) -> float | None:
+        """Return how long the run will take yet, pauses and all, at the pace since its first steps; None before."""
+        now_s = time.perf_counter()
+        if self._first is None and step > self._run.first_step:
+            self._first = step, now_s
+        if self._first is None or step == self._first[0]:
+            return None
+        return (now_s - self._first[1]) / (step - self._first[0]) * (self._run.num_steps - step)
 
     def _others(self) -> list[RankFigures]:
         """Return what the other ranks posted last, and how long ago that was seen to change."""

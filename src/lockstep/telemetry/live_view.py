@@ -7,7 +7,6 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
@@ -259,32 +258,17 @@ def _event(event: EventFigures) -> Text:
 PRINTED_EVENTS = ("evaluation", "skipped", "straggler", "remark")
 
 
-class LastRates:
-    """Remembers how fast the run was, for snapshots since which no step was done."""
-
-    def __init__(self) -> None:
-        self._last: tuple[float | None, float | None] = None, None
-
-    def filled(self, snapshot: Snapshot) -> Snapshot:
-        """Return ``snapshot`` with the last rates there were."""
-        if snapshot.samples_per_s is None:
-            return replace(snapshot, samples_per_s=self._last[0], tokens_per_s=self._last[1])
-        self._last = snapshot.samples_per_s, snapshot.tokens_per_s
-        return snapshot
-
-
 class LiveView(SnapshotSink):
     """Shows the last snapshot and the last events in a place of their own."""
 
     def __init__(self) -> None:
-        self._rates = LastRates()
         self._events: deque[EventFigures] = deque(maxlen=_MOST_EVENTS)
 
     @override
     def update(self, snapshot: Snapshot) -> None:
         self._events += [event for event in snapshot.events if event.event not in PRINTED_EVENTS]
         width, height = self._size()
-        self._show(picture(self._rates.filled(snapshot), list(self._events), width=width, height=height))
+        self._show(picture(snapshot, list(self._events), width=width, height=height))
 
     @abstractmethod
     def _size(self) -> tuple[int, int]:

@@ -23,7 +23,7 @@ class Metric:
         prometheus: The same by Prometheus' rules: base units, and ``_total`` for what only grows. What is in braces in
             ``name`` is a label there, and so is the rank.
         meaning: In words.
-        read: Takes it from a `Snapshot`, a `RankFigures` or a `BucketFigures`; None where it is not known.
+        read: Takes it from a `Snapshot` or a `RankFigures`; None where it is not known.
         scale: How much of Prometheus' unit one of ours is.
     """
 
@@ -168,30 +168,6 @@ def shares(ranks: Iterable[RankFigures]) -> dict[str, float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BucketFigures:
-    """How one bucket of gradients travelled since the last snapshot, where that was stamped.
-
-    Attributes:
-        number: Of the bucket, in the order of their collectives.
-    """
-
-    number: int
-    latency_s: float = _metric(
-        "bucket_latency_seconds",
-        "from the start of a bucket's collective to its end on rank zero, the mean of the steps looked at",
-        default=MISSING,
-    )
-    spike_s: float = _metric("bucket_spike_seconds", "the longest of them", default=MISSING)
-    busbw_bytes_per_s: float = _metric(
-        "bucket_bus_bytes_per_second", "bus bandwidth, by the shortest of them", default=MISSING
-    )
-    size_bytes: int = _metric("bucket_size_bytes", "size of the bucket", default=MISSING)
-
-
-BUCKET_METRICS = tuple(_metrics_of(BucketFigures, "bucket/{bucket}_"))
-
-
-@dataclass(frozen=True, kw_only=True)
 class EventFigures:
     """Something that happened, on rank zero.
 
@@ -230,7 +206,6 @@ class Snapshot:
         time: Unix time of rank zero's host.
         counts: What the task calls that which it counts, such as tokens.
         ranks: By rank; those that have reported something.
-        buckets: Of rank zero; empty if none was stamped since the last snapshot.
         events: New since the last snapshot.
         event_counts, event_seconds: How many there were since this session began, and how long training stood still.
         evaluation: What the last evaluation found.
@@ -262,7 +237,6 @@ class Snapshot:
     )
     counts: str = "tokens"
     ranks: tuple[RankFigures, ...] = ()
-    buckets: tuple[BucketFigures, ...] = ()
     events: tuple[EventFigures, ...] = ()
     event_counts: Mapping[str, int] = field(default_factory=dict)
     event_seconds: Mapping[str, float] = field(default_factory=dict)
@@ -328,7 +302,7 @@ EVENT_SECONDS = Metric(
     "events/{event}_s", "lockstep_event_pause_seconds_total", "how long training stood still for them, together"
 )
 
-ALL_METRICS = (*METRICS, *RANK_METRICS, *BUCKET_METRICS, EVALUATION, EVENT_COUNT, EVENT_SECONDS)
+ALL_METRICS = (*METRICS, *RANK_METRICS, EVALUATION, EVENT_COUNT, EVENT_SECONDS)
 
 # In Prometheus alone: always 1, with the labels ``rank``, ``host`` and ``device``.
 RANK_INFO = "lockstep_rank_info"
@@ -344,8 +318,6 @@ def scalars(snapshot: Snapshot) -> dict[str, float]:
     for metric in RANK_METRICS:
         if (spread := snapshot.spread(metric.name.removeprefix("rank/"))) is not None:
             found |= {f"{metric.name}_{which}": value for which, value in spread._asdict().items()}
-    for bucket in snapshot.buckets:
-        found |= {metric.name_of(bucket.number): metric.read(bucket) for metric in BUCKET_METRICS}
     found |= {EVENT_COUNT.name_of(event): count for event, count in snapshot.event_counts.items()}
     found |= {EVENT_SECONDS.name_of(event): seconds for event, seconds in snapshot.event_seconds.items()}
     return {name: float(value) for name, value in found.items() if value is not None}

@@ -58,6 +58,7 @@ class Resources:
             pids: The process of each rank.
         """
         for rank, pid in pids.items():
+            # Children of main threads only: this runs twice a second, and is quicker so.
             held = sum(_resident_bytes(each) for each in process_tree(pid, of_all_threads=False))
             if held:  # else it has just ended, and what it held before is of interest
                 self.rank_bytes[rank] = held
@@ -128,6 +129,7 @@ def free_and_total_bytes() -> tuple[int, int]:
         return 0, 0
     free, total = 1024 * free, 1024 * total
     machine_bytes = total
+    # The files of cgroup v2, and those of v1; whichever level limits most is what the kernel acts on.
     names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
     for folder in _groups():
         for limit_name, used_name in names:
@@ -206,6 +208,7 @@ class MachineSampler:
         for pid in process_tree(self._process.pid):
             with contextlib.suppress(psutil.Error):  # it has just ended
                 if pid != self._process.pid:
+                    # The object of the sample before, as it remembers since when its percentage is to be.
                     found[pid] = self._workers.get(pid) or psutil.Process(pid)
                     percent += found[pid].cpu_percent()
                     rss_bytes += found[pid].memory_info().rss
@@ -215,4 +218,5 @@ class MachineSampler:
 
 def _peak_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # KiB everywhere but on macOS.
     return peak if sys.platform == "darwin" else peak * 1024

@@ -1,26 +1,19 @@
-"""A run as files: each rank's lines of JSON, what they mean, and the one recorder that writes them.
-
-`fit` and `monitor` both fill a `RecordedStep` and give it to a `StepRecorder`. Standard library only: marks of a CUDA
-device are used without being named, so that ``lockstep report`` reads records without importing torch.
-"""
+"""A run as files: each rank's lines of JSON, what they mean, and the folder with them. Does not import torch."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import platform
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lockstep.activity import one_line
 from lockstep.errors import ConfigurationError
@@ -103,7 +96,6 @@ EVENTS = {
     "checkpoint": "a checkpoint was taken; the time is what training stood still for it",
     "skipped": "a step was skipped or undone, or a sample left out",
     "straggler": "a rank kept the others waiting in every step",
-    "spike": "a step took three times as long as usual, or more",
     "profile": "steps were handed over to torch.profiler, and are slower; the time is what writing the trace took",
     "remark": "what the engine or the loader found out",
     "stop": "a signal stopped the run in order",
@@ -136,7 +128,8 @@ def has_timeline(step: int) -> bool:
 
 # --- what a step left behind -----------------------------------------------------------------------------------------
 
-# A moment: of the host's clock (``time.perf_counter``), or a CUDA event on the stream that the work runs on.
+# A moment: of the host's clock (``time.perf_counter``), or a CUDA event on the stream that the work runs on. Used
+# without being named, so that ``lockstep report`` reads records without importing torch.
 Mark = Any
 
 # What a step does, by the names of `RecordedStep.spans`; ``communication`` is waiting as a whole.
@@ -360,7 +353,7 @@ def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 7)
 
 
-# --- long runs in small files, and steps that took far too long -------------------------------------------------------
+# --- long runs in small files -----------------------------------------------------------------------------------------
 
 SINGLY = 8192
 
@@ -400,42 +393,6 @@ class Downsampler:
             known = [line[name] for line in lines if line.get(name) is not None]
             merged[name] = sum(known) / len(known) if known else None
         return merged
-
-
-_PART_NAMES = {
-    "data_wait_s": "data wait",
-    "forward_s": "forward",
-    "backward_s": "backward",
-    "exposed_s": "waiting for gradients",
-    "optimizer_s": "optimizer",
-}
-
-# A step is a spike if it takes so many times the median of those before, and so much longer; not among the first.
-_TIMES, _LONGER_S, _AFTER, _MOST = 3.0, 0.005, 20, 200
-
-
-class OutlierSteps:
-    """Finds the steps that took far longer than those before; asked of each in turn."""
-
-    def __init__(self) -> None:
-        self._totals: deque[float] = deque(maxlen=64)
-        self._usual_s = 0.0
-        self._num_steps = self._num_found = 0
-
-    def check(self, took: StepSeconds) -> str | None:
-        """Return how long the next step took, and in what most of it was, if it is a spike."""
-        usual_s = self._usual_s
-        self._num_steps += 1
-        self._totals.append(took.total_s)
-        if self._num_steps % 16 == 0 or self._num_steps == _AFTER:  # a median costs more than the step's line
-            self._usual_s = median(self._totals)
-        is_usual = took.total_s <= max(_TIMES * usual_s, usual_s + _LONGER_S)
-        if is_usual or self._num_steps <= _AFTER or self._num_found == _MOST:
-            return None
-        self._num_found += 1
-        part_s, part = max((getattr(took, name) or 0.0, name) for name in _PART_NAMES)
-        text = f"took {took.total_s * 1e3:.1f} ms, usually {usual_s * 1e3:.1f} ms; "
-        return text + f"{part_s * 1e3:.1f} ms of it {_PART_NAMES[part]}"
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
@@ -549,17 +506,8 @@ def to_line(line: dict[str, Any]) -> str:
     try:
         return json.dumps(line, separators=_COMPACT, allow_nan=False) + "\n"
     except ValueError:
-        return json.dumps(_named(line), separators=_COMPACT) + "\n"
-
-
-def _named(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, dict):
-        return {key: _named(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_named(entry) for entry in value]
-    return value
+        named = json.loads(json.dumps(line), parse_constant=lambda name: str(float(name)))
+        return json.dumps(named, separators=_COMPACT) + "\n"
 
 
 def _ends_in_newline(path: Path) -> bool:
@@ -674,198 +622,3 @@ def _remove_ranks_beyond(folder: Path, world_size: int) -> None:
         number = path.stem.removeprefix("rank-")
         if number.isdecimal() and int(number) >= world_size:
             path.unlink(missing_ok=True)
-
-
-# --- the recorder -----------------------------------------------------------------------------------------------------
-
-# So many steps are worked out at a time; in the pause the thread that trains gets the interpreter's lock.
-_PIECE, _PIECE_PAUSE_S = 32, 0.001
-# So many steps in the queue, and there are no pauses any more.
-_BEHIND = 50_000
-
-
-class StepMetricsSink(Protocol):
-    """Takes what was measured besides the file; see `lockstep.telemetry.aggregator.RankMetrics`."""
-
-    def add_step(self, step: RecordedStep, took: StepSeconds) -> None:
-        """Take a step."""
-
-    def add_event(self, line: Line) -> None:
-        """Take an event."""
-
-    def machine(self, line: Line) -> None:
-        """Take the figures of the machine."""
-
-
-class StepRecorder:
-    """Takes the steps and events of this rank to its file, and to the metrics of the run; for ``fit`` and ``monitor``.
-
-    [Note: in another thread]
-    The thread that trains only appends to a queue. Another one calls `drain` about once a second, checks whether the
-    device has come to a step's end, for which nobody ever waits, and works out what it took: a few steps at a time, for
-    while it runs Python, the thread that trains cannot.
-
-    Args:
-        writer: Of this rank's file; None if the run is not recorded.
-        metrics: Takes steps and events as well.
-        sample: Returns the figures of the machine, every other second.
-        steps_per_epoch: None for a stream.
-    """
-
-    def __init__(
-        self,
-        writer: LineWriter | None,
-        metrics: StepMetricsSink | None = None,
-        *,
-        sample: Callable[[], Line] | None = None,
-        steps_per_epoch: int | None = None,
-    ) -> None:
-        self._writer, self._metrics, self._steps_per_epoch = writer, metrics, steps_per_epoch
-        self._queue: deque[RecordedStep | Line] = deque()
-        self._draining = threading.Lock()
-        self._downsampler, self._outliers = Downsampler(), OutlierSteps()
-        self._last_begin: tuple[Mark, float] | None = None
-        self._sample, self._num_beats = sample, 0
-        self._then: Callable[..., None] = lambda **_: None
-        self._thread: PeriodicThread | None = None
-
-    def start(self, then: Callable[..., None] | None = None, period_s: float = PERIOD_S) -> None:
-        """Record from a thread beside training from now on.
-
-        Args:
-            then: Called each time what has come by then is recorded; with ``is_last=True`` at the end.
-            period_s: Between two times.
-        """
-        self._then = then or self._then
-        self._thread = PeriodicThread(self._beat, period_s)
-
-    def _beat(self) -> None:
-        self.drain()
-        if self._num_beats % 2 == 0:
-            self._take_sample()
-        self._num_beats += 1
-        self._then()
-
-    def _take_sample(self) -> None:
-        if self._sample is None:
-            return
-        try:
-            line = self._sample()
-        except Exception:  # a machine that does not give its figures; what fails below is reported by the thread
-            return
-        if self._metrics is not None:
-            self._metrics.machine(line)
-        if self._writer is not None:
-            self._writer.add(line)
-
-    def add(self, step: RecordedStep) -> None:
-        """Take a step, whose figures the device may still owe. Does not block."""
-        self._queue.append(step)
-
-    def event(
-        self,
-        event: Event,
-        text: str,
-        *,
-        step: int,
-        time_s: float | None = None,
-        seconds: float | None = None,
-        metrics: Mapping[str, float] | None = None,
-    ) -> None:
-        """Take an event. Does not block.
-
-        Args:
-            event: What it is.
-            text: What happened, in words.
-            step: Steps done by then.
-            time_s: When it began, in Unix time; now if None.
-            seconds: How long training stood still for it, if it did.
-            metrics: What an evaluation found.
-        """
-        began_s = time.time() if time_s is None else time_s
-        line = {"kind": "event", "event": event, "step": step, "time": began_s, "seconds": seconds, "text": text}
-        self._queue.append(line if metrics is None else {**line, "metrics": dict(metrics)})
-
-    def drain(self, *, at_once: bool = False) -> None:
-        """Record the steps that the device is done with, and the events between them. Does not wait for the device.
-
-        Args:
-            at_once: Record all events now, without pauses: it is the end. Steps that the device has not finished are
-                left out, for what has ended the run may have ended the device's work as well.
-        """
-        with self._draining:
-            count = 0
-            while self._queue:
-                item = self._queue[0]
-                if not isinstance(item, RecordedStep):
-                    self._record_event(item)
-                elif all(mark.query() for mark in item.device_marks):
-                    self._record_step(item)
-                elif not at_once:
-                    return
-                self._queue.popleft()
-                count += 1
-                if not at_once and count % _PIECE == 0 and len(self._queue) < _BEHIND:
-                    time.sleep(_PIECE_PAUSE_S)
-
-    def finish(self, *, waits: bool) -> None:
-        """Record all that has come: nothing comes any more.
-
-        Args:
-            waits: Whether to block until the device is done; not after an error, which may have ended its work.
-        """
-        # A thread that hangs in the store or on the disk is left alone, and so is what it may be in the midst of.
-        is_idle = self._thread is None or self._thread.stop()
-        last = next((item for item in reversed(self._queue) if isinstance(item, RecordedStep)), None)
-        if waits and last is not None:
-            for mark in last.device_marks:
-                mark.synchronize()
-        self._take_sample()
-        if guarded(partial(self.drain, at_once=True)) and is_idle:
-            guarded(partial(self._then, is_last=True))
-
-    def close(self) -> None:
-        """Write what is held, and close the file. Blocks some seconds at most, for the disk."""
-        if self._writer is not None:
-            if (rest := self._downsampler.rest()) is not None:
-                self._writer.add(rest)
-            self._writer.close()
-
-    def _record_step(self, step: RecordedStep) -> None:
-        took = measure(step)
-        if self._metrics is not None:
-            self._metrics.add_step(step, took)
-        if self._writer is not None:
-            began_s = self._begin_of(step, took.total_s)
-            line = self._downsampler.add(step_line(step, took, began_s, self._steps_per_epoch))
-            if line is not None:
-                self._writer.add(line)
-            if step.has_timeline:
-                self._writer.add(timeline_line(step, began_s))
-        if (text := self._outliers.check(took)) is not None:
-            event = {"event": "spike", "step": step.number + 1, "time": step.wall_s, "seconds": None, "text": text}
-            self._record_event({"kind": "event", **event})
-
-    def _record_event(self, line: Line) -> None:
-        if self._metrics is not None:
-            self._metrics.add_event(line)
-        if self._writer is not None:
-            self._writer.add({"kind": "event", **{name: line[name] for name in EVENT}})
-        if line["seconds"] is not None:
-            self._last_begin = None  # the device has come to rest: the next step begins when the host asks for it
-
-    def _begin_of(self, step: RecordedStep, total_s: float) -> float:
-        """Return when a step began, in Unix time of this host; asked for each step in order.
-
-        On CUDA a step begins when the device gets to it, which may be long after the host has asked for it. Times of
-        the device are differences of events, so each beginning is that of the step before plus the difference; never
-        earlier than the host asked for it, and never later than the host saw it done.
-        """
-        if isinstance(step.begin, float):
-            return step.wall_s + (step.begin - step.began_at)
-        began_s = step.wall_s
-        if self._last_begin is not None:
-            before, before_s = self._last_begin
-            began_s = max(began_s, min(before_s + seconds_between(before, step.begin), time.time() - total_s))
-        self._last_begin = step.begin, began_s
-        return began_s

@@ -20,6 +20,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from lockstep.activity import format_ranks
 from lockstep.comm.store import InterNodeStore
 from lockstep.run_folder import FAILURE, HEARTBEAT, STACKS, rank_file, rank_files
 from lockstep.telemetry.heartbeat import STACKS_SIGNAL_OFFSET, read_heartbeat
@@ -169,21 +170,6 @@ def report(
     return "\n".join(lines)
 
 
-def numbered(ranks: Iterable[int]) -> str:
-    """Return ``rank 3``, or ``ranks 0-2, 5``."""
-    numbers = sorted(ranks)
-    if len(numbers) == 1:
-        return f"rank {numbers[0]}"
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"ranks {', '.join(parts)}"
-
-
 def _headline(ranks: Sequence[RankState], patience_s: float, verdict: Verdict) -> str:
     nobody_waits = not any(operation(seen) for seen in ranks)
     what = "no rank has done anything" if nobody_waits else "ranks have waited for each other"
@@ -203,7 +189,7 @@ def _described(where: str, step: str, members: Sequence[RankState], patience_s: 
     first = members[0]
     if not first.has_left and not first.is_stopped and any(seen.idle_s >= patience_s for seen in members):
         text += f" for {max(seen.idle_s for seen in members):.0f} s"
-    return f"{numbered(seen.rank for seen in members)} {text}{step}"
+    return f"{format_ranks([seen.rank for seen in members])} {text}{step}"
 
 
 def _step(seen: RankState) -> str:
@@ -344,7 +330,7 @@ class Watchdog:
         patience_s: How long ranks may wait for each other.
         is_strict: See `judge`.
         num_nodes: Machines in the job.
-        bulletin: Where the launchers of several machines exchange what they see.
+        store: Where the launchers of several machines exchange what they see.
         resources: Takes the memory of the ranks while they run.
         on_report: Called from a thread of its own with each report, the verdict, and the processes by rank of those on
             this machine that keep the others waiting; returns whether to go on watching.
@@ -358,13 +344,13 @@ class Watchdog:
         *,
         is_strict: bool,
         num_nodes: int,
-        bulletin: InterNodeStore | None,
+        store: InterNodeStore | None,
         resources: Resources,
         on_report: Callable[[str, Verdict, dict[int, int]], bool],
         on_slow: Callable[[str], None],
     ) -> None:
         self._run_dir, self._patience_s, self._is_strict = run_dir, patience_s, is_strict
-        self._num_nodes, self._bulletin = num_nodes, bulletin
+        self._num_nodes, self._store = num_nodes, store
         self._resources, self._on_report = resources, on_report
         self._pace = PaceKeeper(on_slow)
         self._over = threading.Event()
@@ -504,14 +490,14 @@ class Watchdog:
 
     def _with_other_machines(self, seen: list[RankState]) -> tuple[list[RankState], int]:
         """Return what is seen of the ranks of all machines, and of how many that is."""
-        if self._bulletin is None or all(each.idle_s < self._patience_s / 2 for each in seen):
+        if self._store is None or all(each.idle_s < self._patience_s / 2 for each in seen):
             return seen, 1
         self._num_posts += 1
         # Few frames, as the files may not be the same elsewhere.
         bare = [asdict(replace(each, frames=list(each.frames)[:_NUM_FRAMES_ELSEWHERE])) for each in seen]
-        self._bulletin.post(_TOPIC, {"count": self._num_posts, "ranks": bare})
+        self._store.post(_TOPIC, {"count": self._num_posts, "ranks": bare})
         everywhere, num_seen, now_s = list(seen), 1, time.monotonic()
-        for note in self._bulletin.others(_TOPIC):
+        for note in self._store.others(_TOPIC):
             with contextlib.suppress(TypeError, ValueError, KeyError, IndexError, AttributeError):
                 # Anybody who reaches the store can write there: what is none of ours is left out.
                 number, states = int(note["count"]), [RankState(**each) for each in note["ranks"]]

@@ -221,7 +221,6 @@ class Display(SnapshotSink):
         self._live = live_view.open_live_view() if may_draw and not silent else None
         self._has_lines = view != "none" and not silent
         self._shown_at = time.perf_counter()
-        self._rates = live_view.LastRates()
 
     def log(self, text: str) -> None:
         """Print a line that stays."""
@@ -234,7 +233,6 @@ class Display(SnapshotSink):
         if self._live is not None:
             self._live.update(snapshot)
         elif self._has_lines:
-            snapshot = self._rates.filled(snapshot)
             now_s = time.perf_counter()
             if now_s - self._shown_at >= _LINE_S and snapshot.loss is not None and not snapshot.is_last:
                 self._shown_at = now_s

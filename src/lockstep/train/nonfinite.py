@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.activity import format_ranks
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.fully_shard import local_part, own_class
-from lockstep.comm.rendezvous import format_ranks
 from lockstep.data.loader import MicroBatch
 from lockstep.data.order import GlobalOrder, cut
 from lockstep.errors import NonFiniteGradient

@@ -26,9 +26,9 @@ from lockstep.telemetry import aggregator, run_record, stragglers
 from lockstep.telemetry.live_view import summary
 from lockstep.telemetry.metrics import Snapshot, SnapshotSink
 from lockstep.telemetry.provenance import Provenance, gather
+from lockstep.telemetry.recorder import StepRecorder
 from lockstep.telemetry.resources import MachineSampler
-from lockstep.telemetry.sinks.base import MetricsSink, RunInfo
-from lockstep.telemetry.sinks.factory import open_sinks, parse_targets
+from lockstep.telemetry.sinks import MetricsSink, RunInfo, open_sinks, parse_targets
 from lockstep.train.settings import FitSettings
 from lockstep.train.step import HostCopy
 from lockstep.train.task import Task
@@ -69,16 +69,14 @@ class RunRecord:
         self._is_alone = len(trainer.devices) == 1 and self._num_ranks == 1
         devices = ", ".join(str(each) for each in trainer.devices)
         first_step = trainer.num_steps_done
-        self._metrics = aggregator.RankMetrics(
-            world.rank, self._num_ranks, host=platform.node(), device=devices, first_step=first_step
-        )
+        self._metrics = aggregator.RankMetrics(world.rank, host=platform.node(), device=devices, first_step=first_step)
         self._folder: run_record.RunFolder | None = None
         self._writer = None
         if settings.run_dir is not None:
             self._folder = self._open_folder(Path(settings.run_dir))
             self._writer = self._folder.writer
         steps_per_epoch = trainer.plan.order.steps_per_epoch
-        self._recorder = run_record.StepRecorder(
+        self._recorder = StepRecorder(
             self._writer, self._metrics, sample=MachineSampler(trainer.devices), steps_per_epoch=steps_per_epoch
         )
         stamps = BucketStamps(self._device)
@@ -113,8 +111,8 @@ class RunRecord:
     def deliver(self, display: SnapshotSink | None, sinks: Iterable[SnapshotSink] = ()) -> None:
         """Have ``display`` and ``sinks`` get snapshots, if this is rank zero; measure and send from now on."""
         if self._world.is_rank_zero:
-            self._aggregator.deliveries += [] if display is None else [aggregator.DirectDispatch(display)]
-            self._aggregator.deliveries += [aggregator.ThreadedDispatch(sink) for sink in sinks]
+            shown = [*sinks] if display is None else [display, *sinks]
+            self._aggregator.deliveries += [aggregator.SinkThread(each) for each in shown]
         self._recorder.start(self._aggregator.beat, run_record.PERIOD_S * max(1.0, self._num_ranks / _RANKS_A_SECOND))
 
     def step(self, record: StepRecord) -> run_record.RecordedStep:
@@ -211,8 +209,8 @@ class RunRecord:
         self._stop()
         ranks = [self._metrics.whole_run()]
         if self._num_ranks > 1:
-            encoded = all_gather_object(aggregator.encode(ranks[0]), group=group, device=device)
-            ranks = [aggregator.decode(each) for each in encoded]
+            gathered = all_gather_object(asdict(ranks[0]), group=group, device=device)
+            ranks = [aggregator.decode(each) for each in gathered]
         done = self._metrics.num_done
         known = aggregator.with_waits(ranks)
         whole = Snapshot(time=0.0, step=done, num_steps=done, ranks=known, world_size=self._num_ranks)
@@ -275,7 +273,7 @@ class RunRecord:
     def open_sinks(self) -> list[MetricsSink]:
         """Return the sinks of a run that is about to begin, or to go on; only rank zero has any.
 
-        Collective: every rank. Blocks until rank zero has opened them; see `sinks.factory.open_sinks`.
+        Collective: every rank. Blocks until rank zero has opened them; see `telemetry.sinks.open_sinks`.
 
         Raises:
             ConfigurationError: On every rank: one of them cannot be opened; says why.

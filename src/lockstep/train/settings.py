@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Union
 
 from lockstep.errors import ConfigurationError
-from lockstep.telemetry.sinks.factory import parse_targets
+from lockstep.telemetry.sinks import parse_targets
 
 FilePath = str | Path
 Kind = Literal["int", "float", "bool", "path", "choice", "numbers", "words"]

@@ -168,7 +168,8 @@ def _machine(line: Line) -> Machine:
 
 
 def _event(line: Line) -> Event:
-    if line.get("event") not in EVENTS:
+    # Earlier versions recorded steps that took very long as events.
+    if line.get("event") not in (*EVENTS, "spike"):
         raise Unfit("no such event")
     step, text = int(_finite(line, "step")), str(line.get("text", ""))[:2000]
     return Event(str(line["event"]), step, _finite(line, "time"), _amount(line, "seconds"), text)
@@ -231,7 +232,7 @@ class Recorded:
         seen = {(event.event, event.step) for event in found}
         for rank in sorted(self.ranks):
             for event in self.ranks[rank].events:
-                if event.event in ("spike", "error") and (event.event, event.step) not in seen:
+                if event.event == "error" and (event.event, event.step) not in seen:
                     seen.add((event.event, event.step))
                     found.append(event)
         return sorted(found, key=lambda event: event.time)

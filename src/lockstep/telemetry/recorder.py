@@ -1,0 +1,194 @@
+"""The recorder of a rank: works out beside training what each step took, once the device is done with it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from lockstep.telemetry import run_record
+from lockstep.telemetry.aggregator import RankMetrics
+from lockstep.telemetry.run_record import Line, LineWriter, Mark, RecordedStep, seconds_between
+
+# So many steps are worked out at a time; in the pause the thread that trains gets the interpreter's lock.
+_PIECE, _PIECE_PAUSE_S = 32, 0.001
+# So many steps in the queue, and there are no pauses any more.
+_BEHIND = 50_000
+
+
+class StepRecorder:
+    """Takes the steps and events of this rank to its file, and to the metrics of the run.
+
+    Both ``fit`` and ``monitor`` fill a `RecordedStep` for each step, and give it to one of these.
+
+    [Note: in another thread]
+    The thread that trains only appends to a queue. Another one calls `drain` about once a second, checks whether the
+    device has come to a step's end, for which nobody ever waits, and works out what it took: a few steps at a time, for
+    while it runs Python, the thread that trains cannot.
+
+    Args:
+        writer: Of this rank's file; None if the run is not recorded.
+        metrics: Takes steps and events as well.
+        sample: Returns the figures of the machine, every other second.
+        steps_per_epoch: None for a stream.
+    """
+
+    def __init__(
+        self,
+        writer: LineWriter | None,
+        metrics: RankMetrics | None = None,
+        *,
+        sample: Callable[[], Line] | None = None,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        self._writer, self._metrics, self._steps_per_epoch = writer, metrics, steps_per_epoch
+        self._queue: deque[RecordedStep | Line] = deque()
+        self._draining = threading.Lock()
+        self._downsampler = run_record.Downsampler()
+        self._last_begin: tuple[Mark, float] | None = None
+        self._sample, self._num_beats = sample, 0
+        self._then: Callable[..., None] = lambda **_: None
+        self._thread: run_record.PeriodicThread | None = None
+
+    def start(self, then: Callable[..., None] | None = None, period_s: float = run_record.PERIOD_S) -> None:
+        """Record from a thread beside training from now on.
+
+        Args:
+            then: Called each time what has come by then is recorded; with ``is_last=True`` at the end.
+            period_s: Between two times.
+        """
+        self._then = then or self._then
+        self._thread = run_record.PeriodicThread(self._beat, period_s)
+
+    def _beat(self) -> None:
+        self.drain()
+        if self._num_beats % 2 == 0:
+            self._take_sample()
+        self._num_beats += 1
+        self._then()
+
+    def _take_sample(self) -> None:
+        if self._sample is None:
+            return
+        try:
+            line = self._sample()
+        except Exception:  # a machine that does not give its figures; what fails below is reported by the thread
+            return
+        if self._metrics is not None:
+            self._metrics.machine(line)
+        if self._writer is not None:
+            self._writer.add(line)
+
+    def add(self, step: RecordedStep) -> None:
+        """Take a step, whose figures the device may still owe. Does not block."""
+        self._queue.append(step)
+
+    def event(
+        self,
+        event: run_record.Event,
+        text: str,
+        *,
+        step: int,
+        time_s: float | None = None,
+        seconds: float | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Take an event. Does not block.
+
+        Args:
+            event: What it is.
+            text: What happened, in words.
+            step: Steps done by then.
+            time_s: When it began, in Unix time; now if None.
+            seconds: How long training stood still for it, if it did.
+            metrics: What an evaluation found.
+        """
+        began_s = time.time() if time_s is None else time_s
+        line = {"kind": "event", "event": event, "step": step, "time": began_s, "seconds": seconds, "text": text}
+        self._queue.append(line if metrics is None else {**line, "metrics": dict(metrics)})
+
+    def drain(self, *, at_once: bool = False) -> None:
+        """Record the steps that the device is done with, and the events between them. Does not wait for the device.
+
+        Args:
+            at_once: Record all events now, without pauses: it is the end. Steps that the device has not finished are
+                left out, for what has ended the run may have ended the device's work as well.
+        """
+        # The thread beside training may still be at it when the end drains in its stead.
+        with self._draining:
+            count = 0
+            while self._queue:
+                item = self._queue[0]
+                if not isinstance(item, RecordedStep):
+                    self._record_event(item)
+                elif all(mark.query() for mark in item.device_marks):
+                    self._record_step(item)
+                elif not at_once:
+                    # Those behind it are in the device's order, so none of them is done either.
+                    return
+                self._queue.popleft()
+                count += 1
+                # Far behind, the pauses would let the queue grow for ever.
+                if not at_once and count % _PIECE == 0 and len(self._queue) < _BEHIND:
+                    time.sleep(_PIECE_PAUSE_S)
+
+    def finish(self, *, waits: bool) -> None:
+        """Record all that has come: nothing comes any more.
+
+        Args:
+            waits: Whether to block until the device is done; not after an error, which may have ended its work.
+        """
+        # A thread that hangs in the store or on the disk is left alone, and so is what it may be in the midst of.
+        is_idle = self._thread is None or self._thread.stop()
+        last = next((item for item in reversed(self._queue) if isinstance(item, RecordedStep)), None)
+        if waits and last is not None:
+            for mark in last.device_marks:
+                mark.synchronize()
+        self._take_sample()
+        if run_record.guarded(partial(self.drain, at_once=True)) and is_idle:
+            run_record.guarded(partial(self._then, is_last=True))
+
+    def close(self) -> None:
+        """Write what is held, and close the file. Blocks some seconds at most, for the disk."""
+        if self._writer is not None:
+            if (rest := self._downsampler.rest()) is not None:
+                self._writer.add(rest)
+            self._writer.close()
+
+    def _record_step(self, step: RecordedStep) -> None:
+        took = run_record.measure(step)
+        if self._metrics is not None:
+            self._metrics.add_step(step, took)
+        if self._writer is not None:
+            began_s = self._begin_of(step, took.total_s)
+            line = self._downsampler.add(run_record.step_line(step, took, began_s, self._steps_per_epoch))
+            if line is not None:
+                self._writer.add(line)
+            if step.has_timeline:
+                self._writer.add(run_record.timeline_line(step, began_s))
+
+    def _record_event(self, line: Line) -> None:
+        if self._metrics is not None:
+            self._metrics.add_event(line)
+        if self._writer is not None:
+            self._writer.add({"kind": "event", **{name: line[name] for name in run_record.EVENT}})
+        if line["seconds"] is not None:
+            self._last_begin = None  # the device has come to rest: the next step begins when the host asks for it
+
+    def _begin_of(self, step: RecordedStep, total_s: float) -> float:
+        """Return when a step began, in Unix time of this host; asked for each step in order.
+
+        On CUDA a step begins when the device gets to it, which may be long after the host has asked for it. Times of
+        the device are differences of events, so each beginning is that of the step before plus the difference; never
+        earlier than the host asked for it, and never later than the host saw it done.
+        """
+        if isinstance(step.begin, float):
+            return step.wall_s + (step.begin - step.began_at)
+        began_s = step.wall_s
+        if self._last_begin is not None:
+            before, before_s = self._last_begin
+            began_s = max(began_s, min(before_s + seconds_between(before, step.begin), time.time() - total_s))
+        self._last_begin = step.begin, began_s
+        return began_s

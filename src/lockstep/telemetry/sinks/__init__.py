@@ -1,1 +1,0 @@
-"""Where the figures of a run go besides the display: TensorBoard, Prometheus, Weights & Biases, MLflow, JSON lines."""
