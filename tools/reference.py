@@ -66,10 +66,10 @@ def metrics_table() -> str:
 def findings_sections() -> str:
     """Return a heading for each part of the machine, and under it one for each finding of the doctor."""
     lines: list[str] = []
-    for section in dict.fromkeys(check.facts.section for check in CHECKS):
+    for section in dict.fromkeys(check.section for check in CHECKS):
         lines += [f"## {section}", ""]
         for check in CHECKS:
-            if check.facts.section == section:
+            if check.section == section:
                 explanation = check.explanation.replace("``", "`")
                 lines += [f"### {check.kind}", explanation, "", f"{check.cost} {check.fix}", ""]
     return "\n".join(lines)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from lockstep.cli import main
 from lockstep.errors import ConfigurationError
-from lockstep.study.doctor import examine, gpus, machine, network, task
+from lockstep.study.doctor import examine, machine, network, task
 from lockstep.study.doctor.findings import (
     CHECKS,
     GIB,
@@ -39,7 +39,7 @@ LO, ETH = network.Interface("lo", ("127.0.0.1", "::1")), network.Interface("eth0
 DOCKER = network.Interface("docker0", ("172.17.0.1",))
 VERSIONS = {"torch": "2.13.0", "lockstep": "0.1.0", "nccl": "", "cuda": "", "processor": "CPU"}
 SOUND = {
-    "gpus": gpus.Gpus(gpus.parse_gpus(GPUS, None), 2, "12.8", True, 2),
+    "gpus": machine.Gpus(machine.parse_gpus(GPUS, None), 2, "12.8", True, num_wanted=2),
     "network": network.Network(
         PLAN,
         (LO, ETH, DOCKER),
@@ -142,7 +142,6 @@ FAULTS = [
     ),
     ("memory", {"task": CPU_HEAVY}, "memory-small", HANG, "4 ranks need 129.0 GiB at least"),
     ("limits", {"open_files": 200}, "open-files", HANG, "A process may have 200 files open; a rank of this run needs"),
-    ("limits", {"temp_folder": f"/{'x' * 79}"}, "temp-folder", HANG, "has a name of 80 characters"),
     ("disk", {"free_bytes": 2 * GIB}, "disk-full", HANG, "runs has 2.0 GiB left, too little for 3 checkpoints of"),
     ("disk", {"problem": "Permission denied"}, "checkpoint-folder", HANG, "written to runs: Permission denied."),
     ("disk", {"filesystem": "tmpfs"}, "checkpoint-folder", WRONG, "runs lies in memory (tmpfs)."),
@@ -164,7 +163,6 @@ FAULTS = [
 @pytest.mark.parametrize("topic", SOUND)
 def test_nothing_is_found_where_nothing_is_wrong(topic):
     assert judge(SOUND[topic]) == []
-    assert SOUND[topic].summary
 
 
 @pytest.mark.parametrize(("topic", "changed", "kind", "severity", "found"), FAULTS, ids=[fault[2] for fault in FAULTS])
@@ -207,10 +205,10 @@ def test_the_interfaces_that_nccl_takes(chosen, names):
 
 
 def test_what_the_driver_reports_is_read():
-    first, second = gpus.parse_gpus(GPUS, None)
+    first, second = machine.parse_gpus(GPUS, None)
     assert (first.memory_bytes, first.used_bytes, second.used_bytes) == (80 * GIB, 4 * MIB, 0)
-    assert gpus.parse_gpus(GPUS, "1,0") == (second, first)
-    assert gpus.parse_gpus(GPUS, "GPU-bbbb1111") == (second,)
+    assert machine.parse_gpus(GPUS, "1,0") == (second, first)
+    assert machine.parse_gpus(GPUS, "GPU-bbbb1111") == (second,)
 
 
 def test_this_machine_is_read(tmp_path, monkeypatch):
@@ -218,29 +216,30 @@ def test_this_machine_is_read(tmp_path, monkeypatch):
     cores = machine.read_cores(Plan(1), {"OMP_NUM_THREADS": "3,2"})
     assert (cores.threads, cores.threads_from) == (3, "OMP_NUM_THREADS")
     assert 0 < cores.usable <= cores.logical
-    memory = machine.read_memory(Plan(1), None, shm=tmp_path / "absent")
+    monkeypatch.setattr(machine, "_SHM", tmp_path / "absent")
+    memory = machine.read_memory(Plan(1), None)
     assert memory.shm_bytes == 0 < memory.available_bytes
-    assert machine.read_limits(Plan(1)).temp_folder
-    disk = machine.read_disk(str(tmp_path / "not" / "yet"), None)
+    assert machine.read_limits(Plan(1)).open_files > 0
+    disk = machine.read_disk(str(tmp_path / "not" / "yet"), 0)
     assert disk.problem is None
     assert disk.free_bytes > 0
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
-    assert machine.read_disk(str(tmp_path / "file"), None).problem == "Not a directory"
+    assert machine.read_disk(str(tmp_path / "file"), 0).problem == "Not a directory"
     assert "127.0.0.1" in {one for interface in network.read_interfaces() for one in interface.addresses}
 
 
 def test_a_silent_file_system_does_not_hold_up_the_doctor(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "_SILENT_S", 0.1)
     monkeypatch.setattr(machine.os, "fsync", lambda _: time.sleep(5))
-    assert machine.read_disk(str(tmp_path), None).problem == "it did not take a MiB within 0.1 s"
+    assert machine.read_disk(str(tmp_path), 0).problem == "it did not take a MiB within 0.1 s"
 
 
 def test_a_port_that_somebody_holds_is_found():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         found = network.read_port(Plan(1, master_port=port))
-        assert found.problem == "is already in use"
+        assert found.problem == "cannot be used: Address already in use"
         assert found.free_port not in (0, port)
     assert isinstance(network.read_port(replace(PLAN, is_running=True)), NotChecked)
 
@@ -276,7 +275,7 @@ def test_a_task_that_fails_or_takes_long_is_reported(tmp_path):
     began = time.monotonic()
     facts, missed = task.read_task(str(file), Plan(2), is_named=False, seconds=1.0)
     assert time.monotonic() - began < 5
-    assert facts.weight_bytes is None
+    assert facts.weight_bytes == 0
     assert [one.because for one in missed] == ["it took too long"] * 2
     file.write_text("import os\nos._exit(3)\n")
     assert task.read_task(str(file), Plan(2), is_named=False)[1][0].because == "its process ended with exit code 3"
@@ -308,11 +307,9 @@ def test_a_report_as_json():
 def test_reports_of_machines_are_merged():
     merged = examine.merge([REPORT, REPORT], network.Versions((VERSIONS, VERSIONS)))
     assert merged.host == "node1 (machine 0), node1 (machine 1)"
-    slow, note = merged.findings
-    assert slow.where == "node1 (machine 0), node1 (machine 1)"
     # The ranks have met, so what one machine feared of its own name was not so.
-    assert (note.kind, note.severity) == ("hostname-loopback", NOTE)
-    assert note.found.endswith("The ranks met all the same.")
+    (slow,) = merged.findings
+    assert (slow.kind, slow.where) == ("threads-too-many", "node1 (machine 0), node1 (machine 1)")
     assert merged.seen["versions"].endswith("2 ranks compared")
 
 
@@ -320,9 +317,9 @@ def test_the_report_in_a_pipe_is_plain_and_ends_with_the_verdict():
     stream = io.StringIO()
     examine.show(REPORT, Console(file=stream, width=100))
     lines = stream.getvalue().splitlines()
-    assert "  threads-too-many" in lines
-    assert "           export OMP_NUM_THREADS=4" in lines
-    assert "    more   docs/reference/doctor.md#threads-too-many" in lines
+    assert "Will be slow: threads-too-many" in lines
+    assert "         export OMP_NUM_THREADS=4" in lines
+    assert "  more   docs/reference/doctor.md#threads-too-many" in lines
     assert lines[-1] == "Found: 1 will hang or fail, 1 will be slow. Exit code 1; took 1.5 s."
 
 
@@ -332,16 +329,18 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert main(["doctor", "train.py"]) == 2
     assert "train.py, line 3: SyntaxError" in capsys.readouterr().err
     assert main(["doctor", "train"]) == 2
-    assert "lockstep: train is no file." in capsys.readouterr().err
+    assert "lockstep: train cannot be read: [Errno 2] No such file or directory: 'train'" in capsys.readouterr().err
     assert main(["doctor", "--devices", "0"]) == 2
     capsys.readouterr()
-    (tmp_path / "train.py").write_text("import torch.distributed as dist\ndist.init_process_group()\nx.to('cuda:0')\n")
+    (tmp_path / "train.py").write_text(
+        "import torch.distributed as dist\ndist.init_process_group()\ntorch.save(x, 'a')\n"
+    )
     environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     monkeypatch.setattr(os, "environ", environ)
     assert main(["doctor", "train.py", "--devices", "1", "--json"]) == 1
     record = json.loads(capsys.readouterr().out)
     assert [(one["kind"], one["where"]) for one in record["findings"] if one["where"]] == [
-        ("device-not-set", "train.py:3")
+        ("saves-on-all-ranks", "train.py:3")
     ]
     assert record["plan"]["target"] == "train.py"
     assert record["seconds"] < 10

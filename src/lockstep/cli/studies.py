@@ -257,7 +257,7 @@ def doctor(target: str | None, as_json: bool, **planned: Any) -> int:
     """Say before a run what will hang, falsify or slow it, with the fix to paste.
 
     Examines devices, network interfaces, host name, port, shared memory, cores, threads, limits, disk
-    space and versions; a script by its syntax tree (samplers, devices, saving, collectives); a
+    space and versions; a script by its syntax tree (samplers, saving, collectives); a
     task also by building its model without memory. Trains nothing, changes nothing, takes under ten seconds, and lists
     what it could not see.
 

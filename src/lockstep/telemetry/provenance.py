@@ -45,7 +45,7 @@ def gather(task_path: Path | None = None) -> Provenance:
         commits["task"] = commit_of(task_path.resolve().parent)
     return Provenance(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions=_versions(),
+        versions=versions(),
         machine=_machine(),
         commits={name: commit for name, commit in commits.items() if commit},
     )
@@ -69,21 +69,22 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Return the versions of Lockstep, torch and Python, and of the CUDA that torch was built for."""
     try:
         own = version("lockstep-torch")
     except PackageNotFoundError:
         own = "unknown"
-    versions = {"lockstep": own, "torch": torch.__version__, "python": sys.version.split()[0]}
+    found = {"lockstep": own, "torch": torch.__version__, "python": sys.version.split()[0]}
     if torch.version.cuda:
-        versions["cuda"] = torch.version.cuda
-    return versions
+        found["cuda"] = torch.version.cuda
+    return found
 
 
 def _machine() -> dict[str, str]:
     facts = {
         "os": platform.platform(),
-        "cpu": _cpu(),
+        "cpu": cpu_model(),
         "cores": f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}",
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
         "load": f"{os.getloadavg()[0]:.1f}",
@@ -94,7 +95,8 @@ def _machine() -> dict[str, str]:
     return facts
 
 
-def _cpu() -> str:
+def cpu_model() -> str:
+    """Return the processor's name, as the system has it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

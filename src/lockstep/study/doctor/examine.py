@@ -4,12 +4,12 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from textwrap import indent
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.padding import Padding
-from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
@@ -19,9 +19,8 @@ from lockstep.env import RankEnv
 from lockstep.errors import EXIT_CODE, LockstepError
 from lockstep.launcher.api import num_cores
 from lockstep.study.doctor import machine, network
-from lockstep.study.doctor.findings import Facts, Finding, NotChecked, Plan, Report, Severity, judge, worst_first
-from lockstep.study.doctor.gpus import read_gpus
-from lockstep.study.doctor.script import path_of, read_script
+from lockstep.study.doctor.findings import Finding, NotChecked, Plan, Report, Severity, judge, worst_first
+from lockstep.study.doctor.script import Script, path_of, read_script
 from lockstep.study.doctor.task import TaskFacts, read_task
 
 # How long ranks wait for each other; a launcher starts them within seconds.
@@ -64,43 +63,41 @@ def examine(plan: Plan, environ: Mapping[str, str]) -> Report:
         ConfigurationError: There is no such script or task, or it cannot be read or made.
     """
     began = time.perf_counter()
-    facts: list[Facts] = []
     missed: list[NotChecked] = []
+    script: Script | None = None
     task: TaskFacts | None = None
-    target = plan.target
-    if target is None:
-        missed.append(NotChecked("a script or task", "none was named: lockstep doctor train.py"))
-    else:
+    if (target := plan.target) is not None:
         script = read_script(target)
-        facts.append(script)
         missed += script.not_checked
         if plan.workers is None:
-            plan = replace(plan, workers=script.most_workers)
+            plan = replace(plan, workers=script.num_workers)
         is_named = str(path_of(target)) != target
         if script.uses_task or is_named:
             task, unknown = read_task(target, plan, is_named=is_named)
-            facts += [task] if task else []
             missed += unknown
-    gpus, unknown = read_gpus(plan)
+    elif not plan.is_running:
+        missed.append(NotChecked("a script or task", "none was named: lockstep doctor train.py"))
+    gpus, unknown = machine.read_gpus(plan)
     missed += unknown
-    facts += [gpus, network.read_network(plan, environ, task.trained_bytes if task else None)]
     port = network.read_port(plan)
     if isinstance(port, NotChecked):
         missed.append(port)
-    else:
-        facts.append(port)
     if plan.machines > 1 and not plan.is_running:
         because = "it takes all of them: start `lockstep doctor` as their ranks, see --help"
         missed.append(NotChecked("whether the machines reach each other, and their versions", because))
-    if plan.workers and (task is None or task.batch_bytes is None):
+    if plan.workers and not (task and task.batch_bytes):
         because = "how large a batch is, is known from a Task only"
         missed.append(NotChecked("whether /dev/shm holds the loaders' batches", because))
-    facts += [machine.read_limits(plan), machine.read_cores(plan, environ), machine.read_memory(plan, task)]
-    checkpoint_bytes = task.checkpoint_bytes if task else None
-    facts += [machine.read_disk(plan.checkpoint, checkpoint_bytes), machine.Switches(environ)]
+    cores, memory = machine.read_cores(plan, environ), machine.read_memory(plan, task)
+    interfaces = network.read_network(plan, environ)
+    seen = {"devices": gpus.summary, "network": interfaces.summary, "cores": cores.summary, "memory": memory.summary}
+    if task is not None:
+        seen["task"] = task.summary
     if not plan.is_running:  # otherwise those of all ranks are compared
-        facts.append(network.Versions((network.read_versions(on_gpus=plan.on_gpus),)))
-    seen = {each.topic: each.summary for each in facts}
+        seen["versions"] = network.Versions((network.read_versions(on_gpus=plan.on_gpus),)).summary
+    disk = machine.read_disk(plan.checkpoint, task.checkpoint_bytes if task else 0)
+    limits, switches = machine.read_limits(plan), machine.Switches(environ)
+    facts = (script, task, gpus, interfaces, port, limits, cores, memory, disk, switches)
     findings = worst_first([finding for each in facts for finding in judge(each)])
     return Report(plan, socket.gethostname(), seen, findings, tuple(missed), time.perf_counter() - began)
 
@@ -143,37 +140,27 @@ def report_from(record: dict[str, Any]) -> Report:
 def merge(reports: Sequence[Report], versions: network.Versions) -> Report:
     """Return one report of all machines, with the versions of all ranks; the first one is the first machine's."""
     first = reports[0]
-    # Containers may have the same name; so machines are numbered, too.
-    hosts = [f"{report.host} (machine {index})" for index, report in enumerate(reports)]
-    if len(reports) == 1:
-        hosts = [first.host]
-    findings, seen, missed = judge(versions), dict(first.seen), list(first.not_checked)
-    seen[versions.topic] = versions.summary
+    # How ranks reach each other need not be feared: they have just met, over Gloo.
+    disproved = {"master-address", "hostname-loopback"}
+    if not first.plan.on_gpus:
+        disproved |= {"interface-local", "interface-missing"}
+    seen = {"versions": versions.summary}
     # What is the same on several machines is shown once, with the names of all.
     places: dict[Finding, list[str]] = {}
-    for host, report in zip(hosts, reports, strict=True):
+    hosts = []
+    for index, report in enumerate(reports):
+        # Containers may have the same name; so machines are numbered, too.
+        host = f"{report.host} (machine {index})" if len(reports) > 1 else report.host
+        hosts.append(host)
+        seen |= {f"{topic}, {host}" if index else topic: line for topic, line in report.seen.items()}
         for finding in report.findings:
-            where = finding.where or (host if len(reports) > 1 else "")
-            places.setdefault(_after_meeting(replace(finding, where=""), report.plan), []).append(where)
-        if report is not first:
-            seen |= {f"{topic}, {host}": line for topic, line in report.seen.items()}
-            known = {one.what for one in missed} | {"a script or task"}
-            missed += [
-                replace(one, what=f"{one.what} on {host}") for one in report.not_checked if one.what not in known
-            ]
-    findings += [replace(finding, where=", ".join(where)) for finding, where in places.items()]
+            if finding.kind not in disproved:
+                where = finding.where or (host if len(reports) > 1 else "")
+                places.setdefault(replace(finding, where=""), []).append(where)
+    findings = judge(versions) + [replace(finding, where=", ".join(where)) for finding, where in places.items()]
+    missed = dict.fromkeys(one for report in reports for one in report.not_checked)
     seconds = max(report.seconds for report in reports)
     return Report(first.plan, ", ".join(hosts), seen, worst_first(findings), tuple(missed), seconds)
-
-
-def _after_meeting(finding: Finding, plan: Plan) -> Finding:
-    """Return a finding about how ranks reach each other as a note: they have just done so, over Gloo."""
-    disproved = {"master-address", "hostname-loopback"}
-    if not plan.on_gpus:
-        disproved |= {"interface-local", "interface-missing"}
-    if finding.kind not in disproved or finding.severity is not Severity.HANG:
-        return finding
-    return replace(finding, severity=Severity.NOTE, found=f"{finding.found} The ranks met all the same.")
 
 
 # The report for a terminal; plain text in a pipe.
@@ -191,20 +178,16 @@ def show(report: Report, console: Console) -> None:
     target = f"{report.plan.target} as " if report.plan.target else ""
     console.print(Text(f"lockstep doctor: {target}{report.plan.describe()}, seen from {report.host}", style="bold"))
     console.print(Padding(_grid(report.seen), (1, 0, 1, 2), expand=False))
-    for severity, (title, style) in _TITLES.items():
-        findings = [finding for finding in report.findings if finding.severity is severity]
-        if findings:
-            console.print(Rule(Text(f"{title} ({len(findings)})", style=style), align="left", style=style))
-        for finding in findings:
-            console.print(Text.assemble("\n  ", (finding.kind, style), f"  {finding.where}" if finding.where else ""))
-            rows = {"found": finding.found, "cost": finding.cost, "fix": finding.fix}
-            console.print(Padding(_grid(rows), (0, 0, 0, 4), expand=False))
-            for line in finding.paste.splitlines():
-                # Never wrapped, so that it can be pasted.
-                console.print(Text(f"           {line}", style="green"), soft_wrap=True)
-            console.print(Text(f"    more   {finding.link}\n", style="dim"))
+    for finding in report.findings:
+        title, style = _TITLES[finding.severity]
+        console.print(Text.assemble((f"{title}: {finding.kind}", style), f"  {finding.where}".rstrip()))
+        rows = {"found": finding.found, "cost": finding.cost, "fix": finding.fix}
+        console.print(Padding(_grid(rows), (0, 0, 0, 2), expand=False))
+        # Never wrapped, so that it can be pasted.
+        console.print(Text(indent(finding.paste, " " * 9), style="green"), soft_wrap=True)
+        console.print(Text(f"  more   {finding.link}\n", style="dim"))
     if report.not_checked:
-        console.print(Rule(Text("Not checked", style="bold"), align="left", style="dim"))
+        console.print(Text("Not checked", style="bold"))
         lines = "".join(f"  {one.what}: {one.because}\n" for one in report.not_checked)
         console.print(Text(lines), soft_wrap=not console.is_terminal)
     style = "bold" if report.exit_code else "bold green"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
-from abc import ABC, abstractmethod
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 # Where each finding is explained, under a heading of its own; `tools/reference.py` writes that part of the page.
 PAGE = "docs/reference/doctor.md"
@@ -64,24 +65,8 @@ class NotChecked:
     because: str
 
 
-class Facts(ABC):
-    """What was read of one part of the machine or the program; `check` functions judge it and read nothing else.
-
-    Attributes:
-        section: Heading in the documentation that its checks stand under.
-        topic: Its name in the report.
-    """
-
-    section: ClassVar[str]
-    topic: ClassVar[str]
-
-    @property
-    @abstractmethod
-    def summary(self) -> str:
-        """What was read, in a line."""
-
-
-F = TypeVar("F", bound=Facts)
+F = TypeVar("F")
+T = TypeVar("T")
 
 
 class Problem(NamedTuple):
@@ -96,7 +81,8 @@ class Problem(NamedTuple):
 class Check(NamedTuple):
     """An entry of the table: what it judges, its name, and its documentation."""
 
-    facts: type[Facts]
+    facts: type
+    section: str
     kind: str
     explanation: str
     cost: str
@@ -109,8 +95,9 @@ CHECKS: list[Check] = []
 
 
 def check(facts: type[F]) -> Callable[[Callable[[F], Iterator[Problem]]], Callable[[F], Iterator[Problem]]]:
-    """Add a function to the table, under its own name with dashes.
+    """Add a function to the table, under its own name with dashes, in the section of its module.
 
+    It judges ``facts``, what was read of one part of the machine or the program, and reads nothing itself.
     Its docstring ends with a paragraph of two entries, ``Cost:`` and ``Fix:``; report and documentation show them.
     """
 
@@ -119,13 +106,14 @@ def check(facts: type[F]) -> Callable[[Callable[[F], Iterator[Problem]]], Callab
         explanation, _, rest = (inspect.getdoc(function) or "").rpartition("\n\nCost: ")
         cost, _, fix = rest.partition("\nFix: ")
         kind = function.__name__.replace("_", "-")
-        CHECKS.append(Check(facts, kind, explanation, " ".join(cost.split()), " ".join(fix.split()), function))
+        section = function.__module__.rpartition(".")[2].capitalize()
+        CHECKS.append(Check(facts, section, kind, explanation, " ".join(cost.split()), " ".join(fix.split()), function))
         return function
 
     return register
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: object) -> list[Finding]:
     """Return what all checks of these facts find."""
     return [
         Finding(entry.kind, severity, found, entry.cost, entry.fix, paste, where)
@@ -229,3 +217,25 @@ def listed(names: Sequence[str], most: int = 4) -> str:
     """Return names with commas, the first few of many."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def in_time(seconds: float, action: Callable[[], T]) -> T:
+    """Return what ``action`` returns, or raise what it raises. Blocks at most ``seconds``.
+
+    What is not over then goes on in a thread that ends with the process: a name server or a file system that does not
+    answer cannot be stopped from outside.
+
+    Raises:
+        TimeoutError: It was not over in time.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(action())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    # Not an executor, whose threads Python waits for at its end.
+    threading.Thread(target=run, name="lockstep-doctor", daemon=True).start()
+    return outcome.result(seconds)

@@ -1,10 +1,12 @@
-"""Cores, memory, limits, the checkpoint folder and debugging switches: will the ranks fit on this machine?"""
+"""GPUs, cores, memory, limits, the checkpoint folder and debugging switches: will the ranks fit on this machine?"""
 
 from __future__ import annotations
 
+import csv
 import os
 import resource
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,32 +16,183 @@ import psutil
 import torch
 
 from lockstep import env
-from lockstep.study.doctor.findings import GIB, HANG, MIB, SLOW, WRONG, Facts, Plan, Problem, check, plural
-from lockstep.study.doctor.task import TaskFacts, in_time
+from lockstep.study.doctor.findings import (
+    GIB,
+    HANG,
+    MIB,
+    SLOW,
+    WRONG,
+    NotChecked,
+    Plan,
+    Problem,
+    check,
+    in_time,
+    listed,
+    plural,
+)
+from lockstep.study.doctor.task import TaskFacts
 from lockstep.telemetry.live_view import size
+from lockstep.telemetry.resources import free_and_total_bytes
 
-_SECTION = "Memory, cores and limits"
+_TIMEOUT_S = 4.0
+# A GPU with so much of its memory taken is used by somebody else; a desktop takes less.
+_IN_USE = 0.1
 
 
 @dataclass(frozen=True)
-class Cores(Facts):
+class Gpu:
+    """One GPU, as the driver describes it; 0 for what it does not report."""
+
+    index: int
+    uuid: str
+    name: str
+    memory_bytes: int
+    used_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """The GPUs of this machine that the run may use.
+
+    Attributes:
+        gpus: As the driver lists them; empty without one.
+        num_usable: How many torch can use.
+        torch_cuda: The CUDA version that torch was built for, if any.
+        has_driver: Whether NVIDIA's driver is installed.
+        num_wanted: How many ranks the run has on this machine.
+        is_hidden: Whether CUDA_VISIBLE_DEVICES hides all GPUs, as one does to train on the CPU.
+    """
+
+    gpus: tuple[Gpu, ...]
+    num_usable: int
+    torch_cuda: str | None
+    has_driver: bool
+    num_wanted: int
+    is_hidden: bool = False
+
+    @property
+    def summary(self) -> str:
+        """How many there are, of which models."""
+        if self.num_usable == 0:
+            return "no GPU that torch can use"
+        models = ", ".join(dict.fromkeys(gpu.name for gpu in self.gpus))
+        return f"{plural(self.num_usable, 'GPU')} {models}".strip()
+
+
+def read_gpus(plan: Plan) -> tuple[Gpus, list[NotChecked]]:
+    """Return what GPUs there are. Blocks some seconds at most."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    # Set to nothing or -1, it hides all, as one does to train on the CPU.
+    is_hidden = chosen is not None and chosen.strip() in ("", "-1")
+    num_usable, has_driver = torch.cuda.device_count(), shutil.which("nvidia-smi") is not None
+    gpus: tuple[Gpu, ...] = ()
+    missed = []
+    if num_usable or has_driver:
+        try:
+            # Not torch.cuda.mem_get_info: that needs a context of our own on every GPU, which a full one refuses.
+            query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total,memory.used"]
+            query.append("--format=csv,noheader,nounits")
+            text = subprocess.run(query, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
+            gpus = parse_gpus(text, chosen)
+        except (OSError, subprocess.SubprocessError) as error:
+            missed.append(NotChecked("models and memory of the GPUs", f"nvidia-smi gave no answer: {error}"))
+    return Gpus(gpus, num_usable, torch.version.cuda, has_driver, plan.devices, is_hidden), missed
+
+
+def parse_gpus(text: str, chosen: str | None) -> tuple[Gpu, ...]:
+    """Read the answer of ``nvidia-smi``, a GPU a line; those that ``CUDA_VISIBLE_DEVICES`` leaves, in its order."""
+    found = []
+    for row in csv.reader(text.splitlines(), skipinitialspace=True):
+        total, used = (int(cell) * MIB if cell.isdigit() else 0 for cell in row[3:])  # such as [N/A]
+        found.append(Gpu(int(row[0]), row[1], row[2], total, used))
+    if chosen is None:
+        return tuple(found)
+    # nvidia-smi knows nothing of the variable: it lists all, by PCI address.
+    by_name = {str(gpu.index): gpu for gpu in found} | {gpu.uuid: gpu for gpu in found}
+    return tuple(by_name[name.strip()] for name in chosen.split(",") if name.strip() in by_name)
+
+
+@check(Gpus)
+def gpu_unusable(facts: Gpus) -> Iterator[Problem]:
+    """NVIDIA's driver is installed, but torch finds no GPU.
+
+    The installed torch was built for CPUs, or its CUDA is newer than the driver. ``CUDA_VISIBLE_DEVICES`` set to
+    nothing is on purpose, and not reported.
+
+    Cost: Training runs on the CPU, tens of times slower.
+    Fix: Install a torch that has CUDA, or update the driver to one that knows its version.
+    """
+    if facts.has_driver and facts.num_usable == 0 and not facts.is_hidden:
+        is_cpu_build = facts.torch_cuda is None
+        why = "this torch was built without CUDA" if is_cpu_build else f"its CUDA {facts.torch_cuda} finds no driver"
+        paste = "python -m pip install --upgrade --force-reinstall torch" if is_cpu_build else "nvidia-smi"
+        yield Problem(SLOW, f"There is NVIDIA's driver, but torch can use no GPU: {why}.", paste)
+
+
+@check(Gpus)
+def gpus_too_few(facts: Gpus) -> Iterator[Problem]:
+    """More ranks were asked for than torch finds GPUs.
+
+    Cost: The run is refused at the start; with other launchers two ranks share a GPU, and NCCL fails or hangs.
+    Fix: Ask for as many as there are.
+    """
+    if 0 < facts.num_usable < facts.num_wanted:
+        ranks, usable = plural(facts.num_wanted, "rank"), plural(facts.num_usable, "GPU")
+        found = f"{ranks} on this machine, but torch finds {usable}."
+        yield Problem(HANG, found, f"lockstep run --devices {facts.num_usable} train.py")
+
+
+@check(Gpus)
+def gpus_differ(facts: Gpus) -> Iterator[Problem]:
+    """The GPUs that the run would use differ in model or memory.
+
+    ``--shares`` gives each device a part of the batch that fits its speed; ``fit`` weighs the parts so that the
+    gradient stays exact.
+
+    Cost: Every step takes as long as on the slowest, and the batch must fit the smallest.
+    Fix: Train on those that are alike, or give the fast ones a larger part: --shares 2,1 in the order of the GPUs.
+    """
+    used = facts.gpus[: facts.num_wanted]
+    kinds = [(gpu.memory_bytes, gpu.name) for gpu in used]
+    if len(set(kinds)) > 1:
+        alike = [str(gpu.index) for gpu, kind in zip(used, kinds, strict=True) if kind == max(kinds)]
+        described = [f"GPU {gpu.index} {gpu.name} with {size(gpu.memory_bytes)}" for gpu in used]
+        paste = f"export CUDA_VISIBLE_DEVICES={','.join(alike)}"
+        yield Problem(SLOW, f"The GPUs are not alike: {listed(described)}.", paste)
+
+
+@check(Gpus)
+def gpu_busy(facts: Gpus) -> Iterator[Problem]:
+    """Over a tenth of a GPU's memory is taken before the run begins.
+
+    On a machine with a desktop that may be the screen; otherwise it is another job, or a process that a crash left.
+
+    Cost: That memory is missing, and if the other process computes, all ranks wait for this one.
+    Fix: Find out whose process it is, and end it or leave this GPU out.
+    """
+    for gpu in facts.gpus[: facts.num_wanted]:
+        if gpu.used_bytes > _IN_USE * gpu.memory_bytes:
+            found = f"GPU {gpu.index} has {size(gpu.used_bytes)} of {size(gpu.memory_bytes)} in use already."
+            yield Problem(SLOW, found, "nvidia-smi --query-compute-apps=pid,used_memory,name --format=csv")
+
+
+@dataclass(frozen=True)
+class Cores:
     """Cores, and what is to run on them.
 
     Attributes:
         plan: The run.
         logical: That the machine has.
         usable: Cores' worth of time that this process and its children get, by affinity and the container's quota.
-        physical: Without those that share one with another; ``None`` if the system does not know.
+        physical: Without those that share one with another.
         threads: That each rank uses, if that is known.
         threads_from: Where that number comes from.
     """
 
-    section, topic = _SECTION, "cores"
-
     plan: Plan
     logical: int
     usable: float
-    physical: int | None = None
+    physical: int
     threads: int | None = None
     threads_from: str = "OMP_NUM_THREADS"
 
@@ -47,23 +200,21 @@ class Cores(Facts):
     def fair_threads(self) -> int:
         """Threads of a rank that use each physical core once."""
         # Two hardware threads of a core share its vector units: a second thread of matrix products gains nothing.
-        return max(1, int(min(self.usable, self.physical or self.usable) // self.plan.devices))
+        return max(1, int(min(self.usable, self.physical) // self.plan.devices))
 
     @property
     def summary(self) -> str:
         """Cores, and threads of a rank."""
-        physical = f" ({self.physical} physical)" if self.physical and self.physical < self.logical else ""
         threads = f"{self.threads_from}={self.threads}" if self.threads else "OMP_NUM_THREADS is not set"
-        ranks = plural(self.plan.devices, "rank")
-        return f"{self.usable:g} of {plural(self.logical, 'core')}{physical} for {ranks}; {threads}"
+        cores = f"{self.usable:g} of {plural(self.logical, 'core')} ({self.physical} physical)"
+        return f"{cores} for {plural(self.plan.devices, 'rank')}; {threads}"
 
 
 def read_cores(plan: Plan, environ: Mapping[str, str]) -> Cores:
     """Return what cores there are, and what is to run on them."""
     logical = psutil.cpu_count() or 1
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
-    quota = env.cpu_quota()  # of a container; torch and Python do not know of it
-    usable = affinity if quota is None else min(affinity, quota)
+    # torch and Python do not know of a container's quota.
+    usable = min(len(os.sched_getaffinity(0)), env.cpu_quota() or logical)
     threads, source = None, "OMP_NUM_THREADS"
     if plan.devices == 1:  # launchers of several ranks set it themselves
         threads, source = torch.get_num_threads(), "torch.get_num_threads()"
@@ -71,7 +222,7 @@ def read_cores(plan: Plan, environ: Mapping[str, str]) -> Cores:
         first = environ.get(name, "").split(",")[0].strip()  # may be a list, one number for each level of nesting
         if first.isdigit() and int(first) > 0:
             threads, source = int(first), name
-    return Cores(plan, logical, usable, psutil.cpu_count(logical=False), threads, source)
+    return Cores(plan, logical, usable, psutil.cpu_count(logical=False) or logical, threads, source)
 
 
 @check(Cores)
@@ -102,9 +253,9 @@ def threads_too_few(facts: Cores) -> Iterator[Problem]:
     Fix: Let the ranks together use each core once, or start more ranks.
     """
     ranks, threads = facts.plan.devices, facts.threads
-    if threads is None or facts.plan.on_gpus or facts.fair_threads <= threads:
+    if threads is None or facts.plan.on_gpus:
         return
-    if 2 * ranks * threads <= facts.usable:
+    if threads < facts.fair_threads and 2 * ranks * threads <= facts.usable:
         used = f"use {ranks * threads} of {facts.usable:g} cores"
         found = f"{facts.threads_from}={threads} on {plural(ranks, 'rank')} {used}."
         yield Problem(SLOW, found, f"export OMP_NUM_THREADS={facts.fair_threads}")
@@ -125,13 +276,13 @@ def processes_over_cores(facts: Cores) -> Iterator[Problem]:
     if processes <= max(1.0, facts.usable):
         return
     loaders = f" with {plural(workers, 'loader worker')} each are {processes} processes" if workers else ""
-    fitting = max(0, int(facts.usable // ranks) - 1)
-    paste = f"lockstep train TASK.py --workers {fitting}  # or num_workers={fitting} in a script"
     if ranks > facts.usable:
         paste = f"lockstep run --devices {max(1, int(facts.usable))} train.py"
-    if facts.usable < min(facts.logical, processes):
-        paste += f"\nsrun --cpus-per-task={1 + workers} ...  # or this: the machine has {plural(facts.logical, 'core')}"
-    yield Problem(SLOW, f"{plural(ranks, 'rank')}{loaders} for {facts.usable:g} cores.", paste)
+    else:
+        fitting = int(facts.usable // ranks) - 1
+        paste = f"lockstep train TASK.py --workers {fitting}  # or num_workers={fitting} in a script"
+    more_cores = f"srun --cpus-per-task={1 + workers} ...  # or this, under SLURM"
+    yield Problem(SLOW, f"{plural(ranks, 'rank')}{loaders} for {facts.usable:g} cores.", f"{paste}\n{more_cores}")
 
 
 # Of a process that has imported torch, before it has a model.
@@ -148,7 +299,7 @@ _SHM = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
-class Memory(Facts):
+class Memory:
     """Memory, and what is known of the need for it.
 
     Attributes:
@@ -159,18 +310,11 @@ class Memory(Facts):
         task: The task, if there is one.
     """
 
-    section, topic = _SECTION, "memory"
-
     plan: Plan
     shm_bytes: int
     shm_free_bytes: int
     available_bytes: int
     task: TaskFacts | None = None
-
-    @property
-    def rank_need_bytes(self) -> int:
-        """What a CPU rank needs at least: the interpreter, weights, gradients, Adam's state."""
-        return _RANK_BYTES + ((self.task.weight_bytes or 0) + 3 * self.task.trained_bytes if self.task else 0)
 
     @property
     def summary(self) -> str:
@@ -179,22 +323,10 @@ class Memory(Facts):
         return f"{size(self.available_bytes)} available; /dev/shm has {shm}"
 
 
-def read_memory(plan: Plan, task: TaskFacts | None, shm: Path = _SHM) -> Memory:
+def read_memory(plan: Plan, task: TaskFacts | None) -> Memory:
     """Return what memory there is, and what is known of the need for it."""
-    available = psutil.virtual_memory().available
-    # The kernel kills at the limit of the innermost group that has one, however much the machine has left.
-    limits = _group_numbers("memory.max", "memory.limit_in_bytes")
-    if limits:
-        used = min(_group_numbers("memory.current", "memory.usage_in_bytes"), default=0)
-        available = min(available, max(0, min(limits) - used))
-    total, free = shutil.disk_usage(shm)[::2] if shm.is_dir() else (0, 0)
-    return Memory(plan, total, free, available, task)
-
-
-def _group_numbers(*names: str) -> list[int]:
-    """Return the numbers in a file of this process's control groups: version 2's name of it, then version 1's."""
-    texts = next(filter(None, (env.read_groups("memory", name) for name in names)), [])
-    return [int(text) for text in texts if text.isdigit()]
+    total, free = shutil.disk_usage(_SHM)[::2] if _SHM.is_dir() else (0, 0)
+    return Memory(plan, total, free, free_and_total_bytes()[0], task)
 
 
 @check(Memory)
@@ -209,7 +341,7 @@ def shared_memory_small(facts: Memory) -> Iterator[Problem]:
     Fix: Start the container with more, or make it larger.
     """
     ranks, workers = facts.plan.devices, facts.plan.workers or 0
-    batch_bytes = (facts.task and facts.task.batch_bytes) or 0
+    batch_bytes = facts.task.batch_bytes if facts.task else 0
     nccl_bytes = ranks * _NCCL_BYTES if facts.plan.on_gpus and ranks > 1 else 0
     need = ranks * workers * (_BATCHES_AHEAD + 1) * batch_bytes + nccl_bytes
     # How large a batch is may not be known: then the container's default is taken for too little.
@@ -234,10 +366,11 @@ def memory_small(facts: Memory) -> Iterator[Problem]:
     Fix: Start fewer ranks, or divide the optimizer's state among them.
     """
     ranks, available = facts.plan.devices, facts.available_bytes
-    need = ranks * facts.rank_need_bytes
+    rank_bytes = _RANK_BYTES + (facts.task.weight_bytes + 3 * facts.task.trained_bytes if facts.task else 0)
+    need = ranks * rank_bytes
     if not facts.plan.on_gpus and need > available:
         least = f"{plural(ranks, 'rank')} need {size(need)} at least, before activations"
-        fitting = max(1, available // facts.rank_need_bytes)
+        fitting = max(1, available // rank_bytes)
         paste = f"lockstep train TASK.py --devices {fitting} --strategy ddp-zero1"
         yield Problem(HANG, f"{least}; {size(available)} are available.", paste)
 
@@ -247,34 +380,19 @@ _FILES_OF_A_BATCH = 16
 
 
 @dataclass(frozen=True)
-class Limits(Facts):
-    """Limits of this process; ``None`` stands for none.
-
-    Attributes:
-        plan: The run.
-        open_files: The soft limit.
-        open_files_hard: What it may be raised to.
-        temp_folder: The folder for temporary files.
-    """
-
-    section, topic = _SECTION, "limits"
+class Limits:
+    """How many files a process may have open, and what that may be raised to."""
 
     plan: Plan
-    open_files: int | None
-    open_files_hard: int | None
-    temp_folder: str = "/tmp"
-
-    @property
-    def summary(self) -> str:
-        """The limits."""
-        return f"{'any number of' if self.open_files is None else self.open_files} open files"
+    open_files: int
+    open_files_hard: int
 
 
 def read_limits(plan: Plan) -> Limits:
     """Return the limits of this process."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    soft, hard = (None if value == resource.RLIM_INFINITY else value for value in limits)
-    return Limits(plan, soft, hard, tempfile.gettempdir())
+    # Without a limit, the number is -1.
+    soft, hard = (limit if limit >= 0 else 2**31 for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+    return Limits(plan, soft, hard)
 
 
 @check(Limits)
@@ -287,26 +405,12 @@ def open_files(facts: Limits) -> Iterator[Problem]:
     Cost: A rank fails with 'Too many open files', perhaps only after hours.
     Fix: Raise the limit in the shell that starts the run; where only root can, let workers pass batches without files.
     """
-    limit = facts.open_files
     needed = 64 + 4 * facts.plan.world_size + (facts.plan.workers or 0) * _BATCHES_AHEAD * _FILES_OF_A_BATCH
-    if limit is not None and needed > limit:
-        wanted = min(65536, facts.open_files_hard or 65536)
+    if needed > facts.open_files:
+        wanted = min(65536, facts.open_files_hard)
         without_files = "torch.multiprocessing.set_sharing_strategy('file_system')  # at the top of the script"
-        found = f"A process may have {plural(limit, 'file')} open; a rank of this run needs about {needed}."
-        yield Problem(HANG, found, f"ulimit -n {wanted}" if wanted > limit else without_files)
-
-
-@check(Limits)
-def temp_folder(facts: Limits) -> Iterator[Problem]:
-    """There are loader workers, and the folder for temporary files (``TMPDIR``) has a name of over 75 characters.
-
-    Cost: Loader workers hand tensors over by sockets in it, whose names may have 107: the first batch never comes.
-    Fix: Name a shorter folder. Ranks of lockstep run and train take another one for these sockets.
-    """
-    folder = facts.temp_folder
-    if facts.plan.workers and env.is_socket_folder_too_long(folder):
-        found = f"The folder for temporary files has a name of {len(folder)} characters: {folder}."
-        yield Problem(HANG, found, "export TMPDIR=/tmp")
+        found = f"A process may have {plural(facts.open_files, 'file')} open; a rank of this run needs about {needed}."
+        yield Problem(HANG, found, f"ulimit -n {wanted}" if wanted > facts.open_files else without_files)
 
 
 # A file system that has not answered by then, as one over a broken network, is taken to be silent.
@@ -317,7 +421,7 @@ _KEPT = 3
 
 
 @dataclass(frozen=True)
-class Disk(Facts):
+class Disk:
     """The folder for checkpoints.
 
     Attributes:
@@ -325,24 +429,17 @@ class Disk(Facts):
         problem: Why nothing can be written there; ``None`` if it can.
         filesystem: Its kind, such as ``ext4``.
         free_bytes: Left there.
-        checkpoint_bytes: Weights and optimizer state, where they are known from a task.
+        checkpoint_bytes: Weights and optimizer state; 0 where they are not known from a task.
     """
-
-    section, topic = "Software and storage", "checkpoints"
 
     folder: str
     problem: str | None = None
     filesystem: str = ""
     free_bytes: int = 0
-    checkpoint_bytes: int | None = None
-
-    @property
-    def summary(self) -> str:
-        """How full it is, or why it cannot be written."""
-        return f"{self.folder}: {self.problem or f'({self.filesystem}) {size(self.free_bytes)} free'}"
+    checkpoint_bytes: int = 0
 
 
-def read_disk(folder: str, checkpoint_bytes: int | None) -> Disk:
+def read_disk(folder: str, checkpoint_bytes: int) -> Disk:
     """Return whether ``folder``, or the nearest folder above that is there, can be written, and what is free."""
     place = Path(folder).expanduser().resolve()
     while not place.exists():  # the run would make it there
@@ -360,10 +457,10 @@ def read_disk(folder: str, checkpoint_bytes: int | None) -> Disk:
         return Disk(folder, f"it did not take a MiB within {_SILENT_S:g} s")
     except OSError as error:
         return Disk(folder, error.strerror or str(error))
-    mounts = [part for part in psutil.disk_partitions(all=True) if place.is_relative_to(part.mountpoint)]
+    mounted = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
     # Mounts lie within each other: the innermost has the folder.
-    longest = max(mounts, key=lambda part: len(part.mountpoint), default=None)
-    return Disk(folder, None, longest.fstype if longest else "", free, checkpoint_bytes)
+    filesystem = next((mounted[str(one)] for one in (place, *place.parents) if str(one) in mounted), "")
+    return Disk(folder, None, filesystem, free, checkpoint_bytes)
 
 
 @check(Disk)
@@ -410,23 +507,10 @@ _DEBUG_SWITCHES = {
 
 
 @dataclass(frozen=True)
-class Switches(Facts):
+class Switches:
     """The environment, as far as debugging switches are concerned."""
 
-    section, topic = "Software and storage", "debug switches"
-
     environ: Mapping[str, str]
-
-    @property
-    def on(self) -> list[str]:
-        """The switches that are on, as ``NAME=VALUE``."""
-        values = {name: self.environ.get(name) for name in _DEBUG_SWITCHES}
-        return [f"{name}={value}" for name, value in values.items() if value in _DEBUG_SWITCHES[name]]
-
-    @property
-    def summary(self) -> str:
-        """Those that are on."""
-        return ", ".join(self.on) or "none that cost time"
 
 
 @check(Switches)
@@ -441,5 +525,6 @@ def debug_switch(facts: Switches) -> Iterator[Problem]:
     Cost: Each makes every step slower, some of them several times.
     Fix: Unset it, unless a fault is being searched for right now.
     """
-    for switch in facts.on:
-        yield Problem(SLOW, f"{switch} is set.", f"unset {switch.partition('=')[0]}")
+    for name, costly in _DEBUG_SWITCHES.items():
+        if (value := facts.environ.get(name)) in costly:
+            yield Problem(SLOW, f"{name}={value} is set.", f"unset {name}")

@@ -1,22 +1,20 @@
 """Interfaces, names, the port and versions: will the ranks of all machines find and understand each other?"""
 
-import errno
-import re
+import os
 import socket
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 
 import psutil
 import torch
 
-from lockstep.comm.network import GLOO_INTERFACE, gloo_interface, is_local, reachable_address
+from lockstep.comm.network import GLOO_INTERFACE, is_local, reachable_address
 from lockstep.env import DEFAULT_MASTER_PORT, is_loopback
-from lockstep.study.doctor.findings import HANG, NOTE, SLOW, WRONG, Facts, NotChecked, Plan, Problem, check, listed
-from lockstep.study.doctor.task import in_time
+from lockstep.study.doctor.findings import HANG, NOTE, SLOW, WRONG, NotChecked, Plan, Problem, check, in_time, listed
+from lockstep.telemetry import provenance
 
-_SECTION = "Network"
 _RESOLVE_S = 2.0
 # An address for documentation: asked for the route to it, nothing is sent.
 _ANYWHERE = "192.0.2.1"
@@ -24,6 +22,8 @@ _ANYWHERE = "192.0.2.1"
 _NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 _INFINIBAND = Path("/sys/class/infiniband")
 _SLOW_MBPS = 1000
+# Of the gradients of 100 million parameters as float32.
+_EXAMPLE_BYTES = 400_000_000
 _CONTAINERS = ("docker", "br-", "virbr", "veth", "vmnet", "vboxnet", "cni", "flannel", "cali", "kube", "lxc", "lxd")
 # How the names of interfaces begin that lead to containers, virtual machines and tunnels, not to other machines.
 _VIRTUAL = (*_CONTAINERS, "podman", "ifb", "dummy", "tun", "tap", "wg", "zt", "tailscale")
@@ -44,7 +44,7 @@ class Interface:
 
 
 @dataclass(frozen=True)
-class Network(Facts):
+class Network:
     """The interfaces, what makes the backends take one of them, and what names lead to.
 
     Attributes:
@@ -53,21 +53,17 @@ class Network(Facts):
         gloo: What Gloo will use, if that is known.
         environ: The variables that name interfaces, those that are set.
         has_infiniband: Whether a port of an InfiniBand or RoCE card is active.
-        gradient_bytes: Of all gradients, where they are known from a task.
         host: The name of this host, by which Gloo and torchrun make it known to the other machines.
         addresses: What that name leads to, in the resolver's order; empty if nowhere.
         own_address: This machine's address for others, if it has one.
         master_addresses: What the address leads to at which the ranks meet.
     """
 
-    section, topic = _SECTION, "network"
-
     plan: Plan
     interfaces: tuple[Interface, ...]
     gloo: str | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
     has_infiniband: bool = False
-    gradient_bytes: int | None = None
     host: str = ""
     addresses: tuple[str, ...] = ()
     own_address: str | None = None
@@ -92,7 +88,7 @@ class Network(Facts):
         names = {interface.name for interface in self.interfaces}
         # Gloo needs every interface that is named; NCCL's value is a rule, which fits some or none.
         is_there = {
-            GLOO_INTERFACE: names.issuperset(part.strip() for part in self.environ.get(GLOO_INTERFACE, "").split(",")),
+            GLOO_INTERFACE: names.issuperset(self.environ.get(GLOO_INTERFACE, "").replace(" ", "").split(",")),
             _NCCL_INTERFACE: bool(self.nccl),
         }
         return {name: value for name, value in self.environ.items() if not is_there[name]}
@@ -111,8 +107,7 @@ class Network(Facts):
     @property
     def summary(self) -> str:
         """What Gloo and NCCL will take, and what this host's name leads to."""
-        cards = "InfiniBand, rendezvous over " if self.has_infiniband else ""
-        nccl = f"{cards}{listed([interface.name for interface in self.nccl]) or 'none'}"
+        nccl = listed([interface.name for interface in self.nccl]) or "none"
         leads = f"{self.host} leads to {listed(self.addresses) or 'nowhere'}"
         return f"Gloo takes {self.gloo or 'what this host name leads to'}, NCCL would take {nccl}; {leads}"
 
@@ -133,34 +128,31 @@ def nccl_interfaces(interfaces: tuple[Interface, ...], chosen: str | None) -> li
         names = tuple(part.strip() for part in rule.removeprefix("=").split(",") if part.strip())
         matching = [one for one in interfaces if (one.name in names if rule[:1] == "=" else one.name.startswith(names))]
         return [one for one in interfaces if one not in matching] if chosen.startswith("^") else matching
-    last = ("docker", "lo")
-    by_preference = [
-        [one for one in interfaces if one.name.startswith("ib")],
-        [one for one in interfaces if not one.name.startswith(last)],
-        *([one for one in interfaces if one.name.startswith(prefix)] for prefix in last),
-    ]
-    return next(filter(None, by_preference), [])
+
+    def place(one: Interface) -> int:
+        later = (("ib", 0), ("docker", 2), ("lo", 3))
+        return next((number for prefix, number in later if one.name.startswith(prefix)), 1)
+
+    first = min(map(place, interfaces), default=0)
+    return [one for one in interfaces if place(one) == first]
 
 
-def read_network(plan: Plan, environ: Mapping[str, str], gradient_bytes: int | None) -> Network:
+def read_network(plan: Plan, environ: Mapping[str, str]) -> Network:
     """Return the interfaces, which the backends will take, and what names lead to. Blocks some seconds at most."""
     interfaces, host = read_interfaces(), socket.gethostname()
     addresses = _resolve(host)
     master = _resolve(plan.master_addr) if plan.master_addr else ()
-    # Of several, Gloo makes its connections over the first.
-    gloo: str | None = environ.get(GLOO_INTERFACE, "").split(",")[0].strip()
     own = next((address for address in addresses if not is_loopback(address)), None)
-    try:  # asks name servers, which may take long
+    if own is None:
         towards = master[0] if master and not is_loopback(master[0]) else _ANYWHERE
-        own = own or in_time(_RESOLVE_S, lambda: reachable_address(towards))
-        gloo = gloo or in_time(_RESOLVE_S, lambda: gloo_interface(towards, one_machine=plan.machines == 1))
-    except (OSError, TimeoutError):
-        gloo = gloo or None
-    if gloo is None:  # left to itself, it takes the address that the host's name leads to
-        gloo = next((one.name for one in interfaces if set(addresses[:1]) & set(one.addresses)), None)
+        with suppress(OSError, TimeoutError):  # asks name servers, which may take long
+            own = in_time(_RESOLVE_S, lambda: reachable_address(towards))
+    # Of several, Gloo makes its connections over the first; without a choice, over the one with the host's address.
+    gloo = environ.get(GLOO_INTERFACE, "").split(",")[0].strip()
+    gloo = gloo or next((one.name for one in interfaces if own in one.addresses), "")
     named = {name: environ[name] for name in (GLOO_INTERFACE, _NCCL_INTERFACE) if name in environ}
     has_infiniband = any("ACTIVE" in state.read_text() for state in _INFINIBAND.glob("*/ports/*/state"))
-    return Network(plan, interfaces, gloo, named, has_infiniband, gradient_bytes, host, addresses, own, master)
+    return Network(plan, interfaces, gloo or None, named, has_infiniband, host, addresses, own, master)
 
 
 def read_interfaces() -> tuple[Interface, ...]:
@@ -227,8 +219,7 @@ def interface_local(facts: Network) -> Iterator[Problem]:
 def interface_slow(facts: Network) -> Iterator[Problem]:
     """The interface runs at 1 Gbit/s or less.
 
-    The time is worked out from the size of the gradients, where it is known from a task, for a ring between the
-    machines: ``2 (n-1)/n`` times the bytes, divided by the speed.
+    The time is that of a ring between the machines: ``2 (n-1)/n`` times the bytes, divided by the speed.
 
     Cost: Each step waits for the gradients of all machines.
     Fix: Use a faster network; on this one exchange less: accumulate, and round gradients on the way.
@@ -238,10 +229,8 @@ def interface_slow(facts: Network) -> Iterator[Problem]:
         return
     # Virtual machines often do not know the speed, and report 0.
     if 0 < chosen.speed_mbps <= _SLOW_MBPS:
-        num_bytes = facts.gradient_bytes or 400_000_000  # float32
-        whose = "this task's gradients" if facts.gradient_bytes else "a model of 100 million parameters"
-        seconds = 2 * (machines - 1) / machines * num_bytes * 8 / (chosen.speed_mbps * 1e6)
-        takes = f"averaging {num_bytes / 1e6:.0f} MB of {whose} takes {seconds:.2g} s of each step at least"
+        seconds = 2 * (machines - 1) / machines * _EXAMPLE_BYTES * 8 / (chosen.speed_mbps * 1e6)
+        takes = f"averaging the gradients of 100 million parameters takes {seconds:.2g} s of each step at least"
         found = f"{chosen.name} runs at {chosen.speed_mbps} Mbit/s: {takes}."
         yield Problem(SLOW, found, "lockstep train TASK.py --accumulate 8 --wire bf16")
 
@@ -284,7 +273,7 @@ def master_address(facts: Network) -> Iterator[Problem]:
 
 
 @dataclass(frozen=True)
-class Port(Facts):
+class Port:
     """The port at which the ranks meet.
 
     Attributes:
@@ -294,18 +283,10 @@ class Port(Facts):
         was_chosen: Whether the run asks for this port; otherwise it is torchrun's default.
     """
 
-    section, topic = _SECTION, "port"
-
     port: int
     problem: str | None = None
     free_port: int = 0
     was_chosen: bool = False
-
-    @property
-    def summary(self) -> str:
-        """Whether it is free."""
-        default = "" if self.was_chosen else " (torchrun's default; lockstep run finds a free one)"
-        return f"{self.port} {self.problem or 'is free'}{default}"
 
 
 def read_port(plan: Plan) -> Port | NotChecked:
@@ -318,7 +299,7 @@ def read_port(plan: Plan) -> Port | NotChecked:
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
-        problem = "is already in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
+        problem = f"cannot be used: {os.strerror(error.errno or 0)}"
     with socket.create_server(("", 0)) as free:  # to be named in the fix
         return Port(port, problem, free.getsockname()[1], plan.master_port is not None)
 
@@ -338,17 +319,10 @@ def port_taken(facts: Port) -> Iterator[Problem]:
 
 
 @dataclass(frozen=True)
-class Rendezvous(Facts):
+class Rendezvous:
     """That the ranks of this job did not come together: the message of `lockstep.init`."""
 
-    section, topic = _SECTION, "rendezvous"
-
     error: str
-
-    @property
-    def summary(self) -> str:
-        """That they did not."""
-        return "the ranks did not meet"
 
 
 @check(Rendezvous)
@@ -364,23 +338,19 @@ def ranks_do_not_meet(facts: Rendezvous) -> Iterator[Problem]:
     yield Problem(HANG, found, "ping -c 1 $MASTER_ADDR && nc -vz $MASTER_ADDR $MASTER_PORT")
 
 
-_CPU_INFO = Path("/proc/cpuinfo")
-_INSTALL = "python -m pip install"
 # How bad it is if ranks differ in it, and the line to paste, with the most common version.
 _VERSIONS = {
-    "torch": (HANG, f"{_INSTALL} torch=={{}}"),
-    "lockstep": (HANG, f"{_INSTALL} lockstep-torch=={{}}"),
-    "nccl": (HANG, f"{_INSTALL} torch  # which brings NCCL"),
-    "cuda": (WRONG, f"{_INSTALL} torch  # which brings CUDA"),
+    "torch": (HANG, "python -m pip install torch=={}"),
+    "lockstep": (HANG, "python -m pip install lockstep-torch=={}"),
+    "nccl": (HANG, "python -m pip install torch  # which brings NCCL"),
+    "cuda": (WRONG, "python -m pip install torch  # which brings CUDA"),
     "processor": (SLOW, "lockstep train TASK.py --shares 2,1"),
 }
 
 
 @dataclass(frozen=True)
-class Versions(Facts):
+class Versions:
     """The versions of all ranks, by name, and what they compute on; see `read_versions`."""
-
-    section, topic = "Software and storage", "versions"
 
     ranks: tuple[Mapping[str, str], ...]
 
@@ -388,29 +358,15 @@ class Versions(Facts):
     def summary(self) -> str:
         """Those of the first rank, and how many were compared."""
         compared = f"; {len(self.ranks)} ranks compared" if len(self.ranks) > 1 else ""
-        return ", ".join(f"{name} {self.ranks[0][name]}" for name in _VERSIONS if self.ranks[0][name]) + compared
+        return ", ".join(f"{name} {self.ranks[0][name]}" for name in _VERSIONS if name in self.ranks[0]) + compared
 
 
 def read_versions(*, on_gpus: bool) -> dict[str, str]:
-    """Return the versions of this process, and its processor; empty for what it does not have."""
-    try:
-        own = metadata.version("lockstep-torch")
-    except metadata.PackageNotFoundError:
-        own = ""
-    has_cuda = torch.cuda.is_available()
-    return {
-        "torch": torch.__version__,
-        "lockstep": own,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_cuda else "",
-        "cuda": torch.version.cuda or "",
-        "processor": torch.cuda.get_device_name() if on_gpus and has_cuda else _cpu_model(),
-    }
-
-
-def _cpu_model() -> str:
-    text = _CPU_INFO.read_text() if _CPU_INFO.is_file() else ""
-    found = re.search(r"^model name\s*: (.*)", text, re.MULTILINE)
-    return found[1] if found else ""
+    """Return the versions of this process, and its processor."""
+    found = provenance.versions() | {"processor": torch.cuda.get_device_name() if on_gpus else provenance.cpu_model()}
+    if on_gpus:
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
 
 
 @check(Versions)
@@ -425,7 +381,7 @@ def versions_differ(facts: Versions) -> Iterator[Problem]:
     for name, (severity, paste) in _VERSIONS.items():
         by_value: dict[str, list[str]] = {}
         for rank, versions in enumerate(facts.ranks):
-            by_value.setdefault(versions[name] or "none", []).append(str(rank))
+            by_value.setdefault(versions.get(name, "none"), []).append(str(rank))
         if len(by_value) > 1:
             who = "; ".join(f"{value} on rank{'s' * (len(r) > 1)} {listed(r)}" for value, r in by_value.items())
             most_common = max(by_value, key=lambda value: len(by_value[value]))

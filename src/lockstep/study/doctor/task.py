@@ -9,12 +9,10 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 import torch
 from torch import nn
@@ -26,7 +24,6 @@ from lockstep.study.doctor.findings import (
     NOTE,
     SLOW,
     WRONG,
-    Facts,
     NotChecked,
     Plan,
     Problem,
@@ -36,8 +33,6 @@ from lockstep.study.doctor.findings import (
 )
 from lockstep.telemetry.live_view import size
 from lockstep.train.task import Task, build_model, load_task
-
-T = TypeVar("T")
 
 # How long a task's own functions may take together: with the rest it must stay under ten seconds.
 ALL_S = 6.0
@@ -50,7 +45,7 @@ _FEW_FOR_STATISTICS = 16
 
 
 @dataclass(frozen=True)
-class TaskFacts(Facts):
+class TaskFacts:
     """What is known of a task without training it.
 
     Attributes:
@@ -60,12 +55,10 @@ class TaskFacts(Facts):
         num_samples: In the data set; ``None`` for a stream, or if it was not built.
         drop_last: Whether a last batch that is not full is left out.
         batchnorms: Names of the BatchNorm layers that are not synchronised.
-        weight_bytes: Of parameters and buffers; ``None`` if the model was not built.
+        weight_bytes: Of parameters and buffers; 0 if the model was not built.
         trained_bytes: Of the parameters that are trained.
-        sample_bytes: Of the first sample's tensors and arrays; ``None`` if it was not loaded.
+        sample_bytes: Of the first sample's tensors and arrays; 0 if it was not loaded.
     """
-
-    section, topic = "Tasks", "task"
 
     name: str
     global_batch_size: int
@@ -73,9 +66,9 @@ class TaskFacts(Facts):
     num_samples: int | None = None
     drop_last: bool = False
     batchnorms: Sequence[str] = ()
-    weight_bytes: int | None = None
+    weight_bytes: int = 0
     trained_bytes: int = 0
-    sample_bytes: int | None = None
+    sample_bytes: int = 0
 
     @property
     def share(self) -> int:
@@ -83,20 +76,20 @@ class TaskFacts(Facts):
         return -(-self.global_batch_size // self.world_size)
 
     @property
-    def checkpoint_bytes(self) -> int | None:
+    def checkpoint_bytes(self) -> int:
         """Weights, and twice those that are trained for an optimizer such as Adam."""
-        return None if self.weight_bytes is None else self.weight_bytes + 2 * self.trained_bytes
+        return self.weight_bytes + 2 * self.trained_bytes
 
     @property
-    def batch_bytes(self) -> int | None:
+    def batch_bytes(self) -> int:
         """Of one device's batch."""
-        return None if self.sample_bytes is None else self.sample_bytes * self.share
+        return self.sample_bytes * self.share
 
     @property
     def summary(self) -> str:
         """Batch, data and weights."""
         samples = "" if self.num_samples is None else f", {self.num_samples:,} samples"
-        weights = "" if self.weight_bytes is None else f", {size(self.weight_bytes)} of weights"
+        weights = f", {size(self.weight_bytes)} of weights" if self.weight_bytes else ""
         batch = f"global batch {self.global_batch_size}, {self.share} on each of {self.world_size}"
         return f"{self.name}: {batch}{samples}{weights}"
 
@@ -112,7 +105,7 @@ def read_task(
         ConfigurationError: The file has no task, although ``is_named``: the name of one was given; or making it fails.
     """
     with tempfile.TemporaryFile("w+") as file:
-        process = multiprocessing.get_context("fork").Process(target=_run_probe, args=(file, spec))
+        process = multiprocessing.get_context("fork").Process(target=_probe, args=(file, spec))
         with warnings.catch_warnings():
             # Python warns that a fork with threads may hang; this one is ended when its time is up.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -143,7 +136,8 @@ def read_task(
     return TaskFacts(world_size=plan.world_size, **fields) if fields else None, missed
 
 
-def _run_probe(file: IO[str], spec: str) -> None:
+def _probe(file: IO[str], spec: str) -> None:
+    """Write the facts of `_PARTS` to the file, or why there are none. Runs the user's code."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked ends this one
     sys.stdout = sys.stderr  # standard output is for the report, which may be JSON
@@ -152,11 +146,6 @@ def _run_probe(file: IO[str], spec: str) -> None:
     def send(kind: str, value: Any) -> None:
         print(json.dumps([kind, value]), file=file, flush=True)
 
-    _send_facts(send, spec)
-
-
-def _send_facts(send: Callable[[str, Any], None], spec: str) -> None:
-    """Send the facts of `_PARTS`, or why there are none. Runs the user's code."""
     try:
         task = load_task(spec)
     except ConfigurationError as error:
@@ -195,7 +184,7 @@ def _data_facts(task: Task) -> dict[str, Any]:
     if isinstance(dataset, IterableDataset):
         return {}
     count = len(dataset)
-    return {"num_samples": count, "sample_bytes": _num_bytes(dataset[0]) if count else None}
+    return {"num_samples": count, "sample_bytes": _num_bytes(dataset[0]) if count else 0}
 
 
 def _num_bytes(value: Any) -> int:
@@ -206,28 +195,6 @@ def _num_bytes(value: Any) -> int:
         return len(value)
     num_bytes: object = getattr(value, "nbytes", None)
     return num_bytes if isinstance(num_bytes, int) else 8
-
-
-def in_time(seconds: float, action: Callable[[], T]) -> T:
-    """Return what ``action`` returns, or raise what it raises. Blocks at most ``seconds``.
-
-    What is not over then goes on in a thread that ends with the process: a name server or a file system that does not
-    answer cannot be stopped from outside.
-
-    Raises:
-        TimeoutError: It was not over in time.
-    """
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(action())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    # Not an executor, whose threads Python waits for at its end.
-    threading.Thread(target=run, name="lockstep-doctor", daemon=True).start()
-    return outcome.result(seconds)
 
 
 @check(TaskFacts)
