@@ -6,7 +6,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests import forking
+from tests.distributed import commands
 from tests.pool import Pool, Ranks
+
+forking.install(commands.connection_for_children)
 
 
 @pytest.fixture(scope="session")

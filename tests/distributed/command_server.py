@@ -1,21 +1,27 @@
-"""A process that has imported torch and the launcher, and of which commands are forked: see commands.py."""
+"""A process that has imported torch and lockstep, and of which processes are forked: see commands.py and forking.py.
 
-import atexit
+What a command starts itself is forked as well, off a copy of the command that is made before it has any threads.
+"""
+
 import contextlib
+import gc
 import json
 import os
 import selectors
+import signal
 import socket
 import sys
+from functools import partial
 
-import lockstep.launcher.cli  # noqa: F401 - which imports torch
+import torch._dynamo  # noqa: F401 - the first optimizer would import it
+
+import tests.pool_worker  # noqa: F401
 from lockstep.cli import main
-
-MOST_BYTES = 1 << 20
+from tests import forking
 
 
 def serve(requests):
-    """Fork a process for each request until there is nobody to ask any more; returns its arguments in that process."""
+    """Fork a process for each request until there is nobody to ask any more; returns in them, with what each is."""
     with selectors.DefaultSelector() as selector:
         selector.register(requests, selectors.EVENT_READ)
         while True:
@@ -23,15 +29,23 @@ def serve(requests):
                 if key.fileobj is requests:
                     message, descriptors, _, _ = socket.recv_fds(requests, 1, 1)
                     if not message:
-                        return None
+                        return lambda: None
                     selector.register(socket.socket(fileno=descriptors[0]), selectors.EVENT_READ)
                 elif isinstance(key.fileobj, socket.socket):
                     selector.unregister(key.fileobj)
-                    message, descriptors, _, _ = socket.recv_fds(key.fileobj, MOST_BYTES, 3)
+                    message, descriptors, _, _ = socket.recv_fds(key.fileobj, forking.MOST_BYTES, 3)
+                    request = json.loads(message)
                     if (pid := os.fork()) == 0:
-                        return become(json.loads(message), descriptors)
+                        requests.close()
+                        if request is None:  # the tests' own process starts something
+                            return fork_children_for(key.fileobj)
+                        forking.become(request["env"], request["cwd"], request["new_session"], descriptors)
+                        return partial(run_command, request["args"])
                     for descriptor in descriptors:
                         os.close(descriptor)
+                    if request is None:
+                        key.fileobj.close()
+                        continue
                     key.fileobj.send(str(pid).encode())
                     selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, key.fileobj))
                 else:
@@ -43,24 +57,43 @@ def serve(requests):
                         connection.send(str(code).encode())
 
 
-def become(request, descriptors):
-    """Turn this forked process into the one that was asked for; returns its arguments."""
-    for number, descriptor in enumerate(descriptors):
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-    if request["new_session"]:
-        os.setsid()
-    os.chdir(request["cwd"])
-    os.environ.clear()
-    os.environ.update(request["env"])
-    return request["args"]
+def run_command(args):
+    """Be ``lockstep ARGS``."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    prepare_children()
+    sys.argv = ["lockstep", *args]
+    sys.exit(main(args))
+
+
+def prepare_children():
+    """Have what this process starts forked off a copy of it; the copy, and what is forked off it, do not return."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        forking.end(fork_children_for(theirs))
+    theirs.close()
+    forking.install(lambda: ours)
+
+
+def fork_children_for(connection):
+    """Serve one process; returns in those forked for it, with what each is."""
+    with open(os.devnull, "r+") as devnull:
+        for number in (0, 1, 2):  # whoever reads what that process writes must see its end
+            os.dup2(devnull.fileno(), number)
+    os.setpgid(0, 0)  # signals for the group are not for this process
+    words, prepare = forking.serve(connection)
+
+    def program():
+        if prepare is not None:
+            prepare()
+        if words[:2] == ["-m", "lockstep"]:
+            run_command(words[2:])
+        forking.start(words)
+
+    return program
 
 
 if __name__ == "__main__":
-    arguments = serve(socket.socket(fileno=int(sys.argv[1])))
-    if arguments is not None:
-        sys.argv = ["lockstep", *arguments]
-        code = main(arguments)
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        os._exit(code)  # taking the interpreter down would copy what was imported
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those who asked for processes
+    gc.freeze()  # what was imported stays where it is, in all that are forked
+    forking.end(serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -119,6 +119,14 @@ _lock = threading.Lock()
 _server = []
 
 
+@functools.cache
+def connection_for_children():
+    """Return the connection to a process that forks what this process starts: see tests/forking.py."""
+    connection = _connection()
+    connection.send(b"null")
+    return connection
+
+
 def _connection():
     """Connect to the process that forks, which is started at the first time and ends with this one."""
     with _lock:

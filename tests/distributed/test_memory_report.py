@@ -24,6 +24,7 @@ def test_each_rank_has_a_line(tmp_path):
     assert said[0] == "lockstep: Rank 1 failed: MemoryError: no room for 8 GiB"
     assert re.fullmatch(r"At .*train\.py:4, on \S+\.", said[1])
     assert said[2] == "Memory of the ranks of this machine, as last seen:"
+    size = r"(\d+ MiB|\d+\.\d GiB)"
     for rank in range(2):
-        assert re.fullmatch(rf"rank {rank}: \d+ MiB on the host \(at most \d+ MiB\)", said[3 + rank])
+        assert re.fullmatch(rf"rank {rank}: {size} on the host \(at most {size}\)", said[3 + rank])
     assert re.fullmatch(r"At the worst, \d+\.\d GiB of the host's \d+\.\d GiB were free\.", said[5])

@@ -102,4 +102,5 @@ def test_a_cable_that_is_cut(machines, tmp_path, monkeypatch, is_mended):
         assert took_s < 40
         for rank, (_, err) in enumerate(outputs):
             assert f"lockstep: Rank {rank} failed: CollectiveError: Rank {rank}: the gradient reduction of" in err
-            assert "No route to host" in err or "timed out" in err
+            # What the kernel says depends on whether it had a route left when it sent last.
+            assert any(text in err for text in ("No route to host", "Network is unreachable", "timed out")), err

@@ -308,7 +308,7 @@ def probe(request: Request, base: FitSettings, sizes: Sequence[int], file: str) 
                 largest_bytes=max(0, peak),
                 layers=benchmark.split_layers(model),
                 gradient_bytes=sum(weight.nbytes for weight in model.parameters() if weight.requires_grad),
-                wait_share=records[-1].times.data_wait_s * _NUM_PROBED / seconds,
+                wait_share=sum(record.times.data_wait_s for record in records) / seconds,
             )
             if world.is_rank_zero:
                 # Replaced at once: this process may be killed at any time.

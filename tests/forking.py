@@ -1,0 +1,176 @@
+"""Have processes that a test starts forked off one that has imported torch, instead of new interpreters.
+
+An interpreter that imports torch and makes its first optimizer has spent more than four seconds of a core; tests start
+hundreds. What `subprocess` would start as a new interpreter on one of our own programs (a rank, ``python -m lockstep``,
+a worker of the pool) is forked here off a server, which has no threads, and becomes a child of whoever started it.
+Where the environment differs in what only a new interpreter reads, a new one is started.
+"""
+
+import atexit
+import ctypes
+import io
+import os
+import pickle
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+BOOTSTRAP = str(ROOT / "src" / "lockstep" / "launcher" / "bootstrap.py")
+MODULES = ("lockstep", "tests.pool_worker")
+MOST_BYTES = 1 << 20
+MOST_DESCRIPTORS = 8
+PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
+NAME = "fork-server"
+
+_lock = threading.Lock()
+_execute_child = subprocess.Popen._execute_child
+
+
+def install(connect):
+    """Have `subprocess` ask the server behind ``connect()``, a function that returns the socket to it."""
+
+    def execute_child(
+        self,
+        args,
+        executable,
+        preexec_fn,
+        close_fds,
+        pass_fds,
+        cwd,
+        env,
+        startupinfo,
+        creationflags,
+        shell,
+        stdin_read,
+        stdin_write,
+        stdout_read,
+        stdout_write,
+        stderr_read,
+        stderr_write,
+        *others,
+    ):
+        environ = dict(os.environ if env is None else env)
+        pipes = (stdin_read, stdin_write, stdout_read, stdout_write, stderr_read, stderr_write)
+        if executable is not None or not _can_fork(args, environ):
+            settings = (close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell)
+            return _execute_child(self, args, executable, preexec_fn, *settings, *pipes, *others)
+        has_new_session = others[-2]
+        request = (list(args), environ, str(cwd or os.getcwd()), preexec_fn, has_new_session, os.getpid(), pass_fds)
+        standard = [own if fd == -1 else fd for own, fd in enumerate((stdin_read, stdout_write, stderr_write))]
+        libc = ctypes.CDLL(None)
+        with _lock:
+            connection = connect()
+            libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # so that the new process becomes a child of this one
+            socket.send_fds(connection, [pickle.dumps(request)], [*standard, *pass_fds])
+            self.pid = int(connection.recv(64))
+            libc.prctl(PR_SET_CHILD_SUBREAPER, 0)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)
+
+    subprocess.Popen._execute_child = execute_child
+
+
+def _can_fork(args, environ):
+    if isinstance(args, str) or args[0] != sys.executable:
+        return False
+    words = [word for word in args[1:4] if word != "-u"]
+    names = [name for name in {*environ, *os.environ} if name.startswith(("PYTHON", "LD_"))]
+    is_ours = words[0] == BOOTSTRAP or (words[0] == "-m" and words[1] in MODULES)
+    return is_ours and all(environ.get(name) == os.environ.get(name) for name in names)
+
+
+def serve(requests):
+    """Fork a process for each request until there is nobody to ask any more; returns in these.
+
+    Returns:
+        The words of the command line after the interpreter, and what to call before them.
+    """
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_NAME, NAME.encode())
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(requests, MOST_BYTES, MOST_DESCRIPTORS)
+        if not message:
+            os._exit(0)
+        args, environ, cwd, preexec, has_new_session, parent, numbers = pickle.loads(message)
+        if (middle := os.fork()) == 0:
+            if os.fork() > 0:
+                os._exit(0)  # whoever asked adopts its child
+            while os.getppid() != parent:
+                time.sleep(0.0005)
+            requests.send(str(os.getpid()).encode())
+            requests.close()
+            libc.prctl(PR_SET_NAME, b"python")
+            if not has_new_session:
+                os.setpgid(0, os.getpgid(parent))
+            become(environ, cwd, has_new_session, descriptors, numbers)
+            return args[1:], preexec
+        os.waitpid(middle, 0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def become(environ, cwd, has_new_session, descriptors, numbers=()):
+    """Give this process a place of its own: environment, folder, session, and descriptors at ``0, 1, 2, *numbers``."""
+    wanted = [0, 1, 2, *numbers]
+    # First out of each other's way.
+    moved = [os.dup(descriptor) if descriptor in wanted else descriptor for descriptor in descriptors]
+    for number, descriptor in zip(wanted, moved, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    if has_new_session:
+        os.setsid()
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environ)
+
+
+def start(words):
+    """Do what ``python WORDS`` would, with what a new interpreter reads from its environment."""
+    import numpy
+    import torch
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    random.seed()
+    numpy.random.seed()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count())))
+    if words[0] == "-u":
+        for name, number in (("stdout", 1), ("stderr", 2)):
+            stream = io.TextIOWrapper(io.FileIO(number, "w", closefd=False), write_through=True)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+        words = words[1:]
+    if words[:2] == ["-m", "tests.pool_worker"]:
+        from tests import pool_worker
+
+        pool_worker.main(*map(int, words[2:]))
+    else:
+        from lockstep.launcher import bootstrap
+
+        sys.argv = words
+        bootstrap.main(sys.argv)
+
+
+def end(program):
+    """Run ``program``, then end as an interpreter does; to take it down would copy all that was imported."""
+    code = 0
+    try:
+        program()
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        if isinstance(leaving.code, str):
+            print(leaving.code, file=sys.stderr)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)
