@@ -83,6 +83,12 @@ class Launcher(Enum):
     SLURM = "SLURM"
 
 
+# The variables with rank, world size, local rank and local world size. OMPI_COMM_WORLD_NODE_RANK is this process's
+# index on its node, not the node's index.
+_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+
+
 @dataclass(frozen=True)
 class RankEnv:
     """The place of this process in the job, as its launcher wrote it into the environment.
@@ -115,11 +121,10 @@ class RankEnv:
         env = {name: value.strip() for name, value in environ.items() if value.strip()}
         if "RANK" in env:
             return _from_torchrun(env)
-        if "OMPI_COMM_WORLD_RANK" in env:
-            # OMPI_COMM_WORLD_NODE_RANK is this process's index on its node, not the node's index.
-            found = _from_mpi(env, Launcher.OPEN_MPI, *(f"OMPI_COMM_WORLD_{name}" for name in _OPEN_MPI))
+        if _OPEN_MPI[0] in env:
+            found = _from_mpi(env, Launcher.OPEN_MPI, *_OPEN_MPI)
         elif "PMI_RANK" in env and ("MPI_LOCALRANKID" in env or "SLURM_PROCID" not in env):
-            found = _from_mpi(env, Launcher.PMI, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+            found = _from_mpi(env, Launcher.PMI, *_PMI)
         elif "SLURM_PROCID" in env and not _is_batch_shell(env):
             found = _from_slurm(env)
         else:
@@ -138,8 +143,31 @@ class RankEnv:
                 )
         return found
 
+    def checked(self, rank_name: str, size_name: str, local_rank_name: str, local_size_name: str) -> RankEnv:
+        """Return this if its numbers fit each other; the names are the variables to blame.
 
-_OPEN_MPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        Raises:
+            ConfigurationError: They do not.
+        """
+        if self.world_size < 1:
+            raise ConfigurationError(
+                f"{size_name}={self.world_size} is no world size.\nSet it to the number of processes of the job."
+            )
+        if not 1 <= self.local_world_size <= self.world_size:
+            raise ConfigurationError(
+                f"{local_size_name} says {self.local_world_size} ranks on this machine, but {size_name} says "
+                f"{self.world_size} in all.\nCorrect one of the two: the first lies between 1 and the second."
+            )
+        for name, rank, size in (
+            (rank_name, self.rank, self.world_size),
+            (local_rank_name, self.local_rank, self.local_world_size),
+        ):
+            if not 0 <= rank < size:
+                of = size_name if name == rank_name else local_size_name
+                raise ConfigurationError(
+                    f"{name}={rank} is out of range: {of} says {size} ranks.\nRanks count from 0 to {size - 1}."
+                )
+        return self
 
 
 def is_loopback(host: str) -> bool:
@@ -153,77 +181,54 @@ def is_loopback(host: str) -> bool:
 
 
 def _from_torchrun(env: Mapping[str, str]) -> RankEnv:
-    rank, world_size = _rank_and_size(env, "RANK", "WORLD_SIZE")
+    rank, world_size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
     addr, port = env.get("MASTER_ADDR"), _port(env)
     if world_size > 1 and (addr is None or port is None):
         raise ConfigurationError(
             f"RANK and WORLD_SIZE are set, but {'MASTER_ADDR' if addr is None else 'MASTER_PORT'} is not.\n"
             "Set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, on every rank."
         )
-    if world_size == 1 or (addr is not None and is_loopback(addr)):
-        local_world_size = _integer(env, "LOCAL_WORLD_SIZE", default=world_size)
-        local_rank = _integer(env, "LOCAL_RANK", default=rank)
-    else:
-        hint = "With ranks on several machines, each needs its index on its own machine"
-        local_rank = _integer(env, "LOCAL_RANK", hint=hint)
-        local_world_size = _integer(env, "LOCAL_WORLD_SIZE", hint=hint.replace("its index", "the number of ranks"))
-    node_rank = next((_integer(env, name) for name in ("GROUP_RANK", "NODE_RANK") if name in env), None)
-    if node_rank is None:
-        node_rank = rank // max(local_world_size, 1)
+    # With ranks on several machines, each needs its index on its own.
+    one_machine = world_size <= 1 or (addr is not None and is_loopback(addr))
+    local_world_size = _integer(env, "LOCAL_WORLD_SIZE", default=world_size if one_machine else None)
+    local_rank = _integer(env, "LOCAL_RANK", default=rank if one_machine else None)
+    node_name = "GROUP_RANK" if "GROUP_RANK" in env else "NODE_RANK"
+    node_rank = _integer(env, node_name, default=rank // max(local_world_size, 1))
     found = RankEnv(rank, local_rank, world_size, local_world_size, node_rank, addr, port, Launcher.TORCHRUN)
-    return _checked(found, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
+    return found.checked("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-def _from_mpi(
-    env: Mapping[str, str], launcher: Launcher, rank_name: str, size_name: str, local_name: str, local_size_name: str
-) -> RankEnv:
-    rank, world_size = _rank_and_size(env, rank_name, size_name)
-    local_rank, local_world_size = _integer(env, local_name), _integer(env, local_size_name)
-    addr, port = env.get("MASTER_ADDR"), _port(env)
+def _from_mpi(env: Mapping[str, str], launcher: Launcher, *names: str) -> RankEnv:
+    rank, world_size, local_rank, local_world_size = (_integer(env, name) for name in names)
+    addr = env.get("MASTER_ADDR")
     if addr is None and world_size != local_world_size:
         raise ConfigurationError(
             "MASTER_ADDR is not set, and mpirun does not tell where rank 0 runs.\n"
             "Pass it on: mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ... "
             "(MPICH and Intel MPI: -genv MASTER_ADDR <host>)."
         )
-    jobs = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid")
-    job = next((env[name] for name in jobs if name in env and launcher is Launcher.OPEN_MPI), None)
-    port = port or (_port_of_job(job) if job else DEFAULT_MASTER_PORT)
+    job = env.get("PMIX_NAMESPACE") if launcher is Launcher.OPEN_MPI else None
+    port = _port(env) or (_port_of_job(job) if job else DEFAULT_MASTER_PORT)
     node_rank = rank // max(local_world_size, 1)
     found = RankEnv(rank, local_rank, world_size, local_world_size, node_rank, addr or "127.0.0.1", port, launcher)
-    return _checked(found, local_name, local_size_name, size_name)
+    return found.checked(*names)
 
 
 def _from_slurm(env: Mapping[str, str]) -> RankEnv:
-    def name_of(*names: str) -> str:
-        """Return the first variable that is set: those of a step count before those of the whole allocation."""
-        return next((name for name in names if name in env), names[-1])
-
-    size_name = name_of("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    layout_name = name_of("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    hosts_name = name_of("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
-    rank, world_size = _rank_and_size(env, "SLURM_PROCID", size_name)
+    # Those of a step count before those of the whole allocation.
+    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+    layout_name = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in env else "SLURM_TASKS_PER_NODE"
+    hosts_name = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in env else "SLURM_NODELIST"
+    rank, world_size = _integer(env, "SLURM_PROCID"), _integer(env, size_name)
     local_rank, node_rank = _integer(env, "SLURM_LOCALID"), _integer(env, "SLURM_NODEID")
-    if layout_name in env:
-        local_world_size = tasks_on_node(env[layout_name], node_rank, variable=layout_name)
-    else:
-        num_nodes = _integer(env, name_of("SLURM_STEP_NUM_NODES", "SLURM_NNODES"), default=1)
-        local_world_size = _integer(env, "SLURM_NTASKS_PER_NODE", default=-(-world_size // max(num_nodes, 1)))
+    local_world_size = tasks_on_node(_value(env, layout_name), node_rank, variable=layout_name)
     addr = env.get("MASTER_ADDR")
-    if addr is None and hosts_name in env:
-        addr = first_host(env[hosts_name], variable=hosts_name)
-    elif addr is None and world_size == local_world_size:
-        addr = "127.0.0.1"
-    elif addr is None:
-        raise ConfigurationError(
-            "SLURM_PROCID is set, but neither SLURM_NODELIST nor MASTER_ADDR says where rank 0 runs.\n"
-            "Start the ranks with srun, or export MASTER_ADDR=<host of rank 0>."
-        )
+    if addr is None:
+        addr = first_host(_value(env, hosts_name), variable=hosts_name)
     # Two steps of one job may run side by side, so the step counts too.
-    job = f"{env.get(name_of('SLURM_JOB_ID', 'SLURM_JOBID'), '')}.{env.get('SLURM_STEP_ID', '')}"
-    port = _port(env) or _port_of_job(job)
+    port = _port(env) or _port_of_job(f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}")
     found = RankEnv(rank, local_rank, world_size, local_world_size, node_rank, addr, port, Launcher.SLURM)
-    return _checked(found, "SLURM_LOCALID", layout_name, size_name)
+    return found.checked("SLURM_PROCID", size_name, "SLURM_LOCALID", layout_name)
 
 
 def _is_batch_shell(env: Mapping[str, str]) -> bool:
@@ -237,46 +242,19 @@ def _port_of_job(job: str) -> int:
     return _MASTER_PORT_RANGE[crc32(job.encode()) % len(_MASTER_PORT_RANGE)]
 
 
-def _checked(found: RankEnv, local_rank_name: str, local_size_name: str, size_name: str) -> RankEnv:
-    """Return ``found`` if its local numbers fit each other and the world; the names are the variables to blame."""
-    if not 1 <= found.local_world_size <= found.world_size:
-        raise ConfigurationError(
-            f"{local_size_name} says {found.local_world_size} ranks on this machine, but {size_name} says "
-            f"{found.world_size} in all.\nCorrect one of the two: the first lies between 1 and the second."
-        )
-    if not 0 <= found.local_rank < found.local_world_size:
-        raise ConfigurationError(
-            f"{local_rank_name}={found.local_rank} is out of range: {local_size_name} says "
-            f"{found.local_world_size} ranks on this machine.\n"
-            f"Local ranks count from 0 to {found.local_world_size - 1}."
-        )
-    if found.node_rank < 0:
-        raise ConfigurationError(
-            f"The node rank is {found.node_rank}.\nNodes count from 0: check GROUP_RANK, NODE_RANK."
-        )
-    return found
-
-
-def _rank_and_size(env: Mapping[str, str], name: str, size_name: str) -> tuple[int, int]:
-    rank, size = _integer(env, name), _integer(env, size_name)
-    if size < 1:
-        raise ConfigurationError(f"{size_name}={size} is no world size.\nSet it to the number of processes of the job.")
-    if not 0 <= rank < size:
-        raise ConfigurationError(
-            f"{name}={rank} is out of range for {size_name}={size}.\nRanks count from 0 to {size - 1}."
-        )
-    return rank, size
-
-
-def _integer(env: Mapping[str, str], name: str, *, default: int | None = None, hint: str = "") -> int:
-    text = env.get(name)
-    if text is None:
-        if default is not None:
-            return default
+def _value(env: Mapping[str, str], name: str) -> str:
+    if name not in env:
         raise ConfigurationError(
             f"{name} is not set, although other variables of the same launcher are.\n"
-            f"{hint or 'Start every rank through the launcher itself'}: set {name}, or use `lockstep run`."
+            f"Start every rank through the launcher itself: set {name}, or use `lockstep run`."
         )
+    return env[name]
+
+
+def _integer(env: Mapping[str, str], name: str, *, default: int | None = None) -> int:
+    if default is not None and name not in env:
+        return default
+    text = _value(env, name)
     try:
         return int(text)
     except ValueError:
@@ -338,8 +316,7 @@ def cpu_quota(root: Path | None = None, own: Path | None = None) -> float | None
 
 def usable_cores() -> int:
     """Return how many logical cores this process may keep busy: of those it may run on, what the quota allows."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = cpu_quota()
+    cores, quota = len(os.sched_getaffinity(0)), cpu_quota()
     return cores if quota is None else min(cores, max(1, int(quota)))
 
 

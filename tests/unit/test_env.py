@@ -126,12 +126,11 @@ def test_srun_with_pmi_counts_as_slurm():
         (
             without(TORCHRUN, "LOCAL_RANK"),
             "LOCAL_RANK is not set, although other variables of the same launcher are.\n"
-            "With ranks on several machines, each needs its index on its own machine: "
-            "set LOCAL_RANK, or use `lockstep run`.",
+            "Start every rank through the launcher itself: set LOCAL_RANK, or use `lockstep run`.",
         ),
         ({**TORCHRUN, "RANK": "two"}, "RANK='two' is no whole number.\nSet RANK to one, or unset it."),
-        ({**TORCHRUN, "RANK": "8"}, "RANK=8 is out of range for WORLD_SIZE=8.\nRanks count from 0 to 7."),
-        ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 is out of range for WORLD_SIZE=8.\nRanks count from 0 to 7."),
+        ({**TORCHRUN, "RANK": "8"}, "RANK=8 is out of range: WORLD_SIZE says 8 ranks.\nRanks count from 0 to 7."),
+        ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 is out of range: WORLD_SIZE says 8 ranks.\nRanks count from 0 to 7."),
         (
             {**TORCHRUN, "WORLD_SIZE": "0"},
             "WORLD_SIZE=0 is no world size.\nSet it to the number of processes of the job.",
@@ -142,8 +141,7 @@ def test_srun_with_pmi_counts_as_slurm():
         ),
         (
             {**TORCHRUN, "LOCAL_RANK": "4"},
-            "LOCAL_RANK=4 is out of range: LOCAL_WORLD_SIZE says 4 ranks on this machine.\n"
-            "Local ranks count from 0 to 3.",
+            "LOCAL_RANK=4 is out of range: LOCAL_WORLD_SIZE says 4 ranks.\nRanks count from 0 to 3.",
         ),
         (
             {**TORCHRUN, "LOCAL_WORLD_SIZE": "16"},
@@ -162,8 +160,8 @@ def test_srun_with_pmi_counts_as_slurm():
         ),
         (
             without(SLURM, "SLURM_NODELIST"),
-            "SLURM_PROCID is set, but neither SLURM_NODELIST nor MASTER_ADDR says where rank 0 runs.\n"
-            "Start the ranks with srun, or export MASTER_ADDR=<host of rank 0>.",
+            "SLURM_NODELIST is not set, although other variables of the same launcher are.\n"
+            "Start every rank through the launcher itself: set SLURM_NODELIST, or use `lockstep run`.",
         ),
         (
             without(PMI, "MASTER_ADDR"),

@@ -21,7 +21,7 @@ class Check:
         self.store = dist.HashStore()
         self.timeout_s = timeout_s
 
-    def call(self, arrivals, *, hint="", objections=None, host=0):
+    def call(self, arrivals, *, objections=None, host=0):
         outcomes = [None] * len(arrivals)
 
         def one(index, me):
@@ -32,7 +32,6 @@ class Check:
                     deadline=time.monotonic() + self.timeout_s,
                     timeout_s=self.timeout_s,
                     is_host=index == host,
-                    hint=hint,
                     objection=(objections or {}).get(me.rank),
                 )
             except Exception as error:
@@ -60,11 +59,6 @@ def test_every_rank_that_came_learns_who_is_missing():
         "if some only start slowly, pass a longer timeout_s."
     )
     assert [(type(outcome), str(outcome)) for outcome in outcomes] == [(WorldSizeMismatch, expected)] * 2
-
-
-def test_a_hint_stands_in_the_message():
-    (outcome,) = Check().call([participant(1, world_size=2)], hint="MASTER_ADDR is odd.")
-    assert str(outcome).splitlines()[2] == "MASTER_ADDR is odd."
 
 
 def test_a_late_rank_gets_the_failure_at_once():

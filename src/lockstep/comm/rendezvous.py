@@ -18,16 +18,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from lockstep.activity import format_ranks
-from lockstep.comm.network import is_local
 from lockstep.comm.store import listen, serve_store
 from lockstep.env import RankEnv, is_loopback
 from lockstep.errors import ConfigurationError, LockstepError, WorldSizeMismatch
 
-# The part of the timeout after which another rank on rank zero's machine hosts the store in its stead.
-FALLBACK_HOST_AFTER = 0.5
-
 _RETRY_S = 0.1
-_HOSTED_KEY = "lockstep/hosted-by-rank"
 
 
 # --- The store of the job
@@ -41,13 +36,11 @@ class Rendezvous:
         store: The store.
         is_host: Whether its server lives in this process and ends with it.
         prefix: Of the keys of this start.
-        hint: What may keep the others away, for the message if they do not come.
     """
 
     store: Store
     is_host: bool
     prefix: str
-    hint: str = ""
 
 
 Address = tuple[str, int]
@@ -59,7 +52,7 @@ _num_starts: Counter[Address] = Counter()
 
 
 def join_rendezvous(env: RankEnv, timeout_s: float) -> Rendezvous:
-    """Connect to the store of this job; rank zero, or a stand-in when it does not come, hosts it.
+    """Connect to the store of this job, which rank zero hosts unless the launcher does.
 
     Blocks until connected, at most ``timeout_s``.
 
@@ -72,81 +65,63 @@ def join_rendezvous(env: RankEnv, timeout_s: float) -> Rendezvous:
     address = (env.master_addr.strip("[]"), env.master_port)
     prefix = f"lockstep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = _connect(env, address, timeout_s, may_host=False)
+        store = _connect(env, address, timeout_s, host="The launcher of the first machine")
         prefix = f"{prefix}/{env.world_size}"
         # torchrun's store outlives its workers: the n-th time that this rank starts belongs to the n-th start of all.
         return Rendezvous(store, is_host=False, prefix=f"{prefix}/{store.add(f'{prefix}/starts/{env.rank}', 1)}")
     _num_starts[address] += 1
-    prefix = f"{prefix}/{_num_starts[address]}"
-    hint = ""
     if address in _hosted:
         store = _hosted[address]
     elif env.rank == 0:
-        store = _open_as_rank_zero(env, address, timeout_s)
-        if address in _hosted and not is_local(address[0]):
-            hint = f"Rank 0 runs on {socket.gethostname()}, but MASTER_ADDR={address[0]} is no address of that machine."
+        store = _host(env, address, timeout_s)
     else:
-        store = _connect(env, address, timeout_s, may_host=True)
-    return Rendezvous(store, address in _hosted, prefix, hint)
+        store = _connect(env, address, timeout_s, host="Rank 0")
+    return Rendezvous(store, address in _hosted, f"{prefix}/{_num_starts[address]}")
 
 
-def _open_as_rank_zero(env: RankEnv, address: Address, timeout_s: float) -> Store:
+def _host(env: RankEnv, address: Address, timeout_s: float) -> Store:
+    """Start the server in this process."""
+    loopback, one_machine = is_loopback(address[0]), env.local_world_size == env.world_size
     try:
-        return _host(env, address, timeout_s)
+        listener = listen(address[0] if loopback else "", address[1])
     except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise ConfigurationError(
-                f"Rank 0 cannot listen on port {address[1]}: {error.strerror}.\n"
-                "Set MASTER_PORT to a free port above 1023, the same on every rank."
-            ) from None
-    # It may be hosted in our stead, or by another process that calls itself rank zero, which the membership check
-    # finds out. Such a host has opened its store only just now, maybe.
-    store = _client(env, address, min(timeout_s, 3.0))
-    if store is None or not poll_until(lambda: store.check([_HOSTED_KEY]), 1.0, _RETRY_S):
+        # Another process that calls itself rank zero may host it already: the membership check finds that out.
+        store = _client(env, address, min(timeout_s, 3.0)) if error.errno == errno.EADDRINUSE else None
+        if store is not None:
+            return store
         raise ConfigurationError(
-            f"Port {address[1]} on {address[0]} is already in use by another program.\n"
-            "Set MASTER_PORT to a free port, the same on every rank; `lockstep run` finds one by itself."
-        )
+            f"Rank 0 cannot listen on port {address[1]}: {error.strerror}.\n"
+            "Set MASTER_PORT to a free port above 1023, the same on every rank; `lockstep run` finds one by itself."
+        ) from None
+    # Behind a forwarded address, the server's own machine may not reach it by that.
+    here = listener.getsockname()[0] if loopback else "localhost"
+    store = serve_store(listener, here, timeout_s, one_user=loopback or one_machine, world_size=env.world_size)
+    _hosted[address] = store
     return store
 
 
-def _connect(env: RankEnv, address: Address, timeout_s: float, *, may_host: bool) -> Store:
-    start = time.monotonic()
+def _connect(env: RankEnv, address: Address, timeout_s: float, *, host: str) -> Store:
+    deadline = time.monotonic() + timeout_s
     while True:
-        # Asked before torch's own client, which logs every attempt.
-        reason = _refusal(address)
-        elapsed_s = time.monotonic() - start
-        if reason is None:
-            store = _client(env, address, max(1.0, timeout_s - elapsed_s))
+        try:
+            # Before torch's own client, which logs every attempt.
+            socket.create_connection(address, timeout=1.0).close()
+            store = _client(env, address, max(1.0, deadline - time.monotonic()))
             if store is not None:
                 return store
             reason = "something else than a torch.distributed store answers there"
-        elif may_host and elapsed_s >= timeout_s * FALLBACK_HOST_AFTER and is_local(address[0]):
-            with suppress(OSError):  # another rank was faster
-                return _host(env, address, timeout_s)
-        if elapsed_s >= timeout_s:
-            host = "Rank 0" if may_host else "The launcher of the first machine"
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if time.monotonic() >= deadline:
             raise WorldSizeMismatch(
                 f"Rank {env.rank} of {env.world_size} could not reach the store at {address[0]}:{address[1]} "
                 f"within {timeout_s:g} s: {reason}.\n"
                 f"{host} hosts it, so that is missing, has given up already, or cannot be reached from "
                 f"{socket.gethostname()}; which other ranks are missing cannot be known.\n"
-                "Check that it was started, that MASTER_ADDR and MASTER_PORT are the same on every rank, and that "
-                "no firewall lies between."
+                "Check that it was started, that MASTER_ADDR is an address of its machine, that MASTER_ADDR and "
+                "MASTER_PORT are the same on every rank, and that no firewall lies between."
             )
         time.sleep(_RETRY_S)
-
-
-def _host(env: RankEnv, address: Address, timeout_s: float) -> Store:
-    """Start the server in this process; raises ``OSError`` when it cannot listen."""
-    loopback, one_machine = is_loopback(address[0]), env.local_world_size == env.world_size
-    listener = listen(address[0] if loopback else "", address[1])
-    # Behind a forwarded address, the server's own machine may not reach it by that.
-    here = listener.getsockname()[0] if loopback else "localhost"
-    store = serve_store(listener, here, timeout_s, one_user=loopback or one_machine, world_size=env.world_size)
-    store.set(_HOSTED_KEY, "")
-    _hosted[address] = store
-    return store
 
 
 def _client(env: RankEnv, address: Address, timeout_s: float) -> Store | None:
@@ -165,17 +140,6 @@ def _client(env: RankEnv, address: Address, timeout_s: float) -> Store | None:
     thread.start()
     thread.join(timeout_s)
     return found[0] if found else None
-
-
-def _refusal(address: Address) -> str | None:
-    """Return why nothing answers at ``address``, or ``None`` if something does."""
-    try:
-        socket.create_connection(address, timeout=1.0).close()
-    except socket.gaierror as error:
-        return f"the name {address[0]!r} cannot be resolved ({error.strerror})"
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
 
 
 # --- The membership check
@@ -210,7 +174,6 @@ def check_membership(
     deadline: float,
     timeout_s: float,
     is_host: bool,
-    hint: str = "",
     objection: str | None = None,
 ) -> None:
     """Sign in and wait until all ranks have; all learn the same verdict: every rank returns, or every rank raises.
@@ -223,7 +186,6 @@ def check_membership(
         deadline: On the clock of ``time.monotonic``.
         timeout_s: What the user asked for, for the message.
         is_host: The store ends with this process, so it waits until the others have read a bad verdict.
-        hint: What may keep the others away, for the message if they do not come.
         objection: Why this rank cannot take part, for the others to know.
 
     Raises:
@@ -239,7 +201,7 @@ def check_membership(
     left_s = deadline - time.monotonic()
     if not poll_until(lambda: store.check(["verdict"]), left_s, poll_interval_s(me.world_size)):
         # Any rank may find that the time is up: the verdict that is there first is that of all.
-        _decide(store, _missing(store, me, timeout_s, hint))
+        _decide(store, _missing(store, me, timeout_s))
     verdict = store.get("verdict").decode()
     if verdict == _COMPLETE and complaint is None:
         return
@@ -278,15 +240,14 @@ def _sign_in(store: Store, me: Participant, objection: str | None) -> LockstepEr
     return None if objection is None else ConfigurationError(f"R{str(me)[1:]} cannot take part: {objection}")
 
 
-def _missing(store: Store, me: Participant, timeout_s: float, hint: str) -> WorldSizeMismatch:
+def _missing(store: Store, me: Participant, timeout_s: float) -> WorldSizeMismatch:
     keys = [f"rank/{rank}" for rank in range(me.world_size)]
     came = [Participant(**json.loads(store.get(key))) for key in keys if store.check([key])]
     missing = sorted(set(range(me.world_size)) - {participant.rank for participant in came})
     return WorldSizeMismatch(
         f"{len(came)} of {me.world_size} ranks came within {timeout_s:g} s; missing: {format_ranks(missing)}.\n"
         f"Came: {', '.join(map(str, came[:8]))}{' ...' if len(came) > 8 else ''}.\n"
-        + (f"{hint}\n" if hint else "")
-        + f"Check that {me.world_size} processes were started and that none of them died before lockstep.init(); "
+        f"Check that {me.world_size} processes were started and that none of them died before lockstep.init(); "
         "if some only start slowly, pass a longer timeout_s."
     )
 

@@ -398,7 +398,6 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
                 deadline=deadline,
                 timeout_s=timeout_s,
                 is_host=met.is_host,
-                hint=met.hint,
                 objection=objection,
             )
         except dist.DistError as error:
