@@ -1,21 +1,23 @@
 """Which rank failed first, and how the report reads."""
 
 import signal
+from dataclasses import asdict
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from lockstep.errors import RankFailed
 from lockstep.launcher.failure_report import (
     ERROR_HINTS,
     NodeFailure,
     RankExit,
     failure_report,
+    find_cause,
     first_failure,
     headline,
     hint_for,
+    job_error,
     rank_exits,
-    remote_cause,
-    remote_report,
     restart_report,
     tidy_crash,
 )
@@ -26,24 +28,24 @@ GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer
 
 def raised(rank, message, at, *, error_type="ValueError", trace="Traceback ...\nValueError: boom\n"):
     return RankExit(
-        rank, 100 + rank, 1, at, message, error_type, where=f"/x/train.py:{rank}", trace=trace
+        rank, 1, at, message, error_type, where=f"/x/train.py:{rank}", trace=trace
     )  # fmt: skip
 
 
 def test_the_exception_that_was_raised_first_is_first_however_the_processes_ended():
-    early = RankExit(1, 11, 1, failed_at_ns=10, message="ValueError: boom", error_type="ValueError")
-    late = RankExit(0, 10, 1, failed_at_ns=20, message="KeyError: 'x'", error_type="KeyError")
+    early = RankExit(1, 1, failed_at_ns=10, message="ValueError: boom", error_type="ValueError")
+    late = RankExit(0, 1, failed_at_ns=20, message="KeyError: 'x'", error_type="KeyError")
     assert first_failure([late, early]) is early
 
 
 def test_a_killed_rank_is_the_cause_although_its_peer_noticed_before_its_end_was_seen():
-    killed = RankExit(1, 11, -signal.SIGKILL, failed_at_ns=50)
+    killed = RankExit(1, -signal.SIGKILL, failed_at_ns=50)
     noticed = raised(0, GONE, 40, error_type="RuntimeError")
     assert first_failure([noticed, killed]) is killed
 
 
 def test_an_abort_after_an_exception_is_not_the_cause():
-    aborted = RankExit(0, 10, -signal.SIGABRT, failed_at_ns=50)
+    aborted = RankExit(0, -signal.SIGABRT, failed_at_ns=50)
     error = raised(1, "ValueError: boom", 40)
     assert first_failure([aborted, error]) is error
 
@@ -51,8 +53,8 @@ def test_an_abort_after_an_exception_is_not_the_cause():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_ranks_that_the_launcher_stopped_are_never_the_cause(number):
     # Their ends may be noted before that of the rank that failed, which the kernel takes longer to take down.
-    stopped = RankExit(2, 10, -number, failed_at_ns=40, was_stopped=True)
-    killed = RankExit(3, 11, -signal.SIGKILL, failed_at_ns=50)
+    stopped = RankExit(2, -number, failed_at_ns=40, was_stopped=True)
+    killed = RankExit(3, -signal.SIGKILL, failed_at_ns=50)
     assert first_failure([stopped, killed]) is killed
     assert restart_report(killed, 5, "restart 1 of 2") == (
         "lockstep: rank 3 was killed by SIGKILL (signal 9) in step 5; restart 1 of 2"
@@ -72,8 +74,8 @@ def test_what_the_kernel_knows_of_the_ends_decides_who_was_first(tmp_path):
 
 
 def test_a_rank_that_was_terminated_from_outside_is_the_cause():
-    terminated = RankExit(1, 11, -signal.SIGTERM, failed_at_ns=50)
-    noticed = RankExit(0, 10, 1, 49, GONE, "RuntimeError")
+    terminated = RankExit(1, -signal.SIGTERM, failed_at_ns=50)
+    noticed = RankExit(0, 1, 49, GONE, "RuntimeError")
     assert first_failure([noticed, terminated]) is terminated
 
 
@@ -81,9 +83,9 @@ def test_report():
     ends = [
         raised(2, "ValueError: boom\nmore", 10),
         raised(0, f"{GONE} {'x' * 300}", 20, error_type="RuntimeError"),
-        RankExit(3, 13, -signal.SIGTERM, failed_at_ns=90, was_stopped=True),
-        RankExit(4, 14, -signal.SIGKILL, failed_at_ns=95),
-        RankExit(5, 15, 7, failed_at_ns=96),
+        RankExit(3, -signal.SIGTERM, failed_at_ns=90, was_stopped=True),
+        RankExit(4, -signal.SIGKILL, failed_at_ns=95),
+        RankExit(5, 7, failed_at_ns=96),
     ]
     text = f"{GONE} {'x' * 300}"[:200]
     assert failure_report(ends, range(6)) == (
@@ -119,39 +121,39 @@ def test_a_rank_that_finished_early_is_named_when_others_lost_it():
     ("end", "text"),
     [
         (
-            RankExit(1, 11, 3, message="SystemExit: 3", error_type="SystemExit", where="/x/train.py:4"),
+            RankExit(1, 3, message="SystemExit: 3", error_type="SystemExit", where="/x/train.py:4"),
             "Rank 1 left with exit code 3 (SystemExit: 3 at /x/train.py:4).",
         ),
         (
-            RankExit(1, 11, 3),
+            RankExit(1, 3),
             "Rank 1 left with exit code 3, without an exception.\nWhat it wrote before is further up.",
         ),
         (
-            RankExit(1, 11, -9),
+            RankExit(1, -9),
             "Rank 1 was killed by SIGKILL (signal 9): most likely the machine ran out of memory.\n"
             "Look for 'Out of memory' in `dmesg`; use fewer ranks, a smaller batch or fewer DataLoader workers.",
         ),
         (
-            RankExit(1, 11, -9, was_short=True),
+            RankExit(1, -9, was_short=True),
             "Rank 1 was killed by SIGKILL (signal 9): the kernel ended it, as memory ran out.\n"
             "Use fewer ranks, a smaller batch or fewer DataLoader workers.",
         ),
         (
-            RankExit(1, 11, -9, was_short=False),
+            RankExit(1, -9, was_short=False),
             "Rank 1 was killed by SIGKILL (signal 9): something outside the job did that, such as a scheduler or "
             "`kill -9`.\nThe kernel has ended nothing for lack of memory meanwhile.",
         ),
         (
-            RankExit(1, 11, -7),
+            RankExit(1, -7),
             "Rank 1 was killed by SIGBUS (signal 7): most likely shared memory is full.\n"
             "Look at `df /dev/shm`; use fewer DataLoader workers, or more shared memory (docker run --shm-size).",
         ),
         (
-            RankExit(1, 11, 139),
+            RankExit(1, 139),
             "Rank 1 left with exit code 139: what it ran was killed by SIGSEGV (signal 11), native code touched memory "
             "that is not its own.\nAn extension module or a driver may be broken; the Python stack says who called it.",
         ),
-        (RankExit(1, 11, -63), "Rank 1 was killed by signal 63: what it wrote before is further up."),
+        (RankExit(1, -63), "Rank 1 was killed by signal 63: what it wrote before is further up."),
     ],
 )
 def test_headline(end, text):
@@ -159,9 +161,7 @@ def test_headline(end, text):
 
 
 def test_top_of_the_report():
-    end = RankExit(
-        1, 11, -7, place="Last seen in step 3 (loader), at /x/train.py:5, on host7.", facts="Of /dev/shm, ..."
-    )
+    end = RankExit(1, -7, place="Last seen in step 3 (loader), at /x/train.py:5, on host7.", facts="Of /dev/shm, ...")
     assert failure_report([end], range(2)) == (
         "Rank 1 was killed by SIGBUS (signal 7): most likely shared memory is full.\n"
         "Look at `df /dev/shm`; use fewer DataLoader workers, or more shared memory (docker run --shm-size).\n"
@@ -173,7 +173,7 @@ def test_top_of_the_report():
 
 
 def test_a_rank_that_caught_its_exception_and_finished_is_the_cause():
-    caught = RankExit(1, 0, 0, failed_at_ns=30, message="ValueError: boom", error_type="ValueError", place="At a.py:1.")
+    caught = RankExit(1, 0, failed_at_ns=30, message="ValueError: boom", error_type="ValueError", place="At a.py:1.")
     assert failure_report([raised(0, GONE, 40, error_type="RuntimeError"), caught], range(2)) == (
         "Rank 1 failed: ValueError: boom\n"
         "At a.py:1.\n"
@@ -225,21 +225,36 @@ HANG = NodeFailure(7, is_consequence=True, text="Rank 7 ...", hang="The job hang
 @pytest.mark.parametrize(
     ("mine", "others", "cause"),
     [
-        (ECHO, [], None),
-        (ECHO, [NodeFailure(3, is_consequence=True, text="")], None),
+        (ECHO, [], ECHO),
+        (ECHO, [NodeFailure(3, is_consequence=True, text="")], ECHO),
         (ECHO, [NodeFailure(3, is_consequence=True, text=""), CAUSE], CAUSE),
         (ECHO, [CAUSE, HANG], HANG),
-        (CAUSE, [NodeFailure(6, is_consequence=False, text="")], None),
-        (HANG, [CAUSE], None),
+        (CAUSE, [NodeFailure(6, is_consequence=False, text="")], CAUSE),
+        (HANG, [CAUSE], HANG),
     ],
 )
 def test_the_cause_may_lie_on_another_machine(mine, others, cause):
-    assert remote_cause(mine, others) == cause
+    assert find_cause(mine, others) == cause
+
+
+class OtherMachine:
+    """The store of the launchers, in which another machine has left how the job ended there."""
+
+    def is_host(self):
+        return False
+
+    def post(self, topic, note):
+        pass
+
+    def others(self, topic):
+        return [asdict(CAUSE)]
 
 
 def test_the_report_of_another_machine_begins_with_the_cause():
-    noticed = RankExit(0, 10, 1, message="Connection closed by peer", where="/x/a.py:1")
-    assert remote_report(CAUSE, [noticed], range(2)) == (
+    noticed = RankExit(0, 1, message="Connection closed by peer", where="/x/a.py:1")
+    error = job_error([noticed], range(2), hang="", store=OtherMachine(), num_nodes=2)
+    assert (type(error), error.rank) == (RankFailed, 5)
+    assert str(error) == (
         "Rank 5 failed: ValueError: boom\nAt a.py:3, on host1.\nThe report of that machine has more.\n\n"
         "rank 0: Connection closed by peer (/x/a.py:1)\nrank 1: finished"
     )

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from lockstep.errors import ConfigurationError
-from lockstep.launcher.output import HOLD_S, LogDeduplicator, LogSettings, LogTail, label
+from lockstep.launcher.output import HOLD_S, LogDeduplicator, LogSettings, LogTail
 from lockstep.run_folder import TerminalRegion, erase_rows, rank_file
 
 
@@ -60,10 +60,6 @@ def test_lines_of_another_machine_have_their_rank_always():
     merged = LogDeduplicator(range(8, 10))
     assert merged.add(8, "hello", 0.0) == ["[rank 8] hello"]
     assert merged.add(9, "hello", 0.0) == []
-
-
-def test_label():
-    assert (label([3]), label([1, 2, 3, 5])) == ("[rank 3]", "[ranks 1-3, 5]")
 
 
 def write(folder, stream, rank, data):
@@ -146,13 +142,13 @@ def test_the_launcher_erases_the_live_view_before_it_prints(tmp_path, capsys, mo
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (LogSettings(level="debug"), "There is no log level 'debug'.\nPass one of info, warning, error."),
+        ({"level": "debug"}, "There is no log level 'debug'.\nPass one of info, warning, error."),
         (
-            LogSettings(folder="/proc/nowhere"),
+            {"folder": "/proc/nowhere"},
             "/proc/nowhere cannot be written: No such file or directory.\nName another place with --log-dir.",
         ),
     ],
 )
 def test_what_cannot_be(settings, message, tmp_path):
     with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}$"):
-        LogTail(tmp_path, 2, settings)
+        LogTail(tmp_path, 2, LogSettings(**settings))

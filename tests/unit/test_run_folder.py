@@ -11,8 +11,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from lockstep import run_folder
 from lockstep.errors import Stopped, exit_code_after
-from lockstep.launcher.elastic import Job
-from lockstep.launcher.supervise import GracefulShutdown
+from lockstep.launcher.supervise import GracefulShutdown, Job
 
 CONFIG = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2)
 

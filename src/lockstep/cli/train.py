@@ -170,14 +170,12 @@ def train(
       lockstep run --nnodes 2 ... --no-python lockstep train TASK.py
     """
     os.environ.setdefault("LOCKSTEP_COMMAND", hide_secrets(["lockstep", *sys.argv[1:]]))  # for the record of the run
-    log_settings = LogSettings(folder=log_dir, level=log_level, merges=logs == "merged")
-    if not log_settings.merges:
-        log_settings.refuse_with("--logs raw")
+    log_settings = LogSettings(folder=log_dir, level=log_level, excluded_by="--logs raw" * (logs == "raw"))
     settings = settings_from(values, settings_file)
     if not _starts_ranks(settings, even_one=max_restarts > 0 or bool(log_settings.flags)):
         if log_settings.flags:
             raise ConfigurationError(
-                f"{' and '.join(log_settings.flags)} is for ranks that this command starts, and it starts none.\n"
+                f"{log_settings.flags} is for ranks that this command starts, and it starts none.\n"
                 f"Give it to the command that does; the output of strategy {settings.strategy} in one process can be "
                 "redirected."
             )

@@ -13,7 +13,6 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, cast
 
@@ -244,8 +243,7 @@ def _send_call(run_dir: Path, fn: Callable[..., Any], args: tuple[Any, ...]) -> 
     origin = {"path": sys.path, "sources": {name: list(entry[2]) for name, entry in typed.items()}}
     (run_dir / "origin.json").write_text(json.dumps(origin))
     try:
-        with _unimportable_by_value(fn), open(run_dir / "call", "wb") as file:
-            cloudpickle.dump((fn, args), file)
+        (run_dir / "call").write_bytes(cloudpickle.dumps((fn, args)))
     except Exception as error:
         raise ConfigurationError(
             f"The function or one of its arguments cannot be sent to the ranks: {error}\n"
@@ -253,35 +251,13 @@ def _send_call(run_dir: Path, fn: Callable[..., Any], args: tuple[Any, ...]) -> 
         ) from error
 
 
-@contextmanager
-def _unimportable_by_value(fn: Callable[..., Any]) -> Iterator[None]:
-    """Send the function's whole module along if a rank could not import it by its name."""
-    name = getattr(fn, "__module__", None) or "__main__"
-    top = name.partition(".")[0]
-    # Not find_spec of importlib, which also finds modules that were made by hand and stand in sys.modules only.
-    # cloudpickle sends functions of ``__main__`` by value itself.
-    if name == "__main__" or top in sys.builtin_module_names or PathFinder.find_spec(top) or name not in sys.modules:
-        yield
-        return
-    cloudpickle.register_pickle_by_value(sys.modules[name])
-    try:
-        yield
-    finally:
-        cloudpickle.unregister_pickle_by_value(sys.modules[name])
-
-
 def _results(run_dir: Path) -> list[Any]:
     num_ranks = int((run_dir / "world_size").read_text())
-    return [_load(run_dir / f"result-{rank}") for rank in range(num_ranks)]
+    return [cloudpickle.loads((run_dir / f"result-{rank}").read_bytes()) for rank in range(num_ranks)]
 
 
 def _exception_of(run_dir: Path, rank: int | None) -> BaseException | None:
     """Return the exception that a rank raised, if it could be sent."""
     with contextlib.suppress(Exception):
-        return cast(BaseException, _load(run_dir / f"error-{rank}"))
+        return cast(BaseException, cloudpickle.loads((run_dir / f"error-{rank}").read_bytes()))
     return None
-
-
-def _load(path: Path) -> Any:
-    with open(path, "rb") as file:
-        return cloudpickle.load(file)

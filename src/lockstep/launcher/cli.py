@@ -6,11 +6,9 @@ import json
 import os
 import shutil
 import sys
-import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from importlib.machinery import PathFinder
 from pathlib import Path
 
 from torch.distributed.launcher.api import LaunchConfig
@@ -50,13 +48,6 @@ examples:
 
 --devices and --adopt stand before the script or directly behind it; all else behind it goes to the script."""
 
-# What the help explains of torchrun's flags and ours.
-_EXPLAINED = (
-    *("help", "nproc_per_node", "adopt", "monitor", "watchdog", "watchdog_action", "module", "no_python"),
-    *("min_devices", "logs", "log_level", "quiet", "max_restarts", "log_dir", "redirects", "tee"),
-    *("nnodes", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id"),
-)
-
 
 class UsageError(Exception):
     """The arguments make no sense; the message is argparse's own."""
@@ -76,6 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
         usage=USAGE,
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=EXAMPLES,
         parents=[torchrun],
         add_help=False,  # comes with the parent
     )
@@ -98,9 +90,8 @@ def build_parser() -> argparse.ArgumentParser:
     level = "show all that ranks write, only their standard error, or none of it but reports (default: info)"
     flag("--log-level", choices=tuple(LEVELS), default="info", help=level)
     flag("--quiet", action="store_const", dest="log_level", const="error", help="the same as --log-level error")
-    others = []
     for action in parser._actions:
-        # All stay accepted; only the help gets shorter.
+        # Both spellings stay accepted; one is enough to read.
         action.option_strings = [name for name in action.option_strings if "_" not in name]
         if action.dest == "training_script":
             action.metavar, action.help = "SCRIPT", "the program; a module with -m, any executable with --no-python"
@@ -108,11 +99,6 @@ def build_parser() -> argparse.ArgumentParser:
             action.metavar, action.help = "...", "what the script finds in sys.argv[1:]"
         elif action.dest == "log_dir":
             action.help = "folder for a file rank-N.log of each rank; with --redirects or --tee for torchrun's own"
-        elif action.dest not in _EXPLAINED:
-            action.help = argparse.SUPPRESS
-            others.append(action.option_strings[-1])
-    names = textwrap.fill(", ".join(others), width=100, break_on_hyphens=False)
-    parser.epilog = f"also accepted, as `torchrun --help` explains:\n{names}\n\n{EXAMPLES}"
     for name in ("nproc_per_node", "master_port"):
         # So that what was chosen can be told from torch's defaults, which change from version to version.
         if f"PET_{name.upper()}" not in os.environ:
@@ -176,20 +162,18 @@ def run(argv: Sequence[str], *, adopt: str, attach: str) -> None:
         setups += [[adopt]] if args.adopt else []
         setups += [[attach, os.path.abspath(args.monitor)]] if args.monitor is not None else []
         os.environ[RANK_SETUP] = json.dumps(setups)
+        _print_choices(args, num_ranks, was_chosen)
+        if args.redirects == args.tee == "0":
+            # elastic's error files need a place; logs that the user asked torchrun for must outlive us.
+            args.log_dir = str(reaper.run_dir / "elastic")
+        config, python = _config(args)
+        wait_for_host(args)
+        python = sys.executable if args.no_python else python
         with LogTail(reaper.run_dir, num_ranks, logs) if logs.need_launcher(num_ranks) else nullcontext() as log_tail:
-            _print_choices(args, num_ranks, was_chosen)
-            if args.redirects == args.tee == "0":
-                # elastic's error files need a place; logs that the user asked torchrun for must outlive us.
-                args.log_dir = str(reaper.run_dir / "elastic")
-            config, python = _config(args)
-            wait_for_host(args)
-            python = sys.executable if args.no_python else python
             supervise(config, program, reaper, python=python, policy=policy, log_tail=log_tail)
 
 
 def _program(args: argparse.Namespace) -> Program:
-    if args.no_python and args.module:
-        raise ConfigurationError("--no-python and --module exclude each other.\nLeave one of them out.")
     # Our bootstrap does what --run-path is for: the script runs in the interpreter that was started.
     args.run_path = False
     if args.min_devices is not None and (args.min_devices < 1 or max_nodes(args) > 1):
@@ -197,53 +181,28 @@ def _program(args: argparse.Namespace) -> Program:
             f"--min-devices {args.min_devices} cannot be had: it is at least 1, and for a job on one machine only.\n"
             "For machines that may be lost, pass a range such as --nnodes 1:4."
         )
+    target = args.training_script
     mode = "command" if args.no_python else "module" if args.module else "script"
-    _check_target(mode, args.training_script)
-    return Program(mode, args.training_script, args.training_script_args, min_ranks=args.min_devices)
-
-
-def _check_target(mode: str, target: str) -> None:
-    """Refuse what cannot be started.
-
-    Raises:
-        ConfigurationError: It is not there.
-    """
-    here = os.getcwd()
-    if mode == "command":
-        if shutil.which(target) is None:
-            raise ConfigurationError(
-                f"There is no executable {target}.\nCheck the name and its permissions, or leave --no-python out."
-            )
-    elif mode == "module":
-        top = target.partition(".")[0]
-        if top not in sys.builtin_module_names and PathFinder.find_spec(top, [here, *sys.path]) is None:
-            raise ConfigurationError(
-                f"There is no module {top} (looked in {here} and the installed packages).\n"
-                "Check the name, or leave -m out to start a file."
-            )
-    elif not os.path.exists(target):
+    if mode == "command" and shutil.which(target) is None:
+        raise ConfigurationError(f"There is no executable {target}.\nCheck its name, or leave --no-python out.")
+    if mode == "script" and not os.path.isfile(target) and not os.path.isfile(os.path.join(target, "__main__.py")):
         near = difflib.get_close_matches(target, map(str, Path(target).parent.glob("*.py")), n=1)
         hint = f"Did you mean {near[0]}?" if near else "Check the path; with -m it is a module's name."
-        raise ConfigurationError(f"There is no script {target} (looked in {here}).\n{hint}")
-    elif os.path.isdir(target) and not os.path.isfile(os.path.join(target, "__main__.py")):
-        raise ConfigurationError(f"{target} is a folder without a __main__.py.\nName the script in it to start.")
+        raise ConfigurationError(f"There is no script {target} (looked in {os.getcwd()}).\n{hint}")
+    return Program(mode, target, args.training_script_args, min_ranks=args.min_devices)
 
 
 def _log_settings(args: argparse.Namespace) -> LogSettings:
     has_torchruns = args.redirects != "0" or args.tee != "0"
-    # Then every rank takes itself to be local rank 0, and they could not be told apart.
-    is_virtual = bool(getattr(args, "virtual_local_rank", False))
     excluding = {
         "--redirects and --tee": has_torchruns,
-        "--virtual-local-rank": is_virtual,
+        # Then every rank takes itself to be local rank 0, and they could not be told apart.
+        "--virtual-local-rank": args.virtual_local_rank,
         "--logs raw": args.logs == "raw",
     }
-    excluding_flags = [flag for flag, is_given in excluding.items() if is_given]
+    excluded_by = next((flag for flag, is_given in excluding.items() if is_given), "")
     folder = None if has_torchruns else args.log_dir
-    logs = LogSettings(folder=folder, level=args.log_level, merges=not excluding_flags)
-    for flag in excluding_flags:
-        logs.refuse_with(flag)
-    return logs
+    return LogSettings(folder=folder, level=args.log_level, excluded_by=excluded_by)
 
 
 def _print_choices(args: argparse.Namespace, num_ranks: int, was_chosen: bool) -> None:
@@ -253,9 +212,7 @@ def _print_choices(args: argparse.Namespace, num_ranks: int, was_chosen: bool) -
     if num_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
         threads = threads_for(num_ranks)
         os.environ["OMP_NUM_THREADS"] = str(threads)
-        notes.append(
-            f"OMP_NUM_THREADS={threads}, as {num_ranks} ranks share {num_cores()} cores; set it to change that"
-        )
+        notes.append(f"OMP_NUM_THREADS={threads}, as {num_ranks} ranks share {num_cores()} cores")
     if any(arg.partition("=")[0] == "--devices" for arg in args.training_script_args) and not was_chosen:
         notes.append("--devices behind other arguments goes to the script; put it before or directly behind the script")
     for note in notes + choose_interfaces(args):
@@ -278,24 +235,13 @@ def _config(args: argparse.Namespace) -> tuple[LaunchConfig, str]:
 
 @contextmanager
 def _monitoring(args: argparse.Namespace) -> Iterator[None]:
-    """Make the folder of ``--monitor``, if it was given, and print at the end what came of it."""
+    """Print at the end what came of ``--monitor``, if it was given; the ranks write what they record."""
     if args.monitor is None:
         yield
         return
-    folder = Path(args.monitor)
     if args.no_python:
         raise ConfigurationError("--monitor records Python scripts, but --no-python starts anything.\nLeave one out.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        reason = "" if os.access(folder, os.W_OK) else "it is not writable"
-    except OSError as error:
-        reason = "that is a file" if folder.is_file() else str(error.strerror)
-    if reason:
-        raise ConfigurationError(
-            f"Cannot record the run in {folder}: {reason}.\n"
-            "Name a folder, and then the script: lockstep run --monitor runs/first train.py"
-        )
-    began_s = time.time()
+    folder, began_s = Path(args.monitor), time.time()
     try:
         yield
     finally:

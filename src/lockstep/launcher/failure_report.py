@@ -1,4 +1,4 @@
-"""How a rank's exception or exit status becomes the launcher's message; see [Note: the way of an exception]."""
+"""How a rank's exception or exit status becomes the launcher's message; see `job_error`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
+from lockstep.errors import JobHangs, LockstepError, RankFailed
 from lockstep.run_folder import CRASH, FAILURE, rank_file, rank_files, read_failure
 from lockstep.telemetry.heartbeat import read_heartbeat, read_step_counter
 from lockstep.telemetry.rank_state import user_frame
@@ -30,8 +32,7 @@ class RankExit:
         message: The last line of its traceback, such as ``ValueError: boom``.
         error_type: The name of the exception's class.
         where: File and line of the exception, in the user's code.
-        trace: Its whole traceback.
-        crash: The Python stack that a fatal signal left.
+        trace: Its whole traceback, or the Python stack that a fatal signal left.
         place: A sentence with the step, the line and the machine.
         facts: A sentence with figures, such as those of memory.
         was_short: Whether the kernel has ended processes for lack of memory meanwhile; ``None`` if it does not say.
@@ -39,18 +40,52 @@ class RankExit:
     """
 
     rank: int
-    pid: int
     exit_code: int
     failed_at_ns: int = 0
     message: str = ""
     error_type: str = ""
     where: str = ""
     trace: str = ""
-    crash: str = ""
     place: str = ""
     facts: str = ""
     was_short: bool | None = None
     was_stopped: bool = False
+
+
+def job_error(
+    exits: list[RankExit], ranks: range, *, hang: str, store: InterNodeStore | None, num_nodes: int
+) -> LockstepError:
+    """Return what to raise after ranks have failed. With several machines, waits some seconds for the others.
+
+    [Note: the way of an exception]
+    1. In the rank, `record_failure` of bootstrap.py writes the exception into the run's folder as soon as it leaves the
+       program (or the block of `lockstep.init`), before exit handlers run and before peers notice. A fatal signal
+       leaves the Python stack in a file there (faulthandler). A rank that is killed leaves its last heartbeat and the
+       step that it was in.
+    2. torch elastic's agent (supervise.py) sees that a process has ended, and stops the others; it is noted which ones,
+       and when each process ended.
+    3. `rank_exits` puts together how each rank ended; `first_failure` decides which of them is the cause.
+    4. If the cause may lie on another machine, the launchers `exchange_failures` before they leave.
+    5. `failure_report` writes the message: the cause on its first line, where it was, its traceback, a hint, and a line
+       for each of the other ranks. supervise.py raises it.
+
+    Args:
+        exits: The ranks of this machine that did not end well.
+        ranks: All ranks of this machine.
+        hang: The watchdog's report, if that ended the job.
+        store: Where the launchers meet, if there are several.
+        num_nodes: The largest number of machines.
+    """
+    first = first_failure(exits)
+    text = "\n".join(filter(None, (headline(first), first.place)))
+    mine = NodeFailure(first.rank, is_consequence(first), text, hang)
+    cause = find_cause(mine, exchange_failures(store, mine, num_nodes=num_nodes))
+    if cause.hang:
+        return JobHangs(cause.hang)
+    if cause is mine:
+        return RankFailed(failure_report(exits, ranks), rank=first.rank)
+    lines = rank_lines(exits, ranks)
+    return RankFailed(f"{cause.text}\nThe report of that machine has more.\n\n{lines}", rank=cause.rank)
 
 
 # 3. How the ranks of this machine ended, and which was first.
@@ -83,12 +118,12 @@ def rank_exits(
         # SIGKILL sooner than the launcher sends it came from somebody else, and the kernel took long to end the rank.
         patience_ns = SIGTERM_S * 10**9 if code == -signal.SIGKILL else 0
         was_stopped = pid in stopped_at_ns and ended_ns - stopped_at_ns[pid] >= patience_ns
-        known = RankExit(rank, pid, code, ended_ns, was_stopped=was_stopped)
+        known = RankExit(rank, code, ended_ns, was_stopped=was_stopped)
         record = read_failure(folder, rank)
         exits.append(_with_exception(known, record, resources) if record else _with_signs(known, folder, resources))
     # Ranks that caught what had ended `lockstep.init`, and then ended well: the others waited for them in vain.
     for rank in rank_files(folder, FAILURE).keys() - failures.keys():
-        exits.append(_with_exception(RankExit(rank, 0, 0), read_failure(folder, rank), resources))
+        exits.append(_with_exception(RankExit(rank, 0), read_failure(folder, rank), resources))
     return exits
 
 
@@ -129,7 +164,7 @@ def _with_signs(known: RankExit, folder: Path, resources: Resources) -> RankExit
     return replace(
         known,
         place=f"Last seen {place[0].lower()}{place[1:]}",
-        crash=tidy_crash(crash.read_text(), own_folder=str(Path(__file__).parent)) if crash.is_file() else "",
+        trace=tidy_crash(crash.read_text(), own_folder=str(Path(__file__).parent)) if crash.is_file() else "",
         facts=facts,
         was_short=was_short,
     )
@@ -195,6 +230,7 @@ def is_consequence(exit: RankExit) -> bool:
 
 # 4. Several machines.
 
+# How long to wait for the other machines, which notice the end within about a second.
 _EXCHANGE_S = 3.0
 _POLL_S = 0.1
 
@@ -216,42 +252,34 @@ class NodeFailure:
     hang: str = ""
 
 
-def node_failure(first: RankExit, *, hang: str = "") -> NodeFailure:
-    """Return what to write for the other machines about the rank that failed first on this one."""
-    text = "\n".join(filter(None, (headline(first), first.place)))
-    return NodeFailure(first.rank, is_consequence(first), text, hang)
-
-
 def exchange_failures(store: InterNodeStore | None, mine: NodeFailure, *, num_nodes: int) -> list[NodeFailure]:
     """Write how the job ended here, and return what the other machines wrote.
 
-    Blocks until all have written, and if this machine hosts the store, until all have read it; at most three seconds.
+    Blocks until all have written, and if this machine hosts the store, until all have read it; some seconds at most.
     """
     if store is None:
         return []
+
+    def have_all(topic: str) -> bool:
+        return len(store.others(topic)) >= num_nodes - 1
+
     is_host = store.is_host()
     store.post("ended", asdict(mine))
-    deadline = time.monotonic() + _EXCHANGE_S
-
-    def notes_of(topic: str) -> list[Any]:
-        while len(notes := store.others(topic)) < num_nodes - 1 and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        return notes
-
-    notes = notes_of("ended")
+    poll_until(lambda: have_all("ended"), _EXCHANGE_S, _POLL_S)
+    notes = store.others("ended")
     if is_host:  # the store ends with this process
-        notes_of("read")
+        poll_until(lambda: have_all("read"), _EXCHANGE_S, _POLL_S)
     else:
         store.post("read", True)
     return [NodeFailure(**note) for note in notes]
 
 
-def remote_cause(mine: NodeFailure, others: list[NodeFailure]) -> NodeFailure | None:
-    """Return how the job ended on the machine that is the cause; ``None`` if that is this one, or nobody knows."""
+def find_cause(mine: NodeFailure, others: list[NodeFailure]) -> NodeFailure:
+    """Return how the job ended on the machine that is the cause; ``mine`` if that is this one, or nobody knows."""
     if not mine.is_consequence or mine.hang:
-        return None
+        return mine
     causes = [other for other in others if other.hang or not other.is_consequence]
-    return min(causes, key=lambda other: (not other.hang, other.rank), default=None)
+    return min(causes, key=lambda other: (not other.hang, other.rank), default=mine)
 
 
 # 5. The message.
@@ -259,18 +287,6 @@ def remote_cause(mine: NodeFailure, others: list[NodeFailure]) -> NodeFailure | 
 
 def failure_report(exits: list[RankExit], ranks: range) -> str:
     """Return the whole report, the cause on its first line.
-
-    [Note: the way of an exception]
-    1. In the rank, `record_failure` of bootstrap.py writes the exception into the run's folder as soon as it leaves the
-       program (or the block of `lockstep.init`), before exit handlers run and before peers notice. A fatal signal
-       leaves the Python stack in a file there (faulthandler). A rank that is killed leaves its last heartbeat and the
-       step that it was in.
-    2. torch elastic's agent (elastic.py) sees that a process has ended, and stops the others; it is noted which ones,
-       and when each process ended.
-    3. `rank_exits` puts together how each rank ended; `first_failure` decides which of them is the cause.
-    4. If the cause may lie on another machine, the launchers `exchange_failures` before they leave.
-    5. `failure_report` writes the message: the cause on its first line, where it was, its traceback, a hint, and a line
-       for each of the other ranks. supervise.py raises it.
 
     Args:
         exits: The ranks of this machine that did not end well, one of which is the cause.
@@ -288,20 +304,15 @@ def failure_report(exits: list[RankExit], ranks: range) -> str:
         where = f"{early * bool(finished)}look at {'' if finished else 'the '}other machines."
         hint, elsewhere = "", f"It says only that another rank is gone: {where}"
     lines = rank_lines(exits, [rank for rank in ranks if rank != first.rank])
-    parts = ["\n".join(filter(None, top)), (first.trace or first.crash).rstrip(), hint, lines, elsewhere]
+    parts = ["\n".join(filter(None, top)), first.trace.rstrip(), hint, lines, elsewhere]
     return "\n\n".join(filter(None, parts))
-
-
-def remote_report(cause: NodeFailure, exits: list[RankExit], ranks: range) -> str:
-    """Return the report of a machine on which the cause does not lie."""
-    return f"{cause.text}\nThe report of that machine has more.\n\n{rank_lines(exits, ranks)}"
 
 
 def restart_report(first: RankExit, step: int | None, restart: str) -> str:
     """Return the traceback and the line for a rank that failed first, before the ranks are started again."""
     how = f"failed: {_in_a_line(first)}" if first.message else _in_a_line(first)
     where = "" if step is None else f" in step {step}"
-    trace = (first.trace or first.crash).rstrip()
+    trace = first.trace.rstrip()
     return "\n".join(filter(None, [trace, f"lockstep: rank {first.rank} {how}{where}; {restart}"]))
 
 
@@ -428,16 +439,6 @@ ERROR_HINTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
         ("Address already in use", "EADDRINUSE"),
         "Another program, maybe an earlier run of this one, listens on that port.",
         "End it, or choose another port with --master-port; on one machine `lockstep run` finds a free one.",
-    ),
-    (
-        ("Name or service not known", "Temporary failure in name resolution"),
-        "A machine's name leads to no address.",
-        "Use an IP address for --master-addr, or put the name into /etc/hosts on all machines.",
-    ),
-    (
-        ("out of memory",),
-        "The device's memory is full.",
-        "Use a smaller batch or more micro-batches (accumulate); `nvidia-smi` shows who else uses the device.",
     ),
     (
         ("device-side assert", "illegal memory access"),

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from lockstep.activity import format_ranks
 from lockstep.errors import ConfigurationError
 from lockstep.run_folder import TERMINAL, TerminalRegion, erase_rows, rank_file
 
@@ -34,46 +35,29 @@ class LogSettings:
         folder: For a file of each rank.
         level: What the terminal shows; a key of `LEVELS`.
         merges: Whether the terminal shows one stream; otherwise ranks write to it themselves.
+        excluded_by: The user's flag, if any, that has ranks write to the terminal themselves.
     """
 
     folder: str | os.PathLike[str] | None = None
     level: str = "info"
     merges: bool = True
+    excluded_by: str = ""
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS:
+            raise ConfigurationError(f"There is no log level {self.level!r}.\nPass one of {', '.join(LEVELS)}.")
+        if self.excluded_by and self.flags:
+            raise ConfigurationError(f"{self.flags} cannot be had with {self.excluded_by}.\nLeave one of them out.")
 
     @property
-    def flags(self) -> list[str]:
+    def flags(self) -> str:
         """The flags that need the launcher to read what ranks write."""
-        level, folder = [f"--log-level {self.level}"], ["--log-dir"]
-        return level * (self.level != "info") + folder * (self.folder is not None)
+        level = f"--log-level {self.level}" if self.level != "info" else ""
+        return " and ".join(filter(None, (level, "--log-dir" if self.folder is not None else "")))
 
     def need_launcher(self, num_ranks: int) -> bool:
         """Return whether the launcher reads what its ranks write; else they write to the terminal themselves."""
-        return bool(self.flags) or (self.merges and num_ranks > 1)
-
-    def refuse_with(self, other: str) -> None:
-        """Refuse all that needs the launcher to read, as ``other`` rules that out.
-
-        Raises:
-            ConfigurationError: Something does.
-        """
-        if self.flags:
-            raise ConfigurationError(f"{' and '.join(self.flags)} cannot be had with {other}.\nLeave one of them out.")
-
-    def check(self) -> None:
-        """Make the folder.
-
-        Raises:
-            ConfigurationError: It cannot be written, or there is no such level.
-        """
-        if self.level not in LEVELS:
-            raise ConfigurationError(f"There is no log level {self.level!r}.\nPass one of {', '.join(LEVELS)}.")
-        if self.folder is not None:
-            try:
-                Path(self.folder).mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigurationError(
-                    f"{error.filename} cannot be written: {error.strerror}.\nName another place with --log-dir."
-                ) from None
+        return bool(self.flags) or (self.merges and not self.excluded_by and num_ranks > 1)
 
 
 # De-duplication: many streams of lines become one.
@@ -110,7 +94,7 @@ class LogDeduplicator:
     def __init__(self, ranks: range) -> None:
         self._first = ranks.start
         # On other machines than the first, even the first rank's lines could be taken for those of rank zero.
-        self._prefix = "" if ranks.start == 0 else f"{label([ranks.start])} "
+        self._prefix = "" if ranks.start == 0 else f"[rank {ranks.start}] "
         self._held: dict[int, deque[_Held]] = {rank: deque() for rank in ranks[1:]}
         # What the first rank has written and another one has not yet, oldest first.
         self._ahead: dict[int, Counter[str]] = {rank: Counter() for rank in ranks[1:]}
@@ -139,7 +123,7 @@ class LogDeduplicator:
                         del ahead[line.key]
                     held.popleft()
                 elif final or now_s - line.at_s >= HOLD_S:
-                    shown.append(f"{label(self._pop_alike(line.key))} {line.text}")
+                    shown.append(f"[{format_ranks(self._pop_alike(line.key))}] {line.text}")
                 else:
                     break
         return shown
@@ -159,18 +143,6 @@ def _last_state(text: str) -> str:
 def _key_of(text: str) -> str:
     """Return what of a line counts when lines are compared: not torch's rank prefix, nor times in its log."""
     return _GLOG_PREFIX.sub(r"[\1 ", _TORCH_PREFIX.sub("", _last_state(text)))
-
-
-def label(ranks: Iterable[int]) -> str:
-    """Return such as ``[rank 1]`` or ``[ranks 1-3, 5]``."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
-    return f"[rank{'s' if len(spans) > 1 or spans[0][0] != spans[0][1] else ''} {text}]"
 
 
 # The pipes.
@@ -198,11 +170,20 @@ class LogTail:
         run_dir: Where the pipes are made.
         num_ranks: Of this machine.
         settings: What becomes of the lines.
+
+    Raises:
+        ConfigurationError: The folder cannot be made.
     """
 
     def __init__(self, run_dir: Path, num_ranks: int, settings: LogSettings) -> None:
-        settings.check()
         self._shown, self._folder = LEVELS[settings.level], settings.folder
+        if self._folder is not None:
+            try:
+                Path(self._folder).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigurationError(
+                    f"{error.filename} cannot be written: {error.strerror}.\nName another place with --log-dir."
+                ) from None
         self._files: dict[int, IO[bytes]] = {}
         self._over, self._lock = threading.Event(), threading.Lock()
         self._selector = selectors.DefaultSelector()
@@ -214,7 +195,7 @@ class LogTail:
                 descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
                 decoder = codecs.getincrementaldecoder("utf-8")("replace")
                 self._selector.register(descriptor, selectors.EVENT_READ, _Pipe(stream, local_rank, decoder))
-        self._set_ranks(range(num_ranks))
+        self.started(range(num_ranks))
         # Streams and texts for the terminal, in order.
         self._unwritten: deque[tuple[str, str]] = deque()
         # Rank zero is within a line, of which the last part came at this moment.
@@ -228,12 +209,8 @@ class LogTail:
     def started(self, ranks: range) -> None:
         """Take note of the ranks' numbers, which may be others after a restart."""
         with self._lock:
-            if ranks != self._ranks:
-                self._set_ranks(ranks)
-
-    def _set_ranks(self, ranks: range) -> None:
-        self._ranks = ranks
-        self._deduplicators = {stream: LogDeduplicator(ranks) for stream in STREAMS}
+            self._ranks = ranks
+            self._deduplicators = {stream: LogDeduplicator(ranks) for stream in STREAMS}
 
     def print(self, text: str) -> None:
         """Have whole lines of the launcher's own printed to standard error soon. Takes no lock: for signal handlers."""

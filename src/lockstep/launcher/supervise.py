@@ -1,36 +1,48 @@
 """Run ranks under torch elastic's agent, answer signals and the watchdog, and turn what goes wrong into one error."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import logging
 import os
+import selectors
 import signal
 import socket
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Any, Literal, cast
+from unittest.mock import patch
 
+import torch
+from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousTimeoutError,
-)
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+from torch.distributed.launcher import api
+from torch.distributed.launcher.api import LaunchConfig
 
 from lockstep import run_folder
+from lockstep.comm.network import set_keepalive
+from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
-from lockstep.errors import RESUME_EXIT_CODE, JobHangs, LockstepError, RankFailed, Stopped
-from lockstep.launcher import bootstrap, failure_report
-from lockstep.launcher.elastic import Job, StoppedWhileRestarting, extended_agent, log, stop_timeout_s
+from lockstep.errors import RESUME_EXIT_CODE, LockstepError, Stopped
+from lockstep.launcher import bootstrap
+from lockstep.launcher.failure_report import SIGTERM_S, first_failure, job_error, rank_exits, restart_report
+from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_per_restart
 from lockstep.launcher.output import LogTail
-from lockstep.launcher.reaper import Reaper
+from lockstep.launcher.reaper import Reaper, kill_session
+from lockstep.telemetry.heartbeat import read_step_counter
+from lockstep.telemetry.resources import Resources
 from lockstep.telemetry.watchdog import Verdict, Watchdog
 
 
@@ -59,12 +71,10 @@ class WatchdogPolicy:
         patience_s: How long they may wait for one that does nothing; not watched if zero.
         action: ``end`` the job, also if a rank that computes keeps the others waiting five times as long; end it only
             if ``certain`` that nothing moves, and warn else; or ``warn`` only.
-        reports_slow: Whether it is reported if one rank is persistently slower than the others.
     """
 
     patience_s: float = 60.0
     action: Literal["end", "certain", "warn"] = "certain"
-    reports_slow: bool = True
 
 
 DEFAULT_POLICY = WatchdogPolicy()
@@ -115,11 +125,32 @@ def supervise(
     args = ["-u", bootstrap.__file__, json.dumps(orders), program.target, *program.args]
     may_shrink = config.min_nodes < config.max_nodes
     job = Job(reaper.run_dir, range(config.nproc_per_node), log_tail, program.min_ranks, may_shrink)
-    # The watchdog kills the ranks of a job that hangs; then its report is the cause, not how they ended.
-    hangs: list[str] = []
     # Other backends meet in something else than a store of torch's.
     has_store = config.max_nodes > 1 and config.rdzv_backend in ("static", "c10d")
     store = InterNodeStore(config.rdzv_endpoint, config.run_id) if has_store else None
+    # The watchdog kills the ranks of a job that hangs; then its report is the cause, not how they ended.
+    hangs: list[str] = []
+
+    def on_report(text: str, verdict: Verdict, awaited: dict[int, int]) -> bool:
+        """Act on the watchdog's report about the ranks ``awaited``, with their processes; return whether to go on."""
+        if policy.action == "warn":
+            log(f"{text}\nThe job goes on, as --watchdog-action warn says.")
+        elif verdict is not Verdict.HANGS:
+            log(f"{text}\nThe job goes on for now; it ends if this lasts and nothing moves.")
+        elif job.num_restarts_left and awaited:
+            log(f"{text}\nThe ranks are started again.")
+            # They cannot write it themselves any more, and a bare SIGKILL would be reported as "killed from outside".
+            failure = {"message": "JobHangs: it kept the others waiting; the report is above", "type": "JobHangs"}
+            for rank, pid in awaited.items():
+                run_folder.write_failure(job.folder, rank, failure)
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+        else:
+            hangs.append(text)
+            reaper.kill_ranks()
+            return False
+        return True
+
     watchdog = Watchdog(
         reaper.run_dir,
         policy.patience_s,
@@ -127,83 +158,33 @@ def supervise(
         num_nodes=config.max_nodes,
         store=store,
         resources=job.resources,
-        on_report=partial(_on_report, job, reaper, policy, hangs),
-        on_slow=log if policy.reports_slow else lambda text: None,
+        on_report=on_report,
+        on_slow=log,
     )
     stop = GracefulShutdown(reaper, job)
-    with stop.handling(config) as config, elastic_quiet(), extended_agent(job):
+    # torch makes handler and agent in one function that takes neither from outside.
+    agent = patch.object(api, "LocalElasticAgent", partial(_Agent, job))
+    with stop.handling(config) as config, elastic_quiet(), agent:
         try:
             with watchdog:
-                elastic_launch(config, python)(*args)
+                api.elastic_launch(config, python)(*args)
         except ChildFailedError as error:
             # Ranks that stop gracefully leave with a code of their own, which is no failure; those that hung were
             # killed.
-            exit_codes = {failure.exitcode for failure in error.failures.values()}
-            stopped = None if hangs else stop.outcome(exit_codes)
-            raise stopped or _failure(job, store, config.max_nodes, hangs, error) from None
-        except StoppedWhileRestarting as error:
-            raise stop.outcome({0}) or _stopped(error.sigval) from None
+            failures = error.failures
+            stopped = None if hangs else stop.outcome({failure.exitcode for failure in failures.values()})
+            exits = rank_exits(failures, job.stopped_at_ns, job.ended_at_ns, job.folder, job.resources)
+            hang = "\n".join(hangs)
+            raise stopped or job_error(exits, job.ranks, hang=hang, store=store, num_nodes=config.max_nodes) from None
         except SignalException as error:
-            raise _stopped(error.sigval) from None
-        except KeyboardInterrupt:  # before the agent had its own handlers in place
-            raise _stopped(signal.SIGINT) from None
+            # A signal that came while the ranks stopped for another machine finds them stopped, and saved.
+            stopped = stop.outcome({0}) if isinstance(error, StoppedWhileRestarting) else None
+            name = "Ctrl-C" if error.sigval == signal.SIGINT else error.sigval.name
+            raise stopped or Stopped(f"Stopped by {name}; no rank is left.", signal=error.sigval) from None
         except (RuntimeError, OSError, ValueError, RendezvousError) as error:
             raise _not_met(error, config) from error
         if (stopped := stop.outcome({0})) is not None:
             raise stopped
-
-
-def _on_report(
-    job: Job,
-    reaper: Reaper,
-    policy: WatchdogPolicy,
-    hangs: list[str],
-    text: str,
-    verdict: Verdict,
-    awaited: dict[int, int],
-) -> bool:
-    """Act on the watchdog's report about the ranks ``awaited``, with their processes; return whether to go on watching.
-
-    A report for which the job is ended is added to ``hangs``.
-    """
-    if policy.action == "warn":
-        log(f"{text}\nThe job goes on, as --watchdog-action warn says.")
-    elif verdict is not Verdict.HANGS:
-        log(f"{text}\nThe job goes on for now; it ends if this lasts and nothing moves.")
-    elif job.num_restarts_left and awaited:
-        log(f"{text}\nThe ranks are started again.")
-        # They cannot write it themselves any more, and a bare SIGKILL would be reported as "killed from outside".
-        failure = {"message": "JobHangs: it kept the others waiting; the report is above", "type": "JobHangs"}
-        for rank, pid in awaited.items():
-            run_folder.write_failure(job.folder, rank, failure)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-    else:
-        hangs.append(text)
-        reaper.kill_ranks()
-        return False
-    return True
-
-
-def _failure(
-    job: Job, store: InterNodeStore | None, num_nodes: int, hangs: list[str], error: ChildFailedError
-) -> LockstepError:
-    """Return what to raise after ranks have failed. With several machines, waits some seconds for the others."""
-    exits = job.exits(error.failures)
-    first = failure_report.first_failure(exits)
-    mine = failure_report.node_failure(first, hang="\n".join(hangs))
-    others = failure_report.exchange_failures(store, mine, num_nodes=num_nodes)
-    cause = failure_report.remote_cause(mine, others)
-    if hang := (cause or mine).hang:
-        return JobHangs(hang)
-    if cause is not None:
-        return RankFailed(failure_report.remote_report(cause, exits, job.ranks), rank=cause.rank)
-    return RankFailed(failure_report.failure_report(exits, job.ranks), rank=first.rank)
-
-
-def _stopped(number: signal.Signals) -> Stopped:
-    name = "Ctrl-C" if number == signal.SIGINT else number.name
-    return Stopped(f"Stopped by {name}; no rank is left.", signal=number)
 
 
 def _not_met(error: Exception, config: LaunchConfig) -> LockstepError:
@@ -217,17 +198,71 @@ def _not_met(error: Exception, config: LaunchConfig) -> LockstepError:
         )
     if isinstance(error, RendezvousTimeoutError):
         reason = "fewer came in time than --nnodes asks for"
-    elif isinstance(error, RendezvousConnectionError):
-        reason = "nothing answers there, or no longer; the job may have ended, or its first machine is lost"
     place = "each with its own --node-rank" if config.rdzv_backend == "static" else "with the same --rdzv-id"
     return LockstepError(
         f"The machines of the job did not come together at {config.rdzv_endpoint}: {reason}.\n"
         f"This is {socket.gethostname()}. Start the same command on all {config.max_nodes} machines, {place}, and "
-        "check that they reach that address and that the port is free on the first of them."
+        "check that they reach that address, that its job has not ended, and that the port is free on the first of "
+        "them."
     )
 
 
-# Signals.
+def log(text: str) -> None:
+    """Print a line of the launcher's own."""
+    print(f"lockstep: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def elastic_quiet() -> Iterator[None]:
+    """Keep the agent's warnings away unless the user asked for its log: our report replaces them."""
+    prefixes = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
+    names = [name for name in list(logging.Logger.manager.loggerDict) if name.startswith(prefixes)]
+    # The last is made later, with a level of its own; so loggers are disabled here, not lowered.
+    loggers = [logging.getLogger(name) for name in (*names, "torchelastic-events-null")]
+    is_quiet = "LOGLEVEL" not in os.environ and "TORCH_LOGS" not in os.environ
+    for logger in loggers:
+        logger.disabled = is_quiet
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.disabled = False
+
+
+# What the launcher knows of the ranks; and signals.
+
+
+def stop_timeout_s() -> float:
+    """Return how long ranks may take to stop gracefully."""
+    return float(os.environ.get("LOCKSTEP_STOP_TIMEOUT_S", 120.0))
+
+
+@dataclass
+class Job:
+    """What the launcher knows of the ranks of this machine.
+
+    Attributes:
+        folder: Of the run, in which ranks are requested to stop.
+        ranks: Their numbers, which may be others after a restart.
+        log_tail: Reads the pipes that their output goes into, if they do not write to the terminal themselves.
+        min_ranks: After a rank was killed, go on with one fewer, but no fewer than this; as many as before if ``None``.
+        may_shrink: Whether the job goes on with fewer machines than it has.
+        resources: What they hold.
+        num_restarts_left: How often they may be started again after a failure.
+        stopped_at_ns: When the launcher began to stop each process that still ran, in nanoseconds since the epoch.
+        ended_at_ns: When each process ended.
+    """
+
+    folder: Path
+    ranks: range
+    log_tail: LogTail | None = None
+    min_ranks: int | None = None
+    may_shrink: bool = False
+    resources: Resources = field(default_factory=Resources)
+    num_restarts_left: int = 0
+    stopped_at_ns: dict[int, int] = field(default_factory=dict)
+    ended_at_ns: Mapping[int, int] = field(default_factory=dict)
+
 
 _SIGNALS_OF_ELASTIC = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 _LEFT_TO_ELASTIC = "SIGHUP,SIGQUIT"
@@ -245,7 +280,7 @@ class GracefulShutdown:
     """
 
     def __init__(self, reaper: Reaper, job: Job) -> None:
-        self._reaper, self._folder, self._job = reaper, reaper.run_dir, job
+        self._reaper, self._job = reaper, job
         self._num_signals = 0
         self._requested_for: signal.Signals | None = None
         self._timer: threading.Timer | None = None
@@ -274,7 +309,7 @@ class GracefulShutdown:
 
     def outcome(self, exit_codes: set[int]) -> Stopped | None:
         """Return what to raise after ranks ended with ``exit_codes``; ``None`` if they did not stop gracefully."""
-        reports = run_folder.stop_reports(self._folder)
+        reports = run_folder.stop_reports(self._job.folder)
         if self._requested_for is None and exit_codes != {RESUME_EXIT_CODE}:
             return None  # ranks of other machines may have been requested to
         if not reports or not exit_codes <= {0, RESUME_EXIT_CODE}:
@@ -291,7 +326,7 @@ class GracefulShutdown:
                 self._job.log_tail.print(run_folder.FIRST_CTRL_C_MESSAGE.decode())
             elif sigval is signal.SIGINT:
                 os.write(2, run_folder.FIRST_CTRL_C_MESSAGE)  # print() may be in the midst of another line
-            run_folder.request_stop(self._folder, sigval.name)
+            run_folder.request_stop(self._job.folder, sigval.name)
             self._timer = threading.Timer(stop_timeout_s(), self._give_up, [sigval])
             self._timer.daemon = True
             self._timer.start()
@@ -302,7 +337,7 @@ class GracefulShutdown:
 
     def _can_stop(self) -> bool:
         """Return whether all ranks of this machine stop gracefully if requested, or have done so already."""
-        counts = run_folder.num_graceful_ranks(self._folder), len(run_folder.stop_reports(self._folder))
+        counts = run_folder.num_graceful_ranks(self._job.folder), len(run_folder.stop_reports(self._job.folder))
         return len(self._job.ranks) in counts
 
     def _give_up(self, sigval: signal.Signals) -> None:
@@ -311,18 +346,208 @@ class GracefulShutdown:
         os.kill(os.getpid(), sigval)
 
 
-@contextmanager
-def elastic_quiet() -> Iterator[None]:
-    """Keep the agent's warnings away unless the user asked for its log: our report replaces them."""
-    prefixes = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
-    names = [name for name in list(logging.Logger.manager.loggerDict) if name.startswith(prefixes)]
-    # The last is made later, with a level of its own; so loggers are disabled here, not lowered.
-    loggers = [logging.getLogger(name) for name in (*names, "torchelastic-events-null")]
-    is_quiet = "LOGLEVEL" not in os.environ and "TORCH_LOGS" not in os.environ
-    for logger in loggers:
-        logger.disabled = is_quiet
+# torch elastic's agent, extended.
+
+_POLL_S = 0.1
+# How often to try to meet the other machines, if one of them is lost meanwhile.
+_NUM_RENDEZVOUS_ATTEMPTS = 3
+# How soon a launcher learns that another one has left; it polls once a second.
+_NOTICED_S = 3.0
+
+
+class StoppedWhileRestarting(SignalException):
+    """A signal came while the ranks stopped for another machine: they have stopped for that, and stay so."""
+
+
+class _Agent(LocalElasticAgent):
+    """Starts the ranks, polls them, stops all when one fails, and meets the other machines again, as torch does.
+
+    What is added:
+
+    - Ranks that can are requested to save and stop before they are started again with another machine
+      (`_is_done_after_stop`); a machine whose ranks stopped because another one asked theirs to follows it
+      (`_follow_others`).
+    - After a rank was killed, a job on one machine may go on with one fewer (``min_ranks``).
+    - The number of restarts is that of the whole job; torch's launchers each count the failures that they saw.
+    - It is noted when each rank ended, and which ones still ran when the launcher began to stop them: those are never
+      the cause.
+    """
+
+    def __init__(self, job: Job, spec: WorkerSpec, **kwargs: Any) -> None:
+        spec.rdzv_handler = rendezvous_per_restart(
+            spec.rdzv_handler, lambda: run_folder.is_stopped_by_signal(job.folder)
+        )
+        super().__init__(spec, **kwargs)
+        self.job = job
+        # How often the ranks of the job have been started again, for whatever reason; the same on all machines.
+        self.num_restarts = -1
+
+    def run(self, *args: Any) -> RunResult:
+        # A machine that was to spare until the end has no result.
+        return cast(RunResult | None, super().run(*args)) or RunResult(WorkerState.SUCCEEDED)
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Meet the other machines; again if one that came is lost before it has written what the others need."""
+        handler = worker_group.spec.rdzv_handler
+        for attempt in range(_NUM_RENDEZVOUS_ATTEMPTS):
+            try:
+                super()._rendezvous(worker_group)
+                self.num_restarts += 1
+                if isinstance(handler, RendezvousPerRestart):
+                    self.num_restarts = handler.agree_on_restarts(self.num_restarts)
+                return
+            except RuntimeError:  # of the store
+                if not isinstance(handler, RendezvousPerRestart) or attempt == _NUM_RENDEZVOUS_ATTEMPTS - 1:
+                    raise
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        # torch makes the ranks' TORCHELASTIC_RESTART_COUNT of this number, which counts failures of this machine.
+        left, self._remaining_restarts = self._remaining_restarts, worker_group.spec.max_restarts - self.num_restarts
+        try:
+            started = cast(dict[int, Any], super()._start_workers(worker_group))
+        finally:
+            self._remaining_restarts = left
+        assert self._pcontext is not None
+        self.job.ended_at_ns, watcher = _note_ends(self._pcontext.pids().values())
+        stop = self._pcontext.close
+
+        # torch calls this itself, in the midst of the poll that has found the first failed rank: the only moment at
+        # which it can be told who failed and who is merely stopped for that.
+        def close(death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+            """End the ranks, as torch does; without a signal it does so because one of them has failed."""
+            assert self._pcontext is not None
+            for pid in filter(_runs, self._pcontext.pids().values()):
+                self.job.stopped_at_ns[pid] = time.time_ns()
+            stop(death_sig or signal.SIGTERM, SIGTERM_S if death_sig is None else timeout)
+            watcher.join(_POLL_S)  # no rank is left; its last notes may be a moment late
+
+        self._pcontext.close = close  # type: ignore[method-assign]
+        return started
+
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        super()._initialize_workers(worker_group)
+        set_keepalive()  # to the launchers of other machines
+        first = worker_group.workers[0].global_rank
+        self.job.ranks = range(first, first + len(worker_group.workers))
+        self.job.num_restarts_left = self._remaining_restarts
+        self.job.stopped_at_ns.clear()  # the numbers may be used again
+        if self.job.log_tail is not None:
+            self.job.log_tail.started(self.job.ranks)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._last = cast(RunResult, super()._monitor_workers(worker_group))
+        codes = {failure.exitcode for failure in self._last.failures.values()}
+        # Scripts of one's own pass this code on after `fit` has stopped; the others may have been stopped by torch.
+        if RESUME_EXIT_CODE in codes and codes <= {RESUME_EXIT_CODE, -signal.SIGTERM}:
+            self._follow_others(worker_group)
+        return self._last
+
+    def _follow_others(self, worker_group: WorkerGroup) -> None:
+        """The ranks have saved and stopped since another launcher asked theirs to: its machine leaves, or one joins."""
+        handler = worker_group.spec.rdzv_handler
+        if not isinstance(handler, RendezvousPerRestart) or not run_folder.stop_reports(self.job.folder):
+            return
+        # A signal may have been meant for all machines, and come here a moment later.
+        poll_until(
+            lambda: run_folder.is_stopped_by_signal(self.job.folder) or handler.num_nodes_waiting() > 0,
+            _NOTICED_S,
+            _POLL_S,
+        )
+        self._raise_if_signalled()
+        if self.job.may_shrink or handler.num_nodes_waiting() > 0:
+            self._last = RunResult(WorkerState.HEALTHY)  # no failure: none of the restarts is spent
+            self._restart_workers(worker_group)
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        spec, failures = worker_group.spec, self._last.failures
+        if not failures and self._is_done_after_stop(worker_group):
+            return
+        if self._pcontext is not None:
+            self._pcontext.close()
+            for pid in self._pcontext.pids().values():
+                kill_session(pid)  # the loader processes of a killed rank, which would go on for some seconds
+        job = self.job
+        exits = rank_exits(failures, job.stopped_at_ns, job.ended_at_ns, job.folder, job.resources)
+        first = first_failure(exits) if failures else None
+        was_killed = first is not None and first.exit_code < 0
+        # A rank that raised would raise again on any number of devices; one that was killed may have lost its device.
+        min_ranks = self.job.min_ranks
+        is_fewer = min_ranks is not None and was_killed and spec.local_world_size > min_ranks
+        if is_fewer:
+            assert first is not None
+            _hide_device(failures[first.rank].local_rank, spec.local_world_size)
+            spec.local_world_size -= 1
+        fewer = f" with {spec.local_world_size} rank{'s' * (spec.local_world_size != 1)}" if is_fewer else ""
+        number = spec.max_restarts - self._remaining_restarts
+        if self.job.log_tail is not None:
+            self.job.log_tail.settle()
+        text = "lockstep: machines came or left; the ranks start again"
+        if first is not None:
+            # A step in a loop of ours is counted from 0 while it runs; in others, the steps that are done are counted.
+            step, num_steps = read_step_counter(self.job.folder, first.rank)
+            step = step if step is not None else num_steps or None
+            restart = f"restart {number} of {spec.max_restarts}{fewer}"
+            text = restart_report(first, None if step is None else step + 1, restart)
+        run_folder.forget_ranks(self.job.folder)
+        run_folder.forget_stop(self.job.folder)
+        print(text, file=sys.stderr, flush=True)
+        super()._restart_workers(worker_group)
+
+    def _is_done_after_stop(self, worker_group: WorkerGroup) -> bool:
+        """Have the ranks save and stop for another machine, if all can; return whether they came to their end."""
+        if run_folder.num_graceful_ranks(self.job.folder) != worker_group.spec.local_world_size:
+            return False
+        run_folder.request_stop(self.job.folder, run_folder.ANOTHER_MACHINE)
+        log("another machine waits to join; the ranks stop after this step, and start again with it")
+        monitor = super()._monitor_workers
+        poll_until(lambda: monitor(worker_group).state != WorkerState.HEALTHY, stop_timeout_s(), _POLL_S)
+        self._raise_if_signalled()
+        return monitor(worker_group).state == WorkerState.SUCCEEDED and not run_folder.stop_reports(self.job.folder)
+
+    def _raise_if_signalled(self) -> None:
+        if run_folder.is_stopped_by_signal(self.job.folder):
+            raise StoppedWhileRestarting("a signal came meanwhile", sigval=signal.SIGTERM)
+
+    def _exit_barrier(self) -> None:
+        if not run_folder.is_stopped_by_signal(self.job.folder):  # else this machine leaves, and the others may go on
+            super()._exit_barrier()  # type: ignore[no-untyped-call]
+
+
+def _note_ends(pids: Iterable[int]) -> tuple[Mapping[int, int], threading.Thread]:
+    """Return a mapping to which a thread adds each process with the time of its end, in nanoseconds since the epoch.
+
+    torch notices an end at its next poll only, in whole seconds and in the order of the ranks, whichever was first.
+    """
+    ended_at_ns: dict[int, int] = {}
+    selector = selectors.DefaultSelector()
+    for pid in pids:
+        # Nobody has asked for its exit status yet, so the number cannot belong to another process.
+        selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+
+    def watch() -> None:
+        with selector:
+            while selector.get_map():
+                for key, _ in selector.select():  # the kernel makes it readable when the process ends
+                    ended_at_ns[key.data] = time.time_ns()
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+
+    watcher = threading.Thread(target=watch, name="lockstep-rank-ends", daemon=True)
+    watcher.start()
+    return ended_at_ns, watcher
+
+
+def _runs(pid: int) -> bool:
+    """Return whether a child of this process has not ended yet; leaves its exit status to torch."""
     try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.disabled = False
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:  # its status has been read already
+        return False
+
+
+def _hide_device(index: int, num_ranks: int) -> None:
+    """Keep the GPU of a rank that was lost from the ranks to come."""
+    if torch.cuda.device_count() < num_ranks:
+        return  # the ranks are on the CPU
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[:index] + visible[index + 1 :])
