@@ -78,7 +78,7 @@ def overlap_compiled(world, inside, which):
         model = torch.compile(wrapper, backend=counter)
     missing = []
     if which == "ours":
-        wrapper._reducer.observers.append(Launches(bare, missing))
+        wrapper.reducer.observers.append(Launches(bare, missing))
     for step in range(4):
         missing.clear()
         batch = torch.randn(4, 400, dtype=torch.float64, generator=torch.Generator().manual_seed(step))

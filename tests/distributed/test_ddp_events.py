@@ -37,7 +37,7 @@ class Observer:
 def observed(world, eager, weighed):
     model = lockstep.DistributedDataParallel(build("mlp"), bucket_cap_mb=0.0001)
     oracle = build("mlp")
-    reducer, observer = model._reducer, Observer()
+    reducer, observer = model.reducer, Observer()
     reducer.finishes_early = eager
     reducer.observers.append(observer)
     model.module[2].register_forward_pre_hook(lambda _module, inputs: Slow.apply(inputs[0], reducer))
@@ -77,10 +77,10 @@ class Failing:
 
 def failing_observer(world):
     model = lockstep.DistributedDataParallel(nn.Linear(2, 2))
-    model._reducer.observers.append(Failing())
+    model.reducer.observers.append(Failing())
     with pytest.raises(ArithmeticError):
         model(torch.ones(1, 2)).sum().backward()
-    model._reducer.observers.clear()
+    model.reducer.observers.clear()
     model.zero_grad()
     model(torch.ones(1, 2)).sum().backward()
     return model.module.bias.grad.tolist()

@@ -48,7 +48,7 @@ def side_by_side(world, name, kind, at_once):
     optimizers = [OPTIMIZERS[kind](groups(model.module, name)) for model in models]
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) for optimizer in optimizers]
     if at_once:
-        models[0]._reducer.set_reduction(AtOnce(models[0].process_group))
+        models[0].reducer.set_reduction(AtOnce(models[0].process_group))
     models[0].overlap_optimizer(optimizers[0])
     events = []
     names = {id(parameter): key for key, parameter in models[0].module.named_parameters()}

@@ -34,7 +34,7 @@ def train(world, name):
         shared = []
         for seed in range(6):
             step_beside_oracle(world, model, oracle, name, seed)
-            shared.append([is_shared(group, b) for b in model._reducer.bucket_set.buckets if not b.spec.sparse])
+            shared.append([is_shared(group, b) for b in model.reducer.bucket_set.buckets if not b.spec.sparse])
         assert all(all(each) for each in shared)
         for parameter in model.parameters():
             if parameter.grad is not None and not parameter.grad.is_sparse:
@@ -65,7 +65,7 @@ def hold_on_one_rank(world):
         for seed in range(2, 8):
             step_beside_oracle(world, model, oracle, "mlp", seed)
         assert all(torch.equal(*pair) for pair in zip(held, copies, strict=True))
-        return [is_shared(group, bucket) for bucket in model._reducer.bucket_set.buckets]
+        return [is_shared(group, bucket) for bucket in model.reducer.bucket_set.buckets]
 
 
 def test_a_gradient_that_one_rank_holds_keeps_its_value(ranks):
@@ -112,13 +112,13 @@ def narrow_wire(world):
         model = lockstep.DistributedDataParallel(
             build("mlp"), process_group=group, wire_dtype="bf16", bucket_cap_mb=0.0005
         )
-        buffers = model._reducer.reduction._buffers
+        buffers = model.reducer.reduction._buffers
         with model.join():
             for seed in range(3 + world.rank):
                 model.zero_grad()
                 batch = global_batch("mlp", 4 * world.world_size, seed)
                 FAMILIES["mlp"].loss(model, share(batch, world.rank, world.world_size)).backward()
-        buckets = model._reducer.bucket_set.buckets
+        buckets = model.reducer.bucket_set.buckets
         assert all(group.shm_ops.buffers.find(buffers[bucket])[0] >= 0 for bucket in buckets)
         return len(buckets), [parameter.grad for parameter in model.parameters()] if world.rank else None
 

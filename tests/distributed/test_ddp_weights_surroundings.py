@@ -252,21 +252,6 @@ def test_optimizers_inside_backward_step_on_the_weighted_mean(ranks):
     ranks(2, warnings="ignore")(optimizer_in_backward)
 
 
-def fused_optimizer(world):
-    model = lockstep.DistributedDataParallel(build("mlp"))
-    model._register_fused_optim(torch.optim.SGD, 0.1)
-    with pytest.raises(ConfigurationError) as caught:
-        model.weight(1)
-    return str(caught.value)
-
-
-def test_optimizers_inside_a_hook_are_refused(ranks):
-    assert ranks(1, warnings="ignore")(fused_optimizer) == [
-        "Weights do not work with an optimizer that runs inside a communication hook: it steps before the sum of the "
-        "weights is known.\nRun the optimizer after backward."
-    ]
-
-
 def skip_unused(world):
     model = lockstep.DistributedDataParallel(build("reused"), skip_all_reduce_unused_params=True, bucket_cap_mb=1e-5)
     worst = 0.0

@@ -22,7 +22,7 @@ def wrap(name, *, hook=False, **options):
     if hook:
         model.register_comm_hook(None, default_hooks.allreduce_hook)
     elif model.wire_dtype is None:
-        model._reducer.set_reduction(AllReduceMean(model.process_group))
+        model.reducer.set_reduction(AllReduceMean(model.process_group))
     return model
 
 

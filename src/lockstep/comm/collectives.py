@@ -84,13 +84,6 @@ def stock_comm_hooks() -> ModuleType:
     return default_hooks
 
 
-def overlapped_optimizer(optimizer: type, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return torch's wrapper that runs a functional optimizer behind a communication hook."""
-    from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
-
-    return _as_overlapped_optim(optimizer, parameters, *args, **kwargs)
-
-
 def in_backward_hooks(parameter: torch.nn.Parameter) -> list[Any]:
     """Return the handles of the hooks that run an optimizer on this parameter as soon as it has a gradient."""
     from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map

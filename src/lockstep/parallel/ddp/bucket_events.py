@@ -1,22 +1,29 @@
-"""Observers of a reducer: when buckets were ready, launched and reduced, and what a step takes by phase."""
+"""Observers of a reducer: times of buckets and steps, norms of their gradients, an optimizer in backward."""
 
 from __future__ import annotations
 
+import inspect
+import math
 import time
 import weakref
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, final
 
 import torch
+from torch import Tensor, nn
 from torch.futures import Future
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lockstep import activity
+from lockstep.errors import ConfigurationError
 from lockstep.parallel.compile import is_capturing
 from lockstep.parallel.ddp.buckets import Bucket
-from lockstep.parallel.ddp.reducer import Event
+from lockstep.parallel.ddp.reducer import Event, Reducer
+from lockstep.parallel.flat import are_finite, combine_norms, flat_norm, list_norms, multiply_, total
 from lockstep.telemetry import ranges
 from lockstep.telemetry.run_record import BucketTimes, Mark, Reduction, seconds_between
 from lockstep.telemetry.stragglers import StepTimes, ends_window, is_looked_at, note_of, pace_of
@@ -238,3 +245,181 @@ class _Step:
             optimizer=optimizer_s,
             waits=seconds_between(ready, end) + in_forward_s + in_backward_s,
         )
+
+
+# --- what works on the gradients of whole buckets ---------------------------------------------------------------------
+
+
+class FlatGradients:
+    """What lies in ``param.grad`` of all ``parameters``, in as few pieces as can be.
+
+    A bucket counts as one piece if each of its parameters has its gradient there. Where one has none, or one of its
+    own, those of that bucket are taken one by one.
+
+    Args:
+        reducer: Has the buckets.
+        parameters: Of the model; those that are in no bucket, too.
+    """
+
+    def __init__(self, reducer: Reducer, parameters: Iterable[nn.Parameter]) -> None:
+        self._reducer = reducer
+        bucketed = set(map(id, reducer.bucket_set.parameters))
+        self._outside = [parameter for parameter in parameters if id(parameter) not in bucketed]
+        self._norms: dict[Bucket, Tensor] = {}
+
+    def expect_norm(self) -> None:
+        """Compute the Euclidean norm of each bucket when it is reduced, while others travel; for the next `norm`.
+
+        Only for a loop in which nothing changes gradients in between.
+        """
+        if self not in self._reducer.observers:
+            self._reducer.observers.append(self)
+
+    @torch.no_grad()
+    def on_event(self, kind: Event, bucket: Bucket | None) -> None:
+        """Take note of an event of the reducer."""
+        if kind is Event.REDUCED and bucket is not None and not bucket.spec.sparse:
+            self._norms[bucket] = flat_norm(bucket.gradients)
+
+    @torch.no_grad()
+    def norm(self, norm_type: float = 2.0) -> Tensor:
+        """Return the norm of all gradients together, a 0-dimensional tensor; does not block."""
+        early, self._norms = self._norms, {}  # they hold once: gradients may be changed
+        norms: list[Tensor] = []
+        others = gradients_of(self._outside) if self._outside else []
+        for bucket in self._reducer.bucket_set.buckets:
+            if not bucket.holds_all:
+                others += gradients_of(bucket.parameters)
+            elif bucket in early and norm_type == 2.0:
+                norms.append(early[bucket])
+            else:
+                norms.append(flat_norm(bucket.gradients, norm_type))
+        if others:
+            norms += list_norms(others, norm_type)
+        return combine_norms(norms, norm_type)
+
+    def is_finite(self, norm: Tensor) -> bool:
+        """Return whether all gradients are finite, whose `norm` times something finite is ``norm``. Blocks on CUDA."""
+        return math.isfinite(float(norm)) or are_finite(self.tensors(), norm)
+
+    def tensors(self) -> list[Tensor]:
+        """Return tensors that together hold all gradients."""
+        return gradients_of(self._outside) + self.reduced()
+
+    def reduced(self) -> list[Tensor]:
+        """Return tensors that together hold all gradients that are the same on every rank: those of the buckets."""
+        tensors: list[Tensor] = []
+        for bucket in self._reducer.bucket_set.buckets:
+            tensors += [bucket.gradients] if bucket.holds_all else gradients_of(bucket.parameters)
+        return tensors
+
+    def multiply_(self, factor: Tensor) -> None:
+        """Multiply all gradients in place by a 0-dimensional tensor; not at all by one that is known to be 1."""
+        multiply_(self.tensors(), factor)
+
+
+def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Return the gradients that there are."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+class LocalGradientMonitor:
+    """Whether this rank's own gradients were finite in the last backward, when their buckets were launched."""
+
+    def __init__(self) -> None:
+        self._totals: list[Tensor] = []
+
+    @torch.no_grad()
+    def on_event(self, kind: Event, bucket: Bucket | None) -> None:
+        """Take note of an event of the reducer. Does not block."""
+        if kind is Event.BACKWARD:
+            self._totals = []
+        elif kind is Event.GATHERED and bucket is not None and not bucket.spec.sparse:
+            # A reduced gradient shows that it is not finite, but not by which rank: the part of this rank is
+            # gone by then. One pass over the bucket, whose result stays on the device until it is needed.
+            self._totals.append(total(bucket.gradients))
+
+    def saw_nonfinite(self) -> bool:
+        """Return whether one of them was not. Blocks."""
+        return any(not bool(each.isfinite()) for each in self._totals)
+
+
+class BucketOptimizer:
+    """Steps ``optimizer`` a bucket at a time inside backward; an observer of the reducer.
+
+    A parameter's gradient is complete when all that backward computes with the parameter has run, so it may change
+    while backward goes on. Where something else still needs its old value, autograd raises ("modified by an inplace
+    operation").
+
+    Args:
+        optimizer: Of parameters that the reducer holds, and maybe others: those are stepped when the step closes.
+
+    Raises:
+        ConfigurationError: The optimizer cannot step without being called with a closure.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        name = type(optimizer).__name__
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigurationError(
+                f"{name} computes the loss anew within its step, so it cannot step within backward.\n"
+                "Call its step(closure) after backward."
+            )
+        self._optimizer = optimizer
+        # The parameters that are still to be stepped, with the place of their group; None between two steps. It is made
+        # anew in each, since parameters may be added to the optimizer.
+        self._left: dict[nn.Parameter, int] | None = None
+        self._changed: dict[int, dict[str, Any]] = {}  # by place of a group, what the steps changed in it
+        self._is_stepping = False
+        self._handle = optimizer.register_step_pre_hook(self._refuse_others)
+
+    def remove(self) -> None:
+        """Let the optimizer be stepped as before."""
+        self._handle.remove()
+
+    def on_event(self, kind: Event, bucket: Bucket | None) -> None:
+        """Take note of an event of the reducer."""
+        if kind is Event.BACKWARD:
+            self._left, self._changed = None, {}  # of a backward that failed
+        elif kind is Event.REDUCED and bucket is not None:
+            self._step(bucket.parameters)
+        elif kind is Event.CLOSED:
+            self._step(None)
+            for place, values in self._changed.items():
+                self._optimizer.param_groups[place].update(values)
+            self._left, self._changed = None, {}
+
+    def _step(self, parameters: Iterable[nn.Parameter] | None) -> None:
+        """Step those of ``parameters`` that the optimizer has; None: all that are left."""
+        optimizer, whole = self._optimizer, self._optimizer.param_groups
+        if self._left is None:
+            self._left = {each: place for place, group in enumerate(whole) for each in group["params"]}
+        members: dict[int, list[nn.Parameter]] = {}
+        for parameter in list(self._left) if parameters is None else parameters:
+            place = self._left.pop(parameter, None)
+            if place is not None:
+                members.setdefault(place, []).append(parameter)
+        if not members:
+            return
+        # The optimizer gets ``param_groups`` that hold these parameters and copies of all else. So its state stays
+        # where it is, schedulers see nothing of it, and what a step counts in a group is counted once, when the step
+        # closes. Whatever treats each parameter on its own gives the same bits as one step over all.
+        parts = {place: {**whole[place], "params": part} for place, part in members.items()}
+        self._is_stepping = True
+        optimizer.param_groups = list(parts.values())
+        try:
+            optimizer.step()
+        finally:
+            self._is_stepping = False
+            optimizer.param_groups = whole
+        for place, part in parts.items():
+            changed = {key: part[key] for key in part if key != "params" and part[key] is not whole[place].get(key)}
+            self._changed.setdefault(place, {}).update(changed)
+
+    def _refuse_others(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._is_stepping:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__}.step() was called, but it steps within backward since "
+                "overlap_optimizer() was called.\nLeave the call out."
+            )

@@ -199,6 +199,9 @@ class Reducer:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
                 parameter.requires_grad_(requires_grad)
 
+    def _rebuild_buckets(self) -> bool:
+        return False  # Accelerate and Lightning call it before a forward; ours are rebuilt after the first backward
+
     def remove_hooks(self) -> None:
         """Stop watching the parameters, for good."""
         for handle in self._hooks:
@@ -248,11 +251,6 @@ class Reducer:
     def is_collecting(self) -> bool:
         """Whether a synchronised backward runs, and has not failed."""
         return self._phase is Phase.COLLECTING and self._queued_close() is not None
-
-    def check_finished(self) -> None:
-        """Raise RuntimeError if a synchronised backward has begun and not run to its end."""
-        if self._phase is Phase.COLLECTING:
-            raise RuntimeError("A synchronised backward has not run to its end.")
 
     @keep_out_of_graphs
     def _on_output(self, gradient: Tensor) -> Tensor | None:

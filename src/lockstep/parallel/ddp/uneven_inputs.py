@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.variable import Variable
 from typing_extensions import override
 
-from lockstep.comm.collectives import Group, Join, JoinHook, all_gather, all_reduce
+from lockstep.comm.collectives import Group, JoinHook, all_gather, all_reduce
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 from lockstep.parallel.compile import keep_out_of_graphs
-from lockstep.parallel.ddp.torch_compat import TorchCompat
 from lockstep.parallel.ddp.weighting import Weights
-from lockstep.parallel.module_io import hook_tensors
 from lockstep.parallel.sync_batchnorm import Event, LayerPlace, SyncBatchNorm, TorchSyncBatchNorm, register_engine
+
+if TYPE_CHECKING:
+    from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 
 _CONVERT = "Convert the model: model = lockstep.SyncBatchNorm.convert_sync_batchnorm(model)."
 
@@ -180,6 +179,11 @@ class SyncLayerShadow:
                 self._shadow()
             self._phase = _Phase.CLOSED
 
+    @keep_out_of_graphs
+    def on_local_backward(self, _gradient: Tensor) -> None:
+        """Have backward end as a synchronised one does; a hook of what forward returned."""
+        Variable._execution_engine.queue_callback(self.end_backward)  # a second time it does nothing
+
     def _shadow(self) -> Event:
         """Take part in what the others do until they announce that it is over; return which end it is."""
         while True:
@@ -229,105 +233,10 @@ class SyncLayerShadow:
         return f"the {'backward' if event == Event.BACKWARD else 'forward'} of SyncBatchNorm {self._names[number]}"
 
 
-class UnevenInputs(TorchCompat):
-    """The part of ``DistributedDataParallel`` that lets ranks have different numbers of batches."""
-
-    # After ``join()``: whose model all ranks hold (torch's name).
-    _divide_by_initial_world_size: bool
-    _sync_layers: SyncLayerShadow
-    _authoritative_rank: int
-
-    def join(
-        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
-    ) -> Join:
-        """Return a context in which ranks may have different numbers of batches.
-
-        A rank that leaves its loop early takes part in the other ranks' steps with zero gradients, and takes over
-        the final model. Collective: every rank enters it; each ``forward`` inside costs one small all-reduce more.
-        `SyncBatchNorm` layers go on over the ranks that have data. With them each forward must be followed by one
-        backward, unless it is under ``no_grad``.
-
-        Args:
-            divide_by_initial_world_size: Divide gradients by the number of all ranks, else by those with data.
-            enable: False: do nothing.
-            throw_on_early_termination: Raise RuntimeError on every rank when the first one runs out of data.
-        """
-        divides = {"divide_by_initial_world_size": divide_by_initial_world_size}
-        return Join([self], enable, throw_on_early_termination, **divides)
-
-    def join_hook(self, **kwargs: Any) -> DDPJoinHook:
-        """Return what a rank without data does in each step; for ``Join`` with several participants."""
-        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        return DDPJoinHook(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of the tensors that ``Join`` sends."""
-        return self.device
-
-    @property
-    def join_process_group(self) -> Group:
-        """The group that ``Join`` uses."""
-        return self.process_group
-
-    def will_sync_module_buffers(self) -> bool:
-        """Return whether the next ``forward`` synchronises buffers."""
-        return self.require_forward_param_sync and self.forward_sync_buffers and self._model_sync.has_buffers
-
-    def _sync_buffers(self, *, after_forward: bool, src: int) -> None:
-        self._reducer.post_backward += self._model_sync.sync_buffers(after_forward=after_forward, src=src)
-
-    def _notify_joined_ranks(self) -> None:
-        """Let ranks without data know that another step begins. Collective: every rank of a ``join()``."""
-        self._sync_layers.require_closed()  # or else they still wait for that step's end
-        num_active = 0.0
-        work = Join.notify_join_context(self)
-        if work is not None:  # only the first of several participants learns who is left
-            work.wait()
-            num_active, num_ranks = float(work.result()[0].item()), float(self.process_group.size())
-            self._reducer.divisor = num_ranks if self._divide_by_initial_world_size else num_active
-        if num_active < self.process_group.size():
-            self._sync_layers.open(has_batch=True)
-
-    @contextmanager
-    def some_without_batch(self, *, has_batch: bool) -> Iterator[None]:
-        """Run one forward and its backward inside, in which some rank may be without a batch.
-
-        A rank without one runs a forward that uses no layer of the module, and its backward only if that
-        synchronises gradients. It takes part in the other ranks' `SyncBatchNorm` layers.
-
-        Collective: every rank, if the module has such layers. Blocks until complete.
-
-        Args:
-            has_batch: Whether this rank has a batch.
-
-        Raises:
-            ConfigurationError: On every rank: a layer of torch's class, or over another group than the gradients.
-        """
-        self._sync_layers.open(has_batch=has_batch)
-        try:
-            yield
-            self._sync_layers.end_backward()  # of a rank that has run no backward; after one it does nothing
-        finally:
-            self._sync_layers.abandon()
-
-    def _end_forward(self, output: Any) -> None:
-        """End forward towards ranks without a batch; see that the end of its backward reaches them too."""
-        self._sync_layers.end_forward(backward_follows=torch.is_grad_enabled())
-        delays = self._sync_layers.must_delay_buckets(uneven=self._reducer.bucket_set.is_uneven)
-        self._reducer.before_launch = self._sync_layers.end_backward if delays else None
-        if self._sync_layers.is_open and not self.require_backward_grad_sync:  # no reducer will call it
-            hook_tensors(output, self._on_local_backward)
-
-    @keep_out_of_graphs
-    def _on_local_backward(self, _gradient: Tensor) -> None:
-        Variable._execution_engine.queue_callback(self._sync_layers.end_backward)  # a second time it does nothing
-
-
 class DDPJoinHook(JoinHook):
     """Mirrors, in order, the collectives of the other ranks' forward and backward."""
 
-    def __init__(self, ddp: UnevenInputs) -> None:
+    def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = ddp
 
     @override
@@ -342,7 +251,7 @@ class DDPJoinHook(JoinHook):
         ddp._sync_layers.end_forward(backward_follows=False)
         ddp._sync_layers.end_backward()
         if ddp.require_forward_param_sync:
-            ddp._reducer.shadow_step()
+            ddp.reducer.shadow_step()
 
     @override
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -353,7 +262,7 @@ class DDPJoinHook(JoinHook):
         self._ddp._model_sync.broadcast(src=src, with_buffers=self._ddp.forward_sync_buffers)
 
 
-def common_rank(ddp: UnevenInputs, *, candidate: bool) -> int:
+def common_rank(ddp: DistributedDataParallel, *, candidate: bool) -> int:
     """Return the highest rank that calls this as a candidate. Collective: every rank. Blocks until complete."""
     rank = torch.tensor([ddp.process_group.rank() if candidate else -1], device=ddp.device)
     all_reduce(rank, group=ddp.process_group, op="max")
@@ -361,7 +270,7 @@ def common_rank(ddp: UnevenInputs, *, candidate: bool) -> int:
     return int(rank.item())
 
 
-def announce_backward(ddp: UnevenInputs, *, will_sync: bool) -> bool:
+def announce_backward(ddp: DistributedDataParallel, *, will_sync: bool) -> bool:
     """Let the ranks that have joined know whether this step's backward synchronises; return whether any rank's does.
 
     Collective: every rank. Blocks until complete.

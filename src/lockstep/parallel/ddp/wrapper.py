@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,34 +17,51 @@ from torch.optim import Optimizer
 from lockstep import activity
 from lockstep.comm.collectives import (
     Group,
+    Join,
     Joinable,
+    all_gather,
+    broadcast_coalesced,
     default_group,
     mesh_group,
-    overlapped_optimizer,
     reduces_on_its_own,
 )
 from lockstep.comm.process import keep_freed_memory
-from lockstep.errors import ConfigurationError
+from lockstep.errors import ConfigurationError, NonFiniteGradient
 from lockstep.parallel.compile import leave_all_uncompiled, leave_uncompiled
 from lockstep.parallel.consistency import Buffers, refuse_difference, replica_of
 from lockstep.parallel.ddp import comm_hooks, setup
-from lockstep.parallel.ddp.bucket_api import BucketApi, FlatGradients
-from lockstep.parallel.ddp.bucket_events import BucketRanges, PaceClock
-from lockstep.parallel.ddp.bucket_plan import FIRST_CAP_BYTES
+from lockstep.parallel.ddp.bucket_events import (
+    BucketOptimizer,
+    BucketRanges,
+    BucketStamps,
+    FlatGradients,
+    LocalGradientMonitor,
+    PaceClock,
+    gradients_of,
+)
+from lockstep.parallel.ddp.bucket_plan import FIRST_CAP_BYTES, MIB
 from lockstep.parallel.ddp.buckets import BucketSet
 from lockstep.parallel.ddp.comm_hooks import CommHookReduction, CompressedAllReduce, WireDtype
 from lockstep.parallel.ddp.reducer import Reducer, live_reducers
-from lockstep.parallel.ddp.setup import ModelSync
-from lockstep.parallel.ddp.torch_compat import TorchReducer
-from lockstep.parallel.ddp.uneven_inputs import SyncLayerShadow, UnevenInputs, announce_backward, common_rank
+from lockstep.parallel.ddp.setup import BufferHook, ModelSync
+from lockstep.parallel.ddp.uneven_inputs import DDPJoinHook, SyncLayerShadow, announce_backward, common_rank
 from lockstep.parallel.ddp.weighting import check_weight, encode_message
-from lockstep.parallel.module_io import WrappedParameters, anchor_tensors, find_tensors, move_to, requires_grad
+from lockstep.parallel.flat import are_finite, combine_norms, list_norms
+from lockstep.parallel.module_io import (
+    WrappedParameters,
+    Wrapper,
+    anchor_tensors,
+    find_tensors,
+    hook_tensors,
+    move_to,
+    requires_grad,
+)
 from lockstep.telemetry import ranges
 
 _MISSING = object()
 
 
-class DistributedDataParallel(BucketApi, UnevenInputs):
+class DistributedDataParallel(Wrapper, Joinable):
     """Train one model in many processes: each computes gradients on its own data, and all get their mean.
 
     A drop-in for ``torch.nn.parallel.DistributedDataParallel`` of torch 2.13: same arguments, same ``state_dict``
@@ -89,6 +107,10 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
         CollectiveError: From ``backward``: another rank ended or did not take part.
         LockstepError: From ``forward``: a parameter was replaced or unfrozen after wrapping.
     """
+
+    module: nn.Module
+    broadcast_bucket_size = 250 * MIB  # asked for by torch's own buffer hooks
+    _active_ddp_module: ClassVar[nn.Module | None] = None  # set by torch's ``replicate`` while it runs on this class
 
     def __init__(
         self,
@@ -150,7 +172,9 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._divide_by_initial_world_size = True
-        self._comm_hooks = []
+        self._authoritative_rank = 0  # after `join`: whose model all ranks hold
+        self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
+        self._comm_hook_name = ""
 
         with_buffers, self.forward_sync_buffers = setup.buffer_policy(broadcast_buffers, forward_sync_buffers)
         setup.check_batch_norms(module, self.device_type)
@@ -160,7 +184,7 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
             self._model_sync.broadcast(src=0, with_buffers=with_buffers)
 
     def _connect(self) -> None:
-        """Make everything that holds the process group, and watch the parameters. Sends nothing."""
+        """Make everything that holds the process group, and hook the parameters. Sends nothing."""
         if self.device.type == "cpu":
             keep_freed_memory()  # or each step's activations go back to the system, and come again as zeroed pages
         group = self.process_group
@@ -174,16 +198,15 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
             keep_held_gradients=not self.gradient_as_bucket_view,
             message=encode_message(group.rank(), group.size(), is_missing=True),
         )
-        self.reducer = TorchReducer(bucket_set, group=group, skip_unused_buckets=self.skip_all_reduce_unused_params)
-        self._reducer: Reducer = self.reducer
-        self._sync_layers = SyncLayerShadow(self.module, group=group, device=self.device, weights=self._reducer.weights)
-        self.flat_gradients, self._monitor = FlatGradients(self._reducer, self.module.parameters()), None
+        self.reducer = Reducer(bucket_set, group=group, skip_unused_buckets=self.skip_all_reduce_unused_params)
+        self._sync_layers = SyncLayerShadow(self.module, group=group, device=self.device, weights=self.reducer.weights)
+        # For `fit`, too: the gradients, a tensor for each bucket.
+        self.flat_gradients = FlatGradients(self.reducer, self.module.parameters())
+        self._monitor: LocalGradientMonitor | None = None
         if self.wire_dtype is not None and group.size() > 1:
-            self._reducer.reduction = CompressedAllReduce(bucket_set, group, self.wire_dtype)
-        for hook, state in self._comm_hooks:
-            self._reducer.set_reduction(CommHookReduction(group, hook, state))
+            self.reducer.reduction = CompressedAllReduce(bucket_set, group, self.wire_dtype)
 
-    # --- copies and pickles -----------------------------------------------------------------------------------------
+    # --- copies and pickles -------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group != default_group():
@@ -195,10 +218,10 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
 
     def _portable_state(self) -> dict[str, Any]:
         # What `_connect` makes belongs neither to a copy nor to a pickle.
-        tied = {"process_group", "reducer", "_reducer", "_model_sync", "_wrapped_parameters", "_sync_layers"}
+        tied = {"process_group", "reducer", "_model_sync", "_wrapped_parameters", "_sync_layers"}
         tied |= {"flat_gradients", "_monitor"}
         state = {name: value for name, value in self.__dict__.items() if name not in tied}
-        return state | {"_comm_hooks": [], "_comm_hook_name": "", "_hook_error": ""}
+        return state | {"_comm_hooks": [], "_comm_hook_name": ""}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_bucket_caps_bytes" not in state:
@@ -218,7 +241,7 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
         clone._connect()
         return clone
 
-    # --- forward ----------------------------------------------------------------------------------------------------
+    # --- forward ------------------------------------------------------------------------------------------------------
 
     @leave_uncompiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -238,7 +261,7 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
             self._wrapped_parameters.check()
         self._add_asked_observers()
         # In this order, and the same in `DDPJoinHook`: ranks that have joined mirror each collective.
-        self._reducer.begin_forward(will_sync=is_training and self.require_backward_grad_sync)
+        self.reducer.begin_forward(will_sync=is_training and self.require_backward_grad_sync)
         is_joining = self._join_config.enable
         if is_joining:
             self._notify_joined_ranks()
@@ -274,13 +297,13 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
         self.require_forward_param_sync = is_training and self.require_backward_grad_sync
         if not is_training:
             return output
-        self._reducer.disarm()  # forget what the last forward promised, and a backward that failed
+        self.reducer.disarm()  # forget what the last forward promised, and a backward that failed
         if not self.require_backward_grad_sync:
-            self._reducer.expect_accumulation(output)
+            self.reducer.expect_accumulation(output)
             return output
         if self.training and not any(map(requires_grad, find_tensors(output))):
             output = anchor_tensors(output)
-        self._reducer.prepare_for_backward(output)
+        self.reducer.prepare_for_backward(output)
         return output
 
     def __getattr__(self, name: str) -> Any:
@@ -307,13 +330,13 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
 
     def _add_asked_observers(self) -> None:
         """Let those observe the steps that somebody in this process has asked for since."""
-        observers = self._reducer.observers
+        observers = self.reducer.observers
         if ranges.now is not None and not any(isinstance(each, BucketRanges) for each in observers):
             observers.append(BucketRanges())
         if activity.callbacks.wants_pace and not any(isinstance(each, PaceClock) for each in observers):
             observers.append(PaceClock(self.device))
 
-    # --- accumulation and weights -----------------------------------------------------------------------------------
+    # --- accumulation and weights -------------------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -346,9 +369,9 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
             ConfigurationError: ``n`` is nothing of that kind. From ``backward``, on every rank: some ranks gave a
                 weight and others did not; names the latter.
         """
-        self._reducer.set_weight(check_weight(n))
+        self.reducer.set_weight(check_weight(n))
 
-    # --- communication hooks ----------------------------------------------------------------------------------------
+    # --- communication hooks ------------------------------------------------------------------------------------------
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let ``hook(state, bucket)`` reduce each bucket of gradients instead of the mean over ranks.
@@ -361,35 +384,234 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
             ValueError: Its annotations say that it expects or returns something else.
             RuntimeError: There is a hook already.
         """
-        try:
-            comm_hooks.check_comm_hook(hook, self.wire_dtype)
-        except (TypeError, ValueError) as error:
-            self._hook_error = f"{type(error)}: {error}"  # torch's class reports it with its logging data
-            raise
+        comm_hooks.check_comm_hook(hook, self.wire_dtype)
         if self._comm_hooks:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self._comm_hooks.append((hook, state))
         self._comm_hook_name = hook.__qualname__
-        self._reducer.set_reduction(CommHookReduction(self.process_group, hook, state))
+        self.reducer.set_reduction(CommHookReduction(self.process_group, hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         self.register_comm_hook(self.process_group, comm_hooks.builtin_comm_hook(comm_hook_type))
         self._comm_hook_name = str(comm_hook_type)
 
-    def _register_fused_optim(
-        self, optim: type, *args: Any, optim_params: Sequence[nn.Parameter] | None = None, **kwargs: Any
-    ) -> None:
-        """Run an optimizer on each bucket as soon as it is reduced (torch's functional optimizers)."""
+    # --- uneven inputs ------------------------------------------------------------------------------------------------
+
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> Join:
+        """Return a context in which ranks may have different numbers of batches.
+
+        A rank that leaves its loop early takes part in the other ranks' steps with zero gradients, and takes over
+        the final model. Collective: every rank enters it; each ``forward`` inside costs one small all-reduce more.
+        `SyncBatchNorm` layers go on over the ranks that have data. With them each forward must be followed by one
+        backward, unless it is under ``no_grad``.
+
+        Args:
+            divide_by_initial_world_size: Divide gradients by the number of all ranks, else by those with data.
+            enable: False: do nothing.
+            throw_on_early_termination: Raise RuntimeError on every rank when the first one runs out of data.
+        """
+        divides = {"divide_by_initial_world_size": divide_by_initial_world_size}
+        return Join([self], enable, throw_on_early_termination, **divides)
+
+    def join_hook(self, **kwargs: Any) -> DDPJoinHook:
+        """Return what a rank without data does in each step; for ``Join`` with several participants."""
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return DDPJoinHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the tensors that ``Join`` sends."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> Group:
+        """The group that ``Join`` uses."""
+        return self.process_group
+
+    def will_sync_module_buffers(self) -> bool:
+        """Return whether the next ``forward`` synchronises buffers."""
+        return self.require_forward_param_sync and self.forward_sync_buffers and self._model_sync.has_buffers
+
+    def _sync_buffers(self, *, after_forward: bool, src: int) -> None:
+        self.reducer.post_backward += self._model_sync.sync_buffers(after_forward=after_forward, src=src)
+
+    def _notify_joined_ranks(self) -> None:
+        """Let ranks without data know that another step begins. Collective: every rank of a ``join()``."""
+        self._sync_layers.require_closed()  # or else they still wait for that step's end
+        num_active = 0.0
+        work = Join.notify_join_context(self)
+        if work is not None:  # only the first of several participants learns who is left
+            work.wait()
+            num_active, num_ranks = float(work.result()[0].item()), float(self.process_group.size())
+            self.reducer.divisor = num_ranks if self._divide_by_initial_world_size else num_active
+        if num_active < self.process_group.size():
+            self._sync_layers.open(has_batch=True)
+
+    @contextmanager
+    def some_without_batch(self, *, has_batch: bool) -> Iterator[None]:
+        """Run one forward and its backward inside, in which some rank may be without a batch.
+
+        A rank without one runs a forward that uses no layer of the module, and its backward only if that
+        synchronises gradients. It takes part in the other ranks' `SyncBatchNorm` layers.
+
+        Collective: every rank, if the module has such layers. Blocks until complete.
+
+        Args:
+            has_batch: Whether this rank has a batch.
+
+        Raises:
+            ConfigurationError: On every rank: a layer of torch's class, or over another group than the gradients.
+        """
+        self._sync_layers.open(has_batch=has_batch)
         try:
-            overlapped_optimizer(optim, optim_params, *args, **kwargs).register_ddp(self)
-        except NotImplementedError as error:
-            raise RuntimeError(f"{optim} does not support overlapped DDP.") from error
-        self._reducer.weights.refusal = (
-            "Weights do not work with an optimizer that runs inside a communication hook: it steps before the sum of "
-            "the weights is known.\nRun the optimizer after backward."
+            yield
+            self._sync_layers.end_backward()  # of a rank that has run no backward; after one it does nothing
+        finally:
+            self._sync_layers.abandon()
+
+    def _end_forward(self, output: Any) -> None:
+        """End forward towards ranks without a batch; see that the end of its backward reaches them too."""
+        self._sync_layers.end_forward(backward_follows=torch.is_grad_enabled())
+        delays = self._sync_layers.must_delay_buckets(uneven=self.reducer.bucket_set.is_uneven)
+        self.reducer.before_launch = self._sync_layers.end_backward if delays else None
+        if self._sync_layers.is_open and not self.require_backward_grad_sync:  # no reducer will call it
+            hook_tensors(output, self._sync_layers.on_local_backward)
+
+    # --- gradients of whole buckets -----------------------------------------------------------------------------------
+
+    def stamp_buckets(self, stamps: BucketStamps | None) -> None:
+        """For whoever records steps: have the moments of buckets taken from now on, or with None not any more."""
+        observers = self.reducer.observers
+        observers[:] = [each for each in observers if not isinstance(each, BucketStamps)]
+        if stamps is not None:
+            observers.append(stamps)
+
+    def _refuse_slices(self, method: str, how: str = "") -> None:
+        if not self.reducer.reduction.leaves_whole:
+            raise ConfigurationError(
+                f"{method}() needs all gradients, but with shard_gradients=True each rank has a slice of them.\n"
+                f"Call clip_grad_norm_() of the optimizer{how}."
+            )
+
+    def gradients_are_finite(self) -> bool:
+        """Return whether no gradient is NaN or infinite: the same verdict on every rank, after the same backward.
+
+        Not collective: NaN and infinity survive the sum over the ranks, all of which hold the same bits of it. So all
+        can skip the same step without asking each other. Parameters that are not synchronised are left out. Blocks
+        until backward is done.
+
+        Raises:
+            ConfigurationError: This rank has only a slice of the gradients.
+        """
+        self._refuse_slices("gradients_are_finite", " with max_norm=math.inf, which returns the norm of all")
+        reduced = self.flat_gradients.reduced()
+        return are_finite(reduced, combine_norms(list_norms(reduced)))
+
+    def check_gradients(self) -> None:
+        """Raise an error that names rank and parameter if a gradient is NaN or infinite.
+
+        Call it between backward and ``optimizer.step()``. From the first call on each bucket is checked when it
+        is launched, so the ranks are known in all steps behind the first. Blocks until backward is done.
+
+        Collective if a gradient is not finite: every rank.
+
+        Raises:
+            NonFiniteGradient: On every rank.
+            ConfigurationError: This rank has only a slice of the gradients.
+        """
+        was_monitored = self._monitor is not None
+        saw_nonfinite = self.monitor_local_gradients()
+        if self.gradients_are_finite():
+            return
+        buckets = self.reducer.bucket_set
+        first = next(
+            name
+            for name, parameter in zip(buckets.names, buckets.parameters, strict=True)
+            if not are_finite(gradients_of([parameter]), torch.tensor(math.nan))
+        )
+        is_here = torch.tensor([int(was_monitored and saw_nonfinite())], device=self.device)
+        ranks = [rank for rank, each in enumerate(all_gather(is_here, group=self.process_group)) if int(each)]
+        where = f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
+        raise NonFiniteGradient(
+            f"The gradient is not finite{where}: first that of parameter {first}.\n"
+            "Look at the loss and the samples of this step there. To go on without the step, ask "
+            "gradients_are_finite() and call optimizer.step() only if they are.",
+            ranks=tuple(ranks),
         )
 
-    # --- consistency ------------------------------------------------------------------------------------------------
+    def monitor_local_gradients(self) -> Callable[[], bool]:
+        """For `fit`: check each bucket when it is launched, from now on.
+
+        Returns:
+            A function: whether this rank's part of the last backward was not finite. Blocks.
+        """
+        if self._monitor is None:
+            self._monitor = LocalGradientMonitor()
+            self.reducer.observers.append(self._monitor)
+        return self._monitor.saw_nonfinite
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients down so that their norm is at most ``max_norm``; return the norm they had.
+
+        As ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)``, but a bucket at a time, which takes far fewer
+        kernels, and the norm is as accurate for large parameters as for small ones. Not collective: after a
+        synchronised backward all ranks hold the same gradients and find the same norm. Does not block.
+
+        Args:
+            max_norm: The largest norm allowed.
+            norm_type: The p of the p-norm; may be infinite.
+
+        Raises:
+            ConfigurationError: This rank has only a slice of the gradients.
+        """
+        self._refuse_slices("clip_grad_norm_")
+        norm_type = float(norm_type)
+        if norm_type <= 0:
+            return torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
+        norm = self.flat_gradients.norm(norm_type)
+        self.flat_gradients.multiply_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def overlap_optimizer(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Let ``optimizer`` step within backward from now on, each bucket as soon as it is reduced.
+
+        Each synchronised backward then ends with the parameters updated, to the same bits as ``optimizer.step()`` after
+        it would, for every optimizer that treats each parameter on its own and draws no random numbers. Gradients
+        stay until they are zeroed. Nothing may read or change gradients in between: no clipping, no loss scaling.
+        ``optimizer.step()`` raises as long as this holds; learning-rate schedulers step after backward as ever.
+
+        With weights (`weight`) and with communication hooks all buckets are stepped when backward ends.
+
+        Args:
+            optimizer: Of this model's parameters.
+
+        Returns:
+            What ends it.
+
+        Raises:
+            ConfigurationError: The optimizer cannot step without a closure, or divides its work among the ranks.
+        """
+        reducer = self.reducer
+        if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
+            raise ConfigurationError(
+                "overlap_optimizer() cannot be had with ZeroRedundancyOptimizer, which divides a step among ranks."
+                "\nCall optimizer.step() after backward."
+            )
+        stepping = BucketOptimizer(optimizer)
+        reducer.set_reduction(reducer.reduction)  # a rank alone begins to watch its gradients
+        reducer.observers.append(stepping)
+        reducer.finishes_early = True
+
+        def end() -> None:
+            reducer.observers.remove(stepping)
+            stepping.remove()
+
+        return end
+
+    # --- consistency --------------------------------------------------------------------------------------------------
 
     _num_good_checks = 0
 
@@ -412,6 +634,72 @@ class DistributedDataParallel(BucketApi, UnevenInputs):
         since = f"{times} before found none." if self._num_good_checks else "This was the first check."
         refuse_difference(replica, group=self.process_group, device=self.device, now="", since=since)
         self._num_good_checks += 1
+
+    # --- private and deprecated names of torch's class that libraries and torch's own tools use -----------------------
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Torch's older name for ``forward_sync_buffers``."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> nn.Module | None:
+        """Answer torch.compile, which asks this of the class that stands where torch's name is."""
+        return cls._active_ddp_module or TorchDistributedDataParallel._active_ddp_module
+
+    def _default_broadcast_coalesced(
+        self, bufs: Sequence[Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        """Broadcast buffers, as buffer hooks do that want the usual and more. Collective: every rank."""
+        tensors = list(self._model_sync.named_buffers().values()) if bufs is None else bufs
+        broadcast_coalesced(tensors, group=self.process_group, src=authoritative_rank)
+
+    def _register_buffer_comm_hook(self, state: object, hook: BufferHook, comm_hook_location: Any = None) -> None:
+        """Let ``hook(state, named_buffers)`` synchronise buffers; ``comm_hook_location`` is torch's enum."""
+        after_forward = comm_hook_location is None or comm_hook_location.name == "POST_FORWARD"
+        self._model_sync.buffer_hook = hook, state, after_forward
+
+    def _get_ddp_logging_data(self) -> dict[str, str | int]:
+        """Return those of torch's keys that libraries read."""
+        data: dict[str, str | int] = {
+            "iteration": max(0, self.reducer.num_forwards - 1),
+            "can_set_static_graph": 0,  # it would gain nothing; Lightning advises it where this says 1
+            "has_rebuilt_buckets": int(self.reducer.bucket_set.is_rebuilt),
+            "num_buckets_reduced": self.reducer.num_buckets_reduced,
+        }
+        if self._comm_hooks:
+            data["comm_hook"] = self._comm_hook_name
+        return data
+
+    def _remove_autograd_hooks(self) -> None:
+        self.reducer.remove_hooks()
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Do nothing: outputs are never cloned."""
+
+    def _set_static_graph(self) -> None:
+        self.static_graph = True
+
+    @staticmethod
+    def _get_data_parallel_params(
+        module: nn.Module, named_params: bool = False
+    ) -> Iterator[nn.Parameter | tuple[str, nn.Parameter]]:
+        # torch's optimizer_overlap_hooks asks for these.
+        for name, parameter in module.named_parameters():
+            if not hasattr(parameter, "_ddp_ignored"):
+                yield (name, parameter) if named_params else parameter
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:
+        """Mark parameters and buffers, by full name, that a wrapper of ``module`` leaves alone."""
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if name in params_and_buffers_to_ignore:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]
 
 
 TorchDistributedDataParallel.register(DistributedDataParallel)  # libraries decide by isinstance
