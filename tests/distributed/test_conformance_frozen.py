@@ -27,8 +27,8 @@ def unfreeze_after_wrapping(world):
 def test_training_a_parameter_that_was_frozen_at_wrap_time_is_an_error_until_it_is_wrapped_again(ranks):
     (message, first), (_, second) = ranks(2)(unfreeze_after_wrapping)
     assert message == (
-        "Parameter 0.weight was frozen when the model was wrapped, but is trained now: its gradient would not be "
-        "averaged over the ranks.\nUnfreeze before wrapping, or wrap again after unfreezing: "
+        "Parameter 0.weight is trained now, but was frozen when it was wrapped: its gradient would not be averaged "
+        "over the ranks.\nReplace or unfreeze before wrapping, or wrap again: "
         "model = DistributedDataParallel(model.module)."
     )
     assert torch.equal(first, second)

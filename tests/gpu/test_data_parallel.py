@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.parallel.dp.gradients import sum_in_tree
+from lockstep.parallel.dp.replicas import sum_in_tree
 from lockstep.parallel.dp.wrapper import DataParallel
 from tests.models import FAMILIES, build, global_batch
 from tests.unit.data_parallel_cases import gradients

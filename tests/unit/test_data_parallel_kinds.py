@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.dp.gradients import coalesced_copies
+from lockstep.parallel.dp.replicas import coalesced_copies
 from lockstep.parallel.dp.wrapper import DataParallel
 from tests.models import build, global_batch
 from tests.unit.data_parallel_cases import KINDS, assert_same_gradients, wrap

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.dp.scatter_gather import as_device, gather, scatter, scatter_kwargs
+from lockstep.parallel.dp.wrapper import as_device, gather, scatter, scatter_kwargs
 
 CPU = torch.device("cpu")
 

@@ -137,16 +137,10 @@ class WrappedParameters:
             # torch.func.functional_call puts plain tensors there for a while, which are not this model's to average.
             if name in self._ignore or not isinstance(parameter, nn.Parameter) or not parameter.requires_grad:
                 continue
-            if parameter not in self._known:
+            if parameter in self._frozen or parameter not in self._known:
+                what = "is trained now, but was frozen" if parameter in self._frozen else "was not in the model"
                 raise LockstepError(
-                    f"Parameter {name} was put into the model after it was wrapped: its gradient would not be averaged "
-                    "over the ranks.\nReplace parameters and layers before wrapping, or wrap again: "
-                    "model = DistributedDataParallel(model.module)."
-                )
-            if parameter in self._frozen:
-                raise LockstepError(
-                    f"Parameter {name} was frozen when the model was wrapped, but is trained now: its gradient would "
-                    "not be averaged over the ranks.\nUnfreeze before wrapping, or wrap again after unfreezing: "
-                    "model = DistributedDataParallel(model.module)."
+                    f"Parameter {name} {what} when it was wrapped: its gradient would not be averaged over the ranks.\n"
+                    "Replace or unfreeze before wrapping, or wrap again: model = DistributedDataParallel(model.module)."
                 )
         self._note_entries()

@@ -1,25 +1,29 @@
 """``ZeroRedundancyOptimizer``: each rank keeps the state of its shard of the parameters and updates that shard."""
 
+import gc
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
+from torch.futures import Future
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lockstep.comm import collectives
 from lockstep.comm.collectives import Group, Join, Joinable, JoinHook, Work
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.consistency import check_models_agree
-from lockstep.parallel.ddp.buckets import Bucket
-from lockstep.parallel.ddp.reducer import Reducer
+from lockstep.parallel.ddp.buckets import Bucket, BucketSet
+from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
+from lockstep.parallel.ddp.reducer import Event, Reducer, live_reducers
 from lockstep.parallel.flat import combine_norms, list_norms, multiply_
 from lockstep.parallel.zero import partition
 from lockstep.parallel.zero.partition import Entries, FlatBuffer, Member, Read, ShardOptimizer, ShardRange, options_of
-from lockstep.parallel.zero.reduce_scatter import ReduceScatterMean, SecondBackwardCheck, find_reducer
 from lockstep.parallel.zero.state_dict import gather_full_state, read_from_full
 
 
@@ -493,3 +497,158 @@ def shard_optimizer(optimizer: Optimizer, *, group: Group) -> ZeroRedundancyOpti
         shard_gradients=partition.works_on_slices(kind) and collectives.has_reduce_scatter(group, device),
         **defaults,
     )
+
+
+# --- gradients in slices ----------------------------------------------------------------------------------------------
+
+
+class _Works:
+    """Several collectives as one, with the methods of a future that the reducer uses."""
+
+    def __init__(self, works: list[Work]) -> None:
+        self._works = works
+
+    def done(self) -> bool:
+        """Return whether all are complete."""
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        """Block until all are complete."""
+        while self._works:
+            collectives.wait_for(self._works[0], "reduce_scatter of gradients")
+            del self._works[0]
+
+
+@final
+class ReduceScatterMean(BucketReduction):
+    """The mean over ranks, of which each rank gets its slice; tail and remainder reach all.
+
+    [Note: what is in param.grad]
+    A bucket that was reduce-scattered holds the mean in this rank's slice, and this rank's own gradients elsewhere. The
+    optimizer's ``step`` takes the slice and sets ``param.grad`` to None. A backward before that would add to both, of
+    which no right sum can be made, so it is refused; see `SecondBackwardCheck`.
+
+    In the first step, whose buckets are rebuilt when it is over, all of it reaches all ranks.
+
+    Args:
+        bucket_set: The buckets of the model.
+        group: The ranks that take part.
+    """
+
+    leaves_whole = False
+
+    def __init__(self, bucket_set: BucketSet, group: Group) -> None:
+        self._bucket_set, self._group = bucket_set, group
+        self._first_step = AllReduceMean(group)
+
+    @override
+    def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
+        if not self._bucket_set.is_rebuilt:
+            return self._first_step.start(bucket, alone=alone)
+        # All slices of a reduce-scatter are equal.
+        end = partition.even_end(bucket.gradients.numel(), self._group.size())
+        works = [collectives.reduce_scatter_slices(bucket.payload[:end], group=self._group, alone=alone)] if end else []
+        # The remainder has fewer elements than there are ranks; the tail behind it is what every rank must know.
+        works.append(collectives.all_reduce_work(bucket.payload[end:], group=self._group, alone=alone))
+        pending = _Works(works)
+        if alone and bucket.payload.is_cpu:
+            pending.wait()
+        return cast("Future[Any]", pending)
+
+    @override
+    def finish(self, bucket: Bucket, future: Future[Any]) -> None:
+        future.wait()
+
+
+class SecondBackwardCheck:
+    """Refuses to add to gradients of which a rank has only its slice.
+
+    It watches one parameter of each bucket that was used, just before its gradient is added to ``param.grad``: a hook
+    for each parameter would cost in every backward, and at the launch of a bucket it is no longer known whether
+    ``param.grad`` was reset before.
+
+    Args:
+        reducer: Whose buckets are reduce-scattered.
+    """
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._bucket_set = reducer.bucket_set
+        self._reduced: set[int] = set()
+        self._watched: set[int] = set()
+        reducer.observers.append(self)
+
+    def reset(self) -> None:
+        """Note that the gradients have been used, or thrown away."""
+        self._reduced.clear()
+
+    def on_event(self, kind: Event, bucket: Bucket | None) -> None:
+        """Take note of an event of the reducer."""
+        if kind is not Event.REDUCED or bucket is None:
+            return
+        if not self._bucket_set.is_rebuilt:  # the first step, whose gradients all ranks have
+            return
+        self._reduced.add(id(bucket))
+        used = [parameter for parameter in bucket.parameters if parameter.grad is not None]
+        if used and self._watched.isdisjoint(map(id, used)):
+            self._watched.add(id(used[0]))
+            used[0].register_hook(partial(self._before_gradient, bucket, used[0]))
+
+    @keep_out_of_graphs
+    def _before_gradient(self, bucket: Bucket, parameter: torch.nn.Parameter, _gradient: torch.Tensor) -> None:
+        if id(bucket) not in self._reduced or parameter.grad is None:
+            return
+        # A gradient outside of the bucket is one that the script has set itself, and is whole.
+        offset = parameter.grad.data_ptr() - bucket.gradients.data_ptr()
+        if 0 <= offset < max(bucket.gradients.nbytes, 1):
+            raise ConfigurationError(
+                "A backward adds to gradients that were already reduced to each rank's slice.\n"
+                "Call step() or zero_grad() first; run all but the last backward of a step in no_sync(), or leave "
+                "shard_gradients out."
+            )
+
+
+def find_reducer(parameters: Sequence[torch.nn.Parameter]) -> Reducer:
+    """Return the reducer of the `DistributedDataParallel` that averages the gradients of ``parameters``.
+
+    Raises:
+        ConfigurationError: There is none, or more than one, or it cannot reduce to slices.
+    """
+    given = {id(parameter) for parameter in parameters}
+
+    def find_all() -> list[Reducer]:
+        return [each for each in live_reducers() if not given.isdisjoint(map(id, each.bucket_set.parameters))]
+
+    found = find_all()
+    if len(found) > 1:
+        gc.collect()  # a wrapper that is no longer used may be left in a cycle, on some ranks and not on others
+        found = find_all()
+    trained = {id(parameter) for each in found for parameter in each.bucket_set.parameters}
+    if not found:
+        problem = (
+            "no lockstep.DistributedDataParallel averages these parameters' gradients.\n"
+            "Wrap the model before the optimizer is made, or leave shard_gradients out."
+        )
+    elif len(found) > 1:
+        problem = (
+            f"{len(found)} live lockstep.DistributedDataParallel wrappers average gradients of these parameters, and "
+            "only one can leave slices.\n"
+            "Delete the wrappers that are no longer used, or leave shard_gradients out."
+        )
+    elif missing := trained - given:
+        problem = (
+            f"{len(missing)} of the {len(trained)} trained parameters of the DistributedDataParallel are not in this "
+            "optimizer.\nGive it all of model.parameters(), or leave shard_gradients out."
+        )
+    elif any(bucket.spec.sparse for bucket in found[0].bucket_set.buckets):
+        problem = (
+            "the model has layers with sparse gradients.\n"
+            "Build them with sparse=False, or train them with an optimizer of their own."
+        )
+    elif not isinstance(found[0].reduction, AllReduceMean):
+        problem = (
+            "the DistributedDataParallel has a communication hook, or another optimizer with shards.\n"
+            "Use one or the other."
+        )
+    else:
+        return found[0]
+    raise ConfigurationError(f"shard_gradients=True, but {problem}")

@@ -160,8 +160,7 @@ class Replicated(Strategy):
 
         how.timer.name_phase("replicas")
         self._engine.backward(loss, list(enumerate(micro.batches)), [how.scale] * len(micro.batches))
-        if (timings := self._engine.last_timings) is not None:
-            self.exposed_s = timings.refresh_s + timings.reduce_s
+        self.exposed_s = self._engine.overhead_s
         how.timer.lap("forward", at=forward_ends[0])
         how.timer.lap("backward")
         how.after_forward([part for part in parts if part is not None])
