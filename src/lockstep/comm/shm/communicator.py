@@ -130,17 +130,13 @@ def describe(call: CallRecord) -> str:
     return f"{name}{what}" + (f" from or to rank {call.root} of the group" if call.root >= 0 else "")
 
 
+@cache
 def reduction_of(op: Any, dtype: torch.dtype) -> int:
-    """Return the number of a ``ReduceOp`` for tensors of ``dtype``.
+    """Return the number of an operation, see `operation_of`, for tensors of ``dtype``.
 
     Raises:
         ConfigurationError: It makes no sense for that dtype, or the backend does not have it.
     """
-    return _reduction_of(getattr(op, "op", op), dtype)
-
-
-@cache
-def _reduction_of(op: Any, dtype: torch.dtype) -> int:
     name = str(op).rpartition(".")[2].lower()
     if dtype == torch.bool:
         known = _LOGICAL
@@ -170,10 +166,9 @@ def as_numbers(tensor: Tensor) -> Tensor:
 
 
 def operation_of(options: Any) -> Any:
-    """Return the ``ReduceOp`` of a c10d options object, or of what callers pass in its place."""
-    if options is None:
-        return dist.ReduceOp.SUM
-    return getattr(options, "reduceOp", options)
+    """Return the kind of ``ReduceOp`` in a c10d options object, or in what callers pass in its place."""
+    op = dist.ReduceOp.SUM if options is None else getattr(options, "reduceOp", options)
+    return getattr(op, "op", op)
 
 
 # Reads of a word before going to sleep, some tens of microseconds; none where ranks must share cores.

@@ -121,6 +121,7 @@ class ShmOps:
         self.comm, self.size, self.rank = comm, comm.size, comm.rank
         self.buffers = SharedBuffers(comm.rank, comm.size)
         self.queue = OpQueue(f"lockstep-shm-{name}")
+        self._nothing: list[Tensor | None] = [None] * self.size
 
     def submit(
         self, name: str, action: Callable[[NativeCall], None], outputs: Sequence[Any], opts: Any = None
@@ -317,7 +318,7 @@ class ShmOps:
 
         return self.submit(kind.name.lower(), action, outputs, opts)
 
-    def _only(self, tensor: Tensor | None, rank: int) -> list[Tensor | None]:
+    def _only(self, tensor: Tensor, rank: int) -> list[Tensor | None]:
         """Return what is exchanged with one rank only."""
         return [tensor if other == rank else None for other in range(self.size)]
 
@@ -329,8 +330,8 @@ class ShmOps:
     def _from_root(self, tensor: Tensor, root: int) -> _Row:
         """Return what a broadcast sends and receives here."""
         if self.rank == root:
-            return [None if rank == root else tensor for rank in range(self.size)], self._only(None, root)
-        return self._only(None, root), self._only(tensor, root)
+            return [None if rank == root else tensor for rank in range(self.size)], self._nothing
+        return self._nothing, self._only(tensor, root)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> ShmWork:
         """Fill ``outputs[i]`` with every rank's ``inputs[i]``. Collective: every rank."""
@@ -375,32 +376,24 @@ class ShmOps:
         opts: Any = None,
     ) -> ShmWork:
         """Send parts of ``tensor``, cut along its first dimension, and fill ``output``. Collective: every rank."""
-        counts = self._counts(tensor, input_splits), self._counts(output, output_splits)
+        sends, receives = self._split(tensor, input_splits), self._split(output, output_splits)
+        return self._move(Kind.ALL_TO_ALL, [(sends, receives)], [output], opts)
 
-        def action(call: NativeCall) -> None:
-            target = contiguous(output)
-            sends, receives = contiguous(tensor).view(-1).split(counts[0]), target.view(-1).split(counts[1])
-            self._exchange(call, Kind.ALL_TO_ALL, sends, receives)
-            copy_back(target, output)
-
-        return self.submit("all_to_all", action, [output], opts)
-
-    def _counts(self, tensor: Tensor, splits: Sequence[int]) -> list[int]:
-        """Return the elements of each rank's part of ``tensor``, which is cut by rows."""
-        size, length = self.size, tensor.shape[0] if tensor.dim() else 1
-        if not splits and length % size == 0:
-            return [tensor.numel() // size] * size
-        if len(splits) != size or sum(splits) != length:
+    def _split(self, tensor: Tensor, splits: Sequence[int]) -> Sequence[Tensor]:
+        """Return each rank's part of ``tensor``, which is cut by rows."""
+        rows = torch.atleast_1d(tensor)
+        if not splits and len(rows) % self.size == 0:
+            splits = [len(rows) // self.size] * self.size
+        if len(splits) != self.size or sum(splits) != len(rows):
             raise ConfigurationError(
-                f"all_to_all_single: the splits {list(splits)} do not cut {length} rows into {size} parts.\n"
+                f"all_to_all_single: the splits {list(splits)} do not cut {len(rows)} rows into {self.size} parts.\n"
                 "Without splits, the number of rows must be a multiple of the number of ranks."
             )
-        row = tensor.numel() // length if length else 0
-        return [split * row for split in splits]
+        return rows.split(list(splits))
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> ShmWork:
         """Fill rank ``opts.rootRank``'s ``outputs[0]`` with every rank's input. Collective: every rank."""
-        root, targets = opts.rootRank, self._only(None, -1)
+        root, targets = opts.rootRank, self._nothing
         if self.rank == root:
             targets = list(outputs[0])
             _check_count("gather", "output", targets, self.size)
@@ -408,7 +401,7 @@ class ShmOps:
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> ShmWork:
         """Fill ``outputs[0]`` with rank ``opts.rootRank``'s ``inputs[0][this rank]``. Collective: every rank."""
-        root, sources = opts.rootRank, self._only(None, -1)
+        root, sources = opts.rootRank, self._nothing
         if self.rank == root:
             sources = list(inputs[0])
             _check_count("scatter", "input", sources, self.size)
@@ -416,8 +409,7 @@ class ShmOps:
 
     def barrier(self, opts: Any = None) -> ShmWork:
         """Wait for all ranks. Collective: every rank."""
-        nobody = self._only(None, -1)
-        return self._move(Kind.BARRIER, [(nobody, nobody)], [], opts)
+        return self._move(Kind.BARRIER, [(self._nothing, self._nothing)], [], opts)
 
     # --- Memory that all ranks map
 

@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -254,19 +254,17 @@ class Transfer(ShmWork):
         super().__init__(operation, None, finish, [data])
         self.peer, self.tag, self.data = peer, tag, data
         self.limit_s, self.deadline = limit_s, time.monotonic() + limit_s
-        self.is_matched = False  # a receive: its message has begun to arrive
         # What a send writes, one after the other. The script may have chosen another default device.
         self.parts = (_Cursor(torch.tensor([tag, data.nbytes], device="cpu")), _Cursor(data))
 
 
 class _ReceiveBuffer:
-    """What arrives from one rank: the message that is half read, and those that nobody has asked for."""
+    """What arrives from one rank: the message that is half read, and those that nobody has taken yet."""
 
     def __init__(self) -> None:
         self.header = _Cursor(torch.empty(2, dtype=torch.int64, device="cpu"))  # tag and number of bytes
         self.body: _Cursor | None = None  # once the header is there
-        self.target: Transfer | None = None  # who gets the message; nobody yet if its tag is not wanted
-        self.unexpected: list[tuple[int, Tensor]] = []  # whole messages, with their tags
+        self.messages: list[tuple[int, Tensor]] = []  # whole ones, with their tags
 
 
 class P2PEngine:
@@ -309,8 +307,8 @@ class P2PEngine:
         what = "recv from any rank" if source == ANY_SOURCE else f"recv from rank {self._comm.ranks[source]}"
         transfer = Transfer(what, source, tag, data, self._comm.timeout_s, lambda: copy_back(data, tensor))
         with self._lock:
-            if not self._take_unexpected(transfer):
-                self._receives.append(transfer)
+            self._receives.append(transfer)
+            self._match()  # its message may be there already
             self._wake()
         return transfer
 
@@ -318,19 +316,33 @@ class P2PEngine:
         """Receive a tensor from whichever rank sends one first."""
         return self.recv(tensors, ANY_SOURCE, tag)
 
-    def _take_unexpected(self, transfer: Transfer) -> bool:
-        """End a receive whose message is there already; the lock is held."""
-        for peer, buffer in enumerate(self._buffers):
-            if transfer.peer not in (peer, ANY_SOURCE):
+    def _match(self) -> None:
+        """End the receives whose message is there; the lock is held."""
+        for transfer in list(self._receives):
+            found = next(self._messages_for(transfer), None)
+            if found is None:
                 continue
-            for index, (tag, message) in enumerate(buffer.unexpected):
+            self._receives.remove(transfer)
+            peer, index, message = found
+            if message.nbytes == transfer.data.nbytes:
+                ctypes.memmove(transfer.data.data_ptr(), message.data_ptr(), message.nbytes)
+                del self._buffers[peer].messages[index]
+                self._end(transfer, source=peer)
+            else:
+                text = (
+                    f"{transfer.operation} has room for {transfer.data.nbytes} bytes, but rank "
+                    f"{self._comm.ranks[peer]} sent {message.nbytes}.\nPass tensors of the same shape and dtype."
+                )
+                self._end(transfer, CollectiveError(text))
+
+    def _messages_for(self, transfer: Transfer) -> Iterator[tuple[int, int, Tensor]]:
+        for peer in self._peers_of(transfer):
+            for index, (tag, message) in enumerate(self._buffers[peer].messages):
                 if tag == transfer.tag:
-                    if self._has_room(transfer, peer, message.nbytes):
-                        ctypes.memmove(transfer.data.data_ptr(), message.data_ptr(), message.nbytes)
-                        del buffer.unexpected[index]
-                        self._end(transfer, source=peer)
-                    return True
-        return False
+                    yield peer, index, message
+
+    def _peers_of(self, transfer: Transfer) -> Sequence[int]:
+        return range(self._comm.size) if transfer.peer == ANY_SOURCE else (transfer.peer,)
 
     def _wake(self) -> None:
         """Have the thread try all that is open; the lock is held."""
@@ -395,47 +407,20 @@ class P2PEngine:
     def _pull(self, peer: int) -> bool:
         """Read what is in the ring from ``peer``, if anybody wants it; return whether that was anything."""
         buffer, moved = self._buffers[peer], False
-        # A message waits in its ring until somebody asks for one from that rank.
-        while buffer.body is not None or self._wanted_from(peer):
+        # A message waits in its ring, and its sender with it, until somebody asks for one from that rank.
+        while buffer.body is not None or any(peer in self._peers_of(each) for each in self._receives):
             part = buffer.header if buffer.body is None else buffer.body
             moved |= part.move(self._comm.native.lockstep_ring_read, self._comm.handle, peer)
             if not part.is_done:
                 break
             tag, num_bytes = buffer.header.tensor.tolist()
             if part is buffer.header:
-                # Straight into the tensor of who waits for it; with another tag it is kept until somebody asks.
-                target = next((transfer for transfer in self._wanted_from(peer) if transfer.tag == tag), None)
-                if target is not None and not self._has_room(target, peer, num_bytes):
-                    self._receives.remove(target)
-                    target = None
-                if target is not None:
-                    target.is_matched = True
-                buffer.target = target
-                body = torch.empty(num_bytes, dtype=torch.uint8, device="cpu") if target is None else target.data
-                buffer.body = _Cursor(body)
+                buffer.body = _Cursor(torch.empty(num_bytes, dtype=torch.uint8, device="cpu"))
                 continue
-            if buffer.target is None:
-                buffer.unexpected.append((tag, part.tensor))
-            elif buffer.target in self._receives:  # else it has failed meanwhile
-                self._receives.remove(buffer.target)
-                self._end(buffer.target, source=peer)
-            buffer.target = buffer.body = None
-            buffer.header.num_moved = 0
+            buffer.messages.append((tag, part.tensor))
+            buffer.body, buffer.header.num_moved = None, 0
+            self._match()
         return moved
-
-    def _wanted_from(self, peer: int) -> list[Transfer]:
-        return [each for each in self._receives if each.peer in (peer, ANY_SOURCE) and not each.is_matched]
-
-    def _has_room(self, transfer: Transfer, peer: int, num_bytes: int) -> bool:
-        """Return whether a message fits; a receive that it does not fit fails."""
-        if transfer.data.nbytes == num_bytes:
-            return True
-        text = (
-            f"{transfer.operation} has room for {transfer.data.nbytes} bytes, but rank {self._comm.ranks[peer]} "
-            f"sent {num_bytes}.\nPass tensors of the same shape and dtype."
-        )
-        self._end(transfer, CollectiveError(text))
-        return False
 
     def _end(self, transfer: Transfer, error: LockstepError | None = None, *, source: int = -1) -> None:
         if error is None:
@@ -463,7 +448,7 @@ class P2PEngine:
                 f"{where} waited {transfer.limit_s:g} s.\nThe other rank is stopped or stuck, or does not take part."
             )
         from_any = transfer.peer == ANY_SOURCE
-        for peer in range(comm.size) if from_any else [transfer.peer]:
+        for peer in self._peers_of(transfer):
             code = comm.native.lockstep_peer_state(comm.handle, peer)
             if peer == comm.rank or code == OK or (code == WENT and from_any):
                 continue
