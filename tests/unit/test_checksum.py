@@ -1,9 +1,11 @@
 """A checksum over bits: every flipped one shows, and so do elements that changed places."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from lockstep.parallel.consistency import between, checksum, compare, sides_of
+from lockstep.parallel.consistency import between, checksum, describe_difference, sides_of
 
 SIZES = (1, 7, 2**14 - 1, 2**14, 2**14 + 3)
 
@@ -57,7 +59,7 @@ def test_it_is_the_same_on_every_machine():
     assert checksum([]) == 0
 
 
-KNOWN = -505519175459087872
+KNOWN = -4481795195106698752
 
 
 def test_the_largest_side_is_right():
@@ -74,9 +76,11 @@ def test_what_differs_is_found_in_a_tensor():
     one = torch.zeros(2, 3)
     other = one.clone()
     other[1, 0] = 2.0
-    assert compare(other, one) == {"count": 1, "one_bit": True, "index": [1, 0], "mine": "2.0", "theirs": "0.0"}
+    found = partial(describe_difference, here="here", there="there")
+    assert found(other, one) == (
+        "1 of its 6 elements differs, by one bit: the first at [1, 0] is 2.0 here and 0.0 there."
+    )
     other[1, 2] = 3.0
-    found = compare(other, one)
-    assert (found["count"], found["one_bit"]) == (2, False)
-    assert compare(torch.tensor(3), torch.tensor(2))["index"] == []
-    assert compare(one, one)["count"] == 0
+    assert found(other, one) == "2 of its 6 elements differ: the first at [1, 0] is 2.0 here and 0.0 there."
+    assert "the first is 3 here and 2 there" in found(torch.tensor(3), torch.tensor(2))
+    assert found(one, one) == ""

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import zip_longest
 from typing import Any, Literal
@@ -86,7 +86,7 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     """Return 64 bits that depend on every bit of ``tensors``, on their order, and on nothing else. Blocks.
 
     Args:
-        tensors: On any devices; how they are cut into tensors does not matter, but for the order of their sizes.
+        tensors: On any devices.
     """
     # The bits are read as numbers of 32 bits, whatever the dtype, so zero and minus zero differ, and NaNs do. Each is
     # multiplied by an odd number of 64 bits that depends on its position, and the products are summed modulo 2^64. A
@@ -103,31 +103,13 @@ def checksum(tensors: Iterable[Tensor]) -> int:
         size = _CHUNK_CPU if on_cpu else _CHUNK
         factors = _factors(size, device)
         sums = []
-        for chunk in _chunks(group, size):
+        for chunk in (chunk for tensor in group for chunk in _as_numbers(tensor).split(size)):
             part = factors[: chunk.numel()]
             # the dot product is for CPUs only; elsewhere one kernel converts and multiplies
             sums.append(torch.dot(chunk.long(), part) if on_cpu else (chunk * part).sum())
         if sums:
             total += (2 * place + 1) * int((torch.stack(sums) * _mixed(len(sums), salt=1).to(device)).sum())
     return _signed(total)
-
-
-def _chunks(tensors: Iterable[Tensor], size: int) -> Iterator[Tensor]:
-    """Return all bits as rows of at most ``size`` 32-bit numbers: large tensors in pieces, small ones together."""
-    small: list[Tensor] = []
-    num_small = 0
-    for tensor in tensors:
-        numbers = _as_numbers(tensor)
-        if numbers.numel() >= size:
-            yield from numbers.split(size)
-            continue
-        if num_small + numbers.numel() > size:
-            yield torch.cat(small)
-            small, num_small = [], 0
-        small.append(numbers)
-        num_small += numbers.numel()
-    if num_small:
-        yield torch.cat(small)
 
 
 def _as_numbers(tensor: Tensor) -> Tensor:
@@ -254,8 +236,7 @@ def refuse_difference(replica: Replica, *, group: Group, device: torch.device, n
     ranks: list[dict[str, Any]] = all_gather_object(mine, group=group, device=device)
     names = list(dict.fromkeys(name for tensors in sorted(ranks, key=len, reverse=True) for name in tensors))
     different = [name for name in names if any(tensors.get(name) != ranks[0].get(name) for tensors in ranks)]
-    if not different:  # the same tensors in another order
-        different = names
+    different = different or names  # the same tensors in another order
     first = different[0]
     sides = sides_of([str(tensors.get(first)) for tensors in ranks])
     where = ""
@@ -285,31 +266,30 @@ def _describe_elements(tensor: Tensor, sides: Sides, *, group: Group, device: to
     mine = tensor.detach().contiguous()
     theirs = mine.to(device, copy=True)
     broadcast(theirs, group=group, src=one)
-    mine_to_theirs = compare(mine, theirs.to(mine.device))
-    found: list[Mapping[str, Any]] = all_gather_object(mine_to_theirs, group=group, device=device)
-    seen = found[other]
-    bits = ", by one bit" * seen["one_bit"]
-    many = f"{seen['count']} of its {mine.numel()} elements differ{'s' * (seen['count'] == 1)}{bits}"
-    at = f" at {seen['index']}" if mine.dim() else ""
-    return f"{many}: the first{at} is {seen['mine']} on rank {other} and {seen['theirs']} on rank {one}."
+    what = describe_difference(mine, theirs.to(mine.device), f"on rank {other}", f"on rank {one}")
+    texts: list[str] = all_gather_object(what, group=group, device=device)
+    return texts[other]
 
 
-def compare(mine: Tensor, theirs: Tensor) -> dict[str, Any]:
-    """Return how many elements differ in their bits, whether it is a single bit, and the first of them.
+def describe_difference(mine: Tensor, theirs: Tensor, here: str, there: str) -> str:
+    """Return how many elements differ in their bits, whether by a single bit, and the first; nothing if none does.
 
     Args:
         mine: Contiguous.
         theirs: Of the same shape and dtype.
+        here: Where ``mine`` is, in words.
+        there: Where ``theirs`` is.
     """
     bytes_of = [each.reshape(-1).view(torch.uint8).view(mine.numel(), -1) for each in (mine, theirs)]
     changed = torch.bitwise_xor(*bytes_of)
-    places = changed.any(dim=1).nonzero().flatten().tolist()
-    first = places[0] if places else 0
+    places = changed.any(dim=1).nonzero().flatten()
+    if not len(places):
+        return ""
     flipped = changed[changed != 0].tolist()
-    return {
-        "count": len(places),
-        "one_bit": len(flipped) == 1 and flipped[0].bit_count() == 1,
-        "index": [int(each) for each in torch.unravel_index(torch.tensor(first), mine.shape)] if mine.dim() else [],
-        "mine": str(mine.reshape(-1)[first].item()),
-        "theirs": str(theirs.reshape(-1)[first].item()),
-    }
+    bits = ", by one bit" if len(flipped) == 1 and flipped[0].bit_count() == 1 else ""  # as a fault of memory does
+    at = f" at {[int(each) for each in torch.unravel_index(places[0], mine.shape)]}" if mine.dim() else ""
+    values = [each.reshape(-1)[places[0]].item() for each in (mine, theirs)]
+    return (
+        f"{len(places)} of its {mine.numel()} elements differ{'s' * (len(places) == 1)}{bits}: the first{at} is "
+        f"{values[0]} {here} and {values[1]} {there}."
+    )

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
+from functools import partial
 from numbers import Real
 from typing import Any, cast
 
@@ -330,6 +331,7 @@ class Weights:
         device: Where tensors lie that the ranks can exchange.
         refusal: Why there can be no weights; None: there can.
         shares_batch: See `AccumulationWindow`.
+        encode: Returns a message of this rank; without arguments that of a rank without data.
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
@@ -338,6 +340,7 @@ class Weights:
         self.refusal: str | None = None
         self.shares_batch = False
         self._group, self._world_size = group, group.size()
+        self.encode = partial(encode_message, group.rank(), group.size())
         self._no_weights = self.encode(is_missing=True)
         self._typical = 1.0
         # On CUDA: the sum of the messages on its way to the host, and the event of its arrival. Reading it would make
@@ -358,11 +361,6 @@ class Weights:
             has_unweighed = not all_zero(gradient for gradient in local if gradient is not None)
             self.window = AccumulationWindow(parameters, has_unweighed=has_unweighed, shares_batch=self.shares_batch)
         self.window.set_weight(weight)
-
-    def encode(self, weight: float = 0.0, *, is_weighed: bool = False, is_missing: bool = False) -> list[float]:
-        """Return a message of this rank; without arguments that of a rank without data."""
-        rank = self._group.rank()
-        return encode_message(rank, self._world_size, weight, is_weighed=is_weighed, is_missing=is_missing)
 
     def message(self) -> list[float]:
         """Return what this rank sends at the end of a step."""

@@ -156,13 +156,11 @@ class DistributedDataParallel(Wrapper, Joinable):
         self.dim = dim
         self.device = devices[0]
         self.device_type = self.device.type
-        self.is_multi_device_module = len(devices) > 1
         self.device_ids = None if self._input_device is None else [self._input_device.index]
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
-        self.batched_grad_copy = batched_grad_copy
         self.mixed_precision = None
         self.wire_dtype = comm_hooks.compression_dtype(wire_dtype)
         can_overlap = reduces_on_its_own(self.process_group, self.device)
@@ -265,7 +263,7 @@ class DistributedDataParallel(Wrapper, Joinable):
         is_joining = self._join_config.enable
         if is_joining:
             self._notify_joined_ranks()
-        if self._model_sync.has_buffers and self.will_sync_module_buffers():
+        if self.will_sync_module_buffers():
             self._sync_buffers(after_forward=False, src=common_rank(self, candidate=True) if is_joining else 0)
         if is_joining:
             announce_backward(self, will_sync=self.require_backward_grad_sync)
@@ -291,7 +289,7 @@ class DistributedDataParallel(Wrapper, Joinable):
     def _post_forward(self, output: Any) -> Any:
         if self._sync_layers.is_needed:
             self._end_forward(output)
-        if self._model_sync.has_buffers and self.will_sync_module_buffers():
+        if self.will_sync_module_buffers():
             self._sync_buffers(after_forward=True, src=0)
         is_training = torch.is_grad_enabled()
         self.require_forward_param_sync = is_training and self.require_backward_grad_sync
