@@ -389,7 +389,8 @@ class ShmOps:
                 f"all_to_all_single: the splits {list(splits)} do not cut {len(rows)} rows into {self.size} parts.\n"
                 "Without splits, the number of rows must be a multiple of the number of ranks."
             )
-        return rows.split(list(splits))
+        parts: Sequence[Tensor] = rows.split(list(splits))
+        return parts
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> ShmWork:
         """Fill rank ``opts.rootRank``'s ``outputs[0]`` with every rank's input. Collective: every rank."""
