@@ -94,3 +94,14 @@ def whole_batch(task: lockstep.Task, num_steps: int, **settings: Any) -> dict[st
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """Return the norm of the difference relative to that of what was expected."""
     return float((found - expected).norm() / expected.norm())
+
+
+def read_state(path):
+    """Return the whole state in one checkpoint of a run, such as ``FitResult.checkpoint``, on the CPU."""
+    from lockstep.train.checkpoints import checkpoint_storage as storage
+    from lockstep.train.checkpoints.model_state import read_tensors
+
+    manifest = storage.read_manifest(path)
+    storage.verify_files(path, manifest)
+    parts = read_tensors(storage.read_parts(path, manifest))
+    return {**parts.pop("state"), **parts}

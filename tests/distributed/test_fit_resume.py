@@ -14,9 +14,9 @@ from torch.utils.data import Dataset
 import lockstep
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.train.checkpoints import checkpoint
-from lockstep.train.checkpoints.checkpoint import Checkpoints, read_state
+from lockstep.train.checkpoints.checkpoint import Checkpoints
 from lockstep.train.checkpoints.checkpoint_storage import read_manifest
-from tests.training import make_task, mean_loss, samples
+from tests.training import make_task, mean_loss, read_state, samples
 
 NUM_STEPS = 11
 

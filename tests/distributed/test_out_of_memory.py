@@ -22,7 +22,7 @@ def test_the_error_has_the_memory_of_the_rank_and_the_micro_batch_to_try():
     assert re.fullmatch(
         r"Out of memory in step 1, in a micro-batch of 12 samples: CUDA out of memory\. Tried to allocate 20\.00 "
         r"GiB\.\n"
-        r"This rank has \d+\.\d GiB of the host's \d+\.\d GiB, of which \d+\.\d GiB are free\.\n"
+        r"This rank has [\d.]+ [GM]iB of the host's \d+\.\d GiB, of which \d+\.\d GiB are free\.\n"
         r"Try micro-batches of 6 samples: accumulate=4 \(--accumulate 4\): the training stays the same\.",
         str(error.value),
     )

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.train.checkpoints.checkpoint import read_state
 from lockstep.train.stopping import StopSignals
 from tests.distributed import commands
-from tests.training import make_task, mean_loss, samples
+from tests.training import make_task, mean_loss, read_state, samples
 
 pytestmark = pytest.mark.timeout(120)
 

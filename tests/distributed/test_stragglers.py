@@ -100,7 +100,7 @@ def test_the_launcher_says_it_for_a_script(task, monkeypatch):
 
 
 WAYS = [
-    ("torch-ddp", {}, "forward"),
+    ("torch-ddp", {}, "loader"),
     ("ddp", {"reproducible": 2}, "backward"),
     ("ddp-zero1", {}, "loader"),
     ("fsdp", {}, "backward"),

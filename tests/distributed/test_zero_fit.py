@@ -5,11 +5,10 @@ import torch
 
 import lockstep
 from lockstep.errors import ConfigurationError
-from lockstep.train.checkpoints.checkpoint import read_state
 from lockstep.train.settings import Settings
 from lockstep.train.trainer import Trainer
 from tests.shm import shm_group
-from tests.training import make_task, mean_loss, relative_error, token_loss, whole_batch
+from tests.training import make_task, mean_loss, read_state, relative_error, token_loss, whole_batch
 
 # 50 samples in global batches of 24: the third holds 2, so that of 3 ranks some have none.
 NUM_STEPS = 6

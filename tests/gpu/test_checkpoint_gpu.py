@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.train.checkpoints.checkpoint import Checkpoints, read_state
+from lockstep.train.checkpoints.checkpoint import Checkpoints
+from tests.training import read_state
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import lockstep
-from lockstep.train.checkpoints.checkpoint import read_state
+from tests.training import read_state
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.errors import CheckpointError, ConfigurationError
+from lockstep.errors import CheckpointError
 from lockstep.train.checkpoints import checkpoint
 from lockstep.train.checkpoints.checkpoint import (
     Checkpoints,
     FoundCheckpoint,
     find_checkpoints,
     lock_folder,
-    read_state,
 )
 from lockstep.train.checkpoints.export import whole_file
 from lockstep.train.checkpoints.model_state import read_tensors
 from tests.killing import kill_everywhere
+from tests.training import read_state
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -220,7 +220,7 @@ def test_killed_at_every_byte_a_whole_one_is_left(tmp_path, world, monkeypatch):
 def test_what_cannot_be_kept_is_told_to_all(tmp_path, world):
     with Checkpoints(tmp_path, world) as checkpoints:
         checkpoints.save({"model": {"bad": object()}}, step=1)
-        assert checkpoints.failed
+        assert checkpoints.failure
         with pytest.raises(CheckpointError) as error:
             checkpoints.agree()
     assert str(error.value) == (
@@ -247,7 +247,7 @@ def test_a_write_that_fails_is_told_to_all_and_leaves_the_one_before(tmp_path, w
             checkpoints.save(state_of(2), step=2)
             with pytest.raises(CheckpointError) as error:
                 checkpoints.finish()
-        assert checkpoints.failed
+        assert checkpoints.failure
     assert str(error.value) == (
         f"Cannot write the checkpoint {folder / 'step-0000000002'}: {reason}.\nThe one before it is as it was."
     )
@@ -340,8 +340,8 @@ def test_a_folder_is_given_up_once_nothing_is_written_any_more(tmp_path, world, 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path, world):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigurationError) as error:
+    with pytest.raises(CheckpointError) as error:
         Checkpoints(tmp_path / "file" / "folder", world)
     assert str(error.value) == (
-        f"Cannot make the checkpoint folder {tmp_path / 'file' / 'folder'}: Not a directory.\nName another one."
+        f"Cannot write the checkpoint {tmp_path / 'file' / 'folder'}: Not a directory.\nThe one before it is as it was."
     )

@@ -3,6 +3,7 @@
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from lockstep.data.batch_iterator import map_tensors, to_device
@@ -42,7 +43,7 @@ def test_tensors_are_found_in_every_structure_and_the_rest_is_kept():
 
 
 def test_each_share_goes_to_the_device_of_its_number():
-    batch = MicroBatch(0, 3, [4, 6], [2, 1], [[torch.ones(2)], [torch.ones(1)]])
+    batch = MicroBatch(0, 3, [4, 6], [np.arange(2), np.arange(1)], [[torch.ones(2)], [torch.ones(1)]])
     moved = to_device(batch, {4: torch.device("cpu"), 5: torch.device("cpu"), 6: torch.device("meta")})
     assert [share[0].device.type for share in moved.batches] == ["cpu", "meta"]
     assert moved.sizes == [2, 1]
@@ -61,7 +62,7 @@ class Graph:
 
 def test_objects_that_move_themselves_do():
     words = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
-    batch = MicroBatch(0, 1, [0], [1], [{"graph": Graph(), "words": words, "class": Graph, "text": "text"}])
+    batch = MicroBatch(0, 1, [0], [np.arange(1)], [{"graph": Graph(), "words": words, "class": Graph, "text": "text"}])
     (moved,) = to_device(batch, {0: torch.device("meta")}).batches
     assert moved["graph"].device == "meta"
     assert moved["words"].data.is_meta

@@ -38,59 +38,34 @@ def exit_at_once():
 
 
 @pytest.mark.parametrize(
-    ("death", "text"),
+    ("death", "how", "advice"),
     [
-        (
-            out_of_memory,
-            ") was killed, most likely because the machine ran out of memory.\n"
-            "Each loader process has its own copy of what the data set keeps in memory: use fewer of them (workers, "
-            "--workers), or keep less. The kernel's log (dmesg) tells whether it was that.",
-        ),
-        (
-            exit_at_once,
-            ") ended itself with exit status 3.\n"
-            "Something that the data set calls ends the process: find it with workers=0 (--workers 0).",
-        ),
+        (out_of_memory, "is killed by signal: Killed.", "Most likely the machine ran out of memory."),
+        (exit_at_once, "exited unexpectedly with exit code 3.", "Find out why with workers=0 (--workers 0)"),
     ],
 )
-def test_a_run_whose_loader_dies_says_why(death, text):
+def test_a_run_whose_loader_dies_says_why(death, how, advice):
     with pytest.raises(LoaderDied) as error:
         lockstep.fit(make_task(dataset=lambda: Deadly(death)), strategy="single", workers=2, epochs=1, quiet=True)
-    assert str(error.value).startswith("A loader process of rank 0 (pid ")
-    assert str(error.value).endswith(text)
+    head, _, tail = str(error.value).partition("\n")
+    assert head.startswith("A loader process of rank 0 died: DataLoader worker (pid ")
+    assert how in head
+    assert tail.startswith(advice)
     assert error.value.__suppress_context__
 
 
 @pytest.mark.parametrize(
-    ("said", "text"),
+    ("said", "advice"),
     [
-        (
-            "DataLoader worker (pid 12) is killed by signal: Bus error. It is possible that ...",
-            "A loader process of rank 3 (pid 12) died of a bus error, most likely because shared memory (/dev/shm) is "
-            "full.\nMake it larger (docker run --shm-size=8g, or --ipc=host), or use fewer loader processes (workers, "
-            "--workers). If it is not full, a memory-mapped file was cut short while it was read.",
-        ),
-        (
-            "DataLoader worker (pid 12) is killed by signal: Segmentation fault. ",
-            "A loader process of rank 3 (pid 12) crashed in a library that is not written in Python.\n"
-            "Find the line with workers=0 (--workers 0) and `python -X faulthandler`.",
-        ),
-        (
-            "DataLoader worker (pid 12) is killed by signal: Hangup. ",
-            "A loader process of rank 3 (pid 12) was ended by a signal: Hangup.\n"
-            "Find out what sent it; nothing in the run did.",
-        ),
-        (
-            "DataLoader worker (pid(s) 12, 13) exited unexpectedly",
-            "A loader process of rank 3 (pid 12, 13) is gone.\n"
-            "Find out why with workers=0 (--workers 0), which loads in the process that trains.",
-        ),
+        ("DataLoader worker (pid 12) is killed by signal: Bus error. It is possible", "Most likely shared memory"),
+        ("DataLoader worker (pid 12) is killed by signal: Segmentation fault.", "A library that is not written in"),
+        ("DataLoader worker (pid(s) 12, 13) exited unexpectedly", "Find out why with workers=0 (--workers 0)"),
     ],
 )
-def test_other_deaths_have_other_meanings(said, text):
+def test_other_deaths_have_other_advice(said, advice):
     with pytest.raises(LoaderDied) as caught, explaining_worker_failures(3):
         raise RuntimeError(said)
-    assert str(caught.value) == text
+    assert str(caught.value).startswith(f"A loader process of rank 3 died: {said}\n{advice}")
 
 
 def test_other_errors_are_left_alone():

@@ -1,13 +1,10 @@
 """What is refused of profiling, and names for NVIDIA's tools."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from lockstep.errors import ConfigurationError
 from lockstep.telemetry import ranges
-from lockstep.train.profiling import profiled as profiled_run
 from lockstep.train.settings import FitSettings
 from lockstep.train.timing import StepTimer
 
@@ -26,12 +23,6 @@ def test_what_cannot_be_profiled_is_refused(settings, first_line):
     with pytest.raises(ConfigurationError) as error:
         FitSettings(**settings)
     assert str(error.value).splitlines()[0] == first_line
-
-
-def test_without_a_profiler_a_step_is_the_runs_own():
-    run = SimpleNamespace(step=lambda: None)
-    with profiled_run(FitSettings(), None, run) as step:
-        assert step is run.step
 
 
 def test_phases_are_nvtx_ranges_one_after_the_other(monkeypatch):

@@ -1,7 +1,5 @@
 """What the reproducible mode cannot do, and says."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -10,7 +8,7 @@ import lockstep
 from lockstep.errors import ConfigurationError
 from lockstep.train.plan import place_shards
 from lockstep.train.settings import Settings
-from lockstep.train.strategies.reproducible import Arithmetic, differences, watch_for_other_kernels
+from lockstep.train.strategies.reproducible import Arithmetic, differences
 from lockstep.train.trainer import Trainer
 from tests.reproducing import Alone
 from tests.training import make_task
@@ -168,20 +166,6 @@ def test_the_arithmetic_of_the_process_is_left_as_it_was():
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.cudnn.benchmark,
     )
-
-
-def test_other_warnings_are_passed_on():
-    found = []
-
-    def warn():
-        with watch_for_other_kernels(found):
-            warnings.warn("something else", stacklevel=1)
-            warnings.warn("fold_cuda does not have a deterministic implementation, but you set", stacklevel=1)
-            warnings.warn("fold_cuda does not have a deterministic implementation, but you set", stacklevel=1)
-
-    with pytest.warns(UserWarning, match="^something else$"):
-        warn()
-    assert found == ["fold_cuda"]
 
 
 def test_differences_in_words():

@@ -117,7 +117,7 @@ def test_without_a_state_what_came_before_is_read_and_dropped():
     [
         (Buffered, "does not lead back to the same samples, as with a shuffle buffer"),
         (Touchy, "does not lead back to the same samples, as with a shuffle buffer"),
-        (NumpyState, "holds numpy.int64 at ['position'], which a checkpoint cannot"),
+        (NumpyState, "holds a numpy.int64, which a checkpoint cannot"),
     ],
 )
 def test_a_state_that_is_of_no_use_is_found_out_and_not_kept(kind, problem):
@@ -130,7 +130,7 @@ def test_a_state_that_is_of_no_use_is_found_out_and_not_kept(kind, problem):
 def test_a_state_that_cannot_be_pickled_is_of_no_use():
     batches = read(NoState(), 3)
     assert [state for _, state, _ in batches] == [None] * 3
-    assert batches[2][2] == "holds function at ['open'], which a checkpoint cannot"
+    assert batches[2][2] == "holds a builtins.function, which a checkpoint cannot"
 
 
 def test_trying_a_state_out_changes_nothing():
@@ -210,7 +210,6 @@ def test_a_stream_without_a_state_says_nothing():
 def test_what_a_checkpoint_can_hold():
     plain = {"a": [1, 2.5, None, True, "x", b"y", (torch.ones(2), {1: 2j})]}
     assert first_not_serializable(plain) is None
-    assert first_not_serializable({"a": [1, {"b": np.float64(1)}]}) == "numpy.float64 at ['a'][1]['b']"
-    assert first_not_serializable({(1, np.str_("x")): 1}) == "numpy.str_ at [(1, np.str_('x'))][1]"
-    assert first_not_serializable({1}) == "set"
-    assert first_not_serializable([np.zeros(3)]) == "numpy.ndarray at [0]"
+    assert first_not_serializable({"a": [1, {"b": np.float64(1)}]}) is np.float64
+    assert first_not_serializable({(1, np.str_("x")): 1}) is np.str_
+    assert first_not_serializable({1}) is set

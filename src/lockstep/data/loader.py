@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import re
 import signal
 import sys
 import traceback
@@ -12,7 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lockstep.data.order import BatchSplit, GlobalOrder, mix, seed_cpu
@@ -200,18 +201,24 @@ class StreamNote(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """What a process computes at once: for each of its shares that has samples, which, how many, and them collated.
+    """What a process computes at once: for each of its shares that has samples, which share, which samples, the batch.
 
-    ``bad`` are the samples that could not be read; they are not among ``sizes``, but in ``num_global``.
+    ``samples`` are indices in the data set; of a stream, positions in the global batch. ``bad`` are those that could
+    not be read; they are not among ``samples``, but in ``num_global``.
     """
 
     step: int
     num_global: int
     numbers: list[int]
-    sizes: list[int]
+    samples: list[NDArray[np.int64]]  # no lists: torch's thread that pins memory would descend into them
     batches: list[Any]
     bad: tuple[BadSample, ...] = ()
     note: StreamNote | None = None
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many samples each of these shares has."""
+        return list(map(len, self.samples))
 
 
 def train_requests(order: GlobalOrder, split: BatchSplit, first_step: int) -> Iterator[Request]:
@@ -233,21 +240,21 @@ class _Fetch(Dataset[MicroBatch]):
         bad: list[BadSample] = []
         micro = MicroBatch(request.step, request.num_global, [], [], [])
         for number, indices in request.shares.items():
-            size, batch = self._share(indices, request, bad)
+            read, batch = self._share(indices, request, bad)
             if bad and not self._skip_bad:  # there is no use in reading on: the run ends
                 return MicroBatch(request.step, request.num_global, [], [], [], tuple(bad))
-            if size:
+            if read:
                 micro.numbers.append(number)
-                micro.sizes.append(size)
+                micro.samples.append(np.array(read))
                 micro.batches.append(batch)
         return micro._replace(bad=tuple(bad))
 
-    def _share(self, indices: list[int], request: Request, bad: list[BadSample]) -> tuple[int, Any]:
-        """Return how many samples could be read and them collated; add the others to ``bad``."""
+    def _share(self, indices: list[int], request: Request, bad: list[BadSample]) -> tuple[list[int], Any]:
+        """Return which samples could be read and them collated; add the others to ``bad``."""
         if self._read_at_once is not None:
             # One that cannot be read fails all: then they are read one by one, which names it.
             with contextlib.suppress(Exception):
-                return len(indices), self._read_at_once(indices)
+                return indices, self._read_at_once(indices)
         samples, read = [], []
         for number in indices:
             seed_cpu(mix(self._seed, _SAMPLE, request.epoch, number))
@@ -259,17 +266,17 @@ class _Fetch(Dataset[MicroBatch]):
             except Exception as error:
                 bad.append(BadSample.of(error, number, request.epoch, request.step))
                 if not self._skip_bad:
-                    return 0, None
+                    return [], None
         if not samples:
-            return 0, None
+            return [], None
         try:
-            return len(samples), (self._collate or default_collate)(samples)
+            return read, (self._collate or default_collate)(samples)
         except MemoryError:
             raise
         except Exception as error:
             found = BadSample.of(error, read[0], request.epoch, request.step)
             bad.append(found._replace(others=tuple(read[1:])))
-            return 0, None
+            return [], None
 
 
 def load(samples: Any, requests: Iterable[Request], how: LoadOptions, *, seed: int) -> Iterator[MicroBatch]:
@@ -286,30 +293,20 @@ def load(samples: Any, requests: Iterable[Request], how: LoadOptions, *, seed: i
 
 # --- Loader processes that die
 
-_TORCHS_MESSAGE = re.compile(r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\)")
-_HOW = re.compile(r"is killed by signal: (?P<signal>[^.]+)\.|with exit code (?P<status>\d+)")
-
-_MEANINGS = {
-    "Killed": (
-        "was killed, most likely because the machine ran out of memory",
-        "Each loader process has its own copy of what the data set keeps in memory: use fewer of them (workers, "
-        "--workers), or keep less. The kernel's log (dmesg) tells whether it was that.",
-    ),
-    "Bus error": (
-        "died of a bus error, most likely because shared memory (/dev/shm) is full",
-        "Make it larger (docker run --shm-size=8g, or --ipc=host), or use fewer loader processes (workers, --workers). "
-        "If it is not full, a memory-mapped file was cut short while it was read.",
-    ),
-    "Segmentation fault": (
-        "crashed in a library that is not written in Python",
-        "Find the line with workers=0 (--workers 0) and `python -X faulthandler`.",
-    ),
+# By how it died, in torch's words.
+_WHAT_TO_DO = {
+    "signal: Killed": "Most likely the machine ran out of memory. Each loader process has its own copy of what the "
+    "data set keeps in memory: use fewer of them (workers, --workers), or keep less.",
+    "signal: Bus error": "Most likely shared memory (/dev/shm) is full. Make it larger (docker run --shm-size=8g, or "
+    "--ipc=host), or use fewer loader processes (workers, --workers).",
+    "signal: Segmentation fault": "A library that is not written in Python crashed: find the line with workers=0 "
+    "(--workers 0) and `python -X faulthandler`.",
 }
 
 
 @contextlib.contextmanager
 def explaining_worker_failures(rank: int) -> Iterator[None]:
-    """Within, have the death of a loader process raised as what probably happened, and what to do.
+    """Within, have the death of a loader process raised with what to do about it.
 
     Torch raises it from a signal handler, so it may come up anywhere, not only where a batch is waited for.
 
@@ -319,16 +316,9 @@ def explaining_worker_failures(rank: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        found = _TORCHS_MESSAGE.match(str(error))
-        if found is None:
+        if not str(error).startswith("DataLoader worker (pid"):
             raise
-        how = _HOW.search(f"{error} {error.__cause__ or ''}")
-        what, advice = "is gone", "Find out why with workers=0 (--workers 0), which loads in the process that trains."
-        if how is not None and how["signal"] is not None:
-            what = f"was ended by a signal: {how['signal']}"
-            what, advice = _MEANINGS.get(how["signal"], (what, "Find out what sent it; nothing in the run did."))
-        elif how is not None:
-            what = f"ended itself with exit status {how['status']}"
-            advice = "Something that the data set calls ends the process: find it with workers=0 (--workers 0)."
-        who = f"A loader process of rank {rank} (pid {found['pids']})"
-        raise LoaderDied(f"{who} {what}.\n{advice}") from None
+        cause = str(error.__cause__ or error).splitlines()[0].strip()  # how it ended, where torch knows
+        otherwise = "Find out why with workers=0 (--workers 0), which loads in the process that trains."
+        advice = next((advice for how, advice in _WHAT_TO_DO.items() if how in cause), otherwise)
+        raise LoaderDied(f"A loader process of rank {rank} died: {cause}\n{advice}") from None

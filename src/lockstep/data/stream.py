@@ -25,22 +25,18 @@ from lockstep.errors import ConfigurationError, DataError, LockstepError
 _VALUES = {type(None), bool, int, float, complex, str, bytes}
 
 
-def first_not_serializable(value: Any, place: str = "") -> str | None:
-    """Return type and place of the first thing in ``value`` that a checkpoint cannot hold, or None.
+def first_not_serializable(value: Any) -> type | None:
+    """Return the type of the first thing in ``value`` that a checkpoint cannot hold, or None.
 
     It can hold numbers, strings, bytes, tensors, and lists, tuples and dicts of them; no numpy arrays or numbers.
     """
-    if type(value) in _VALUES or isinstance(value, Tensor):
-        return None
     if type(value) in {dict, OrderedDict}:
-        places = [(item, f"{place}[{key!r}]") for key, item in value.items() for item in (key, item)]
+        items = [*value, *value.values()]
     elif type(value) in {list, tuple}:
-        places = [(item, f"{place}[{number}]") for number, item in enumerate(value)]
+        items = list(value)
     else:
-        kind = type(value)
-        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-        return f"{name} at {place}" if place else name
-    return next((found for item, where in places if (found := first_not_serializable(item, where)) is not None), None)
+        return None if type(value) in _VALUES or isinstance(value, Tensor) else type(value)
+    return next(filter(None, map(first_not_serializable, items)), None)
 
 
 # --- Whether every process has the same samples, which is what the split relies on
@@ -260,7 +256,7 @@ class StreamReader:
             return None
         state = self._stream.state_dict()
         if (found := first_not_serializable(state)) is not None:
-            self.problem = f"holds {found}, which a checkpoint cannot"
+            self.problem = f"holds a {found.__module__}.{found.__qualname__}, which a checkpoint cannot"
             return None
         return pickle.dumps({"epoch": self._epoch, "stream": state})
 
@@ -357,7 +353,7 @@ class _Steps(IterableDataset[list[MicroBatch] | LockstepError]):
                 step,
                 len(samples),
                 list(shares),
-                [len(indices) for indices in shares.values()],
+                [np.array(indices) for indices in shares.values()],
                 [collate([samples[index] for index in indices]) for indices in shares.values()],
                 note=note if index == 0 else note._replace(checksum=None),
             )

@@ -278,7 +278,7 @@ class Run:
         # Without a folder there is nothing that a run which is stopped could save.
         if checkpoints is not None:
             trainer.stop_requested = lambda: signals.asked() is not None
-            trainer.failure_seen = lambda: checkpoints.failed
+            trainer.failure_seen = lambda: checkpoints.failure is not None
         lines = self._resume()
         self._first_step = trainer.num_steps_done
         # A run that goes on may have more steps behind it than it is now to have in all.
@@ -536,9 +536,11 @@ def fit_with(task: Task, settings: FitSettings) -> FitResult:
         # A run that was stopped has saved before the evaluation that was due after the same step.
         run.catch_up()
         is_to_stop = False
-        with profiled(settings, world, run) as step:
-            for _ in range(run.num_steps - run.num_steps_done):
-                step()
+        steps = range(run.num_steps_done + 1, run.num_steps + 1)
+        with profiled(settings, world, steps, run.pause_for) as around:
+            for number in steps:
+                with around(number):
+                    run.step()
                 if is_to_stop := run.is_to_stop():
                     break
                 if run.is_due(settings.eval_every):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,7 +17,7 @@ from lockstep.activity import format_ranks
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.fully_shard import local_part, own_class
 from lockstep.data.loader import MicroBatch
-from lockstep.data.order import GlobalOrder, cut
+from lockstep.data.order import GlobalOrder
 from lockstep.errors import NonFiniteGradient
 from lockstep.parallel.module_io import find_tensors
 from lockstep.train.buffers import BufferSnapshot
@@ -71,8 +72,7 @@ class NonFiniteStep(NamedTuple):
         parameter: The first one of the model whose gradient, summed over the ranks, is not finite, if that is known.
         num_ranks: How many train together.
         num_micro: Micro-batches of a rank.
-        suspects: The ranks whose part of the gradient was not finite, where that was looked at in the step itself.
-        again: Whether the step was computed again, with gradients to look at.
+        again: Whether the step was computed again, with a look at every module's output and at the gradient.
     """
 
     step: int
@@ -82,12 +82,11 @@ class NonFiniteStep(NamedTuple):
     num_ranks: int
     num_micro: int
     again: bool
-    suspects: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks on which it arose."""
-        return tuple(origin.rank for origin in self.origins) or self.suspects
+        return tuple(origin.rank for origin in self.origins)
 
     @property
     def first(self) -> str | None:
@@ -110,18 +109,18 @@ class NonFiniteStep(NamedTuple):
     @property
     def details(self) -> list[str]:
         """What came before the gradient, and from which samples."""
+        faulty = "a kernel is not deterministic, or a device or its memory is faulty"
         if not self.origins:
             if not self.again:
-                unknown = "" if self.suspects else "; on which rank cannot be told"
-                return [f"Every loss was finite, so it arose in backward{unknown}."]
-            # Where a rank's own part was not finite in the step itself, the sum over the ranks is not to blame.
-            cause = "A kernel is" if self.suspects else "The sum over the ranks overflowed (wire=fp16?), a kernel is"
-            faulty = "not deterministic, or a device or its memory is faulty"
-            return [f"Computed again, it was finite on every rank. {cause} {faulty}."]
+                return ["Every loss was finite, so it arose in backward; on which rank cannot be told."]
+            overflow = "The sum over the ranks overflowed (wire=fp16?)"
+            return [f"Computed again, it was finite on every rank. {overflow}, {faulty}."]
         origin = self.origins[0]
         lines = ["The loss was finite." if origin.loss is None else f"The loss was {origin.loss}."]
         if origin.module is not None:
             lines[0] += f" The first module whose output is not finite is {origin.module}."
+        elif origin.loss is None and self.again and origin.parameter is None:
+            lines[0] = f"Computed again, it was finite: {faulty}."
         elif origin.loss is None:
             lines[0] = "The loss was finite: it arose in backward."
         which = "batch" if self.num_micro == 1 else "step"
@@ -158,7 +157,7 @@ class NonFiniteGuard:
         optimizer: Of its parameters.
         gradients: What backward leaves in it.
         strategy: Who computes.
-        plan: Which samples are in which step, and which of them are this process's.
+        plan: Of the steps.
         replay: Computes a micro-batch again, leaves its gradient in ``param.grad`` and returns the losses. Collective.
 
     Attributes:
@@ -176,7 +175,7 @@ class NonFiniteGuard:
         replay: Callable[[MicroBatch, int], list[Tensor]],
     ) -> None:
         self._rule, self._model, self._optimizer, self._gradients = rule, model, optimizer, gradients
-        self._strategy, self._order, self._split, self._replay = strategy, plan.order, plan.split, replay
+        self._strategy, self._order, self._num_micro, self._replay = strategy, plan.order, plan.split.accumulate, replay
         self._buffers = BufferSnapshot(model) if rule == "skip" else None
         self._unsettled: tuple[HostCopy, Computed, int] | None = None
         self.found: list[NonFiniteStep] = []
@@ -260,7 +259,6 @@ class NonFiniteGuard:
         names = [name for name, _ in self._model.named_parameters()]
         summed = _first_not_finite(self._model)  # before a replay puts other gradients there
         is_suspect = self._strategy.part_is_bad()
-        shares = [self._samples_of(micro, index) for index, (micro, _) in enumerate(computed)]
         origin: Origin | None = None
         for index, (micro, losses) in enumerate(computed):
             module = parameter = None
@@ -273,48 +271,30 @@ class NonFiniteGuard:
             values = [float(loss) for loss in losses]
             bad = [share for share, value in enumerate(values) if not math.isfinite(value)]
             if origin is None and (parameter is not None or bad):
-                wrong = bad if bad and len(values) == len(shares[index]) else range(len(shares[index]))
-                samples = [sample for share in wrong for sample in shares[index][share]]
-                faulty = [sample for sample in _faulty_inputs(micro, shares[index]) if sample in samples]
+                wrong = bad if bad and len(values) == len(micro.samples) else range(len(micro.samples))
+                samples = [sample for share in wrong for sample in micro.samples[share].tolist()]
+                faulty = [sample for sample in _faulty_inputs(micro) if sample in samples]
                 loss = str(values[bad[0]]) if bad else None
                 origin = Origin(rank, index, samples, faulty, loss, module, parameter)
-        if is_suspect and origin is None and not replays:
-            # Every loss was finite, so it may be from any sample of the step.
-            samples = [sample for of_micro in shares for share in of_micro for sample in share]
-            faulty = [
-                sample for (micro, _), of in zip(computed, shares, strict=True) for sample in _faulty_inputs(micro, of)
-            ]
+        if is_suspect and origin is None:  # every loss was finite, so it may be from any sample of the step
+            samples = [sample for micro, _ in computed for share in micro.samples for sample in share.tolist()]
+            faulty = [sample for micro, _ in computed for sample in _faulty_inputs(micro)]
             origin = Origin(rank, 0 if len(computed) == 1 else None, samples, faulty)
         first = None if summed is None else names.index(summed)
-        ranks: list[Any] = [[origin, first, is_suspect]]
+        ranks: list[Any] = [[origin, first]]
         if group is not None:
             device = next(self._model.parameters()).device
             ranks = all_gather_object(ranks[0], group=group, device=device)
-        firsts = [first for _, first, *_ in ranks if first is not None]
+        firsts = [first for _, first in ranks if first is not None]
         return NonFiniteStep(
             step=step,
             epoch=self._order.epoch(step) if isinstance(self._order, GlobalOrder) else None,
-            origins=tuple(Origin(*origin) for origin, *_ in ranks if origin is not None),
+            origins=tuple(Origin(*origin) for origin, _ in ranks if origin is not None),
             parameter=names[min(firsts)] if firsts else None,
             num_ranks=len(ranks),
-            num_micro=self._split.accumulate,
+            num_micro=self._num_micro,
             again=replays,
-            suspects=tuple(rank for rank, (*_, each) in enumerate(ranks) if each),
         )
-
-    def _samples_of(self, micro: MicroBatch, index: int) -> list[list[int]]:
-        """Return the samples of micro-batch ``index`` that this process has read, for each share that has any."""
-        if isinstance(self._order, GlobalOrder):
-            batch, bad = self._order.batch(micro.step).tolist(), {sample.sample for sample in micro.bad}
-        else:
-            batch, bad = list(range(micro.num_global)), set()
-        shares = []
-        for number in micro.numbers:
-            positions = self._split.positions(len(batch), number)
-            part = cut(len(positions), self._split.accumulate, index)
-            mine = batch[positions.start + part.start : positions.start + part.stop]
-            shares.append([sample for sample in mine if sample not in bad])
-        return shares
 
 
 def _first_not_finite(model: nn.Module) -> str | None:
@@ -352,15 +332,14 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(values.coalesce().values() if values.is_sparse else values).all())
 
 
-def _faulty_inputs(micro: MicroBatch, shares: Sequence[Sequence[int]]) -> list[int]:
+def _faulty_inputs(micro: MicroBatch) -> list[int]:
     """Return those samples of a micro-batch whose inputs are not finite, as far as the inputs are still there."""
     faulty: list[int] = []
-    for batch, samples in zip(micro.batches, shares, strict=False):
-        bad: set[int] = set()
+    for batch, samples in zip(micro.batches, micro.samples, strict=False):
+        is_bad = np.zeros(len(samples), bool)
         for tensor in find_tensors(batch):
             # A tensor of the batch that was stacked from the samples has a row for each, in their order.
             if tensor.is_floating_point() and tensor.layout is torch.strided and tensor.shape[:1] == (len(samples),):
-                rows = torch.isfinite(tensor.detach().reshape(len(samples), -1)).all(dim=1)
-                bad |= {sample for sample, is_good in zip(samples, rows.tolist(), strict=True) if not is_good}
-        faulty += [sample for sample in samples if sample in bad]
+                is_bad |= ~torch.isfinite(tensor.detach().reshape(len(samples), -1)).all(dim=1).cpu().numpy()
+        faulty += samples[is_bad].tolist()
     return faulty

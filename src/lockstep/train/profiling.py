@@ -1,11 +1,11 @@
 """Some steps under torch.profiler, a Chrome trace for each rank; and the phases' names for NVIDIA's tools."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -24,35 +24,26 @@ FOLDER = "profile"
 # Unless steps were named: by then memory is allocated, kernels are chosen and buckets have found their order.
 _FIRST, _COUNT = 11, 3
 
-
-class SteppedRun(Protocol):
-    """What is profiled: a run of `fit`."""
-
-    num_steps: int
-
-    @property
-    def num_steps_done(self) -> int:
-        """Of the whole run, up to now."""
-
-    def step(self) -> None:
-        """Train on the next global batch."""
-
-    def pause_for(self, event: Event, act: Callable[[], str]) -> None:
-        """Do something for which training stands still, and report what it returns."""
+PauseFor = Callable[[Event, Callable[[], str]], None]
 
 
 @contextmanager
-def profiled(settings: FitSettings, world: World, run: SteppedRun) -> Iterator[Callable[[], None]]:
-    """Give what does the next step of ``run``, under the profiler or with names if ``settings`` ask for it.
+def profiled(
+    settings: FitSettings, world: World, steps: range, pause_for: PauseFor
+) -> Iterator[Callable[[int], AbstractContextManager[object]]]:
+    """Give the context for a step by its number: under the profiler, or with names, if ``settings`` ask for it.
 
     Collective: every rank, and each step as well.
+
+    Args:
+        settings: Which steps, and where traces go.
+        world: This process among the others.
+        steps: Those of this start of the run, counted from 1.
+        pause_for: Does something for which training stands still, and reports what that returns.
 
     Raises:
         ConfigurationError: On every rank: a rank cannot write its traces; or names are wanted where there is no CUDA.
     """
-    if not (settings.profile or settings.nvtx):
-        yield run.step
-        return
     on_cuda = world.device.type == "cuda"
     if settings.nvtx and not on_cuda:
         raise ConfigurationError(
@@ -60,70 +51,58 @@ def profiled(settings: FitSettings, world: World, run: SteppedRun) -> Iterator[C
             "Leave nvtx out (--nvtx), or use profile (--profile)."
         )
     names = ranges.Ranges(nvtx=on_cuda)
-    profiling = Profiling(settings, world, run, names) if settings.profile else None
     # Phases and buckets have names as long as this is set; otherwise none of it costs anything.
     ranges.now = names if settings.nvtx else None
     try:
-        yield partial(_named_step, run) if profiling is None else profiling.step
-        if profiling is not None:
-            profiling.finish()
+        if settings.profile:
+            with Profiling(settings, world, steps, pause_for, names) as profiling:
+                yield profiling.step
+        else:
+            yield lambda number: ranges.around(f"step {number}")
     finally:
-        if profiling is not None:
-            profiling.abandon()
         ranges.now = None
 
 
-def _named_step(run: SteppedRun) -> None:
-    with ranges.around(f"step {run.num_steps_done + 1}"):
-        run.step()
-
-
 class Profiling:
-    """Hands some steps of a run over to torch.profiler.
+    """Hands some steps of a run over to torch.profiler. Collective: every rank makes one; for arguments `profiled`."""
 
-    Collective: every rank makes one.
-
-    Args:
-        settings: Which steps, and where traces go.
-        world: This process among the others.
-        run: The run.
-        names: What gives names to phases.
-
-    Raises:
-        ConfigurationError: On every rank: a rank cannot write there.
-    """
-
-    def __init__(self, settings: FitSettings, world: World, run: SteppedRun, names: ranges.Ranges) -> None:
-        self._settings, self._world, self._run, self._names = settings, world, run, names
+    def __init__(
+        self, settings: FitSettings, world: World, steps: range, pause_for: PauseFor, names: ranges.Ranges
+    ) -> None:
+        self._settings, self._world, self._pause_for, self._names = settings, world, pause_for, names
         self._folder = _folder(settings, world)
-        # Counted from 1, in this start of the run; of a short run its last ones.
-        first = max(1, min(_FIRST, run.num_steps - run.num_steps_done - _COUNT + 1))
-        self._first, self._count = map(int, settings.profile_steps or (first, _COUNT))
+        # Of a short run its last ones.
+        first, count = settings.profile_steps or (max(1, min(_FIRST, len(steps) - _COUNT + 1)), _COUNT)
+        self._begin, self._number = steps.start, steps.start - 1
+        self._first = steps.start - 1 + int(first)
+        self._last = self._first + int(count) - 1
         self._profiler: profile | None = None
-        self._number = self._began_at = 0
 
-    def step(self) -> None:
-        """Do the next step of the run. Collective: every rank."""
-        self._number += 1
-        if self._number == self._first:
+    def __enter__(self) -> Profiling:
+        return self
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Within, do the step. Collective: every rank."""
+        self._number = number
+        if number == self._first:
             self._start()
-        _named_step(self._run)
-        if self._number == self._first + self._count - 1:
-            self._run.pause_for("profile", self._write)
+        with ranges.around(f"step {number}"):
+            yield
+        if number == self._last:
+            self._pause_for("profile", self._write)
 
-    def finish(self) -> None:
-        """Write what the end of the run has cut short, and report if there was nothing. Collective: every rank."""
-        if self._profiler is not None:
-            self._run.pause_for("profile", self._write)
-        elif self._number < self._first:
-            text = f"no step was profiled: the first was to be step {self._first} of this start, which had"
-            self._run.pause_for("remark", lambda: f"{text} {self._number}")
-
-    def abandon(self) -> None:
-        """End the profiler, if it runs: an error has ended the run. What it has seen is written."""
-        if self._profiler is not None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Write what the end of the run or an error has cut short, and report if there was nothing."""
+        if self._profiler is not None and kind is not None:
             with suppress(Exception):  # of which that error is not to be hidden
-                self._write(half_done=1)
+                self._write()
+        elif self._profiler is not None:
+            self._pause_for("profile", self._write)
+        elif kind is None and self._number < self._first:
+            first, had = self._first - self._begin + 1, self._number - self._begin + 1
+            text = f"no step was profiled: the first was to be step {first} of this start, which had {had}"
+            self._pause_for("remark", lambda: text)
 
     def _start(self) -> None:
         activities, config = [ProfilerActivity.CPU], None
@@ -142,19 +121,15 @@ class Profiling:
         # Preparing takes the ranks long, and not equally long: none should see in its trace that it waits for others.
         self._world.barrier()
         profiler.start_trace()
-        self._profiler, self._began_at, ranges.now = profiler, self._run.num_steps_done + 1, self._names
+        self._profiler, ranges.now = profiler, self._names
 
-    def _write(self, half_done: int = 0) -> str:
-        """Stop the profiler and write its trace; return what to report of it. Blocks on CUDA for the device.
-
-        Args:
-            half_done: Steps that an error has cut short, which are in the trace as well.
-        """
+    def _write(self) -> str:
+        """Stop the profiler and write its trace; return what to report of it. Blocks on CUDA for the device."""
         assert self._profiler is not None
         # What follows is in no trace of ours, so only NVIDIA's tools may still want names.
         ranges.now = self._names if self._settings.nvtx else None
         profiler, self._profiler = self._profiler, None
-        first, last = self._began_at, self._run.num_steps_done + half_done
+        first, last = self._first, self._number
         profiler.stop_trace()
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
         path = self._folder / f"rank-{self._world.rank}.steps-{first}-{last}.pt.trace.json"

@@ -81,8 +81,6 @@ class RunRecord:
         )
         stamps = BucketStamps(self._device)
         self._stamps = stamps if trainer.strategy.stamp_buckets(stamps) else None
-        # Costs a hook in each backward of torch's engine, so only who records asks for it.
-        trainer.strategy.times_waits = True
         self._copies: list[Copy] = []
         trainer.batches.copies = self._copies
         self._last: run_record.RecordedStep | None = None  # until it is known how long it lasted

@@ -19,6 +19,8 @@ from lockstep.data.order import mix, seed_cpu, seed_device
 from lockstep.errors import ConfigurationError, OutOfMemory
 from lockstep.parallel.flat import are_finite, combine_norms, list_norms, multiply_
 from lockstep.parallel.zero.optimizer import norm_of_shards
+from lockstep.telemetry.heartbeat import device_memory
+from lockstep.telemetry.rank_state import format_bytes
 from lockstep.telemetry.resources import says_out_of_memory
 from lockstep.train.settings import Precision, Scaling, Schedule
 from lockstep.train.task import Loss, Task
@@ -453,9 +455,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and says_out_of_memory(str(error))
 
 
-def explain_out_of_memory(
-    error: BaseException, micro: MicroBatch, accumulate: int, devices: Sequence[torch.device]
-) -> None:
+def explain_out_of_memory(error: BaseException, micro: MicroBatch, accumulate: int) -> None:
     """Turn an out-of-memory error of forward or backward into one that says what this process has, and what to try.
 
     The memory of the other ranks is in the launcher's report: they wait in a collective by now, and cannot be asked.
@@ -472,24 +472,10 @@ def explain_out_of_memory(
     )
     if size <= 1:
         advice = "Use a smaller model, shorter samples, more devices, or a strategy that divides the state (fsdp)"
+    host = psutil.virtual_memory()
+    rss, total, free = map(format_bytes, (psutil.Process().memory_info().rss, host.total, host.available))
+    memory = "; ".join([*device_memory(), f"{rss} of the host's {total}, of which {free} are free"])
     raise OutOfMemory(
         f"Out of memory in step {micro.step + 1}, in a micro-batch of {size} sample{'s' * (size != 1)}: {cause}\n"
-        f"This rank has {describe_memory(devices)}.\n{advice}{': the training stays the same' * (size > 1)}."
+        f"This rank has {memory}.\n{advice}{': the training stays the same' * (size > 1)}."
     ) from error
-
-
-def describe_memory(devices: Sequence[torch.device]) -> str:
-    """Return how much memory this process has, on its devices and on the host."""
-    host = psutil.virtual_memory()
-    rss = psutil.Process().memory_info().rss
-    on_host = f"{_gib(rss)} of the host's {_gib(host.total)}, of which {_gib(host.available)} are free"
-    parts = []
-    for device in devices if devices[0].type == "cuda" else ():
-        free, total = torch.cuda.mem_get_info(device)
-        mine = torch.cuda.memory_allocated(device)
-        parts.append(f"{_gib(mine)} in tensors on {device}, where {_gib(free)} of {_gib(total)} are free")
-    return "; ".join([*parts, on_host])
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"

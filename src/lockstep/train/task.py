@@ -1,7 +1,6 @@
 """What to train, never how: `Task`, `Loss` for losses that are not a mean over the samples, and the task in a file."""
 
 import importlib.util
-import linecache
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -178,9 +177,7 @@ def load_task(spec: str) -> Task:
     path = Path(file)
     if not path.is_file():
         kind = "is a folder" if path.is_dir() else "does not exist"
-        nearby = Path(f"{path}.py")
-        hint = f"Did you mean {nearby}?" if nearby.is_file() else "Name a Python file that has a lockstep.Task."
-        raise ConfigurationError(f"{path} {kind}.\n{hint}")
+        raise ConfigurationError(f"{path} {kind}.\nName a Python file that has a lockstep.Task.")
     module = _explain_errors(path, lambda: _import(path))
     found: object = getattr(module, name, None)
     if found is None:
@@ -215,17 +212,14 @@ def _explain_errors(path: Path, action: Callable[[], T]) -> T:
     try:
         return action()
     except Exception as error:
-        kind = "" if isinstance(error, ConfigurationError) else f"{type(error).__name__}: "
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if Path(frame.filename) == path.resolve()]
+        # The innermost line in the task's own file, if there is one: that is what its author can change.
+        frame = (own or frames)[-1]
+        place, number, line = path if own else frame.filename, frame.lineno, frame.line
+        cause, *rest = (str(error) or "no message").splitlines()
         if isinstance(error, SyntaxError) and error.filename:
-            line = (error.text or "").strip()
-            text = f"{error.filename}, line {error.lineno}: {kind}{error.msg}\n    {line}"
-        else:
-            cause, *rest = (str(error) or "no message").splitlines()
-            frames = traceback.extract_tb(error.__traceback__)
-            own = [frame for frame in frames if Path(frame.filename) == path.resolve()]
-            # The innermost line in the task's own file, if there is one: that is what its author can change.
-            frame = (own or frames)[-1]
-            line = linecache.getline(frame.filename, frame.lineno or 0).strip()
-            where = f"{path if own else frame.filename}, line {frame.lineno}"
-            text = "\n".join([f"{where}: {kind}{cause}", f"    {line}", *rest])
-        raise ConfigurationError(text) from error
+            place, number, line, cause = error.filename, error.lineno, error.text, error.msg
+        kind = "" if isinstance(error, ConfigurationError) else f"{type(error).__name__}: "
+        text = [f"{place}, line {number}: {kind}{cause}", f"    {(line or '').strip()}", *rest]
+        raise ConfigurationError("\n".join(text)) from error

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.variable import Variable
 
 from lockstep import activity
 from lockstep.telemetry import ranges
@@ -108,28 +106,6 @@ class StepTimer:
         for phase, begin, end, _ in self.spans:
             taken[phase] += seconds_between(begin, end)
         return PhaseSeconds(*taken.values())
-
-
-@contextmanager
-def compute_end_marked(loss: Tensor, timer: StepTimer) -> Iterator[None]:
-    """Within, ``loss`` is differentiated by an engine of torch's: note when this rank was done, and when all were.
-
-    What autograd calls when a backward is over it calls in the order in which that was asked for. The engine asks when
-    its last bucket leaves, to wait for all of them; here it is asked for when backward begins, so that is before the
-    wait.
-    """
-    computed: list[Mark] = []
-
-    def on_begin(_gradient: Tensor) -> None:
-        Variable._execution_engine.queue_callback(lambda: computed.append(timer.mark()))
-
-    handle = loss.register_hook(on_begin)
-    try:
-        yield
-    finally:
-        handle.remove()
-    if computed:
-        timer.waits.append((computed[0], timer.mark()))
 
 
 @dataclass(frozen=True)

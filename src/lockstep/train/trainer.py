@@ -75,7 +75,7 @@ class Trainer:
         self.caveats: list[str] = []
         self.stop_requested: Callable[[], bool] = _no
         self.failure_seen: Callable[[], bool] = _no
-        self.num_steps_done = self._first_step = self._num_updates = 0
+        self.num_steps_done = self._num_updates = 0
         self._sync, self._has_counts = True, False
         self._flags: step_parts.HostCopy | None = None
         self._reported = [0.0, 0.0]
@@ -195,14 +195,7 @@ class Trainer:
         if not (self.arithmetic.threads or self.arithmetic.deterministic):
             return self._step()
         with self.arithmetic.applied():
-            if not self.arithmetic.deterministic or self.num_steps_done > self._first_step:
-                return self._step()
-            # torch warns of each kernel once; recording warnings costs too much to do it in every step.
-            found: list[str] = []
-            with reproducible.watch_for_other_kernels(found):
-                record = self._step()
-            self.caveats += [f"{name} has no deterministic kernel on {self.device.type}" for name in found]
-            return record
+            return self._step()
 
     def _step(self) -> StepRecord:
         step = activity.now.step = self.num_steps_done
@@ -260,7 +253,7 @@ class Trainer:
             try:
                 self._compute(micro, index, timer, after_forward, sync=self._sync and is_last)
             except Exception as error:
-                step_parts.explain_out_of_memory(error, micro, num_micro, self.devices)
+                step_parts.explain_out_of_memory(error, micro, num_micro)
                 raise
             computed.append((micro, losses))
             self.batches.prefetch()
@@ -484,7 +477,7 @@ class Trainer:
         load_into(self._model, self.optimizer, state)
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
-        self.num_steps_done = self._first_step = state["num_steps_done"]
+        self.num_steps_done = state["num_steps_done"]
         self._num_updates = state["num_updates"]
         self.batches.seek(self.num_steps_done, state.get("stream"))
         if self.settings.reproducible is not None:

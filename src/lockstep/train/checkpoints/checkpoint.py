@@ -32,7 +32,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep import errors
 from lockstep.comm.collectives import all_gather_object, backend_name, broadcast_object, default_group, is_initialized
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError, ConfigurationError
@@ -133,17 +132,18 @@ def require_shared(folder: Path, world: World) -> None:
     """
     if world.world_size == 1:
         return
-    name = _MARK + secrets.token_hex(8)
+    name = broadcast_object(_MARK + secrets.token_hex(8), group=world.group, device=world.device)
     if world.is_rank_zero:
         with contextlib.suppress(OSError):  # then nobody sees it
             for left in folder.glob(f"{_MARK}*"):
                 left.unlink(missing_ok=True)  # by a run that was killed
             (folder / name).touch()
-    name = broadcast_object(name, group=world.group, device=world.device)
     deadline = time.monotonic() + SHARED_TIMEOUT_S
-    while not (is_there := (folder / name).exists()) and not world.is_rank_zero and time.monotonic() < deadline:
+    while not (folder / name).exists() and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    answers = all_gather_object([socket.gethostname(), is_there], group=world.group, device=world.device)
+    answers = all_gather_object(
+        [socket.gethostname(), (folder / name).exists()], group=world.group, device=world.device
+    )
     if world.is_rank_zero:
         (folder / name).unlink(missing_ok=True)
     for rank, (host, sees) in enumerate(answers):
@@ -316,8 +316,8 @@ class Checkpoints:
         passed_over: Those that could not be loaded though they were newer, each with why.
 
     Raises:
-        ConfigurationError: On every rank: the folder cannot be made or written to, or is not the same for all.
-        CheckpointError: On every rank: another run has the folder.
+        ConfigurationError: On every rank: the folder is not the same for all.
+        CheckpointError: On every rank: the folder cannot be made or written to, or another run has it.
     """
 
     folder: Path
@@ -338,32 +338,26 @@ class Checkpoints:
         self._path = self.folder
         self._writes: list[Future[None]] = []  # of this rank's shard; on rank zero then of the checkpoint
         self._no_more_parts = threading.Event()
-        kind, answer = self._from_rank_zero(self._open_folder() if self.world.is_rank_zero else None)
-        if kind is not None:
-            raise getattr(errors, kind)(answer)
-        self._candidates: list[tuple[str, str | None]] = answer
+        mine = _on_all_ranks(self.folder, self._open_folder, self._gather)
+        self._candidates: list[tuple[str, str | None]] = self._from_rank_zero(mine)
         try:
             require_shared(self.folder, self.world)
         except ConfigurationError:
             self.close()
             raise
 
-    def _open_folder(self) -> tuple[str | None, Any]:
-        """Take the folder; return None and what can be loaded from it, or the type of an error and its message."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock.enter_context(lock_folder(self.folder))
-            found = find_checkpoints(self.folder)
-        except OSError as error:
-            text = f"Cannot make the checkpoint folder {self.folder}: {error.strerror}.\nName another one."
-            return "ConfigurationError", text
-        except CheckpointError as error:
-            return "CheckpointError", str(error)
+    def _open_folder(self) -> list[tuple[str, str | None]]:
+        """On rank zero, take the folder; return what can be loaded from it, and why something cannot."""
+        if not self.world.is_rank_zero:
+            return []
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock.enter_context(lock_folder(self.folder))
+        found = find_checkpoints(self.folder)
         self._number = max((int(each.number) for each in found if each.problem is None), default=0)
         if self.fresh:
             self._stale = [each.path for each in found]
-            return None, []
-        return None, [(each.path.name, each.problem) for each in found]
+            return []
+        return [(each.path.name, each.problem) for each in found]
 
     # --- loading ---
 
@@ -381,9 +375,8 @@ class Checkpoints:
         for name, why in self._candidates:
             if why is None:
                 try:
-                    return _state_in(
-                        _read_alike(self.folder / name, self._gather, self.world.rank, self.world.world_size)
-                    )
+                    parts = _read_alike(self.folder / name, self._gather, self.world.rank, self.world.world_size)
+                    return {**parts["state"], **{part: parts[part] for part in _TOP_LEVEL if part in parts}}
                 except CheckpointError as error:
                     why = _reason(error)
             self.passed_over.append(f"{name}: {why}")
@@ -410,7 +403,7 @@ class Checkpoints:
         """Start to write ``state`` as the checkpoint after ``step`` steps; return its path.
 
         Collective: every rank. Blocks until the one before is on disk and this rank's shards are copied (on CUDA:
-        until the copies are queued). What goes wrong, here or later, is kept for `failed`, `agree` and `finish`.
+        until the copies are queued). What goes wrong, here or later, is kept for `failure`, `agree` and `finish`.
 
         Args:
             state: ``model`` and ``optimizer`` and whatever else there is to keep. Rank zero's is written, and every
@@ -422,7 +415,7 @@ class Checkpoints:
         self._wait_until_written(WRITE_TIMEOUT_S)  # there is memory for one copy of the state
         # One broadcast makes the ranks agree on folder and token, and whether there is to be a save at all.
         place = self._from_rank_zero(self._make_place(path) if self.world.is_rank_zero else None)
-        if place is not None and not self.failed:  # otherwise `agree` raises it on all ranks
+        if place is not None and not self.failure:  # otherwise `agree` raises it on all ranks
             name, token = place
             self._path = path
             about = {"step": step, "loss": None if loss is None or not math.isfinite(loss) else loss}
@@ -437,7 +430,9 @@ class Checkpoints:
     def _start(self, state: Mapping[str, Any], folder: Path, token: str, about: Mapping[str, Any]) -> None:
         """Copy what this rank holds, and start the threads that write it into ``folder``; see [Note: one save]."""
         path, world = self._path, self.world
-        packer, packed = storage.pack_parts(_parts_of(state), is_coordinator=world.is_rank_zero)
+        parts: dict[str, Any] = {name: state[name] for name in _TOP_LEVEL if name in state}
+        parts["state"] = {name: value for name, value in state.items() if name not in parts}
+        packer, packed = storage.pack_parts(parts, is_coordinator=world.is_rank_zero)
         ranks = packer.writers(world.world_size)
         if world.rank not in ranks:
             return
@@ -473,7 +468,7 @@ class Checkpoints:
             (self.folder / name).mkdir(exist_ok=in_place)
         except OSError as error:
             self._problem = self._problem or _problem_of(path, error)
-        return None if self.failed else (name, token)
+        return None if self.failure else (name, token)
 
     def _clear(self, folder: Path, token: str) -> None:
         """Remove what saves and removals left that did not come to their end."""
@@ -516,11 +511,8 @@ class Checkpoints:
             _remove_checkpoint(each.path)
 
     @property
-    def failed(self) -> bool:
-        """Whether this rank knows of a failure that the others may not know of."""
-        return self._failure() is not None
-
-    def _failure(self) -> str | None:
+    def failure(self) -> str | None:
+        """What has failed on this rank, of which the others may not know."""
         for write in self._writes:
             if self._problem is None and write.done() and (error := write.exception()) is not None:
                 self._problem = _problem_of(self._path, error)
@@ -534,7 +526,7 @@ class Checkpoints:
         Raises:
             CheckpointError: On every rank.
         """
-        problems = self._gather(self._failure())
+        problems = self._gather(self.failure)
         if any(problems):
             self._no_more_parts.set()  # for rank zero would wait for those of the rank that failed
         _raise_first(problems)
@@ -586,26 +578,6 @@ class Checkpoints:
 
     def _gather(self, value: Any) -> list[Any]:
         return all_gather_object(value, group=self.world.group, device=self.world.device)
-
-
-def read_state(path: Path) -> State:
-    """Return the state in one checkpoint of a run, such as ``FitResult.checkpoint``, whole and on the CPU.
-
-    Raises:
-        CheckpointError: There is none, or it is damaged.
-    """
-    return cast(State, read_tensors(_state_in(_read_alike(path, lambda value: [value], 0, 1))))
-
-
-def _parts_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``state`` as the parts that are written."""
-    parts: dict[str, Any] = {name: state[name] for name in _TOP_LEVEL if name in state}
-    return parts | {"state": {name: value for name, value in state.items() if name not in parts}}
-
-
-def _state_in(parts: Mapping[str, Any]) -> State:
-    """Return what `_parts_of` took apart."""
-    return {**parts["state"], **{name: parts[name] for name in _TOP_LEVEL if name in parts}}
 
 
 # --- for a script of one's own ---
@@ -740,7 +712,7 @@ def _try_read_digest(folder: Path) -> str:
     return ""
 
 
-def _on_all_ranks(folder: Path, act: Callable[[], T]) -> T:
+def _on_all_ranks(folder: Path, act: Callable[[], T], gather: Callable[[Any], list[Any]] | None = None) -> T:
     """Return what ``act`` does here; or raise, on every rank, what went wrong on the first one. Collective."""
     value: T | None = None
     problem = None
@@ -748,7 +720,7 @@ def _on_all_ranks(folder: Path, act: Callable[[], T]) -> T:
         value = act()
     except Exception as error:  # the other ranks wait for the verdict, whatever it is
         problem = _problem_of(folder, error)
-    _raise_first(_gather(problem))
+    _raise_first((gather or _gather)(problem))
     return cast(T, value)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from typing import final
@@ -12,11 +11,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lockstep.comm import fully_shard
-from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.fully_shard import fully_shard_units, local_part, sum_gradients
 from lockstep.comm.world import World
 from lockstep.data.loader import MicroBatch
-from lockstep.errors import ConfigurationError, ModelMismatch
+from lockstep.errors import ConfigurationError
+from lockstep.parallel.consistency import refuse_difference, replica_of
 from lockstep.train.step import LossModule, Objective, Part, ShardedGradients
 from lockstep.train.strategies.strategy import Pass, Strategy, scaled
 from lockstep.train.task import build_model
@@ -35,7 +34,14 @@ class FullyShard(Strategy):
     def __init__(self, model: nn.Module, objective: Objective, world: World, device: torch.device) -> None:
         self.group = world.group
         self._task, self._device, self._num_ranks = objective.task, device, world.world_size
-        require_same_weights(model, world)
+        # Every rank builds its own part: the model must depend on the seed alone, not on the rank.
+        refuse_difference(
+            replica_of(model, buffers="same"),
+            group=world.group,
+            device=world.device,
+            now=" when they begin",
+            since="Under fsdp the model must depend on the seed alone, not on the rank.",
+        )
         self._module = LossModule(model, objective)
         units = find_units(model) if self._task.shard is None else list(self._task.shard(model))
         self._counts_waits = fully_shard_units(self._module, units, group=world.group, device=device)
@@ -97,22 +103,3 @@ def _children_of_lists(module: nn.Module) -> Iterator[nn.Module]:
             yield child
         else:
             yield from _children_of_lists(child)
-
-
-def require_same_weights(model: nn.Module, world: World) -> None:
-    """Check that every rank built the same model. Collective: every rank. Blocks.
-
-    Raises:
-        ModelMismatch: On every rank.
-    """
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        digest.update(str(float(parameter.detach().double().abs().sum())).encode())
-    digests = all_gather_object(digest.hexdigest(), group=world.group, device=world.device)
-    for rank, theirs in enumerate(digests):
-        if theirs != digests[0]:
-            raise ModelMismatch(
-                f"The models differ between ranks: that of rank {rank} has other weights or shapes than rank 0's.\n"
-                "Under fsdp every rank builds its own part: the model must depend on the seed alone, not on the rank."
-            )

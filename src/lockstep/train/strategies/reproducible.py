@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import random
-import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,8 +32,6 @@ from lockstep.train.strategies.strategy import Pass, Strategy, scaled
 
 # --- what changes the bits of a sum: threads, kernels, the machine ----------------------------------------------------
 
-_NO_DETERMINISTIC_KERNEL = re.compile(r"(\S+) does not have a deterministic implementation")
-
 
 def use_threads(count: int) -> None:
     """Set the number of cores that an operation of the calling thread may use."""
@@ -51,7 +47,7 @@ class Arithmetic:
 
     Args:
         threads: Cores that an operation on the CPU may use; as many as torch likes if None.
-        deterministic: Whether to take deterministic kernels wherever there are some.
+        deterministic: Whether to take deterministic kernels wherever there are some; torch warns where there is none.
     """
 
     threads: int | None
@@ -78,20 +74,6 @@ class Arithmetic:
             if self.deterministic:
                 torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
                 torch.backends.cudnn.benchmark = benchmark
-
-
-@contextmanager
-def watch_for_other_kernels(found: list[str]) -> Iterator[None]:
-    """Add to ``found`` the operations that have no deterministic kernel here; other warnings go on as they are."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield
-    for warning in caught:
-        match = _NO_DETERMINISTIC_KERNEL.match(str(warning.message))
-        if match is None:
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-        elif match[1] not in found:
-            found.append(match[1])
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:

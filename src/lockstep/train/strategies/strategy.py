@@ -29,7 +29,7 @@ from lockstep.telemetry.run_record import Mark
 from lockstep.train.plan import PER_PROCESS
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.step import Gradients, LossModule, Objective, ParameterGradients, Part, ShardedGradients
-from lockstep.train.timing import StepTimer, compute_end_marked
+from lockstep.train.timing import StepTimer
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,6 @@ class Strategy(ABC):
 
     # Whether a micro-batch can be computed again without exchanging gradients, to see where a NaN came from.
     can_replay = True
-
-    # Whether to time what a backward of torch's engine waits for, which costs a hook; `fit` records it.
-    times_waits = False
 
     def take_over(self, optimizer: Optimizer) -> Optimizer:
         """Return what is to step the parameters in the place of ``optimizer``, which has not made a step yet.
@@ -257,11 +254,7 @@ class Distributed(Strategy):
             if num_samples or how.sync:
                 # The engine's mean over the ranks becomes the sum again.
                 loss = scaled(part, how.scale * self._num_ranks)
-                if self.times_waits and how.sync and self._ours is None:
-                    with compute_end_marked(loss, how.timer):
-                        loss.backward()
-                else:
-                    loss.backward()
+                loss.backward()
         how.timer.lap("backward")
 
     def _some_without_batch(self, num_samples: int) -> contextlib.AbstractContextManager[None]:
