@@ -1,8 +1,8 @@
 """Have processes that a test starts forked off one that has imported torch, instead of new interpreters.
 
 An interpreter that imports torch and makes its first optimizer has spent more than four seconds of a core; tests start
-hundreds. What `subprocess` would start as a new interpreter on one of our own programs (a rank, ``python -m lockstep``,
-a worker of the pool) is forked here off a server, which has no threads, and becomes a child of whoever started it.
+hundreds. What `subprocess` would start as a new interpreter (a rank, ``python -m lockstep``, a worker of the pool, a
+script of a test) is forked here off a server, which has no threads, and becomes a child of whoever started it.
 Where the environment differs in what only a new interpreter reads, a new one is started.
 """
 
@@ -12,6 +12,7 @@ import io
 import os
 import pickle
 import random
+import runpy
 import signal
 import socket
 import subprocess
@@ -21,11 +22,12 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-BOOTSTRAP = str(ROOT / "src" / "lockstep" / "launcher" / "bootstrap.py")
+BOOTSTRAP = "lockstep/launcher/bootstrap.py"
 MODULES = ("lockstep", "tests.pool_worker")
 MOST_BYTES = 1 << 20
 MOST_DESCRIPTORS = 8
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
+CLONE_NEWNET = 0x40000000
 NAME = "fork-server"
 
 _lock = threading.Lock()
@@ -81,7 +83,7 @@ def _can_fork(args, environ):
         return False
     words = [word for word in args[1:4] if word != "-u"]
     names = [name for name in {*environ, *os.environ} if name.startswith(("PYTHON", "LD_"))]
-    is_ours = words[0] == BOOTSTRAP or (words[0] == "-m" and words[1] in MODULES)
+    is_ours = words[0].endswith(".py") or (words[0] == "-m" and words[1] in MODULES)
     return is_ours and all(environ.get(name) == os.environ.get(name) for name in names)
 
 
@@ -115,8 +117,17 @@ def serve(requests):
             os.close(descriptor)
 
 
-def become(environ, cwd, has_new_session, descriptors, numbers=()):
-    """Give this process a place of its own: environment, folder, session, and descriptors at ``0, 1, 2, *numbers``."""
+def become(environ, cwd, has_new_session, descriptors, numbers=(), network=None):
+    """Give this process a place of its own.
+
+    Args:
+        environ: Its environment.
+        cwd: Its folder.
+        has_new_session: Whether it leads a session of its own.
+        descriptors: What stands at ``0, 1, 2, *numbers`` from now on.
+        numbers: See there.
+        network: The name of the network namespace that it moves to.
+    """
     wanted = [0, 1, 2, *numbers]
     # First out of each other's way.
     moved = [os.dup(descriptor) if descriptor in wanted else descriptor for descriptor in descriptors]
@@ -125,6 +136,10 @@ def become(environ, cwd, has_new_session, descriptors, numbers=()):
         os.close(descriptor)
     if has_new_session:
         os.setsid()
+    if network is not None:
+        with open(f"/var/run/netns/{network}") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"this process cannot move to {network}")
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environ)
@@ -151,11 +166,15 @@ def start(words):
         from tests import pool_worker
 
         pool_worker.main(*map(int, words[2:]))
-    else:
+        return
+    sys.argv = words
+    if words[0].endswith(BOOTSTRAP):
         from lockstep.launcher import bootstrap
 
-        sys.argv = words
         bootstrap.main(sys.argv)
+    else:
+        sys.path[0] = os.path.dirname(os.path.realpath(words[0]))
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def end(program):

@@ -5,9 +5,10 @@ import itertools
 import os
 import shutil
 import subprocess
-import sys
 
 import pytest
+
+from tests.distributed import commands
 
 _numbers = itertools.count()
 
@@ -24,13 +25,8 @@ class Machines:
 
     def start(self, index, *args, **kwargs):
         """Start `lockstep ARGS` on a machine."""
-        return subprocess.Popen(
-            ["ip", "netns", "exec", self.names[index], sys.executable, "-m", "lockstep", *args],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            **kwargs,
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return commands.start(*args, network=self.names[index], **pipes, **kwargs)
 
     def set_cable(self, state):
         """Cut the cable (``down``) or mend it (``up``)."""

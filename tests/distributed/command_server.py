@@ -39,8 +39,9 @@ def serve(requests):
                         requests.close()
                         if request is None:  # the tests' own process starts something
                             return fork_children_for(key.fileobj)
-                        forking.become(request["env"], request["cwd"], request["new_session"], descriptors)
-                        return partial(run_command, request["args"])
+                        args = request.pop("args")
+                        forking.become(**request, descriptors=descriptors)
+                        return partial(run_command, args)
                     for descriptor in descriptors:
                         os.close(descriptor)
                     if request is None:
@@ -88,6 +89,8 @@ def fork_children_for(connection):
             prepare()
         if words[:2] == ["-m", "lockstep"]:
             run_command(words[2:])
+        if words[0] != "-u":  # neither a rank nor a worker of the pool
+            prepare_children()
         forking.start(words)
 
     return program

@@ -31,7 +31,7 @@ class Done:
 class Command:
     """A command that runs: what a test uses of `subprocess.Popen`. Its output is read when it has ended, or by line."""
 
-    def __init__(self, args, *, cwd=None, env=None, stdout=None, stderr=None, start_new_session=False):
+    def __init__(self, args, *, cwd=None, env=None, stdout=None, stderr=None, start_new_session=False, network=None):
         given = {"stdout": stdout, "stderr": stderr}
         self._pipes = dict.fromkeys(given)
         with contextlib.ExitStack() as stack:
@@ -45,8 +45,13 @@ class Command:
                 else:
                     descriptors.append(number if file is None else file.fileno())
             self._connection = _connection()
-            environ = dict(os.environ if env is None else env)
-            request = {"args": args, "cwd": str(cwd or os.getcwd()), "env": environ, "new_session": start_new_session}
+            request = {
+                "args": args,
+                "cwd": str(cwd or os.getcwd()),
+                "environ": dict(os.environ if env is None else env),
+                "has_new_session": start_new_session,
+                "network": network,
+            }
             socket.send_fds(self._connection, [json.dumps(request).encode()], descriptors)
             self.pid = int(self._connection.recv(64))
         self.stdout, self.stderr = self._pipes.values()
