@@ -65,6 +65,7 @@ COMMANDS = {
         *("rehearse", "train.py", "--inject", "slowlink:mbit=1", "--inject", "drop:rank=1,seconds=1"),
         *("--inject", "oom:rank=0,step=99", "--", "same"),
     ],
+    "alone": ["rehearse", "task.py", "--devices", "1", "--inject", "oom:rank=0,step=3", "--steps", "5"],
     "disk": ["rehearse", "task.py", "--inject", "disk-full:step=4", "--quiet", "--steps", "9", *KEPT],
 }
 
@@ -110,10 +111,12 @@ def test_a_run_that_lost_a_rank_ends_in_the_same_weights(run, ranks):
         package.fit(task, steps=20, reproducible=4, export=f"{folder}/whole.safetensors", quiet=True)
 
     killed, folder = run("killed")
-    assert killed.code == 0, killed.err
+    assert killed.code == 0, killed.out
     ranks(1)(undisturbed, str(folder))
     assert (folder / "w.safetensors").read_bytes() == (folder / "whole.safetensors").read_bytes()
-    assert [line for line in killed.err.splitlines() if "restart" in line] == [
+    assert [
+        line for line in killed.out.splitlines() if re.search(r"restart \d", line) and line.startswith("lockstep")
+    ] == [
         "lockstep: rank 1 was killed by SIGKILL (signal 9) in step 12; restart 1 of 1 with 1 rank",
     ]
     resumed = re.findall(r"^resumed after step (\d+) of 20$", killed.out, re.MULTILINE)
@@ -127,13 +130,13 @@ def test_a_run_that_lost_a_rank_ends_in_the_same_weights(run, ranks):
 @pytest.mark.timeout(300)
 def test_a_gradient_that_is_not_a_number_is_traced_to_its_rank_under_ddp_and_fsdp(run):
     nan, _ = run("nan")
-    assert nan.code == 0, nan.err
+    assert nan.code == 0, nan.out
     ddp, fsdp = rows(nan.out)
     assert (ddp[0], ddp[3]) == ("nan:rank=1,step=4 rank 1, step 4", "reported, the run went on")
     assert "not finite on rank 1 (epoch 1, step 4): first that of parameter 3.weight" in ddp[2]
-    assert (fsdp[0], fsdp[3]) == ("nan:rank=1,step=8 rank 1, step 8", "reported, the run went on")
     # There the gradient of a rank is no longer known by itself when it is checked.
-    assert "not finite (epoch 1, step 8): first that of parameter 3.weight." in nan.out
+    assert (fsdp[0], fsdp[3]) == ("nan:rank=1,step=8 rank 1, step 8", "reported without its rank, the run went on")
+    assert "not finite (epoch 1, step 8): first that of parameter 3.weight." in fsdp[2]
 
 
 @pytest.mark.soak  # the watchdog has tests of its own
@@ -147,13 +150,13 @@ def test_a_script_with_torchs_ddp_that_hangs(run):
         0,
     )
     assert message.startswith("rank 1 is in DataLoader.__next__ (train.py:7) for ")
-    shutil.rmtree(re.search(r"/\S*lockstep-hang-\w+", hang.err).group())
+    shutil.rmtree(re.search(r"/\S*lockstep-hang-\w+", hang.out).group())
 
 
 @pytest.mark.timeout(300)
 def test_a_slow_link_and_a_pause_change_no_weights_and_what_never_strikes_is_a_failure(run):
     network, _ = run("network")
-    assert network.out.startswith("the same\n")
+    assert "\nthe same\n" in network.out
     slow, drop, late = rows(network.out)
     assert [(row[0].split()[0], row[3]) for row in (slow, drop)] == [
         ("slowlink:mbit=1", "survived"),
@@ -163,6 +166,22 @@ def test_a_slow_link_and_a_pause_change_no_weights_and_what_never_strikes_is_a_f
     assert network.code == 1
     assert "Not noticed or not injected: oom:rank=0,step=99; the job ended with code 0 after " in network.out
     assert "no packet is touched" in network.out
+
+
+def test_a_fault_strikes_a_task_on_one_device(run):
+    alone, _ = run("alone")
+    ((injected, _, message, outcome),) = rows(alone.out)
+    assert (injected, outcome, alone.code) == ("oom:rank=0,step=3 rank 0, step 3", "ended with code 1", 0)
+    assert "out of memory" in message.lower()
+
+
+def test_a_strategy_without_ranks_is_refused(monkeypatch, tmp_path, capsys):
+    from lockstep.cli import main
+    from lockstep.launcher.bootstrap import RANK_SETUP
+
+    monkeypatch.setenv(RANK_SETUP, "[]")
+    assert main(["train", str(tmp_path / "task.py"), "--strategy", "dp"]) != 0
+    assert "Faults strike in ranks, and strategy dp in one process starts none." in capsys.readouterr().err
 
 
 @pytest.mark.soak  # and so have checkpoints on a full disk

@@ -81,6 +81,22 @@ def test_a_slow_link_is_not_blamed_for_what_another_fault_did():
     ]
 
 
+SUMMARY = "a step took 57 ms: exchange 49%; slowest was rank 0 (30 ms of work in a step), fastest rank 1 (25 ms)"
+
+
+def test_the_slowest_and_the_fastest_rank_of_a_run_are_no_report_of_a_gradient():
+    lines = logged("1 step skipped:", "  The gradient is not finite (epoch 1, step 5).", SUMMARY)
+    message = "The gradient is not finite (epoch 1, step 5)."
+    assert outcome("nan:rank=1,step=5", lines, 0) == ("reported without its rank, the run went on", True, 1.0, message)
+    assert outcome("nan:rank=0,step=5", lines, 1) == ("ended with code 1, without naming rank 0", False, None, "")
+
+
+def test_of_a_straggler_the_slowest_rank_is_a_report_and_the_fastest_none():
+    found = outcome("straggler:rank=0,ms=5", logged(SUMMARY), 0)
+    assert found == ("reported, the run went on", True, 1.0, SUMMARY)
+    assert outcome("straggler:rank=1,ms=5", logged(SUMMARY), 0) == ("not noticed", False, None, "")
+
+
 def test_a_fault_that_never_struck_is_no_success():
     never = "did not strike: rank 1 never came to loader in step 5"
     assert outcome("hang:rank=1,step=5,in=loader", [], 0, None) == (never, False, None, "")

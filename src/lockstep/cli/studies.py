@@ -379,6 +379,6 @@ def rehearse(
     flags = ["--devices", str(devices), "--watchdog", f"{watchdog:g}", "--max-restarts", str(max_restarts)]
     command += ["train", file, *flags, *args] if runner.is_task(file) else ["run", *flags, file, *args]
     # A job of its own, not one of this process: what is broken may be the launcher.
-    rehearsal = runner.rehearse(command, rules, shows=not quiet)
+    rehearsal = runner.rehearse(command, rules, num_ranks=devices, shows=not quiet)
     console(width=160).print(runner.render(rehearsal))
     return 0 if rehearsal.passed else 1

@@ -13,6 +13,7 @@ from click.core import ParameterSource
 
 from lockstep.cli import command
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, RankFailed
+from lockstep.launcher.bootstrap import RANK_SETUP
 from lockstep.launcher.output import LEVELS, LogSettings
 from lockstep.run_folder import hide_secrets
 from lockstep.train.settings import FitSettings, Setting, Settings, merge_settings, read_settings, settings_of
@@ -172,7 +173,14 @@ def train(
     os.environ.setdefault("LOCKSTEP_COMMAND", hide_secrets(["lockstep", *sys.argv[1:]]))  # for the record of the run
     log_settings = LogSettings(folder=log_dir, level=log_level, excluded_by="--logs raw" * (logs == "raw"))
     settings = settings_from(values, settings_file)
-    if not _starts_ranks(settings, even_one=max_restarts > 0 or bool(log_settings.flags)):
+    # `lockstep rehearse` has something called in each rank, which only a launched one does.
+    is_rehearsed = RANK_SETUP in os.environ
+    if not _starts_ranks(settings, even_one=max_restarts > 0 or bool(log_settings.flags) or is_rehearsed):
+        if is_rehearsed:
+            raise ConfigurationError(
+                f"Faults strike in ranks, and strategy {settings.strategy} in one process starts none.\n"
+                "Rehearse with a strategy of one process for each device, such as ddp."
+            )
         if log_settings.flags:
             raise ConfigurationError(
                 f"{log_settings.flags} is for ranks that this command starts, and it starts none.\n"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from lockstep.errors import ConfigurationError
 
+# Where in a step a rank can be when a fault strikes.
 PLACES = ("loader", "forward", "backward", "optimizer", "collective")
-"""Where in a step a rank can be when a fault strikes."""
 
 
 @dataclass(frozen=True)
@@ -41,32 +41,31 @@ class Kind:
         return [key for key in re.findall(r"(\w+)=", self.example) if key not in self.optional]
 
 
+# Where a rule does not say: every script has a forward, and not all have a loader or an optimizer of torch.
+_FORWARD: dict[str, float | str] = {"in": "forward"}
 KINDS: dict[str, Kind] = {
-    "kill": Kind(
-        "the rank is killed, as when memory runs out", "kill:rank=2,step=20", {"in": "forward"}, places=PLACES
-    ),
+    "kill": Kind("the rank is killed, as when memory runs out", "kill:rank=2,step=20", _FORWARD, PLACES),
     "hang": Kind(
         "the rank stops for good, or for so many seconds",
         "hang:rank=1,step=5,in=loader",
-        {"in": "forward", "seconds": float("inf")},
-        places=PLACES,
+        {**_FORWARD, "seconds": float("inf")},
+        PLACES,
     ),
     "straggler": Kind(
         "the rank loses so much time in every step",
         "straggler:rank=3,ms=50,in=backward",
-        {"in": "forward", "step": 1},
-        places=PLACES[:4],
+        {**_FORWARD, "step": 1},
+        PLACES[:4],
         is_silent=True,
     ),
     "nan": Kind(
         "the rank's gradient of one parameter is not a number", "nan:rank=0,step=7", {"in": "backward"}, is_silent=True
     ),
+    # After the update: what flips before it would be divided among the ranks again.
     "bitflip": Kind(
-        "one bit of one parameter of the rank changes", "bitflip:rank=1,step=9", {"in": "optimizer"}, is_silent=True
+        "one bit of one parameter of the rank changes", "bitflip:rank=1,step=9", {"in": "update"}, is_silent=True
     ),
-    "oom": Kind(
-        "the rank runs out of device memory", "oom:rank=1,step=3", {"step": 3, "in": "forward"}, places=PLACES[1:4]
-    ),
+    "oom": Kind("the rank runs out of device memory", "oom:rank=1,step=3", {**_FORWARD, "step": 3}, PLACES[1:4]),
     "slowlink": Kind(
         "what ranks send takes as long as over such a link", "slowlink:mbit=100", {"step": 1, "in": "collective"}
     ),
@@ -178,10 +177,9 @@ class Note:
     rank: int
     step: int
     time_ns: int
-    detail: str = ""
 
 
-def write(folder: Path, number: int, *, rank: int, step: int, detail: str = "") -> bool:
+def write(folder: Path, number: int, *, rank: int, step: int) -> bool:
     """Note that the fault with this number strikes now; return whether it is for the first time.
 
     The file outlives the rank, so a rank that was started again knows that the fault is spent.
@@ -189,7 +187,7 @@ def write(folder: Path, number: int, *, rank: int, step: int, detail: str = "") 
     try:
         # Exclusively: of several ranks or threads only one may be the first.
         with open(_path(folder, number), "x") as file:
-            json.dump(asdict(Note(rank, step, time.time_ns(), detail)), file)
+            json.dump(asdict(Note(rank, step, time.time_ns())), file)
     except FileExistsError:
         return False
     return True

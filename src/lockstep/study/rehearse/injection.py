@@ -5,8 +5,8 @@ from __future__ import annotations
 import builtins
 import functools
 import io
-import json
 import os
+import re
 import signal
 import stat
 import sys
@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
-from lockstep.comm.collectives import Group, all_reduce_async
+from lockstep.comm.collectives import Group, stock_comm_hooks
 from lockstep.comm.shm.process_group import ShmProcessGroup
 from lockstep.study.rehearse import fault_rules
 from lockstep.study.rehearse.fault_rules import Rule
@@ -32,19 +32,18 @@ from lockstep.train.trainer import Trainer
 OOM_TEXT = "Tried to allocate 20.00 GiB: out of memory (made up by lockstep rehearse)."
 
 
-def activate(orders: str) -> None:
+def activate(folder: str, rules: list[dict[str, Any]]) -> None:
     """Arm this rank with the faults of a rehearsal: the launcher's bootstrap calls it before the program starts.
 
     Args:
-        orders: The folder for notes and the rules, in JSON, from `lockstep.study.rehearse.runner`. The rank comes from
-            the environment; faults of other ranks are left out.
+        folder: Where it is noted that faults have struck.
+        rules: All rules, from `lockstep.study.rehearse.runner`. The rank comes from the environment; faults of other
+            ranks are left out.
     """
-    found = json.loads(orders)
     rank = int(os.environ.get("RANK", 0))
-    rules = {number: Rule(**rule) for number, rule in enumerate(found["rules"])}
-    mine = {number: rule for number, rule in rules.items() if rule.rank in (None, rank)}
+    mine = {number: Rule(**rule) for number, rule in enumerate(rules) if rule["rank"] in (None, rank)}
     if mine:
-        FaultInjector(Path(found["folder"]), rank, mine).arm()
+        FaultInjector(Path(folder), rank, mine).arm()
 
 
 class FaultInjector:
@@ -81,7 +80,7 @@ class FaultInjector:
         register_optimizer_step_post_hook(self._on_updated)
         self._follow_fit()
         if any(rule.place == "collective" for rule in self._rules.values()):
-            watch_collectives(self._before_send)
+            watch_collectives(self._before_collective)
         for number, rule in self._rules.items():
             if rule.kind == "disk-full":
                 fill_disk(functools.partial(self._is_full, number, rule))
@@ -107,7 +106,7 @@ class FaultInjector:
             self._num_fit_steps += 1
             try:
                 record = step(loop)
-                self._reach("updated")
+                self._reach("update")
                 return record
             finally:
                 self._is_in_fit_step = False
@@ -154,7 +153,7 @@ class FaultInjector:
 
     def _on_updated(self, optimizer: Any, *_: Any) -> None:
         if self._fit_step is None:  # before counting: what happens now belongs to the step that is over
-            self._reach("updated")
+            self._reach("update")
         self._num_updates[optimizer] = self._num_updates.get(optimizer, 0) + 1
 
     # --- Faults
@@ -165,7 +164,7 @@ class FaultInjector:
             return []  # of what fit does between its steps, such as evaluation, nothing belongs to a step
         found = []
         for number, rule in self._rules.items():
-            is_here = place == ("updated" if rule.kind == "bitflip" else rule.place) and self._step >= rule.step
+            is_here = place == rule.place and self._step >= rule.step
             has_struck = self._last_visit.get(number) == self._visit and rule.kind != "nan"
             if is_here and not has_struck and not self._is_spent(number, rule):
                 found.append((number, rule))
@@ -190,22 +189,22 @@ class FaultInjector:
         self._note(number, rule, detail)
         if rule.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when memory runs out
-        elif rule.kind == "oom":
+        if rule.kind == "oom":
             raise torch.OutOfMemoryError(OOM_TEXT)
-        elif rule.kind in ("hang", "drop"):
-            deadline = time.monotonic() + rule.amount
-            while (left_s := deadline - time.monotonic()) > 0:
-                time.sleep(min(left_s, 3600.0))  # which takes no infinity
-        elif rule.kind == "straggler":
-            time.sleep(rule.amount / 1000)
+        seconds = rule.amount / 1000 if rule.kind == "straggler" else rule.amount
+        deadline = time.monotonic() + seconds
+        while (left_s := deadline - time.monotonic()) > 0:
+            time.sleep(min(left_s, 3600.0))  # which takes no infinity
 
-    def _before_send(self, name: str, num_bytes: int, size: int) -> None:
+    def _before_collective(self, name: str, num_bytes: int, num_ranks: int) -> None:
         for number, rule in self._rules.items():
             if rule.place != "collective" or self._step < rule.step:
                 continue
             if rule.kind == "slowlink":
                 self._note(number, rule)
-                time.sleep(seconds_on_link(name, num_bytes, size, rule.amount))
+                # An all-reduce passes everything twice, but for a rank's own share; everything else once.
+                num_bits = 8 * num_bytes * (2 if name.startswith("allreduce") else 1)
+                time.sleep(num_bits * (num_ranks - 1) / num_ranks / (rule.amount * 1e6))
             elif not fault_rules.is_spent(self._folder, number):
                 self._act(number, rule, name)
 
@@ -215,8 +214,9 @@ class FaultInjector:
         return self._step >= rule.step
 
     def _note(self, number: int, rule: Rule, detail: str = "") -> None:
-        step, is_spent = self._step, fault_rules.is_spent(self._folder, number)
-        if not is_spent and fault_rules.write(self._folder, number, rank=self._rank, step=step, detail=detail):
+        step = self._step
+        # Only the first time: a straggler, or a full disk, would be logged in every step.
+        if fault_rules.write(self._folder, number, rank=self._rank, step=step):
             where = f" ({detail})" if detail else ""
             place = f", {rule.place}" if rule.place else ""
             sys.stderr.write(f"rehearse: {rule.text} strikes rank {self._rank} in step {step}{place}{where}\n")
@@ -265,8 +265,8 @@ def flip_bit(model: nn.Module) -> str:
 
 # A disk without any room: files can be made, but what is written to them fails as it does then.
 
+# The launcher's own folder, without which nobody could report what happened, and what is no disk.
 _SPARED = (f"{tempfile.gettempdir()}{os.sep}lockstep-", "/dev/", "/proc/")
-"""The launcher's own folder, without which nobody could report what happened, and what is no disk."""
 
 
 def fill_disk(is_full: Callable[[], bool]) -> None:
@@ -277,27 +277,22 @@ def fill_disk(is_full: Callable[[], bool]) -> None:
     """
     import safetensors.torch
 
-    open_file, open_descriptor, save = builtins.open, os.open, torch.save
+    open_descriptor, save = os.open, torch.save
 
-    def lead_nowhere(descriptor: int) -> None:
-        if _is_on_disk(descriptor) and is_full():
-            nowhere = open_descriptor("/dev/full", os.O_WRONLY)
-            os.dup2(nowhere, descriptor, inheritable=False)
-            os.close(nowhere)
+    def lead_nowhere(original: Callable[..., Any], writes: Callable[[Any], Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def opened(file: Any, *args: Any, **kwargs: Any) -> Any:
+            found = original(file, *args, **kwargs)
+            # "mode" is something else where there are flags.
+            mode = args[0] if args else kwargs.get("flags", kwargs.get("mode", "r"))
+            descriptor = found if isinstance(found, int) else found.fileno()
+            if writes(mode) and _is_on_disk(descriptor) and is_full():
+                nowhere = open_descriptor("/dev/full", os.O_WRONLY)
+                os.dup2(nowhere, descriptor, inheritable=False)
+                os.close(nowhere)
+            return found
 
-    @functools.wraps(open_file)
-    def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        found = open_file(file, mode, *args, **kwargs)
-        if set(mode) & set("wax+"):
-            lead_nowhere(found.fileno())
-        return found
-
-    @functools.wraps(open_descriptor)
-    def opened_low(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        found = open_descriptor(path, flags, *args, **kwargs)
-        if flags & (os.O_WRONLY | os.O_RDWR):
-            lead_nowhere(found)
-        return found
+        return opened
 
     # What torch and safetensors write in native code goes through Python's files instead.
     @functools.wraps(save)
@@ -308,12 +303,10 @@ def fill_disk(is_full: Callable[[], bool]) -> None:
             return save(obj, file, *args, **kwargs)
 
     def save_file(tensors: Any, filename: Any, metadata: Any = None) -> None:
-        data = safetensors.torch.save(tensors, metadata)
-        with open(filename, "wb") as file:
-            file.write(data)
+        Path(filename).write_bytes(safetensors.torch.save(tensors, metadata))
 
-    builtins.open = io.open = opened
-    os.open = opened_low
+    builtins.open = io.open = lead_nowhere(open, lambda mode: set(mode) & set("wax+"))
+    os.open = lead_nowhere(open_descriptor, lambda flags: flags & (os.O_WRONLY | os.O_RDWR))
     torch.save = saved
     safetensors.torch.save_file = save_file
 
@@ -326,48 +319,35 @@ def _is_on_disk(descriptor: int) -> bool:
 
 # What happens to collectives: they are late, or slow, on their way to whatever carries them.
 
-_CALLS = (
-    *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier", "gather", "scatter", "alltoall"),
-    *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base", "all_gather_single"),
-    *("reduce_scatter", "reduce_scatter_tensor_coalesced", "_reduce_scatter_base", "reduce_scatter_single"),
-    *("alltoall_base", "all_to_all_single", "send"),
-)
-
-BeforeSend = Callable[[str, int, int], None]
-"""Called with the operation, the bytes that this rank passes to it, and the size of the group."""
+_COLLECTIVE = re.compile(r"_?(all|reduce|broadcast|barrier|gather|scatter|send)")
 
 
-def watch_collectives(before: BeforeSend) -> None:
-    """Call ``before`` ahead of every collective of this process, for good."""
+def watch_collectives(before: Callable[[str, int, int], None]) -> None:
+    """Call ``before`` ahead of every collective of this process, for good.
+
+    Args:
+        before: Gets the operation, the bytes that this rank passes to it, and the size of the group.
+    """
     for kind in (Group, ShmProcessGroup):
-        for name in _CALLS:
-            if name in vars(kind):
-                setattr(kind, name, _watched(getattr(kind, name), name, before))
+        for name in filter(_COLLECTIVE.match, list(vars(kind))):
+            setattr(kind, name, _watched(getattr(kind, name), name, before))
 
     def hook_torchs(module: nn.Module, _args: Any) -> None:
         # torch's class starts its own collectives in C++, unless it has a hook: one that does the same from Python.
         is_torchs = type(module).__module__.startswith("torch.") and type(module).__name__ == "DistributedDataParallel"
         if is_torchs and not module._comm_hooks:
-            # A lambda, as torch checks annotations and takes those that are strings to be wrong.
-            module.register_comm_hook(module.process_group, lambda group, bucket: _mean(group, bucket))  # type: ignore[operator]
+            module.register_comm_hook(module.process_group, stock_comm_hooks().allreduce_hook)  # type: ignore[operator]
 
     register_module_forward_pre_hook(hook_torchs)
 
 
-def _watched(method: Any, name: str, before: BeforeSend) -> Any:
+def _watched(method: Any, name: str, before: Callable[[str, int, int], None]) -> Any:
     @functools.wraps(method)
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
         before(name, _num_bytes((*args, *kwargs.values())), group.size())
         return method(group, *args, **kwargs)
 
     return call
-
-
-def _mean(group: Any, bucket: Any) -> Any:
-    def first(done: Any) -> Any:
-        return done.value()[0] if isinstance(done.value(), list | tuple) else done.value()
-
-    return all_reduce_async(bucket.buffer().div_(group.size()), group=group).then(first)
 
 
 def _num_bytes(args: Any) -> int:
@@ -378,12 +358,3 @@ def _num_bytes(args: Any) -> int:
         sizes = [_num_bytes(arg) for arg in args]
         return sum(sizes) if all(isinstance(arg, Tensor) for arg in args) else max(sizes, default=0)
     return 0
-
-
-def seconds_on_link(name: str, num_bytes: int, size: int, mbit: float) -> float:
-    """Return how long a collective keeps the link of a rank busy that sends and receives at ``mbit``.
-
-    An all-reduce passes everything twice, but for a rank's own share; everything else once.
-    """
-    passes = 2 if name.startswith("allreduce") else 1
-    return passes * num_bytes * (size - 1) / max(size, 1) * 8 / (mbit * 1e6)

@@ -77,25 +77,27 @@ class Rehearsal:
         return all(finding.is_good for finding in self.findings)
 
 
-def rehearse(command: Sequence[str], rules: Sequence[Rule], *, shows: bool = True) -> Rehearsal:
+def rehearse(command: Sequence[str], rules: Sequence[Rule], *, num_ranks: int, shows: bool = True) -> Rehearsal:
     """Run ``command``, in whose ranks the faults strike, on the CPU, to its end.
 
     Args:
         command: Starts the job: ``lockstep run`` or ``lockstep train`` in a process of its own.
         rules: The faults.
+        num_ranks: How many ranks the job has.
         shows: Whether what the job logs is passed on.
     """
     with Reaper() as reaper:  # clears its folder away, however this process ends
         # The ranks get their orders by environment, because the launcher passes nothing else on to them.
-        orders = json.dumps({"folder": str(reaper.run_dir), "rules": [asdict(rule) for rule in rules]})
-        # Each rank calls that before its program.
-        setup = json.dumps([["lockstep.study.rehearse.injection:activate", orders]])
+        orders = [str(reaper.run_dir), [asdict(rule) for rule in rules]]
+        setup = json.dumps([["lockstep.study.rehearse.injection:activate", *orders]])
         environ = {**os.environ, RANK_SETUP: setup, **dict.fromkeys(_HIDES_GPUS, "")}
         began = time.monotonic()
         code, lines = _run(command, environ, shows=shows)
         seconds = time.monotonic() - began
         struck = [fault_rules.read(reaper.run_dir, number) for number in range(len(rules))]
-    return Rehearsal(judge_all(rules, struck, lines, code), code, seconds)
+    # Where there is but one rank, nobody names it.
+    judged = [replace(rule, rank=None) for rule in rules] if num_ranks == 1 else rules
+    return Rehearsal(judge_all(judged, struck, lines, code), code, seconds)
 
 
 def is_task(file: str) -> bool:
@@ -131,12 +133,12 @@ def _run(command: Sequence[str], environ: Mapping[str, str], *, shows: bool) -> 
     """
     lines: list[Line] = []
 
-    def read(stream: IO[str], shown: IO[str]) -> None:
+    def read(stream: IO[str]) -> None:
         for text in stream:
             lines.append(Line(time.time_ns(), text.rstrip("\n")))
             if shows:
-                shown.write(text)
-                shown.flush()
+                sys.stdout.write(text)
+                sys.stdout.flush()
 
     with subprocess.Popen(
         command,
@@ -144,14 +146,13 @@ def _run(command: Sequence[str], environ: Mapping[str, str], *, shows: bool) -> 
         preexec_fn=partial(_end_with_process, os.getpid()),  # a rehearsal that is killed leaves no job behind
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.STDOUT,  # one pipe: a report of several lines stays in order
         text=True,
         errors="replace",
     ) as process:
-        streams = ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
-        threads = [threading.Thread(target=read, args=pair, daemon=True) for pair in streams]
-        for thread in threads:
-            thread.start()
+        # In a thread: what a program has started may keep the pipe open after the job's end.
+        reader = threading.Thread(target=read, args=(process.stdout,), daemon=True)
+        reader.start()
         try:
             code = process.wait()
         except BaseException:
@@ -159,14 +160,13 @@ def _run(command: Sequence[str], environ: Mapping[str, str], *, shows: bool) -> 
                 process.wait(_SHUTDOWN_S)
             process.kill()  # its reaper ends the ranks
             raise
-        for thread in threads:
-            thread.join(_SHUTDOWN_S)
-    # Two threads have appended to it.
-    return code, sorted(lines)
+        reader.join(_SHUTDOWN_S)
+    return code, lines
 
 
 # What became of a fault: pure functions of when it struck, what the job logged, and how it ended.
 
+# What a line, or one just before it, must contain to be about a fault of this kind.
 _SIGNS = {
     "kill": r"kill|SIGKILL|signal 9|is gone|whose process|has died|out of memory",
     "hang": r"hang|waits? |waited|stuck|does not answer|is in |no progress",
@@ -178,15 +178,13 @@ _SIGNS = {
     "drop": r"waits? |waited|hang|slow|drop|timed out|unreachable",
     "disk-full": r"No space left|disk is full|no room",
 }
-"""What a line, or one just before it, must contain to be about a fault of this kind."""
-
-_HEADLINES = 4
-"""A report may take so many lines between its subject and the rank."""
+# These reports name the ranks below their first line; so many lines may be between.
+_NUM_HEADLINES = {"hang": 4, "drop": 4, "bitflip": 4}
 
 _RANKS = re.compile(r"\branks? ((?:\d+(?:-\d+)?(?:, | and )?)+)|\brank(\d+)\b", re.IGNORECASE)
 _RESTART = re.compile(r"restart \d+ of \d+|ranks are started again")
+# How lines begin that the rehearsal itself logs: they are no report.
 _OWN = re.compile(r"(\[ranks? [\d, -]+\] )?rehearse: ")
-"""How lines begin that the rehearsal itself logs: they are no report."""
 
 
 def judge_all(
@@ -195,9 +193,9 @@ def judge_all(
     """Return what became of each fault; see `judge`. One that a job does survive is not blamed for another's end."""
     found = [judge(rule, note, lines, exit_code) for rule, note in zip(rules, struck, strict=True)]
     if any(finding.noticed_s is not None for finding in found):
+        until = f"survived, until the job ended with code {exit_code}"
         for number, finding in enumerate(found):
             if finding.note is not None and not finding.is_good and finding.rule.kind in ("slowlink", "drop"):
-                until = f"survived, until the job ended with code {exit_code}"
                 found[number] = replace(finding, outcome=until, is_good=True)
     return tuple(found)
 
@@ -218,7 +216,10 @@ def judge(rule: Rule, note: Note | None, lines: Sequence[Line], exit_code: int) 
         return FaultOutcome(rule, None, None, "", f"did not strike: {why}", is_good=False)
     # What was logged before the fault cannot be about it.
     after = [line for line in lines if line.time_ns >= note.time_ns and not _OWN.match(line.text)]
-    report = _find_report(rule, after)
+    report, went_on = _find_report(rule, after), "reported, the run went on"
+    if report is None and rule.kind == "nan" and exit_code == 0:
+        # Under fsdp a gradient is summed before anybody looks at it: noticed, though nobody knows whose it was.
+        report, went_on = _find_report(rule, after, by_name=False), "reported without its rank, the run went on"
     noticed_s = None if report is None else (report.time_ns - note.time_ns) / 1e9
     message = "" if report is None else report.text.strip().removeprefix("lockstep: ")
     is_good = True
@@ -229,7 +230,7 @@ def judge(rule: Rule, note: Note | None, lines: Sequence[Line], exit_code: int) 
     elif any(_RESTART.search(line.text) for line in after):
         outcome = "recovered by a restart"
     elif report is not None:
-        outcome = "reported, the run went on"
+        outcome = went_on
     elif KINDS[rule.kind].is_silent:
         outcome, is_good = "not noticed", False
     else:
@@ -237,15 +238,18 @@ def judge(rule: Rule, note: Note | None, lines: Sequence[Line], exit_code: int) 
     return FaultOutcome(rule, note, noticed_s, message, outcome, is_good)
 
 
-def _find_report(rule: Rule, lines: Sequence[Line]) -> Line | None:
-    """Return the first line that reports the fault and names its rank."""
+def _find_report(rule: Rule, lines: Sequence[Line], *, by_name: bool = True) -> Line | None:
+    """Return the first line that reports the fault and names its rank; without ``by_name``, one that names none."""
     signs = re.compile(_SIGNS[rule.kind], re.IGNORECASE)
+    num_before = _NUM_HEADLINES.get(rule.kind, 0)
     for number, line in enumerate(lines):
-        if rule.rank is not None and rule.rank not in ranks_in(line.text):
+        # Every run ends with a line of its slowest and its fastest rank: the slowest is a report of a straggler only.
+        text, is_summary, _ = line.text.partition(", fastest rank")
+        if is_summary and rule.kind != "straggler":
             continue
-        # A report has its subject in the first line and names ranks in those below.
-        before = lines[max(0, number - _HEADLINES) : number + 1] if rule.rank is not None else [line]
-        if any(signs.search(found.text) for found in before):
+        ranks = ranks_in(text)
+        is_about = rule.rank is None or (rule.rank in ranks if by_name else not ranks)
+        if is_about and any(signs.search(found.text) for found in lines[max(0, number - num_before) : number + 1]):
             return line
     return None
 

@@ -13,42 +13,27 @@ from lockstep.comm.world import World, init
 from lockstep.errors import ConfigurationError, LaunchTimeout, LockstepError, ModelMismatch, RankFailed
 from lockstep.launcher.api import launch
 from lockstep.study import common
-from lockstep.study.verify.causes import (
-    GIVEN,
-    OWN_GENERATOR,
-    Cause,
-    Diagnosis,
-    Findings,
-    Outcome,
-    Row,
-    attempt,
-    reason_of,
-    study_division,
-    study_ranks,
-    study_repetition,
-    tolerance_of,
-    variants,
-)
+from lockstep.study.verify import causes
+from lockstep.study.verify.causes import Cause, Diagnosis, Findings, Outcome, Row, attempt, tolerance_of
 from lockstep.study.verify.fingerprint import EXACT, Trace, TraceComparison, compare
-from lockstep.study.verify.interventions import Division, Experiment, Given, Off, Subject, is_batch_norm
+from lockstep.study.verify.interventions import Division, Experiment, Given, Off, Subject
 from lockstep.study.verify.reference_loop import perform, perform_and_keep
-from lockstep.study.verify.sandbox import open_sandbox
 from lockstep.train.plan import check_batch, check_gpus
 from lockstep.train.settings import Settings
-from lockstep.train.task import Task, build_model
+from lockstep.train.task import Task
 
+# How often one process repeats its run at most, and the seconds after which it begins no other.
 REPETITIONS, ENOUGH_S = 3, 1.0
-"""How often one process repeats its run at most, and the seconds after which it begins no other."""
 
+# How long one process may take to train its steps twice.
 ALONE_TIMEOUT_S = 3600.0
-"""How long one process may take to train its steps twice."""
 
+# How long the ranks may take: this, and so many times what one run took one process, for each rank.
 RANKS_TIMEOUT_S, RUNS = 120.0, 50
-"""How long the ranks may take: this, and so many times what one run took one process, for each rank."""
 
+# Called with a number of processes, a time-out, a function and its arguments; returns what the function gave in each
+# process. The function gets the `World` of these processes as its last argument.
 Processes = Callable[..., list[Any]]
-"""Called with a number of processes, a time-out, a function and its arguments; returns what the function gave in each
-process. The function gets the `World` of these processes as its last argument."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +139,7 @@ def diagnose(subject: Subject, processes: Processes, report: Callable[[str], Non
         found = processes(subject.num_devices, alone.ranks_timeout_s, study_on_ranks, light, subject)
         shares, fixes = ({key: _gather([one[part][key] for one in found]) for key in found[0][part]} for part in (0, 1))
         by_division, by_rank = study.division, Findings(subject)
-        study_ranks(by_rank, study.base, study.shares, shares, alone.traces)
+        causes.study_ranks(by_rank, study.base, study.shares, shares, alone.traces)
         findings.rows += by_division.rows + by_rank.rows
         findings.diagnoses += by_rank.diagnoses
         findings.diagnoses += [_with_fix(one, study.fixes, fixes, findings) for one in by_division.diagnoses]
@@ -193,7 +178,7 @@ def _train(
     subject, findings = alone.subject, Findings(alone.subject)
     report(f"{num} rank{'s' * (num > 1)}")
     try:
-        found = processes(num, alone.ranks_timeout_s, run_rank, subject)
+        found = processes(num, alone.ranks_timeout_s, perform, subject, _plain(subject, "ranks"), Given())
         return alone, [trace for traces in found for trace in traces], remark
     except Exception as error:
         reason = str(error).partition("\n")[0]
@@ -233,7 +218,7 @@ def _with_fix(
         return replace(diagnosis, tried=f"Tried: with it, one process and the ranks are the same run{bits}.")
     if diagnosis.cause is Cause.RANDOM:
         tried = f"Tried: --reproducible {num} alone does not help."
-        return replace(diagnosis, fix=OWN_GENERATOR.format(num=num), tried=tried)
+        return replace(diagnosis, fix=causes.OWN_GENERATOR.format(num=num), tried=tried)
     return replace(diagnosis, tried=f"Tried: by itself it does not help, the runs {found}.")
 
 
@@ -249,8 +234,6 @@ class Alone:
         given: What others may be given of it.
         traces: Of the run.
         again: That run against a second one, bit by bit.
-        norms: Names of the batch norm layers.
-        is_synchronised: Whether some of them use other ranks in forward, so that one process cannot stand for them.
         ranks_timeout_s: How long ranks may take.
         why_single: Why it is not trained in float64; empty if it is.
     """
@@ -259,8 +242,6 @@ class Alone:
     given: Given
     traces: list[Trace]
     again: TraceComparison
-    norms: tuple[str, ...]
-    is_synchronised: bool
     ranks_timeout_s: float
     why_single: str
 
@@ -275,31 +256,22 @@ def run_alone(subject: Subject, world: World) -> Alone:
     experiment, why_single = _plain(subject, "one"), ""
     start = time.monotonic()
     try:
-        traces, given, steps = perform_and_keep(subject, experiment, Given(), world)
+        traces, given = perform_and_keep(subject, experiment, Given(), world)
     except Exception as error:
-        why_single = reason_of(error)
+        why_single = causes.reason_of(error)
     if why_single:  # if it is not float64 that it cannot stand, it fails again, and this is the error
         subject, start = replace(subject, double=False), time.monotonic()
-        traces, given, steps = perform_and_keep(subject, experiment, Given(), world)
+        traces, given = perform_and_keep(subject, experiment, Given(), world)
     seconds = time.monotonic() - start
-    subject = replace(subject, steps=steps)
+    subject = replace(subject, steps=tuple(given.samples))
     # More than one repetition where that takes no time, since chance may agree with itself.
     deadline = time.monotonic() + ENOUGH_S
     for _ in range(REPETITIONS):
         again = compare(traces, perform(subject, experiment, given, world), EXACT)
         if not again.same or time.monotonic() > deadline:
             break
-    with open_sandbox(subject, experiment, given) as sandbox:
-        model = build_model(sandbox.load_task(0).task)
-    norms = {name: type(layer).__name__ for name, layer in model.named_modules() if is_batch_norm(layer)}
-    is_synchronised = any("Sync" in kind for kind in norms.values())
     timeout_s = RANKS_TIMEOUT_S + RUNS * seconds * max(2, subject.num_devices)
-    return Alone(subject, given, traces, again, tuple(norms), is_synchronised, timeout_s, why_single)
-
-
-def run_rank(subject: Subject, world: World) -> list[Trace]:
-    """Train on all ranks. Collective: every rank."""
-    return perform(subject, _plain(subject, "ranks"), Given(), world)
+    return Alone(subject, given, traces, again, timeout_s, why_single)
 
 
 @dataclass(frozen=True)
@@ -311,7 +283,7 @@ class AloneStudy:
         given: With the factors of the shares.
         base: What is turned off from here on; None if nothing makes it the same run twice.
         division: What makes the result depend on how the batch is divided.
-        causes: What turns that off.
+        off: What turns that off.
         shares: The runs that stand for the ranks, by what was turned off.
         fixes: The runs that fixes are compared with, by name.
     """
@@ -320,7 +292,7 @@ class AloneStudy:
     given: Given
     base: Off | None
     division: Findings
-    causes: Off = frozenset()
+    off: Off = frozenset()
     shares: dict[Off, Outcome] = field(default_factory=dict)
     fixes: dict[str, Outcome] = field(default_factory=dict)
 
@@ -329,23 +301,24 @@ def study_alone(alone: Alone, world: World) -> AloneStudy:
     """Find what one process can find by itself, and make the runs that the ranks are compared with."""
     subject = alone.subject
     repetition, division = Findings(subject), Findings(subject)
-    base = study_repetition(repetition, alone.given, world, alone.again)
+    base = causes.study_repetition(repetition, alone.given, world, alone.again)
     if base is None:
         return AloneStudy(repetition, alone.given, None, division)
-    if alone.is_synchronised:
+    # Such layers need the other ranks in forward, so one process cannot stand for them.
+    if any("Sync" in kind for kind in alone.given.norms.values()):
         base |= {"batchnorm"}
-    given, causes = study_division(division, alone.given, world, base, alone.norms)
+    given, off = causes.study_division(division, alone.given, world, base)
     if subject.settings.reproducible:
         # Then one process divides the batch as the ranks do, so of what a division changes only this matters.
         division.diagnoses = [one for one in division.diagnoses if one.cause in (Cause.RANDOM, Cause.BUFFERS)]
-    study = AloneStudy(repetition, given, base, division, causes)
+    study = AloneStudy(repetition, given, base, division, off)
     performed: dict[Experiment, Outcome] = {}
-    for off in variants(base):
+    for switches in causes.variants(base):
         # What is a rank's alone can only be as in one process: data, rates, and the number of the rank.
-        experiment = Experiment("shares", off.union(GIVEN) - {"place"})
+        experiment = Experiment("shares", switches.union(causes.GIVEN) - {"place"})
         if experiment not in performed:
             performed[experiment] = attempt(perform, subject, experiment, given, world)
-        study.shares[off] = performed[experiment]
+        study.shares[switches] = performed[experiment]
     for name, experiment in _fix_experiments(study, subject, "one").items():
         study.fixes[name] = attempt(perform, subject, experiment, given, world)
     return study
@@ -354,10 +327,10 @@ def study_alone(alone: Alone, world: World) -> AloneStudy:
 def _fix_experiments(study: AloneStudy, subject: Subject, division: Division) -> dict[str, Experiment]:
     """Return the runs that try a fix, by name: on one process or on the ranks, which should be the same then."""
     assert study.base is not None
-    found, off = {}, study.base.union(GIVEN, ("initial",))
+    found, off = {}, study.base.union(causes.GIVEN, ("initial",))
     # SyncBatchNorm cannot run in one process that stands for the ranks, so there the whole batch is computed at once.
-    if "batchnorm" in study.causes:
-        others = study.causes - ({"batchnorm", "weights"} if division == "one" else {"batchnorm"})
+    if "batchnorm" in study.off:
+        others = study.off - ({"batchnorm", "weights"} if division == "one" else {"batchnorm"})
         found["convert"] = Experiment(division, off.union(others), convert=division == "ranks")
     if study.division.diagnoses:
         found["reproducible"] = Experiment(division, off, reproducible=subject.num_devices, watched=False)
@@ -368,7 +341,8 @@ def study_on_ranks(study: AloneStudy, subject: Subject, world: World) -> tuple[d
     """Make the runs on the ranks: what is turned off in turn, and the fixes. Collective: every rank."""
     assert study.base is not None
     runs = {
-        off: attempt(perform, subject, Experiment("ranks", off), study.given, world) for off in variants(study.base)
+        off: attempt(perform, subject, Experiment("ranks", off), study.given, world)
+        for off in causes.variants(study.base)
     }
     tries = _fix_experiments(study, subject, "ranks")
     return runs, {name: attempt(perform, subject, one, study.given, world) for name, one in tries.items()}

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+# Numbers of a fingerprint; the norm of a difference is then uncertain by about sqrt(2 / SIZE), 4%.
 SIZE = 1024
-"""Numbers of a fingerprint; the norm of a difference is then uncertain by about sqrt(2 / SIZE), 4%."""
 
 
 @dataclass(frozen=True)
@@ -121,17 +121,20 @@ class Trace:
     """A run as one process saw it.
 
     Attributes:
-        sizes: Samples of the data set and of a global batch.
+        sizes: Samples of the data set, None of a stream, and of a global batch.
         initial: Before the first step.
-        is_stream: Whether every process reads all samples.
         draws: Names of the random operations that forward used; known only where they were watched.
     """
 
     sizes: dict[str, int | None]
     initial: ModelFingerprint
     steps: tuple[StepTrace, ...]
-    is_stream: bool = False
     draws: tuple[str, ...] = ()
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether every process reads all samples."""
+        return self.sizes["samples of the data set"] is None
 
 
 def read_rates(optimizer: Optimizer) -> dict[str, float]:
@@ -153,8 +156,8 @@ Kind = Literal[
     "size", "initial parameter", "initial buffer", "sample", "loss", "learning rate", "gradient", "parameter", "buffer"
 ]
 
+# In the order in which they come about in a run.
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""In the order in which they come about in a run."""
 
 
 @dataclass(frozen=True)
@@ -288,9 +291,6 @@ def _compare_samples(expected: StepTrace, found: Sequence[StepTrace], *, is_stre
 
 
 def _sample_words(expected: tuple[bytes, ...], found: tuple[bytes, ...]) -> str:
-    if len(found) > len(expected) and found[: len(expected)] == expected:
-        extra = len(found) - len(expected)
-        return f"{extra} sample{'s' * (extra > 1)} more than there are"
     if len(found) != len(expected):
         return f"{len(found)} samples instead of {len(expected)}"
     if sorted(found) == sorted(expected):
@@ -300,17 +300,13 @@ def _sample_words(expected: tuple[bytes, ...], found: tuple[bytes, ...]) -> str:
 
 
 def _compare_losses(expected: StepTrace, found: Sequence[StepTrace], tolerance: Tolerance) -> Iterator[Difference]:
-    least = max(abs(expected.loss), tolerance.floor)
-
-    def apart(loss: float) -> float:
-        if loss == expected.loss or (math.isnan(loss) and math.isnan(expected.loss)):
-            return 0.0
-        size = abs(loss - expected.loss) / least if least else math.inf
-        return size if math.isfinite(size) else math.inf
-
-    # All ranks have the loss of the global batch, so only one of them is named.
-    loss = max((step.loss for step in found), key=apart)
-    if size := apart(loss):
+    # All ranks have the loss of the global batch, so only the worst of them is named.
+    prints = [
+        fingerprint(torch.tensor(loss, dtype=torch.float64)) for loss in (expected.loss, *(one.loss for one in found))
+    ]
+    sizes = [_relative_distance(prints[0], one, tolerance.floor) for one in prints[1:]]
+    if size := max(sizes):
+        loss = found[sizes.index(size)].loss
         words = f"{loss:.6g} instead of {expected.loss:.6g}" if size > tolerance.relative else ""
         yield Difference("loss", expected.step, "loss", (), size, words)
 

@@ -1,16 +1,14 @@
-"""What an experiment turns off, one thing at a time: random draws, batch statistics, writes, the clock."""
+"""What an experiment turns off, one thing at a time: random draws, batch statistics, writes."""
 
 from __future__ import annotations
 
 import functools
-import os
+import inspect
 import random
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -21,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.train.settings import Settings
 
+# One process with the whole batch; one that computes what N ranks would, share after share; or N real ranks.
 Division = Literal["one", "shares", "ranks"]
-"""One process with the whole batch; one that computes what N ranks would, share after share; or N real ranks."""
 
 Switch = Literal[
     "data",  # every process trains on the samples that one process loaded
@@ -33,9 +31,6 @@ Switch = Literal[
     "batchnorm",  # batch norm uses its running statistics
     "weights",  # each share counts as much as the whole batch asks for
     "place",  # the task sees rank 0 of 1
-    "outside",  # clock and the system's random numbers stand still
-    "operators",  # only deterministic operators
-    "threads",  # one thread
 ]
 
 Off = frozenset[Switch]
@@ -71,6 +66,7 @@ class Given:
         sizes: Of the data set and of a global batch.
         initial: The model's initial state.
         rates: Of each update: for every group, its options.
+        norms: Batch norm layers of the model: their classes by name.
         factors: By step, what the loss of each share is to be multiplied by.
     """
 
@@ -78,6 +74,7 @@ class Given:
     sizes: dict[str, int | None] = field(default_factory=dict)
     initial: dict[str, Tensor] = field(default_factory=dict)
     rates: list[list[dict[str, Any]]] = field(default_factory=list)
+    norms: dict[str, str] = field(default_factory=dict)
     factors: dict[int, tuple[float, ...]] = field(default_factory=dict)
 
 
@@ -99,21 +96,16 @@ class Experiment:
     watched: bool = True
 
 
-# Batch statistics, writes to buffers, the world outside.
-
-_BATCH_NORMS: dict[Any, tuple[str, ...]] = {
-    F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
-    torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
-}
+# Batch statistics and writes to buffers.
 
 
 class NoBatchStatistics(TorchFunctionMode):
     """Within, batch norm uses its running statistics, also where it is called as a function."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _BATCH_NORMS:
+        if func is not F.batch_norm:
             return func(*args, **(kwargs or {}))
-        given = {**dict(zip(_BATCH_NORMS[func], args, strict=False)), **(kwargs or {})}
+        given = inspect.signature(func).bind(*args, **(kwargs or {})).arguments
         x, mean, var = given["input"], given.get("running_mean"), given.get("running_var")
         # A layer that keeps no statistics gets a mean of 0 and a variance of 1.
         mean = x.new_zeros(x.shape[1]) if mean is None else mean
@@ -165,34 +157,10 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-@contextmanager
-def outside_stands_still() -> Iterator[None]:
-    """Within, the clock stands still and the system's random numbers are always the same."""
-
-    def system_bytes(size: int) -> bytes:
-        return b"\x2a" * size
-
-    class Seeded(random.Random):
-        def __init__(self, x: Any = 0) -> None:
-            super().__init__(0 if x is None else x)
-
-    with (
-        # Not the monotonic clock: other threads wait by it.
-        patch.object(time, "time", lambda: 1e9),
-        patch.object(time, "time_ns", lambda: 10**18),
-        patch.object(time, "perf_counter", lambda: 1e3),
-        patch.object(time, "perf_counter_ns", lambda: 10**12),
-        patch.object(os, "urandom", system_bytes),
-        patch.object(random, "_urandom", system_bytes),
-        patch.object(random, "Random", Seeded),
-        patch.object(torch, "seed", lambda: int(torch.manual_seed(42).initial_seed())),
-    ):
-        yield
-
-
 # Random numbers in forward: recorded, or turned into constants that do not depend on how a batch is divided.
 
 _NO_DRAWS = ("seed", "getstate", "setstate", "get_state", "set_state", "bytes")
+# Kept, as `Draws.watching` puts others in their place.
 _PlainRandom, _PlainState, _plain_rng = random.Random, np.random.RandomState, np.random.default_rng
 
 
@@ -318,9 +286,8 @@ def _constant(func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
     if name == "randperm":
         return torch.arange(len(result), dtype=result.dtype, device=result.device)
-    if name == "multinomial":  # the likeliest, of each row by itself
-        most = args[0].shape[-1]
-        return args[0].topk(result.shape[-1], dim=-1).indices if result.shape[-1] <= most else result.zero_()
+    if name == "multinomial":
+        return result.zero_()
     if name.startswith(("rand", "normal")):
         is_number = result.is_floating_point() or result.is_complex()
         return result.fill_(0.5 if is_number else int(result.flatten()[0])) if result.numel() else result
@@ -336,6 +303,7 @@ def _numpy_constant(name: str, *args: Any, **kwargs: Any) -> Any:
         return None
     if name in ("permutation", "permuted") and args:
         return np.arange(args[0]) if isinstance(args[0], int) else np.array(args[0])
+    # Methods that only the newer generators have, such as integers.
     maker: Any = _PlainState if hasattr(_PlainState, name) else _plain_rng
     result = getattr(maker(0), name)(*args, **kwargs)
     return np.full_like(result, result.flat[0]) if isinstance(result, np.ndarray) and result.size else result

@@ -1,8 +1,8 @@
 """Run an experiment in this process: the loop of `fit`, or the reference loop, which stands for N ranks."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,15 +15,15 @@ from lockstep.data.batch_iterator import map_tensors
 from lockstep.data.order import cut, mix, seed_cpu
 from lockstep.errors import ConfigurationError
 from lockstep.study.verify.fingerprint import ModelFingerprint, StepTrace, Trace, fingerprint, read_rates
-from lockstep.study.verify.interventions import Experiment, Given, Off, Subject
+from lockstep.study.verify.interventions import Experiment, Given, Off, Subject, is_batch_norm
 from lockstep.study.verify.sandbox import Sandbox, open_sandbox
 from lockstep.train.settings import StrategyName
 from lockstep.train.step import INIT, LossModule, Objective, Part
 from lockstep.train.task import build_model, build_optimizer
 from lockstep.train.trainer import Trainer
 
+# Keeps the bits of forward apart from those that training draws from the same seed.
 _FORWARD = 42
-"""Keeps the bits of forward apart from those that training draws from the same seed."""
 
 Samples = Sequence[tuple[int | None, Any]]
 
@@ -63,12 +63,15 @@ class ReferenceLoop:
         self._given = sandbox.given
         self.shares = [Share(sandbox, number, device) for number in range(num_shares)]
         self.sizes = sandbox.given.sizes
-        self.is_stream = self.sizes["samples of the data set"] is None
         self.models: list[nn.Module] = [share.model for share in self.shares]
 
     def step(self, step: int) -> tuple[float, dict[str, float]]:
         """Train on the global batch of ``step``; return loss and rates."""
-        self._take_buffers_of_first()
+        # As the engine does at the beginning of forward.
+        with torch.no_grad():
+            for share in self.shares[1:]:
+                for buffer, first in zip(share.model.buffers(), self.shares[0].model.buffers(), strict=True):
+                    buffer.copy_(first)
         samples = self._given.samples[step]
         parts = []
         for share, mine in zip(self.shares, divide(samples, len(self.shares)), strict=True):
@@ -78,28 +81,18 @@ class ReferenceLoop:
             (part.value * (part.weight / len(samples))).backward()
             parts.append(part)
         out_of = sum(float(part.out_of) for part in parts)
-        self._combine_gradients(divisor=out_of / len(samples))
-        for share in self.shares:
-            share.optimizer.step()
-        loss = sum(float(part.value.detach()) * part.weight for part in parts) / max(out_of, 1e-30)
-        return loss, read_rates(self.shares[0].optimizer)
-
-    def _take_buffers_of_first(self) -> None:
-        """Do what the engine does at the beginning of forward."""
-        with torch.no_grad():
-            for share in self.shares[1:]:
-                for mine, first in zip(share.model.buffers(), self.shares[0].model.buffers(), strict=True):
-                    mine.copy_(first)
-
-    def _combine_gradients(self, divisor: float) -> None:
-        """Make the shares' gradients one, as the engine does for those of the ranks."""
+        # One gradient for all shares, as the engine makes of those of the ranks.
         for replicas in zip(*(share.model.parameters() for share in self.shares), strict=True):
             grads = [parameter.grad for parameter in replicas if parameter.grad is not None]
             if grads:
                 # A clone, because the optimizer of one share must not write into the gradient of another.
-                total = sum(grads[1:], start=grads[0].clone()) / divisor
+                total = sum(grads[1:], start=grads[0].clone()) / (out_of / len(samples))
                 for parameter in replicas:
                     parameter.grad = total.clone()
+        for share in self.shares:
+            share.optimizer.step()
+        loss = sum(float(part.value.detach()) * part.weight for part in parts) / max(out_of, 1e-30)
+        return loss, read_rates(self.shares[0].optimizer)
 
 
 def divide(samples: Samples, num_shares: int) -> list[Samples]:
@@ -125,7 +118,7 @@ class FitLoop:
             settings = replace(settings, epochs=None, steps=sandbox.subject.num_steps)
             self._trainer = Trainer(task.task, settings, world, strategy=strategy, devices=[world.device])
         order = self._trainer.plan.order
-        self.drops_last, self.is_stream = order.drop_last, task.is_stream
+        self.drops_last = order.drop_last
         self.loads_ahead = world.device.type == "cuda"
         self.sizes = {
             "samples of the data set": order.num_samples,
@@ -142,18 +135,6 @@ class FitLoop:
         return loss, read_rates(self._trainer.optimizer)
 
 
-@contextmanager
-def _open_loop(sandbox: Sandbox, world: World) -> Iterator[FitLoop | ReferenceLoop]:
-    if sandbox.experiment.division == "shares":
-        yield ReferenceLoop(sandbox, sandbox.subject.num_devices, world.device)
-        return
-    loop = FitLoop(sandbox, world)
-    try:
-        yield loop
-    finally:
-        loop.close()
-
-
 def perform(subject: Subject, experiment: Experiment, given: Given, world: World) -> list[Trace]:
     """Run ``experiment`` and return what this process saw; a trace for each share that has a model of its own.
 
@@ -162,18 +143,23 @@ def perform(subject: Subject, experiment: Experiment, given: Given, world: World
     return perform_and_keep(subject, experiment, given, world)[0]
 
 
-def perform_and_keep(
-    subject: Subject, experiment: Experiment, given: Given, world: World
-) -> tuple[list[Trace], Given, tuple[int, ...]]:
-    """Run ``experiment``; return what this process saw, what others may be given of it, and the steps it took.
+def perform_and_keep(subject: Subject, experiment: Experiment, given: Given, world: World) -> tuple[list[Trace], Given]:
+    """Run ``experiment``; return what this process saw, and what others may be given of it.
 
     Collective for ``ranks``: every rank of ``world``.
     """
-    with open_sandbox(subject, experiment, given) as sandbox, _open_loop(sandbox, world) as loop:
+    with open_sandbox(subject, experiment, given) as sandbox, ExitStack() as stack:
+        loop: FitLoop | ReferenceLoop
+        if experiment.division == "shares":
+            loop = ReferenceLoop(sandbox, subject.num_devices, world.device)
+        else:
+            loop = FitLoop(sandbox, world)
+            stack.callback(loop.close)
         chosen = subject.steps or choose_steps(subject.num_steps, loop.sizes, drop_last=loop.drops_last)
         initial = [ModelFingerprint.of(model) for model in loop.models]
         state = {name: value for name, value in loop.models[0].state_dict().items() if isinstance(value, Tensor)}
         initial_state = {name: value.detach().cpu().clone() for name, value in state.items()}
+        norms = {name: type(one).__name__ for name, one in loop.models[0].named_modules() if is_batch_norm(one)}
         steps: list[list[StepTrace]] = [[] for _ in loop.models]
         samples = {}
         for step in chosen:
@@ -189,11 +175,8 @@ def perform_and_keep(
                     tensors = replace(tensors, gradients=task.gradients)
                 so_far.append(StepTrace(step, digests, loss, rates, tensors))
         draws = tuple(sorted(sandbox.draws.seen))
-        traces = [
-            Trace(loop.sizes, start, tuple(so_far), loop.is_stream, draws)
-            for start, so_far in zip(initial, steps, strict=True)
-        ]
-        return traces, Given(samples, loop.sizes, initial_state, sandbox.tasks[0].rates), chosen
+        traces = [Trace(loop.sizes, start, tuple(so_far), draws) for start, so_far in zip(initial, steps, strict=True)]
+        return traces, Given(samples, loop.sizes, initial_state, sandbox.tasks[0].rates, norms)
 
 
 def choose_steps(num_steps: int, sizes: dict[str, int | None], *, drop_last: bool) -> tuple[int, ...]:
@@ -224,7 +207,6 @@ class StepWeights:
         sizes: Samples of each share.
         counted: What each share counts in the run.
         wanted: What it would have to count.
-        residual: What is left of the gradient of the whole batch then, relative.
         factors: What the loss of each share is to be multiplied by, so that it counts that.
     """
 
@@ -233,7 +215,6 @@ class StepWeights:
     sizes: tuple[int, ...]
     counted: tuple[float, ...]
     wanted: tuple[float, ...]
-    residual: float
     factors: tuple[float, ...]
 
 
@@ -284,7 +265,7 @@ def _solve(step: int, whole: _Measured, parts: list[_Measured], limit: float) ->
     counted = [part.out_of / total if total else 0.0 for part in parts]
     filled = [index for index, part in enumerate(parts) if part.size]
     usable = [index for index in filled if bool(parts[index].vector.isfinite().all())]
-    kind, wanted, residual = "none", counted, math.inf
+    kind, wanted = "none", counted
     size = float(whole.vector.norm())
     if usable and math.isfinite(size):
         matrix = torch.stack([parts[index].vector for index in usable], dim=1)
@@ -305,4 +286,4 @@ def _solve(step: int, whole: _Measured, parts: list[_Measured], limit: float) ->
         kind = "one"
     sizes = tuple(part.size for part in parts)
     factors = tuple(weight * sum(sizes) / size if size else 1.0 for weight, size in zip(wanted, sizes, strict=True))
-    return StepWeights(step, kind, sizes, tuple(counted), tuple(wanted), residual, factors)
+    return StepWeights(step, kind, sizes, tuple(counted), tuple(wanted), factors)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,21 +20,13 @@ from torch.utils.data import Dataset, IterableDataset
 from lockstep.comm.process import single_process_view
 from lockstep.data.batch_iterator import map_tensors
 from lockstep.data.order import mix, seed_cpu
+from lockstep.study.verify import interventions
 from lockstep.study.verify.fingerprint import Fingerprint, ModelFingerprint, fingerprint
-from lockstep.study.verify.interventions import (
-    Draws,
-    Experiment,
-    Given,
-    NoBatchStatistics,
-    NoWrites,
-    Subject,
-    is_batch_norm,
-    outside_stands_still,
-)
+from lockstep.study.verify.interventions import Experiment, Given, Subject
 from lockstep.train.task import Loss, Task, load_task
 
+# Keeps the bits of counterfactual runs apart from those that training draws from the same seed.
 _COUNTERFACTUAL = 40
-"""Keeps the bits of counterfactual runs apart from those that training draws from the same seed."""
 
 # The samples that a process loads: recorded, and replaced by those that another process had.
 
@@ -47,17 +38,13 @@ def digest(sample: Any) -> bytes:
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             found.update(fingerprint(leaf).digest)
-        elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
-            found.update(f"{leaf.shape}{leaf.dtype}".encode() + leaf.tobytes())
-        elif isinstance(leaf, (str, bytes, int, float, complex, type(None))):
-            found.update(repr(leaf).encode())
         else:
             found.update(cloudpickle.dumps(leaf))
     return found.digest()
 
 
+# Index, value and digest.
 LoadedSample = tuple[int | None, Any, bytes]
-"""Index, value and digest."""
 
 
 class SampleRecorder:
@@ -143,17 +130,16 @@ class Sandbox:
 
     def __init__(self, subject: Subject, experiment: Experiment, given: Given) -> None:
         self.subject, self.experiment, self.given = subject, experiment, given
-        self.draws = Draws(off="random" in experiment.off)
-        self.writes = NoWrites()
+        self.draws = interventions.Draws(off="random" in experiment.off)
+        self.writes = interventions.NoWrites()
         self.tasks: list[SandboxedTask] = []
 
     def load_task(self, share: int) -> SandboxedTask:
         """Return a fresh copy of the task for share ``share``; the whole batch counts as share 0."""
         task = self.subject.task
         with self.rank_view():
-            self.tasks.append(
-                SandboxedTask(self, share, load_task(task) if isinstance(task, str) else cloudpickle.loads(task))
-            )
+            plain = load_task(task) if isinstance(task, str) else cloudpickle.loads(task)
+            self.tasks.append(SandboxedTask(self, share, plain))
         return self.tasks[-1]
 
     def rank_view(self) -> AbstractContextManager[None]:
@@ -167,7 +153,7 @@ class Sandbox:
             task.begin(step)
         with ExitStack() as stack:
             if "batchnorm" in self.experiment.off:
-                stack.enter_context(NoBatchStatistics())
+                stack.enter_context(interventions.NoBatchStatistics())
             if "state" in self.experiment.off:
                 stack.enter_context(self.writes)
             if self.experiment.watched:
@@ -282,7 +268,7 @@ class SandboxedTask:
         self._num_calls += 1
         if "batchnorm" in off:  # what they would write into their running statistics
             for module in model.modules():
-                if is_batch_norm(module):
+                if interventions.is_batch_norm(module):
                     module.eval()
         with sandbox.rank_view(), sandbox.writes.during(model) if "state" in off else nullcontext():
             sandbox.draws.active = True
@@ -304,21 +290,13 @@ def _to_double(tensor: Tensor) -> Tensor:
 @contextmanager
 def open_sandbox(subject: Subject, experiment: Experiment, given: Given) -> Iterator[Sandbox]:
     """Make a sandbox for one run, with what must be turned off before the task is loaded; undo all of it at the end."""
-    sandbox, off = Sandbox(subject, experiment, given), experiment.off
+    sandbox = Sandbox(subject, experiment, given)
     # A callback restores what is set below it, also when the task's file raises.
     with ExitStack() as stack:
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         stack.enter_context(_modules_forgotten(subject.task))
-        if "outside" in off:
-            stack.enter_context(outside_stands_still())
         if experiment.watched:
             stack.enter_context(sandbox.draws.watching())
-        if "operators" in off:
-            stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
-            torch.use_deterministic_algorithms(True)
-        if "threads" in off:
-            stack.callback(torch.set_num_threads, torch.get_num_threads())
-            torch.set_num_threads(1)
         if subject.double:
             torch.set_default_dtype(torch.float64)
         yield sandbox

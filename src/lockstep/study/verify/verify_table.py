@@ -11,8 +11,8 @@ from lockstep.study.common import Table
 from lockstep.study.verify.causes import Cause, tolerance_of
 from lockstep.study.verify.diagnose import Verification
 
+# Nothing can be turned off to rule these out.
 _UNEXPLAINED = {Cause.COUPLED, Cause.RANK, Cause.MODEL}
-"""Nothing can be turned off to rule these out."""
 
 
 def sentences(verification: Verification) -> list[str]:
@@ -111,8 +111,8 @@ def render(verification: Verification, name: str) -> RenderableType:
 
 # The same as JSON, for other programs; names stay.
 
+# Grows when a name or a meaning changes; new names leave it as it is.
 VERSION = 1
-"""Grows when a name or a meaning changes; new names leave it as it is."""
 
 
 def to_json(verification: Verification, name: str) -> str:
