@@ -107,17 +107,12 @@ T = TypeVar("T")
 Outcome = list[Trace] | str
 
 
-def reason_of(error: BaseException) -> str:
-    """Return an error in one line."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
 def attempt(run: Callable[..., T], *args: Any) -> T | str:
     """Run an experiment; a task that cannot stand what is turned off gives the reason."""
     try:
         return run(*args)
     except Exception as error:  # whatever the task's code makes of it: that the runs differ is known already
-        return reason_of(error)
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def tolerance_of(subject: Subject) -> Tolerance:
@@ -274,7 +269,7 @@ def study_division(findings: Findings, given: Given, world: World, base: Off) ->
 
 def _add_weighting(findings: Findings, step: StepWeights) -> None:
     at = f"At step {step.step}"
-    if step.kind in ("one", "none"):
+    if step.kind == "none":
         evidence = (
             f"{at}, with random state and batch norm turned off, the gradient of the whole batch does not add up from "
             "those of its parts: a sample's loss depends on which others are with it."
@@ -296,20 +291,11 @@ def _add_weighting(findings: Findings, step: StepWeights) -> None:
 # Does it matter which rank computes a share? The ranks against one process that stands for them.
 
 RANKS_PAIR = "shares in one process, ranks"
-_OF_RANKS: dict[Switch, str] = {
-    "random": "random state",
-    "state": "changes of buffers in forward",
-    "data": "data order",
-    "initial": "initial weights",
-    "rates": "learning-rate rule",
-}
-EVERYTHING: Off = frozenset(_OF_RANKS)
+EVERYTHING: Off = frozenset({"random", "state", "data", "initial", "rates"})
 HIDDEN: Off = EVERYTHING | {"place"}
 
-_OF_TRAINING: tuple[Kind, ...] = ("loss", "gradient", "parameter", "buffer")
-
-# By what was turned off, the traces of all ranks (or shares), or why there are none.
-Runs = Mapping[Off, Outcome]
+# By what was turned off, or by the name of the fix that is tried: the traces of all ranks (or shares).
+Runs = Mapping[Off | str, Outcome]
 
 
 def variants(base: Off) -> list[Off]:
@@ -342,7 +328,7 @@ def study_ranks(findings: Findings, base: Off, shares: Runs, ranks: Runs, refere
         return
     nothing = compare_with(EVERYTHING, "all of the below")
     if nothing is not None and nothing.first is None:
-        found = compare_with(EVERYTHING - {"random"}, f"all but {_OF_RANKS['random']}")
+        found = compare_with(EVERYTHING - {"random"}, "all but random state")
         if found is not None and found.first is not None:
             evidence = (
                 f"Forward draws other random numbers on a rank than one process does for the same part: {found.first} "
@@ -350,7 +336,7 @@ def study_ranks(findings: Findings, base: Off, shares: Runs, ranks: Runs, refere
                 "parts."
             )
             findings.add(Cause.RANDOM, evidence, OWN_GENERATOR)
-        found = compare_with(EVERYTHING - {"state"}, f"all but {_OF_RANKS['state']}")
+        found = compare_with(EVERYTHING - {"state"}, "all but changes of buffers in forward")
         if found is not None and found.first is not None:
             written = found.of_kind("buffer") or found.first
             evidence = f"Forward writes something else on each rank: {written}. Undoing what it writes makes it right."
@@ -375,8 +361,10 @@ def _add_values(findings: Findings, base: Off, ranks: Runs, reference: Sequence[
     """Add what the runs show at once: other samples, other initial weights, other rates."""
 
     def compare_values(off: Off) -> TraceComparison | None:
-        found, skip = ranks[base | off], _OF_TRAINING
-        return None if isinstance(found, str) else compare(reference, found, tolerance_of(findings.subject), skip=skip)
+        if isinstance(found := ranks[base | off], str):
+            return None
+        of_training: tuple[Kind, ...] = ("loss", "gradient", "parameter", "buffer")
+        return compare(reference, found, tolerance_of(findings.subject), skip=of_training)
 
     found = compare_values(frozenset())
     if found is None:

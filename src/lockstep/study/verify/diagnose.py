@@ -135,15 +135,13 @@ def diagnose(subject: Subject, processes: Processes, report: Callable[[str], Non
     # Where one process is never the same run twice, a comparison with ranks means nothing.
     if study.base is not None and not comparison.same:
         report(f"what {subject.num_devices} ranks can find out")
-        light = replace(study, shares={}, fixes={})  # traces are large, and every rank gets a copy
-        found = processes(subject.num_devices, alone.ranks_timeout_s, study_on_ranks, light, subject)
-        shares, fixes = ({key: _gather([one[part][key] for one in found]) for key in found[0][part]} for part in (0, 1))
-        by_division, by_rank = study.division, Findings(subject)
-        causes.study_ranks(by_rank, study.base, study.shares, shares, alone.traces)
-        findings.rows += by_division.rows + by_rank.rows
-        findings.diagnoses += by_rank.diagnoses
-        findings.diagnoses += [_with_fix(one, study.fixes, fixes, findings) for one in by_division.diagnoses]
-        findings.explained &= by_division.explained and by_rank.explained
+        light = replace(study, runs={})  # traces are large, and every rank gets a copy
+        found = processes(subject.num_devices, alone.ranks_timeout_s, run_counterparts, light, "ranks")
+        on_each = {key: _gather([one[key] for one in found]) for key in found[0]}
+        findings.rows += study.division.rows
+        causes.study_ranks(findings, study.base, study.runs, on_each, alone.traces)
+        findings.diagnoses += [_with_fix(one, study.runs, on_each, findings) for one in study.division.diagnoses]
+        findings.explained &= study.division.explained
     return Verification(
         subject,
         False,
@@ -201,9 +199,7 @@ def _train(
 _FIXES = {"convert": "lockstep.SyncBatchNorm instead", "reproducible": "--reproducible {num} instead"}
 
 
-def _with_fix(
-    diagnosis: Diagnosis, alone: dict[str, Outcome], ranks: dict[str, Outcome], findings: Findings
-) -> Diagnosis:
+def _with_fix(diagnosis: Diagnosis, alone: causes.Runs, ranks: causes.Runs, findings: Findings) -> Diagnosis:
     """Return ``diagnosis`` with what came of its fix, where that was tried."""
     name = "convert" if diagnosis.cause is Cause.BATCHNORM else "reproducible"
     if diagnosis.cause in (Cause.WEIGHTING, Cause.SUM) or name not in ranks:
@@ -255,13 +251,11 @@ def run_alone(subject: Subject, world: World) -> Alone:
     """Train in one process, twice, in float64 if that is possible."""
     experiment, why_single = _plain(subject, "one"), ""
     start = time.monotonic()
-    try:
-        traces, given = perform_and_keep(subject, experiment, Given(), world)
-    except Exception as error:
-        why_single = causes.reason_of(error)
-    if why_single:  # if it is not float64 that it cannot stand, it fails again, and this is the error
-        subject, start = replace(subject, double=False), time.monotonic()
-        traces, given = perform_and_keep(subject, experiment, Given(), world)
+    found = attempt(perform_and_keep, subject, experiment, Given(), world)
+    if isinstance(found, str):  # if it is not float64 that it cannot stand, it fails again, and this is the error
+        why_single, subject, start = found, replace(subject, double=False), time.monotonic()
+        found = perform_and_keep(subject, experiment, Given(), world)
+    traces, given = found
     seconds = time.monotonic() - start
     subject = replace(subject, steps=tuple(given.samples))
     # More than one repetition where that takes no time, since chance may agree with itself.
@@ -284,8 +278,7 @@ class AloneStudy:
         base: What is turned off from here on; None if nothing makes it the same run twice.
         division: What makes the result depend on how the batch is divided.
         off: What turns that off.
-        shares: The runs that stand for the ranks, by what was turned off.
-        fixes: The runs that fixes are compared with, by name.
+        runs: Those that stand for the ranks, and those that fixes are compared with.
     """
 
     repetition: Findings
@@ -293,8 +286,7 @@ class AloneStudy:
     base: Off | None
     division: Findings
     off: Off = frozenset()
-    shares: dict[Off, Outcome] = field(default_factory=dict)
-    fixes: dict[str, Outcome] = field(default_factory=dict)
+    runs: causes.Runs = field(default_factory=dict)
 
 
 def study_alone(alone: Alone, world: World) -> AloneStudy:
@@ -312,37 +304,28 @@ def study_alone(alone: Alone, world: World) -> AloneStudy:
         # Then one process divides the batch as the ranks do, so of what a division changes only this matters.
         division.diagnoses = [one for one in division.diagnoses if one.cause in (Cause.RANDOM, Cause.BUFFERS)]
     study = AloneStudy(repetition, given, base, division, off)
-    performed: dict[Experiment, Outcome] = {}
-    for switches in causes.variants(base):
-        # What is a rank's alone can only be as in one process: data, rates, and the number of the rank.
-        experiment = Experiment("shares", switches.union(causes.GIVEN) - {"place"})
-        if experiment not in performed:
-            performed[experiment] = attempt(perform, subject, experiment, given, world)
-        study.shares[switches] = performed[experiment]
-    for name, experiment in _fix_experiments(study, subject, "one").items():
-        study.fixes[name] = attempt(perform, subject, experiment, given, world)
-    return study
+    return replace(study, runs=run_counterparts(study, "one", world))
 
 
-def _fix_experiments(study: AloneStudy, subject: Subject, division: Division) -> dict[str, Experiment]:
-    """Return the runs that try a fix, by name: on one process or on the ranks, which should be the same then."""
+def run_counterparts(study: AloneStudy, division: Division, world: World) -> causes.Runs:
+    """Make the runs in which one process and the ranks should be the same: with things turned off, or a fix.
+
+    Collective for ``ranks``: every rank of ``world``.
+    """
     assert study.base is not None
-    found, off = {}, study.base.union(causes.GIVEN, ("initial",))
+    subject, on_ranks = study.division.subject, division == "ranks"
+    experiments: dict[Off | str, Experiment] = {}
+    for off in causes.variants(study.base):
+        # What is a rank's alone can only be as in one process: data, rates, and the number of the rank.
+        as_shares = Experiment("shares", off.union(causes.GIVEN) - {"place"})
+        experiments[off] = Experiment("ranks", off) if on_ranks else as_shares
+    base = study.base.union(causes.GIVEN, ("initial",))
     # SyncBatchNorm cannot run in one process that stands for the ranks, so there the whole batch is computed at once.
     if "batchnorm" in study.off:
-        others = study.off - ({"batchnorm", "weights"} if division == "one" else {"batchnorm"})
-        found["convert"] = Experiment(division, off.union(others), convert=division == "ranks")
+        others = study.off - ({"batchnorm"} if on_ranks else {"batchnorm", "weights"})
+        experiments["convert"] = Experiment(division, base | others, convert=on_ranks)
     if study.division.diagnoses:
-        found["reproducible"] = Experiment(division, off, reproducible=subject.num_devices, watched=False)
-    return found
-
-
-def study_on_ranks(study: AloneStudy, subject: Subject, world: World) -> tuple[dict[Off, Outcome], dict[str, Outcome]]:
-    """Make the runs on the ranks: what is turned off in turn, and the fixes. Collective: every rank."""
-    assert study.base is not None
-    runs = {
-        off: attempt(perform, subject, Experiment("ranks", off), study.given, world)
-        for off in causes.variants(study.base)
-    }
-    tries = _fix_experiments(study, subject, "ranks")
-    return runs, {name: attempt(perform, subject, one, study.given, world) for name, one in tries.items()}
+        experiments["reproducible"] = Experiment(division, base, reproducible=subject.num_devices, watched=False)
+    # Each once: several variants are the same for one process. In order, as the ranks must run the same ones.
+    outcomes = {one: attempt(perform, subject, one, study.given, world) for one in dict.fromkeys(experiments.values())}
+    return {name: outcomes[one] for name, one in experiments.items()}

@@ -202,8 +202,8 @@ class StepWeights:
     """What one step asks for.
 
     Attributes:
-        kind: ``right``, as the engine weighs shares; ``sum``; ``other``, a mean over something else; ``one``, where
-            only one of the parts counts; ``none``, no combination of them.
+        kind: ``right``, as the engine weighs shares; ``sum``; ``other``, a mean over something else; ``none``, no
+            combination of them, or one of them alone, as with a maximum over the batch.
         sizes: Samples of each share.
         counted: What each share counts in the run.
         wanted: What it would have to count.
@@ -283,7 +283,7 @@ def _solve(step: int, whole: _Measured, parts: list[_Measured], limit: float) ->
                 break
     slack = 10 * max(limit, 1e-6)
     if kind == "other" and len(usable) > 1 and max(wanted) > 1 - slack and sum(map(abs, wanted)) < 1 + slack:
-        kind = "one"
+        kind = "none"
     sizes = tuple(part.size for part in parts)
     factors = tuple(weight * sum(sizes) / size if size else 1.0 for weight, size in zip(wanted, sizes, strict=True))
     return StepWeights(step, kind, sizes, tuple(counted), tuple(wanted), factors)
