@@ -10,6 +10,7 @@ import torch
 from lockstep import cli
 from lockstep.study.compare import benchmark
 from lockstep.study.compare.benchmark import Benchmark, compare, start_together
+from lockstep.study.compare.comparison import Setup
 from lockstep.train.settings import Settings
 from tests.training import make_task
 
@@ -43,7 +44,7 @@ def run_turns(world, plan):
 def run(ranks, tmp_path, monkeypatch, capsys):
     """Give ``run(devices, batch, *args)``: run the command; return what it printed, and its JSON."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(benchmark, "launch", lambda _, plan, devices: ranks(devices)(run_turns, plan))
+    monkeypatch.setattr(benchmark, "run_ranks", lambda _, plan, devices: ranks(devices)(run_turns, plan))
     monkeypatch.chdir(tmp_path)
 
     def run(devices, batch, *args):
@@ -100,10 +101,12 @@ def test_one_launched_device_is_enough_and_its_peak_memory_is_measured(tmp_path,
     assert 3 * weights_bytes < peak_bytes < 8 * weights_bytes + 150 * MIB
 
 
-def plan_of(loss=None, **changes):
+def plan_of(loss=None, num_devices=2):
     task = make_task() if loss is None else make_task(loss=loss)
-    fields = {"num_devices": 2, "num_rounds": 1, "num_warmup": 1, "num_steps": 1, "quiet": True, **changes}
-    return Benchmark(task, Settings(), ("single", "ddp"), num_threads={"single": 2, "ddp": 1}, **fields)
+    setup = Setup(
+        "t", "", "cpu", num_devices, 2, 0.0, 8, num_steps=1, num_rounds=1, num_warmup=1, seed=0, precision="fp32"
+    )
+    return Benchmark(task, Settings(), ("single", "ddp"), setup, quiet=True)
 
 
 def fail_in_the_turn_of_ddp(world):
@@ -141,7 +144,7 @@ def test_a_rank_that_waits_uses_next_to_no_core(ranks):
 def threads_within(world):
     plan, found = plan_of(), {}
     for name in ("single", "ddp", "single"):
-        start_together(name, plan.num_threads[name], world)
+        start_together(name, plan.threads(name), world)
         found[name] = torch.get_num_threads()
     return found
 

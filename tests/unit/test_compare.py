@@ -56,7 +56,7 @@ task = lockstep.Task(
 def refused(tmp_path, monkeypatch, capsys):
     """Give ``refused(*args)``: the message with which the command ends."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(benchmark, "launch", lambda *_, **__: pytest.fail("processes were started"))
+    monkeypatch.setattr("lockstep.launcher.api.launch", lambda *_, **__: pytest.fail("processes were started"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     (tmp_path / "mine.py").write_text(TASK)
 
@@ -106,7 +106,7 @@ def test_a_file_that_could_be_written_is_left_as_it_was(refused, tmp_path):
 
 
 def test_more_devices_than_gpus_are_refused(monkeypatch):
-    monkeypatch.setattr(benchmark, "launch", lambda *_, **__: pytest.fail("processes were started"))
+    monkeypatch.setattr("lockstep.launcher.api.launch", lambda *_, **__: pytest.fail("processes were started"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigurationError) as caught:
         compare(make_task(), devices=2)
@@ -121,7 +121,7 @@ def test_what_ranks_found_wrong_with_the_task_comes_without_a_traceback(monkeypa
     def launch(*_, **__):
         raise RankFailed("Rank 1 failed:\nTraceback ...") from cause
 
-    monkeypatch.setattr(benchmark, "launch", launch)
+    monkeypatch.setattr("lockstep.launcher.api.launch", launch)
     with pytest.raises(LockstepError) as caught:
         compare(make_task())
     assert str(caught.value) == (

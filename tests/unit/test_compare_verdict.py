@@ -105,7 +105,7 @@ def test_on_a_cpu_a_step_as_long_as_singles_lost_nothing():
     found = comparison(contender("single", 10.0), contender("ddp", 10.2, exposed_ms=0.51), device="cpu")
     assert sentences(found)[1:3] == [
         "Of a step of ddp (10.2 ms), computing takes 95%, communication that is not hidden 5%, waiting for data 0%.",
-        "80% efficiency on 2 devices is not reached: ddp (49%). All contenders share the same 2 cores, so an "
+        "80% efficiency on 2 devices is not reached: ddp (49%). All strategies share the same 2 cores, so an "
         "efficiency of 50% is single's own speed.",
     ]
 
@@ -113,7 +113,7 @@ def test_on_a_cpu_a_step_as_long_as_singles_lost_nothing():
 def test_who_gains_much_on_the_same_cores_shows_that_single_is_held_back():
     found = comparison(contender("single", 84.6), contender("ddp", 10.0, exposed_ms=0.5), device="cpu")
     assert sentences(found)[2:4] == [
-        "80% efficiency on 2 devices is reached by ddp (423%). All contenders share the same 2 cores, so an "
+        "80% efficiency on 2 devices is reached by ddp (423%). All strategies share the same 2 cores, so an "
         "efficiency of 50% is single's own speed.",
         "An efficiency of 423% means that single is held back: its 2 threads wait for each other, as in small "
         "operations (try OMP_NUM_THREADS=1), or something else ran there.",

@@ -98,7 +98,7 @@ def compare(
       lockstep compare examples/gpt.py --devices 2 --html gpt.html --json gpt.json
           the same, with a page to send to somebody and the raw figures
       lockstep compare examples/gpt.py --devices 2 --strategies torch-ddp,ddp --rounds 20
-          two contenders, more rounds: a narrower spread
+          two strategies, more rounds: a narrower spread
     """
     from lockstep.study.common import console, to_json
     from lockstep.study.compare import compare as run_comparison

@@ -7,7 +7,7 @@ import json
 import re
 import resource
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import comb, isfinite
 from pathlib import Path
@@ -18,6 +18,8 @@ from rich import box
 from rich import table as rich_table
 from rich.console import Console
 from rich.text import Text
+
+from lockstep.errors import LockstepError, RankFailed
 
 if TYPE_CHECKING:
     from lockstep.train.task import Task
@@ -34,6 +36,18 @@ def load(task: Task | str) -> Task:
     from lockstep.train.task import load_task
 
     return load_task(task) if isinstance(task, str) else task
+
+
+def run_ranks(function: Callable[..., Any], *args: Any, devices: int, timeout_s: float | None = None) -> list[Any]:
+    """Launch ``function`` on ranks; what it finds wrong with the task needs no traceback, as all find the same."""
+    from lockstep.launcher.api import launch
+
+    try:
+        return launch(function, *args, devices=devices, timeout_s=timeout_s)
+    except RankFailed as error:
+        if isinstance(error.__cause__, LockstepError):
+            raise error.__cause__ from None
+        raise
 
 
 def console(*, stderr: bool = False, width: int = WIDTH) -> Console:

@@ -10,9 +10,10 @@ import resource
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -338,13 +339,14 @@ def rounds_of(world: World, request: Request, entrants: dict[str, FitSettings], 
     with contextlib.ExitStack() as at_exit:
         takers = {}
         for name, settings in entrants.items():
-            takers[name] = at_exit.enter_context(contextlib.closing(_TurnTaker(request, settings, world)))
+            takers[name] = at_exit.enter_context(contextlib.closing(_take_turns(request, settings, world)))
+            next(takers[name])
         rounds: list[dict[str, float]] = []
         running = list(entrants)
         while running:
             rounds.append({})
             for name in benchmark.order_of_round(running, len(rounds) - 1):
-                seconds = takers[name].run_turn()
+                seconds = next(takers[name])
                 if seconds is not None:
                     rounds[-1][name] = seconds
             # Rank zero takes part in every turn, and waits for the slowest rank in each step: it alone can judge.
@@ -355,51 +357,45 @@ def rounds_of(world: World, request: Request, entrants: dict[str, FitSettings], 
         return rounds
 
 
-class _TurnTaker:
-    """Settings on this rank, warmed up, and at rest between their turns. Collective: every rank makes all of them."""
+def _take_turns(request: Request, settings: FitSettings, world: World) -> Generator[float | None]:
+    """Warm up; then train some steps whenever the next value is asked for, and rest in between.
 
-    def __init__(self, request: Request, settings: FitSettings, world: World) -> None:
-        self._settings, self._world, self._num_threads = settings, world, request.threads(settings)
-        self._trainer: Trainer | None = None  # on ranks that take part
-        step_s = 1.0
-        if self._start():
-            self._trainer = request.trainer(settings, world)
-            step_s = median([benchmark.time_steps(self._trainer, 1)[0] for _ in range(_NUM_WARMUP)][1:])
-            self._rest(self._trainer)
+    Collective: every rank. Yields None after the warm-up, and then the seconds for each sample: None on a rank that
+    takes no part.
+    """
+    start = partial(benchmark.start_together, settings.strategy, request.threads(settings), world)
+    trainer, step_s = None, 1.0
+    with contextlib.ExitStack() as at_exit:
+        if start():
+            trainer = at_exit.enter_context(contextlib.closing(request.trainer(settings, world)))
+            step_s = median([benchmark.time_steps(trainer, 1)[0] for _ in range(_NUM_WARMUP)][1:])
+            _rest(trainer)
         turn_s = min(0.5, max(0.03, request.seconds / 600))  # half a second, if there are five minutes
         chosen = benchmark.choose_steps([step_s], turn_s=turn_s, fewest=2)
-        self._num_steps = int(broadcast_object(chosen, group=world.group, device=world.device))
+        num_steps = int(broadcast_object(chosen, group=world.group, device=world.device))
+        num_ahead = settings.workers * (settings.prefetch or LoadOptions.ahead)
+        per_sample_s = None
+        while True:
+            yield per_sample_s
+            # Two starts: the first for the untimed steps, the second so that all ranks begin the timed ones together.
+            if start() and trainer is not None and num_ahead:
+                # Use up what loader processes have loaded ahead while they had time: nobody measures that.
+                benchmark.time_steps(trainer, math.ceil(num_ahead / settings.accumulate) + 1)
+            if start() and trainer is not None:
+                seconds, records = benchmark.time_steps(trainer, num_steps)
+                per_sample_s = seconds / sum(record.num_samples for record in records)
+                _rest(trainer)
 
-    def _start(self) -> bool:
-        return benchmark.start_together(self._settings.strategy, self._num_threads, self._world)
 
-    def run_turn(self) -> float | None:
-        """Train some steps; return the seconds for each sample, nothing if this rank takes no part."""
-        # Two starts: the first for the untimed steps, the second so that all ranks begin the timed ones together.
-        if self._start() and self._trainer is not None and self._settings.workers:
-            # Use up what loader processes have loaded ahead while they had time: nobody measures that.
-            ahead = self._settings.workers * (self._settings.prefetch or LoadOptions.ahead)
-            benchmark.time_steps(self._trainer, math.ceil(ahead / self._settings.accumulate) + 1)
-        if not self._start() or self._trainer is None:
-            return None
-        seconds, records = benchmark.time_steps(self._trainer, self._num_steps)
-        self._rest(self._trainer)
-        return seconds / sum(record.num_samples for record in records)
-
-    def _rest(self, trainer: Trainer) -> None:
-        """End the loader processes, which would go on to load in the turn of another."""
-        if not self._settings.workers:
-            return
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a stream that does not report where it is: that is no news here
-            state = trainer.batches.state()
-        if state is not None or not isinstance(trainer.samples, IterableDataset):
-            trainer.batches.seek(trainer.num_steps_done, state)
-
-    def close(self) -> None:
-        """End all that it has."""
-        if self._trainer is not None:
-            self._trainer.close()
+def _rest(trainer: Trainer) -> None:
+    """End the loader processes, which would go on to load in the turn of another."""
+    if not trainer.settings.workers:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a stream that does not report where it is: that is no news here
+        state = trainer.batches.state()
+    if state is not None or not isinstance(trainer.samples, IterableDataset):
+        trainer.batches.seek(trainer.num_steps_done, state)
 
 
 # The judgement.

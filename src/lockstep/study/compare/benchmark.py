@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import psutil
 import torch
@@ -17,9 +17,8 @@ from torch import Tensor
 
 from lockstep.comm.collectives import all_reduce, broadcast_object
 from lockstep.comm.world import World, init
-from lockstep.errors import ConfigurationError, LockstepError, RankFailed
-from lockstep.launcher.api import launch
-from lockstep.study.common import load, log, peak_bytes, reset_peak
+from lockstep.errors import ConfigurationError, LockstepError
+from lockstep.study.common import load, log, peak_bytes, reset_peak, run_ranks
 from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, LeftOut, Measurement, Setup
 from lockstep.train.plan import PER_PROCESS, check_batch, check_gpus
 from lockstep.train.settings import Settings, StrategyName
@@ -94,21 +93,24 @@ def compare(
     check_batch(found, settings, devices)
     # The schedule, if the task has one, falls over the longest run that this can become.
     settings = replace(settings, epochs=None, steps=num_warmup + num_rounds * (num_steps or MOST_STEPS))
-    # Before our own processes start, as these would count among the busy ones.
     num_cores = torch.get_num_threads()
-    busy_cores = float(psutil.cpu_percent(BUSY_INTERVAL_S)) / 100 * (psutil.cpu_count() or 1)
-    benchmark = Benchmark(
-        task=task,
-        settings=settings,
-        strategies=taking_part,
+    setup = Setup(
+        task=Path(task).name if isinstance(task, str) else found.name,
+        command=command,
+        device="cuda" if on_cuda else "cpu",
         num_devices=devices,
+        num_cores=num_cores,
+        # Before our own processes start, as these would count among the busy ones.
+        busy_cores=float(psutil.cpu_percent(BUSY_INTERVAL_S)) / 100 * (psutil.cpu_count() or 1),
+        global_batch_size=settings.global_batch_size or found.global_batch_size,
+        num_steps=num_steps or 0,
         num_rounds=num_rounds,
         num_warmup=num_warmup,
-        num_steps=num_steps,
-        num_threads={name: threads_of(name, num_cores, devices) for name in taking_part},
-        quiet=quiet,
+        seed=settings.seed,
+        precision=settings.precision,
     )
-    reports: list[RankReport] = _launch(run_benchmark, benchmark, devices=devices)
+    benchmark = Benchmark(task, settings, taking_part, setup, quiet)
+    reports: list[RankReport] = run_ranks(run_benchmark, benchmark, devices=devices)
     contenders: list[Candidate] = []
     for name in taking_part:
         turns, losses = merge([report.turns[name] for report in reports]), tuple(reports[0].losses[name])
@@ -117,23 +119,7 @@ def compare(
         peaks = _peaks(benchmark, name) if memory else None
         single = contenders[0] if contenders else None
         contenders.append(Candidate(name, num_threads, turns, losses, peaks, single, devices))
-    setup = Setup(
-        task=Path(task).name if isinstance(task, str) else found.name,
-        command=command,
-        device="cuda" if on_cuda else "cpu",
-        num_devices=devices,
-        num_cores=num_cores,
-        busy_cores=busy_cores,
-        global_batch_size=settings.global_batch_size or found.global_batch_size,
-        num_steps=reports[0].num_steps,
-        num_rounds=num_rounds,
-        num_warmup=num_warmup,
-        seed=settings.seed,
-        precision=settings.precision,
-        num_parameters=reports[0].num_parameters,
-        split_layers=reports[0].split_layers,
-    )
-    return Comparison(setup, tuple(contenders), left_out)
+    return Comparison(reports[0].setup, tuple(contenders), left_out)
 
 
 def choose(strategies: Sequence[str], *, cuda: bool) -> tuple[tuple[StrategyName, ...], tuple[LeftOut, ...]]:
@@ -158,52 +144,34 @@ def threads_of(strategy: str, num_cores: int, num_devices: int) -> int:
     return max(1, num_cores // num_devices) if strategy in PER_PROCESS else num_cores
 
 
-def _launch(function: Callable[..., Any], *args: Any, devices: int) -> list[Any]:
-    """Run on ranks; what a rank found wrong with the task needs no traceback, as the others found the same."""
-    try:
-        return launch(function, *args, devices=devices)
-    except RankFailed as error:
-        if isinstance(error.__cause__, LockstepError):
-            raise error.__cause__ from None
-        raise
-
-
 @dataclass(frozen=True)
 class Benchmark:
     """What to run; the same on every rank.
 
     Attributes:
         task: The task, or where to find it, as on the command line.
-        num_steps: Steps of a turn; None: chosen by `choose_steps`.
-        num_threads: By strategy, threads of one process (dp divides them among its replicas).
+        setup: What is known before; without steps of a turn, these are chosen by `choose_steps`.
         quiet: Whether to show no progress.
     """
 
     task: Task | str
     settings: Settings
     strategies: tuple[StrategyName, ...]
-    num_devices: int
-    num_rounds: int
-    num_warmup: int
-    num_steps: int | None
-    num_threads: dict[str, int]
+    setup: Setup
     quiet: bool = False
+
+    def threads(self, strategy: str) -> int:
+        """Return the threads of one process (dp divides them among its replicas)."""
+        return threads_of(strategy, self.setup.num_cores, self.setup.num_devices)
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank measured: by strategy, its turns (none where it only waited) and the losses of all steps.
+    """What one rank measured: by strategy, its turns (none where it only waited) and the losses of all steps."""
 
-    Attributes:
-        num_parameters: Of the model.
-        split_layers: See `split_layers`.
-    """
-
-    num_steps: int
+    setup: Setup
     turns: dict[str, list[Measurement]]
     losses: dict[str, list[float]]
-    num_parameters: int
-    split_layers: tuple[str, ...]
 
 
 def run_benchmark(benchmark: Benchmark) -> RankReport:
@@ -219,13 +187,13 @@ def run_benchmark(benchmark: Benchmark) -> RankReport:
             return _run_turns(benchmark, world, at_exit)
         except torch.OutOfMemoryError as error:
             raise LockstepError(
-                f"The memory of {world.device} does not hold {len(benchmark.strategies)} contenders side by side.\n"
+                f"The memory of {world.device} does not hold {len(benchmark.strategies)} strategies side by side.\n"
                 "Compare fewer at a time, as with --strategies ddp, or set a smaller --global-batch-size."
             ) from error
 
 
 def _run_turns(benchmark: Benchmark, world: World, at_exit: contextlib.ExitStack) -> RankReport:
-    names = benchmark.strategies
+    names, setup = benchmark.strategies, benchmark.setup
     trainers: dict[str, Trainer] = {}
     turns: dict[str, list[Measurement]] = {name: [] for name in names}
     losses: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -239,7 +207,7 @@ def _run_turns(benchmark: Benchmark, world: World, at_exit: contextlib.ExitStack
     task = load(benchmark.task)
     for name in names:
         if takes_part(name, world):
-            devices = devices_for(name, world, benchmark.num_devices)
+            devices = devices_for(name, world, setup.num_devices)
             with _note_candidate(name):
                 trainers[name] = Trainer(task, benchmark.settings, world, strategy=name, devices=devices)
             at_exit.callback(trainers[name].close)
@@ -247,34 +215,30 @@ def _run_turns(benchmark: Benchmark, world: World, at_exit: contextlib.ExitStack
     report("warming up")
     fastest_s = []
     for name in names:
-        if start_together(name, benchmark.num_threads[name], world):
+        if start_together(name, benchmark.threads(name), world):
             with _note_candidate(name):
-                seconds, warmup_losses = _warm_up(trainers[name], benchmark.num_warmup)
+                seconds, warmup_losses = _warm_up(trainers[name], setup.num_warmup)
             fastest_s.append(seconds)
             losses[name] += warmup_losses
     # Rank zero takes part in all turns, so that it alone knows how long each candidate's steps are.
     chosen = choose_steps(fastest_s) if world.is_rank_zero else 0
-    num_steps = benchmark.num_steps or int(broadcast_object(chosen, group=world.group, device=world.device))
+    num_steps = setup.num_steps or int(broadcast_object(chosen, group=world.group, device=world.device))
 
     began_at = time.perf_counter()
-    for round_index in range(benchmark.num_rounds):
+    for round_index in range(setup.num_rounds):
         for place, name in enumerate(order_of_round(names, round_index)):
-            if start_together(name, benchmark.num_threads[name], world):
+            if start_together(name, benchmark.threads(name), world):
                 with _note_candidate(name):
                     turn, turn_losses = measure_candidate(trainers[name], name, num_steps, round_index, place)
                 turns[name].append(turn)
                 losses[name] += turn_losses
-        left_s = (time.perf_counter() - began_at) * (benchmark.num_rounds / (round_index + 1) - 1)
-        report(f"round {round_index + 1}/{benchmark.num_rounds}, {left_s:.0f} s left")
+        left_s = (time.perf_counter() - began_at) * (setup.num_rounds / (round_index + 1) - 1)
+        report(f"round {round_index + 1}/{setup.num_rounds}, {left_s:.0f} s left")
     model = next(iter(trainers.values())).model
-    return RankReport(
-        num_steps=num_steps,
-        turns=turns,
-        # Read only now: reading a loss waits for the device.
-        losses={name: [float(loss) for loss in values] for name, values in losses.items()},
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        split_layers=split_layers(model),
-    )
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    setup = replace(setup, num_steps=num_steps, num_parameters=num_parameters, split_layers=split_layers(model))
+    # Read only now: reading a loss waits for the device.
+    return RankReport(setup, turns, {name: [float(loss) for loss in values] for name, values in losses.items()})
 
 
 @contextlib.contextmanager
@@ -446,8 +410,8 @@ def _peaks(benchmark: Benchmark, strategy: StrategyName) -> tuple[int, ...]:
     """Measure peak memory in fresh processes: in a shared one, candidates would stand on each other."""
     if not benchmark.quiet:
         log(f"measuring the peak memory of {strategy} in fresh processes")
-    num_processes = benchmark.num_devices if strategy in PER_PROCESS else 1
-    by_process = _launch(measure_peak, benchmark, strategy, devices=num_processes)
+    num_processes = benchmark.setup.num_devices if strategy in PER_PROCESS else 1
+    by_process = run_ranks(measure_peak, benchmark, strategy, devices=num_processes)
     return tuple(peak for peaks in by_process for peak in peaks)
 
 
@@ -459,10 +423,10 @@ def measure_peak(benchmark: Benchmark, strategy: StrategyName) -> list[int]:
 
     Collective for ``ddp`` and ``torch-ddp``: every rank.
     """
-    torch.set_num_threads(benchmark.num_threads[strategy])
+    torch.set_num_threads(benchmark.threads(strategy))
     with init() as world:
         task = load(benchmark.task)
-        devices = devices_for(strategy, world, benchmark.num_devices)
+        devices = devices_for(strategy, world, benchmark.setup.num_devices)
         # What libraries hold after the import is not the task's, nor is a peak that they had while being loaded.
         reset_peak()
         before_bytes = psutil.Process().memory_info().rss

@@ -174,8 +174,8 @@ class Setup:
     num_warmup: int
     seed: int
     precision: str
-    num_parameters: int
-    split_layers: tuple[str, ...]
+    num_parameters: int = 0
+    split_layers: tuple[str, ...] = ()
 
     @property
     def num_steps_in_all(self) -> int:

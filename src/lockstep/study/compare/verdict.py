@@ -159,7 +159,7 @@ def _efficiency(comparison: Comparison) -> list[str]:
     shares_cores = setup.device == "cpu" and 1 < setup.num_devices <= setup.num_cores
     if shares_cores:
         text += (
-            f" All contenders share the same {setup.num_cores} cores, so an efficiency of {1 / setup.num_devices:.0%} "
+            f" All strategies share the same {setup.num_cores} cores, so an efficiency of {1 / setup.num_devices:.0%} "
             "is single's own speed."
         )
     # Others that are faster than their devices explain show that something holds single back.

@@ -10,8 +10,7 @@ from typing import Any
 import cloudpickle
 
 from lockstep.comm.world import World, init
-from lockstep.errors import ConfigurationError, LaunchTimeout, LockstepError, ModelMismatch, RankFailed
-from lockstep.launcher.api import launch
+from lockstep.errors import ConfigurationError, LaunchTimeout, ModelMismatch
 from lockstep.study import common
 from lockstep.study.verify import causes
 from lockstep.study.verify.causes import Cause, Diagnosis, Findings, Outcome, Row, attempt, tolerance_of
@@ -101,12 +100,7 @@ def verify(
 
 
 def _launch(num: int, timeout_s: float, function: Callable[..., Any], *args: Any) -> list[Any]:
-    try:
-        return launch(_in_world, function, args, devices=num, timeout_s=timeout_s)
-    except RankFailed as error:
-        if isinstance(error.__cause__, LockstepError):
-            raise error.__cause__ from None
-        raise
+    return common.run_ranks(_in_world, function, args, devices=num, timeout_s=timeout_s)
 
 
 def _in_world(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
