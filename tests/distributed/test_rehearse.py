@@ -165,7 +165,6 @@ def test_a_slow_link_and_a_pause_change_no_weights_and_what_never_strikes_is_a_f
     assert late == ["oom:rank=0,step=99", "-", "", "did not strike: rank 0 never came to forward in step 99"]
     assert network.code == 1
     assert "Not noticed or not injected: oom:rank=0,step=99; the job ended with code 0 after " in network.out
-    assert "no packet is touched" in network.out
 
 
 def test_a_fault_strikes_a_task_on_one_device(run):

@@ -31,8 +31,7 @@ def test_every_example_is_a_rule():
     [
         (
             "kil:rank=1",
-            "--inject kil:rank=1: there is no fault 'kil'.\n"
-            f"Did you mean kill? These can be injected:\n{describe_kinds()}",
+            f"--inject kil:rank=1: there is no fault 'kil'.\nThese can be injected:\n{describe_kinds()}",
         ),
         (
             "kill:rank=1",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -104,10 +103,8 @@ def parse(text: str) -> Rule:
     """
     name, _, rest = text.strip().partition(":")
     if name not in KINDS:
-        close = difflib.get_close_matches(name, KINDS, n=1)
-        hint = f"Did you mean {close[0]}? " if close else ""
         raise ConfigurationError(
-            f"--inject {text}: there is no fault {name!r}.\n{hint}These can be injected:\n{describe_kinds()}"
+            f"--inject {text}: there is no fault {name!r}.\nThese can be injected:\n{describe_kinds()}"
         )
     kind = KINDS[name]
     known = [key for key in (*kind.required, *kind.optional) if key != "in" or kind.places]

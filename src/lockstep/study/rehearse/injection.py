@@ -29,6 +29,8 @@ from lockstep.study.rehearse import fault_rules
 from lockstep.study.rehearse.fault_rules import Rule
 from lockstep.train.trainer import Trainer
 
+_COLLECTIVE = re.compile(r"_?(all|reduce|broadcast|barrier|gather|scatter|send)")
+
 OOM_TEXT = "Tried to allocate 20.00 GiB: out of memory (made up by lockstep rehearse)."
 
 
@@ -62,25 +64,24 @@ class FaultInjector:
         self._folder, self._rank, self._rules = folder, rank, rules
         self._fit_step: int | None = None
         self._is_in_fit_step = False
-        self._num_fit_steps = 0
         self._num_updates: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         # The outermost module of the step's first forward that has parameters to train.
         self._model: weakref.ref[nn.Module] | None = None
         self._model_step = 0
-        self._last_visit: dict[int, int] = {}
+        # By fault, the step in which it struck last, or is prepared to.
+        self._last_step: dict[int, int] = {}
 
     def arm(self) -> None:
         """Put all hooks in place, for good."""
         for kind in (_SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter):
-            _call_before(kind, "_next_data", lambda: self._reach("loader"))
+            _call_before(kind, "_next_data", lambda *_: self._reach("loader"))
         register_module_forward_pre_hook(self._on_forward)
-        if any(rule.place == "backward" for rule in self._rules.values()):
-            register_module_forward_hook(self._on_forward_end)
+        register_module_forward_hook(self._on_forward_end)
         register_optimizer_step_pre_hook(lambda *_: self._reach("optimizer"))
         register_optimizer_step_post_hook(self._on_updated)
         self._follow_fit()
         if any(rule.place == "collective" for rule in self._rules.values()):
-            watch_collectives(self._before_collective)
+            self._watch_collectives()
         for number, rule in self._rules.items():
             if rule.kind == "disk-full":
                 fill_disk(functools.partial(self._is_full, number, rule))
@@ -92,18 +93,12 @@ class FaultInjector:
         """The step that this rank is in; between two steps of ``fit`` the one that is over."""
         return self._fit_step or max(self._num_updates.values(), default=0) + 1
 
-    @property
-    def _visit(self) -> int:
-        """A number that is another one whenever a step begins, also the same one again after ``fit`` went back."""
-        return self._num_fit_steps or self._step
-
     def _follow_fit(self) -> None:
         step = Trainer.step
 
         @functools.wraps(step)
         def followed(loop: Trainer) -> Any:
             self._fit_step, self._is_in_fit_step = loop.num_steps_done + 1, True
-            self._num_fit_steps += 1
             try:
                 record = step(loop)
                 self._reach("update")
@@ -133,7 +128,7 @@ class FaultInjector:
             # What fully_shard has divided is whole only while its own module computes, and only on the whole parameter
             # do hooks run. Others may be used by a module that is not their own, so the model's end counts too.
             if module in (owner, model) and parameter is not None and not _is_sharded(parameter):
-                self._last_visit[number] = self._visit
+                self._last_step[number] = self._step
                 self._act_on_gradient(number, rule, parameter, f"gradient of {_without_wrappers(path, name)}")
 
     def _act_on_gradient(self, number: int, rule: Rule, parameter: Tensor, detail: str) -> None:
@@ -165,20 +160,20 @@ class FaultInjector:
         found = []
         for number, rule in self._rules.items():
             is_here = place == rule.place and self._step >= rule.step
-            has_struck = self._last_visit.get(number) == self._visit and rule.kind != "nan"
+            has_struck = self._last_step.get(number) == self._step and rule.kind != "nan"
             if is_here and not has_struck and not self._is_spent(number, rule):
                 found.append((number, rule))
         return found
 
     def _is_spent(self, number: int, rule: Rule) -> bool:
         """Return whether the fault was; a straggler is slow in every step, also after a restart."""
-        if rule.kind == "nan" and self._last_visit.get(number) == self._visit:
+        if rule.kind == "nan" and self._last_step.get(number) == self._step:
             return False  # who computes the step again to find out why finds the same
         return rule.kind != "straggler" and fault_rules.is_spent(self._folder, number)
 
     def _reach(self, place: str) -> None:
         for number, rule in self._due(place):
-            self._last_visit[number] = self._visit
+            self._last_step[number] = self._step
             model = self._model() if self._model is not None else None
             if rule.kind != "bitflip":
                 self._act(number, rule)
@@ -196,15 +191,30 @@ class FaultInjector:
         while (left_s := deadline - time.monotonic()) > 0:
             time.sleep(min(left_s, 3600.0))  # which takes no infinity
 
-    def _before_collective(self, name: str, num_bytes: int, num_ranks: int) -> None:
+    def _watch_collectives(self) -> None:
+        """Hold up collectives on their way to whatever carries them, for good."""
+        for kind in (Group, ShmProcessGroup):
+            for name in filter(_COLLECTIVE.match, list(vars(kind))):
+                _call_before(kind, name, functools.partial(self._before_collective, name))
+
+        def hook_torchs(module: nn.Module, _args: Any) -> None:
+            # torch's class starts its own collectives in C++, unless it has a hook: one that does the same from Python.
+            kind = type(module)
+            is_torchs = kind.__module__.startswith("torch.") and kind.__name__ == "DistributedDataParallel"
+            if is_torchs and not module._comm_hooks:
+                module.register_comm_hook(module.process_group, stock_comm_hooks().allreduce_hook)  # type: ignore[operator]
+
+        register_module_forward_pre_hook(hook_torchs)
+
+    def _before_collective(self, name: str, group: Any, *args: Any, **kwargs: Any) -> None:
         for number, rule in self._rules.items():
             if rule.place != "collective" or self._step < rule.step:
                 continue
             if rule.kind == "slowlink":
                 self._note(number, rule)
                 # An all-reduce passes everything twice, but for a rank's own share; everything else once.
-                num_bits = 8 * num_bytes * (2 if name.startswith("allreduce") else 1)
-                time.sleep(num_bits * (num_ranks - 1) / num_ranks / (rule.amount * 1e6))
+                num_bits = 8 * _num_bytes((*args, *kwargs.values())) * (2 if name.startswith("allreduce") else 1)
+                time.sleep(num_bits * (group.size() - 1) / group.size() / (rule.amount * 1e6))
             elif not fault_rules.is_spent(self._folder, number):
                 self._act(number, rule, name)
 
@@ -223,12 +233,13 @@ class FaultInjector:
             sys.stderr.flush()  # the next thing may be SIGKILL
 
 
-def _call_before(owner: Any, name: str, action: Callable[[], None]) -> None:
+def _call_before(owner: Any, name: str, action: Callable[..., None]) -> None:
+    """Have ``action`` called with the arguments of a method ahead of it."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def called(*args: Any, **kwargs: Any) -> Any:
-        action()
+        action(*args, **kwargs)
         return original(*args, **kwargs)
 
     setattr(owner, name, called)
@@ -315,39 +326,6 @@ def _is_on_disk(descriptor: int) -> bool:
     if sys.platform != "linux" or not stat.S_ISREG(os.fstat(descriptor).st_mode):
         return False
     return not os.readlink(f"/proc/self/fd/{descriptor}").startswith(_SPARED)
-
-
-# What happens to collectives: they are late, or slow, on their way to whatever carries them.
-
-_COLLECTIVE = re.compile(r"_?(all|reduce|broadcast|barrier|gather|scatter|send)")
-
-
-def watch_collectives(before: Callable[[str, int, int], None]) -> None:
-    """Call ``before`` ahead of every collective of this process, for good.
-
-    Args:
-        before: Gets the operation, the bytes that this rank passes to it, and the size of the group.
-    """
-    for kind in (Group, ShmProcessGroup):
-        for name in filter(_COLLECTIVE.match, list(vars(kind))):
-            setattr(kind, name, _watched(getattr(kind, name), name, before))
-
-    def hook_torchs(module: nn.Module, _args: Any) -> None:
-        # torch's class starts its own collectives in C++, unless it has a hook: one that does the same from Python.
-        is_torchs = type(module).__module__.startswith("torch.") and type(module).__name__ == "DistributedDataParallel"
-        if is_torchs and not module._comm_hooks:
-            module.register_comm_hook(module.process_group, stock_comm_hooks().allreduce_hook)  # type: ignore[operator]
-
-    register_module_forward_pre_hook(hook_torchs)
-
-
-def _watched(method: Any, name: str, before: Callable[[str, int, int], None]) -> Any:
-    @functools.wraps(method)
-    def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-        before(name, _num_bytes((*args, *kwargs.values())), group.size())
-        return method(group, *args, **kwargs)
-
-    return call
 
 
 def _num_bytes(args: Any) -> int:

@@ -264,12 +264,6 @@ def ranks_in(text: str) -> set[int]:
     return found
 
 
-_NO_LINK = (
-    "slowlink and drop hold up what the ranks hand to the transport; no packet is touched. A collective first waits as "
-    "long as such a link would take, and so overlaps with nothing: exposed communication is at its worst."
-)
-
-
 def render(rehearsal: Rehearsal) -> RenderableType:
     """Return the table at the end of a rehearsal, with a verdict of one line below."""
     rows: list[list[str | Text]] = []
@@ -286,10 +280,7 @@ def render(rehearsal: Rehearsal) -> RenderableType:
         verdict = f"Not noticed or not injected: {', '.join(bad)}"
     end = f"the job ended with code {rehearsal.exit_code} after {rehearsal.seconds:.1f} s"
     table = Table("Rehearsal", ["injected", "noticed after", "message", "outcome"], rows)
-    parts: list[RenderableType] = [table.rich(), Text(f"{verdict}; {end}.")]
-    if any(finding.rule.kind in ("slowlink", "drop") for finding in rehearsal.findings):
-        parts.append(Text(_NO_LINK, style="dim"))
-    return Group(*parts)
+    return Group(table.rich(), Text(f"{verdict}; {end}."))
 
 
 def _end_with_process(pid: int) -> None:
