@@ -186,7 +186,9 @@ class Draws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.active or torch.Tag.nondeterministic_seeded not in func.tags or not _draws(func, args, kwargs):
+        # Attention is tagged as random, but is so only with dropout.
+        is_random = torch.Tag.nondeterministic_seeded in func.tags and _dropout(func, args, kwargs) != 0.0
+        if not self.active or not is_random:
             return func(*args, **kwargs)
         self.seen.add(f"torch {func._schema.name.partition('::')[2].strip('_')}")
         return _constant(func, args, kwargs) if self.off else func(*args, **kwargs)
@@ -252,24 +254,19 @@ class Draws(TorchDispatchMode):
         return Private
 
 
-def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether this call draws: attention is tagged as random, but is so only with dropout."""
-    index = _index_of_dropout(func)
-    return index is None or bool(kwargs.get("dropout_p", args[index] if index < len(args) else 0.0))
-
-
-def _index_of_dropout(func: Any) -> int | None:
+def _dropout(func: Any, args: Any, kwargs: Any) -> float | None:
+    """Return with which probability this call of attention drops out; None of other operators."""
     names = [argument.name for argument in func._schema.arguments]
-    return names.index("dropout_p") if "dropout_p" in names else None
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return given.get("dropout_p", 0.0) if "dropout_p" in names else None
 
 
 def _constant(func: Any, args: Any, kwargs: Any) -> Any:
     """Return what is as good as a draw but the same for every element, and not 0, which would hide what it scales."""
     name = func._schema.name.partition("::")[2]
-    index = _index_of_dropout(func)
-    if index is not None:  # attention, whose dropout is turned off
-        kwargs = {key: value for key, value in kwargs.items() if key != "dropout_p"}
-        return func(*(0.0 if place == index else value for place, value in enumerate(args)), **kwargs)
+    if _dropout(func, args, kwargs) is not None:
+        names = [argument.name for argument in func._schema.arguments]
+        return func(**dict(zip(names, args, strict=False)) | kwargs | {"dropout_p": 0.0})
     if name == "native_dropout":
         return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
     if name in ("bernoulli", "bernoulli_"):
@@ -286,9 +283,7 @@ def _constant(func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
     if name == "randperm":
         return torch.arange(len(result), dtype=result.dtype, device=result.device)
-    if name == "multinomial":
-        return result.zero_()
-    if name.startswith(("rand", "normal")):
+    if name.startswith(("rand", "normal", "multinomial")):
         is_number = result.is_floating_point() or result.is_complex()
         return result.fill_(0.5 if is_number else int(result.flatten()[0])) if result.numel() else result
     return result

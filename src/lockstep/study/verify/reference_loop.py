@@ -57,8 +57,6 @@ class ReferenceLoop:
     the communication. Samples and learning rates are those of the run that is ``given``.
     """
 
-    drops_last = loads_ahead = False
-
     def __init__(self, sandbox: Sandbox, num_shares: int, device: torch.device) -> None:
         self._given = sandbox.given
         self.shares = [Share(sandbox, number, device) for number in range(num_shares)]
@@ -117,11 +115,9 @@ class FitLoop:
             # A stream has no epochs that could be planned; nobody can know before the task has made it.
             settings = replace(settings, epochs=None, steps=sandbox.subject.num_steps)
             self._trainer = Trainer(task.task, settings, world, strategy=strategy, devices=[world.device])
-        order = self._trainer.plan.order
-        self.drops_last = order.drop_last
-        self.loads_ahead = world.device.type == "cuda"
+        self.drops_last = self._trainer.plan.order.drop_last
         self.sizes = {
-            "samples of the data set": order.num_samples,
+            "samples of the data set": self._trainer.plan.order.num_samples,
             "samples of a global batch": self._trainer.plan.batch_size,
         }
         self.models: list[nn.Module] = [self._trainer.model]
@@ -150,22 +146,25 @@ def perform_and_keep(subject: Subject, experiment: Experiment, given: Given, wor
     """
     with open_sandbox(subject, experiment, given) as sandbox, ExitStack() as stack:
         loop: FitLoop | ReferenceLoop
+        chosen = subject.steps
         if experiment.division == "shares":
             loop = ReferenceLoop(sandbox, subject.num_devices, world.device)
         else:
             loop = FitLoop(sandbox, world)
             stack.callback(loop.close)
-        chosen = subject.steps or choose_steps(subject.num_steps, loop.sizes, drop_last=loop.drops_last)
+            chosen = chosen or choose_steps(subject.num_steps, loop.sizes, drop_last=loop.drops_last)
         initial = [ModelFingerprint.of(model) for model in loop.models]
-        state = {name: value for name, value in loop.models[0].state_dict().items() if isinstance(value, Tensor)}
-        initial_state = {name: value.detach().cpu().clone() for name, value in state.items()}
+        state = loop.models[0].state_dict().items()
+        initial_state = {name: value.detach().cpu().clone() for name, value in state if isinstance(value, Tensor)}
         norms = {name: type(one).__name__ for name, one in loop.models[0].named_modules() if is_batch_norm(one)}
         steps: list[list[StepTrace]] = [[] for _ in loop.models]
         samples = {}
         for step in chosen:
             with sandbox.step(step):
                 loss, rates = loop.step(step)
-            loaded = [one for task in sandbox.tasks for one in task.recorder.end_step(ahead=loop.loads_ahead)]
+            # On CUDA the next batch is on its way already.
+            ahead = world.device.type == "cuda"
+            loaded = [one for task in sandbox.tasks for one in task.recorder.end_step(ahead=ahead)]
             samples[step] = [(index, sample) for index, sample, _ in loaded]
             digests = tuple(found for _, _, found in loaded)
             for task, model, so_far in zip(sandbox.tasks, loop.models, steps, strict=True):
