@@ -437,21 +437,17 @@ class Result:
     why: str = ""
 
     @property
-    def is_gain(self) -> bool:
-        """Whether it is faster beyond the noise, and by enough to matter."""
-        ratio = self.ratio
-        return ratio is not None and self.num_rounds >= FEWEST_ROUNDS and ratio.low > 1 and ratio.median >= WORTH
-
-    @property
     def why_no_gain(self) -> str:
-        """Why it is no gain."""
+        """Why it is not faster beyond the noise, and by enough to matter; empty if it is."""
         if self.ratio is None:
             return "time was up before it ran"
         if self.ratio.high < 1:
             return "slower"
         if self.num_rounds < FEWEST_ROUNDS:
             return f"time was up after {self.num_rounds} round{'s' * (self.num_rounds > 1)}"
-        return "within the noise" if self.ratio.low <= 1 else "too little to matter"
+        if self.ratio.low <= 1:
+            return "within the noise"
+        return "" if self.ratio.median >= WORTH else "too little to matter"
 
 
 def tune(
@@ -607,7 +603,7 @@ class Sweep:
             result = self.results[-1]
             if result.num_rounds >= FEWEST_ROUNDS:
                 self.total = result.ratio
-                self.found = self.found if result.is_gain else self.start
+                self.found = self.start if result.why_no_gain else self.found
 
     def _probe(self) -> None:
         """Find the largest micro-batch that fits, in processes that may die of it, and what else is to be known."""
@@ -647,14 +643,13 @@ class Sweep:
         results = []
         for changes in tried:
             name, effect = in_words(changes), self._effect(base, replace(base, **changes))
-            count = sum(name in each for each in rounds)
-            results.append(Result(stage, changes, effect, ratio_of(name, rounds), count, lost.get(name, "")))
-        gains = [each for each in results if each.is_gain and each.effect in self.allowed]
+            result = Result(stage, changes, effect, ratio_of(name, rounds), sum(name in each for each in rounds))
+            results.append(replace(result, why=lost.get(name) or result.why_no_gain or self._why_forbidden(effect)))
+        gains = [each for each in results if not each.why]
         best = max(gains, key=lambda each: each.ratio.median if each.ratio else 0.0, default=None)
-        for each in results:
-            why = each.why or (self._forbidden(each.effect) if each.is_gain else each.why_no_gain)
-            why = "another was better" if each in gains else why
-            self.results.append(each if each is best else replace(each, why=why))
+        self.results += [
+            replace(each, why="another was better") if each in gains and each is not best else each for each in results
+        ]
         return best
 
     def _measure(
@@ -681,8 +676,10 @@ class Sweep:
             lost |= own_lost
         return rounds, lost
 
-    def _forbidden(self, effect: Effect) -> str:
-        """Return why a change that is faster is not taken."""
+    def _why_forbidden(self, effect: Effect) -> str:
+        """Return why a change that is faster is not taken; nothing if it is."""
+        if effect in self.allowed:
+            return ""
         if effect is Effect.ARITHMETIC:
             return "offered: taken with --allow-precision"
         return f"offered: {' and '.join(self.known.layers)} would see another division; --allow-division takes it"
