@@ -26,6 +26,8 @@ STEP = "step"
 STACKS = "stacks"
 FAILURE = "failure"
 CRASH = "crash"
+# Of a rank of `lockstep.launch`: what its function returned, or raised.
+RESULT, ERROR = "result", "error"
 
 
 def current_run_folder() -> Path | None:
@@ -62,7 +64,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def forget_ranks(folder: Path) -> None:
     """Remove what ranks that have ended wrote about themselves; there may be fewer of them after a restart."""
-    for kind in (HEARTBEAT, STEP, FAILURE, CRASH):
+    for kind in (HEARTBEAT, STEP, FAILURE, CRASH, RESULT, ERROR):
         for path in rank_files(folder, kind).values():
             path.unlink(missing_ok=True)
 

@@ -3,9 +3,7 @@
 import ipaddress
 import os
 import socket
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import psutil
 
@@ -27,25 +25,11 @@ def gloo_interface(master_addr: str | None, *, one_machine: bool) -> str | None:
     the name may lead nowhere. Between machines it is the other way round: many systems map the host's name to
     127.0.1.1, which no other machine can reach; then it is the interface that leads to rank zero.
     """
-    # The loopback interface, by its name on Linux and on macOS.
     if one_machine or master_addr is None:
-        return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+        return "lo"
     ours = reachable_address(master_addr)
     interfaces = psutil.net_if_addrs().items() if ours else ()
     return next((name for name, found in interfaces if any(_plain(each.address) == ours for each in found)), None)
-
-
-@contextmanager
-def gloo_interface_set(interface: str | None) -> Iterator[None]:
-    """Have Gloo use ``interface`` while inside, unless the user has chosen one already."""
-    if interface is None or GLOO_INTERFACE in os.environ:
-        yield
-        return
-    os.environ[GLOO_INTERFACE] = interface
-    try:
-        yield
-    finally:
-        os.environ.pop(GLOO_INTERFACE, None)
 
 
 def reachable_address(master_addr: str) -> str | None:
@@ -90,13 +74,10 @@ def set_keepalive() -> None:
     A machine that loses power, or a cable that is cut, closes no connection. Who only waits to receive would not learn
     of it: Gloo and torch's store ask for nothing by which the kernel would notice. A link that is down for less than
     `LINK_TIMEOUT` is survived: what was sent is sent again. One that stays down fails the connection soon after, and
-    with it whatever waits for it. Linux only; elsewhere it does nothing.
+    with it whatever waits for it.
     """
-    try:
-        limit_s = float(os.environ.get(LINK_TIMEOUT, _LINK_TIMEOUT_S))
-    except ValueError:
-        limit_s = _LINK_TIMEOUT_S
-    if sys.platform != "linux" or limit_s <= 0:
+    limit_s = float(os.environ.get(LINK_TIMEOUT, _LINK_TIMEOUT_S))
+    if limit_s <= 0:
         return
     # Gloo and NCCL hand out no descriptors: those of the process are looked through instead.
     for name in os.listdir("/proc/self/fd"):

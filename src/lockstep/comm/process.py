@@ -28,15 +28,14 @@ _TASKS = "/proc/self/task"
 def make_forks_safe() -> None:
     """From now on let forks wait for a moment in which all other threads sleep, and children keep inherited garbage."""
     # Both hang the child for good, mostly on a busy machine.
-    if sys.version_info < (3, 12) and os.path.isdir(_TASKS):
+    if sys.version_info < (3, 12):
         # Gloo's threads drop the tensors of a collective that is over, for which each attaches to the interpreter for
         # a moment. A child forked in that moment inherits the lock of the interpreter's list of threads as taken, and
         # waits for it (CPython issue 112275).
         os.register_at_fork(before=wait_for_sleep)
-    if sys.platform != "win32":
-        # A process group that waits for the garbage collector would be collected in the child too, where its destructor
-        # joins threads that exist in the parent only.
-        os.register_at_fork(after_in_child=gc.freeze)
+    # A process group that waits for the garbage collector would be collected in the child too, where its destructor
+    # joins threads that exist in the parent only.
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 def wait_for_sleep(limit_s: float = _LIMIT_S) -> bool:

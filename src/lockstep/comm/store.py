@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import struct
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -64,7 +63,7 @@ def serve_store(
     """
     # The port is read before the listener is handed over: afterwards it may be closed.
     limit, port = timedelta(seconds=timeout_s), listener.getsockname()[1]
-    if one_user and sys.platform == "linux":
+    if one_user:
         server = StoreServer(listener)
         with suppress(dist.DistError):  # a later c10d may speak another protocol
             store = TCPStore(here, port, world_size, False, timeout=limit, wait_for_workers=False)
@@ -84,11 +83,6 @@ def serve_store(
         # Bound before and handed over, so that errors are Python's own, and a local job is not open to the network.
         master_listen_fd=listener.detach(),
     )
-
-
-def prefixed_store(store: Store, prefix: str) -> Store:
-    """Return a view of ``store`` with keys of its own."""
-    return PrefixStore(prefix, store)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -24,7 +24,7 @@ from torch.distributed.constants import default_pg_nccl_timeout, default_pg_time
 from lockstep import activity
 from lockstep.comm import rendezvous
 from lockstep.comm.collectives import backend_name
-from lockstep.comm.network import GLOO_INTERFACE, gloo_interface, gloo_interface_set, set_keepalive
+from lockstep.comm.network import GLOO_INTERFACE, gloo_interface, set_keepalive
 from lockstep.comm.process import keep_freed_memory, make_forks_safe
 from lockstep.comm.shm.process_group import ShmProcessGroup, why_unavailable
 from lockstep.env import Launcher, RankEnv
@@ -74,7 +74,7 @@ def choose_backend(device: torch.device, wanted: str | None) -> str:
     Raises:
         ConfigurationError: The backend that was asked for is unknown, or cannot serve the device here.
     """
-    if wanted is None and device.type == "cpu" and sys.platform == "linux":
+    if wanted is None and device.type == "cpu":
         return "shm"
     backend = (wanted or dist.get_default_backend_for_device(device)).lower()
     for name in (part.rpartition(":")[2] for part in backend.split(",")):
@@ -411,9 +411,12 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
         if reason and one_machine and env.rank == 0:  # of several machines nobody expects to share memory
             print(f"lockstep: Gloo serves this job, which is slower than shared memory: {reason}.", file=sys.stderr)
         name = "gloo" if reason else name
+    interface = gloo_interface(env.master_addr, one_machine=one_machine)
     with ExitStack() as stack:
-        # Until the end of the world, since groups that are made later need it too.
-        stack.enter_context(gloo_interface_set(gloo_interface(env.master_addr, one_machine=one_machine)))
+        if interface is not None and GLOO_INTERFACE not in os.environ:  # the user's choice is never changed
+            os.environ[GLOO_INTERFACE] = interface
+            # Not before the end of the world, since groups that are made later need it too.
+            stack.callback(os.environ.pop, GLOO_INTERFACE, None)
         _connect(env, met, name, chosen, timeout_s)
         undo = stack.pop_all()
     if not one_machine:

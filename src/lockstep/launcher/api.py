@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import linecache
-import operator
 import os
 import signal
 import sys
@@ -29,6 +28,7 @@ from lockstep.launcher.node_rendezvous import LOCAL_BACKEND
 from lockstep.launcher.output import LogSettings, LogTail
 from lockstep.launcher.reaper import Reaper
 from lockstep.launcher.supervise import DEFAULT_POLICY, Program, WatchdogPolicy, supervise
+from lockstep.run_folder import ERROR, RESULT, rank_file, rank_files
 
 # Ranks write to the terminal themselves.
 RAW_LOGS = LogSettings(merges=False)
@@ -112,9 +112,7 @@ def launch_with(
             max_nodes=1,
             nproc_per_node=num_ranks,
             run_id=str(uuid.uuid4()),
-            role="default",
             rdzv_backend=LOCAL_BACKEND,
-            rdzv_endpoint="localhost:0",
             max_restarts=max_restarts,
             local_addr="127.0.0.1",
             logs_specs=DefaultLogsSpecs(log_dir=str(reaper.run_dir / "elastic")),
@@ -197,19 +195,16 @@ def choose_num_ranks(wanted: str | int | None, given_as: str) -> int:
         ConfigurationError: It is no positive number, or there are fewer GPUs.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted is None and not num_gpus:
-        wanted = "auto" if torch.accelerator.is_available() else "cpu"
+    if wanted is None:
+        wanted = num_gpus or ("auto" if torch.accelerator.is_available() else "cpu")
     if wanted == "cpu":
         return num_cores()
     try:
-        count = num_gpus if wanted is None else int(wanted) if isinstance(wanted, str) else operator.index(wanted)
-    except (TypeError, ValueError):
-        try:
-            return int(determine_local_world_size(str(wanted)))
-        except (ValueError, RuntimeError) as error:
-            raise ConfigurationError(
-                f"{given_as}: {str(error).rstrip('.')}.\nPass a number, 'gpu', 'cpu' or 'auto'."
-            ) from None
+        count = int(determine_local_world_size(str(wanted)))
+    except (ValueError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"{given_as}: {str(error).rstrip('.')}.\nPass a number, 'gpu', 'cpu' or 'auto'."
+        ) from None
     if count < 1:
         raise ConfigurationError(f"{count} devices cannot run anything.\nAsk for at least one.")
     if 0 < num_gpus < count:
@@ -252,12 +247,11 @@ def _send_call(run_dir: Path, fn: Callable[..., Any], args: tuple[Any, ...]) -> 
 
 
 def _results(run_dir: Path) -> list[Any]:
-    num_ranks = int((run_dir / "world_size").read_text())
-    return [cloudpickle.loads((run_dir / f"result-{rank}").read_bytes()) for rank in range(num_ranks)]
+    return [cloudpickle.loads(file.read_bytes()) for _, file in sorted(rank_files(run_dir, RESULT).items())]
 
 
 def _exception_of(run_dir: Path, rank: int | None) -> BaseException | None:
     """Return the exception that a rank raised, if it could be sent."""
     with contextlib.suppress(Exception):
-        return cast(BaseException, cloudpickle.loads((run_dir / f"error-{rank}").read_bytes()))
+        return cast(BaseException, cloudpickle.loads(rank_file(run_dir, ERROR, str(rank)).read_bytes()))
     return None

@@ -26,7 +26,7 @@ from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 
 from lockstep import activity
-from lockstep.run_folder import CRASH, RUN_DIR, rank_file, write_failure
+from lockstep.run_folder import CRASH, ERROR, RESULT, RUN_DIR, rank_file, write_failure
 
 # The environment variable that names what each rank calls before the program: a JSON list of ["module:function",
 # arguments]. The launcher does not know what that is: ``--adopt``, ``--monitor`` and ``lockstep rehearse`` come this
@@ -82,10 +82,9 @@ def end_with_launcher(run_dir: str, launcher_pid: int) -> None:
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reaper:
         reaper.connect(os.path.join(run_dir, "reaper"))
         socket.send_fds(reaper, [str(os.getpid()).encode()], [alive])
-    if sys.platform == "linux":
-        fcntl.fcntl(alive, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(alive, _F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(alive, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    fcntl.fcntl(alive, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(alive, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(alive, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
     if os.getppid() != launcher_pid:  # it ended before the lines above
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -173,9 +172,6 @@ def run_call(run_dir: str) -> None:
     """Make the call that `lockstep.launch` left in ``run_dir``, and leave the result there, or the exception."""
     _fresh_main()
     rank = int(os.environ["RANK"])
-    if rank == 0:  # after a restart there may be fewer results to read
-        with open(os.path.join(run_dir, "world_size"), "w") as file:
-            file.write(os.environ["WORLD_SIZE"])
     with open(os.path.join(run_dir, "origin.json")) as file:
         origin = json.load(file)
     sys.path[:] = origin["path"]
@@ -184,8 +180,7 @@ def run_call(run_dir: str) -> None:
     import cloudpickle
 
     def leave(kind: str, value: object) -> None:
-        with open(rank_file(run_dir, kind, rank), "wb") as left:
-            cloudpickle.dump(value, left)
+        rank_file(run_dir, kind, rank).write_bytes(cloudpickle.dumps(value))
 
     with open(os.path.join(run_dir, "call"), "rb") as sent:
         fn, args = cloudpickle.load(sent)
@@ -194,10 +189,10 @@ def run_call(run_dir: str) -> None:
     except Exception as error:
         # The traceback travels as text in any case; some exceptions cannot be pickled.
         with contextlib.suppress(Exception):
-            leave("error", error)
+            leave(ERROR, error)
         raise
     try:
-        leave("result", result)
+        leave(RESULT, result)
     except Exception as error:
         from lockstep.errors import LockstepError
 

@@ -10,11 +10,10 @@ import uuid
 from collections.abc import Callable
 from typing import Any, cast
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
@@ -27,18 +26,17 @@ from torch.distributed.elastic.rendezvous.utils import (
 from torch.distributed.run import parse_min_max_nnodes
 
 from lockstep.comm.network import GLOO_INTERFACE, gloo_interface, is_local, reachable_address
-from lockstep.comm.store import LOOPBACK, prefixed_store, start_store_server
+from lockstep.comm.store import LOOPBACK, start_store_server
+from lockstep.env import DEFAULT_MASTER_PORT
 from lockstep.errors import ConfigurationError, LockstepError
 
 # The rendezvous of a single machine, as torch elastic knows it.
 LOCAL_BACKEND = "lockstep-local"
 
-# torchrun's default; only of interest to several machines, as a single one takes a free port.
-DEFAULT_PORT = 29500
-
 # torch's own variable: no store of a launcher is used by ranks, and so none is remembered.
 _NO_SHARING = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
+_LOCAL = RendezvousStoreInfo(LOOPBACK, 0)
 _STORE_TIMEOUT_S = 600.0
 # torchrun's default for how long a machine waits for the others.
 _RENDEZVOUS_TIMEOUT_S = 900.0
@@ -87,12 +85,7 @@ class RendezvousPerRestart(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other machines again, and agree on a new store for the ranks. Blocks until they came."""
-        if self._inner is None:
-            self._hosted, port = start_store_server(LOOPBACK, _STORE_TIMEOUT_S)
-            launchers = prefixed_store(self._hosted, "launcher")
-            self._current = RendezvousInfo(launchers, 0, 1, RendezvousStoreInfo(LOOPBACK, port))
-            return self._current
-        found = self._inner.next_rendezvous()
+        found = RendezvousInfo(HashStore(), 0, 1, _LOCAL) if self._inner is None else self._inner.next_rendezvous()
         assert found.bootstrap_store_info is not None
         host = found.bootstrap_store_info.master_addr
         self._hosted = None  # the one before, whose ranks have ended
@@ -142,11 +135,7 @@ class RendezvousPerRestart(RendezvousHandler):
         return self._inner is None or self._is_ending() or self._inner.shutdown()
 
 
-def _local_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
-    return RendezvousPerRestart(parameters.run_id)
-
-
-rendezvous_handler_registry.register(LOCAL_BACKEND, _local_rendezvous)
+rendezvous_handler_registry.register(LOCAL_BACKEND, lambda parameters: RendezvousPerRestart(parameters.run_id))
 
 
 def rendezvous_per_restart(handler: RendezvousHandler, is_ending: Callable[[], bool]) -> RendezvousHandler:
@@ -172,7 +161,7 @@ def choose_rendezvous(args: argparse.Namespace) -> None:
         # Not the host's name, which may resolve to nothing or to an address that is filtered.
         args.local_addr = args.local_addr or LOOPBACK
     if args.master_port is None:
-        args.master_port = DEFAULT_PORT
+        args.master_port = DEFAULT_MASTER_PORT  # torchrun's; of interest to several machines only
     host, port = _endpoint(args)
     if args.rdzv_backend == "static" and args.node_rank == 0 and (reason := _why_not_bindable(port)):
         raise ConfigurationError(

@@ -195,6 +195,7 @@ class LogTail:
                 descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
                 decoder = codecs.getincrementaldecoder("utf-8")("replace")
                 self._selector.register(descriptor, selectors.EVENT_READ, _Pipe(stream, local_rank, decoder))
+        self._ranks, self._deduplicators = range(0), dict[str, LogDeduplicator]()
         self.started(range(num_ranks))
         # Streams and texts for the terminal, in order.
         self._unwritten: deque[tuple[str, str]] = deque()
@@ -209,8 +210,9 @@ class LogTail:
     def started(self, ranks: range) -> None:
         """Take note of the ranks' numbers, which may be others after a restart."""
         with self._lock:
-            self._ranks = ranks
-            self._deduplicators = {stream: LogDeduplicator(ranks) for stream in STREAMS}
+            if ranks != self._ranks:  # else what has come of them already stays known
+                self._ranks = ranks
+                self._deduplicators = {stream: LogDeduplicator(ranks) for stream in STREAMS}
 
     def print(self, text: str) -> None:
         """Have whole lines of the launcher's own printed to standard error soon. Takes no lock: for signal handlers."""

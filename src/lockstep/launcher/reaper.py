@@ -78,12 +78,11 @@ class Reaper:
         shutil.rmtree(self.run_dir, ignore_errors=True)  # in case that the reaper itself was killed
 
 
-class _ReaperProcess:
+class _Ranks:
     """What the reaper knows of the ranks of one run; each leads a session that holds it and its children."""
 
-    def __init__(self, run_dir: str, sign_in: socket.socket) -> None:
-        self.run_dir, self._sign_in = run_dir, sign_in
-        self.is_released = False
+    def __init__(self, sign_in: socket.socket) -> None:
+        self._sign_in = sign_in
         self._is_killing = False
         self._start_times: dict[int, str | None] = {}
         self._alive: list[int] = []
@@ -105,59 +104,26 @@ class _ReaperProcess:
             if start_time(pid) in (started_at, None):
                 kill_session(pid)
 
-    def watch(self, launcher_pid: int, orders: int) -> None:
-        """Serve until the launcher is gone or has released the ranks."""
-        descriptors = [orders, self._sign_in.fileno()]
-        # The pipe may have been inherited by another child of the launcher and then stays open.
-        with contextlib.suppress(AttributeError, OSError):  # Linux only; the launcher may be gone already
-            descriptors.append(os.pidfd_open(launcher_pid))
-        while True:
-            ready = select.select(descriptors, [], [])[0]
-            # Orders first: a launcher that released its ranks may be gone already.
-            if orders in ready:
-                if (order := os.read(orders, 1)) != _KILL:
-                    self.is_released = order == _RELEASE
-                    return
-                self.kill_all()
-            elif self._sign_in.fileno() in ready:
-                self.take_in()
-            else:
-                return
-
-    def clear_up(self) -> None:
-        """End what is left, unless it may stay, and remove the folder."""
-        if self.is_released:
-            for descriptor in self._alive:
-                fcntl.fcntl(descriptor, fcntl.F_SETFL, 0)  # the end of the launcher does not concern it any more
-        else:
-            self.kill_all()
-            while select.select([self._sign_in], [], [], 0)[0]:  # ranks that signed in while the launcher ended
-                self.take_in()
-        shutil.rmtree(self.run_dir, ignore_errors=True)
+    def release(self) -> None:
+        """Let what ranks left behind stay: the end of the launcher does not concern it any more."""
+        for descriptor in self._alive:
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, 0)
 
 
 def kill_session(leader: int) -> None:
     """Kill a session's leader and its members, also when the leader is dead already."""
     for _ in range(_NUM_SWEEPS):  # a member may fork while we look
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(leader, signal.SIGKILL)
-        members = _session_members(leader)
+        members = []
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            fields = _stat_fields(int(name))
+            if fields and fields[3] == str(leader) and fields[0] != "Z":
+                members.append(int(name))
         if not members:
             return
         for pid in members:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-
-
-def _session_members(leader: int) -> list[int]:
-    """Return the living processes of a session (Linux; none elsewhere)."""
-    found = []
-    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        fields = _stat_fields(int(name)) if name.isdigit() else None
-        if fields and fields[3] == str(leader) and fields[0] != "Z":
-            found.append(int(name))
-    return found
 
 
 def start_time(pid: int) -> str | None:
@@ -177,15 +143,37 @@ def _stat_fields(pid: int) -> list[str] | None:
 
 
 def main(argv: list[str]) -> None:
-    """Watch over one run, then clear up."""
+    """Watch over one run until the launcher is gone or has released the ranks, then clear up."""
     # Schedulers signal all processes of a job.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    process = _ReaperProcess(argv[1], socket.socket(fileno=int(argv[4])))
+    run_dir, launcher_pid, orders, sign_in = argv[1], int(argv[2]), int(argv[3]), socket.socket(fileno=int(argv[4]))
+    ranks, order = _Ranks(sign_in), b""
+    descriptors = [orders, sign_in.fileno()]
+    # The pipe may have been inherited by another child of the launcher and then stays open.
+    with contextlib.suppress(OSError):  # the launcher may be gone already
+        descriptors.append(os.pidfd_open(launcher_pid))
     try:
-        process.watch(int(argv[2]), int(argv[3]))
+        while True:
+            ready = select.select(descriptors, [], [])[0]
+            # Orders first: a launcher that released its ranks may be gone already.
+            if orders in ready:
+                order = os.read(orders, 1)
+                if order != _KILL:
+                    break
+                ranks.kill_all()
+            elif sign_in.fileno() in ready:
+                ranks.take_in()
+            else:
+                break
     finally:
-        process.clear_up()
+        if order == _RELEASE:
+            ranks.release()
+        else:
+            ranks.kill_all()
+            while select.select([sign_in], [], [], 0)[0]:  # ranks that signed in while the launcher ended
+                ranks.take_in()
+        shutil.rmtree(run_dir, ignore_errors=True)
 
 
 if __name__ == "__main__":
