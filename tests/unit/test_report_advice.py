@@ -68,11 +68,10 @@ def test_many_bytes_travel_faster_as_bf16_and_less_often_with_accumulation():
         0.184 / (0.184 - 3 / 4 * (0.092 + 0.002))
     )  # the update is done less often, too
     assert [advice.keeps_run for advice in found] == [True, False]
-    # In shared memory, rounding takes as long as adding; and what travels beside backward takes cores from it.
-    shared = {"device": "cpu", "trips_s": 0.12}
-    (rarer,) = advise(facts(wire_s=0.092, gradient_bytes=100 * 2**20, **shared))
-    assert rarer.gain == pytest.approx(0.184 / (0.184 - 3 / 4 * (0.092 + 0.028 + 0.002)))
-    apart = advise(facts(wire_s=0.092, gradient_bytes=100 * 2**20, num_hosts=2, **shared))
+    # In shared memory, rounding takes as long as adding.
+    (rarer,) = advise(facts(wire_s=0.092, gradient_bytes=100 * 2**20, device="cpu"))
+    assert rarer.change.startswith("exchanging gradients once")
+    apart = advise(facts(wire_s=0.092, gradient_bytes=100 * 2**20, num_hosts=2, device="cpu"))
     assert apart[0].change == "rounding gradients on their way (--wire bf16)"
     rounded = advise(facts(wire_s=0.092, gradient_bytes=100 * 2**20, wire=True))
     assert [advice.keeps_run for advice in rounded] == [False]
@@ -126,16 +125,6 @@ def test_on_cpus_a_loader_gains_at_most_what_its_waiting_costs():
     (advice,) = advise(facts(data_wait_s=0.188, workers=0, device="cpu"))
     assert advice.gain == pytest.approx(0.282 / (0.094 + HANDOVER_S))
     assert "would give at most 2.99 times the throughput" in advice.text
-
-
-def test_pageable_samples_are_copied_between_the_phases_of_a_script():
-    between = {"other_s": 0.024, "pinned": False}
-    (advice,) = advise(facts(**between))
-    assert advice.text == (
-        "Samples are in pageable memory, and 20% of the step lies between phases, as copies do: page-locked samples "
-        "(pin_memory=True in the DataLoader, non_blocking=True in .to()) would give at most 1.26 times the throughput."
-    )
-    assert advise(facts(**{**between, "pinned": True})) == advise(facts(**between, device="cpu")) == []
 
 
 def test_what_does_not_depend_on_the_batch_is_paid_less_often():

@@ -7,8 +7,7 @@ from click.testing import CliRunner
 from lockstep.cli.studies import report
 from lockstep.study.drawing import drawing_style
 from lockstep.study.report import run_page
-from lockstep.study.report.plots import _curve, draw
-from lockstep.study.report.run_page import figure_tables
+from lockstep.study.report.run_page import _curve, draw, figure_tables
 from lockstep.study.report.view import compare_with_baseline, sentences, view_run
 from tests.unit.report_planted import MACHINE, START, session, step_line, steps, timeline_line, write_run
 
@@ -95,12 +94,9 @@ def test_curves_are_drawn_where_there_is_something_to_see(tmp_path):
     ]
     found = headings(view_run(write_run(tmp_path / "run", [lines])))
     assert found["Learning rate"].alt == (
-        "Curve of the learning rate over the steps: from 0.1 to 0.00333, lowest 0.00333 in step 30, "
-        "highest 0.1 in step 1."
+        "Curve of the learning rate over the steps: from 0.1 to 0.00333, between 0.00333 and 0.1."
     )
-    assert found["Gradient norm"].alt == (
-        "Curve of the gradient norm over the steps: from 5 to 5, lowest 5 in step 1, highest 6 in step 13."
-    )
+    assert found["Gradient norm"].alt == ("Curve of the gradient norm over the steps: from 5 to 5, between 5 and 6.")
     plain = view_run(write_run(tmp_path / "plain", [steps()]))
     with drawing_style():
         assert _curve(plain, None, "Learning rate", "learning rate", lambda step: step.learning_rate) is None
@@ -110,12 +106,11 @@ def test_each_rank_has_a_row_with_its_parts_memory_and_load(tmp_path):
     ranks = [[*steps(), *machine_lines(**GPU)], [*steps(), *machine_lines(**{**GPU, "gpu_percent": 40.0})]]
     table = figure_tables(view_run(write_run(tmp_path / "run", ranks)))[0]
     rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
-    assert [row["GPU busy, %"] for row in rows] == ["90", "40", ""]
-    assert [row["CPU, % of a core"] for row in rows] == ["95", "95", ""]
-    assert [row["peak MiB"] for row in rows] == ["381", "381", ""]
-    assert [row["comes last"] for row in rows] == ["100%", "0%", ""]
-    assert [row["forward"] for row in rows] == ["3.00", "3.00", "3.00"]
-    assert rows[-1]["rank"] == "critical path"
+    assert [row["GPU busy, %"] for row in rows] == ["90", "40"]
+    assert [row["CPU, % of a core"] for row in rows] == ["95", "95"]
+    assert [row["peak MiB"] for row in rows] == ["381", "381"]
+    assert [row["comes last"] for row in rows] == ["100%", "0%"]
+    assert [row["forward"] for row in rows] == ["3.00", "3.00"]
 
 
 def test_bandwidth_is_listed_by_bucket(tmp_path):
@@ -123,4 +118,4 @@ def test_bandwidth_is_listed_by_bucket(tmp_path):
     lanes = [timeline_line(number, START + number, buckets=buckets) for number in (4, 5)]
     table = figure_tables(view_run(write_run(tmp_path / "run", [[*steps(), *lanes]] * 2)))[1]
     assert table.title == "Buckets of gradients on their way"
-    assert table.rows == [["0", "1", "2", "2", "2", "0.524"], ["1", "0.5", "2", "2", "2", "0.262"]]
+    assert table.rows == [["0", "1", "2", "0.524"], ["1", "0.5", "2", "0.262"]]

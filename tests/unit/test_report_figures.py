@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.study.report.figures import find_figures, find_traffic, find_window
+from lockstep.study.report.figures import bars_of, find_figures, find_traffic, find_window
 from lockstep.study.report.run_reader import read_run
 from lockstep.study.report.view import sentences, view_run
 from tests.unit.report_planted import START, event_line, session, step_line, steps, timeline_line, write_run
@@ -78,30 +78,19 @@ def test_pauses_are_summed_by_event(tmp_path):
     assert figures(tmp_path, [*steps(), *events]).paused_s == pytest.approx({"checkpoint": 0.3})
 
 
-def window_of(tmp_path):
-    """Return two steps of two ranks; rank 1 is the last in the first, rank 0 in the second."""
+def test_a_window_has_steps_that_follow_each_other_on_one_clock(tmp_path):
     zero = [timeline_line(4, START + 1.0, own_s=0.006, wait_s=0.004), timeline_line(5, START + 1.010)]
-    one = [timeline_line(4, START + 1.0), timeline_line(5, START + 1.010, own_s=0.006, wait_s=0.004)]
-    return find_window(read_run(write_run(tmp_path / "run", [[*steps(9), *zero], [*steps(9), *one]])))
-
-
-def test_the_critical_path_goes_from_last_rank_to_last_rank(tmp_path):
-    window = window_of(tmp_path)
-    assert window.steps == (4, 5)
-    assert window.end_s == pytest.approx(0.020)
-    path = [(bar.rank, bar.phase, round(bar.begin_s, 6), round(bar.end_s, 6)) for bar in window.critical]
-    assert path == [
-        (1, "forward", 0.0, 0.003),
-        (1, "backward", 0.003, 0.009),
-        (1, "waiting", 0.009, 0.010),
-        (0, "forward", 0.010, 0.013),
-        (0, "backward", 0.013, 0.019),
-        (0, "waiting", 0.019, 0.020),
-    ]
+    one = [timeline_line(4, START + 1.001), timeline_line(5, START + 1.010, own_s=0.006, wait_s=0.004)]
+    window = find_window(read_run(write_run(tmp_path / "run", [[*steps(9), *zero], [*steps(9), *one]])))
+    assert {rank: [timeline.step for timeline in of_rank] for rank, of_rank in window.items()} == {0: [4, 5], 1: [4, 5]}
+    bars = bars_of(window[1][0], START + 1.0)
+    assert [phase for phase, _, _ in bars] == ["forward", "backward", "waiting"]
+    moments = [moment for _, *both in bars for moment in both]
+    assert moments == pytest.approx([0.001, 0.004, 0.004, 0.010, 0.010, 0.011], abs=1e-6)
 
 
 def test_a_window_needs_timelines_of_all_ranks(tmp_path):
-    assert find_window(read_run(write_run(tmp_path / "run", [[timeline_line(4, START)], steps(3)]))) is None
+    assert find_window(read_run(write_run(tmp_path / "run", [[timeline_line(4, START)], steps(3)]))) == {}
 
 
 def test_a_buckets_trip_is_that_of_the_rank_that_sent_it_last(tmp_path):

@@ -60,8 +60,8 @@ def test_broken_lines_are_left_out_and_told(tmp_path):
     run = read_run(folder)
     assert [len(record.steps) for record in run.ranks.values()] == [3, 3]
     assert run.gaps == [
-        "rank-0.jsonl: 2 lines cannot be read (line 5: no JSON).",
-        "rank-1.jsonl: 9 lines cannot be read (line 5: no object).",
+        "rank-0.jsonl: 2 lines cannot be read, the first is line 5.",
+        "rank-1.jsonl: 9 lines cannot be read, the first is line 5.",
     ]
 
 

@@ -107,8 +107,10 @@ def label_rows(axes: Any, labels: Sequence[str]) -> None:
 
 
 def legend_above(axes: Any, ncols: int, left: float = -0.1) -> None:
-    """Put the legend above the axes, where it hides nothing."""
-    axes.legend(ncols=ncols, loc="lower left", bbox_to_anchor=(left, 1.0))
+    """Put the legend above the axes, where it hides nothing; each label once."""
+    handles, labels = axes.get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    axes.legend(unique.values(), unique.keys(), ncols=ncols, loc="lower left", bbox_to_anchor=(left, 1.0))
 
 
 def stacked_bars(heading: str, label: str, rows: Mapping[str, Mapping[str, float]], note: str = "") -> Plot:
@@ -128,7 +130,7 @@ def stacked_bars(heading: str, label: str, rows: Mapping[str, Mapping[str, float
             colour, hatch = PARTS[part]
             # The thin edge, as light colours alone are hard to see on a light ground.
             look = {"color": colour, "hatch": hatch, "edgecolor": TEXT, "linewidth": 0.5, "height": 0.62}
-            axes.barh(place, seconds * 1e3, left=left, label=None if place else part, **look)
+            axes.barh(place, seconds * 1e3, left=left, label=part, **look)
             left += seconds * 1e3
         listed = ", ".join(f"{part} {seconds * 1e3:.2f}" for part, seconds in parts.items())
         words.append(f"{name} {left:.2f} ({listed})")

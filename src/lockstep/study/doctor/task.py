@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import os
 import signal
 import sys
-import tempfile
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,7 +37,6 @@ from lockstep.train.task import Task, build_model, load_task
 # How long a task's own functions may take together: with the rest it must stay under ten seconds.
 ALL_S = 6.0
 
-# What the process that reads a task sends, in this order.
 _PARTS = ("the task", "the model of the task", "the data set of the task")
 
 # Mean and variance of fewer samples are so noisy that accuracy suffers, as papers on batch norm found.
@@ -104,60 +103,62 @@ def read_task(
     Raises:
         ConfigurationError: The file has no task, although ``is_named``: the name of one was given; or making it fails.
     """
-    with tempfile.TemporaryFile("w+") as file:
-        process = multiprocessing.get_context("fork").Process(target=_probe, args=(file, spec))
-        with warnings.catch_warnings():
-            # Python warns that a fork with threads may hang; this one is ended when its time is up.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            process.start()
-        assert process.pid is not None
-        process.join(seconds)
-        code = process.exitcode  # None if it still runs
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_probe, args=(sender, spec))
+    with warnings.catch_warnings():
+        # Python warns that a fork with threads may hang; this one is ended when its time is up.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+    sender.close()  # then the process is the only one that has this end, and its own end is that of the pipe
+    assert process.pid is not None
+    fields: dict[str, Any] = {}
+    missed: list[NotChecked] = []
+    left, because = list(_PARTS), "it took too long"
+    ends_at = time.monotonic() + seconds
+    try:
+        while receiver.poll(max(0.0, ends_at - time.monotonic())):
+            found, reason = receiver.recv()
+            fields |= found
+            what = left.pop(0)
+            if reason:
+                missed.append(NotChecked(what, reason))
+    except EOFError:
+        process.join()
+        because = f"its process ended with exit code {process.exitcode}"
+    finally:
         # The process made a group of its own, for what it has started; right after the fork it has not yet.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()
-        file.seek(0)
-        # The last line may have been cut off by the kill.
-        parts = [json.loads(line) for line in file if line.endswith("\n")]
-    fields: dict[str, Any] = {}
-    missed: list[NotChecked] = []
-    for what, (kind, value) in zip(_PARTS, parts, strict=False):
-        if kind == "failed" or (kind == "absent" and is_named):
-            raise ConfigurationError(value)
-        if kind == "facts":
-            fields |= value
-        else:
-            missed.append(NotChecked(what, value.splitlines()[0].rstrip(".")))
-    if code != 0:  # in the midst of the next part
-        because = "it took too long" if code is None else f"its process ended with exit code {code}"
-        missed += [NotChecked(what, because) for what in _PARTS[len(parts) :]]
+    if "error" in fields or ("absent" in fields and is_named):
+        raise ConfigurationError(*fields.values())
+    if "absent" in fields:
+        return None, [NotChecked("the task", fields["absent"].partition("\n")[0])]
+    missed += [NotChecked(what, because) for what in left]
     return TaskFacts(world_size=plan.world_size, **fields) if fields else None, missed
 
 
-def _probe(file: IO[str], spec: str) -> None:
-    """Write the facts of `_PARTS` to the file, or why there are none. Runs the user's code."""
+def _probe(sender: Connection, spec: str) -> None:
+    """Send the facts of each of `_PARTS`, or why there are none. Runs the user's code."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked ends this one
     sys.stdout = sys.stderr  # standard output is for the report, which may be JSON
     os.dup2(2, 1)  # also for what is not Python
-
-    def send(kind: str, value: Any) -> None:
-        print(json.dumps([kind, value]), file=file, flush=True)
-
     try:
         task = load_task(spec)
     except ConfigurationError as error:
-        send("absent" if error.__cause__ is None else "failed", str(error))
+        sender.send(({"absent" if error.__cause__ is None else "error": str(error)}, ""))
         return
-    send("facts", {"name": task.name, "global_batch_size": task.global_batch_size, "drop_last": task.drop_last})
+    own = {"name": task.name, "global_batch_size": task.global_batch_size, "drop_last": task.drop_last}
+    sender.send((own, ""))
     for facts_of in (_model_facts, _data_facts):
         try:
-            send("facts", facts_of(task))
+            sender.send((facts_of(task), ""))
         except Exception as error:
-            first = (str(error) or "no message").splitlines()[0]
-            send("missed", first if isinstance(error, ConfigurationError) else f"{type(error).__name__}: {first}")
+            first = str(error).partition("\n")[0]
+            sender.send(({}, f"{type(error).__name__}: {first}"))
 
 
 def _model_facts(task: Task) -> dict[str, Any]:

@@ -22,7 +22,6 @@ class Facts:
         num_ranks: Devices with a process each.
         device: ``cpu`` or ``cuda``.
         critical: Where the time of a step goes along the critical path.
-        computing_s: Of all ranks together in a step: forward and backward; None: what the critical path has, each.
         straggler: A rank that keeps the others waiting in every step.
         workers: Loader processes a rank; None if not known.
         trips_s: Of all buckets on their way, each at its best; 0 if not known.
@@ -33,13 +32,11 @@ class Facts:
         accumulate: Micro-batches a step.
         paused_share: What training stood still for checkpoints and evaluations, as a share of the whole run, by event.
         global_batch_size: Samples of a step; None if not known.
-        pinned: Whether a script's loader gives samples in page-locked memory; None if not known, and for `fit`.
     """
 
     num_ranks: int
     device: str
     critical: Parts
-    computing_s: float | None = None
     straggler: Straggler | None = None
     workers: int | None = None
     trips_s: float = 0.0
@@ -50,7 +47,6 @@ class Facts:
     accumulate: int = 1
     paused_share: Mapping[str, float] | None = None
     global_batch_size: int | None = None
-    pinned: bool | None = None
 
     @property
     def step_s(self) -> float:
@@ -143,18 +139,6 @@ def _loading(facts: Facts) -> Advice | None:
     return Advice(cause, change, facts.step_s / step_s, at_most=facts.device == "cpu")
 
 
-def _pinning(facts: Facts) -> Advice | None:
-    # Copies from memory that is not page-locked let a script wait between its phases; `fit` has none of these.
-    if facts.device != "cuda" or facts.pinned is not False:
-        return None
-    between_s = facts.critical.other_s
-    cause = (
-        f"Samples are in pageable memory, and {facts.share(between_s)} of the step lies between phases, as copies do"
-    )
-    change = "page-locked samples (pin_memory=True in the DataLoader, non_blocking=True in .to())"
-    return Advice(cause, change, facts.gain(between_s), at_most=True)
-
-
 def _slow_rank(facts: Facts) -> Advice | None:
     slow = facts.straggler
     if slow is None:
@@ -174,8 +158,8 @@ def _too_small(facts: Facts) -> Advice | None:
     # One device computes all shares one after the other, and exchanges nothing. On CPUs that one process has the cores
     # of all ranks; how much of them an operation can use is not known, so it is taken to use none of the others: it is
     # no slower than predicted.
-    computing_s = facts.computing_s or facts.num_ranks * critical.computing_s
-    alone_s = computing_s + facts.num_ranks * critical.data_wait_s + critical.optimizer_s + critical.other_s
+    divided_s = critical.computing_s + critical.data_wait_s
+    alone_s = facts.num_ranks * divided_s + critical.optimizer_s + critical.other_s
     is_large = facts.gradient_bytes >= LARGE_BYTES
     why = "Exchanging gradients takes longer than it saves" if is_large else "The model is too small to divide"
     cause = f"{why}: computing is {facts.share(critical.computing_s)} of the step on {facts.num_ranks} devices"
@@ -242,20 +226,16 @@ def _accumulation(facts: Facts) -> Advice | None:
     wire_s, rarer = facts.critical.wire_s, 1 - 1 / _TIMES
     if facts.num_ranks < 2 or _is_too_small(facts) or facts.gain(rarer * wire_s) < WORTH:
         return None  # a rule for what is too small advises a larger batch already
-    # On CPUs the part of the exchange that is hidden behind backward takes cores from it, which it would get back.
-    hidden_s = max(0.0, facts.trips_s - wire_s) if facts.device == "cpu" else 0.0
-    taken_s = min(hidden_s, facts.critical.backward_s / 2)
     pieces = _TIMES * facts.accumulate
     cause = f"Exposed communication is {facts.share(wire_s)} of the step"
     change = (
         f"exchanging gradients once for {pieces} micro-batches (--accumulate {pieces} with a global batch {_TIMES} "
         "times as large)"
     )
-    saved_s = rarer * (wire_s + taken_s + facts.critical.optimizer_s)
-    return Advice(cause, change, facts.gain(saved_s), keeps_run=False)
+    return Advice(cause, change, facts.gain(rarer * (wire_s + facts.critical.optimizer_s)), keeps_run=False)
 
 
-_RULES = (_loading, _pinning, _slow_rank, _rounding, _optimizer, _too_small, _accumulation, _larger_batch)
+_RULES = (_loading, _slow_rank, _rounding, _optimizer, _too_small, _accumulation, _larger_batch)
 
 
 # What the rules need to know, from what was recorded of a run.
@@ -264,13 +244,12 @@ _RULES = (_loading, _pinning, _slow_rank, _rounding, _optimizer, _too_small, _ac
 def find_facts(run: Recorded, device: str, figures: Figures, traffic: Traffic | None) -> Facts:
     """Return the facts of a run on a kind of ``device``."""
     sizes = traffic.sizes_bytes if traffic is not None else {}
-    session, settings, pinned = run.last, run.settings, run.settings.get("pin_memory")
+    session, settings = run.last, run.settings
     return Facts(
         num_ranks=len(figures.by_rank),
         device=device,
         num_hosts=len({record.host for record in run.ranks.values()}),
         critical=figures.critical,
-        computing_s=sum(parts.computing_s for parts in figures.by_rank.values()),
         straggler=figures.straggler,
         workers=_whole(session.get("workers", settings.get("workers"))),
         gradient_bytes=_whole(session.get("gradient_bytes")) or sum(sizes.values()),
@@ -280,7 +259,6 @@ def find_facts(run: Recorded, device: str, figures: Figures, traffic: Traffic | 
         accumulate=_whole(settings.get("accumulate")) or 1,
         paused_share={name: paused / figures.total_s for name, paused in figures.paused_s.items() if figures.total_s},
         global_batch_size=_whole(session.get("global_batch_size")),
-        pinned=pinned if isinstance(pinned, bool) else None,
     )
 
 

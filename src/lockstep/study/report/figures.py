@@ -6,10 +6,10 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields
 from statistics import fmean, median, median_low
 
-from lockstep.study.report.run_reader import Bucket, Recorded, Step, Timeline
+from lockstep.study.report.run_reader import Recorded, Step, Timeline
 from lockstep.telemetry.stragglers import PHASES, StepTimes, Straggler, find_stragglers, pace_of
 
 # [Note: the rank that all wait for]
@@ -244,115 +244,51 @@ class Traffic:
 def find_traffic(run: Recorded) -> Traffic | None:
     """Return what is known of the buckets' trips; None if they were not recorded."""
     by_rank = [{each.step: each for each in record.timelines} for record in run.ranks.values()]
-    # What a rank's bucket takes from being sent until reduced is waiting for peers and the wire; the shortest is the
-    # wire alone, as in [Note: the rank that all wait for].
     trips = defaultdict[tuple[int, int], list[float]](list)
     last: dict[int, int] = {}
     for step in sorted(set.intersection(*map(set, by_rank))) if len(by_rank) > 1 else []:
         rows = [{bucket.number: bucket for bucket in of_rank[step].buckets} for of_rank in by_rank]
         sizes = {number: rows[0][number].size_bytes for number in sorted(set.intersection(*map(set, rows)))}
         last = sizes or last
-        for bucket in sizes.items():
-            trips[bucket].append(min(max(0.0, row[bucket[0]].done_s - row[bucket[0]].sent_s) for row in rows))
+        for number, size in sizes.items():
+            # What a rank's bucket takes from being sent until reduced is waiting for peers and the wire; the shortest
+            # is the wire alone, as in [Note: the rank that all wait for].
+            trips[number, size].append(min(max(0.0, row[number].done_s - row[number].sent_s) for row in rows))
     # DDP builds its buckets anew after the first step, in the order in which gradients came: only the last ones count.
     times_s = {number: sorted(trips[number, size]) for number, size in last.items()}
     return Traffic(len(run.ranks), last, times_s) if last else None
 
 
-# A few steps with all ranks on one clock, and the critical path through them.
+# A few steps with all ranks on one clock.
 
 MOST_STEPS = 3
 
 
-@dataclass(frozen=True)
-class Bar:
-    """What a rank did from when to when; seconds after the beginning of the window."""
-
-    rank: int
-    step: int
-    phase: str
-    begin_s: float
-    end_s: float
-
-
-@dataclass(frozen=True)
-class Window:
-    """Some steps that follow each other.
-
-    Args:
-        steps: Their numbers.
-        bars: What the ranks did. ``waiting`` is waiting for gradients, within backward.
-        buckets: Where they were recorded, with their ranks.
-        critical: The bars that the steps could not have been shorter without.
-    """
-
-    steps: tuple[int, ...]
-    bars: list[Bar]
-    buckets: list[tuple[int, Bucket]]
-    critical: list[Bar]
-
-    @property
-    def end_s(self) -> float:
-        """When the last rank was done."""
-        return max((bar.end_s for bar in self.bars), default=0.0)
-
-
-def find_window(run: Recorded) -> Window | None:
-    """Return a window of typical length; None if no step has a timeline of every rank."""
+def find_window(run: Recorded) -> dict[int, list[Timeline]]:
+    """Return by rank the timelines of some steps that follow each other, of typical length; empty if there are none."""
     by_rank = {rank: {each.step: each for each in record.timelines} for rank, record in run.ranks.items()}
     common = sorted(set.intersection(*map(set, by_rank.values()))) if by_rank else []
     # Where those that follow each other begin; the first steps are still finding their way.
     begins = [step for step in common if step - 1 not in common]
     if not begins:
-        return None
-
-    def lasts_s(step: int) -> float:
-        return max(of_rank[step].end_s for of_rank in by_rank.values())
-
-    later = sorted(begins[1:] or begins, key=lasts_s)
+        return {}
+    later = sorted(begins[1:] or begins, key=lambda step: max(of_rank[step].end_s for of_rank in by_rank.values()))
     begin = later[len(later) // 2]
     steps = list(itertools.takewhile(common.__contains__, range(begin, begin + MOST_STEPS)))
-    zero = min(of_rank[steps[0]].time for of_rank in by_rank.values())
-    window = Window(tuple(steps), [], [], [])
-    for step in steps:
-        timelines = {rank: of_rank[step] for rank, of_rank in by_rank.items()}
-        last_rank = _last_rank(timelines)
-        for rank, timeline in timelines.items():
-            bars = bars_of(rank, timeline, timeline.time - zero)
-            window.bars.extend(bars)
-            window.buckets.extend((rank, bucket) for bucket in buckets_of(timeline, timeline.time - zero))
-            if rank == last_rank:
-                window.critical.extend(bars)
-    return window
+    return {rank: [of_rank[step] for step in steps] for rank, of_rank in sorted(by_rank.items())}
 
 
-def _last_rank(timelines: Mapping[int, Timeline]) -> int:
-    """Return the rank that all wait for: it waits least; without such figures, the one that is done last."""
-    waits_s = {rank: each.waited[1] - each.waited[0] for rank, each in timelines.items() if each.waited is not None}
-    if len(waits_s) == len(timelines):
-        return min(waits_s, key=lambda rank: waits_s[rank])
-    return max(timelines, key=lambda rank: timelines[rank].time + timelines[rank].end_s)
+def bars_of(timeline: Timeline, zero: float) -> list[tuple[str, float, float]]:
+    """Return what a rank did in a step: phase, begin and end, in seconds after the time ``zero``.
 
-
-def bars_of(rank: int, timeline: Timeline, shift_s: float) -> list[Bar]:
-    """Return what a rank did in a step, ``shift_s`` later."""
-    found: list[Bar] = []
-
-    def add(phase: str, begin_s: float, end_s: float) -> None:
-        found.append(Bar(rank, timeline.step, phase, shift_s + begin_s, shift_s + end_s))
-
+    ``waiting`` is waiting for gradients, within backward.
+    """
+    found: list[tuple[str, float, float]] = []
     for phase, begin_s, end_s in timeline.spans:
         if phase == "backward" and timeline.waited is not None and begin_s <= timeline.waited[0] <= end_s:
-            add(phase, begin_s, timeline.waited[0])
-            add("waiting", timeline.waited[0], min(timeline.waited[1], end_s))
+            since_s, until_s = timeline.waited
+            found += [(phase, begin_s, since_s), ("waiting", since_s, min(until_s, end_s))]
         else:
-            add("waiting" if phase == "communication" else phase, begin_s, end_s)
-    return found
-
-
-def buckets_of(timeline: Timeline, shift_s: float) -> list[Bucket]:
-    """Return the buckets of a step, ``shift_s`` later."""
-    return [
-        replace(each, ready_s=shift_s + each.ready_s, sent_s=shift_s + each.sent_s, done_s=shift_s + each.done_s)
-        for each in timeline.buckets
-    ]
+            found.append(("waiting" if phase == "communication" else phase, begin_s, end_s))
+    shift_s = timeline.time - zero
+    return [(phase, shift_s + begin_s, shift_s + end_s) for phase, begin_s, end_s in found]

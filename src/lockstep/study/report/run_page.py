@@ -1,15 +1,18 @@
 """The page of a run: verdict, advice, plots and tables in one HTML file, every text from a record escaped."""
 
 import json
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from statistics import fmean
 from typing import Any
 
+from lockstep.study import drawing
 from lockstep.study.common import MIB, Table
-from lockstep.study.drawing import PARTS, drawing_style, figure, html_page, html_table, items
-from lockstep.study.report.plots import draw, draw_timeline
+from lockstep.study.drawing import PARTS, figure, html_page, html_table, items
+from lockstep.study.report.figures import bars_of
+from lockstep.study.report.run_reader import Step
 from lockstep.study.report.view import BaselineComparison, View, by_words, sentences
 
 STYLE = """
@@ -37,7 +40,7 @@ def render(view: View, baseline: BaselineComparison | None = None) -> str:
     Raises:
         ConfigurationError: matplotlib is not installed.
     """
-    with drawing_style(11.0):  # on a phone they are scaled down
+    with drawing.drawing_style(11.0):  # on a phone they are scaled down
         plots, timeline = draw(view, baseline), draw_timeline(view)
     # The timeline scrolls in its frame: shrunk to a phone, nobody could read it.
     lanes = "" if timeline is None else figure(timeline)
@@ -137,9 +140,9 @@ def about_tables(view: View, baseline: BaselineComparison | None) -> list[Table]
 def _by_rank(view: View) -> Table:
     """Return a row for each rank: milliseconds by part, how often it came last, memory and load."""
     figures = view.figures
-    memory = ("memory_peak_bytes", "peak MiB") if view.device == "cuda" else ("rss_peak_bytes", "peak MiB")
+    peak = "memory_peak_bytes" if view.device == "cuda" else "rss_peak_bytes"
     loads = [name for name in LOADS if any(_values(view, rank, name) for rank in view.run.ranks)]
-    columns = [*PARTS, "all", "comes last", memory[1], *(LOADS[name] for name in loads)]
+    columns = [*PARTS, "all", "comes last", "peak MiB", *(LOADS[name] for name in loads)]
     rows = []
     for rank in sorted(view.run.ranks):
         cells = [""] * (len(PARTS) + 2)
@@ -147,15 +150,11 @@ def _by_rank(view: View) -> Table:
             parts = figures.by_rank[rank]
             cells = [f"{seconds * 1e3:.2f}" for seconds in (*by_words(parts).values(), parts.total_s)]
             cells.append(f"{figures.last_share[rank]:.0%}")
-        peaks = _values(view, rank, memory[0])
+        peaks = _values(view, rank, peak)
+        cells.append(f"{max(peaks) / MIB:,.0f}" if peaks else "")
         # The first line is from before any step.
         means = [_values(view, rank, name)[1:] for name in loads]
-        cells.append(f"{max(peaks) / MIB:,.0f}" if peaks else "")
         rows.append([str(rank), *cells, *(f"{fmean(values):,.0f}" if values else "" for values in means)])
-    if figures is not None and len(rows) > 1:
-        critical = [*by_words(figures.critical).values(), figures.critical.total_s]
-        empty = [""] * (len(columns) - len(critical))
-        rows.append(["critical path", *(f"{seconds * 1e3:.2f}" for seconds in critical), *empty])
     return Table("Each rank: milliseconds per step, memory and load", ["rank", *columns], rows, numbers=columns)
 
 
@@ -167,10 +166,10 @@ def _buckets(view: View) -> Table:
     rows = []
     if (traffic := view.traffic) is not None:
         for number, times in traffic.times_s.items():
-            seconds = [f"{time_s * 1e3:.3g}" for time_s in (times[0], times[len(times) // 2], times[-1])]
+            median_ms = times[len(times) // 2] * 1e3
             bus = f"{traffic.bus_bytes_per_s(number) / 1e9:.3g}"
-            rows.append([str(number), f"{traffic.sizes_bytes[number] / MIB:.3g}", *seconds, bus])
-    columns = ["MiB", "best ms", "median ms", "slowest ms", "bus GB/s"]
+            rows.append([str(number), f"{traffic.sizes_bytes[number] / MIB:.3g}", f"{median_ms:.3g}", bus])
+    columns = ["MiB", "median ms", "bus GB/s"]
     return Table("Buckets of gradients on their way", ["bucket", *columns], rows, numbers=columns)
 
 
@@ -197,15 +196,134 @@ def _plain(values: dict[str, Any]) -> dict[str, str]:
 
 
 def _machine_facts(view: View) -> dict[str, str]:
-    found: dict[str, Any] = {}
-    provenance = view.run.last.get("provenance")
-    if isinstance(provenance, dict):
-        found["recorded"] = provenance.get("when")
-        for group, suffix in (("versions", ""), ("machine", ""), ("commits", " commit")):
-            facts = provenance.get(group)
-            if isinstance(facts, dict):
-                found |= {f"{name}{suffix}": value for name, value in facts.items()}
+    last = view.run.last
+    provenance = last.get("provenance") or {}
+    found = {"recorded": provenance.get("when"), **provenance.get("versions", {}), **provenance.get("machine", {})}
+    found |= {f"{name} commit": value for name, value in provenance.get("commits", {}).items()}
     for name in ("backend", "global_batch_size", "num_parameters", "gradient_bytes", "workers", "num_restarts"):
-        found[name.replace("_", " ")] = view.run.last.get(name)
+        found[name.replace("_", " ")] = last.get(name)
     found |= {f"rank {rank}": f"{each.device} on {each.host}" for rank, each in sorted(view.run.ranks.items())}
     return _plain(found)
+
+
+# The plots: where the time of a step goes, curves over the steps, the timeline; none has text of a record.
+
+# Ranks that a drawing shows; the tables have all.
+MOST_ROWS = 16
+
+MOST_POINTS = 240
+
+
+def draw(view: View, baseline: BaselineComparison | None = None) -> list[drawing.Plot]:
+    """Return the drawings that there are figures for."""
+    plots = [
+        _parts(view),
+        _curve(view, None, "Throughput", "samples per second", _rate),
+        _curve(view, baseline, "Loss", "loss of the global batch", lambda step: step.loss),
+        _curve(view, None, "Learning rate", "learning rate", lambda step: step.learning_rate),
+        _curve(view, None, "Gradient norm", "before clipping", lambda step: step.grad_norm),
+    ]
+    return [plot for plot in plots if plot is not None]
+
+
+def _rate(step: Step) -> float:
+    return step.samples / step.lasted_s if step.lasted_s else math.nan
+
+
+def shown_ranks(view: View, most: int = MOST_ROWS) -> list[int]:
+    """Return the ranks that a drawing shows: all, or of many those that others wait for most."""
+    last_share = view.figures.last_share if view.figures is not None else {}
+    return sorted(sorted(view.run.ranks, key=lambda rank: (-last_share.get(rank, 0.0), rank))[:most])
+
+
+def _parts(view: View) -> drawing.Plot | None:
+    if view.figures is None:
+        return None
+    rows = {f"rank {rank}": by_words(view.figures.by_rank[rank]) for rank in shown_ranks(view)}
+    note = ""
+    if len(rows) > 1:
+        rows = {"critical": by_words(view.figures.critical), **rows}
+        note = "The bar on top is the work that the others waited for: what shortens it shortens the step."
+    return drawing.stacked_bars("Where the time of a step goes", "milliseconds per step, mean", rows, note)
+
+
+def _binned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return at most so many points: the means of pieces."""
+    # Means, not every n-th point: a step in between that took long is to be seen.
+    size = math.ceil(len(points) / MOST_POINTS)
+    pieces = [points[start : start + size] for start in range(0, len(points), size)]
+    return [(fmean(x for x, _ in piece), fmean(y for _, y in piece)) for piece in pieces]
+
+
+def _curve(
+    view: View, baseline: BaselineComparison | None, heading: str, label: str, read: Callable[[Step], float | None]
+) -> drawing.Plot | None:
+    """Draw a figure over the steps, and the baseline's if there is one; None if it never changed."""
+    views = {"this run": view} if baseline is None else {"this run": view, baseline.name: baseline.view}
+    figure, axes = drawing.make_axes(2.8 if heading == "Loss" else 2.0, grid="y")
+    words = []
+    looks = ((drawing.BLUE, "-"), (drawing.VERMILION, "--"))
+    for (name, each), (colour, dashes) in zip(views.items(), looks, strict=False):
+        points = [(step.step + 1.0, value) for step in each.run.zero.steps if (value := read(step)) is not None]
+        known = [value for _, value in points if math.isfinite(value)]
+        if not known or (min(known) == max(known) and heading != "Loss"):
+            continue
+        axes.plot(*zip(*_binned(points), strict=True), color=colour, linestyle=dashes, linewidth=1.8, label=name)
+        text = f"from {points[0][1]:.3g} to {points[-1][1]:.3g}, between {min(known):.3g} and {max(known):.3g}"
+        words.append(f"{name}: {text}" if len(views) > 1 else text)
+    if not words:
+        return None
+    axes.set_xlabel("step")
+    axes.set_ylabel(label)
+    if len(words) > 1:
+        axes.legend()
+    alt = f"Curve of the {heading.lower()} over the steps: {'; '.join(words)}."
+    return drawing.finish_plot(heading, alt, figure, baseline.loss_note if baseline is not None else "")
+
+
+# The timeline as a drawing: a lane for each rank, with what it did above and its buckets below.
+
+PHASES = {
+    "data_wait": ("data wait", drawing.PURPLE),
+    "forward": ("forward", drawing.SKY),
+    "backward": ("backward", drawing.BLUE),
+    "waiting": ("waits for gradients", drawing.VERMILION),
+    "optimizer": ("optimizer", drawing.GREEN),
+}
+
+NOTE = (
+    "What each rank did when. Hatched is waiting; the thin lines below a bar are buckets of gradients, from ready over "
+    "sent to reduced."
+)
+
+_INCHES_WIDE = 9.6
+_MOST_RANKS = 8
+
+
+def draw_timeline(view: View) -> drawing.Plot | None:
+    """Return the drawing; None if no step has a timeline of every rank."""
+    if not view.window:
+        return None
+    ranks = shown_ranks(view, _MOST_RANKS)
+    zero = min(timelines[0].time for timelines in view.window.values())
+    figure, axes = drawing.make_axes(1.5 + 0.62 * len(ranks), grid="x", inches_wide=_INCHES_WIDE)
+    for row, rank in enumerate(ranks):
+        for timeline in view.window[rank]:
+            for phase, begin_s, end_s in bars_of(timeline, zero):
+                label, colour = PHASES[phase]
+                look = {"hatch": "////" if phase == "waiting" else "", "edgecolor": drawing.TEXT, "linewidth": 0.4}
+                axes.barh(row - 0.17, (end_s - begin_s) * 1e3, 0.42, begin_s * 1e3, color=colour, label=label, **look)
+            for bucket in timeline.buckets:
+                # Three levels in turn, since buckets that follow each other overlap in time.
+                levels = [row + 0.1 + 0.09 * (bucket.number % 3)] * 2
+                moments = (bucket.ready_s, bucket.sent_s, bucket.done_s)
+                ready_ms, sent_ms, done_ms = ((timeline.time - zero + moment) * 1e3 for moment in moments)
+                axes.plot([ready_ms, sent_ms], levels, color=drawing.TEXT, linewidth=1.0, linestyle=":")
+                axes.plot([sent_ms, done_ms], levels, color=drawing.VERMILION, linewidth=2.4, label="bucket on its way")
+    drawing.label_rows(axes, [f"rank {rank}" for rank in ranks])
+    axes.set_ylim(len(ranks) - 0.45, -0.55)
+    axes.set_xlabel("milliseconds")
+    drawing.legend_above(axes, 4, -0.01)
+    numbers = [timeline.step + 1 for timeline in view.window[ranks[0]]]
+    steps = f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]}"
+    return drawing.finish_plot(f"Timeline of {steps}", f"What each rank did when, in {steps}, as bars.", figure, NOTE)

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,6 @@ from lockstep.telemetry.run_record import EVENTS, PHASES, RANK_FILES, RUN_FILE, 
 # The lines of a record as data. What cannot be what it claims to be is refused here, so that all else can rely on it.
 
 Line = Mapping[str, Any]
-
-
-class Unfit(Exception):
-    """A line that cannot be read; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -102,77 +99,59 @@ class Event:
 
 
 def _number(line: Line, name: str) -> float | None:
-    """Return a number of a line, which may be NaN or infinite; None if it is not known."""
+    """Return a number of a line, which may be NaN or infinite, or None if it is not known."""
     value = line.get(name)
-    if value is None or type(value) in (int, float):  # a bool is an int, too
-        return None if value is None else float(value)
-    if value in ("nan", "inf", "-inf"):
-        return float(value)
-    raise Unfit(f"{name} is no number")
-
-
-def _finite(line: Line, name: str, at_least: float = 0.0) -> float:
-    """Return a number that has to be there."""
-    value = _number(line, name)
-    if value is None or not at_least <= value < math.inf:
-        raise Unfit(f"{name} is missing or out of range")
-    return value
+    return None if value is None else float(value)  # also of the words nan and inf, which JSON has no numbers for
 
 
 def _amount(line: Line, name: str) -> float | None:
     """Return a duration or a number of things, or None if it is not known."""
-    return None if line.get(name) is None else _finite(line, name)
+    value = _number(line, name)
+    if value is not None and not 0 <= value < math.inf:
+        raise ValueError(f"{name} is out of range")
+    return value
+
+
+def _given(line: Line, name: str) -> float:
+    """Return an amount that has to be there."""
+    value = _amount(line, name)
+    if value is None:
+        raise ValueError(f"{name} is missing")
+    return value
 
 
 def _step(line: Line) -> Step:
-    found: dict[str, Any] = {name: _finite(line, name) for name in ("time", "total_s", "samples")}
+    found: dict[str, Any] = {name: _given(line, name) for name in ("time", "total_s", "samples")}
     found |= {name: _amount(line, name) or 0.0 for name in ("data_wait_s", "forward_s", "backward_s", "optimizer_s")}
     found |= {name: _amount(line, name) for name in ("interval_s", "exposed_s", "counts")}
     # Of these, NaN and infinity are news.
     found |= {name: _number(line, name) for name in ("loss", "learning_rate", "grad_norm")}
-    return Step(step=int(_finite(line, "step")), num_steps=int(_number(line, "num_steps") or 1), **found)
+    return Step(step=int(_given(line, "step")), num_steps=int(_amount(line, "num_steps") or 1), **found)
 
 
 def _timeline(line: Line) -> Timeline:
-    spans = []
-    for phase, *times in _rows(line, "spans", 3):
-        begin, end = _moments(times)
-        if phase not in PHASES or end < begin:
-            raise Unfit("spans are not of phase, begin and end")
-        spans.append((str(phase), begin, end))
+    spans = tuple((str(phase), float(begin), float(end)) for phase, begin, end in line["spans"])
+    if not {phase for phase, _, _ in spans} <= set(PHASES):
+        raise ValueError("there is no such phase")
     buckets = []
-    for number, size, *times in map(_moments, _rows(line, "buckets", 5)):
-        buckets.append(Bucket(int(number), int(size), *times))
+    for number, size, ready, sent, done in line["buckets"]:
+        buckets.append(Bucket(int(number), int(size), float(ready), float(sent), float(done)))
     begin_s, end_s = _number(line, "waited_from"), _number(line, "waited_until")
     waited = None if begin_s is None or end_s is None else (begin_s, end_s)
-    return Timeline(int(_finite(line, "step")), _finite(line, "time"), tuple(spans), tuple(buckets), waited)
-
-
-def _rows(line: Line, name: str, width: int) -> list[list[Any]]:
-    rows = line.get(name)
-    if not isinstance(rows, list) or any(not isinstance(row, list) or len(row) != width for row in rows):
-        raise Unfit(f"{name} is no list of {width} values each")
-    return rows
-
-
-def _moments(values: Sequence[Any]) -> list[float]:
-    if any(type(value) not in (int, float) or not math.isfinite(value) for value in values):
-        raise Unfit("a moment is no number")
-    return [float(value) for value in values]
+    return Timeline(int(_given(line, "step")), _given(line, "time"), spans, tuple(buckets), waited)
 
 
 def _machine(line: Line) -> Machine:
     values = {name: _number(line, name) for name in line if name not in ("kind", "time")}
     known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
-    return Machine(_finite(line, "time"), known)
+    return Machine(_given(line, "time"), known)
 
 
 def _event(line: Line) -> Event:
-    # Earlier versions recorded steps that took very long as events.
-    if line.get("event") not in (*EVENTS, "spike"):
-        raise Unfit("no such event")
-    step, text = int(_finite(line, "step")), str(line.get("text", ""))[:2000]
-    return Event(str(line["event"]), step, _finite(line, "time"), _amount(line, "seconds"), text)
+    if line["event"] not in EVENTS:
+        raise ValueError("there is no such event")
+    step, text = int(_given(line, "step")), str(line.get("text", ""))[:2000]
+    return Event(line["event"], step, _given(line, "time"), _amount(line, "seconds"), text)
 
 
 # A folder in which a run was recorded, as data, with a list of what is missing or broken in it.
@@ -324,32 +303,21 @@ def _rank(path: Path, number: int, known: set[str] | None, gaps: list[str]) -> R
         "event": (rank.events, _event),
     }
     bad, is_ours = [], known is None
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        gaps.append(f"{path.name} cannot be read: {error.strerror}.")
-        return rank
-    for place, text in enumerate(lines, 1):
-        if not text.strip():
-            continue
+    for place, text in enumerate(path.read_bytes().splitlines(), 1):
         try:
             line = _parse(text)
-            if not isinstance(line, dict):
-                raise Unfit("no object")
-            if line.get("kind") == "start":
-                is_ours = known is None or str(line.get("run")) in known
+            if line["kind"] == "start":
+                is_ours = known is None or str(line["run"]) in known
                 if is_ours:
-                    rank.host, rank.device = str(line.get("host", "")), str(line.get("device", ""))
+                    rank.host, rank.device = str(line["host"]), str(line["device"])
             elif is_ours:
-                if line.get("kind") not in kinds:
-                    raise Unfit("unknown kind")
                 entries, read = kinds[line["kind"]]
                 entries.append(read(line))
         # json recurses on nested lists, and int() refuses an infinite number: a broken line may be anything.
-        except (ValueError, Unfit, RecursionError, OverflowError) as error:
-            bad.append(f"line {place}: {error if isinstance(error, Unfit) else 'no JSON'}")
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
+            bad.append(place)
     if bad:
-        gaps.append(f"{path.name}: {len(bad)} line{'s' * (len(bad) > 1)} cannot be read ({bad[0]}).")
+        gaps.append(f"{path.name}: {len(bad)} line{'s' * (len(bad) > 1)} cannot be read, the first is line {bad[0]}.")
     # Steps that were done again after a restart count once, as they were done last.
     last = {step.step: step for step in rank.steps}
     rank.steps = [last[number] for number in sorted(last)]
@@ -362,7 +330,15 @@ def _set_clock(record: RankRecord, sessions: Sequence[dict[str, Any]]) -> float:
     Each session has measured how far the clock is ahead when it began, and maybe when it ended; between, the offset is
     on a line.
     """
-    readings = [found for session in sessions if (found := _readings(session.get("clocks"), record.rank))]
+    # By session, the times at which the clock was read, with the offsets and their errors.
+    readings: list[list[tuple[float, float, float]]] = []
+    for session in sessions:
+        clocks = session.get("clocks") or {}
+        with suppress(TypeError, LookupError):
+            measured = [clocks[name] for name in ("start", "end") if name in clocks]  # one that was killed has no end
+            number = record.rank
+            readings.append([(each["time"], each["offsets_s"][number], each["errors_s"][number]) for each in measured])
+    readings = [session for session in readings if session]
     if not readings:
         return 0.0
 
@@ -374,16 +350,3 @@ def _set_clock(record: RankRecord, sessions: Sequence[dict[str, Any]]) -> float:
     for entries in (record.steps, record.timelines, record.machine, record.events):
         entries[:] = [replace(entry, time=entry.time - offset_s(entry.time)) for entry in entries]  # type: ignore
     return max(error_s for session in readings for _, _, error_s in session)
-
-
-def _readings(clocks: Any, rank: int) -> list[tuple[float, float, float]]:
-    """Return the times at which a rank's clock was read in a session, its offsets and their errors, in seconds."""
-    found = []
-    for name in ("start", "end"):
-        try:
-            clock = clocks[name]
-            time, offset_s, error_s = clock["time"], clock["offsets_s"][rank], clock["errors_s"][rank]
-            found.append((float(time), float(offset_s), float(error_s)))
-        except (TypeError, KeyError, IndexError, ValueError):
-            continue  # a session that was killed has no end
-    return found

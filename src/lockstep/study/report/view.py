@@ -10,18 +10,8 @@ from typing import Any
 
 from lockstep.study.drawing import PARTS
 from lockstep.study.report.advice import Advice, advise, find_facts, in_ms
-from lockstep.study.report.figures import (
-    Figures,
-    Parts,
-    Traffic,
-    Window,
-    bars_of,
-    buckets_of,
-    find_figures,
-    find_traffic,
-    find_window,
-)
-from lockstep.study.report.run_reader import Recorded, read_run
+from lockstep.study.report.figures import Figures, Parts, Traffic, bars_of, find_figures, find_traffic, find_window
+from lockstep.study.report.run_reader import Recorded, Timeline, read_run
 
 
 @dataclass(frozen=True)
@@ -31,7 +21,7 @@ class View:
     run: Recorded
     figures: Figures | None
     traffic: Traffic | None
-    window: Window | None
+    window: dict[int, list[Timeline]]
     advice: list[Advice]
 
     @property
@@ -117,21 +107,19 @@ def _compare_losses(view: View, other: View, name: str) -> str:
     if not apart:
         return f"No step is in both this run and that on {name}."
     differs = [] if view.task == other.task else [f"task {view.task} here, {other.task} there"]
+    # The size of the batch may be the task's, and stands with the session.
+    here_set, there_set = ({**each.run.settings, **each.run.last} for each in (view, other))
     for setting in _ALIKE:
-        of_both = [_setting(each, setting) for each in (view, other)]
-        if of_both[0] != of_both[1]:
-            differs.append(f"{setting} {of_both[0]} here, {of_both[1]} there")
+        if here_set.get(setting) != there_set.get(setting):
+            differs.append(f"{setting} {here_set.get(setting)} here, {there_set.get(setting)} there")
     # The first common step shows a wrong gradient or another batch; what comes later grows out of roundings, too.
     first, far = min(apart), max(apart, key=lambda step: apart[step])
+    how = "begin alike and differ"
+    if apart[first] > 0:
+        why = " already (lockstep verify says why)" if apart[first] > _ROUNDING else ""
+        how = f"differ by {_share(apart[first])} in step {first + 1}{why},"
     at_most = f"by {_share(apart[far])} at most, in step {far + 1}"
-    if apart[far] == 0:
-        how = "are the same to the bit"
-    elif apart[first] > _ROUNDING:
-        how = f"differ by {_share(apart[first])} in step {first + 1} already (lockstep verify says why), {at_most}"
-    elif apart[first] > 0:
-        how = f"differ by {_share(apart[first])} in step {first + 1}, as roundings do, and {at_most}"
-    else:
-        how = f"begin alike and differ {at_most}"
+    how = f"{how} {at_most}" if apart[far] > 0 else "are the same to the bit"
     text = f"Over {len(apart)} steps, the loss and that on {name} {how}"
     return f"{text}; it is another training run: {', '.join(differs)}." if differs else f"{text}."
 
@@ -145,10 +133,6 @@ def _losses(view: View) -> dict[int, float]:
     # Lines that stand for several steps have means, which agree with no step of another run.
     steps = [step for step in view.run.zero.steps if step.num_steps == 1]
     return {step.step: step.loss for step in steps if step.loss is not None and math.isfinite(step.loss)}
-
-
-def _setting(view: View, setting: str) -> object:
-    return (view.run.last if setting == "global_batch_size" else view.run.settings).get(setting)
 
 
 # The report in three sentences: how fast, where the time goes, what to change first.
@@ -213,38 +197,35 @@ def _rate(per_s: float) -> str:
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
 
 
-# The timelines of all recorded steps as a Chrome trace, for Perfetto (ui.perfetto.dev) and chrome://tracing.
-#
-# Source: the Trace Event Format, with complete events (``X``), instants (``i``) and names (``M``).
-
-# Of each rank's process.
-_THREADS = {"step": 0, "buckets": 1, "events": 2}
-
-
 def to_trace(run: Recorded) -> str:
-    """Return the trace as JSON. Times are microseconds after the first step; a process is a rank."""
-    zero = min((step.time for record in run.ranks.values() for step in record.steps), default=0.0)
-    entries: list[dict[str, Any]] = []
-    args: dict[str, Any]
+    """Return all recorded timelines as a Chrome trace, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-    def add(kind: str, rank: int, thread: str, name: str, begin_s: float, args: dict[str, Any], **more: Any) -> None:
-        entry = {"ph": kind, "pid": rank, "tid": _THREADS[thread], "name": name, "ts": begin_s * 1e6, "args": args}
-        entries.append({**entry, **more})
+    Times are microseconds after the first step; a process is a rank.
+
+    Source: the Trace Event Format, with complete events (``X``), instants (``i``) and names (``M``).
+    """
+    zero = min((step.time for record in run.ranks.values() for step in record.steps), default=0.0)
+    threads = {"step": 0, "buckets": 1, "events": 2}  # of each rank's process
+    entries: list[dict[str, Any]] = []
+
+    def add(kind: str, rank: int, thread: str, name: str, args: dict[str, Any], **more: Any) -> None:
+        entries.append({"ph": kind, "pid": rank, "tid": threads[thread], "name": name, "args": args, **more})
+
+    def span(rank: int, thread: str, name: str, begin_s: float, end_s: float, **args: int) -> None:
+        add("X", rank, thread, name, args, ts=begin_s * 1e6, dur=max(0.0, end_s - begin_s) * 1e6)
 
     for rank, record in sorted(run.ranks.items()):
-        add("M", rank, "step", "process_name", 0.0, {"name": f"rank {rank} ({record.device} on {record.host})"})
-        for thread in _THREADS:
-            add("M", rank, thread, "thread_name", 0.0, {"name": thread})
+        add("M", rank, "step", "process_name", {"name": f"rank {rank} ({record.device} on {record.host})"})
+        for thread in threads:
+            add("M", rank, thread, "thread_name", {"name": thread})
         for timeline in record.timelines:
-            step = {"step": timeline.step + 1}
-            for bar in bars_of(rank, timeline, timeline.time - zero):
-                length_us = max(0.0, bar.end_s - bar.begin_s) * 1e6
-                add("X", rank, "step", bar.phase.replace("_", " "), bar.begin_s, step, dur=length_us)
-            for bucket in buckets_of(timeline, timeline.time - zero):
-                args = {**step, "bytes": bucket.size_bytes}
-                length_us = max(0.0, bucket.done_s - bucket.sent_s) * 1e6
-                add("X", rank, "buckets", f"bucket {bucket.number}", bucket.sent_s, args, dur=length_us)
+            number, shift_s = timeline.step + 1, timeline.time - zero
+            for phase, begin_s, end_s in bars_of(timeline, zero):
+                span(rank, "step", phase.replace("_", " "), begin_s, end_s, step=number)
+            for bucket in timeline.buckets:
+                sent_s, done_s = shift_s + bucket.sent_s, shift_s + bucket.done_s
+                span(rank, "buckets", f"bucket {bucket.number}", sent_s, done_s, step=number, bytes=bucket.size_bytes)
         for event in record.events:
             args = {"text": event.text, "step": event.step}
-            add("i", rank, "events", event.event, event.time - zero, args, s="p")
+            add("i", rank, "events", event.event, args, ts=(event.time - zero) * 1e6, s="p")
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": entries})
