@@ -148,7 +148,7 @@ def _machine(line: Line) -> Machine:
 
 
 def _event(line: Line) -> Event:
-    if line["event"] not in EVENTS:
+    if line["event"] not in (*EVENTS, "spike"):  # which earlier versions recorded
         raise ValueError("there is no such event")
     step, text = int(_given(line, "step")), str(line.get("text", ""))[:2000]
     return Event(line["event"], step, _given(line, "time"), _amount(line, "seconds"), text)
