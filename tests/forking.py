@@ -57,13 +57,14 @@ def install(connect):
         stderr_write,
         *others,
     ):
+        args = args if isinstance(args, str | os.PathLike) else [os.fspath(word) for word in args]
         environ = dict(os.environ if env is None else env)
         pipes = (stdin_read, stdin_write, stdout_read, stdout_write, stderr_read, stderr_write)
         if executable is not None or not _can_fork(args, environ):
             settings = (close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell)
             return _execute_child(self, args, executable, preexec_fn, *settings, *pipes, *others)
         has_new_session = others[-2]
-        request = (list(args), environ, str(cwd or os.getcwd()), preexec_fn, has_new_session, os.getpid(), pass_fds)
+        request = (args, environ, str(cwd or os.getcwd()), preexec_fn, has_new_session, os.getpid(), pass_fds)
         standard = [own if fd == -1 else fd for own, fd in enumerate((stdin_read, stdout_write, stderr_write))]
         libc = ctypes.CDLL(None)
         with _lock:
@@ -79,7 +80,7 @@ def install(connect):
 
 
 def _can_fork(args, environ):
-    if isinstance(args, str) or args[0] != sys.executable:
+    if not isinstance(args, list) or args[0] != sys.executable or len(args) < 2:
         return False
     words = [word for word in args[1:4] if word != "-u"]
     names = [name for name in {*environ, *os.environ} if name.startswith(("PYTHON", "LD_"))]
@@ -187,6 +188,7 @@ def end(program):
         if isinstance(leaving.code, str):
             print(leaving.code, file=sys.stderr)
     except BaseException as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
     threading._shutdown()
