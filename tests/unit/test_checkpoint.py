@@ -17,8 +17,7 @@ from lockstep.train.checkpoints.checkpoint import (
     find_checkpoints,
     lock_folder,
 )
-from lockstep.train.checkpoints.export import whole_file
-from lockstep.train.checkpoints.model_state import read_tensors
+from lockstep.train.checkpoints.model_state import read_tensors, whole_file
 from tests.killing import kill_everywhere
 from tests.training import read_state
 

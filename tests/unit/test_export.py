@@ -7,7 +7,7 @@ from safetensors.torch import load_model
 from torch import nn
 
 from lockstep.errors import ConfigurationError
-from lockstep.train.checkpoints.export import check_export, export_weights
+from lockstep.train.checkpoints.model_state import check_export, export_weights
 
 
 def tied():

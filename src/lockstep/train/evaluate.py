@@ -101,8 +101,6 @@ class Evaluator:
         split, size = self.trainer.plan.split, len(self.samples)
         if self.trainer.settings.reproducible is not None:
             return {share: split.positions(size, share) for share in split.shares}
-        if self.trainer.group is None:
-            return {0: range(size)}
         return {split.shares.start: split.positions_here(size)}
 
     def _batches(self, parts: dict[int, range]) -> Iterator[MicroBatch]:

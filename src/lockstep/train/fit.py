@@ -26,7 +26,7 @@ from lockstep.telemetry import live_view
 from lockstep.telemetry.heartbeat import end_stopped_children
 from lockstep.telemetry.metrics import Snapshot, SnapshotSink
 from lockstep.telemetry.run_record import Event
-from lockstep.train.checkpoints.export import check_export, export_weights
+from lockstep.train.checkpoints.model_state import check_export, export_weights
 from lockstep.train.evaluate import Evaluation, Evaluator
 from lockstep.train.nonfinite import NonFiniteStep
 from lockstep.train.plan import Plan, devices_of

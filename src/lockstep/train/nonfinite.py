@@ -258,7 +258,7 @@ class NonFiniteGuard:
         rank = 0 if group is None else group.rank()
         names = [name for name, _ in self._model.named_parameters()]
         summed = _first_not_finite(self._model)  # before a replay puts other gradients there
-        is_suspect = self._strategy.part_is_bad()
+        is_suspect = self._strategy.part_was_bad is not None and self._strategy.part_was_bad()
         origin: Origin | None = None
         for index, (micro, losses) in enumerate(computed):
             module = parameter = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -57,8 +57,10 @@ def profiled(
         if settings.profile:
             with Profiling(settings, world, steps, pause_for, names) as profiling:
                 yield profiling.step
-        else:
+        elif settings.nvtx:
             yield lambda number: ranges.around(f"step {number}")
+        else:
+            yield nullcontext
     finally:
         ranges.now = None
 

@@ -139,7 +139,7 @@ class RunRecord:
             counted=numbers.get("count"),
             learning_rate=rate,
             reductions=reductions,
-            exposed_s=None if reductions else self._exposed_s(),
+            exposed_s=0.0 if self._is_alone else None,  # of an engine that reports no reductions
             copies=self._copies[:],
             has_timeline=self._has_timeline,
         )
@@ -148,13 +148,6 @@ class RunRecord:
         if self._stamps is not None:
             self._stamps.closely = self._has_timeline
         return self._last
-
-    def _exposed_s(self) -> float | None:
-        """Return what is known of exposed communication of an engine that does not report what it waits for."""
-        exposed_s = self._trainer.strategy.exposed_s
-        if exposed_s is not None and self._device.type == "cpu":
-            return exposed_s * self._trainer.settings.accumulate
-        return 0.0 if self._is_alone else None
 
     def _numbers(self, record: StepRecord) -> dict[str, run_record.Number]:
         """Return the loss of a step, and what else it has, on their way to the host."""

@@ -34,10 +34,6 @@ from lockstep.train.task import Task, build_dataset, build_model, build_optimize
 from lockstep.train.timing import StepRecord, StepTimer
 
 
-def _no() -> bool:
-    return False
-
-
 class Trainer:
     """Trains a task a step at a time, for as long as it is asked to.
 
@@ -73,8 +69,8 @@ class Trainer:
             deterministic=settings.reproducible is not None,
         )
         self.caveats: list[str] = []
-        self.stop_requested: Callable[[], bool] = _no
-        self.failure_seen: Callable[[], bool] = _no
+        self.stop_requested: Callable[[], bool] = lambda: False
+        self.failure_seen: Callable[[], bool] = lambda: False
         self.num_steps_done = self._num_updates = 0
         self._sync, self._has_counts = True, False
         self._flags: step_parts.HostCopy | None = None

@@ -38,8 +38,7 @@ from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.train.checkpoints import checkpoint_storage as storage
 from lockstep.train.checkpoints import model_state
 from lockstep.train.checkpoints.checkpoint_storage import TreePacker, UnfitValueError, part_file, read_manifest
-from lockstep.train.checkpoints.export import sync
-from lockstep.train.checkpoints.model_state import TensorChunks, read_tensors
+from lockstep.train.checkpoints.model_state import TensorChunks, read_tensors, sync
 
 # How long a checkpoint may take to be written until that counts as a failure.
 WRITE_TIMEOUT_S = 1800.0
@@ -412,7 +411,7 @@ class Checkpoints:
             loss: What an evaluation after this step found.
         """
         path = self.path(step)
-        self._wait_until_written(WRITE_TIMEOUT_S)  # there is memory for one copy of the state
+        self._wait_until_written(self._writes)  # there is memory for one copy of the state
         # One broadcast makes the ranks agree on folder and token, and whether there is to be a save at all.
         place = self._from_rank_zero(self._make_place(path) if self.world.is_rank_zero else None)
         if place is not None and not self.failure:  # otherwise `agree` raises it on all ranks
@@ -540,9 +539,9 @@ class Checkpoints:
             CheckpointError: On every rank: something could not be written.
         """
         # Rank zero would wait in vain for the shard of a rank that failed, so all agree on the shards first.
-        self._wait_until_written(WRITE_TIMEOUT_S, self._writes[:1])
+        self._wait_until_written(self._writes[:1])
         self.agree()
-        self._wait_until_written(WRITE_TIMEOUT_S)
+        self._wait_until_written(self._writes)
         self.agree()
 
     def close(self, *, wait_s: float = LAST_WRITE_TIMEOUT_S) -> None:
@@ -566,10 +565,10 @@ class Checkpoints:
         """After an error a checkpoint that is being written gets some time, after Ctrl-C little."""
         self.close(wait_s=CTRL_C_TIMEOUT_S if kind is KeyboardInterrupt else LAST_WRITE_TIMEOUT_S)
 
-    def _wait_until_written(self, timeout_s: float, writes: Sequence[Future[None]] | None = None) -> None:
-        if wait(self._writes if writes is None else writes, timeout_s).not_done:
+    def _wait_until_written(self, writes: Sequence[Future[None]]) -> None:
+        if wait(writes, WRITE_TIMEOUT_S).not_done:
             self._problem = (
-                f"The checkpoint {self._path} has not been written within {timeout_s:g} s.\n"
+                f"The checkpoint {self._path} has not been written within {WRITE_TIMEOUT_S:g} s.\n"
                 "The disk or the network to it hangs; the one before it is as it was."
             )
 

@@ -20,7 +20,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
@@ -34,8 +34,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from lockstep.comm.fully_shard import is_sharded
 from lockstep.errors import CheckpointError
-from lockstep.train.checkpoints.export import sync
-from lockstep.train.checkpoints.model_state import StoredTensor, TensorChunks
+from lockstep.train.checkpoints.model_state import StoredTensor, TensorChunks, sync
 
 # Names of files that a save may remove.
 MANIFEST = "manifest.json"
@@ -121,7 +120,7 @@ class TreePacker:
         memory = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
         if value.numel() == 0 or memory not in self._packed:
             held = TensorChunks.of(value)
-            self._packed[memory] = self._add(held if self._is_coordinator else held.without_chunks(), place)
+            self._packed[memory] = self._add(held if self._is_coordinator else replace(held, chunks={}), place)
         return self._packed[memory]
 
     def _add(self, held: TensorChunks, place: str) -> dict[str, str]:
@@ -379,23 +378,17 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     with _reading(path), _open(path) as file:
         digest, _, body = file.read(_MAX_MANIFEST_BYTES).partition(b"\n")
-    body = body.removesuffix(b"\n")
-    if digest != _digest(body).encode():
-        raise _damaged(path, "does not match its checksum")
-    try:
+        if digest != _digest(body.removesuffix(b"\n")).encode():
+            raise _damaged(path, "does not match its checksum")
         manifest = json.loads(body)
-        found, entries, about = manifest["format"], manifest["files"], manifest["about"]
-        if found == FORMAT and not all(
-            # No names that point out of the folder.
-            _OURS.fullmatch(entry["file"]) and type(entry["blake2b"]) is str
-            for entry in (entries[_STATE], *entries.values())
-        ):
-            raise ValueError
-    except _OTHER_FORM:
-        raise _damaged(path, "is not of the form that Lockstep writes") from None
-    if found != FORMAT:
-        raise _damaged(path, f"is of the format {found!r} of another version of Lockstep, not {FORMAT!r}")
-    return Manifest(entries, about, digest.decode())
+        if manifest["format"] != FORMAT:
+            found = manifest["format"]
+            raise _damaged(path, f"is of the format {found!r} of another version of Lockstep, not {FORMAT!r}")
+        entries = manifest["files"]
+        for entry in (entries[_STATE], *entries.values()):
+            if not _OURS.fullmatch(entry["file"]):  # no names that point out of the folder
+                raise ValueError(f"it names the file {entry['file']}")
+        return Manifest(entries, manifest["about"], digest.decode())
 
 
 def verify_files(folder: Path, manifest: Manifest, *, rank: int = 0, world_size: int = 1) -> None:

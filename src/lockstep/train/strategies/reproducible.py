@@ -294,11 +294,8 @@ class Shard(NamedTuple):
     num_samples: int
 
 
-class ShardResult(NamedTuple):
-    """What came of it; ``gradients`` are one a parameter of the model."""
-
-    part: Part
-    gradients: Sequence[Tensor | None]
+# What came of it: its loss, and a gradient for each parameter of the model.
+ShardResult = tuple[Part, Sequence[Tensor | None]]
 
 
 @final
@@ -331,18 +328,20 @@ class Replicas:
         """
         if self._engine is None:
             return {0: self._compute_on_model(shards[0], how, buffers)}
-        if not self._take_turns:
-            # Whether a shared generator was drawn from shows only afterwards; then these shards are computed again.
-            before = _shared_state()
-            found = self._differentiate(shards, how)
-            self._take_turns = _shared_state() != before
-            if not self._take_turns:
-                return self._results(shards, found, buffers)
-            buffers.restore()
+        rounds = [{replica: shard} for replica, shard in shards.items()] if self._take_turns else [shards]
+        before = None if self._take_turns else _shared_state()
         results: dict[int, ShardResult] = {}
-        for replica, shard in shards.items():
-            alone = {replica: shard}
-            results |= self._results(alone, self._differentiate(alone, how), buffers)
+        for current in rounds:
+            found = self._differentiate(current, how)
+            if before is not None and _shared_state() != before:
+                # That a shared generator was drawn from shows only now, so these shards are computed again.
+                self._take_turns = True
+                buffers.restore()
+                return self.compute(shards, how, buffers)
+            for replica, (part, computed) in found.items():
+                buffers.record(current[replica].leaf, computed.module)
+                results[replica] = part, computed.gradients
+            buffers.restore()
         return results
 
     def _compute_on_model(self, shard: Shard, how: Pass, buffers: ShardBuffers) -> ShardResult:
@@ -357,7 +356,7 @@ class Replicas:
         how.timer.lap("backward")
         buffers.record(shard.leaf, self._model)
         buffers.restore()
-        return ShardResult(part._replace(value=part.value.detach()), gradients)
+        return part._replace(value=part.value.detach()), gradients
 
     def _differentiate(self, shards: Mapping[int, Shard], how: Pass) -> dict[int, tuple[Part, ReplicaGradients]]:
         """Run forward and backward of all ``shards`` at the same time."""
@@ -379,14 +378,6 @@ class Replicas:
         found = self._engine.gradients(loss, items, [1.0] * len(items))  # the same roundings as in one replica
         how.timer.lap("backward")
         return {replica: (parts[replica], gradients) for replica, gradients in found.items()}
-
-    def _results(
-        self, shards: Mapping[int, Shard], found: Mapping[int, tuple[Part, ReplicaGradients]], buffers: ShardBuffers
-    ) -> dict[int, ShardResult]:
-        for replica, (_, computed) in found.items():
-            buffers.record(shards[replica].leaf, computed.module)
-        buffers.restore()
-        return {replica: ShardResult(part, computed.gradients) for replica, (part, computed) in found.items()}
 
 
 def _shared_state() -> tuple[object, ...]:
@@ -500,8 +491,8 @@ class Reproducible(Strategy):
                 # A shard without samples takes its place in the tree, too.
                 gradients: list[Tensor | None] = [None] * len(self._parameters)
                 if replica in results:
-                    gradients = [results[replica].gradients[index] for index in self._trained]
-                    parts[leaf] = results[replica].part
+                    parts[leaf], of_all = results[replica]
+                    gradients = [of_all[index] for index in self._trained]
                 for index, gradient in enumerate(gradients):
                     if gradient is not None and gradient.layout is not torch.strided:
                         raise ConfigurationError(

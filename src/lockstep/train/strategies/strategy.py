@@ -71,6 +71,9 @@ class Strategy(ABC):
     # How the ranks keep them alike.
     buffers: Buffers = "same"
 
+    # Returns whether this rank's part of the last gradient was not finite, where that is looked at; blocks.
+    part_was_bad: Callable[[], bool] | None = None
+
     # Whether a micro-batch can be computed again without exchanging gradients, to see where a NaN came from.
     can_replay = True
 
@@ -80,10 +83,6 @@ class Strategy(ABC):
         Collective if there is a group: every rank, before the first micro-batch.
         """
         return optimizer
-
-    def part_is_bad(self) -> bool:
-        """Return whether it is known that this rank's part of the last gradient was not finite. Blocks."""
-        return False
 
     def whole(self, model: nn.Module) -> nn.Module:
         """Return the bare ``model`` with all parameters as the last step left them; a copy if ranks have parts of it.
@@ -199,7 +198,6 @@ class Distributed(Strategy):
             self.gradients = self._ours.flat_gradients
             if not shards_optimizer:
                 self._ours.flat_gradients.expect_norm()  # of each bucket, as soon as it is there
-        self.part_was_bad: Callable[[], bool] | None = None
         # A step that has changed the parameters cannot be computed again to see where a NaN came from, so this rank's
         # part is looked at while it is there. So it is on CUDA, where a step may be checked too late for that.
         if self._ours is not None and (overlap_optimizer or world.device.type == "cuda"):
@@ -232,10 +230,6 @@ class Distributed(Strategy):
         if self._ours is not None:
             self._ours.stamp_buckets(stamps)
         return self._ours is not None
-
-    @override
-    def part_is_bad(self) -> bool:
-        return self.part_was_bad is not None and self.part_was_bad()
 
     @override
     def run(self, micro: MicroBatch, how: Pass) -> None:
