@@ -39,12 +39,14 @@ def log_hook(world):
     model = lockstep.DistributedDataParallel(Layers())
     with pytest.raises(TypeError, match="must be callable"):
         model.register_comm_hook(None, {})
-    assert "comm_hook" not in model._get_ddp_logging_data()
+    logged = model._get_ddp_logging_data()
+    assert "comm_hook" not in logged
+    assert (logged["has_error"], logged["error"]) == (1, "<class 'TypeError'>: Communication hook must be callable.")
     model._register_builtin_comm_hook(BuiltinCommHookType.ALLREDUCE)
     return model._get_ddp_logging_data()["comm_hook"]
 
 
-def test_the_communication_hook_is_named(ranks):
+def test_the_communication_hook_and_an_error_about_it_are_named(ranks):
     assert ranks(2)(log_hook) == ["BuiltinCommHookType.ALLREDUCE"] * 2
 
 

@@ -165,7 +165,7 @@ def test_an_optimizer_that_cannot_be_made_anew_is_refused(ranks):
         assert isinstance(outcome.error, ConfigurationError)
         assert str(outcome.error) == (
             "Wrapping cannot be made anew on each rank's part: its constructor takes no params first.\n"
-            "Use strategy ddp, or the optimizer inside it."
+            "Use strategy ddp, the optimizer inside it, or one that passes its arguments to Optimizer as defaults."
         )
 
 

@@ -460,8 +460,8 @@ def test_a_wrapper_that_is_only_in_part_in_the_optimizer_is_refused(ranks):
         assert wrapped is not None
 
     text = (
-        "shard_gradients=True, but 9 of the 11 trained parameters of the DistributedDataParallel are not in this "
-        "optimizer.\nGive it all of model.parameters(), or leave shard_gradients out."
+        "shard_gradients=True, but 9 of the 11 trained parameters of the wrapper are not in this optimizer.\n"
+        "Give it all of model.parameters(), or leave shard_gradients out."
     )
     refused(ranks, run, ConfigurationError, text)
 
@@ -482,8 +482,7 @@ def test_two_live_wrappers_of_the_same_parameters_are_refused(ranks):
         assert second is not None
 
     text = (
-        "shard_gradients=True, but 2 live lockstep.DistributedDataParallel wrappers average gradients of these "
-        "parameters, and only one can leave slices.\n"
-        "Delete the wrappers that are no longer used, or leave shard_gradients out."
+        "shard_gradients=True, but 2 live lockstep.DistributedDataParallel wrappers average these parameters' "
+        "gradients.\nOnly one can leave slices: delete those that are no longer used, or leave shard_gradients out."
     )
     refused(ranks, run, ConfigurationError, text)

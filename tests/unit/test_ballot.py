@@ -66,19 +66,19 @@ def test_anything_else_is_not(weight, what):
     with pytest.raises(ConfigurationError) as caught:
         check_weight(weight)
     assert str(caught.value) == (
-        f"The weight of a batch must be a number or a tensor with no dimensions, not {what}.\n"
+        f"The weight of a batch must be a finite number, 0 or more, or a tensor of one such, not {what}.\n"
         "Give how many samples or tokens the loss is the mean of."
     )
 
 
 @pytest.mark.parametrize(
     ("weight", "text"),
-    [(-1, "-1"), (math.nan, "nan"), (torch.tensor(math.inf), "inf")],
+    [(-1, "-1"), (math.nan, "nan"), (torch.tensor(math.inf), "tensor(inf)")],
 )
 def test_weights_are_finite_and_not_negative(weight, text):
     with pytest.raises(ValueError) as caught:
         check_weight(weight)
     assert str(caught.value) == (
-        f"The weight of a batch must be zero or more and finite, not {text}.\n"
+        f"The weight of a batch must be a finite number, 0 or more, or a tensor of one such, not {text}.\n"
         "Give how many samples or tokens the loss is the mean of."
     )

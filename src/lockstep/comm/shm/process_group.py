@@ -243,19 +243,19 @@ class Transfer(ShmWork):
         operation: In words, for messages.
         peer: The other rank in the group.
         tag: Messages of one pair and tag arrive in order.
-        data: Contiguous, on the CPU.
+        tensor: On the CPU.
         limit_s: How long it may take.
-        finish: Called at the end.
+        receives: Whether bytes arrive.
     """
 
-    def __init__(
-        self, operation: str, peer: int, tag: int, data: Tensor, limit_s: float, finish: Callable[[], None]
-    ) -> None:
-        super().__init__(operation, None, finish, [data])
-        self.peer, self.tag, self.data = peer, tag, data
+    def __init__(self, operation: str, peer: int, tag: int, tensor: Tensor, limit_s: float, *, receives: bool) -> None:
+        # Where a copy is needed, bytes leave from it or arrive in it. What arrived is copied back at the end.
+        self.data = contiguous(tensor)
+        super().__init__(operation, None, lambda: copy_back(self.data, tensor) if receives else None, [tensor])
+        self.peer, self.tag = peer, tag
         self.limit_s, self.deadline = limit_s, time.monotonic() + limit_s
         # What a send writes, one after the other. The script may have chosen another default device.
-        self.parts = (_Cursor(torch.tensor([tag, data.nbytes], device="cpu")), _Cursor(data))
+        self.parts = (_Cursor(torch.tensor([tag, self.data.nbytes], device="cpu")), _Cursor(self.data))
 
 
 class _ReceiveBuffer:
@@ -292,7 +292,7 @@ class P2PEngine:
         self._comm.ensure_usable("send")
         (tensor,) = tensors
         what = f"send to rank {self._comm.ranks[to]}"
-        transfer = Transfer(what, to, tag, contiguous(tensor), self._comm.timeout_s, lambda: None)
+        transfer = Transfer(what, to, tag, tensor, self._comm.timeout_s, receives=False)
         with self._lock:
             self._sends.setdefault(to, deque()).append(transfer)
             self._wake()
@@ -302,10 +302,8 @@ class P2PEngine:
         """Receive a tensor from rank ``source`` of the group."""
         self._comm.ensure_usable("recv")
         (tensor,) = tensors
-        # Where a copy is needed, bytes arrive there and are copied back by the action of the work.
-        data = contiguous(tensor)
         what = "recv from any rank" if source == ANY_SOURCE else f"recv from rank {self._comm.ranks[source]}"
-        transfer = Transfer(what, source, tag, data, self._comm.timeout_s, lambda: copy_back(data, tensor))
+        transfer = Transfer(what, source, tag, tensor, self._comm.timeout_s, receives=True)
         with self._lock:
             self._receives.append(transfer)
             self._match()  # its message may be there already

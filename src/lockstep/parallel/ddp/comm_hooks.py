@@ -269,15 +269,6 @@ def check_comm_hook(hook: Any, wire_dtype: torch.dtype | None) -> None:
 
 
 def builtin_comm_hook(kind: Any) -> CommHook:
-    """Return the hook for torch's ``BuiltinCommHookType``; its state is the process group.
-
-    Raises:
-        ConfigurationError: It is neither ALLREDUCE nor FP16_COMPRESS.
-    """
-    names = {
-        BuiltinCommHookType.ALLREDUCE: "allreduce_hook",
-        BuiltinCommHookType.FP16_COMPRESS: "fp16_compress_hook",
-    }
-    if kind not in names:
-        raise ConfigurationError(f"Unknown built-in communication hook: {kind!r}.\nUse ALLREDUCE or FP16_COMPRESS.")
-    return cast("CommHook", getattr(stock_comm_hooks(), names[kind]))
+    """Return the hook for torch's ``BuiltinCommHookType``; its state is the process group."""
+    name = "allreduce_hook" if kind == BuiltinCommHookType.ALLREDUCE else "fp16_compress_hook"
+    return cast("CommHook", getattr(stock_comm_hooks(), name))

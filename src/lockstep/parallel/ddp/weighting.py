@@ -27,16 +27,12 @@ def check_weight(weight: Any) -> float:
         ConfigurationError: It is no number, negative, infinite or NaN.
     """
     is_scalar = isinstance(weight, Tensor) and weight.dim() == 0 and not weight.is_complex()
-    if not is_scalar and not isinstance(weight, Real):
-        what = f"a tensor of shape {list(weight.shape)}" if isinstance(weight, Tensor) else f"{weight!r}"
-        raise ConfigurationError(
-            f"The weight of a batch must be a number or a tensor with no dimensions, not {what}.\n"
-            "Give how many samples or tokens the loss is the mean of."
-        )
-    number = float(weight)
+    number = float(weight) if is_scalar or isinstance(weight, Real) else math.nan
     if not 0 <= number < math.inf:
+        is_one = is_scalar or not isinstance(weight, Tensor)
+        what = repr(weight) if is_one else f"a tensor of shape {list(weight.shape)}"
         raise ConfigurationError(
-            f"The weight of a batch must be zero or more and finite, not {number:g}.\n"
+            f"The weight of a batch must be a finite number, 0 or more, or a tensor of one such, not {what}.\n"
             "Give how many samples or tokens the loss is the mean of."
         )
     return number

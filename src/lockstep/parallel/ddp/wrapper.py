@@ -173,6 +173,7 @@ class DistributedDataParallel(Wrapper, Joinable):
         self._authoritative_rank = 0  # after `join`: whose model all ranks hold
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
         self._comm_hook_name = ""
+        self._logged_error: dict[str, str | int] = {}
 
         with_buffers, self.forward_sync_buffers = setup.buffer_policy(broadcast_buffers, forward_sync_buffers)
         setup.check_batch_norms(module, self.device_type)
@@ -219,7 +220,7 @@ class DistributedDataParallel(Wrapper, Joinable):
         tied = {"process_group", "reducer", "_model_sync", "_wrapped_parameters", "_sync_layers"}
         tied |= {"flat_gradients", "_monitor"}
         state = {name: value for name, value in self.__dict__.items() if name not in tied}
-        return state | {"_comm_hooks": [], "_comm_hook_name": ""}
+        return state | {"_comm_hooks": [], "_comm_hook_name": "", "_logged_error": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_bucket_caps_bytes" not in state:
@@ -382,7 +383,11 @@ class DistributedDataParallel(Wrapper, Joinable):
             ValueError: Its annotations say that it expects or returns something else.
             RuntimeError: There is a hook already.
         """
-        comm_hooks.check_comm_hook(hook, self.wire_dtype)
+        try:
+            comm_hooks.check_comm_hook(hook, self.wire_dtype)
+        except (TypeError, ValueError) as error:
+            self._logged_error = {"has_error": 1, "error": f"{type(error)}: {error}"}  # as torch's class does
+            raise
         if self._comm_hooks:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self._comm_hooks.append((hook, state))
@@ -671,7 +676,7 @@ class DistributedDataParallel(Wrapper, Joinable):
         }
         if self._comm_hooks:
             data["comm_hook"] = self._comm_hook_name
-        return data
+        return data | self._logged_error
 
     def _remove_autograd_hooks(self) -> None:
         self.reducer.remove_hooks()

@@ -473,18 +473,13 @@ def shard_optimizer(optimizer: Optimizer, *, group: Group) -> ZeroRedundancyOpti
     """
     kind = type(optimizer)
     first, *others = inspect.signature(kind).parameters.values()
-    if first.name != "params":
-        raise ConfigurationError(
-            f"{kind.__name__} cannot be made anew on each rank's part: its constructor takes no params first.\n"
-            "Use strategy ddp, or the optimizer inside it."
-        )
     named = [each for each in others if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
     needed = [each.name for each in named if each.default is each.empty and each.name not in optimizer.defaults]
-    if needed:
+    if first.name != "params" or needed:
+        lacks = "takes no params first" if first.name != "params" else f"wants {', '.join(needed)}, not in its defaults"
         raise ConfigurationError(
-            f"{kind.__name__} cannot be made anew on each rank's part: its constructor wants {', '.join(needed)}, "
-            "which it does not keep in its defaults.\n"
-            "Use strategy ddp, or an optimizer that passes its arguments to Optimizer.__init__ as defaults."
+            f"{kind.__name__} cannot be made anew on each rank's part: its constructor {lacks}.\n"
+            "Use strategy ddp, the optimizer inside it, or one that passes its arguments to Optimizer as defaults."
         )
     takes_any = any(each.kind is each.VAR_KEYWORD for each in others)
     accepted = optimizer.defaults if takes_any else {each.name for each in named}
@@ -624,31 +619,20 @@ def find_reducer(parameters: Sequence[torch.nn.Parameter]) -> Reducer:
         found = find_all()
     trained = {id(parameter) for each in found for parameter in each.bucket_set.parameters}
     if not found:
-        problem = (
-            "no lockstep.DistributedDataParallel averages these parameters' gradients.\n"
-            "Wrap the model before the optimizer is made, or leave shard_gradients out."
-        )
+        problem = "no lockstep.DistributedDataParallel averages these parameters' gradients"
+        advice = "Wrap the model before the optimizer is made"
     elif len(found) > 1:
-        problem = (
-            f"{len(found)} live lockstep.DistributedDataParallel wrappers average gradients of these parameters, and "
-            "only one can leave slices.\n"
-            "Delete the wrappers that are no longer used, or leave shard_gradients out."
-        )
+        problem = f"{len(found)} live lockstep.DistributedDataParallel wrappers average these parameters' gradients"
+        advice = "Only one can leave slices: delete those that are no longer used"
     elif missing := trained - given:
-        problem = (
-            f"{len(missing)} of the {len(trained)} trained parameters of the DistributedDataParallel are not in this "
-            "optimizer.\nGive it all of model.parameters(), or leave shard_gradients out."
-        )
+        problem = f"{len(missing)} of the {len(trained)} trained parameters of the wrapper are not in this optimizer"
+        advice = "Give it all of model.parameters()"
     elif any(bucket.spec.sparse for bucket in found[0].bucket_set.buckets):
-        problem = (
-            "the model has layers with sparse gradients.\n"
-            "Build them with sparse=False, or train them with an optimizer of their own."
-        )
+        problem = "the model has layers with sparse gradients"
+        advice = "Build them with sparse=False, train them with an optimizer of their own"
     elif not isinstance(found[0].reduction, AllReduceMean):
-        problem = (
-            "the DistributedDataParallel has a communication hook, or another optimizer with shards.\n"
-            "Use one or the other."
-        )
+        problem = "the wrapper has a communication hook, or another optimizer with shards"
+        advice = "Use one or the other"
     else:
         return found[0]
-    raise ConfigurationError(f"shard_gradients=True, but {problem}")
+    raise ConfigurationError(f"shard_gradients=True, but {problem}.\n{advice}, or leave shard_gradients out.")
