@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.collectives import empty_buffer
-from lockstep.comm.shm import register
+from lockstep.comm.shm import register_when_needed
 from lockstep.comm.shm.process_group import ShmProcessGroup
 
 
 @contextmanager
 def shm_group(ranks: Sequence[int] | None = None, *, timeout_s: float = 20.0) -> Iterator[ShmProcessGroup]:
-    register()
+    register_when_needed()
     group = dist.new_group(ranks, backend="shm", timeout=timedelta(seconds=timeout_s))
     try:
         yield group

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.parallel.ddp.bucket_plan import MIB
+from lockstep.parallel.ddp.buckets import MIB
 from lockstep.parallel.ddp.setup import bucket_caps_bytes
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from lockstep.parallel.ddp.bucket_plan import ParameterSpec, plan_buckets
+from lockstep.parallel.ddp.buckets import ParameterSpec, plan_buckets
 
 CPU = torch.device("cpu")
 

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import LockstepError
-from lockstep.parallel.ddp.bucket_plan import ParameterSpec, plan_buckets
-from lockstep.parallel.ddp.buckets import DenseBucket, GradientScale
+from lockstep.parallel.ddp.buckets import DenseBucket, GradientScale, ParameterSpec, plan_buckets
 
 SMALL, LARGE = (3, 5), (256, 256)
 MESSAGE = [0.0, 0.0, 1.0]

@@ -1,6 +1,6 @@
 """What ranks saw in the first step becomes one order."""
 
-from lockstep.parallel.ddp.bucket_plan import ReadyOrder, merge_arrivals
+from lockstep.parallel.ddp.buckets import ReadyOrder, merge_arrivals
 
 
 def test_the_rank_that_saw_most_decides():

@@ -185,13 +185,10 @@ def replica_of(
         for number, group in enumerate(optimizer.param_groups):
             for name, value in group.items():
                 replica[f"{name} of parameter group {number}"] = value
-    found: dict[str, Tensor] = {}
     for name, value in replica.items():
         if isinstance(value, int | float) and not isinstance(value, bool):
-            found[name] = torch.tensor(value, dtype=torch.float64)
-        elif isinstance(value, Tensor) and _is_comparable(value):
-            found[name] = value
-    return found
+            replica[name] = torch.tensor(value, dtype=torch.float64)
+    return {name: value for name, value in replica.items() if isinstance(value, Tensor) and _is_comparable(value)}
 
 
 def _is_comparable(tensor: Tensor) -> bool:

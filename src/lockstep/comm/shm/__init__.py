@@ -16,19 +16,13 @@ _C10D = "torch.distributed.distributed_c10d"
 def register_when_needed() -> None:
     """Register now if torch.distributed is there, else as soon as it has been imported."""
     if _C10D in sys.modules:
-        register()
+        _register(sys.modules[_C10D].Backend)
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
-def register() -> None:
-    """Register ``shm`` as a c10d backend for CPU tensors; again has no effect."""
-    from torch.distributed import Backend  # only now: torch is there
-
-    _register(Backend)
-
-
 def _register(backend: Any) -> None:
+    """Register ``shm`` as a c10d backend for CPU tensors; again has no effect."""
     if "SHM" not in backend._plugins:
         backend.register_backend("shm", _create_group, extended_api=True, devices=["cpu"])
 

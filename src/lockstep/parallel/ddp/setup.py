@@ -11,7 +11,7 @@ from torch.futures import Future
 from lockstep.comm.collectives import Group, RepeatedBroadcast, broadcast_coalesced
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.consistency import check_models_agree
-from lockstep.parallel.ddp.bucket_plan import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB
+from lockstep.parallel.ddp.buckets import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB
 from lockstep.parallel.sync_batchnorm import SyncBatchNorm, TorchSyncBatchNorm
 
 # --- checks of the arguments, before anything is sent to another rank -------------------------------------------------

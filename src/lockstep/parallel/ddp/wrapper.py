@@ -15,47 +15,22 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torch.optim import Optimizer
 
 from lockstep import activity
-from lockstep.comm.collectives import (
-    Group,
-    Join,
-    Joinable,
-    all_gather,
-    broadcast_coalesced,
-    default_group,
-    mesh_group,
-    reduces_on_its_own,
-)
+from lockstep.comm import collectives
+from lockstep.comm.collectives import Group, Join, Joinable, default_group
 from lockstep.comm.process import keep_freed_memory
 from lockstep.errors import ConfigurationError, NonFiniteGradient
+from lockstep.parallel import module_io
 from lockstep.parallel.compile import leave_all_uncompiled, leave_uncompiled
 from lockstep.parallel.consistency import Buffers, refuse_difference, replica_of
-from lockstep.parallel.ddp import comm_hooks, setup
-from lockstep.parallel.ddp.bucket_events import (
-    BucketOptimizer,
-    BucketRanges,
-    BucketStamps,
-    FlatGradients,
-    LocalGradientMonitor,
-    PaceClock,
-    gradients_of,
-)
-from lockstep.parallel.ddp.bucket_plan import FIRST_CAP_BYTES, MIB
-from lockstep.parallel.ddp.buckets import BucketSet
+from lockstep.parallel.ddp import bucket_events, comm_hooks, setup
+from lockstep.parallel.ddp.buckets import FIRST_CAP_BYTES, MIB, BucketSet
 from lockstep.parallel.ddp.comm_hooks import CommHookReduction, CompressedAllReduce, WireDtype
 from lockstep.parallel.ddp.reducer import Reducer, live_reducers
 from lockstep.parallel.ddp.setup import BufferHook, ModelSync
 from lockstep.parallel.ddp.uneven_inputs import DDPJoinHook, SyncLayerShadow, announce_backward, common_rank
 from lockstep.parallel.ddp.weighting import check_weight, encode_message
 from lockstep.parallel.flat import are_finite, combine_norms, list_norms
-from lockstep.parallel.module_io import (
-    WrappedParameters,
-    Wrapper,
-    anchor_tensors,
-    find_tensors,
-    hook_tensors,
-    move_to,
-    requires_grad,
-)
+from lockstep.parallel.module_io import WrappedParameters, Wrapper, requires_grad
 from lockstep.telemetry import ranges
 
 _MISSING = object()
@@ -143,7 +118,7 @@ class DistributedDataParallel(Wrapper, Joinable):
             if process_group is not None:
                 raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
             self.device_mesh = device_mesh
-            process_group = mesh_group(device_mesh, module)
+            process_group = collectives.mesh_group(device_mesh, module)
         self.process_group: Group = default_group() if process_group is None else process_group
 
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -163,7 +138,7 @@ class DistributedDataParallel(Wrapper, Joinable):
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.mixed_precision = None
         self.wire_dtype = comm_hooks.compression_dtype(wire_dtype)
-        can_overlap = reduces_on_its_own(self.process_group, self.device)
+        can_overlap = collectives.reduces_on_its_own(self.process_group, self.device)
         self._bucket_caps_bytes = setup.bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list, can_overlap=can_overlap)
         self.bucket_bytes_cap = self._bucket_caps_bytes[-1]
         self.bucket_bytes_cap_list = list(self._bucket_caps_bytes) if bucket_cap_mb_list else []
@@ -200,8 +175,8 @@ class DistributedDataParallel(Wrapper, Joinable):
         self.reducer = Reducer(bucket_set, group=group, skip_unused_buckets=self.skip_all_reduce_unused_params)
         self._sync_layers = SyncLayerShadow(self.module, group=group, device=self.device, weights=self.reducer.weights)
         # For `fit`, too: the gradients, a tensor for each bucket.
-        self.flat_gradients = FlatGradients(self.reducer, self.module.parameters())
-        self._monitor: LocalGradientMonitor | None = None
+        self.flat_gradients = bucket_events.FlatGradients(self.reducer, self.module.parameters())
+        self._monitor: bucket_events.LocalGradientMonitor | None = None
         if self.wire_dtype is not None and group.size() > 1:
             self.reducer.reduction = CompressedAllReduce(bucket_set, group, self.wire_dtype)
 
@@ -269,7 +244,8 @@ class DistributedDataParallel(Wrapper, Joinable):
         if is_joining:
             announce_backward(self, will_sync=self.require_backward_grad_sync)
         device = self._input_device
-        return (inputs, kwargs) if device is None else (move_to(inputs, device), move_to(kwargs, device))
+        arguments: tuple[tuple[Any, ...], dict[str, Any]] = (inputs, kwargs)
+        return arguments if device is None else module_io.move_to(arguments, device)
 
     @leave_uncompiled
     def _run_module(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -300,8 +276,8 @@ class DistributedDataParallel(Wrapper, Joinable):
         if not self.require_backward_grad_sync:
             self.reducer.expect_accumulation(output)
             return output
-        if self.training and not any(map(requires_grad, find_tensors(output))):
-            output = anchor_tensors(output)
+        if self.training and not any(map(requires_grad, module_io.find_tensors(output))):
+            output = module_io.anchor_tensors(output)
         self.reducer.prepare_for_backward(output)
         return output
 
@@ -330,10 +306,10 @@ class DistributedDataParallel(Wrapper, Joinable):
     def _add_asked_observers(self) -> None:
         """Let those observe the steps that somebody in this process has asked for since."""
         observers = self.reducer.observers
-        if ranges.now is not None and not any(isinstance(each, BucketRanges) for each in observers):
-            observers.append(BucketRanges())
-        if activity.callbacks.wants_pace and not any(isinstance(each, PaceClock) for each in observers):
-            observers.append(PaceClock(self.device))
+        if ranges.now is not None and not any(isinstance(each, bucket_events.BucketRanges) for each in observers):
+            observers.append(bucket_events.BucketRanges())
+        if activity.callbacks.wants_pace and not any(isinstance(each, bucket_events.PaceClock) for each in observers):
+            observers.append(bucket_events.PaceClock(self.device))
 
     # --- accumulation and weights -------------------------------------------------------------------------------------
 
@@ -480,14 +456,14 @@ class DistributedDataParallel(Wrapper, Joinable):
         delays = self._sync_layers.must_delay_buckets(uneven=self.reducer.bucket_set.is_uneven)
         self.reducer.before_launch = self._sync_layers.end_backward if delays else None
         if self._sync_layers.is_open and not self.require_backward_grad_sync:  # no reducer will call it
-            hook_tensors(output, self._sync_layers.on_local_backward)
+            module_io.hook_tensors(output, self._sync_layers.on_local_backward)
 
     # --- gradients of whole buckets -----------------------------------------------------------------------------------
 
-    def stamp_buckets(self, stamps: BucketStamps | None) -> None:
+    def stamp_buckets(self, stamps: bucket_events.BucketStamps | None) -> None:
         """For whoever records steps: have the moments of buckets taken from now on, or with None not any more."""
         observers = self.reducer.observers
-        observers[:] = [each for each in observers if not isinstance(each, BucketStamps)]
+        observers[:] = [each for each in observers if not isinstance(each, bucket_events.BucketStamps)]
         if stamps is not None:
             observers.append(stamps)
 
@@ -532,10 +508,11 @@ class DistributedDataParallel(Wrapper, Joinable):
         first = next(
             name
             for name, parameter in zip(buckets.names, buckets.parameters, strict=True)
-            if not are_finite(gradients_of([parameter]), torch.tensor(math.nan))
+            if not are_finite(bucket_events.gradients_of([parameter]), torch.tensor(math.nan))
         )
         is_here = torch.tensor([int(was_monitored and saw_nonfinite())], device=self.device)
-        ranks = [rank for rank, each in enumerate(all_gather(is_here, group=self.process_group)) if int(each)]
+        everywhere = collectives.all_gather(is_here, group=self.process_group)
+        ranks = [rank for rank, each in enumerate(everywhere) if int(each)]
         where = f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
         raise NonFiniteGradient(
             f"The gradient is not finite{where}: first that of parameter {first}.\n"
@@ -551,7 +528,7 @@ class DistributedDataParallel(Wrapper, Joinable):
             A function: whether this rank's part of the last backward was not finite. Blocks.
         """
         if self._monitor is None:
-            self._monitor = LocalGradientMonitor()
+            self._monitor = bucket_events.LocalGradientMonitor()
             self.reducer.observers.append(self._monitor)
         return self._monitor.saw_nonfinite
 
@@ -603,7 +580,7 @@ class DistributedDataParallel(Wrapper, Joinable):
                 "overlap_optimizer() cannot be had with ZeroRedundancyOptimizer, which divides a step among ranks."
                 "\nCall optimizer.step() after backward."
             )
-        stepping = BucketOptimizer(optimizer)
+        stepping = bucket_events.BucketOptimizer(optimizer)
         reducer.set_reduction(reducer.reduction)  # a rank alone begins to watch its gradients
         reducer.observers.append(stepping)
         reducer.finishes_early = True
@@ -659,7 +636,7 @@ class DistributedDataParallel(Wrapper, Joinable):
     ) -> None:
         """Broadcast buffers, as buffer hooks do that want the usual and more. Collective: every rank."""
         tensors = list(self._model_sync.named_buffers().values()) if bufs is None else bufs
-        broadcast_coalesced(tensors, group=self.process_group, src=authoritative_rank)
+        collectives.broadcast_coalesced(tensors, group=self.process_group, src=authoritative_rank)
 
     def _register_buffer_comm_hook(self, state: object, hook: BufferHook, comm_hook_location: Any = None) -> None:
         """Let ``hook(state, named_buffers)`` synchronise buffers; ``comm_hook_location`` is torch's enum."""

@@ -24,7 +24,6 @@ from lockstep.parallel.ddp.reducer import Event, Reducer, live_reducers
 from lockstep.parallel.flat import combine_norms, list_norms, multiply_
 from lockstep.parallel.zero import partition
 from lockstep.parallel.zero.partition import Entries, FlatBuffer, Member, Read, ShardOptimizer, ShardRange, options_of
-from lockstep.parallel.zero.state_dict import gather_full_state, read_from_full
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -290,7 +289,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ValueError: It is of other parameters.
         """
-        read = read_from_full(state_dict["state"], self._parameters, flat=self.is_elementwise)
+        read = partition.read_from_full(state_dict["state"], self._parameters, flat=self.is_elementwise)
         self.load_shards(read, state_dict["param_groups"])
 
     def local_shards(self) -> list[tuple[ShardRange, Entries]]:
@@ -317,7 +316,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _gather_state(self, to: int | None) -> dict[int, dict[str, Any]] | None:
         """Return the whole state on rank ``to`` or on all. Collective: every rank. Blocks."""
         flat, group = self.is_elementwise, self.process_group
-        return gather_full_state(self._shard.state(), self._parameters, flat=flat, group=group, to=to)
+        return partition.gather_full_state(self._shard.state(), self._parameters, flat=flat, group=group, to=to)
 
     # --- How it is laid
 
@@ -363,7 +362,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if read is None:
             state = self._gather_state(to=None)
             assert state is not None
-            read = read_from_full(state, self._parameters, flat=self.is_elementwise)
+            read = partition.read_from_full(state, self._parameters, flat=self.is_elementwise)
         self._build()
         self._shard.load(read, options_of(self.param_groups))
 

@@ -32,8 +32,7 @@ from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.dp.wrapper import DataParallel
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
-from lockstep.parallel.zero.partition import ShardRange
-from lockstep.parallel.zero.state_dict import SCALARS
+from lockstep.parallel.zero.partition import SCALARS, ShardRange
 from lockstep.train.settings import Settings
 from lockstep.train.strategies.reproducible import Arithmetic
 
