@@ -166,6 +166,5 @@ def test_delayed_parameters_are_refused(ranks):
 
     assert ranks(1)(wrap) == [
         "delay_all_reduce_named_params and param_to_hook_all_reduce are not supported by "
-        "lockstep.DistributedDataParallel.\nLeave both out: these gradients are then reduced with the others, and "
-        "buckets are launched as soon as they are complete."
+        "lockstep.DistributedDataParallel.\nLeave both out: these gradients are then reduced with the others."
     ]

@@ -88,8 +88,8 @@ def test_too_little_memory_puts_all_on_gloo(ranks):
     (used, total, told), other = ranks(2)(body, 100_000)
     assert not used and not other[0] and total == 4.0 * 1_000_003
     assert told == (
-        "lockstep: no shm for this group, Gloo serves it: there is no room for 2.3 MiB of shared memory "
-        "(No space left on device); raise the memory limit of the container, or start fewer ranks.\n"
+        "lockstep: no shm for this group, Gloo serves it: 2.3 MiB of shared memory cannot be had (No space left "
+        "on device); if there is no room, raise the memory limit of the container, or start fewer ranks.\n"
     )
 
 

@@ -44,8 +44,7 @@ _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[SyncLayerShadow]] = w
 
 def register_engine(engine: SyncLayerShadow, layers: Sequence[nn.Module]) -> None:
     """Have ``layers`` trained by ``engine`` from now on."""
-    for layer in layers:
-        _engines[layer] = weakref.ref(engine)
+    _engines.update(dict.fromkeys(layers, weakref.ref(engine)))
 
 
 # --- Statistics, and their exchange between ranks
@@ -136,12 +135,11 @@ class StatisticsExchange:
 
     Args:
         layer: The layer.
-        place: Where it is in the model.
         group: The ranks that take part.
     """
 
-    def __init__(self, layer: nn.Module, place: LayerPlace, group: Group) -> None:
-        self._layer, self._place, self._group = layer, place, group
+    def __init__(self, layer: SyncBatchNorm, group: Group) -> None:
+        self._layer, self._place, self._group = layer, layer.place, group
         reference = _engines.get(layer)
         self._engine = None if reference is None else reference()
         # Taken now: in its backward the engine may be in another step.
@@ -401,7 +399,7 @@ class SyncBatchNorm(TorchSyncBatchNorm):
         # The kernels of forward and backward must see one format.
         input = contiguous_like(input, input)
         # It outlives the forward: autograd keeps it for the backward.
-        exchange = StatisticsExchange(self, self.place, group)
+        exchange = StatisticsExchange(self, group)
         tracked = self.track_running_stats and self.running_mean is not None
         exchange.announce(Event.TRACKED_FORWARD if tracked else Event.FORWARD)
         with torch.no_grad():
@@ -426,13 +424,13 @@ class SyncBatchNorm(TorchSyncBatchNorm):
             tracked: Whether the others move their running statistics.
         """
         nothing = empty_statistics(self.num_features, device)
-        self._take_part(StatisticsExchange(self, self.place, group), nothing, 0, tracked=tracked)
+        self._take_part(StatisticsExchange(self, group), nothing, 0, tracked=tracked)
 
     @torch.no_grad()
     def backward_without_input(self, group: Group, device: torch.device) -> None:
         """Take part in the other ranks' backward. Collective: every rank."""
         zeros = torch.zeros(2 * self.num_features, dtype=torch.float64, device=device)
-        StatisticsExchange(self, self.place, group).sum(zeros)
+        StatisticsExchange(self, group).sum(zeros)
 
     def _take_part(self, exchange: StatisticsExchange, mine: Tensor, num_here: int, *, tracked: bool) -> Statistics:
         """Return the statistics of the whole batch, after moving the running ones. Collective: every rank."""

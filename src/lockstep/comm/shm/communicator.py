@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import importlib.util
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from enum import IntEnum
@@ -65,8 +64,6 @@ _SIGNATURES = {
 @cache
 def library() -> ctypes.CDLL | str:
     """Return the library, or why there is none. Calls into it do not hold the interpreter's lock."""
-    if sys.platform != "linux":
-        return f"it is written for Linux, not for {sys.platform}"
     spec = importlib.util.find_spec("lockstep.comm.shm._native")
     if spec is None or spec.origin is None:
         return "its C library was not built when lockstep was installed; install a C compiler and lockstep again"

@@ -1,7 +1,6 @@
 """Memory that several processes map: it has no name in any file system, so nothing can be left behind."""
 
 import ctypes
-import errno
 import mmap
 import os
 import secrets
@@ -94,11 +93,9 @@ def make_segment(num_bytes: int) -> tuple[Segment, bytes]:
     except OSError as error:
         if fd >= 0:
             os.close(fd)
-        if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG):
-            raise NoSharedMemory(f"the system gives no shared memory: {error.strerror}") from error
         raise NoSharedMemory(
-            f"there is no room for {num_bytes / 2**20:.1f} MiB of shared memory ({error.strerror}); raise the memory "
-            "limit of the container, or start fewer ranks"
+            f"{num_bytes / 2**20:.1f} MiB of shared memory cannot be had ({error.strerror}); if there is no room, "
+            "raise the memory limit of the container, or start fewer ranks"
         ) from error
     token = secrets.token_bytes(TOKEN_BYTES)
     segment.memory[:TOKEN_BYTES] = token

@@ -20,16 +20,14 @@ from lockstep.parallel.sync_batchnorm import SyncBatchNorm, TorchSyncBatchNorm
 def refuse_unsupported(mixed_precision: object, delayed: object, trigger: object) -> None:
     """Raise ConfigurationError if the caller asked for what torch's class has and ours does not."""
     if mixed_precision is not None:
-        raise ConfigurationError(
-            "mixed_precision is not supported by lockstep.DistributedDataParallel.\n"
-            "Run forward under torch.autocast, or fit() with precision='bf16'."
-        )
-    if delayed is not None or trigger is not None:
-        raise ConfigurationError(
-            "delay_all_reduce_named_params and param_to_hook_all_reduce are not supported by "
-            "lockstep.DistributedDataParallel.\nLeave both out: these gradients are then reduced with the others, and "
-            "buckets are launched as soon as they are complete."
-        )
+        what = "mixed_precision is"
+        advice = "Run forward under torch.autocast, or fit() with precision='bf16'"
+    elif delayed is not None or trigger is not None:
+        what = "delay_all_reduce_named_params and param_to_hook_all_reduce are"
+        advice = "Leave both out: these gradients are then reduced with the others"
+    else:
+        return
+    raise ConfigurationError(f"{what} not supported by lockstep.DistributedDataParallel.\n{advice}.")
 
 
 def check_parameters(parameters: Sequence[nn.Parameter]) -> None:
