@@ -33,14 +33,9 @@ def check_writable(file: str | None) -> None:
     if file is None:
         return
     path = Path(file)
-    folder = path.resolve().parent
-    if not folder.is_dir():
-        raise ConfigurationError(
-            f"{file} cannot be written: there is no folder {folder}.\nMake it, or name another file."
-        )
+    is_new = not path.exists()
     # Only an attempt proves it: rights do not show a read-only file system or a full quota.
     try:
-        is_new = not path.exists()
         path.open("ab").close()
     except OSError as error:
         raise ConfigurationError(f"{file} cannot be written: {error.strerror}.\nName another file.") from error

@@ -108,33 +108,19 @@ class _TrainCommand(click.Command):
 @command(cls=_TrainCommand)
 @click.argument("task_file", metavar="TASK.py")
 @settings_options(FitSettings)
-@click.option(
-    "--settings",
-    "settings_file",
-    metavar="FILE",
-    help="TOML file with settings, as lockstep tune writes it; flags that are given win over it.",
-)
+@click.option("--settings", "settings_file", metavar="FILE", help="TOML file, as of lockstep tune; flags win over it.")
 @click.option("--max-restarts", type=click.IntRange(0), default=0, metavar="N", help="Starts after a rank has failed.")
 @click.option("--min-devices", type=click.IntRange(1), metavar="N", help="Go on without killed ranks, with N at least.")
 @click.option(
     "--watchdog",
     type=click.FloatRange(0),
     metavar="SECONDS",
-    help="How long ranks may wait for one that does nothing before a report says who waits for whom; 60 if not given.",
+    help="Report who waits for whom after so long; 60 if not given.",
 )
+@click.option("--watchdog-action", type=click.Choice(["end", "warn"]), help="After it: end with code 83, or go on.")
+@click.option("--logs", type=click.Choice(("merged", "raw")), default="merged", help="Merge what ranks write, or not.")
 @click.option(
-    "--watchdog-action",
-    type=click.Choice(["end", "warn"]),
-    help="What follows the report: the job ends with exit code 83, or goes on.",
-)
-@click.option(
-    "--logs", type=click.Choice(("merged", "raw")), default="merged", help="Merge what ranks write, or do not."
-)
-@click.option(
-    "--log-level",
-    type=click.Choice(tuple(LEVELS)),
-    default="info",
-    help="Show all that ranks write, only what they write to standard error, or none of it but reports.",
+    "--log-level", type=click.Choice(tuple(LEVELS)), default="info", help="Show all, stderr, or reports only."
 )
 @click.option("--log-dir", metavar="DIR", help="Folder for a file rank-N.log of all that each rank writes.")
 def train(
@@ -188,10 +174,17 @@ def train(
                 "redirected."
             )
         return _train_here(task_file, settings)
-    num_ranks = _check_before(task_file, settings, min_devices)
     # Imported late: it takes as long as all else, and a rank of another launcher does not need it.
     from lockstep.launcher.api import launch_with
-    from lockstep.launcher.supervise import watchdog_policy
+    from lockstep.train.plan import check_batch, num_devices
+    from lockstep.train.task import load_task
+
+    # What is wrong with task and batch is found before any process is started.
+    num_ranks = num_devices(settings.devices)
+    task = load_task(task_file)
+    # With --min-devices the job may go on with any number down to that: the batch must divide over each.
+    for count in range(min(min_devices or num_ranks, num_ranks), num_ranks + 1):
+        check_batch(task, settings, count)
 
     try:
         launch_with(
@@ -201,7 +194,8 @@ def train(
             max_restarts=max_restarts,
             min_ranks=min_devices,
             logs=log_settings,
-            policy=watchdog_policy(watchdog, watchdog_action),
+            watchdog_s=watchdog,
+            watchdog_action=watchdog_action,
         )
     except RankFailed as error:
         # What a rank found wrong with task or settings needs no traceback; the other ranks found the same.
@@ -220,22 +214,6 @@ def _starts_ranks(settings: FitSettings, *, even_one: bool) -> bool:
     if RankEnv.from_environ(os.environ).launcher is not Launcher.NONE:
         return False
     return settings.strategy in PER_PROCESS and (even_one or num_devices(settings.devices) > 1)
-
-
-def _check_before(task_file: str, settings: FitSettings, min_ranks: int | None) -> int:
-    """Find what can be wrong before any process is started; return how many ranks there will be."""
-    from lockstep.telemetry.sinks import parse_targets, require_package
-    from lockstep.train.plan import check_batch, num_devices
-    from lockstep.train.task import load_task
-
-    num_ranks = num_devices(settings.devices)
-    task = load_task(task_file)
-    # With --min-devices the job may go on with any number down to that: the batch must divide over each.
-    for count in range(min(min_ranks or num_ranks, num_ranks), num_ranks + 1):
-        check_batch(task, settings, count)
-    for target in parse_targets(settings.log_to or ()):
-        require_package(target)
-    return num_ranks
 
 
 def _checkpoints(settings: FitSettings) -> frozenset[tuple[str, int]]:

@@ -27,7 +27,7 @@ from lockstep.errors import ConfigurationError, LaunchTimeout, RankFailed, Stopp
 from lockstep.launcher.node_rendezvous import LOCAL_BACKEND
 from lockstep.launcher.output import LogSettings, LogTail
 from lockstep.launcher.reaper import Reaper
-from lockstep.launcher.supervise import DEFAULT_POLICY, Program, WatchdogPolicy, supervise
+from lockstep.launcher.supervise import supervise
 from lockstep.run_folder import ERROR, RESULT, rank_file, rank_files
 
 # Ranks write to the terminal themselves.
@@ -83,7 +83,8 @@ def launch_with(
     max_restarts: int = 0,
     min_ranks: int | None = None,
     logs: LogSettings = RAW_LOGS,
-    policy: WatchdogPolicy = DEFAULT_POLICY,
+    watchdog_s: float | None = None,
+    watchdog_action: str | None = None,
 ) -> list[Any]:
     """Do as `launch`, with what only commands offer.
 
@@ -95,7 +96,8 @@ def launch_with(
         max_restarts: How often all ranks are started again, after one has failed.
         min_ranks: After a rank was killed, go on with one fewer, but no fewer than this; as many as before if ``None``.
         logs: What becomes of what ranks write.
-        policy: What is done about ranks that wait for each other.
+        watchdog_s: How long ranks may wait for each other; see `supervise`.
+        watchdog_action: What follows.
 
     Raises:
         Stopped: A signal came, and all ranks have stopped gracefully; has what they returned.
@@ -117,7 +119,6 @@ def launch_with(
             local_addr="127.0.0.1",
             logs_specs=DefaultLogsSpecs(log_dir=str(reaper.run_dir / "elastic")),
         )
-        program = Program("call", str(reaper.run_dir), min_ranks=min_ranks)
         is_merged = logs.need_launcher(num_ranks) or not _shares_output_with_children()
         is_over = threading.Event()
 
@@ -131,7 +132,17 @@ def launch_with(
             with LogTail(reaper.run_dir, num_ranks, logs) if is_merged else nullcontext() as log_tail:
                 if timeout_s is not None:
                     timer.start()
-                supervise(config, program, reaper, python=sys.executable, policy=policy, log_tail=log_tail)
+                supervise(
+                    config,
+                    reaper,
+                    "call",
+                    str(reaper.run_dir),
+                    python=sys.executable,
+                    min_ranks=min_ranks,
+                    watchdog_s=watchdog_s,
+                    watchdog_action=watchdog_action,
+                    log_tail=log_tail,
+                )
             return _results(reaper.run_dir)
         except RankFailed as error:
             if is_over.is_set():

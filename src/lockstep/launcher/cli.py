@@ -20,7 +20,7 @@ from lockstep.launcher.bootstrap import RANK_SETUP
 from lockstep.launcher.node_rendezvous import choose_interfaces, choose_rendezvous, max_nodes, wait_for_host
 from lockstep.launcher.output import LEVELS, LogSettings, LogTail
 from lockstep.launcher.reaper import Reaper
-from lockstep.launcher.supervise import Program, supervise, watchdog_policy
+from lockstep.launcher.supervise import supervise
 from lockstep.telemetry.run_record import RANK_FILES
 
 USAGE = "lockstep run [OPTIONS] SCRIPT [--devices N] [--adopt] [SCRIPT ARGUMENTS]"
@@ -152,10 +152,9 @@ def run(argv: Sequence[str], *, adopt: str, attach: str) -> None:
     was_chosen = args.nproc_per_node is not None
     num_ranks = choose_num_ranks(args.nproc_per_node, f"--devices {args.nproc_per_node}")
     args.nproc_per_node = str(num_ranks)
-    program = _program(args)
+    mode = _check_target(args)
     choose_rendezvous(args)
     logs = _log_settings(args)
-    policy = watchdog_policy(args.watchdog, args.watchdog_action)
     # What follows sets variables of this process for the ranks to inherit.
     with environment_restored(), _monitoring(args), Reaper() as reaper:
         setups = json.loads(os.environ.get(RANK_SETUP, "[]"))  # `lockstep rehearse` has some
@@ -170,12 +169,22 @@ def run(argv: Sequence[str], *, adopt: str, attach: str) -> None:
         wait_for_host(args)
         python = sys.executable if args.no_python else python
         with LogTail(reaper.run_dir, num_ranks, logs) if logs.need_launcher(num_ranks) else nullcontext() as log_tail:
-            supervise(config, program, reaper, python=python, policy=policy, log_tail=log_tail)
+            supervise(
+                config,
+                reaper,
+                mode,
+                args.training_script,
+                args.training_script_args,
+                python=python,
+                min_ranks=args.min_devices,
+                watchdog_s=args.watchdog,
+                watchdog_action=args.watchdog_action,
+                log_tail=log_tail,
+            )
 
 
-def _program(args: argparse.Namespace) -> Program:
-    # Our bootstrap does what --run-path is for: the script runs in the interpreter that was started.
-    args.run_path = False
+def _check_target(args: argparse.Namespace) -> str:
+    """Check what each rank is to become; return its mode."""
     if args.min_devices is not None and (args.min_devices < 1 or max_nodes(args) > 1):
         raise ConfigurationError(
             f"--min-devices {args.min_devices} cannot be had: it is at least 1, and for a job on one machine only.\n"
@@ -189,7 +198,7 @@ def _program(args: argparse.Namespace) -> Program:
         near = difflib.get_close_matches(target, map(str, Path(target).parent.glob("*.py")), n=1)
         hint = f"Did you mean {near[0]}?" if near else "Check the path; with -m it is a module's name."
         raise ConfigurationError(f"There is no script {target} (looked in {os.getcwd()}).\n{hint}")
-    return Program(mode, target, args.training_script_args, min_ranks=args.min_devices)
+    return mode
 
 
 def _log_settings(args: argparse.Namespace) -> LogSettings:
@@ -225,6 +234,8 @@ def _print(args: argparse.Namespace, text: str) -> None:
 
 
 def _config(args: argparse.Namespace) -> tuple[LaunchConfig, str]:
+    # Our bootstrap does what --run-path is for: the script runs in the interpreter that was started.
+    args.run_path = False
     try:
         config, python, _ = config_from_args(args)
     except (ValueError, AssertionError, RuntimeError, NotADirectoryError) as error:

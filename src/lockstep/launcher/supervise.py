@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, cast
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -45,56 +45,21 @@ from lockstep.telemetry.heartbeat import read_step_counter
 from lockstep.telemetry.resources import Resources
 from lockstep.telemetry.watchdog import Verdict, Watchdog
 
-
-@dataclass(frozen=True)
-class Program:
-    """What each rank becomes.
-
-    Attributes:
-        mode: ``script``, ``module``, ``command`` (any executable) or ``call`` (a pickled function).
-        target: The path, the name, or for a call the folder with the function.
-        args: What it finds in ``sys.argv[1:]``.
-        min_ranks: After a rank was killed, a restart goes on with one fewer, but no fewer than this.
-    """
-
-    mode: str
-    target: str
-    args: Sequence[str] = ()
-    min_ranks: int | None = None
-
-
-@dataclass(frozen=True)
-class WatchdogPolicy:
-    """What is done about ranks that wait for each other.
-
-    Attributes:
-        patience_s: How long they may wait for one that does nothing; not watched if zero.
-        action: ``end`` the job, also if a rank that computes keeps the others waiting five times as long; end it only
-            if ``certain`` that nothing moves, and warn else; or ``warn`` only.
-    """
-
-    patience_s: float = 60.0
-    action: Literal["end", "certain", "warn"] = "certain"
-
-
-DEFAULT_POLICY = WatchdogPolicy()
-
-
-def watchdog_policy(patience_s: float | None, action: str | None) -> WatchdogPolicy:
-    """Return what the user asked for; who sets a patience is taken to mean it for ranks that compute as well."""
-    if patience_s is None and action is None:
-        return DEFAULT_POLICY
-    patience_s = DEFAULT_POLICY.patience_s if patience_s is None else patience_s
-    return WatchdogPolicy(patience_s, "warn" if action == "warn" else "end")
+# How long ranks may wait for one that does nothing, if the user has not said.
+_PATIENCE_S = 60.0
 
 
 def supervise(
     config: LaunchConfig,
-    program: Program,
     reaper: Reaper,
+    mode: str,
+    target: str,
+    args: Sequence[str] = (),
     *,
     python: str,
-    policy: WatchdogPolicy = DEFAULT_POLICY,
+    min_ranks: int | None = None,
+    watchdog_s: float | None = None,
+    watchdog_action: str | None = None,
     log_tail: LogTail | None = None,
 ) -> None:
     """Start the ranks of this machine and wait until all have ended well.
@@ -103,10 +68,16 @@ def supervise(
 
     Args:
         config: Of torch elastic: how many ranks, and where the machines meet.
-        program: What each rank becomes.
         reaper: Clears the ranks away.
+        mode: What each rank becomes: ``script``, ``module``, ``command`` (any executable) or ``call`` (a pickled
+            function).
+        target: The path, the name, or for a call the folder with the function.
+        args: What it finds in ``sys.argv[1:]``.
         python: The interpreter of the ranks.
-        policy: What is done about ranks that wait for each other.
+        min_ranks: After a rank was killed, a restart goes on with one fewer, but no fewer than this.
+        watchdog_s: How long ranks may wait for one that does nothing; not watched if zero. Who sets it, or the action,
+            is taken to mean ranks that compute as well: they may keep the others waiting five times as long.
+        watchdog_action: What follows: ``end`` the job, or ``warn`` only.
         log_tail: Reads the pipes that the ranks' output goes into, if they do not write to the terminal themselves.
 
     Raises:
@@ -115,16 +86,17 @@ def supervise(
         LockstepError: The machines of the job did not come together.
         Stopped: This process was requested to end, and has ended the ranks, or all of them have stopped gracefully.
     """
+    patience_s = _PATIENCE_S if watchdog_s is None else watchdog_s
     orders = {
         "launcher_pid": os.getpid(),
         "run_dir": str(reaper.run_dir),
-        "mode": program.mode,
-        "watchdog_s": policy.patience_s,
+        "mode": mode,
+        "watchdog_s": patience_s,
         "has_pipes": log_tail is not None,
     }
-    args = ["-u", bootstrap.__file__, json.dumps(orders), program.target, *program.args]
+    command = ["-u", bootstrap.__file__, json.dumps(orders), target, *args]
     may_shrink = config.min_nodes < config.max_nodes
-    job = Job(reaper.run_dir, range(config.nproc_per_node), log_tail, program.min_ranks, may_shrink)
+    job = Job(reaper.run_dir, range(config.nproc_per_node), log_tail, min_ranks, may_shrink)
     # Other backends meet in something else than a store of torch's.
     has_store = config.max_nodes > 1 and config.rdzv_backend in ("static", "c10d")
     store = InterNodeStore(config.rdzv_endpoint, config.run_id) if has_store else None
@@ -133,7 +105,7 @@ def supervise(
 
     def on_report(text: str, verdict: Verdict, awaited: dict[int, int]) -> bool:
         """Act on the watchdog's report about the ranks ``awaited``, with their processes; return whether to go on."""
-        if policy.action == "warn":
+        if watchdog_action == "warn":
             log(f"{text}\nThe job goes on, as --watchdog-action warn says.")
         elif verdict is not Verdict.HANGS:
             log(f"{text}\nThe job goes on for now; it ends if this lasts and nothing moves.")
@@ -153,8 +125,8 @@ def supervise(
 
     watchdog = Watchdog(
         reaper.run_dir,
-        policy.patience_s,
-        is_strict=policy.action == "end",
+        patience_s,
+        is_strict=watchdog_action == "end" or (watchdog_s is not None and watchdog_action is None),
         num_nodes=config.max_nodes,
         store=store,
         resources=job.resources,
@@ -167,7 +139,7 @@ def supervise(
     with stop.handling(config) as config, elastic_quiet(), agent:
         try:
             with watchdog:
-                api.elastic_launch(config, python)(*args)
+                api.elastic_launch(config, python)(*command)
         except ChildFailedError as error:
             # Ranks that stop gracefully leave with a code of their own, which is no failure; those that hung were
             # killed.
