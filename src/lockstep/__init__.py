@@ -29,35 +29,33 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 
+# Where each public name is.
 _HOMES = {
-    "DataParallel": "lockstep.parallel.dp.wrapper",
-    "DistributedDataParallel": "lockstep.parallel.ddp.wrapper",
-    "DistributedSampler": "lockstep.data.sampler",
-    "Loss": "lockstep.train.task",
-    "SyncBatchNorm": "lockstep.parallel.sync_batchnorm",
-    "Task": "lockstep.train.task",
-    "World": "lockstep.comm.world",
-    "ZeroRedundancyOptimizer": "lockstep.parallel.zero.optimizer",
-    "adopt": "lockstep.adoption",
-    "backward": "lockstep.parallel.ddp.wrapper",
-    "fit": "lockstep.train.fit",
-    "init": "lockstep.comm.world",
-    "launch": "lockstep.launcher.api",
-    "load": "lockstep.train.checkpoints.checkpoint",
-    "monitor": "lockstep.observe.monitor",
-    "save": "lockstep.train.checkpoints.checkpoint",
+    "adoption": ["adopt"],
+    "comm.world": ["World", "init"],
+    "data.sampler": ["DistributedSampler"],
+    "launcher.api": ["launch"],
+    "observe.monitor": ["monitor"],
+    "parallel.ddp.wrapper": ["DistributedDataParallel", "backward"],
+    "parallel.dp.wrapper": ["DataParallel"],
+    "parallel.sync_batchnorm": ["SyncBatchNorm"],
+    "parallel.zero.optimizer": ["ZeroRedundancyOptimizer"],
+    "train.checkpoints.checkpoint": ["load", "save"],
+    "train.fit": ["fit"],
+    "train.task": ["Loss", "Task"],
 }
+_MODULES = {name: f"lockstep.{module}" for module, names in _HOMES.items() for name in names}
 
-__all__ = sorted([*_HOMES, "errors"])
+__all__ = sorted([*_MODULES, "errors"])
 
 # So that torch.distributed, once somebody imports it, knows the backend by its name.
 register_when_needed()
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    value = getattr(import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 

@@ -62,13 +62,6 @@ def read_object(path: Path) -> dict[str, Any]:
     return {}
 
 
-def forget_ranks(folder: Path) -> None:
-    """Remove what ranks that have ended wrote about themselves; there may be fewer of them after a restart."""
-    for kind in (HEARTBEAT, STEP, FAILURE, CRASH, RESULT, ERROR):
-        for path in rank_files(folder, kind).values():
-            path.unlink(missing_ok=True)
-
-
 # Failures: a rank writes why it ends, for the launcher to read even if the process goes on or is killed meanwhile.
 
 
@@ -142,10 +135,14 @@ def stop_reports(folder: Path) -> list[str]:
     return [path.read_text() for _, path in sorted(rank_files(folder, _STOPPED).items())]
 
 
-def forget_stop(folder: Path) -> None:
-    """Forget what ranks that have ended announced and reported; a signal's request concerns the next ones, too."""
-    for path in [*rank_files(folder, _CAN_STOP).values(), *rank_files(folder, _STOPPED).values()]:
-        path.unlink(missing_ok=True)
+def forget_ranks(folder: Path) -> None:
+    """Remove what ranks that have ended wrote; there may be fewer of them after a restart.
+
+    A signal's request to stop concerns the next ones, too.
+    """
+    for kind in (HEARTBEAT, STEP, FAILURE, CRASH, RESULT, ERROR, _CAN_STOP, _STOPPED):
+        for path in rank_files(folder, kind).values():
+            path.unlink(missing_ok=True)
     if not is_stopped_by_signal(folder):
         (folder / _STOP).unlink(missing_ok=True)
 

@@ -73,10 +73,10 @@ def test_a_machine_that_was_told_to_end_takes_up_no_other_and_does_not_end_the_j
     assert inner.calls == []
     run_folder.announce_graceful_stop(tmp_path, 0)
     run_folder.report_stopped(tmp_path, 0, "saved")
-    run_folder.forget_stop(tmp_path)
+    run_folder.forget_ranks(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["stop"]  # for the ranks to come
     run_folder.request_stop(tmp_path, run_folder.ANOTHER_MACHINE)
-    run_folder.forget_stop(tmp_path)
+    run_folder.forget_ranks(tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert side.shutdown()
     assert inner.calls == ["shut down"]

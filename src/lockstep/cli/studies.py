@@ -16,9 +16,7 @@ from lockstep.study.rehearse.fault_rules import describe_kinds
 from lockstep.train.settings import Settings, read_settings
 
 _TASK = click.argument("task_file", metavar="TASK.py")
-_DEVICES = click.option(
-    "--devices", type=int, metavar="N", help="Devices; all GPUs, or 2 CPU processes if there are none."
-)
+_DEVICES = click.option("--devices", type=int, metavar="N", help="All GPUs if not given, or 2 CPU processes.")
 _STRATEGIES = click.option("--strategies", metavar="LIST", help="What to try, with commas between, such as ddp,fsdp.")
 _JSON = click.option("--json", "json_file", metavar="FILE", help="Write all that was found as JSON.")
 
@@ -235,16 +233,10 @@ def verify(task_file: str, devices: int | None, steps: int, json_file: str | Non
 @click.argument("target", metavar="[SCRIPT.py | TASK.py[:NAME]]", required=False)
 @click.option("--devices", type=click.IntRange(1), metavar="N", help="Ranks on this machine; all GPUs, or all cores.")
 @click.option(
-    "--nnodes", "machines", type=click.IntRange(1), default=1, metavar="N", help="Machines of the job; 1 if not given."
+    "--nnodes", "machines", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Machines."
 )
 @click.option("--master-addr", metavar="HOST", envvar="MASTER_ADDR", help="Where ranks meet; MASTER_ADDR if it is set.")
-@click.option(
-    "--master-port",
-    type=click.IntRange(1, 65535),
-    metavar="PORT",
-    envvar="MASTER_PORT",
-    help="MASTER_PORT if it is set.",
-)
+@click.option("--master-port", type=click.IntRange(1, 65535), metavar="PORT", envvar="MASTER_PORT", help="Its port.")
 @click.option("--workers", type=click.IntRange(0), metavar="N", help="Loader processes per rank; the script's number.")
 @click.option("--checkpoint", metavar="DIR", default=".", help="Folder that checkpoints go to; here if not given.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
@@ -336,9 +328,7 @@ def report(folder: str, out_file: str | None, trace_file: str | None, baseline_f
 @click.argument("args", metavar="[ARGUMENTS]", nargs=-1, type=click.UNPROCESSED)
 @click.option("--devices", type=click.IntRange(1), default=2, show_default=True, metavar="N", help="Ranks, on the CPU.")
 @click.option("--inject", "texts", multiple=True, required=True, metavar="RULE", help="A fault; may be given often.")
-@click.option(
-    "--watchdog", default=5.0, show_default=True, metavar="SECONDS", help="How long ranks may wait unreported."
-)
+@click.option("--watchdog", default=5.0, show_default=True, metavar="SECONDS", help="How long ranks may wait.")
 @click.option("--max-restarts", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Restarts.")
 @click.option("--quiet", is_flag=True, help="Show only the table, not the job's output.")
 def rehearse(

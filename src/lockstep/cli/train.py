@@ -176,15 +176,18 @@ def train(
         return _train_here(task_file, settings)
     # Imported late: it takes as long as all else, and a rank of another launcher does not need it.
     from lockstep.launcher.api import launch_with
+    from lockstep.telemetry.sinks import parse_targets, require_package
     from lockstep.train.plan import check_batch, num_devices
     from lockstep.train.task import load_task
 
-    # What is wrong with task and batch is found before any process is started.
+    # What is wrong with task, batch and sinks is found before any process is started.
     num_ranks = num_devices(settings.devices)
     task = load_task(task_file)
     # With --min-devices the job may go on with any number down to that: the batch must divide over each.
     for count in range(min(min_devices or num_ranks, num_ranks), num_ranks + 1):
         check_batch(task, settings, count)
+    for sink in parse_targets(settings.log_to or ()):
+        require_package(sink)
 
     try:
         launch_with(

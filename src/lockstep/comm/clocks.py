@@ -1,6 +1,5 @@
 """How far the clocks of the ranks' machines are apart, and how surely that is known."""
 
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,7 +69,4 @@ def bound_offset(zero: Sequence[Round], other: Sequence[Round]) -> ClockOffset:
 
 def machine_name() -> str:
     """Return what is the same for processes with one clock: the kernel's name for its own run."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -21,7 +21,6 @@ from lockstep.errors import ConfigurationError
 from lockstep.run_folder import TERMINAL, TerminalRegion, erase_rows, rank_file
 
 STREAMS = ("stdout", "stderr")
-_LAUNCHER = "launcher"
 
 # Which of the ranks' streams the terminal shows.
 LEVELS = {"info": ("stdout", "stderr"), "warning": ("stderr",), "error": ()}
@@ -216,7 +215,7 @@ class LogTail:
 
     def print(self, text: str) -> None:
         """Have whole lines of the launcher's own printed to standard error soon. Takes no lock: for signal handlers."""
-        self._unwritten.append((_LAUNCHER, text))
+        self._unwritten.append(("stderr", text))
 
     def settle(self) -> None:
         """Show all that has been written by now, as the ranks have ended."""
@@ -279,7 +278,7 @@ class LogTail:
             self._show(stream, deduplicator.due(time.monotonic(), final=final))
 
     def _show(self, stream: str, lines: Iterable[str]) -> None:
-        for line in lines:
+        for line in lines if stream in self._shown else ():
             self._unwritten.append((stream, "\n" * self._is_mid_line + f"{line}\n"))
             self._is_mid_line = False
 
@@ -300,9 +299,7 @@ class LogTail:
             if self._region is not None:
                 _put("stdout", erase_rows(stack.enter_context(self._region.locked())))
             while self._unwritten:
-                stream, text = self._unwritten.popleft()
-                if stream in (*self._shown, _LAUNCHER):
-                    _put("stderr" if stream == _LAUNCHER else stream, text)
+                _put(*self._unwritten.popleft())
             for stream in STREAMS:
                 with contextlib.suppress(OSError, ValueError):
                     getattr(sys, stream).flush()

@@ -461,7 +461,6 @@ class _Agent(LocalElasticAgent):
             restart = f"restart {number} of {spec.max_restarts}{fewer}"
             text = restart_report(first, None if step is None else step + 1, restart)
         run_folder.forget_ranks(self.job.folder)
-        run_folder.forget_stop(self.job.folder)
         print(text, file=sys.stderr, flush=True)
         super()._restart_workers(worker_group)
 
