@@ -11,9 +11,11 @@ from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.dp.wrapper import DataParallel, data_parallel
 from lockstep.parallel.sync_batchnorm import SyncBatchNorm
 
-_PUBLIC = ("nn", "nn.modules", "nn.modules.batchnorm", "nn.parallel", "nn.parallel.data_parallel")
-_PUBLIC += ("nn.parallel.distributed", "utils.data", "utils.data.distributed")
-_PUBLIC_HOMES = {f"torch.{name}" for name in _PUBLIC}
+_PUBLIC_HOMES = {
+    *("torch.nn", "torch.nn.modules", "torch.nn.modules.batchnorm"),
+    *("torch.nn.parallel", "torch.nn.parallel.data_parallel", "torch.nn.parallel.distributed"),
+    *("torch.utils.data", "torch.utils.data.distributed"),
+}
 
 
 def adopt() -> None:
