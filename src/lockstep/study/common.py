@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 import resource
-import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import comb, isfinite
@@ -187,9 +186,7 @@ def reset_peak() -> None:
 
 
 def peak_bytes() -> int:
-    """Return the most resident memory that this process held: since the last `reset_peak` on Linux, else ever."""
+    """Return the most resident memory that this process held since the last `reset_peak`."""
+    found = re.search(r"VmHWM:\s*(\d+) kB", _STATUS.read_text())
     # Rather not getrusage: its peak cannot be reset, and begins with what the parent held when it forked.
-    found = re.search(r"VmHWM:\s*(\d+) kB", _STATUS.read_text() if _STATUS.exists() else "")
-    if found:
-        return int(found[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return 1024 * (int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

@@ -347,12 +347,11 @@ def shared_memory_small(facts: Memory) -> Iterator[Problem]:
     # How large a batch is may not be known: then the container's default is taken for too little.
     is_default = workers > 0 and facts.shm_bytes <= _DOCKER_DEFAULT_BYTES
     if need > facts.shm_free_bytes or is_default:
-        users = [f"{ranks} x {plural(workers, 'loader worker')}"] * bool(workers) + ["NCCL"] * bool(nccl_bytes)
         amount = f"at least {size(need)} is needed" if need else "that is little"
-        free = f"/dev/shm has {size(facts.shm_free_bytes)} free of {size(facts.shm_bytes)}"
+        found = f"/dev/shm has {size(facts.shm_free_bytes)} free of {size(facts.shm_bytes)}; {amount} for this run."
         gib = max(1, -(-2 * need // GIB))  # twice the need, rounded up
         paste = f"docker run --shm-size={gib}g ...  # or: sudo mount -o remount,size={gib}g /dev/shm"
-        yield Problem(HANG, f"{free}; {amount} for {' and '.join(users)}.", paste)
+        yield Problem(HANG, found, paste)
 
 
 @check(Memory)

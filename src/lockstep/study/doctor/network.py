@@ -24,9 +24,8 @@ _INFINIBAND = Path("/sys/class/infiniband")
 _SLOW_MBPS = 1000
 # Of the gradients of 100 million parameters as float32.
 _EXAMPLE_BYTES = 400_000_000
-_CONTAINERS = ("docker", "br-", "virbr", "veth", "vmnet", "vboxnet", "cni", "flannel", "cali", "kube", "lxc", "lxd")
 # How the names of interfaces begin that lead to containers, virtual machines and tunnels, not to other machines.
-_VIRTUAL = (*_CONTAINERS, "podman", "ifb", "dummy", "tun", "tap", "wg", "zt", "tailscale")
+_VIRTUAL = ("docker", "br-", "virbr", "veth", "cni", "flannel", "cali", "kube", "podman", "tun", "wg", "tailscale")
 
 
 @dataclass(frozen=True)

@@ -84,10 +84,9 @@ class Script:
         if managers or not (starts or self.uses_task):
             because = f"{', '.join(managers)} takes care of them" if managers else _IS_PLAIN
             self.not_checked.append(NotChecked("samplers and collectives of the script", because))
-        workers = [argument(call, "num_workers", 5) for call in self.calls_of("DataLoader")]
-        numbers = [one.value for one in workers if isinstance(one, ast.Constant) and isinstance(one.value, int)]
+        workers = [keywords(call).get("num_workers", "") for call in self.calls_of("DataLoader")]
         # The largest number of loader processes that is written in it.
-        self.num_workers = max(numbers, default=None)
+        self.num_workers = max((int(text) for text in workers if text.isdecimal()), default=None)
 
     def name(self, node: ast.AST) -> str:
         """Return the full name of a dotted expression, such as ``torch.nn.Linear`` for ``nn.Linear``."""
@@ -221,9 +220,9 @@ def argument(call: ast.Call, keyword: str, position: int) -> ast.expr | None:
     return given.get(keyword, call.args[position] if position < len(call.args) else None)
 
 
-def has_star(call: ast.Call) -> bool:
-    """Return whether arguments are passed that the syntax does not show."""
-    return any(isinstance(given, ast.Starred) for given in call.args) or any(one.arg is None for one in call.keywords)
+def keywords(call: ast.Call) -> dict[str | None, str]:
+    """Return the arguments that are given by keyword, as text; under ``None`` those that ``**`` hides."""
+    return {given.arg: ast.unparse(given.value) for given in call.keywords}
 
 
 def names(node: ast.AST) -> set[str]:
@@ -264,8 +263,8 @@ def sampler_missing(facts: Script) -> Iterator[Problem]:
     """
     for call in facts.calls_of("DataLoader") if facts.is_distributed and not facts.has_streams else ():
         dataset = argument(call, "dataset", 0)
-        samplers = [argument(call, "sampler", 3), argument(call, "batch_sampler", 4)]
-        if dataset is None or has_star(call) or any(one is not None and ast.unparse(one) != "None" for one in samplers):
+        given = keywords(call)
+        if dataset is None or any(given.get(name, "None") != "None" for name in ("sampler", "batch_sampler", None)):
             continue
         if facts.is_guarded(call) or facts.knows_rank(dataset) or _is_for_evaluation(facts, call, dataset):
             continue
@@ -290,9 +289,10 @@ def set_epoch_missing(facts: Script) -> Iterator[Problem]:
         return
     for call in facts.calls_of("DistributedSampler"):
         dataset = argument(call, "dataset", 0)
-        shuffle = argument(call, "shuffle", 3)
-        is_fixed = (shuffle and ast.unparse(shuffle) == "False") or facts.name(call.func).startswith("lockstep.")
-        if dataset is None or is_fixed or has_star(call) or _is_for_evaluation(facts, call, dataset):
+        given, is_ours = keywords(call), facts.name(call.func).startswith("lockstep.")
+        if dataset is None or is_ours or None in given or given.get("shuffle") == "False":
+            continue
+        if _is_for_evaluation(facts, call, dataset):
             continue
         name = next(iter(facts.assigned_to(call)), "sampler")
         found = f"{name} is a DistributedSampler that shuffles, and nothing calls set_epoch."

@@ -188,14 +188,11 @@ def _data_facts(task: Task) -> dict[str, Any]:
     return {"num_samples": count, "sample_bytes": _num_bytes(dataset[0]) if count else 0}
 
 
-def _num_bytes(value: Any) -> int:
-    """Return the bytes of the tensors and arrays in a sample."""
-    if isinstance(value, (list, tuple, dict)):
-        return sum(map(_num_bytes, value.values() if isinstance(value, dict) else value))
-    if isinstance(value, (bytes, bytearray, str)):
-        return len(value)
-    num_bytes: object = getattr(value, "nbytes", None)
-    return num_bytes if isinstance(num_bytes, int) else 8
+def _num_bytes(sample: Any) -> int:
+    """Return the bytes of the tensors and arrays in a sample; of a number 8, as large as it becomes in a batch."""
+    if isinstance(sample, (list, tuple, dict)):
+        return sum(map(_num_bytes, sample.values() if isinstance(sample, dict) else sample))
+    return int(getattr(sample, "nbytes", 8))
 
 
 @check(TaskFacts)

@@ -45,8 +45,6 @@ def render(view: View, baseline: BaselineComparison | None = None) -> str:
     # The timeline scrolls in its frame: shrunk to a phone, nobody could read it.
     lanes = "" if timeline is None else figure(timeline)
     lanes = lanes.replace('<div role="img"', '<div class="scroll" tabindex="0" role="img"')
-    error_us = view.run.clock_error_s * 1e6
-    clocks = f"The ranks' clocks were aligned to within {error_us:,.0f} microseconds."
     body = f"""{_gaps(view)}
 {_advice(view)}
 <h2 id="figures">Figures</h2>
@@ -61,17 +59,11 @@ def render(view: View, baseline: BaselineComparison | None = None) -> str:
 <footer>
 <p>Made by lockstep report. Times are means over the steps that all ranks recorded, without the first few and
 without spikes. Exchange is what the rank that came last waited for gradients; what others waited longer, they waited
-for it. {clocks if error_us else "All ranks read the same clock."}</p>
+for it.</p>
 </footer>"""
-    title, verdict = f"{view.task}: lockstep report", sentences(view, baseline)
-    return html_page(title, view.task, _subtitle(view), verdict, body, STYLE)
-
-
-def _subtitle(view: View) -> str:
-    run = view.run
-    hosts = len({record.host for record in run.ranks.values()})
-    text = f"{run.folder}, {len(run.ranks)} rank{'s' * (len(run.ranks) != 1)} on {hosts} host{'s' * (hosts != 1)}"
-    return f"{text}, {len(run.sessions)} starts" if len(run.sessions) > 1 else text
+    hosts = len({record.host for record in view.run.ranks.values()})
+    subtitle = f"{view.run.folder} (ranks: {len(view.run.ranks)}, hosts: {hosts}, starts: {len(view.run.sessions)})"
+    return html_page(f"{view.task}: lockstep report", view.task, subtitle, sentences(view, baseline), body, STYLE)
 
 
 def _gaps(view: View) -> str:

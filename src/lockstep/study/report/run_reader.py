@@ -179,14 +179,12 @@ class Recorded:
         sessions: What ``run.json`` has of each start of the run, the last one last.
         ranks: By number.
         gaps: What is missing or broken, in words.
-        clock_error_s: How far the ranks' clocks may still be apart, at most.
     """
 
     folder: Path
     sessions: list[dict[str, Any]]
     ranks: dict[int, RankRecord]
     gaps: list[str]
-    clock_error_s: float = 0.0
 
     @property
     def last(self) -> dict[str, Any]:
@@ -207,14 +205,12 @@ class Recorded:
     @property
     def events(self) -> list[Event]:
         """Events of the run: the first rank's, and of others what only they have, once."""
-        found = list(self.zero.events)
-        seen = {(event.event, event.step) for event in found}
-        for rank in sorted(self.ranks):
-            for event in self.ranks[rank].events:
-                if event.event == "error" and (event.event, event.step) not in seen:
-                    seen.add((event.event, event.step))
-                    found.append(event)
-        return sorted(found, key=lambda event: event.time)
+        found: dict[tuple[str, int], Event] = {}
+        for number in sorted(self.ranks):
+            for event in self.ranks[number].events:
+                if number == self.zero.rank or event.event == "error":
+                    found.setdefault((event.event, event.step), event)
+        return sorted(found.values(), key=lambda event: event.time)
 
 
 def read_run(folder: Path) -> Recorded:
@@ -252,8 +248,9 @@ def read_run(folder: Path) -> Recorded:
     if missing := [number for number in expected if number not in ranks]:
         names = ", ".join(map(str, missing))
         gaps.append(f"Nothing is there of rank {names}: its file is missing or holds nothing of this run.")
-    errors_s = [_set_clock(record, sessions) for record in ranks.values()]
-    return Recorded(folder, sessions, ranks, gaps, max(errors_s, default=0.0))
+    for record in ranks.values():
+        _set_clock(record, sessions)
+    return Recorded(folder, sessions, ranks, gaps)
 
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -324,29 +321,26 @@ def _rank(path: Path, number: int, known: set[str] | None, gaps: list[str]) -> R
     return rank
 
 
-def _set_clock(record: RankRecord, sessions: Sequence[dict[str, Any]]) -> float:
-    """Set the times of a rank to rank zero's clock; return how far they may still be apart.
+def _set_clock(record: RankRecord, sessions: Sequence[dict[str, Any]]) -> None:
+    """Set the times of a rank to rank zero's clock.
 
     Each session has measured how far the clock is ahead when it began, and maybe when it ended; between, the offset is
     on a line.
     """
-    # By session, the times at which the clock was read, with the offsets and their errors.
-    readings: list[list[tuple[float, float, float]]] = []
+    # By session, the times at which the clock was read, and the offsets.
+    readings: list[list[tuple[float, float]]] = []
     for session in sessions:
-        clocks = session.get("clocks") or {}
-        with suppress(TypeError, LookupError):
-            measured = [clocks[name] for name in ("start", "end") if name in clocks]  # one that was killed has no end
-            number = record.rank
-            readings.append([(each["time"], each["offsets_s"][number], each["errors_s"][number]) for each in measured])
+        with suppress(TypeError, LookupError, AttributeError):
+            clocks = [session["clocks"].get(name) for name in ("start", "end")]  # one that was killed has no end
+            readings.append([(each["time"], each["offsets_s"][record.rank]) for each in clocks if each])
     readings = [session for session in readings if session]
     if not readings:
-        return 0.0
+        return
 
     def offset_s(time: float) -> float:
         session = next((each for each in reversed(readings) if each[0][0] <= time), readings[0])
-        moments, offsets_s, _ = zip(*session, strict=True)
+        moments, offsets_s = zip(*session, strict=True)
         return float(np.interp(time, moments, offsets_s))
 
     for entries in (record.steps, record.timelines, record.machine, record.events):
         entries[:] = [replace(entry, time=entry.time - offset_s(entry.time)) for entry in entries]  # type: ignore
-    return max(error_s for session in readings for _, _, error_s in session)
