@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.train.step import LearningRate, base_rates, batch_scale, set_rates
+from lockstep.train.step import LearningRate, batch_scale, set_rates
 
 
 def factors(num_steps=6, **changes):
@@ -51,7 +51,7 @@ def test_every_group_keeps_its_own_base_rate_and_a_rate_that_is_a_tensor_stays_o
     first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     rate = torch.tensor(0.5)
     optimizer = torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": [second], "lr": rate}])
-    base = base_rates(optimizer)
+    base = [float(group["lr"]) for group in optimizer.param_groups]
     assert base == [0.1, 0.5]
     set_rates(optimizer, base, 0.5)
     assert optimizer.param_groups[0]["lr"] == 0.05

@@ -180,11 +180,6 @@ class BatchIterator:
         self._batches: Iterator[MicroBatch] | None = None
         self._device_type = devices[0].type
 
-    @property
-    def workers(self) -> int:
-        """The number of loader processes."""
-        return self._how.workers
-
     def next(self) -> MicroBatch:
         """Return the next micro-batch, on the devices. Starts the loader's processes if there are none yet."""
         if self._batches is None:

@@ -84,11 +84,6 @@ class Part(NamedTuple):
     weight: float
     out_of: Tensor | float
 
-    @property
-    def is_mean(self) -> bool:
-        """Whether it is a mean over samples, whose count is known without asking the other ranks."""
-        return isinstance(self.out_of, float)
-
 
 @dataclass(frozen=True)
 class Objective:
@@ -194,11 +189,6 @@ def batch_scale(rule: Scaling, batch_size: int, base_batch_size: int) -> float:
     """
     ratio = batch_size / base_batch_size
     return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
-
-
-def base_rates(optimizer: Optimizer) -> list[float]:
-    """Return the learning rates that the optimizer was made with, by group."""
-    return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 def set_rates(optimizer: Optimizer, base: list[float], factor: float) -> None:
@@ -448,13 +438,6 @@ class Seeds:
 # --- out of memory ----------------------------------------------------------------------------------------------------
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that there was no memory left, on a device or on the host."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError | OutOfMemory):
-        return True
-    return isinstance(error, RuntimeError) and says_out_of_memory(str(error))
-
-
 def explain_out_of_memory(error: BaseException, micro: MicroBatch, accumulate: int) -> None:
     """Turn an out-of-memory error of forward or backward into one that says what this process has, and what to try.
 
@@ -463,7 +446,8 @@ def explain_out_of_memory(error: BaseException, micro: MicroBatch, accumulate: i
     Raises:
         OutOfMemory: It was one.
     """
-    if not is_out_of_memory(error):
+    is_raised_as_one = isinstance(error, torch.OutOfMemoryError | MemoryError | OutOfMemory)
+    if not is_raised_as_one and not (isinstance(error, RuntimeError) and says_out_of_memory(str(error))):
         return
     size = max(micro.sizes, default=0)
     cause = (str(error).splitlines() or [type(error).__name__])[0]

@@ -110,11 +110,13 @@ class Trainer:
             machines = [reproducible.describe_machine(self.device)]
             if self.group is not None:
                 machines = all_gather_object(machines[0], group=self.group, device=self.device)
-            unlike = reproducible.first_unlike(machines)
-            self.caveats += [] if unlike is None else [unlike]
+            for rank, machine in enumerate(machines):
+                if unlike := reproducible.differences(machines[0], machine):
+                    self.caveats.append(f"rank {rank} computes elsewhere than rank 0: {', '.join(unlike)}")
+                    break
 
         self.optimizer: Optimizer = self.strategy.take_over(build_optimizer(task, self._model))
-        self._base_rates = step_parts.base_rates(self.optimizer)
+        self._base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._gradients = self.strategy.gradients or step_parts.ParameterGradients(self._model)
         self._in_backward = settings.overlap_optimizer
         self.scaler = step_parts.GradScaler() if settings.precision == "fp16" else None

@@ -96,14 +96,6 @@ def differences(first: dict[str, str], other: dict[str, str]) -> list[str]:
     ]
 
 
-def first_unlike(machines: Sequence[dict[str, str]]) -> str | None:
-    """Return in words the first of the ranks' ``machines`` that differs from rank 0's, and in what, or None."""
-    for rank, machine in enumerate(machines):
-        if unlike := differences(machines[0], machine):
-            return f"rank {rank} computes elsewhere than rank 0: {', '.join(unlike)}"
-    return None
-
-
 # --- buffers ----------------------------------------------------------------------------------------------------------
 
 
@@ -279,7 +271,9 @@ def _rows(sizes: Mapping[int, int], parts: Mapping[int, Part], num_leaves: int, 
         for part in parts.values()
     ]
     for (leaf, part), (value, count) in zip(parts.items(), torch.stack(values).tolist(), strict=True):
-        rows[leaf] = torch.tensor([sizes[leaf], value * part.weight, count, part.is_mean], dtype=torch.float64)
+        rows[leaf] = torch.tensor(
+            [sizes[leaf], value * part.weight, count, isinstance(part.out_of, float)], dtype=torch.float64
+        )
     return rows
 
 
