@@ -225,26 +225,7 @@ def contiguous_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 # On the CPU the kernels of ``batch_norm`` in evaluation mode serve, which normalise with statistics that they are given
 # and whose backward yields the two sums that all ranks need. Elsewhere those do that torch's ``SyncBatchNorm`` is made
-# of.
-
-
-def normalise(input: Tensor, weight: Tensor | None, bias: Tensor | None, batch: Statistics, eps: float) -> Tensor:
-    """Return ``(input - mean) / sqrt(var + eps) * weight + bias`` by channel.
-
-    Args:
-        input: Of any floating dtype.
-        weight: By channel; None: one.
-        bias: By channel; None: zero.
-        batch: In float64 for an input in float64, else in float32; so in the functions below.
-        eps: Added to the variance.
-    """
-    if input.numel() == 0:
-        return torch.empty_like(input)
-    dtype = batch.mean.dtype
-    weight, bias = (None if each is None else each.to(dtype) for each in (weight, bias))
-    if input.device.type == "cpu":
-        return _affine(input, weight, bias, batch, eps)
-    return torch.batch_norm_elemt(input, weight, bias, batch.mean, torch.rsqrt(batch.var + eps), eps)
+# of. ``batch`` is in float64 for an input in float64, else in float32.
 
 
 def sums_of_gradient(gradient: Tensor, input: Tensor, batch: Statistics, eps: float) -> Tensor:
@@ -315,13 +296,18 @@ class NormaliseFunction(torch.autograd.Function):
         eps: float,
         exchange: StatisticsExchange,
     ) -> Tensor:
-        """Return the normalised input; see `normalise`."""
+        """Return ``(input - mean) / sqrt(var + eps) * weight + bias`` by channel."""
         dtype = torch.float64 if input.dtype is torch.float64 else torch.float32  # float32 for half precision too
         batch = batch._replace(mean=batch.mean.to(dtype), var=batch.var.to(dtype))
         ctx.save_for_backward(input, weight, *batch)
         ctx.eps, ctx.exchange = eps, exchange
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (weight, bias)]
-        return normalise(input, weight, bias, batch, eps)
+        if input.numel() == 0:
+            return torch.empty_like(input)
+        weight, bias = (None if each is None else each.to(dtype) for each in (weight, bias))
+        if input.device.type == "cpu":
+            return _affine(input, weight, bias, batch, eps)
+        return torch.batch_norm_elemt(input, weight, bias, batch.mean, torch.rsqrt(batch.var + eps), eps)
 
     @staticmethod
     @once_differentiable

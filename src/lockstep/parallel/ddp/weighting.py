@@ -408,11 +408,9 @@ class Weights:
         """
         carrier: Bucket | None = None  # whose tail is read: the widest, which all ranks see alike
         if messages is None:
-            widest = -1
-            for bucket in buckets:
-                width = _WIDTHS.get(bucket.sent_dtype, 0)
-                if bucket.weight_message is not None and width > widest:
-                    carrier, messages, widest = bucket, bucket.weight_message, width
+            with_tail = [bucket for bucket in buckets if bucket.weight_message is not None]
+            carrier = max(with_tail, key=lambda bucket: _WIDTHS.get(bucket.sent_dtype, 0), default=None)
+            messages = None if carrier is None else carrier.weight_message
         if messages is None:  # sparse buckets have no tail
             return self._conclude(self._exchange(message)) if buckets else 1.0
         device = messages.device

@@ -18,7 +18,7 @@ from lockstep.comm.collectives import Group, Join, Joinable, JoinHook, Work
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.consistency import check_models_agree
-from lockstep.parallel.ddp.buckets import Bucket, BucketSet
+from lockstep.parallel.ddp.buckets import Bucket
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
 from lockstep.parallel.ddp.reducer import Event, Reducer, live_reducers
 from lockstep.parallel.flat import combine_norms, list_norms, multiply_
@@ -105,8 +105,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._reducer: Reducer | None = None
         if shard_gradients and self.world_size > 1:
             self._reducer = find_reducer(self._parameters)
-            self._reducer.set_reduction(ReduceScatterMean(self._reducer.bucket_set, self.process_group))
-            self._second_backward = SecondBackwardCheck(self._reducer)
+            self._slices = ReduceScatterMean(self._reducer, self.process_group)
+            self._reducer.set_reduction(self._slices)
+            self._reducer.observers.append(self._slices)
         self._build()
         self.initialized = True
 
@@ -255,7 +256,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._has_gradients = False
         self._shard.drop_gradients()
         if self._reducer is not None:
-            self._second_backward.reset()
+            self._slices.reset()
 
     # --- What is kept
 
@@ -520,20 +521,24 @@ class ReduceScatterMean(BucketReduction):
     [Note: what is in param.grad]
     A bucket that was reduce-scattered holds the mean in this rank's slice, and this rank's own gradients elsewhere. The
     optimizer's ``step`` takes the slice and sets ``param.grad`` to None. A backward before that would add to both, of
-    which no right sum can be made, so it is refused; see `SecondBackwardCheck`.
+    which no right sum can be made, so it is refused. As an observer this watches one parameter of each bucket that was
+    used, just before its gradient is added to ``param.grad``: a hook for each parameter would cost in every backward,
+    and at the launch of a bucket it is no longer known whether ``param.grad`` was reset before.
 
     In the first step, whose buckets are rebuilt when it is over, all of it reaches all ranks.
 
     Args:
-        bucket_set: The buckets of the model.
+        reducer: Whose buckets are reduced.
         group: The ranks that take part.
     """
 
     leaves_whole = False
 
-    def __init__(self, bucket_set: BucketSet, group: Group) -> None:
-        self._bucket_set, self._group = bucket_set, group
+    def __init__(self, reducer: Reducer, group: Group) -> None:
+        self._bucket_set, self._group = reducer.bucket_set, group
         self._first_step = AllReduceMean(group)
+        self._reduced: set[int] = set()
+        self._watched: set[int] = set()
 
     @override
     def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
@@ -552,24 +557,6 @@ class ReduceScatterMean(BucketReduction):
     @override
     def finish(self, bucket: Bucket, future: Future[Any]) -> None:
         future.wait()
-
-
-class SecondBackwardCheck:
-    """Refuses to add to gradients of which a rank has only its slice.
-
-    It watches one parameter of each bucket that was used, just before its gradient is added to ``param.grad``: a hook
-    for each parameter would cost in every backward, and at the launch of a bucket it is no longer known whether
-    ``param.grad`` was reset before.
-
-    Args:
-        reducer: Whose buckets are reduce-scattered.
-    """
-
-    def __init__(self, reducer: Reducer) -> None:
-        self._bucket_set = reducer.bucket_set
-        self._reduced: set[int] = set()
-        self._watched: set[int] = set()
-        reducer.observers.append(self)
 
     def reset(self) -> None:
         """Note that the gradients have been used, or thrown away."""
