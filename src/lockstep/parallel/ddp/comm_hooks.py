@@ -11,16 +11,8 @@ from torch import Tensor
 from torch.futures import Future
 from typing_extensions import override
 
-from lockstep.comm.collectives import (
-    BuiltinCommHookType,
-    GradBucketType,
-    Group,
-    all_reduce,
-    all_reduce_async,
-    empty_buffer,
-    is_native,
-    stock_comm_hooks,
-)
+from lockstep.comm import collectives
+from lockstep.comm.collectives import Group, all_reduce, all_reduce_async, empty_buffer
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet, cut_views
 
@@ -72,7 +64,7 @@ class AllReduceMean(BucketReduction):
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._may_block = is_native(group)  # a group written in Python may return before it is done
+        self._may_block = collectives.is_native(group)  # a group written in Python may return before it is done
 
     @override
     def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
@@ -261,7 +253,8 @@ def check_comm_hook(hook: Any, wire_dtype: torch.dtype | None) -> None:
         )
     signature = inspect.signature(hook)
     bucket = signature.parameters.get("bucket")
-    if bucket is not None and bucket.annotation not in (inspect.Parameter.empty, GradBucketType, "dist.GradBucket"):
+    allowed = (inspect.Parameter.empty, collectives.GradBucketType, "dist.GradBucket")
+    if bucket is not None and bucket.annotation not in allowed:
         raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
     returned = signature.return_annotation
     if returned not in (inspect.Signature.empty, torch.futures.Future[torch.Tensor]) and not isinstance(returned, str):
@@ -270,5 +263,5 @@ def check_comm_hook(hook: Any, wire_dtype: torch.dtype | None) -> None:
 
 def builtin_comm_hook(kind: Any) -> CommHook:
     """Return the hook for torch's ``BuiltinCommHookType``; its state is the process group."""
-    name = "allreduce_hook" if kind == BuiltinCommHookType.ALLREDUCE else "fp16_compress_hook"
-    return cast("CommHook", getattr(stock_comm_hooks(), name))
+    name = "allreduce_hook" if kind == collectives.BuiltinCommHookType.ALLREDUCE else "fp16_compress_hook"
+    return cast("CommHook", getattr(collectives.stock_comm_hooks(), name))
