@@ -85,9 +85,6 @@ def examine(plan: Plan, environ: Mapping[str, str]) -> Report:
     if plan.machines > 1 and not plan.is_running:
         because = "it takes all of them: start `lockstep doctor` as their ranks, see --help"
         missed.append(NotChecked("whether the machines reach each other, and their versions", because))
-    if plan.workers and not (task and task.batch_bytes):
-        because = "how large a batch is, is known from a Task only"
-        missed.append(NotChecked("whether /dev/shm holds the loaders' batches", because))
     cores, memory = machine.read_cores(plan, environ), machine.read_memory(plan, task)
     interfaces = network.read_network(plan, environ)
     seen = {"devices": gpus.summary, "network": interfaces.summary, "cores": cores.summary, "memory": memory.summary}

@@ -333,22 +333,18 @@ def read_memory(plan: Plan, task: TaskFacts | None) -> Memory:
 def shared_memory_small(facts: Memory) -> Iterator[Problem]:
     """Loader workers hand batches over in /dev/shm, and NCCL connects the processes of a machine there.
 
-    Containers have 64 MiB of it by default. The need is workers x batches ahead x bytes of a batch (of a task's first
-    sample), and about 64 MiB a rank for NCCL. lockstep's own backend ``shm`` does not use it: its memory has no name.
+    Containers have 64 MiB of it by default, which is too little for any workers, and NCCL needs about as much for each
+    rank. lockstep's own backend ``shm`` does not use it: its memory has no name.
 
     Cost: Loader workers die of a bus error (SIGBUS) when it is full, and NCCL fails to start with processes on one
         machine.
     Fix: Start the container with more, or make it larger.
     """
     ranks, workers = facts.plan.devices, facts.plan.workers or 0
-    batch_bytes = facts.task.batch_bytes if facts.task else 0
-    nccl_bytes = ranks * _NCCL_BYTES if facts.plan.on_gpus and ranks > 1 else 0
-    need = ranks * workers * (_BATCHES_AHEAD + 1) * batch_bytes + nccl_bytes
-    # How large a batch is may not be known: then the container's default is taken for too little.
-    is_default = workers > 0 and facts.shm_bytes <= _DOCKER_DEFAULT_BYTES
-    if need > facts.shm_free_bytes or is_default:
-        amount = f"at least {size(need)} is needed" if need else "that is little"
-        found = f"/dev/shm has {size(facts.shm_free_bytes)} free of {size(facts.shm_bytes)}; {amount} for this run."
+    need = ranks * _NCCL_BYTES if facts.plan.on_gpus and ranks > 1 else 0
+    if need > facts.shm_free_bytes or (workers > 0 and facts.shm_bytes <= _DOCKER_DEFAULT_BYTES):
+        free = f"/dev/shm has {size(facts.shm_free_bytes)} free of {size(facts.shm_bytes)}"
+        found = f"{free}, little for {plural(ranks, 'rank')} with {plural(workers, 'loader worker')} each."
         gib = max(1, -(-2 * need // GIB))  # twice the need, rounded up
         paste = f"docker run --shm-size={gib}g ...  # or: sudo mount -o remount,size={gib}g /dev/shm"
         yield Problem(HANG, found, paste)

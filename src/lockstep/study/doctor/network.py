@@ -122,18 +122,12 @@ def nccl_interfaces(interfaces: tuple[Interface, ...], chosen: str | None) -> li
     Source: NCCL's manual, "Environment variables": without a choice, those that begin with ``ib`` come first, and
     ``docker`` and ``lo`` are used only where there is nothing else.
     """
-    if chosen:
-        rule = chosen.removeprefix("^")
-        names = tuple(part.strip() for part in rule.removeprefix("=").split(",") if part.strip())
-        matching = [one for one in interfaces if (one.name in names if rule[:1] == "=" else one.name.startswith(names))]
-        return [one for one in interfaces if one not in matching] if chosen.startswith("^") else matching
-
-    def place(one: Interface) -> int:
-        later = (("ib", 0), ("docker", 2), ("lo", 3))
-        return next((number for prefix, number in later if one.name.startswith(prefix)), 1)
-
-    first = min(map(place, interfaces), default=0)
-    return [one for one in interfaces if place(one) == first]
+    if not chosen:
+        outside = [one for one in interfaces if not one.name.startswith(("docker", "lo"))] or interfaces
+        return sorted(outside, key=lambda one: (one.name.startswith("lo"), not one.name.startswith("ib")))
+    names = tuple(filter(None, chosen.strip("^=").replace(" ", "").split(",")))
+    matching = [one for one in interfaces if (one.name in names if "=" in chosen else one.name.startswith(names))]
+    return [one for one in interfaces if one not in matching] if chosen.startswith("^") else matching
 
 
 def read_network(plan: Plan, environ: Mapping[str, str]) -> Network:
@@ -179,8 +173,7 @@ def interface_missing(facts: Network) -> Iterator[Problem]:
     """``GLOO_SOCKET_IFNAME`` or ``NCCL_SOCKET_IFNAME`` names an interface that is not there, or not up.
 
     Often it was copied from another machine, whose cards have other names. NCCL takes the value as the beginning of a
-    name, behind ``=`` as a whole name, and behind ``^`` as what not to take. For CPU ranks on one machine it is a note:
-    lockstep's backend ``shm`` needs no interface.
+    name, behind ``=`` as a whole name, and behind ``^`` as what not to take. CPU ranks on one machine need none.
 
     Cost: What needs it cannot connect: the run fails at the start, or waits until its time is up.
     Fix: Name one that is there, or unset it.
@@ -188,9 +181,9 @@ def interface_missing(facts: Network) -> Iterator[Problem]:
     there = listed([interface.name for interface in facts.interfaces], 8)
     is_alone = facts.plan.machines == 1
     for name, value in facts.missing.items():
-        is_needed = not is_alone or (facts.plan.on_gpus and name == _NCCL_INTERFACE)
-        found = f"{name}={value}, but no interface of that name is up here; there are {there}."
-        yield Problem(HANG if is_needed else NOTE, found, f"unset {name}" if is_alone else facts.paste)
+        if not is_alone or (facts.plan.on_gpus and name == _NCCL_INTERFACE):
+            found = f"{name}={value}, but no interface of that name is up here; there are {there}."
+            yield Problem(HANG, found, f"unset {name}" if is_alone else facts.paste)
 
 
 @check(Network)
@@ -238,23 +231,23 @@ def interface_slow(facts: Network) -> Iterator[Problem]:
 def hostname_loopback(facts: Network) -> Iterator[Problem]:
     """The name of the host leads to a loopback address, mostly because ``/etc/hosts`` says 127.0.1.1, or nowhere.
 
-    Gloo binds to what the name leads to, and torchrun gives it to the other machines. On one machine that does no harm.
+    Gloo binds to what the name leads to, and torchrun gives it to the other machines. On one machine, or with Gloo's
+    interface named, that does no harm.
     ``lockstep run --nnodes`` finds the interface that leads to the first machine and goes round it.
 
     Cost: A job of several machines waits till time is up: each gets an address that leads it to itself, or nowhere.
     Fix: Start the ranks with `lockstep run --nnodes`, which goes round it; for other launchers name the interface for
         Gloo, and give torchrun an address (--local-addr); or give the name its address.
     """
+    is_named = GLOO_INTERFACE in facts.environ and bool(facts.addresses)
     # Gloo and torchrun take the first address, whatever comes behind it.
-    if facts.addresses and not is_loopback(facts.addresses[0]):
+    if facts.plan.machines == 1 or is_named or (facts.addresses and not is_loopback(facts.addresses[0])):
         return
-    own = f"; its address for them is {facts.own_address}" if facts.own_address else ""
-    where = f"{facts.addresses[0]}, which no other machine can reach{own}" if facts.addresses else "no address"
-    entry = f"{facts.own_address or 'ADDRESS'} {facts.host}"
-    hosts = f"echo '{entry}' | sudo tee -a /etc/hosts  # and delete the name from the line of 127.0.x.x"
-    is_harmless = facts.plan.machines == 1 or (GLOO_INTERFACE in facts.environ and bool(facts.addresses))
+    own = facts.own_address or "ADDRESS"
+    where = f"{facts.addresses[0]}, which no other machine can reach" if facts.addresses else "no address"
+    hosts = f"echo '{own} {facts.host}' | sudo tee -a /etc/hosts  # and delete the name from the line of 127.0.x.x"
     found = f"The name of this host, {facts.host}, leads to {where}."
-    yield Problem(NOTE if is_harmless else HANG, found, f"export {GLOO_INTERFACE}={facts.best}\n{hosts}")
+    yield Problem(HANG, found, f"export {GLOO_INTERFACE}={facts.best}\n{hosts}")
 
 
 @check(Network)

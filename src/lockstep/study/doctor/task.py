@@ -56,7 +56,6 @@ class TaskFacts:
         batchnorms: Names of the BatchNorm layers that are not synchronised.
         weight_bytes: Of parameters and buffers; 0 if the model was not built.
         trained_bytes: Of the parameters that are trained.
-        sample_bytes: Of the first sample's tensors and arrays; 0 if it was not loaded.
     """
 
     name: str
@@ -67,7 +66,6 @@ class TaskFacts:
     batchnorms: Sequence[str] = ()
     weight_bytes: int = 0
     trained_bytes: int = 0
-    sample_bytes: int = 0
 
     @property
     def share(self) -> int:
@@ -78,11 +76,6 @@ class TaskFacts:
     def checkpoint_bytes(self) -> int:
         """Weights, and twice those that are trained for an optimizer such as Adam."""
         return self.weight_bytes + 2 * self.trained_bytes
-
-    @property
-    def batch_bytes(self) -> int:
-        """Of one device's batch."""
-        return self.sample_bytes * self.share
 
     @property
     def summary(self) -> str:
@@ -182,17 +175,7 @@ def _model_facts(task: Task) -> dict[str, Any]:
 
 def _data_facts(task: Task) -> dict[str, Any]:
     dataset: Any = task.dataset()
-    if isinstance(dataset, IterableDataset):
-        return {}
-    count = len(dataset)
-    return {"num_samples": count, "sample_bytes": _num_bytes(dataset[0]) if count else 0}
-
-
-def _num_bytes(sample: Any) -> int:
-    """Return the bytes of the tensors and arrays in a sample; of a number 8, as large as it becomes in a batch."""
-    if isinstance(sample, (list, tuple, dict)):
-        return sum(map(_num_bytes, sample.values() if isinstance(sample, dict) else sample))
-    return int(getattr(sample, "nbytes", 8))
+    return {} if isinstance(dataset, IterableDataset) else {"num_samples": len(dataset)}
 
 
 @check(TaskFacts)
