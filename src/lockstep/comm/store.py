@@ -150,7 +150,7 @@ class StoreServer:
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
-        self._values: dict[bytes, bytes] = {}
+        self.values: dict[bytes, bytes] = {}
         self._waiting: dict[socket.socket, set[bytes]] = {}  # by client, the keys that are not there yet
         self._clients: set[socket.socket] = set()
         self._is_closed = False
@@ -195,7 +195,7 @@ class StoreServer:
                     self._waiting.pop(client, None)
 
     def _put(self, key: bytes, value: bytes) -> None:
-        self._values[key] = value
+        self.values[key] = value
         for client, missing in list(self._waiting.items()):
             missing.discard(key)
             if not missing:
@@ -205,39 +205,30 @@ class StoreServer:
 
     # What the commands do, and their replies. Called with the lock.
 
-    def _validate(self, client: socket.socket, magic: bytes) -> bytes:
-        return b""
-
-    def _ping(self, client: socket.socket, nonce: bytes) -> bytes:
-        return nonce
-
     def _set(self, client: socket.socket, *pairs: bytes) -> bytes:
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
             self._put(key, value)
         return b""
 
     def _compare_set(self, client: socket.socket, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        if self._values.get(key, b"") == expected:
+        if self.values.get(key, b"") == expected:
             self._put(key, desired)
-        return _text(self._values.get(key, expected))
+        return _text(self.values.get(key, expected))
 
     def _append(self, client: socket.socket, key: bytes, value: bytes) -> bytes:
-        self._put(key, self._values.get(key, b"") + value)
+        self._put(key, self.values.get(key, b"") + value)
         return b""
 
     def _add(self, client: socket.socket, key: bytes, amount: int) -> bytes:
-        total = int(self._values.get(key, b"0")) + amount
+        total = int(self.values.get(key, b"0")) + amount
         self._put(key, b"%d" % total)
         return _number(total)
 
     def _get(self, client: socket.socket, *keys: bytes) -> bytes:
-        return b"".join(_text(self._values.get(key, b"")) for key in keys)
-
-    def _check(self, client: socket.socket, *keys: bytes) -> bytes:
-        return _YES if self._values.keys() >= set(keys) else _NO
+        return b"".join(_text(self.values.get(key, b"")) for key in keys)
 
     def _wait(self, client: socket.socket, *keys: bytes) -> bytes:
-        missing = set(keys) - self._values.keys()
+        missing = set(keys) - self.values.keys()
         if not missing:
             return _GO_ON
         self._waiting[client] = missing
@@ -248,30 +239,24 @@ class StoreServer:
         self._waiting.pop(client, None)
         return _CANCELLED
 
-    def _delete(self, client: socket.socket, key: bytes) -> bytes:
-        return _number(int(self._values.pop(key, None) is not None))
-
-    def _count(self, client: socket.socket) -> bytes:
-        return _number(len(self._values))
-
 
 # By the first byte of a request: what it does, and what follows that byte.
 # Source: ``QueryType`` in c10d's TCPStoreBackend.hpp. Queues, which come after these, are not served.
 _COMMANDS: list[tuple[Any, ...]] = [
-    (StoreServer._validate, "word"),
+    (lambda server, client, magic: b"", "word"),  # validate
     (StoreServer._set, "text", "text"),
     (StoreServer._compare_set, "text", "text", "text"),
     (StoreServer._get, "text"),
     (StoreServer._add, "text", "number"),
-    (StoreServer._check, "texts"),
+    (lambda server, client, *keys: _YES if server.values.keys() >= set(keys) else _NO, "texts"),  # check
     (StoreServer._wait, "texts"),
-    (StoreServer._count,),
-    (StoreServer._delete, "text"),
+    (lambda server, client: _number(len(server.values)),),  # the number of keys
+    (lambda server, client, key: _number(int(server.values.pop(key, None) is not None)), "text"),  # delete
     (StoreServer._append, "text", "text"),
     (StoreServer._get, "texts"),
     (StoreServer._set, "pairs"),
     (StoreServer._cancel_wait,),
-    (StoreServer._ping, "word"),
+    (lambda server, client, nonce: nonce, "word"),  # ping
 ]
 
 

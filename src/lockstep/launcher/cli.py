@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import inspect
 import json
 import os
 import shutil
@@ -23,37 +24,35 @@ from lockstep.launcher.reaper import Reaper
 from lockstep.launcher.supervise import supervise
 from lockstep.telemetry.run_record import RANK_FILES
 
-USAGE = "lockstep run [OPTIONS] SCRIPT [--devices N] [--adopt] [SCRIPT ARGUMENTS]"
-
-DESCRIPTION = """\
-Start SCRIPT once per device, as torchrun starts it: the same environment variables, the same flags.
-If a rank fails, its traceback is shown first and the others are stopped; Ctrl-C stops all of them."""
-
-EXAMPLES = """\
-examples:
-  all GPUs of this machine, or all CPU cores where there is none
-      lockstep run train.py
-  four ranks; what follows is for the script
-      lockstep run train.py --devices 4 --lr 0.1
-  a script written for torch's DistributedDataParallel, on Lockstep's engine
-      lockstep run train.py --devices 4 --adopt
-  where the time of its steps goes; then: lockstep report runs/first
-      lockstep run --monitor runs/first --devices 4 train.py
-  two machines with eight GPUs each; the same line on both, but for --node-rank 0 and 1
-      lockstep run --nnodes 2 --node-rank 0 --master-addr host0 --master-port 29500 --devices 8 train.py
-  what every rank writes in a file of its own; the terminal shows errors only
-      lockstep run --log-dir logs --quiet train.py
-  machines that may come and go, with restarts
-      lockstep run --nnodes 1:4 --rdzv-backend c10d --rdzv-endpoint host0:29500 --max-restarts 3 train.py
-
---devices and --adopt stand before the script or directly behind it; all else behind it goes to the script."""
-
 
 class UsageError(Exception):
     """The arguments make no sense; the message is argparse's own."""
 
 
 class _Parser(argparse.ArgumentParser):
+    """Start SCRIPT once per device, as torchrun starts it: the same environment variables, the same flags.
+
+    If a rank fails, its traceback is shown first and the others are stopped; Ctrl-C stops all of them.
+
+    Examples:
+      all GPUs of this machine, or all CPU cores where there is none
+          lockstep run train.py
+      four ranks; what follows is for the script
+          lockstep run train.py --devices 4 --lr 0.1
+      a script written for torch's DistributedDataParallel, on Lockstep's engine
+          lockstep run train.py --devices 4 --adopt
+      where the time of its steps goes; then: lockstep report runs/first
+          lockstep run --monitor runs/first --devices 4 train.py
+      two machines with eight GPUs each; the same line on both, but for --node-rank 0 and 1
+          lockstep run --nnodes 2 --node-rank 0 --master-addr host0 --master-port 29500 --devices 8 train.py
+      what every rank writes in a file of its own; the terminal shows errors only
+          lockstep run --log-dir logs --quiet train.py
+      machines that may come and go, with restarts
+          lockstep run --nnodes 1:4 --rdzv-backend c10d --rdzv-endpoint host0:29500 --max-restarts 3 train.py
+
+    --devices and --adopt stand before the script or directly behind it; all else behind it goes to the script.
+    """
+
     def error(self, message: str) -> None:  # type: ignore[override]
         raise UsageError(message)
 
@@ -62,33 +61,31 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser; all flags but ours come from the installed torch, so they cannot drift apart."""
     torchrun = get_args_parser()
     torchrun._optionals.title = "torchrun's options"
+    description, _, examples = inspect.cleandoc(_Parser.__doc__ or "").partition("\n\nExamples:\n")
     parser = _Parser(
         prog="lockstep run",
-        usage=USAGE,
-        description=DESCRIPTION,
+        usage="lockstep run [OPTIONS] SCRIPT [--devices N] [--adopt] [SCRIPT ARGUMENTS]",
+        description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=EXAMPLES,
+        epilog=f"examples:\n{examples}",
         parents=[torchrun],
         add_help=False,  # comes with the parent
     )
     flag = parser.add_argument_group("options").add_argument
     parser._action_groups.insert(0, parser._action_groups.pop())  # ours first: they are what most people need
-    devices = "ranks on this machine: a number, or 'gpu', 'cpu' or 'auto' (default: every GPU, or every CPU core)"
-    flag("--devices", dest="nproc_per_node", metavar="N", help=devices)
+    flag(
+        "--devices",
+        dest="nproc_per_node",
+        metavar="N",
+        help="ranks on this machine; all GPUs, or all cores",
+    )
     flag("--adopt", action="store_true", help="put Lockstep's engines and sampler where torch's names are")
-    loop = "record the training loop of a script that knows nothing of it, as far as that can be seen from outside, "
-    flag("--monitor", metavar="DIR", help=f"{loop}for `lockstep report DIR`; before the script only")
-    wait = "how long ranks may wait for one that does nothing before a report says who waits for whom (default: 60); "
-    flag("--watchdog", type=float, metavar="SECONDS", help=f"{wait}0: they are not watched")
-    follows = "what follows the report: the job ends with exit code 83, or goes on (default: end); without --watchdog, "
-    strict = f"{follows}ranks that wait for one that computes are only reported"
-    flag("--watchdog-action", choices=("end", "warn"), help=strict)
-    fewer = "with --max-restarts on one machine: after a rank was killed, go on with one fewer, but no fewer than N"
-    flag("--min-devices", type=int, metavar="N", help=fewer)
-    merged = "one stream of what ranks write, with the rank before what differs, or each by itself (default: merged)"
-    flag("--logs", choices=("merged", "raw"), default="merged", help=merged)
-    level = "show all that ranks write, only their standard error, or none of it but reports (default: info)"
-    flag("--log-level", choices=tuple(LEVELS), default="info", help=level)
+    flag("--monitor", metavar="DIR", help="record any training loop for `lockstep report DIR`; before the script only")
+    flag("--watchdog", type=float, metavar="SECONDS", help="report who waits for whom after so long (60); 0: never")
+    flag("--watchdog-action", choices=("end", "warn"), help="after that the job ends with exit code 83, or goes on")
+    flag("--min-devices", type=int, metavar="N", help="with --max-restarts: go on without killed ranks, N at least")
+    flag("--logs", choices=("merged", "raw"), default="merged", help="merge what ranks write, or do not")
+    flag("--log-level", choices=tuple(LEVELS), default="info", help="show all, standard error only, or reports only")
     flag("--quiet", action="store_const", dest="log_level", const="error", help="the same as --log-level error")
     for action in parser._actions:
         # Both spellings stay accepted; one is enough to read.

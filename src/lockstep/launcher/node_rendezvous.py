@@ -139,8 +139,8 @@ rendezvous_handler_registry.register(LOCAL_BACKEND, lambda parameters: Rendezvou
 
 
 def rendezvous_per_restart(handler: RendezvousHandler, is_ending: Callable[[], bool]) -> RendezvousHandler:
-    """Return ``handler`` behind `RendezvousPerRestart`, if machines may come and go and the user does not object."""
-    if not isinstance(handler, DynamicRendezvousHandler) or os.environ.get(_NO_SHARING, "0") == "1":
+    """Return ``handler`` behind `RendezvousPerRestart`, if machines may come and go."""
+    if not isinstance(handler, DynamicRendezvousHandler):
         return handler
     os.environ[_NO_SHARING] = "1"  # for this run: the launcher restores its environment
     return RendezvousPerRestart(handler.get_run_id(), handler, is_ending)
