@@ -123,6 +123,7 @@ class Reducer:
         finishes_early: Whether buckets that are reduced are finished during backward, where that is possible.
         post_backward: Futures that the end of the step waits for.
         has_run: Whether there was a forward.
+        num_forwards: Those whose backward was to be synchronised.
         num_buckets_reduced: In the last step.
     """
 
@@ -136,7 +137,7 @@ class Reducer:
         self.finishes_early = False
         self.post_backward: list[Future[Any]] = []
         self.has_run = False
-        self.num_buckets_reduced = 0
+        self.num_forwards = self.num_buckets_reduced = 0
         self._group = group
         self._skip_unused_buckets = skip_unused_buckets
         self._lock = threading.Lock()  # a model on several devices calls hooks from one autograd thread per device
@@ -215,6 +216,7 @@ class Reducer:
         if self._optimizers_in_backward is None and self._hooks:
             self._optimizers_in_backward = _take_over_optimizers(self.bucket_set.parameters)
         if will_sync:
+            self.num_forwards += 1
             self._notify(Event.FORWARD)
 
     def disarm(self) -> None:

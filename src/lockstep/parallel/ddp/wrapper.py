@@ -646,6 +646,7 @@ class DistributedDataParallel(Wrapper, Joinable):
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
         """Return those of torch's keys that libraries read."""
         data: dict[str, str | int] = {
+            "iteration": max(0, self.reducer.num_forwards - 1),
             "can_set_static_graph": 0,  # it would gain nothing; Lightning advises it where this says 1
             "has_rebuilt_buckets": int(self.reducer.bucket_set.is_rebuilt),
             "num_buckets_reduced": self.reducer.num_buckets_reduced,
