@@ -67,7 +67,7 @@ def _words(text: str | None, otherwise: Sequence[str]) -> Sequence[str]:
 @settings_options(Settings, "seed", "global_batch_size", "precision", "workers")
 @click.option("--memory/--no-memory", default=True, help="Measure peak memory, in fresh processes; on if not given.")
 @_JSON
-@click.option("--html", "html_file", metavar="FILE", help="Write a page with plots, to be opened offline.")
+@click.option("--html", "html_file", metavar="FILE", help="Write a page with a plot, to be opened offline.")
 def compare(
     task_file: str,
     devices: int | None,
@@ -96,8 +96,7 @@ def compare(
     from lockstep.study.common import console, to_json
     from lockstep.study.compare import compare as run_comparison
     from lockstep.study.compare.benchmark import STRATEGIES
-    from lockstep.study.compare.comparison import render
-    from lockstep.study.compare.page import render as render_page
+    from lockstep.study.compare.comparison import render, render_page
     from lockstep.study.compare.verdict import judge, to_record
     from lockstep.study.drawing import import_matplotlib
     from lockstep.telemetry import provenance
@@ -124,7 +123,7 @@ def compare(
     if json_file is not None:
         write("figures", json_file, to_json(to_record(comparison, verdict, found)))
     if html_file is not None:
-        write("page", html_file, render_page(comparison, verdict, found))
+        write("page", html_file, render_page(comparison, verdict.sentences, found))
 
 
 @command()

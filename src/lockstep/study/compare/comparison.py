@@ -1,15 +1,18 @@
-"""What ``compare`` measured, as frozen figures; JSON, tables and page show them as they are."""
+"""What ``compare`` measured, as frozen figures; JSON, tables and the HTML page show them as they are."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
+from html import escape
 from statistics import fmean, median
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from lockstep.study import drawing
 from lockstep.study.common import MIB, Spread, Table, bullets, paired_ratio
+from lockstep.telemetry.provenance import Provenance
 
 # The candidate that all others are compared with.
 SINGLE = "single"
@@ -274,6 +277,43 @@ def render(comparison: Comparison, sentences: Sequence[str]) -> RenderableType:
     laid_out = (table.rich() for table in tables(comparison))
     notes = (Text(note, style="dim") for note in footnotes(comparison))
     return Group(*laid_out, *notes, Text(), Text("Verdict", style="bold"), bullets(sentences))
+
+
+# Of `drawing.PARTS`: what a rank waits for others is within the exchange here.
+_PARTS = ("data wait", "forward", "backward", "exchange", "optimizer", "other")
+
+
+def render_page(comparison: Comparison, sentences: Sequence[str], provenance: Provenance) -> str:
+    """Return verdict, plot and tables as one HTML file.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed.
+    """
+    setup, rows = comparison.setup, {}
+    for candidate in comparison.contenders:
+        step = candidate.step
+        seconds = (step.data_wait_s, step.forward_s, step.backward_s, step.exposed_s, step.optimizer_s, step.other_s)
+        rows[candidate.strategy] = dict(zip(_PARTS, seconds, strict=True))
+    with drawing.drawing_style():
+        plot = drawing.stacked_bars("Where the step goes", "milliseconds per step", rows)
+    speeds, steps = tables(comparison)
+    notes = "\n".join(f'<p class="soft">{escape(note)}</p>' for note in footnotes(comparison))
+    facts = " &middot; ".join(f"{escape(name)} {escape(text)}" for name, text in provenance.facts())
+    heading = f"{setup.task} on one device{f' and on {setup.num_devices}' if setup.num_devices > 1 else ''}"
+    body = f"""<div class="plots">
+{drawing.figure(plot)}
+</div>
+<h2 id="figures">Figures</h2>
+{drawing.html_table(speeds)}
+<h2>{escape(steps.title)}</h2>
+{drawing.html_table(steps)}
+{notes}
+<footer>
+<p><code>{escape(setup.command)}</code></p>
+<p>{facts}</p>
+</footer>"""
+    tab = f"{setup.task} on {setup.num_devices} {setup.device}: lockstep compare"
+    return drawing.html_page(tab, heading, title(comparison), sentences, body)
 
 
 def number(value: float) -> str:
