@@ -24,7 +24,7 @@ def as_launched(world, function, args):
 def processes_of(ranks):
     """Return what starts the processes of `verify`, on the pool."""
 
-    def processes(num, timeout_s, function, *args):
+    def processes(num, function, *args):
         return ranks(num, warnings="ignore")(as_launched, function, args)
 
     return processes

@@ -506,12 +506,11 @@ def tune(
     name = Path(task).name if isinstance(task, str) else found.name
     sweep = Sweep(name, request, settings, settings)
     sweep.allowed += (Effect.DIVISION,) * allow_division + (Effect.ARITHMETIC,) * allow_precision
-    with tempfile.TemporaryDirectory(prefix="lockstep-tune-") as sweep.folder:
-        try:
-            sweep.run()
-        except KeyboardInterrupt:
-            sweep.interrupted = True
-            sweep.notes.append("Stopped by Ctrl-C: this is what was found by then.")
+    try:
+        sweep.run()
+    except KeyboardInterrupt:
+        sweep.interrupted = True
+        sweep.notes.append("Stopped by Ctrl-C: this is what was found by then.")
     return sweep
 
 
@@ -553,7 +552,6 @@ class Sweep:
     total: Spread | None = None
     notes: list[str] = field(default_factory=list)
     interrupted: bool = False
-    folder: str = ""
 
     @property
     def device(self) -> str:
@@ -607,25 +605,27 @@ class Sweep:
 
     def _probe(self) -> None:
         """Find the largest micro-batch that fits, in processes that may die of it, and what else is to be known."""
-        base, request, file = self.start, self.request, Path(self.folder) / "probe.json"
+        base, request = self.start, self.request
         share = math.ceil(request.global_batch_size / num_shares(base, request.num_devices))
         # Halves of a share; but batch norm takes no single sample.
         sizes = sorted({max(min(2, share), math.ceil(share / 2**power)) for power in range(share.bit_length())})
         devices = request.num_devices if base.strategy in PER_PROCESS else 1
         limit_s = max(_PATIENCE_S, 0.4 * request.left_s)
-        try:
-            args = (request, base, [] if _sets_sizes(base) else sizes, str(file))
-            launch_with(probe, args, devices=devices, timeout_s=limit_s)
-        except LockstepError as error:
-            if not file.exists() and isinstance(error, LaunchTimeout):
-                raise LockstepError(
-                    f"The task's first steps were not done within {limit_s:.0f} s.\n"
-                    "Look for what else uses this machine, or give more time (--minutes M)."
-                ) from error
-            if not file.exists():
-                cause = error.__cause__
-                raise (cause if isinstance(cause, LockstepError) else error) from None
-        self.known = Known(**json.loads(file.read_text(encoding="utf-8")))
+        with tempfile.TemporaryDirectory(prefix="lockstep-tune-") as folder:
+            file = Path(folder) / "probe.json"
+            try:
+                args = (request, base, [] if _sets_sizes(base) else sizes, str(file))
+                launch_with(probe, args, devices=devices, timeout_s=limit_s)
+            except LockstepError as error:
+                if not file.exists() and isinstance(error, LaunchTimeout):
+                    raise LockstepError(
+                        f"The task's first steps were not done within {limit_s:.0f} s.\n"
+                        "Look for what else uses this machine, or give more time (--minutes M)."
+                    ) from error
+                if not file.exists():
+                    cause = error.__cause__
+                    raise (cause if isinstance(cause, LockstepError) else error) from None
+            self.known = Known(**json.loads(file.read_text(encoding="utf-8")))
         largest = self.known.largest
         if largest is None:
             return

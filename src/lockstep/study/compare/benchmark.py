@@ -390,20 +390,16 @@ def merge(by_rank: Sequence[Sequence[Measurement]]) -> tuple[Measurement, ...]:
 
 def split_layers(model: torch.nn.Module) -> tuple[str, ...]:
     """Name the kinds of layer whose result depends on how a batch is divided over devices."""
-    kinds = {"batch norm": _is_batch_norm, "dropout": _has_dropout}
-    return tuple(kind for kind, is_one in kinds.items() if any(is_one(layer) for layer in model.modules()))
-
-
-def _is_batch_norm(layer: torch.nn.Module) -> bool:
-    return isinstance(layer, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(layer, torch.nn.SyncBatchNorm)
-
-
-def _has_dropout(layer: torch.nn.Module) -> bool:
-    if isinstance(layer, torch.nn.modules.dropout._DropoutNd):
-        return layer.p > 0
-    # Recurrent layers and attention keep their rate in a number of this name.
-    rate = getattr(layer, "dropout", None)
-    return isinstance(rate, float) and rate > 0
+    found = set()
+    for layer in model.modules():
+        is_batch_norm = isinstance(layer, torch.nn.modules.batchnorm._BatchNorm)
+        if is_batch_norm and not isinstance(layer, torch.nn.SyncBatchNorm):
+            found.add("batch norm")
+        # Recurrent layers and attention keep their rate in a number named dropout; others have a layer of this name.
+        rate = getattr(layer, "p" if isinstance(layer, torch.nn.modules.dropout._DropoutNd) else "dropout", None)
+        if isinstance(rate, float | int) and rate > 0:
+            found.add("dropout")
+    return tuple(sorted(found))
 
 
 def _peaks(benchmark: Benchmark, strategy: StrategyName) -> tuple[int, ...]:

@@ -24,14 +24,11 @@ from lockstep.train.task import Task
 # How often one process repeats its run at most, and the seconds after which it begins no other.
 REPETITIONS, ENOUGH_S = 3, 1.0
 
-# How long one process may take to train its steps twice.
-ALONE_TIMEOUT_S = 3600.0
+# How long the processes may take for each part of it. Ranks that wait for one another are reported much earlier.
+TIMEOUT_S = 3600.0
 
-# How long the ranks may take: this, and so many times what one run took one process, for each rank.
-RANKS_TIMEOUT_S, RUNS = 120.0, 50
-
-# Called with a number of processes, a time-out, a function and its arguments; returns what the function gave in each
-# process. The function gets the `World` of these processes as its last argument.
+# Called with a number of processes, a function and its arguments; returns what the function gave in each process. The
+# function gets the `World` of these processes as its last argument.
 Processes = Callable[..., list[Any]]
 
 
@@ -99,8 +96,8 @@ def verify(
     return diagnose(subject, _launch, (lambda _: None) if quiet else common.log)
 
 
-def _launch(num: int, timeout_s: float, function: Callable[..., Any], *args: Any) -> list[Any]:
-    return common.run_ranks(_in_world, function, args, devices=num, timeout_s=timeout_s)
+def _launch(num: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    return common.run_ranks(_in_world, function, args, devices=num, timeout_s=TIMEOUT_S)
 
 
 def _in_world(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -124,13 +121,13 @@ def diagnose(subject: Subject, processes: Processes, report: Callable[[str], Non
     if comparison.same and alone.again.same:
         return Verification(subject, True, comparison, True, why_single=alone.why_single, remark=remark)
     report("not the same; what one process can find out")
-    study: AloneStudy = processes(1, ALONE_TIMEOUT_S, study_alone, alone)[0]
+    study: AloneStudy = processes(1, study_alone, alone)[0]
     findings = study.repetition
     # Where one process is never the same run twice, a comparison with ranks means nothing.
     if study.base is not None and not comparison.same:
         report(f"what {subject.num_devices} ranks can find out")
         light = replace(study, runs={})  # traces are large, and every rank gets a copy
-        found = processes(subject.num_devices, alone.ranks_timeout_s, run_counterparts, light, "ranks")
+        found = processes(subject.num_devices, run_counterparts, light, "ranks")
         on_each = {key: _gather([one[key] for one in found]) for key in found[0]}
         findings.rows += study.division.rows
         causes.study_ranks(findings, study.base, study.runs, on_each, alone.traces)
@@ -166,11 +163,11 @@ def _train(
     """
     num = subject.num_devices
     report("one process, twice")
-    alone: Alone = processes(1, ALONE_TIMEOUT_S, run_alone, subject)[0]
+    alone: Alone = processes(1, run_alone, subject)[0]
     subject, findings = alone.subject, Findings(alone.subject)
     report(f"{num} rank{'s' * (num > 1)}")
     try:
-        found = processes(num, alone.ranks_timeout_s, perform, subject, _plain(subject, "ranks"), Given())
+        found = processes(num, perform, subject, _plain(subject, "ranks"), Given())
         return alone, [trace for traces in found for trace in traces], remark
     except Exception as error:
         reason = str(error).partition("\n")[0]
@@ -224,7 +221,6 @@ class Alone:
         given: What others may be given of it.
         traces: Of the run.
         again: That run against a second one, bit by bit.
-        ranks_timeout_s: How long ranks may take.
         why_single: Why it is not trained in float64; empty if it is.
     """
 
@@ -232,7 +228,6 @@ class Alone:
     given: Given
     traces: list[Trace]
     again: TraceComparison
-    ranks_timeout_s: float
     why_single: str
 
 
@@ -244,13 +239,11 @@ def _plain(subject: Subject, division: Division) -> Experiment:
 def run_alone(subject: Subject, world: World) -> Alone:
     """Train in one process, twice, in float64 if that is possible."""
     experiment, why_single = _plain(subject, "one"), ""
-    start = time.monotonic()
     found = attempt(perform_and_keep, subject, experiment, Given(), world)
     if isinstance(found, str):  # if it is not float64 that it cannot stand, it fails again, and this is the error
-        why_single, subject, start = found, replace(subject, double=False), time.monotonic()
+        why_single, subject = found, replace(subject, double=False)
         found = perform_and_keep(subject, experiment, Given(), world)
     traces, given = found
-    seconds = time.monotonic() - start
     subject = replace(subject, steps=tuple(given.samples))
     # More than one repetition where that takes no time, since chance may agree with itself.
     deadline = time.monotonic() + ENOUGH_S
@@ -258,8 +251,7 @@ def run_alone(subject: Subject, world: World) -> Alone:
         again = compare(traces, perform(subject, experiment, given, world), EXACT)
         if not again.same or time.monotonic() > deadline:
             break
-    timeout_s = RANKS_TIMEOUT_S + RUNS * seconds * max(2, subject.num_devices)
-    return Alone(subject, given, traces, again, timeout_s, why_single)
+    return Alone(subject, given, traces, again, why_single)
 
 
 @dataclass(frozen=True)
