@@ -24,8 +24,8 @@ def as_launched(world, function, args):
 def processes_of(ranks):
     """Return what starts the processes of `verify`, on the pool."""
 
-    def processes(num, function, *args):
-        return ranks(num, warnings="ignore")(as_launched, function, args)
+    def processes(function, *args, devices, timeout_s):
+        return ranks(devices, warnings="ignore")(as_launched, function, args)
 
     return processes
 

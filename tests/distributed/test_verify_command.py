@@ -25,7 +25,7 @@ def on_cpu(monkeypatch):
 @pytest.fixture
 def on_pool(monkeypatch, ranks):
     """Let verify take workers of the pool for the processes that it would start."""
-    monkeypatch.setattr(diagnose, "_launch", processes_of(ranks))
+    monkeypatch.setattr(diagnose, "run_ranks", processes_of(ranks))
 
 
 def test_a_fault_is_named_in_words_and_in_json(tmp_path, on_pool, capsys):

@@ -38,15 +38,25 @@ def load(task: Task | str) -> Task:
 
 
 def run_ranks(function: Callable[..., Any], *args: Any, devices: int, timeout_s: float | None = None) -> list[Any]:
-    """Launch ``function`` on ranks; what it finds wrong with the task needs no traceback, as all find the same."""
+    """Launch ``function`` on ranks, with their `World` as its last argument; return what it gave on each.
+
+    What one finds wrong with the task is raised without a traceback, as all find the same.
+    """
     from lockstep.launcher.api import launch
 
     try:
-        return launch(function, *args, devices=devices, timeout_s=timeout_s)
+        return launch(_in_world, function, args, devices=devices, timeout_s=timeout_s)
     except RankFailed as error:
         if isinstance(error.__cause__, LockstepError):
             raise error.__cause__ from None
         raise
+
+
+def _in_world(function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    from lockstep.comm.world import init
+
+    with init() as world:
+        return function(*args, world)
 
 
 def console(*, stderr: bool = False, width: int = WIDTH) -> Console:

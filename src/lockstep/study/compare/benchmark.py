@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.collectives import all_reduce, broadcast_object
-from lockstep.comm.world import World, init
+from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.study.common import load, log, peak_bytes, reset_peak, run_ranks
 from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, LeftOut, Measurement, Setup
@@ -174,7 +174,7 @@ class RankReport:
     losses: dict[str, list[float]]
 
 
-def run_benchmark(benchmark: Benchmark) -> RankReport:
+def run_benchmark(benchmark: Benchmark, world: World) -> RankReport:
     """Run all turns of all candidates and return what this rank measured.
 
     Collective: every rank of a launched job. Ranks that have no part in a turn sleep meanwhile.
@@ -182,7 +182,7 @@ def run_benchmark(benchmark: Benchmark) -> RankReport:
     Raises:
         LockstepError: The candidates do not fit into the devices' memory side by side.
     """
-    with init() as world, contextlib.ExitStack() as at_exit:
+    with contextlib.ExitStack() as at_exit:
         try:
             return _run_turns(benchmark, world, at_exit)
         except torch.OutOfMemoryError as error:
@@ -411,7 +411,7 @@ def _peaks(benchmark: Benchmark, strategy: StrategyName) -> tuple[int, ...]:
     return tuple(peak for peaks in by_process for peak in peaks)
 
 
-def measure_peak(benchmark: Benchmark, strategy: StrategyName) -> list[int]:
+def measure_peak(benchmark: Benchmark, strategy: StrategyName, world: World) -> list[int]:
     """Train some steps and return this process's peak: by CUDA device, or one figure for a process on the CPU.
 
     On CUDA the most bytes that tensors held; on the CPU the growth of resident memory since the task's file was loaded:
@@ -420,16 +420,15 @@ def measure_peak(benchmark: Benchmark, strategy: StrategyName) -> list[int]:
     Collective for ``ddp`` and ``torch-ddp``: every rank.
     """
     torch.set_num_threads(benchmark.threads(strategy))
-    with init() as world:
-        task = load(benchmark.task)
-        devices = devices_for(strategy, world, benchmark.setup.num_devices)
-        # What libraries hold after the import is not the task's, nor is a peak that they had while being loaded.
-        reset_peak()
-        before_bytes = psutil.Process().memory_info().rss
-        trainer = Trainer(task, benchmark.settings, world, strategy=strategy, devices=devices)
-        with contextlib.closing(trainer):
-            for _ in range(NUM_PEAK_STEPS):
-                trainer.step().loss.item()
-        if world.device.type == "cuda":
-            return [torch.cuda.max_memory_allocated(device) for device in devices]
-        return [max(peak_bytes() - before_bytes, 0)]
+    task = load(benchmark.task)
+    devices = devices_for(strategy, world, benchmark.setup.num_devices)
+    # What libraries hold after the import is not the task's, nor is a peak that they had while being loaded.
+    reset_peak()
+    before_bytes = psutil.Process().memory_info().rss
+    trainer = Trainer(task, benchmark.settings, world, strategy=strategy, devices=devices)
+    with contextlib.closing(trainer):
+        for _ in range(NUM_PEAK_STEPS):
+            trainer.step().loss.item()
+    if world.device.type == "cuda":
+        return [torch.cuda.max_memory_allocated(device) for device in devices]
+    return [max(peak_bytes() - before_bytes, 0)]

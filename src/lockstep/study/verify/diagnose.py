@@ -9,9 +9,9 @@ from typing import Any
 
 import cloudpickle
 
-from lockstep.comm.world import World, init
+from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError, LaunchTimeout, ModelMismatch
-from lockstep.study import common
+from lockstep.study.common import load, log, run_ranks
 from lockstep.study.verify import causes
 from lockstep.study.verify.causes import Cause, Diagnosis, Findings, Outcome, Row, attempt, tolerance_of
 from lockstep.study.verify.fingerprint import EXACT, Trace, TraceComparison, compare
@@ -27,8 +27,7 @@ REPETITIONS, ENOUGH_S = 3, 1.0
 # How long the processes may take for each part of it. Ranks that wait for one another are reported much earlier.
 TIMEOUT_S = 3600.0
 
-# Called with a number of processes, a function and its arguments; returns what the function gave in each process. The
-# function gets the `World` of these processes as its last argument.
+# Called with a function, its arguments, a number of devices and a time-out; see `run_ranks`.
 Processes = Callable[..., list[Any]]
 
 
@@ -85,7 +84,7 @@ def verify(
             raise ConfigurationError(f"{name}={value} is not allowed.\nGive a whole number of at least 1.")
     check_gpus(devices)
     try:
-        check_batch(common.load(task), settings, devices)
+        check_batch(load(task), settings, devices)
     except ConfigurationError as error:
         # A file that raises here, where it is no rank, may well run in one. The others: no such file, no task in it,
         # or a batch that cannot be divided.
@@ -93,16 +92,7 @@ def verify(
             raise
     # The form of the task that every run can make a fresh copy of.
     subject = Subject(task if isinstance(task, str) else cloudpickle.dumps(task), settings, devices, steps)
-    return diagnose(subject, _launch, (lambda _: None) if quiet else common.log)
-
-
-def _launch(num: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    return common.run_ranks(_in_world, function, args, devices=num, timeout_s=TIMEOUT_S)
-
-
-def _in_world(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    with init() as world:
-        return function(*args, world)
+    return diagnose(subject, run_ranks, (lambda _: None) if quiet else log)
 
 
 def diagnose(subject: Subject, processes: Processes, report: Callable[[str], None]) -> Verification:
@@ -121,13 +111,13 @@ def diagnose(subject: Subject, processes: Processes, report: Callable[[str], Non
     if comparison.same and alone.again.same:
         return Verification(subject, True, comparison, True, why_single=alone.why_single, remark=remark)
     report("not the same; what one process can find out")
-    study: AloneStudy = processes(1, study_alone, alone)[0]
+    study: AloneStudy = processes(study_alone, alone, devices=1, timeout_s=TIMEOUT_S)[0]
     findings = study.repetition
     # Where one process is never the same run twice, a comparison with ranks means nothing.
     if study.base is not None and not comparison.same:
         report(f"what {subject.num_devices} ranks can find out")
         light = replace(study, runs={})  # traces are large, and every rank gets a copy
-        found = processes(subject.num_devices, run_counterparts, light, "ranks")
+        found = processes(run_counterparts, light, "ranks", devices=subject.num_devices, timeout_s=TIMEOUT_S)
         on_each = {key: _gather([one[key] for one in found]) for key in found[0]}
         findings.rows += study.division.rows
         causes.study_ranks(findings, study.base, study.runs, on_each, alone.traces)
@@ -163,11 +153,11 @@ def _train(
     """
     num = subject.num_devices
     report("one process, twice")
-    alone: Alone = processes(1, run_alone, subject)[0]
+    alone: Alone = processes(run_alone, subject, devices=1, timeout_s=TIMEOUT_S)[0]
     subject, findings = alone.subject, Findings(alone.subject)
     report(f"{num} rank{'s' * (num > 1)}")
     try:
-        found = processes(num, perform, subject, _plain(subject, "ranks"), Given())
+        found = processes(perform, subject, _plain(subject, "ranks"), Given(), devices=num, timeout_s=TIMEOUT_S)
         return alone, [trace for traces in found for trace in traces], remark
     except Exception as error:
         reason = str(error).partition("\n")[0]
