@@ -24,7 +24,7 @@ def as_launched(world, function, args):
 def processes_of(ranks):
     """Return what starts the processes of `verify`, on the pool."""
 
-    def processes(function, *args, devices, timeout_s):
+    def processes(function, *args, devices, timeout_s=None):
         return ranks(devices, warnings="ignore")(as_launched, function, args)
 
     return processes

@@ -87,9 +87,9 @@ def rehearse(command: Sequence[str], rules: Sequence[Rule], *, num_ranks: int, s
         shows: Whether what the job logs is passed on.
     """
     with Reaper() as reaper:  # clears its folder away, however this process ends
-        # The ranks get their orders by environment, because the launcher passes nothing else on to them.
-        orders = [str(reaper.run_dir), [asdict(rule) for rule in rules]]
-        setup = json.dumps([["lockstep.study.rehearse.injection:activate", *orders]])
+        # By environment, because the launcher passes nothing else on to the ranks.
+        arguments = [str(reaper.run_dir), [asdict(rule) for rule in rules]]
+        setup = json.dumps([["lockstep.study.rehearse.injection:activate", *arguments]])
         environ = {**os.environ, RANK_SETUP: setup, **dict.fromkeys(_HIDES_GPUS, "")}
         began = time.monotonic()
         code, lines = _run(command, environ, shows=shows)
@@ -218,7 +218,7 @@ def judge(rule: Rule, note: Note | None, lines: Sequence[Line], exit_code: int) 
     after = [line for line in lines if line.time_ns >= note.time_ns and not _OWN.match(line.text)]
     report, went_on = _find_report(rule, after), "reported, the run went on"
     if report is None and rule.kind == "nan" and exit_code == 0:
-        # Under fsdp a gradient is summed before anybody looks at it: noticed, though nobody knows whose it was.
+        # Under fsdp a gradient is summed before it is checked: noticed, though nobody knows whose it was.
         report, went_on = _find_report(rule, after, by_name=False), "reported without its rank, the run went on"
     noticed_s = None if report is None else (report.time_ns - note.time_ns) / 1e9
     message = "" if report is None else report.text.strip().removeprefix("lockstep: ")

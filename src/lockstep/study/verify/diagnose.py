@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -27,7 +28,7 @@ REPETITIONS, ENOUGH_S = 3, 1.0
 # How long the processes may take for each part of it. Ranks that wait for one another are reported much earlier.
 TIMEOUT_S = 3600.0
 
-# Called with a function, its arguments, a number of devices and a time-out; see `run_ranks`.
+# Called with a function, its arguments and a number of devices; see `run_ranks`.
 Processes = Callable[..., list[Any]]
 
 
@@ -92,7 +93,8 @@ def verify(
             raise
     # The form of the task that every run can make a fresh copy of.
     subject = Subject(task if isinstance(task, str) else cloudpickle.dumps(task), settings, devices, steps)
-    return diagnose(subject, run_ranks, (lambda _: None) if quiet else log)
+    processes = partial(run_ranks, timeout_s=TIMEOUT_S)
+    return diagnose(subject, processes, (lambda _: None) if quiet else log)
 
 
 def diagnose(subject: Subject, processes: Processes, report: Callable[[str], None]) -> Verification:
@@ -105,36 +107,29 @@ def diagnose(subject: Subject, processes: Processes, report: Callable[[str], Non
     """
     alone, on_ranks, remark = _train(subject, processes, report)
     subject = alone.subject
+    result = Verification(subject, False, None, alone.again.same, why_single=alone.why_single, remark=remark)
     if isinstance(on_ranks, Diagnosis):
-        return Verification(subject, False, None, alone.again.same, (on_ranks,))
+        return replace(result, findings=(on_ranks,))
     comparison = compare(alone.traces, on_ranks, EXACT if subject.settings.reproducible else tolerance_of(subject))
     if comparison.same and alone.again.same:
-        return Verification(subject, True, comparison, True, why_single=alone.why_single, remark=remark)
+        return replace(result, same=True, comparison=comparison)
     report("not the same; what one process can find out")
-    study: AloneStudy = processes(study_alone, alone, devices=1, timeout_s=TIMEOUT_S)[0]
+    study: AloneStudy = processes(study_alone, alone, devices=1)[0]
     findings = study.repetition
     # Where one process is never the same run twice, a comparison with ranks means nothing.
     if study.base is not None and not comparison.same:
         report(f"what {subject.num_devices} ranks can find out")
         light = replace(study, runs={})  # traces are large, and every rank gets a copy
-        found = processes(run_counterparts, light, "ranks", devices=subject.num_devices, timeout_s=TIMEOUT_S)
+        found = processes(run_counterparts, light, "ranks", devices=subject.num_devices)
         on_each = {key: _gather([one[key] for one in found]) for key in found[0]}
         findings.rows += study.division.rows
         causes.study_ranks(findings, study.base, study.runs, on_each, alone.traces)
         findings.diagnoses += [_with_fix(one, study.runs, on_each, findings) for one in study.division.diagnoses]
         findings.explained &= study.division.explained
-    return Verification(
-        subject,
-        False,
-        comparison,
-        alone.again.same,
-        # The first of each cause.
-        tuple({one.cause: one for one in reversed(findings.diagnoses)}.values())[::-1],
-        tuple(findings.rows),
-        findings.explained and bool(findings.diagnoses),
-        alone.why_single,
-        remark,
-    )
+    # Of each cause the first.
+    diagnoses = tuple({one.cause: one for one in reversed(findings.diagnoses)}.values())[::-1]
+    explained = findings.explained and bool(diagnoses)
+    return replace(result, comparison=comparison, findings=diagnoses, rows=tuple(findings.rows), explained=explained)
 
 
 def _gather(outcomes: list[Outcome]) -> Outcome:
@@ -153,20 +148,20 @@ def _train(
     """
     num = subject.num_devices
     report("one process, twice")
-    alone: Alone = processes(run_alone, subject, devices=1, timeout_s=TIMEOUT_S)[0]
+    alone: Alone = processes(run_alone, subject, devices=1)[0]
     subject, findings = alone.subject, Findings(alone.subject)
     report(f"{num} rank{'s' * (num > 1)}")
     try:
-        found = processes(perform, subject, _plain(subject, "ranks"), Given(), devices=num, timeout_s=TIMEOUT_S)
+        found = processes(perform, subject, _plain(subject, "ranks"), Given(), devices=num)
         return alone, [trace for traces in found for trace in traces], remark
     except Exception as error:
         reason = str(error).partition("\n")[0]
         if isinstance(error, ModelMismatch):
             findings.add(Cause.MODEL, f"The ranks do not build the same model: {reason}")
-            return alone, findings.diagnoses[0], remark
-        if alone.traces[0].is_stream and isinstance(error, ConfigurationError):
+        elif alone.traces[0].is_stream and isinstance(error, ConfigurationError):
             # What one process can train on and the ranks cannot is a stream that they do not read alike.
             findings.add(Cause.DATA, reason)
+        if findings.diagnoses:
             return alone, findings.diagnoses[0], remark
         # The last batch of an epoch may leave a rank with one sample, or none, which batch norm cannot stand.
         first = tuple(range(len(subject.steps)))
