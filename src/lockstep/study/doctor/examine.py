@@ -19,7 +19,7 @@ from lockstep.env import RankEnv
 from lockstep.errors import EXIT_CODE, LockstepError
 from lockstep.launcher.api import num_cores
 from lockstep.study.doctor import machine, network
-from lockstep.study.doctor.findings import Finding, NotChecked, Plan, Report, Severity, judge, worst_first
+from lockstep.study.doctor.findings import WORDS, Finding, NotChecked, Plan, Report, Severity, judge, worst_first
 from lockstep.study.doctor.script import Script, path_of, read_script
 from lockstep.study.doctor.task import TaskFacts, read_task
 
@@ -162,12 +162,7 @@ def merge(reports: Sequence[Report], versions: network.Versions) -> Report:
 
 # The report for a terminal; plain text in a pipe.
 
-_TITLES = {
-    Severity.HANG: ("Will hang or fail", "bold red"),
-    Severity.WRONG: ("Will be wrong", "bold magenta"),
-    Severity.SLOW: ("Will be slow", "bold yellow"),
-    Severity.NOTE: ("To note", "bold cyan"),
-}
+_STYLES = dict(zip(Severity, ("bold red", "bold magenta", "bold yellow", "bold cyan"), strict=True))
 
 
 def show(report: Report, console: Console) -> None:
@@ -176,8 +171,8 @@ def show(report: Report, console: Console) -> None:
     console.print(Text(f"lockstep doctor: {target}{report.plan.describe()}, seen from {report.host}", style="bold"))
     console.print(Padding(_grid(report.seen), (1, 0, 1, 2), expand=False))
     for finding in report.findings:
-        title, style = _TITLES[finding.severity]
-        console.print(Text.assemble((f"{title}: {finding.kind}", style), f"  {finding.where}".rstrip()))
+        title = f"{WORDS[finding.severity].capitalize()}: {finding.kind}"
+        console.print(Text.assemble((title, _STYLES[finding.severity]), f"  {finding.where}".rstrip()))
         rows = {"found": finding.found, "cost": finding.cost, "fix": finding.fix}
         console.print(Padding(_grid(rows), (0, 0, 0, 2), expand=False))
         # Never wrapped, so that it can be pasted.

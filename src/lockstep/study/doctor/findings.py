@@ -27,6 +27,7 @@ class Severity(StrEnum):
 
 
 HANG, WRONG, SLOW, NOTE = Severity
+WORDS = {HANG: "will hang or fail", WRONG: "will be wrong", SLOW: "will be slow", NOTE: "to note"}
 
 
 @dataclass(frozen=True)
@@ -190,8 +191,7 @@ class Report:
     def verdict(self) -> str:
         """The outcome in one sentence."""
         severities = [finding.severity for finding in self.findings]
-        words = {HANG: "will hang or fail", WRONG: "will be wrong", SLOW: "will be slow", NOTE: "to note"}
-        counts = [f"{severities.count(each)} {text}" for each, text in words.items() if each in severities]
+        counts = [f"{severities.count(each)} {text}" for each, text in WORDS.items() if each in severities]
         if self.exit_code:
             return f"Found: {', '.join(counts)}."
         return "; ".join(["Nothing was found that would hang, falsify or slow this run", *counts]) + "."

@@ -486,18 +486,15 @@ def disk_full(facts: Disk) -> Iterator[Problem]:
         yield Problem(HANG, found, "df -h  # then: lockstep train TASK.py --checkpoint DIR")
 
 
-# Variables, with the values that cost something.
+# Variables, with the value that costs something.
 _DEBUG_SWITCHES = {
-    "CUDA_LAUNCH_BLOCKING": ("1",),
-    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL",),
-    "NCCL_P2P_DISABLE": ("1",),
-    "NCCL_SHM_DISABLE": ("1",),
-    "NCCL_IB_DISABLE": ("1",),
-    "NCCL_DEBUG": ("TRACE",),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1",),
-    "MALLOC_CHECK_": ("1", "2", "3"),
-    "PYTHONMALLOC": ("debug", "malloc_debug"),
-    "PYTHONDEVMODE": ("1",),
+    "CUDA_LAUNCH_BLOCKING": "1",
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_DEBUG": "TRACE",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
 }
 
 
@@ -514,12 +511,11 @@ def debug_switch(facts: Switches) -> Iterator[Problem]:
 
     ``CUDA_LAUNCH_BLOCKING`` (the CPU waits for every kernel), ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` (every collective is
     preceded by another), ``NCCL_P2P_DISABLE``, ``NCCL_SHM_DISABLE``, ``NCCL_IB_DISABLE`` (slower ways between GPUs),
-    ``NCCL_DEBUG=TRACE``, ``PYTORCH_NO_CUDA_MEMORY_CACHING`` (every tensor is allocated by the driver),
-    ``MALLOC_CHECK_``, ``PYTHONMALLOC``, ``PYTHONDEVMODE`` (the heap is checked at every call).
+    ``NCCL_DEBUG=TRACE``, ``PYTORCH_NO_CUDA_MEMORY_CACHING`` (every tensor is allocated by the driver).
 
     Cost: Each makes every step slower, some of them several times.
     Fix: Unset it, unless a fault is being searched for right now.
     """
     for name, costly in _DEBUG_SWITCHES.items():
-        if (value := facts.environ.get(name)) in costly:
-            yield Problem(SLOW, f"{name}={value} is set.", f"unset {name}")
+        if facts.environ.get(name) == costly:
+            yield Problem(SLOW, f"{name}={costly} is set.", f"unset {name}")

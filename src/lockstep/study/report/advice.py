@@ -166,11 +166,6 @@ def _too_small(facts: Facts) -> Advice | None:
     return Advice(cause, "one device (--devices 1), or a larger global batch,", facts.step_s / alone_s)
 
 
-def _is_too_small(facts: Facts) -> bool:
-    advice = _too_small(facts)
-    return advice is not None and advice.gain >= WORTH
-
-
 def _optimizer(facts: Facts) -> Advice | None:
     if facts.num_ranks < 2 or facts.strategy != "ddp":
         return None
@@ -185,15 +180,23 @@ def _optimizer(facts: Facts) -> Advice | None:
 
 def _larger_batch(facts: Facts) -> Advice | None:
     # What a step takes however many samples it has is then taken less often; the rest grows with the samples.
-    fixed_s = facts.critical.wire_s + facts.critical.optimizer_s + facts.critical.other_s
-    if fixed_s < _OVERHEAD * facts.step_s or facts.straggler is not None:
-        return None
-    if facts.num_ranks > 1 and not _is_too_small(facts):
-        return None  # what is not small accumulates
-    size = f" {_TIMES * facts.global_batch_size}" if facts.global_batch_size else ""
-    cause = f"{facts.share(fixed_s)} of the step does not depend on the number of samples"
-    change = f"a global batch {_TIMES} times as large (--global-batch-size{size})"
-    return Advice(cause, change, facts.gain((1 - 1 / _TIMES) * fixed_s), keeps_run=False)
+    critical, rarer, alone = facts.critical, 1 - 1 / _TIMES, _too_small(facts)
+    if facts.num_ranks > 1 and (alone is None or alone.gain < WORTH):
+        # Accumulated, it needs no more memory. Only the exchange is worth that; the update is then rarer, too.
+        if facts.gain(rarer * critical.wire_s) < WORTH:
+            return None
+        fixed_s, pieces = critical.wire_s + critical.optimizer_s, _TIMES * facts.accumulate
+        cause = f"Exposed communication is {facts.share(critical.wire_s)} of the step"
+        flags = f"--accumulate {pieces} with a global batch {_TIMES} times as large"
+        change = f"exchanging gradients once for {pieces} micro-batches ({flags})"
+    else:
+        fixed_s = critical.wire_s + critical.optimizer_s + critical.other_s
+        if fixed_s < _OVERHEAD * facts.step_s:
+            return None
+        size = f" {_TIMES * facts.global_batch_size}" if facts.global_batch_size else ""
+        cause = f"{facts.share(fixed_s)} of the step does not depend on the number of samples"
+        change = f"a global batch {_TIMES} times as large (--global-batch-size{size})"
+    return Advice(cause, change, facts.gain(rarer * fixed_s), keeps_run=False)
 
 
 def _pauses(facts: Facts) -> list[Advice]:
@@ -222,20 +225,7 @@ def _rounding(facts: Facts) -> Advice | None:
     return Advice(cause, "rounding gradients on their way (--wire bf16)", facts.gain(facts.critical.wire_s / 2))
 
 
-def _accumulation(facts: Facts) -> Advice | None:
-    wire_s, rarer = facts.critical.wire_s, 1 - 1 / _TIMES
-    if facts.num_ranks < 2 or _is_too_small(facts) or facts.gain(rarer * wire_s) < WORTH:
-        return None  # a rule for what is too small advises a larger batch already
-    pieces = _TIMES * facts.accumulate
-    cause = f"Exposed communication is {facts.share(wire_s)} of the step"
-    change = (
-        f"exchanging gradients once for {pieces} micro-batches (--accumulate {pieces} with a global batch {_TIMES} "
-        "times as large)"
-    )
-    return Advice(cause, change, facts.gain(rarer * (wire_s + facts.critical.optimizer_s)), keeps_run=False)
-
-
-_RULES = (_loading, _slow_rank, _rounding, _optimizer, _too_small, _accumulation, _larger_batch)
+_RULES = (_loading, _slow_rank, _rounding, _optimizer, _too_small, _larger_batch)
 
 
 # What the rules need to know, from what was recorded of a run.
