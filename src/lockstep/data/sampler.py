@@ -78,7 +78,11 @@ class DistributedSampler(Sampler[_Index]):
         if self._is_epoch_begun:
             self._epoch += 1
         self._is_epoch_begun = True
-        indices = self._order()
+        indices = list(range(len(self.dataset)))  # type: ignore[arg-type]  # torch's Dataset declares no length
+        if self.shuffle:
+            # The generator and its seed are torch's, so that a script that swaps the sampler trains on the same order.
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            indices = torch.randperm(len(indices), generator=generator).tolist()
         missing = self.total_size - len(indices)
         if missing > 0:
             indices += (indices * math.ceil(missing / len(indices)))[:missing]
@@ -101,13 +105,3 @@ class DistributedSampler(Sampler[_Index]):
     def epoch(self, epoch: int) -> None:
         self._epoch = epoch
         self._is_epoch_begun = False
-
-    def _order(self) -> list[int]:
-        """Return the indices of all ranks in the order of this epoch."""
-        size: int = len(self.dataset)  # type: ignore[arg-type]
-        if not self.shuffle:
-            return list(range(size))
-        # The generator and its seed are torch's, so that a script that swaps the sampler trains on the same order.
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order: list[int] = torch.randperm(size, generator=generator).tolist()
-        return order

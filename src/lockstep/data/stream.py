@@ -146,9 +146,6 @@ _STREAM = 6
 
 _INEXACT = "does not lead back to the same samples, as with a shuffle buffer"
 
-# What is no checksum.
-_NOTHING = ""
-
 
 @runtime_checkable
 class Stateful(Protocol):
@@ -275,7 +272,7 @@ class StreamReader:
         try:
             return checksum(self._read(self._begin(stream, step, pickle.loads(pickled)), step))
         except Exception:  # what the stream itself raises will come up when it is read
-            return _NOTHING
+            return ""  # which is no checksum, so the state counts as inexact
 
     def _begin(self, stream: Iterable[Any], step: int, state: dict[str, Any] | None) -> Iterator[Any]:
         if isinstance(stream, HasEpochs):

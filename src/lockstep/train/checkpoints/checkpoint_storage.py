@@ -18,11 +18,9 @@ import json
 import math
 import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -356,15 +354,6 @@ def _reading(path: Path) -> Iterator[None]:
         raise _damaged(path, f"cannot be read: {why}") from error
 
 
-def _open(path: Path) -> BufferedReader:
-    """Open a file: no link out of the folder, and no pipe that somebody fills."""
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise _damaged(path, "is not a file")
-    return file
-
-
 def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=32).hexdigest()
 
@@ -376,7 +365,7 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: There is no manifest, or it is damaged, or of another version.
     """
     path = folder / MANIFEST
-    with _reading(path), _open(path) as file:
+    with _reading(path), path.open("rb") as file:
         digest, _, body = file.read(_MAX_MANIFEST_BYTES).partition(b"\n")
         if digest != _digest(body.removesuffix(b"\n")).encode():
             raise _damaged(path, "does not match its checksum")
@@ -400,7 +389,7 @@ def verify_files(folder: Path, manifest: Manifest, *, rank: int = 0, world_size:
     for number, (name, entry) in enumerate(manifest.entries.items()):
         if number % world_size == rank or name == _STATE:
             path = folder / entry["file"]
-            with _reading(path), _open(path) as file:
+            with _reading(path), path.open("rb") as file:
                 num_bytes = os.fstat(file.fileno()).st_size
                 if num_bytes != entry["bytes"]:
                     raise _damaged(path, f"has {num_bytes} bytes, not {entry['bytes']}")
