@@ -217,7 +217,8 @@ def test_a_script_that_knows_nothing_of_it_is_recorded_and_computes_the_same_bit
                 if name == "watched.pt":
                     monitor.attach(str(tmp_path / "runs"))
                 exec(compile(source, "train.py", "exec"), {"__name__": "__main__"})
-            monitor._attached.pop().stop()
+            monitor._attached.stop()
+            monitor._attached = None
         finally:
             sys.argv = argv
             for name in environment:

@@ -135,11 +135,12 @@ def test_a_killed_rank_is_named_and_not_the_one_that_noticed(script):
     report = done.err[done.err.index("lockstep: Rank") :].splitlines()
     assert report[0].startswith("lockstep: Rank 1 was killed by SIGKILL (signal 9): ")
     assert report[2].startswith("Last seen ") and report[2].endswith(f"on {socket.gethostname()}.")
-    assert re.fullmatch(r"Memory, as last seen: rank 1 \S+ .iB .* of \S+ GiB were free\.", report[3])
-    assert report[4] == ""
+    assert re.match(r"rank 1: \S+ .iB on the host \(at most ", report[5])
+    assert re.fullmatch(r"At the worst, \S+ GiB of the host's \S+ GiB were free\.", report[6])
+    assert report[7] == ""
     noticed = rf"ConnectionResetError: Connection reset by peer \({path}:4\)"
-    assert re.fullmatch(rf"rank 0: ({noticed}|stopped by the launcher)", report[5])
-    assert (len(report), done.code) == (6, 1)
+    assert re.fullmatch(rf"rank 0: ({noticed}|stopped by the launcher)", report[8])
+    assert (len(report), done.code) == (9, 1)
 
 
 def test_a_crash_in_native_code_shows_the_python_stack(script):

@@ -64,12 +64,9 @@ def feed(sink, *snapshots):
 
 def counted(*snapshots):
     """Yield the snapshots with the counts of all events so far, as the aggregator has them."""
-    counts, seconds, evaluation = Counter(), Counter(), {}
+    counts, evaluation = Counter(), {}
     for each in snapshots:
         for event in each.events:
             counts[event.event] += 1
-            if event.seconds is not None:
-                seconds[event.event] += event.seconds
             evaluation = event.metrics or evaluation
-        totals = {"event_counts": dict(counts), "event_seconds": dict(seconds), "evaluation": evaluation}
-        yield replace(each, **totals)
+        yield replace(each, event_counts=dict(counts), evaluation=evaluation)

@@ -16,7 +16,6 @@ from lockstep import activity
 from lockstep.telemetry import watchdog as module
 from lockstep.telemetry.heartbeat import (
     STACKS_SIGNAL_OFFSET,
-    Call,
     Heartbeat,
     awaited,
     read_heartbeat,
@@ -207,5 +206,5 @@ def test_a_stopped_loader_process_does_not_keep_a_rank_from_ending(tmp_path):
 @pytest.mark.parametrize(("num_over", "expected"), [(0, "3 elements"), (1, "2 elements"), (3, "3 elements")])
 def test_what_a_rank_waits_in_is_the_first_collective_that_is_not_over(num_over, expected):
     """Gloo's record does not say which are over: then it is the last."""
-    calls = [Call("all_reduce", numel, numel <= num_over) for numel in (1, 2, 3)]
+    calls = [(f"all_reduce of {numel} elements", numel <= num_over) for numel in (1, 2, 3)]
     assert (awaited([]), awaited(calls)) == ("", f"all_reduce of {expected}")

@@ -9,14 +9,14 @@ import pytest
 from lockstep.telemetry.aggregator import (
     Aggregator,
     RankMetrics,
-    RunConstants,
     SinkThread,
     decode,
     with_waits,
 )
 from lockstep.telemetry.live_view import duration, line, milliseconds, summary
 from lockstep.telemetry.metrics import EventFigures, RankFigures, Snapshot, SnapshotSink, Spread
-from lockstep.telemetry.run_record import Number, PeriodicThread, RecordedStep, StepSeconds
+from lockstep.telemetry.recorder import StepRecorder
+from lockstep.telemetry.run_record import Number, RecordedStep, StepSeconds
 
 STEP = StepSeconds(0.012, 0.001, 0.003, 0.005, 0.001, exposed_s=0.002)
 
@@ -112,7 +112,7 @@ def test_a_rank_that_knows_nothing_of_waiting_says_so():
 def test_a_snapshot_of_all_ranks():
     other = ranks(0.010, 0.014)[1]
     mine, board, kept = figures(), Notes({1: [3, asdict(other)]}), Kept()
-    aggregator = Aggregator(mine, board, RunConstants(20, steps_per_epoch=4, num_skipped=lambda: 2), world_size=2)
+    aggregator = Aggregator(mine, board, Snapshot(num_steps=20), steps_per_epoch=4, num_skipped=lambda: 2)
     aggregator.deliveries.append(kept)
     mine.add_event(event(event="checkpoint", seconds=0.1, text="kept"))
     mine.add_step(step(0, interval_s=0.02, samples=8, loss=0.25, learning_rate=0.1, grad_norm=1.5), STEP)
@@ -134,7 +134,7 @@ def test_a_snapshot_of_all_ranks():
 
 def test_other_ranks_only_post():
     board, mine = Notes(), figures(rank=1)
-    aggregator = Aggregator(mine, board, RunConstants(20), world_size=2)
+    aggregator = Aggregator(mine, board, Snapshot(num_steps=20))
     mine.add_step(step(0, interval_s=0.02, samples=8), STEP)
     aggregator.beat()
     aggregator.beat()
@@ -146,13 +146,15 @@ def test_other_ranks_only_post():
 def test_a_watch_that_fails_says_so_once_and_ends(capsys):
     calls = []
 
-    def beat():
+    def beat(**_):
         calls.append(1)
         raise KeyError("gone")
 
-    beats = PeriodicThread(beat, period_s=0.01)
-    beats._thread.join(10.0)
-    assert beats.stop() and len(calls) == 1
+    recorder = StepRecorder(None, sample=dict)
+    recorder.start(beat, period_s=0.01)
+    recorder._thread.join(10.0)
+    recorder.finish(waits=True)
+    assert len(calls) == 1
     assert capsys.readouterr().err == "lockstep: this run is not watched any more: KeyError: 'gone'\n"
 
 
@@ -233,7 +235,7 @@ def test_progress_in_one_line():
 
 @pytest.mark.parametrize(
     ("seconds", "short", "long"),
-    [(0.00042, "0.42 ms", "0 s"), (0.0123, "12.3 ms", "0 s"), (0.4, "400 ms", "0 s"), (7325, "7325.0 s", "2:02 h")],
+    [(0.00042, "0.42 ms", "0 s"), (0.0123, "12.3 ms", "0 s"), (0.4, "400 ms", "0 s"), (7325, "7325.00 s", "2:02 h")],
 )
 def test_times(seconds, short, long):
     assert (milliseconds(seconds), duration(seconds)) == (short, long)
@@ -255,7 +257,7 @@ def test_a_wrong_note_stops_nothing(wrong):
     _, one, two = ranks(0.010, 0.014, 0.012)
     kept = Kept()
     notes = Notes({1: wrong([3, asdict(one)]), 2: [3, asdict(two)]})
-    aggregator = Aggregator(figures(), notes, RunConstants(20), world_size=3)
+    aggregator = Aggregator(figures(), notes, Snapshot(num_steps=20))
     aggregator.deliveries.append(kept)
     aggregator.beat()
     assert [[each.rank for each in snapshot.ranks] for snapshot in kept.snapshots] == [[0, 2]]

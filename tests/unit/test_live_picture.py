@@ -46,7 +46,7 @@ def texts(*arguments, **room):
 def test_all_there_is_to_see():
     shown = texts(snapshot(0.010, 0.019, num_skipped_steps=2), [EVENT])
     assert shown[0].startswith("step 250/1,000 ━━━━") and shown[0].endswith("  25%  1:15 min left")
-    assert shown[1] == "loss 0.2500  12,346 samples/s  lr 0.001  grad norm 2.5  epoch 1.5  skipped 2"
+    assert shown[1] == "loss 0.2500  12,346 samples/s  lr 0.001  grad norm 2.5  skipped 2"
     assert shown[2].startswith(" 20.0 ms a step DDDDDDDD")
     assert shown[3] == "  D data wait 10%  F forward 26%  B backward 26%  X exchange 5%  W waiting for ranks 22%  "
     assert shown[4] == "  O optimizer 10%  "

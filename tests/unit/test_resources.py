@@ -1,6 +1,7 @@
 """Figures of memory and shared memory, and who was told what elsewhere."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,7 +24,8 @@ def machine(tmp_path, monkeypatch):
     def say(*, kills, free_gib, limit, used_gib=0, pages=0):
         (proc / "vmstat").write_text(f"pgfault 9\noom_kill {kills}\n")
         (groups / "job/memory.events").write_text(f"oom 0\noom_kill {kills}\n")
-        (proc / "meminfo").write_text(f"MemTotal: {16 * 2**20} kB\nMemAvailable: {free_gib * 2**20} kB\n")
+        memory = SimpleNamespace(total=16 * GIB, available=free_gib * GIB)
+        monkeypatch.setattr(resources.psutil, "virtual_memory", lambda: memory)
         (groups / "job/memory.max").write_text(f"{limit}\n")
         (groups / "job/memory.current").write_text(f"{used_gib * GIB}\n")
         (proc / str(os.getpid())).mkdir(exist_ok=True)
@@ -36,13 +38,13 @@ def test_figures_of_memory(machine):
     pages = GIB // os.sysconf("SC_PAGE_SIZE")
     machine(kills=3, free_gib=9, limit="max", pages=2 * pages)
     found = Resources()
-    assert found.of_memory(1) == ""
     found.update({1: os.getpid()})
     machine(kills=3, free_gib=4, limit="max", pages=pages)
     found.update({1: os.getpid()})
-    assert found.of_memory(1) == (
-        "Memory, as last seen: rank 1 1.0 GiB (at most 2.0 GiB), all ranks of this machine 1.0 GiB; "
-        "at the worst, 4.0 GiB of 16.0 GiB were free."
+    assert found.of_each() == (
+        "Memory of the ranks of this machine, as last seen:\n"
+        "rank 1: 1.0 GiB on the host (at most 2.0 GiB)\n"
+        "At the worst, 4.0 GiB of the host's 16.0 GiB were free."
     )
     assert found.was_short_of_memory() is False
     machine(kills=4, free_gib=4, limit="max")
@@ -68,7 +70,7 @@ def test_the_limit_of_a_container_counts(machine):
     machine(kills=0, free_gib=9, limit=4 * GIB, used_gib=3, pages=1)
     found = Resources()
     found.update({0: os.getpid()})
-    assert found.of_memory(0).endswith("at the worst, 1.0 GiB of 4.0 GiB were free.")
+    assert found.of_each().endswith("At the worst, 1.0 GiB of the host's 4.0 GiB were free.")
 
 
 def test_shared_memory(tmp_path, monkeypatch):

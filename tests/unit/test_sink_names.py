@@ -61,7 +61,6 @@ FROZEN = {
     "rank/gpu_temperature_c": "lockstep_rank_gpu_temperature_celsius",
     "eval/{metric}": "lockstep_eval",
     "events/{event}": "lockstep_events_total",
-    "events/{event}_s": "lockstep_event_pause_seconds_total",
 }
 OWN = ("lockstep_run_info", "lockstep_rank_info", "lockstep_updated_timestamp_seconds")
 """Of Prometheus alone."""
@@ -109,8 +108,7 @@ def test_the_dashboard_and_the_alerts_name_what_there_is():
 
 
 def test_scalars_are_what_the_snapshot_says():
-    events = {"event_counts": {"checkpoint": 2, "remark": 1}, "event_seconds": {"checkpoint": 0.75}}
-    found = scalars(snapshot(9, **events))
+    found = scalars(snapshot(9, event_counts={"checkpoint": 2, "remark": 1}))
     expected = {
         "train/step": 9,
         "train/num_steps": 100,
@@ -130,13 +128,12 @@ def test_scalars_are_what_the_snapshot_says():
         "rank/own_s_max_rank": 1,
         "rank/cpu_percent_max": 150,
         "events/checkpoint": 2,
-        "events/checkpoint_s": 0.75,
         "events/remark": 1,
     }
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     assert all(type(value) is float for value in found.values())
     # What is not known is not there.
-    assert not {"train/epoch", "train/grad_norm", "rank/gpu_percent_max", "events/remark_s"} & set(found)
+    assert not {"train/epoch", "train/grad_norm", "rank/gpu_percent_max"} & set(found)
 
 
 def test_a_step_of_which_nothing_is_known_has_no_shares():

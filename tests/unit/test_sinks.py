@@ -32,7 +32,6 @@ def test_tensorboard_reads_what_was_written_and_steps_done_again_but_once(tmp_pa
     assert "run/text_summary" in tags["tensors"] and "events/evaluation/text_summary" in tags["tensors"]
     text = found.Tensors("run/text_summary")[0].tensor_proto.string_val[0].decode()
     assert text.startswith("| digits | |\n|---|---|\n| strategy | ddp |\n| seed | 3 |")
-    assert {"_hparams_/experiment", "_hparams_/session_start_info"} <= set(found.PluginTagToContent("hparams"))
     # A run that begins anew in the same folder hides what was before.
     feed(TensorBoard(f"{tmp_path}/run", facts()), snapshot(3))
     found = EventAccumulator(str(tmp_path / "run"))
@@ -71,7 +70,6 @@ def test_prometheus_reads_the_last_snapshot_until_the_port_is_given_back():
         'lockstep_rank_cpu_cores{rank="0"}': "1.5",
         'lockstep_eval{metric="loss"}': "0.25",
         'lockstep_events_total{event="checkpoint"}': "2.0",
-        'lockstep_event_pause_seconds_total{event="checkpoint"}': "0.75",
         "lockstep_updated_timestamp_seconds": "1.000000009e+09",
     }.items() <= found.items()
     assert not [name for name in found if "gpu" in name or "gradient_norm" in name]

@@ -170,7 +170,10 @@ def test_a_sample_of_this_process():
 
 
 def test_what_lies_outside_of_the_job():
-    assert waits_outside([("/lib/socket.py", 1, "readinto"), ("/x/a.py", 2, "get")]) == "an answer from the network"
+    assert (
+        waits_outside([("/lib/socket.py", 1, "readinto"), ("/x/a.py", 2, "get")])
+        == "it waits for an answer from the network"
+    )
     assert waits_outside([("/x/a.py", 2, "get")]) == ""
 
 

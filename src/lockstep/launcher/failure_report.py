@@ -150,7 +150,7 @@ def _with_signs(known: RankExit, folder: Path, resources: Resources) -> RankExit
     facts, was_short = "", None
     if number == signal.SIGKILL:
         was_short = resources.was_short_of_memory()
-        facts = resources.of_each() if was_short else resources.of_memory(known.rank)
+        facts = resources.of_each()
     elif number == signal.SIGBUS:
         facts = resources.of_shm()
     heartbeat = read_heartbeat(folder, known.rank)

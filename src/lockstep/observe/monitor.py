@@ -39,12 +39,13 @@ _NUM_STEPS = 3
 # A program that calls modules and never trains is not to be slowed down for ever.
 _MOST_CALLS = 20_000
 
-_attached: list[Attached] = []
+_attached: Attached | None = None
 
 
-def attach(attached_folder: str) -> None:
+def attach(folder: str) -> None:
     """Have this process recorded into ``folder`` as soon as it trains; called before the script is."""
-    _attached.append(Attached(Path(attached_folder)))
+    global _attached
+    _attached = Attached(Path(folder))
 
 
 class Attached:
@@ -318,23 +319,24 @@ def monitor(
             )
     if isinstance(first_step, bool) or not isinstance(first_step, int) or first_step < 0:
         raise ConfigurationError(f"first_step is {first_step!r}.\nGive the number of steps done before, 0 or more.")
-    for attached in _attached:
-        attached.stop()
-    name = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else ""
-    default = _attached[-1].folder if _attached else Path("runs") / (name or "script")
-    if _last and not _last[-1].is_closed:
+    folder = Path("runs") / (Path(sys.argv[0]).stem or "script")
+    if _attached is not None:
+        _attached.stop()
+        folder = _attached.folder
+    if run_dir is not None:
+        folder = Path(run_dir)
+    global _last
+    if _last is not None and not _last.is_closed:
         raise ConfigurationError(
-            f"This process is monitored already, into {_last[-1].run_dir}.\n"
+            f"This process is monitored already, into {_last.run_dir}.\n"
             "Call close() on what monitor() has returned, or give all models and optimizers at once."
         )
-    folder, place = default if run_dir is None else Path(run_dir), find_place()
-    _last[:] = [
-        Observation(models, optimizers or None, loaders or None, run_dir=folder, place=place, first_step=first_step)
-    ]
-    return Watch(_last[-1])
+    place = find_place()
+    _last = Observation(models, optimizers or None, loaders or None, run_dir=folder, place=place, first_step=first_step)
+    return Watch(_last)
 
 
-_last: list[Observation] = []
+_last: Observation | None = None
 
 
 def _listed(value: Any, kind: type, name: str, otherwise: str) -> list[Any]:

@@ -302,7 +302,6 @@ class Observation:
         num_done = self.steps.num_done
         self._event("end" if text is None else "error", text or f"{num_done} steps done", num_done)
         self._recorder.finish(waits=text is None)
-        self._recorder.close()
         known: dict[str, Any] = {"num_steps": num_done}
         if self._sizes:
             known["global_batch_size"] = self._sizes.most_common(1)[0][0] * self._place.num_ranks

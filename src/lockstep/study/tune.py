@@ -518,7 +518,7 @@ def _usable_bytes(num_devices: int, *, on_cuda: bool) -> int:
     """Return how much memory all processes may use together, or one GPU."""
     if on_cuda:
         return int(_USABLE * min(torch.cuda.get_device_properties(one).total_memory for one in range(num_devices)))
-    return int(_USABLE * (free_and_total_bytes()[0] or psutil.virtual_memory().available))
+    return int(_USABLE * free_and_total_bytes()[0])
 
 
 @dataclass

@@ -4,7 +4,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -14,23 +14,26 @@ from lockstep.telemetry.run_record import MACHINE_FIGURES, RecordedStep, StepSec
 
 # --- what one rank measures -------------------------------------------------------------------------------------------
 
-_RANK_FIELDS = tuple(each.name for each in fields(RankFigures))
-
 
 class Sums:
-    """Sums of what steps took; each part over the steps that knew it."""
+    """Sums of steps; each part over the steps that knew it."""
 
     def __init__(self) -> None:
-        self.num_steps = 0
-        self.slowest_s = 0.0
+        self.num_steps = self.num_samples = self.num_counted_samples = 0
+        self.slowest_s = self.seconds = self.num_counted = 0.0
         self._sums = dict.fromkeys(StepSeconds._fields, 0.0)
         self._counts = dict.fromkeys(StepSeconds._fields, 0)
 
-    def add(self, took: StepSeconds) -> None:
+    def add(self, step: RecordedStep, took: StepSeconds) -> None:
         """Add a step."""
         self.num_steps += 1
+        self.num_samples += step.samples
+        if step.counted is not None:
+            self.num_counted += float(step.counted)
+            self.num_counted_samples += step.samples
+        self.seconds += took.total_s if step.interval_s is None else step.interval_s
         self.slowest_s = max(self.slowest_s, took.total_s)
-        for name, value in zip(StepSeconds._fields, took, strict=True):
+        for name, value in took._asdict().items():
             if value is not None:
                 self._sums[name] += value
                 self._counts[name] += 1
@@ -42,17 +45,15 @@ class Sums:
         means = {name: self._sums[name] / count if count else None for name, count in self._counts.items()}
         return {"step_s": means.pop("total_s"), "slowest_s": self.slowest_s, **means}
 
-
-@dataclass
-class _SinceRead:
-    """What rank zero's own steps add to a snapshot, since the snapshot before."""
-
-    sums: Sums = field(default_factory=Sums)
-    num_samples: int = 0
-    num_counted: float = 0.0
-    num_counted_samples: int = 0
-    seconds: float = 0.0
-    events: list[EventFigures] = field(default_factory=list)
+    def rates(self) -> dict[str, float]:
+        """Return the rates by the names of `Snapshot`; empty if there was no step."""
+        if not (self.seconds and self.num_samples):
+            return {}
+        rates = {"samples_per_s": self.num_samples / self.seconds}
+        # The loss of not every step is copied from the device: the others count as the known ones do.
+        if self.num_counted_samples:
+            rates["tokens_per_s"] = self.num_counted / self.num_counted_samples * rates["samples_per_s"]
+        return rates
 
 
 class RankMetrics:
@@ -69,8 +70,9 @@ class RankMetrics:
         self.rank = rank
         self.num_done = first_step
         self._who: dict[str, Any] = {"rank": rank, "host": host, "device": device}
-        self._new = _SinceRead()
-        self._whole, self._first = Sums(), Sums()
+        # Since the figures were read before; and over all steps but the first.
+        self._new, self._whole, self._num_steps = Sums(), Sums(), 0
+        self._events: list[EventFigures] = []
         self._means: dict[str, Any] = {}
         self._machine: dict[str, Any] = {}
         self._last: dict[str, float | None] = {}
@@ -78,23 +80,18 @@ class RankMetrics:
     def add_step(self, step: RecordedStep, took: StepSeconds) -> None:
         """Take a step of this rank."""
         self.num_done = step.number + 1
-        if self._first.num_steps and not self._whole.num_steps:
-            self._new.sums = Sums()  # the first step allocates and compiles: those that follow take another time
-        (self._whole if self._first.num_steps else self._first).add(took)
-        new = self._new
-        new.sums.add(took)
-        new.seconds += took.total_s if step.interval_s is None else step.interval_s
-        new.num_samples += step.samples
-        if step.counted is not None:
-            new.num_counted += float(step.counted)
-            new.num_counted_samples += step.samples
+        self._num_steps += 1
+        if self._num_steps == 2:  # the first allocates and compiles: it counts until there is another
+            self._whole, self._new = Sums(), Sums()
+        self._whole.add(step, took)
+        self._new.add(step, took)
         if (loss := step.loss) is not None:
             norm = None if step.grad_norm is None else float(step.grad_norm)
             self._last |= {"loss": loss, "learning_rate": step.learning_rate, "grad_norm": norm}
 
     def add_event(self, line: Mapping[str, Any]) -> None:
         """Take a line of kind ``event``; ``metrics`` may be in it."""
-        self._new.events.append(EventFigures(**{name: line[name] for name in line if name != "kind"}))
+        self._events.append(EventFigures(**{name: line[name] for name in line if name != "kind"}))
 
     def machine(self, line: Mapping[str, Any]) -> None:
         """Take a line of kind ``machine``."""
@@ -102,23 +99,17 @@ class RankMetrics:
 
     def read(self) -> tuple[RankFigures, dict[str, Any]]:
         """Return the figures since they were read before, and what they add to a `Snapshot`, by its names."""
-        new, self._new = self._new, _SinceRead()
+        new, self._new = self._new, Sums()
+        events, self._events = self._events, []
         # A rank that evaluates or saves keeps the times and rates of its last steps, with 0 as their number.
-        self._means = new.sums.means() or self._means
-        figures = RankFigures(
-            **self._who, step=self.num_done, num_steps=new.sums.num_steps, **self._means, **self._machine
-        )
-        if new.seconds and new.num_samples:
-            self._last["samples_per_s"] = rate = new.num_samples / new.seconds
-            # The loss of not every step is copied from the device: the others count as the known ones do.
-            if new.num_counted_samples:
-                self._last["tokens_per_s"] = new.num_counted / new.num_counted_samples * rate
-        return figures, {**self._last, "events": tuple(new.events)}
+        self._means = new.means() or self._means
+        self._last |= new.rates()
+        figures = RankFigures(**self._who, step=self.num_done, num_steps=new.num_steps, **self._means, **self._machine)
+        return figures, {**self._last, "events": tuple(events)}
 
     def whole_run(self) -> RankFigures:
         """Return the means over all steps but the first; over that if there is no other."""
-        sums = self._whole if self._whole.num_steps else self._first
-        return RankFigures(**self._who, step=self.num_done, num_steps=sums.num_steps, **sums.means())
+        return RankFigures(**self._who, step=self.num_done, num_steps=self._whole.num_steps, **self._whole.means())
 
 
 def decode(note: Mapping[str, Any]) -> RankFigures:
@@ -129,8 +120,7 @@ def decode(note: Mapping[str, Any]) -> RankFigures:
     """
     figures = RankFigures(**note)
     # A text where a number belongs would fail much later, in the thread that draws the live view.
-    for name in _RANK_FIELDS:
-        value = getattr(figures, name)
+    for name, value in asdict(figures).items():
         kind = str if name in ("host", "device") else int if name in ("rank", "step", "num_steps") else int | float
         if not (isinstance(value, kind) or (value is None and kind is not int)):
             raise TypeError(f"{name} is {value!r}")
@@ -201,47 +191,36 @@ class SinkThread:
 # --- one snapshot of all ranks ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RunConstants:
-    """What stays the same in a run.
-
-    Attributes:
-        num_steps: Of the whole run.
-        first_step: Steps done before.
-        num_restarts: How often all ranks were started again.
-        steps_per_epoch: None for a stream.
-        num_skipped: Returns how many steps were skipped so far.
-        counts: What the task calls that which its loss counts.
-    """
-
-    num_steps: int
-    first_step: int = 0
-    num_restarts: int = 0
-    steps_per_epoch: int | None = None
-    num_skipped: Callable[[], int] = lambda: 0
-    counts: str = "tokens"
-
-
 class Aggregator:
     """Posts this rank's figures; on rank zero, gathers those of all and hands a snapshot to each of ``deliveries``.
 
     Args:
         figures: Of this rank.
         keys: Where ranks post theirs.
-        run: What does not change.
-        world_size: How many ranks there are.
+        run: Has what stays the same from snapshot to snapshot.
+        steps_per_epoch: None for a stream.
+        num_skipped: Returns how many steps were skipped so far.
     """
 
-    def __init__(self, figures: RankMetrics, keys: StatusKeys, run: RunConstants, *, world_size: int) -> None:
-        self._figures, self._keys, self._run, self._world_size = figures, keys, run, world_size
+    def __init__(
+        self,
+        figures: RankMetrics,
+        keys: StatusKeys,
+        run: Snapshot,
+        *,
+        steps_per_epoch: int | None = None,
+        num_skipped: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._figures, self._keys, self._run = figures, keys, run
+        self._steps_per_epoch, self._num_skipped = steps_per_epoch, num_skipped
         self.deliveries: list[SinkThread] = []
         self._num_posts = 0
         self._seen: dict[int, tuple[int, float]] = {}
         self._began_s = time.perf_counter()
         # Steps done when some were first seen done, and when that was: those before allocate and compile.
         self._first: tuple[int, float] | None = None
+        self._first_step = figures.num_done
         self._event_counts: Counter[str] = Counter()
-        self._event_seconds: Counter[str] = Counter()
         self._evaluation: Mapping[str, float] = {}
 
     def beat(self, *, is_last: bool = False) -> None:
@@ -255,23 +234,17 @@ class Aggregator:
             return  # a run that is recorded and not shown: its figures are in the file
         for event in of_run["events"]:
             self._event_counts[event.event] += 1
-            if event.seconds is not None:
-                self._event_seconds[event.event] += event.seconds
             self._evaluation = event.metrics or self._evaluation
-        snapshot = Snapshot(
+        snapshot = replace(
+            self._run,
             time=time.time(),
             step=figures.step,
-            num_steps=self._run.num_steps,
-            epoch=figures.step / self._run.steps_per_epoch if self._run.steps_per_epoch else None,
-            counts=self._run.counts,
-            num_restarts=self._run.num_restarts,
-            num_skipped_steps=self._run.num_skipped(),
+            epoch=figures.step / self._steps_per_epoch if self._steps_per_epoch else None,
+            num_skipped_steps=self._num_skipped(),
             elapsed_s=time.perf_counter() - self._began_s,
             left_s=self._left_s(figures.step),
             ranks=with_waits((figures, *self._others())),
-            world_size=self._world_size,
             event_counts=dict(self._event_counts),
-            event_seconds=dict(self._event_seconds),
             evaluation=self._evaluation,
             is_last=is_last,
             **of_run,
@@ -287,7 +260,7 @@ class Aggregator:
     def _left_s(self, step: int) -> float | None:
         """Return how long the run will take yet, pauses and all, at the pace since its first steps; None before."""
         now_s = time.perf_counter()
-        if self._first is None and step > self._run.first_step:
+        if self._first is None and step > self._first_step:
             self._first = step, now_s
         if self._first is None or step == self._first[0]:
             return None

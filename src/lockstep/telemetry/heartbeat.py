@@ -19,9 +19,10 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from lockstep import activity
 from lockstep.activity import name_of_bucket, one_line
@@ -97,8 +98,7 @@ class Heartbeat:
         self._recorded_call: str | None = None
         self._pid = os.getpid()
         self._writing = threading.Lock()
-        if hasattr(signal, "SIGRTMIN"):  # Linux
-            faulthandler.register(signal.SIGRTMIN + STACKS_SIGNAL_OFFSET, self._stacks, all_threads=True)
+        faulthandler.register(signal.SIGRTMIN + STACKS_SIGNAL_OFFSET, self._stacks, all_threads=True)
 
     def start(self) -> None:
         """Start the thread, which ends with the process."""
@@ -148,7 +148,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         measured_at, is_hooked, ends_children = 0.0, False, False
-        keepalive = _KeepAlive()
+        has_peers, known_groups = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1, set[int]()
         while True:
             time.sleep(_PERIOD_S)
             # What the program has not imported is not imported for it: that would change what it measures, and fails
@@ -159,7 +159,13 @@ class Heartbeat:
             if not ends_children and imported("multiprocessing.util"):
                 ends_children = True  # behind multiprocessing's own handler, so that it runs before that
                 atexit.register(end_stopped_children)
-            keepalive.check()
+            groups = {id(group) for group in _process_groups()} if has_peers else set[int]()
+            if groups - known_groups:
+                # A new process group has made connections to other machines: have the kernel probe them.
+                from lockstep.comm.network import set_keepalive
+
+                set_keepalive()
+            known_groups = groups
             if time.monotonic() - measured_at >= _MEMORY_PERIOD_S:
                 self._devices, measured_at = device_memory(), time.monotonic()
             self.write()
@@ -179,23 +185,6 @@ def end_stopped_children() -> None:
     for child in imported("multiprocessing").active_children():
         if child.daemon and process_state(child.pid)[0] in STOPPED:
             child.kill()
-
-
-class _KeepAlive:
-    """Has the kernel probe connections to other machines as soon as a new process group has made some."""
-
-    def __init__(self) -> None:
-        self._has_peers = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
-        self._groups: set[int] = set()
-
-    def check(self) -> None:
-        """Set keepalive on new connections, if there are other machines."""
-        groups = {id(group) for group in _process_groups()} if self._has_peers else set()
-        if groups - self._groups:
-            from lockstep.comm.network import set_keepalive
-
-            set_keepalive()
-        self._groups = groups
 
 
 def _process_groups() -> list[Any]:
@@ -227,11 +216,9 @@ def _handled_exception(ident: int) -> str:
 
 def _frames(frame: FrameType | None) -> list[tuple[str, int, str]]:
     """Return file, line and function of the innermost frames, innermost first."""
-    found: list[tuple[str, int, str]] = []
-    while frame is not None and len(found) < _NUM_FRAMES:
-        found.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
-        frame = frame.f_back
-    return found
+    # Without a frame it would walk this thread's own.
+    walked = () if frame is None else islice(traceback.walk_stack(frame), _NUM_FRAMES)
+    return [(each.f_code.co_filename, line or 0, each.f_code.co_name) for each, line in walked]
 
 
 def device_memory() -> list[str]:
@@ -253,12 +240,8 @@ def device_memory() -> list[str]:
 # --- torch's flight recorder ------------------------------------------------------------------------------------------
 
 
-class Call(NamedTuple):
-    """A collective that this process has called."""
-
-    name: str
-    numel: int
-    is_over: bool
+# What was called, such as ``all_reduce of 8 elements``, and whether it is over.
+Call = tuple[str, bool]
 
 
 def recorded_calls() -> list[Call]:
@@ -274,18 +257,17 @@ def recorded_calls() -> list[Call]:
 
 
 def _call(entry: dict[str, Any]) -> Call:
-    numel = sum(math.prod(size) for size in entry["input_sizes"])
-    is_over = bool(entry.get("retired")) or entry.get("state") == "completed"  # Gloo sets the one, NCCL both
-    return Call(entry["profiling_name"].rpartition(":")[2], numel, is_over)
+    name, numel = entry["profiling_name"].rpartition(":")[2], sum(math.prod(size) for size in entry["input_sizes"])
+    # Gloo sets the one, NCCL both.
+    return f"{name} of {numel} elements", bool(entry.get("retired")) or entry.get("state") == "completed"
 
 
 def awaited(calls: Sequence[Call]) -> str:
-    """Return the collective that holds up the others: the first of the last that are not over; empty without any.
+    """Return the collective that holds up the others: the first behind the last that is over; empty without any.
 
-    Where torch does not record which are over, it is the last.
+    Where torch does not record which are over, or all are, it is the last.
     """
-    place = len(calls) - 1
-    if any(call.is_over for call in calls):
-        while place > 0 and not calls[place].is_over and not calls[place - 1].is_over:
-            place -= 1
-    return f"{calls[place].name} of {calls[place].numel} elements" if calls else ""
+    if not calls:
+        return ""
+    ended = [place for place, (_, is_over) in enumerate(calls) if is_over]
+    return calls[min(ended[-1] + 1, len(calls) - 1) if ended else -1][0]

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lockstep.run_folder import TERMINAL, TerminalRegion, current_run_folder, erase_rows
 from lockstep.telemetry.metrics import EventFigures, RankFigures, Snapshot, SnapshotSink, shares
+from lockstep.telemetry.rank_state import format_bytes
 
 # --- in words: pure functions of the ranks' figures -------------------------------------------------------------------
 
@@ -99,8 +100,6 @@ def summary(snapshot: Snapshot) -> str | None:
 
 def milliseconds(seconds: float) -> str:
     """Return a short time with its unit."""
-    if seconds >= 10:
-        return f"{seconds:.1f} s"
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{1e3 * seconds:.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.{1 if seconds >= 0.001 else 2}f} ms"
@@ -114,11 +113,6 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}:{whole % 60:02d} min"
     return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
-
-
-def size(num_bytes: float) -> str:
-    """Return bytes as MiB or GiB."""
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
 
 
 # --- as lines for a terminal: pure functions of a snapshot and of the room there is ----------------------------------
@@ -176,11 +170,8 @@ def _metrics_line(snapshot: Snapshot) -> Text:
         words.append(f"lr {snapshot.learning_rate:.3g}")
     if snapshot.grad_norm is not None:
         words.append(f"grad norm {snapshot.grad_norm:.3g}")
-    if snapshot.epoch is not None:
-        words.append(f"epoch {snapshot.epoch:.1f}")
-    for count, name in ((snapshot.num_skipped_steps, "skipped"), (snapshot.num_restarts, "restarted")):
-        if count:
-            words.append(f"{name} {count}")
+    if snapshot.num_skipped_steps:
+        words.append(f"skipped {snapshot.num_skipped_steps}")
     return Text("  ".join(words) or "the first steps take longest")
 
 
@@ -234,13 +225,9 @@ def _rank(each: RankFigures, width: int, *, is_slowest: bool) -> Text:
     elif each.cpu_percent is not None:
         words.append(f"CPU {each.cpu_percent:3.0f}%")
     if each.memory_bytes is not None:
-        words.append(f"{size(each.memory_bytes)} (peak {size(each.memory_peak_bytes or 0)})")
+        words.append(f"{format_bytes(each.memory_bytes)} (peak {format_bytes(each.memory_peak_bytes or 0)})")
     elif each.rss_bytes is not None:
-        words.append(size(each.rss_bytes))
-    if each.gpu_temperature_c is not None:
-        words.append(f"{each.gpu_temperature_c:.0f} °C")
-    if each.gpu_power_w is not None:
-        words.append(f"{each.gpu_power_w:.0f} W")
+        words.append(format_bytes(each.rss_bytes))
     text.append("  ".join([*words, *["slowest"] * is_slowest]))
     if each.age_s > _STALE_S:
         text.append(f"  silent for {duration(each.age_s)}", style="bold")
@@ -328,7 +315,7 @@ class LauncherTerminalView(LiveView):
 
     @override
     def close(self) -> None:
-        if self._file.closed:
+        if self._file.closed:  # by the thread that draws; the run closes its display again, also after an error
             return
         with suppress(OSError):
             self._show([])
@@ -337,16 +324,11 @@ class LauncherTerminalView(LiveView):
 
     @override
     def _size(self) -> tuple[int, int]:
-        with suppress(OSError):
-            columns, rows = os.get_terminal_size(self._file.fileno())
-            if columns and rows:
-                return columns, rows
-        return 80, 25
+        columns, rows = os.get_terminal_size(self._file.fileno())
+        return columns or 80, rows or 25
 
     @override
     def _show(self, lines: Sequence[Text]) -> None:
-        if self._file.closed:
-            return
         with self._console.capture() as capture:
             for each in lines:
                 self._console.print(each, no_wrap=True, overflow="ignore", crop=False, highlight=False)

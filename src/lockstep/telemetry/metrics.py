@@ -43,16 +43,17 @@ class Metric:
         return self.name.replace(f"{{{self.label}}}", _UNUSUAL.sub("_", str(member)))
 
 
-def _metric(prometheus: str, meaning: str, *, default: Any = None, name: str = "", scale: float = 1.0) -> Any:
+def _metric(prometheus: str, meaning: str, default: Any = None, *, name: str = "", scale: float = 1.0) -> Any:
     """Return a field of a dataclass that is a metric as well, by its own name unless ``name`` is given."""
-    return field(default=default, metadata={"metric": (name, f"lockstep_{prometheus}", meaning, scale)})
+    return field(default=default, metadata={"metric": (name, prometheus, meaning, scale)})
 
 
 def _metrics_of(cls: type, prefix: str) -> Iterator[Metric]:
     for each in fields(cls):
         if "metric" in each.metadata:
             name, prometheus, meaning, scale = each.metadata["metric"]
-            yield Metric(prefix + (name or each.name), prometheus, meaning, attrgetter(each.name), scale)
+            name, prometheus = f"{prefix}/{name or each.name}", f"lockstep_{prefix}_{prometheus}"
+            yield Metric(name, prometheus, meaning, attrgetter(each.name), scale)
 
 
 # --- of one rank ------------------------------------------------------------------------------------------------------
@@ -84,48 +85,30 @@ class RankFigures:
     device: str | None = None
     step: int = 0
     num_steps: int = 0
-    age_s: float = _metric(
-        "rank_age_seconds", "how old the rank's figures are; much, if it stands still or is gone", default=0.0
-    )
-    step_s: float | None = _metric("rank_step_seconds", "a whole step")
-    slowest_s: float | None = _metric("rank_slowest_step_seconds", "the longest step since the figures before")
-    data_wait_s: float | None = _metric(
-        "rank_data_wait_seconds", "of a step: waiting for samples, and for their copy to the device"
-    )
-    copy_s: float | None = _metric("rank_copy_seconds", "of a step: copying samples to the device, beside other work")
-    forward_s: float | None = _metric("rank_forward_seconds", "of a step: model and loss")
-    backward_s: float | None = _metric(
-        "rank_backward_seconds", "of a step: backward, without exposed communication where that is known"
-    )
-    exposed_s: float | None = _metric(
-        "rank_exposed_seconds", "of a step: communication that nothing hid; wire and peers together"
-    )
+    age_s: float = _metric("age_seconds", "how old the figures are; much, if the rank stands still", 0.0)
+    step_s: float | None = _metric("step_seconds", "a whole step")
+    slowest_s: float | None = _metric("slowest_step_seconds", "the longest step since the figures before")
+    data_wait_s: float | None = _metric("data_wait_seconds", "of a step: waiting for samples and their copy")
+    copy_s: float | None = _metric("copy_seconds", "of a step: copying samples to the device")
+    forward_s: float | None = _metric("forward_seconds", "of a step: model and loss")
+    backward_s: float | None = _metric("backward_seconds", "of a step: backward without exposed communication")
+    exposed_s: float | None = _metric("exposed_seconds", "of a step: communication that nothing hid; wire and peers")
     # Not measured but compared: see `with_waits` in lockstep.telemetry.aggregator.
-    peers_s: float | None = _metric("rank_peers_seconds", "of a step: waiting for ranks that come later")
+    peers_s: float | None = _metric("peers_seconds", "of a step: waiting for ranks that come later")
     # Only of steps with a timeline, and of our DistributedDataParallel: others do not report when buckets travelled.
-    hidden_s: float | None = _metric("rank_hidden_seconds", "of a step: communication beside backward")
-    optimizer_s: float | None = _metric(
-        "rank_optimizer_seconds", "of a step: checking and clipping the gradient, and the update"
-    )
-    memory_bytes: int | None = _metric("rank_device_memory_bytes", "held by tensors on the rank's devices; not on CPUs")
-    memory_peak_bytes: int | None = _metric("rank_device_memory_peak_bytes", "the most that tensors held so far")
-    rss_bytes: int | None = _metric("rank_resident_memory_bytes", "resident memory of the rank's process")
-    workers_rss_bytes: int | None = _metric(
-        "rank_workers_resident_memory_bytes", "and of its loader processes together"
-    )
-    num_workers: int | None = _metric("rank_workers", "loader processes")
-    cpu_percent: float | None = _metric(
-        "rank_cpu_cores", "used by the process; percent of a core, in Prometheus cores", scale=0.01
-    )
-    workers_cpu_percent: float | None = _metric(
-        "rank_workers_cpu_cores", "likewise, by its loader processes together", scale=0.01
-    )
-    load: float | None = _metric("rank_host_load1", "of its machine, the mean over a minute")
-    gpu_percent: float | None = _metric(
-        "rank_gpu_utilization_ratio", "part of the time in which a kernel ran, as NVML says", scale=0.01
-    )
-    gpu_power_w: float | None = _metric("rank_gpu_power_watts", "power, as NVML says")
-    gpu_temperature_c: float | None = _metric("rank_gpu_temperature_celsius", "temperature, as NVML says")
+    hidden_s: float | None = _metric("hidden_seconds", "of a step: communication beside backward")
+    optimizer_s: float | None = _metric("optimizer_seconds", "of a step: checking, clipping and the update")
+    memory_bytes: int | None = _metric("device_memory_bytes", "held by tensors on the rank's devices; not on CPUs")
+    memory_peak_bytes: int | None = _metric("device_memory_peak_bytes", "the most that tensors held so far")
+    rss_bytes: int | None = _metric("resident_memory_bytes", "resident memory of the rank's process")
+    workers_rss_bytes: int | None = _metric("workers_resident_memory_bytes", "and of its loader processes together")
+    num_workers: int | None = _metric("workers", "loader processes")
+    cpu_percent: float | None = _metric("cpu_cores", "percent of a core, in Prometheus cores", scale=0.01)
+    workers_cpu_percent: float | None = _metric("workers_cpu_cores", "likewise, by its loader processes", scale=0.01)
+    load: float | None = _metric("host_load1", "of its machine, the mean over a minute")
+    gpu_percent: float | None = _metric("gpu_utilization_ratio", "part of the time in which a kernel ran", scale=0.01)
+    gpu_power_w: float | None = _metric("gpu_power_watts", "power, as NVML says")
+    gpu_temperature_c: float | None = _metric("gpu_temperature_celsius", "temperature, as NVML says")
 
     @property
     def wire_s(self) -> float | None:
@@ -140,19 +123,9 @@ class RankFigures:
 
 # Each rank has them: one for each in Prometheus, elsewhere the `Spread` over the ranks.
 RANK_METRICS = (
-    *_metrics_of(RankFigures, "rank/"),
-    Metric(
-        "rank/own_s",
-        "lockstep_rank_own_work_seconds",
-        "of a step: the rank's own work, without waiting for others",
-        attrgetter("own_s"),
-    ),
-    Metric(
-        "rank/wire_s",
-        "lockstep_rank_wire_seconds",
-        "of a step: waiting for gradients on their way",
-        attrgetter("wire_s"),
-    ),
+    *_metrics_of(RankFigures, "rank"),
+    Metric("rank/own_s", "lockstep_rank_own_work_seconds", "of a step: the rank's own work", attrgetter("own_s")),
+    Metric("rank/wire_s", "lockstep_rank_wire_seconds", "of a step: gradients on their way", attrgetter("wire_s")),
 )
 
 
@@ -207,39 +180,31 @@ class Snapshot:
         counts: What the task calls that which it counts, such as tokens.
         ranks: By rank; those that have reported something.
         events: New since the last snapshot.
-        event_counts, event_seconds: How many there were since this session began, and how long training stood still.
+        event_counts: How many there were of each kind since this session began.
         evaluation: What the last evaluation found.
         is_last: Whether the run is over.
     """
 
-    time: float
-    step: int = _metric("train_steps_total", "steps done", default=MISSING)
-    num_steps: int = _metric("train_planned_steps", "steps of the whole run", default=MISSING)
-    epoch: float | None = _metric("train_epoch", "passes over the data set so far; none for a stream")
-    loss: float | None = _metric("train_loss", "of the last step, the mean over its global batch")
-    learning_rate: float | None = _metric("train_learning_rate", "of the first parameter group")
-    grad_norm: float | None = _metric(
-        "train_gradient_norm", "of the whole gradient before clipping, where something needed it"
-    )
-    samples_per_s: float | None = _metric("train_samples_per_second", "samples trained on by all ranks together")
-    tokens_per_s: float | None = _metric("train_tokens_per_second", "likewise tokens, for a task that counts them")
-    elapsed_s: float = _metric("train_elapsed_seconds", "since the run began, or went on", default=0.0)
-    left_s: float | None = _metric("train_remaining_seconds", "until its end, at the pace so far")
-    world_size: int = _metric("train_ranks", "ranks of the run", default=1, name="ranks")
-    num_restarts: int = _metric(
-        "train_restarts_total", "how often all ranks were started again", default=0, name="restarts"
-    )
+    time: float = 0.0
+    step: int = _metric("steps_total", "steps done", 0)
+    num_steps: int = _metric("planned_steps", "steps of the whole run", MISSING)
+    epoch: float | None = _metric("epoch", "passes over the data set so far; none for a stream")
+    loss: float | None = _metric("loss", "of the last step, the mean over its global batch")
+    learning_rate: float | None = _metric("learning_rate", "of the first parameter group")
+    grad_norm: float | None = _metric("gradient_norm", "of the whole gradient before clipping, if known")
+    samples_per_s: float | None = _metric("samples_per_second", "samples trained on by all ranks together")
+    tokens_per_s: float | None = _metric("tokens_per_second", "likewise tokens, for a task that counts them")
+    elapsed_s: float = _metric("elapsed_seconds", "since the run began, or went on", 0.0)
+    left_s: float | None = _metric("remaining_seconds", "until its end, at the pace so far")
+    world_size: int = _metric("ranks", "ranks of the run", 1, name="ranks")
+    num_restarts: int = _metric("restarts_total", "how often all ranks were started again", 0, name="restarts")
     num_skipped_steps: int = _metric(
-        "train_skipped_steps_total",
-        "steps skipped or gone back from, as their gradient was not finite",
-        default=0,
-        name="skipped_steps",
+        "skipped_steps_total", "steps left out for a NaN or infinity", 0, name="skipped_steps"
     )
     counts: str = "tokens"
     ranks: tuple[RankFigures, ...] = ()
     events: tuple[EventFigures, ...] = ()
     event_counts: Mapping[str, int] = field(default_factory=dict)
-    event_seconds: Mapping[str, float] = field(default_factory=dict)
     evaluation: Mapping[str, float] = field(default_factory=dict)
     is_last: bool = False
 
@@ -265,44 +230,28 @@ class Snapshot:
 
 
 def _slowest_rank(snapshot: Snapshot) -> float | None:
-    spread = snapshot.spread("own_s")
-    return None if spread is None else spread.max_rank
+    return spread.max_rank if (spread := snapshot.spread("own_s")) is not None else None
 
 
 def _share(part: str) -> Metric:
     name, meaning = part.removesuffix("_s"), f"part of the step, over all ranks: {PARTS[part]}"
-    return Metric(
-        f"time/{name}_share", f"lockstep_time_{name}_ratio", meaning, lambda snapshot: shares(snapshot.ranks).get(part)
-    )
+    return Metric(f"time/{name}_share", f"lockstep_time_{name}_ratio", meaning, lambda run: shares(run.ranks).get(part))
 
 
 # Of the run as a whole.
 METRICS = (
-    *_metrics_of(Snapshot, "train/"),
+    *_metrics_of(Snapshot, "train"),
     Metric(
-        "time/step_s",
-        "lockstep_time_step_seconds",
-        "a step, the mean over the ranks",
-        lambda snapshot: snapshot.mean("step_s"),
+        "time/step_s", "lockstep_time_step_seconds", "a step, the mean over the ranks", lambda run: run.mean("step_s")
     ),
-    Metric(
-        "time/slowest_rank",
-        "lockstep_time_slowest_rank",
-        "the rank whose own work takes longest, for which the others wait",
-        _slowest_rank,
-    ),
+    Metric("time/slowest_rank", "lockstep_time_slowest_rank", "whose own work takes longest", _slowest_rank),
     *(_share(part) for part in PARTS),
 )
 
 EVALUATION = Metric("eval/{metric}", "lockstep_eval", "what the last evaluation found: the loss, and the task's own")
-EVENT_COUNT = Metric(
-    "events/{event}", "lockstep_events_total", "events since the run began, or went on; by the names of the record"
-)
-EVENT_SECONDS = Metric(
-    "events/{event}_s", "lockstep_event_pause_seconds_total", "how long training stood still for them, together"
-)
+EVENT_COUNT = Metric("events/{event}", "lockstep_events_total", "events since the run began, or went on")
 
-ALL_METRICS = (*METRICS, *RANK_METRICS, EVALUATION, EVENT_COUNT, EVENT_SECONDS)
+ALL_METRICS = (*METRICS, *RANK_METRICS, EVALUATION, EVENT_COUNT)
 
 # In Prometheus alone: always 1, with the labels ``rank``, ``host`` and ``device``.
 RANK_INFO = "lockstep_rank_info"
@@ -319,7 +268,6 @@ def scalars(snapshot: Snapshot) -> dict[str, float]:
         if (spread := snapshot.spread(metric.name.removeprefix("rank/"))) is not None:
             found |= {f"{metric.name}_{which}": value for which, value in spread._asdict().items()}
     found |= {EVENT_COUNT.name_of(event): count for event, count in snapshot.event_counts.items()}
-    found |= {EVENT_SECONDS.name_of(event): seconds for event, seconds in snapshot.event_seconds.items()}
     return {name: float(value) for name, value in found.items() if value is not None}
 
 

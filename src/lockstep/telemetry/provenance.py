@@ -85,7 +85,7 @@ def _machine() -> dict[str, str]:
     facts = {
         "os": platform.platform(),
         "cpu": cpu_model(),
-        "cores": f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}",
+        "cores": f"{len(os.sched_getaffinity(0))}",
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
         "load": f"{os.getloadavg()[0]:.1f}",
     }
@@ -97,8 +97,5 @@ def _machine() -> dict[str, str]:
 
 def cpu_model() -> str:
     """Return the processor's name, as the system has it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -15,8 +15,6 @@ from pathlib import Path
 
 # --- signs of life of a rank whose main thread stands still -----------------------------------------------------------
 
-HAS_PROC = os.path.isdir("/proc/self")
-
 # States of a process that a signal such as SIGSTOP, or a debugger, holds.
 STOPPED = ("T", "t")
 
@@ -78,7 +76,7 @@ class Liveness:
     @property
     def is_busy(self) -> bool:
         """Whether it computes, or would on a machine that has less to do."""
-        return self._core_share() > BUSY or self._part_of("is_ready") > _MOST
+        return len(self._samples) > 1 and (self._core_share() > BUSY or self._part_of("is_ready") > _MOST)
 
     def signs(self) -> str:
         """Return what indicates that it may be moving, as a sentence; empty if nothing does."""
@@ -95,15 +93,11 @@ class Liveness:
         return next((sign for sign, is_so in signs.items() if is_so), "")
 
     def _part_of(self, name: str) -> float:
-        """Return in which part of the samples something was so; 0 where there are not two of them."""
-        if len(self._samples) < 2:
-            return 0.0
-        return sum(bool(getattr(each, name)) for each in self._samples) / len(self._samples)
+        """Return in which part of the samples something was so."""
+        return sum(getattr(each, name) for each in self._samples) / len(self._samples)
 
     def _core_share(self) -> float:
         """Return the share of a core that it used since the first sample."""
-        if len(self._samples) < 2:
-            return 0.0
         first, last = self._samples[0], self._samples[-1]
         return (last.cpu_s - first.cpu_s) / max(last.at_s - first.at_s, 1e-9)
 
@@ -113,8 +107,7 @@ def process_state(pid: int) -> tuple[str, float]:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        # Not Linux: taken to compute, which only makes the watchdog more patient.
-        return ("", 0.0) if HAS_PROC else ("R", time.monotonic())
+        return "", 0.0
     return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -157,14 +150,15 @@ def _counted(path: str, *names: str) -> int:
     return 0
 
 
-def format_bytes(num_bytes: int) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Return a size in GiB or MiB."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:.0f} MiB"
 
 
 # --- what its heartbeat shows -----------------------------------------------------------------------------------------
 
-Frames = Sequence[Sequence[str | int]]
+# File, line and function, innermost first.
+Frames = Sequence[tuple[str, int, str]]
 
 # A heart beats twice a second: after this long, no Python thread of the rank runs.
 SILENT_S = 2.0
@@ -181,10 +175,10 @@ _WAITS = (".wait(", ".synchronize(")
 _GPU_WAITS = (*_WAITS, ".item(", ".cpu(", ".tolist(", ".numpy(", "float(", "print(", ".backward(")
 _DEBUGGERS = ("bdb.py", "pdb.py", "code.py", "pydevd.py", "pydevd_frame.py")
 _OUTSIDE = {
-    "socket.py": "an answer from the network",
-    "ssl.py": "an answer from the network",
-    "base_events.py": "an event of asyncio",
-    "subprocess.py": "a program that it has started",
+    "socket.py": "it waits for an answer from the network",
+    "ssl.py": "it waits for an answer from the network",
+    "base_events.py": "it waits for an event of asyncio",
+    "subprocess.py": "it waits for a program that it has started",
 }
 
 
@@ -246,8 +240,8 @@ def operation(seen: RankState) -> str | None:
     if seen.collective:
         return seen.collective
     for file, _, function in reversed(seen.frames):
-        if str(file).endswith(_COLLECTIVE_FILES) and not str(function).startswith(_NOT_CALLED):
-            return str(function)
+        if file.endswith(_COLLECTIVE_FILES) and not function.startswith(_NOT_CALLED):
+            return function
     if not seen.frames:
         return None
     # torch's engines wait in native code: what is left to go by is the line of the script that called for it.
@@ -265,16 +259,16 @@ def operation(seen: RankState) -> str | None:
 
 def is_debugged(seen: RankState) -> bool:
     """Return whether the rank waits for a person: in a debugger, or in ``input()``."""
-    if seen.frames and "input(" in linecache.getline(str(seen.frames[0][0]), int(seen.frames[0][1])):
+    if seen.frames and "input(" in linecache.getline(*seen.frames[0][:2]):
         return True
-    return any(os.path.basename(str(file)) in _DEBUGGERS for file, _, _ in seen.frames)
+    return any(os.path.basename(file) in _DEBUGGERS for file, _, _ in seen.frames)
 
 
 def waits_outside(frames: Frames) -> str:
     """Return what outside of the job a rank waits for, as far as its frames show; empty if nothing."""
     # Only the innermost frames: a program that was started from within asyncio is not waiting for it all the time.
     for file, _, _ in frames[:4]:
-        if what := _OUTSIDE.get(os.path.basename(str(file))):
+        if what := _OUTSIDE.get(os.path.basename(file)):
             return what
     return ""
 
@@ -290,16 +284,16 @@ def where_of(file: str, line: int) -> str:
 def user_frame(frames: Frames) -> tuple[str, int, str]:
     """Return the innermost frame that is neither of Python nor of an installed package."""
     ours: tuple[str, int, str] | None = None
-    for entry in frames:
-        file, line, function = str(entry[0]), int(entry[1]), str(entry[2])
+    for file, line, function in frames:
         if file.startswith(_PACKAGE):
             if ours is None and file.startswith(_KNOWN):
                 ours = file, line, function
         elif not (file.startswith((_STDLIB, sys.prefix)) or any(part in file for part in _LIBRARIES)):
             return file, line, function
-    if ours is not None:
-        return ours
-    return (str(frames[0][0]), int(frames[0][1]), str(frames[0][2])) if frames else ("", 0, "")
+    if ours is None and frames:
+        file, line, function = frames[0]
+        ours = file, line, function
+    return ours or ("", 0, "")
 
 
 def place(seen: RankState) -> str:
@@ -317,7 +311,7 @@ def place(seen: RankState) -> str:
     if name := operation(seen):
         return f"waits in {name} ({where})"
     for frame_file, _, frame_function in seen.frames:
-        if str(frame_file).endswith("torch/utils/data/dataloader.py") and frame_function == "__next__":
+        if frame_file.endswith("torch/utils/data/dataloader.py") and frame_function == "__next__":
             function = "DataLoader.__next__"
     handling = f", handling {seen.handles}" if seen.handles else ""
     return f"is in {function} ({where}){handling}"

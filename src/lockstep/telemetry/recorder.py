@@ -6,16 +6,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
 
 from lockstep.telemetry import run_record
 from lockstep.telemetry.aggregator import RankMetrics
-from lockstep.telemetry.run_record import Line, LineWriter, Mark, RecordedStep, seconds_between
+from lockstep.telemetry.run_record import Line, LineWriter, Mark, RecordedStep, guarded, seconds_between
 
+PERIOD_S = 1.0
+# Until the first beat: a run may be short.
+_FIRST_S = 0.3
+_JOIN_S = 8.0
 # So many steps are worked out at a time; in the pause the thread that trains gets the interpreter's lock.
 _PIECE, _PIECE_PAUSE_S = 32, 0.001
-# So many steps in the queue, and there are no pauses any more.
+# So many steps in the queue, and there are no pauses any more: they would let it grow for ever.
 _BEHIND = 50_000
+# So many are kept while the disk or the store hangs; then the oldest are dropped.
+_MOST_WAITING = 100_000
 
 
 class StepRecorder:
@@ -26,7 +31,8 @@ class StepRecorder:
     [Note: in another thread]
     The thread that trains only appends to a queue. Another one calls `drain` about once a second, checks whether the
     device has come to a step's end, for which nobody ever waits, and works out what it took: a few steps at a time, for
-    while it runs Python, the thread that trains cannot.
+    while it runs Python, the thread that trains cannot. It writes the file as well, and is left alone at the end of the
+    run if it hangs in the store or on the disk.
 
     Args:
         writer: Of this rank's file; None if the run is not recorded.
@@ -40,19 +46,20 @@ class StepRecorder:
         writer: LineWriter | None,
         metrics: RankMetrics | None = None,
         *,
-        sample: Callable[[], Line] | None = None,
+        sample: Callable[[], Line],
         steps_per_epoch: int | None = None,
     ) -> None:
         self._writer, self._metrics, self._steps_per_epoch = writer, metrics, steps_per_epoch
-        self._queue: deque[RecordedStep | Line] = deque()
-        self._draining = threading.Lock()
+        self._queue: deque[RecordedStep | Line] = deque(maxlen=_MOST_WAITING)
         self._downsampler = run_record.Downsampler()
+        self._last: RecordedStep | None = None
         self._last_begin: tuple[Mark, float] | None = None
         self._sample, self._num_beats = sample, 0
         self._then: Callable[..., None] = lambda **_: None
-        self._thread: run_record.PeriodicThread | None = None
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
 
-    def start(self, then: Callable[..., None] | None = None, period_s: float = run_record.PERIOD_S) -> None:
+    def start(self, then: Callable[..., None] | None = None, period_s: float = PERIOD_S) -> None:
         """Record from a thread beside training from now on.
 
         Args:
@@ -60,7 +67,19 @@ class StepRecorder:
             period_s: Between two times.
         """
         self._then = then or self._then
-        self._thread = run_record.PeriodicThread(self._beat, period_s)
+        self._thread = threading.Thread(target=self._run, args=(period_s,), name="lockstep-recorder", daemon=True)
+        self._thread.start()
+
+    def _run(self, period_s: float) -> None:
+        wait_s = min(_FIRST_S, period_s)
+        is_well = True
+        while is_well and not self._over.wait(wait_s):
+            wait_s = period_s
+            is_well = guarded(self._beat)
+        if is_well:
+            guarded(self._end)
+        if self._writer is not None:
+            self._writer.close()
 
     def _beat(self) -> None:
         self.drain()
@@ -68,10 +87,17 @@ class StepRecorder:
             self._take_sample()
         self._num_beats += 1
         self._then()
+        if self._writer is not None:
+            self._writer.flush()
+
+    def _end(self) -> None:
+        self.drain(at_once=True)
+        self._take_sample()
+        if self._writer is not None and (rest := self._downsampler.rest()) is not None:
+            self._writer.add(rest)
+        self._then(is_last=True)
 
     def _take_sample(self) -> None:
-        if self._sample is None:
-            return
         try:
             line = self._sample()
         except Exception:  # a machine that does not give its figures; what fails below is reported by the thread
@@ -83,6 +109,7 @@ class StepRecorder:
 
     def add(self, step: RecordedStep) -> None:
         """Take a step, whose figures the device may still owe. Does not block."""
+        self._last = step
         self._queue.append(step)
 
     def event(
@@ -116,46 +143,35 @@ class StepRecorder:
             at_once: Record all events now, without pauses: it is the end. Steps that the device has not finished are
                 left out, for what has ended the run may have ended the device's work as well.
         """
-        # The thread beside training may still be at it when the end drains in its stead.
-        with self._draining:
-            count = 0
-            while self._queue:
-                item = self._queue[0]
-                if not isinstance(item, RecordedStep):
-                    self._record_event(item)
-                elif all(mark.query() for mark in item.device_marks):
-                    self._record_step(item)
-                elif not at_once:
-                    # Those behind it are in the device's order, so none of them is done either.
-                    return
-                self._queue.popleft()
-                count += 1
-                # Far behind, the pauses would let the queue grow for ever.
-                if not at_once and count % _PIECE == 0 and len(self._queue) < _BEHIND:
-                    time.sleep(_PIECE_PAUSE_S)
+        count = 0
+        while self._queue:
+            item = self._queue[0]
+            if not isinstance(item, RecordedStep):
+                self._record_event(item)
+            elif all(mark.query() for mark in item.device_marks):
+                self._record_step(item)
+            elif not at_once:
+                # Those behind it are in the device's order, so none of them is done either.
+                return
+            self._queue.popleft()
+            count += 1
+            if not at_once and count % _PIECE == 0 and len(self._queue) < _BEHIND:
+                time.sleep(_PIECE_PAUSE_S)
 
     def finish(self, *, waits: bool) -> None:
-        """Record all that has come: nothing comes any more.
+        """Record all that has come, and close the file: nothing comes any more. Blocks some seconds at most for that.
 
         Args:
             waits: Whether to block until the device is done; not after an error, which may have ended its work.
         """
-        # A thread that hangs in the store or on the disk is left alone, and so is what it may be in the midst of.
-        is_idle = self._thread is None or self._thread.stop()
-        last = next((item for item in reversed(self._queue) if isinstance(item, RecordedStep)), None)
-        if waits and last is not None:
-            for mark in last.device_marks:
+        if waits and self._last is not None:
+            for mark in self._last.device_marks:
                 mark.synchronize()
-        self._take_sample()
-        if run_record.guarded(partial(self.drain, at_once=True)) and is_idle:
-            run_record.guarded(partial(self._then, is_last=True))
-
-    def close(self) -> None:
-        """Write what is held, and close the file. Blocks some seconds at most, for the disk."""
-        if self._writer is not None:
-            if (rest := self._downsampler.rest()) is not None:
-                self._writer.add(rest)
-            self._writer.close()
+        if self._thread is None:
+            self.start()
+        assert self._thread is not None
+        self._over.set()
+        self._thread.join(_JOIN_S)
 
     def _record_step(self, step: RecordedStep) -> None:
         took = run_record.measure(step)

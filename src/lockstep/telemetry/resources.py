@@ -1,9 +1,9 @@
 """Memory, processor time and devices of this machine and its ranks."""
 
 import contextlib
+import math
 import os
 import resource
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +19,6 @@ from lockstep.telemetry.rank_state import format_bytes, process_tree
 # --- in the launcher: memory of this machine and its ranks, for when one is killed ------------------------------------
 
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-
-# What comes before a line for each rank.
-OF_EACH = "Memory of the ranks of this machine, as last seen:"
 
 SHM = "/dev/shm"
 PROC = Path("/proc")
@@ -45,10 +42,10 @@ class Resources:
     rank_bytes: dict[int, int] = field(default_factory=dict)
     peak_bytes: dict[int, int] = field(default_factory=dict)
     devices: dict[int, list[str]] = field(default_factory=dict)
-    least_free_bytes: int | None = None
+    least_free_bytes: float = math.inf
     total_bytes: int = 0
     shm_total_bytes: int = 0
-    shm_least_free_bytes: int | None = None
+    shm_least_free_bytes: float = math.inf
     _kills_before: int | None = field(default_factory=lambda: num_kills())
 
     def update(self, pids: Mapping[int, int]) -> None:
@@ -64,36 +61,22 @@ class Resources:
                 self.rank_bytes[rank] = held
                 self.peak_bytes[rank] = max(held, self.peak_bytes.get(rank, 0))
         free, self.total_bytes = free_and_total_bytes()
-        if self.total_bytes:
-            self.least_free_bytes = free if self.least_free_bytes is None else min(free, self.least_free_bytes)
+        self.least_free_bytes = min(free, self.least_free_bytes)
         with contextlib.suppress(OSError):
             shm = os.statvfs(SHM)
             self.shm_total_bytes, free = shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize
-            known = self.shm_least_free_bytes
-            self.shm_least_free_bytes = free if known is None else min(free, known)
+            self.shm_least_free_bytes = min(free, self.shm_least_free_bytes)
 
     def was_short_of_memory(self) -> bool | None:
         """Return whether the kernel has killed for lack of memory since this was made; ``None`` if that is unknown."""
         kills = num_kills()
         return None if kills is None or self._kills_before is None else kills > self._kills_before
 
-    def of_memory(self, rank: int) -> str:
-        """Return a sentence with the figures of memory; empty if nothing was seen."""
-        if rank not in self.rank_bytes or self.least_free_bytes is None:
-            return ""
-        held, peak = format_bytes(self.rank_bytes[rank]), format_bytes(self.peak_bytes[rank])
-        free, total = format_bytes(self.least_free_bytes), format_bytes(self.total_bytes)
-        return (
-            f"Memory, as last seen: rank {rank} {held} (at most {peak}), "
-            f"all ranks of this machine {format_bytes(sum(self.rank_bytes.values()))}; "
-            f"at the worst, {free} of {total} were free."
-        )
-
     def of_each(self) -> str:
         """Return a line with the memory of each rank of this machine; empty if nothing was seen."""
-        if not self.rank_bytes or self.least_free_bytes is None:
+        if not self.rank_bytes:
             return ""
-        lines = [OF_EACH]
+        lines = ["Memory of the ranks of this machine, as last seen:"]
         for rank, held in sorted(self.rank_bytes.items()):
             on_host = f"{format_bytes(held)} on the host (at most {format_bytes(self.peak_bytes[rank])})"
             lines.append(f"rank {rank}: {'; '.join([*self.devices.get(rank, []), on_host])}")
@@ -102,7 +85,7 @@ class Resources:
 
     def of_shm(self) -> str:
         """Return a sentence with the figures of shared memory; empty if nothing was seen."""
-        if self.shm_least_free_bytes is None:
+        if not self.shm_total_bytes:
             return ""
         free, total = format_bytes(self.shm_least_free_bytes), format_bytes(self.shm_total_bytes)
         return f"Of /dev/shm, {free} of {total} were free at the worst that was seen."
@@ -124,18 +107,15 @@ def num_kills() -> int | None:
 
 def free_and_total_bytes() -> tuple[int, int]:
     """Return the free memory of the container if that is limited, or else of the machine, and the whole."""
-    total, free = _entry(PROC / "meminfo", "MemTotal:"), _entry(PROC / "meminfo", "MemAvailable:")
-    if total is None or free is None:
-        return 0, 0
-    free, total = 1024 * free, 1024 * total
-    machine_bytes = total
+    machine = psutil.virtual_memory()
+    free, total = machine.available, machine.total
     # The files of cgroup v2, and those of v1; whichever level limits most is what the kernel acts on.
     names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
     for folder in _groups():
         for limit_name, used_name in names:
             with contextlib.suppress(OSError, ValueError):  # ValueError: it is "max"
                 limit = int((folder / limit_name).read_text())
-                if limit < machine_bytes:
+                if limit < machine.total:
                     free = min(free, max(0, limit - int((folder / used_name).read_text())))
                     total = min(total, limit)
     return free, total
@@ -186,7 +166,7 @@ class MachineSampler:
             "time": time.time(),
             **{name: sum(map(ask, self._gpus)) if self._gpus else None for name, ask in on_gpus.items()},
             "rss_bytes": self._process.memory_info().rss,
-            "rss_peak_bytes": _peak_bytes(),
+            "rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "workers_rss_bytes": workers_rss,
             "num_workers": len(self._workers),
             "cpu_percent": self._process.cpu_percent(),
@@ -214,9 +194,3 @@ class MachineSampler:
                     rss_bytes += found[pid].memory_info().rss
         self._workers = found
         return percent, rss_bytes
-
-
-def _peak_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # KiB everywhere but on macOS.
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -7,9 +7,7 @@ import json
 import os
 import platform
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -397,42 +395,6 @@ class Downsampler:
 
 # --- the file ---------------------------------------------------------------------------------------------------------
 
-PERIOD_S = 1.0
-# Until the first beat: a run may be short.
-_FIRST_S = 0.3
-_JOIN_S = 8.0
-
-
-class PeriodicThread:
-    """Calls ``beat`` from a thread of its own until it is stopped.
-
-    Args:
-        beat: What is done. If it raises, it is not called again.
-        period_s: Between two calls.
-        at_end: Whether it is called once more when it is stopped.
-    """
-
-    def __init__(self, beat: Callable[[], None], period_s: float = PERIOD_S, *, at_end: bool = False) -> None:
-        self._beat, self._period_s, self._at_end = beat, period_s, at_end
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lockstep-recorder", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> bool:
-        """Have it end; return whether it has. Blocks some seconds at most."""
-        self._over.set()
-        self._thread.join(_JOIN_S)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        wait_s = min(_FIRST_S, self._period_s)
-        while not self._over.wait(wait_s):
-            wait_s = self._period_s
-            if not guarded(self._beat):
-                return
-        if self._at_end:
-            guarded(self._beat)
-
 
 def guarded(act: Callable[[], None], consequence: str = "this run is not watched any more") -> bool:
     """Do what is not worth the end of a run; print the ``consequence`` and return False if it raises."""
@@ -444,14 +406,11 @@ def guarded(act: Callable[[], None], consequence: str = "this run is not watched
     return True
 
 
-# Lines that may wait for a disk that does not take them; then the oldest are dropped.
-_MOST_WAITING = 100_000
-
 _COMPACT = (",", ":")
 
 
 class LineWriter:
-    """A file of JSON lines, written about once a second by a thread of its own.
+    """A file of JSON lines.
 
     Args:
         path: The file; its folder is made if it is not there.
@@ -474,25 +433,25 @@ class LineWriter:
                 f"Cannot record the run in {path.parent}: {error.strerror}.\nName another folder (--run-dir DIR)."
             ) from error
         self._path = path
-        self._lines: deque[Line] = deque(maxlen=_MOST_WAITING)
+        self._lines: list[Line] = []
         self._is_cut = not fresh and not _ends_in_newline(path)
         self.error: str | None = None
-        self._thread = PeriodicThread(self._flush, at_end=True)
 
     def add(self, line: Line) -> None:
-        """Have ``line`` written soon. Does not block."""
+        """Keep ``line`` for the next `flush`."""
         self._lines.append(line)
 
     def close(self) -> None:
-        """Write what is left, and close the file. Blocks some seconds at most."""
-        if self._thread.stop():
-            os.close(self._file)
+        """Write what is left, and close the file. Blocks for the disk."""
+        self.flush()
+        os.close(self._file)
 
-    def _flush(self) -> None:
-        texts = [to_line(self._lines.popleft()) for _ in range(len(self._lines))]
-        if not texts or self.error is not None:
+    def flush(self) -> None:
+        """Write what was added. Blocks for the disk."""
+        lines, self._lines = self._lines, []
+        if not lines or self.error is not None:
             return
-        data = ("\n" * self._is_cut + "".join(texts)).encode()
+        data = ("\n" * self._is_cut + "".join(map(to_line, lines))).encode()
         try:
             while data:
                 data = data[os.write(self._file, data) :]
@@ -585,7 +544,10 @@ class RunFolder:
         self._path, self._is_rank_zero = folder / RUN_FILE, rank == 0
         self._before: list[Line] = [] if fresh else read_object(self._path).get("sessions", [])
         if fresh and self._is_rank_zero:
-            _remove_ranks_beyond(folder, world_size)
+            for path in folder.glob(RANK_FILES):  # of an earlier run with more ranks
+                number = path.stem.removeprefix("rank-")
+                if number.isdecimal() and int(number) >= world_size:
+                    path.unlink(missing_ok=True)
 
     def describe(self, offsets: Sequence[ClockOffset], when: Literal["start", "end"], **known: Any) -> None:
         """Add what is known of the session to ``run.json``. Blocks for the disk; what cannot be written is missing.
@@ -615,10 +577,3 @@ def how_called() -> dict[str, str]:
 def num_restarts() -> int:
     """Return how often the launcher has started all ranks again."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
-
-
-def _remove_ranks_beyond(folder: Path, world_size: int) -> None:
-    for path in folder.glob(RANK_FILES):
-        number = path.stem.removeprefix("rank-")
-        if number.isdecimal() and int(number) >= world_size:
-            path.unlink(missing_ok=True)

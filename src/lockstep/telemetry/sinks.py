@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 import uuid
@@ -14,7 +15,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, final
+from typing import Any, ClassVar, NamedTuple, final
 
 from typing_extensions import override
 
@@ -57,9 +58,16 @@ class MetricsSink(SnapshotSink):
         run: What is recorded.
 
     Attributes:
+        form, pattern: How one is asked for; what may follow the colon.
+        package: What it imports; the extra of the sink's name installs it.
+        advice: What to do if one cannot be opened.
         where: One line for whoever started the run.
     """
 
+    form: ClassVar[str]
+    pattern: ClassVar[str]
+    package: ClassVar[str]
+    advice: ClassVar[str]
     where: str
     _last_step = -1
 
@@ -83,6 +91,9 @@ class TensorBoard(MetricsSink):
     A run that goes on in the folder has TensorBoard hide what was written of the steps that it does again; one that
     begins there, all that was before.
     """
+
+    form, pattern, package = "tensorboard:DIR", ".+", "tensorboard"
+    advice = "Name another folder in log_to."
 
     @override
     def __init__(self, place: str, run: RunInfo) -> None:
@@ -115,15 +126,10 @@ class TensorBoard(MetricsSink):
         self._writer.close()
 
     def _describe(self, run: RunInfo) -> None:
-        """Write what the run is, as text and for the HParams page."""
-        from torch.utils.tensorboard.summary import hparams
-
+        """Write what the run is."""
         cells = {name: str(value).replace("|", "&#124;").replace("\n", " ") for name, value in run.config.items()}
         rows = "\n".join(f"| {name} | {value} |" for name, value in cells.items())
         self._writer.add_text("run", f"| {run.name} | |\n|---|---|\n{rows}", 0)
-        # `SummaryWriter.add_hparams` would make a run of its own for it, in another folder.
-        for summary in hparams(dict(run.config), {"train/loss": 0.0, "train/samples_per_s": 0.0, "eval/loss": 0.0}):
-            self._events.add_summary(summary)
 
 
 LOOPBACK = "127.0.0.1"
@@ -134,16 +140,17 @@ _JOIN_S = 5.0
 
 
 def address_of(place: str) -> tuple[str, int]:
-    """Return host and port of a sink for Prometheus. Raises ``ValueError`` if there is no port at the end."""
+    """Return host and port of a sink for Prometheus."""
     host, _, port = place.rpartition(":")
-    if not (port.isascii() and port.isdecimal()):
-        raise ValueError(place)
     return host.removeprefix("[").removesuffix("]") or LOOPBACK, int(port)
 
 
 @final
 class Prometheus(MetricsSink):
     """Answers whoever asks over HTTP with the last snapshot, until it is closed; on this machine alone by default."""
+
+    form, pattern, package = "prometheus:[HOST:]PORT", r"(.*:)?[0-9]{1,5}", "prometheus_client"
+    advice = "Name another port in log_to, or 0 for any that is free."
 
     @override
     def __init__(self, place: str, run: RunInfo) -> None:
@@ -188,11 +195,7 @@ class Prometheus(MetricsSink):
         for metric in metrics.RANK_METRICS:
             by_rank = [({"rank": str(each.rank)}, metric.read(each)) for each in snapshot.ranks]
             yield from _family(metric.prometheus, metric.meaning, by_rank, metric.scale)
-        for metric, values in (
-            (metrics.EVALUATION, snapshot.evaluation),
-            (metrics.EVENT_COUNT, snapshot.event_counts),
-            (metrics.EVENT_SECONDS, snapshot.event_seconds),
-        ):
+        for metric, values in ((metrics.EVALUATION, snapshot.evaluation), (metrics.EVENT_COUNT, snapshot.event_counts)):
             yield from _family(metric.prometheus, metric.meaning, [({metric.label: n}, v) for n, v in values.items()])
 
 
@@ -239,6 +242,9 @@ class WandbRun(MetricsSink):
     run does again from a checkpoint.
     """
 
+    form, pattern, package = "wandb:[ENTITY/]PROJECT", "([^/]*/)?[^/]+", "wandb"
+    advice = "Run `wandb login`, or set WANDB_MODE=offline and `wandb sync` later; or leave it out of log_to."
+
     @override
     def __init__(self, place: str, run: RunInfo) -> None:
         import wandb
@@ -284,6 +290,9 @@ class MlflowRun(MetricsSink):
     Its environment variables say where if ``place`` is empty, as whom, and for which experiment.
     """
 
+    form, pattern, package = "mlflow:[URI]", ".*", "mlflow"
+    advice = "Check whether MLflow can be reached there, or leave it out of log_to."
+
     @override
     def __init__(self, place: str, run: RunInfo) -> None:
         from mlflow import MlflowClient
@@ -325,51 +334,16 @@ class MlflowRun(MetricsSink):
 # --- what ``log_to`` asks for -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of sink.
-
-    Attributes:
-        form: How one is asked for.
-        package: What it imports; the extra of the sink's name installs it.
-        sink: Its class.
-        advice: What to do if one cannot be opened.
-    """
-
-    form: str
-    package: str
-    sink: Callable[[str, RunInfo], MetricsSink]
-    advice: str
-
-
-KINDS = {
-    "tensorboard": Kind("tensorboard:DIR", "tensorboard", TensorBoard, "Name another folder in log_to."),
-    "prometheus": Kind(
-        "prometheus:[HOST:]PORT",
-        "prometheus_client",
-        Prometheus,
-        "Name another port in log_to, or 0 for any that is free.",
-    ),
-    "wandb": Kind(
-        "wandb:[ENTITY/]PROJECT",
-        "wandb",
-        WandbRun,
-        "Run `wandb login`, or set WANDB_MODE=offline and `wandb sync` later; or leave it out of log_to.",
-    ),
-    "mlflow": Kind(
-        "mlflow:[URI]", "mlflow", MlflowRun, "Check whether MLflow can be reached there, or leave it out of log_to."
-    ),
+SINKS: dict[str, type[MetricsSink]] = {
+    "tensorboard": TensorBoard,
+    "prometheus": Prometheus,
+    "wandb": WandbRun,
+    "mlflow": MlflowRun,
 }
 
 
-@dataclass(frozen=True)
-class Target:
-    """One sink.
-
-    Attributes:
-        kind: Which of `KINDS`.
-        place: What follows the colon.
-    """
+class Target(NamedTuple):
+    """One sink: its name in `SINKS`, and what follows the colon."""
 
     kind: str
     place: str
@@ -384,37 +358,25 @@ def parse_targets(log_to: str | Sequence[str]) -> tuple[Target, ...]:
     Raises:
         ConfigurationError: One of them is not of the form of its kind, of no known kind, or there twice; says which.
     """
-    texts = log_to.split(",") if isinstance(log_to, str) else log_to
-    targets = tuple(_parse(text.strip()) for text in texts)
-    for target in targets:
-        if targets.count(target) > 1:
+    targets: list[Target] = []
+    for text in map(str.strip, log_to.split(",") if isinstance(log_to, str) else log_to):
+        kind, _, place = text.partition(":")
+        target, sink = Target(kind, place), SINKS.get(kind)
+        if sink is None:
+            *most, last = (each.form for each in SINKS.values())
+            forms = f"{', '.join(most)} or {last}"
+            raise ConfigurationError(f"log_to={text!r} names no sink that there is.\nGive {forms}.")
+        if kind == "mlflow" and "@" in place:
+            raise ConfigurationError(
+                "The URI of mlflow in log_to has a password, which would stay in the records of the run.\n"
+                "Set MLFLOW_TRACKING_URI to it, and give mlflow: without one."
+            )
+        if not re.fullmatch(sink.pattern, place):
+            raise ConfigurationError(f"log_to={text!r} does not say where to.\nGive {sink.form}.")
+        if target in targets:
             raise ConfigurationError(f"log_to names {target} twice.\nLeave one of them out.")
-    return targets
-
-
-def _parse(text: str) -> Target:
-    kind, _, place = text.partition(":")
-    if kind not in KINDS:
-        *most, last = (each.form for each in KINDS.values())
-        forms = f"{', '.join(most)} or {last}"
-        raise ConfigurationError(f"log_to={text!r} names no sink that there is.\nGive {forms}.")
-    if kind == "mlflow" and "@" in place:
-        raise ConfigurationError(
-            "The URI of mlflow in log_to has a password, which would stay in the records of the run.\n"
-            "Set MLFLOW_TRACKING_URI to it, and give mlflow: without one."
-        )
-    # MLflow's own environment variables name a place.
-    problem = None if place or kind == "mlflow" else "does not say where to"
-    if place and kind == "prometheus":
-        try:
-            problem = None if address_of(place)[1] < 2**16 else f"has a port above {2**16 - 1}"
-        except ValueError:
-            problem = "has no port at its end"
-    elif kind == "wandb" and place.count("/") > 1:
-        problem = "has more than one slash"
-    if problem:
-        raise ConfigurationError(f"log_to={text!r} {problem}.\nGive {KINDS[kind].form}.")
-    return Target(kind, place)
+        targets.append(target)
+    return tuple(targets)
 
 
 def open_sinks(targets: Sequence[Target], run: Callable[[], RunInfo], world: World) -> list[MetricsSink]:
@@ -468,7 +430,7 @@ def open_here(targets: Sequence[Target], run: RunInfo) -> list[MetricsSink]:
             except Exception as error:  # of somebody else's library, which may raise anything
                 reason = error.strerror if isinstance(error, OSError) else None
                 reason = reason or one_line(error).rstrip(".")
-                advice = KINDS[target.kind].advice
+                advice = SINKS[target.kind].advice
                 raise ConfigurationError(f"{target} cannot be opened: {reason}.\n{advice}") from error
             # An error of closing must not take the place of that which says why.
             undo.callback(guarded, sinks[-1].close, f"{target} could not be closed")
@@ -481,7 +443,7 @@ def _open(target: Target, run: RunInfo, seconds: float) -> MetricsSink:
 
     def work() -> None:
         try:
-            opening.set_result(KINDS[target.kind].sink(target.place, run))
+            opening.set_result(SINKS[target.kind](target.place, run))
         except Exception as error:
             opening.set_exception(error)
 
@@ -498,7 +460,7 @@ def require_package(target: Target) -> None:
     Raises:
         ConfigurationError: It is not; says how to install it.
     """
-    package = KINDS[target.kind].package
+    package = SINKS[target.kind].package
     if find_spec(package) is None:
         raise ConfigurationError(
             f"{target} needs the package {package}, which is not installed on rank zero's machine.\n"

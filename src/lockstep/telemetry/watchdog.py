@@ -23,23 +23,9 @@ from typing import Any
 from lockstep.activity import format_ranks
 from lockstep.comm.store import InterNodeStore
 from lockstep.run_folder import FAILURE, HEARTBEAT, STACKS, rank_file, rank_files
+from lockstep.telemetry import rank_state
 from lockstep.telemetry.heartbeat import STACKS_SIGNAL_OFFSET, read_heartbeat
-from lockstep.telemetry.rank_state import (
-    HAS_PROC,
-    STOPPED,
-    WAKES_UP,
-    Liveness,
-    RankState,
-    is_debugged,
-    operation,
-    place,
-    process_state,
-    process_tree,
-    sample,
-    user_frame,
-    waits_outside,
-    where_of,
-)
+from lockstep.telemetry.rank_state import STOPPED, WAKES_UP, Liveness, RankState, operation, place, user_frame, where_of
 from lockstep.telemetry.resources import Resources
 from lockstep.telemetry.stragglers import PaceKeeper
 
@@ -71,7 +57,7 @@ def judge(ranks: Sequence[RankState], patience_s: float, *, is_strict: bool, see
         is_strict: Whether one that computes, or a transfer, may take ``GRACE`` times as long at most; else without end.
         sees_all: Whether ``ranks`` are all of the job.
     """
-    if not ranks or any(is_debugged(seen) for seen in ranks):
+    if not ranks or any(rank_state.is_debugged(seen) for seen in ranks):
         return Verdict.FINE  # somebody sits at a debugger: the others wait for as long as that takes
     waiting = [seen for seen in ranks if operation(seen) is not None]
     others = [seen for seen in ranks if operation(seen) is None]
@@ -241,9 +227,9 @@ def keep_stacks(run_dir: Path, pids: Mapping[int, int]) -> str:
     for rank, pid in pids.items():
         text = _text_of(files[rank])[starts[rank] :]
         (folder / f"rank-{rank}.txt").write_text(text or _last_frames(run_dir, rank))
-        for child in sorted(set(process_tree(pid)) - {pid}):
+        for child in sorted(set(rank_state.process_tree(pid)) - {pid}):
             start, text = len(_text_of(files[rank])), ""
-            if process_state(child)[0] in STOPPED:
+            if rank_state.process_state(child)[0] in STOPPED:
                 text = _STOPPED_TEXT
             elif _request_stacks(child):
                 time.sleep(_WORKER_S)
@@ -278,8 +264,6 @@ def busy_workers(folder: str, ranks: Iterable[int]) -> list[str]:
 
 def _request_stacks(pid: int) -> bool:
     """Send the signal to a process that has a handler for it: any other would die of it."""
-    if not hasattr(signal, "SIGRTMIN"):
-        return False
     number = signal.SIGRTMIN + STACKS_SIGNAL_OFFSET
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -296,10 +280,8 @@ def _text_of(path: Path) -> str:
 
 
 def _last_frames(run_dir: Path, rank: int) -> str:
-    """Return what a rank's last heartbeat showed: it is stopped, or this is not Linux."""
+    """Return what the last heartbeat of a rank that is stopped showed."""
     frames = read_heartbeat(run_dir, rank).get("frames", [])
-    if not frames:
-        return "Nothing was seen of it.\n"
     lines = [f'  File "{file}", line {line} in {function}\n' for file, line, function in frames]
     return "Last seen (most recent call first):\n" + "".join(lines)
 
@@ -310,8 +292,6 @@ _PERIOD_S = 0.5
 _POLL_S = 0.1
 # How long others may wait for a rank that has failed and does not end.
 _FAILED_S = 0.4
-# A rank writes that it has failed into one file, and a moment later into its heartbeat.
-_JUST_FAILED_S = 0.3
 # A rank that has been at one place for so long is sampled.
 _SETTLED_S = 1.0
 # What is suspected and resolves itself may come again and again: after so many reports only a job that hangs is one.
@@ -358,7 +338,7 @@ class Watchdog:
         self._failed_since_s: dict[int, float] = {}
         self._reported, self._num_reports, self._num_posts = Verdict.FINE, 0, 0
         self._elsewhere: dict[int, tuple[int, float]] = {}
-        self._errors: set[str] = set()
+        self._last_error = ""
         self._thread = threading.Thread(target=self._run, name="lockstep-watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
@@ -379,26 +359,18 @@ class Watchdog:
             except Exception as error:
                 # Whatever it is, the ranks are watched on: without this thread a job that hangs would hang for ever.
                 text = f"{type(error).__name__}: {error}"
-                if text not in self._errors:
-                    self._errors.add(text)
+                if text != self._last_error:
+                    self._last_error = text
                     print(f"lockstep: the watchdog goes on after an error of its own: {text}", file=sys.stderr)
 
     def _wait(self) -> bool:
-        """Wait until it is time to check the ranks, soon if one has failed; return whether the job is over."""
-        now_s = time.monotonic()
-        dues = [since_s + _FAILED_S for since_s in self._failed_since_s.values()]
-        deadline = min([now_s + _PERIOD_S, *(due for due in dues if due > now_s)])
-        while not self._over.wait(min(_POLL_S, max(0.0, deadline - time.monotonic()))):
-            if time.monotonic() >= deadline or self._has_just_failed():
+        """Wait until it is time to check the ranks; return whether the job is over."""
+        deadline = time.monotonic() + _PERIOD_S
+        while not self._over.wait(_POLL_S):
+            # Once a rank has failed the others may wait for it, so from then on all are checked ten times a second.
+            if time.monotonic() >= deadline or rank_files(self._run_dir, FAILURE):
                 return False
         return True
-
-    def _has_just_failed(self) -> bool:
-        for path in rank_files(self._run_dir, FAILURE).values():
-            with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime < _JUST_FAILED_S:
-                    return True
-        return False
 
     def _check(self) -> bool:
         """Check all ranks once, and report what is new; return whether to go on watching."""
@@ -453,7 +425,7 @@ class Watchdog:
             if not heartbeat:
                 return [], {}  # Without this rank nothing can be said of those that wait for it; it beats again soon.
             pid = int(heartbeat["pid"])
-            state, _ = process_state(pid)
+            state, _ = rank_state.process_state(pid)
             if state in ("", "Z", "X"):
                 found.append(RankState(rank, has_left=True, has_trained=_has_trained(heartbeat)))
                 continue
@@ -470,18 +442,15 @@ class Watchdog:
         liveness = self._liveness.setdefault(rank, Liveness(self._patience_s))
         if max(still_s, silent_s) < _SETTLED_S:
             liveness.clear()
-        elif HAS_PROC:
-            liveness.add(sample(heartbeat["pid"], own_bytes=heartbeat["num_bytes"]))
-        signs = liveness.signs()
-        if outside := waits_outside(heartbeat["frames"]):
-            signs = signs or f"it waits for {outside}"
+        else:
+            liveness.add(rank_state.sample(heartbeat["pid"], own_bytes=heartbeat["num_bytes"]))
         names = ("frames", "step", "phase", "num_steps", "bucket", "collective", "recorded_call", "handles", "failure")
         return RankState(
             rank,
             still_s=still_s,
             silent_s=silent_s,
-            is_busy=liveness.is_busy or not HAS_PROC,
-            life=signs,
+            is_busy=liveness.is_busy,
+            life=liveness.signs() or rank_state.waits_outside(heartbeat["frames"]),
             is_stopped=is_stopped,
             has_trained=_has_trained(heartbeat),
             uses_gpu=heartbeat["uses_gpu"],

@@ -444,7 +444,7 @@ class Run:
         self._world.barrier()  # now every rank finds the files
         # The task's own function runs without a view over its output, and the ranks do not wait for it.
         if model is not None and self._world.is_rank_zero and after is not None:
-            self._display.close()
+            self._record.close()
             after(model.eval())
         return self._result()
 

@@ -26,7 +26,7 @@ from lockstep.telemetry import aggregator, run_record, stragglers
 from lockstep.telemetry.live_view import summary
 from lockstep.telemetry.metrics import Snapshot, SnapshotSink
 from lockstep.telemetry.provenance import Provenance, gather
-from lockstep.telemetry.recorder import StepRecorder
+from lockstep.telemetry.recorder import PERIOD_S, StepRecorder
 from lockstep.telemetry.resources import MachineSampler
 from lockstep.telemetry.sinks import MetricsSink, RunInfo, open_sinks, parse_targets
 from lockstep.train.settings import FitSettings
@@ -89,16 +89,13 @@ class RunRecord:
         self._has_timeline = run_record.has_timeline(first_step)
         if self._stamps is not None:
             self._stamps.closely = self._has_timeline
-        constants = aggregator.RunConstants(
-            num_steps,
-            first_step,
-            num_restarts=restarts,
+        constants = Snapshot(num_steps=num_steps, num_restarts=restarts, counts=task.counts, world_size=self._num_ranks)
+        self._aggregator = aggregator.Aggregator(
+            self._metrics,
+            StatusKeys(world, self._num_ranks),
+            constants,
             steps_per_epoch=steps_per_epoch,
             num_skipped=lambda: len(trainer.nonfinite.found),
-            counts=task.counts,
-        )
-        self._aggregator = aggregator.Aggregator(
-            self._metrics, StatusKeys(world, self._num_ranks), constants, world_size=self._num_ranks
         )
         self._is_over = self._has_ended = False
         if restarts:
@@ -111,7 +108,7 @@ class RunRecord:
         if self._world.is_rank_zero:
             shown = [*sinks] if display is None else [display, *sinks]
             self._aggregator.deliveries += [aggregator.SinkThread(each) for each in shown]
-        self._recorder.start(self._aggregator.beat, run_record.PERIOD_S * max(1.0, self._num_ranks / _RANKS_A_SECOND))
+        self._recorder.start(self._aggregator.beat, PERIOD_S * max(1.0, self._num_ranks / _RANKS_A_SECOND))
 
     def step(self, record: StepRecord) -> run_record.RecordedStep:
         """Take a step that has just ended on the host, and return it as it is recorded. Does not block."""
@@ -204,13 +201,12 @@ class RunRecord:
             ranks = [aggregator.decode(each) for each in gathered]
         done = self._metrics.num_done
         known = aggregator.with_waits(ranks)
-        whole = Snapshot(time=0.0, step=done, num_steps=done, ranks=known, world_size=self._num_ranks)
+        whole = Snapshot(step=done, num_steps=done, ranks=known, world_size=self._num_ranks)
         return summary(whole) if self._world.is_rank_zero else None
 
     def close(self) -> None:
         """Hand on what is left. Blocks until the device is done, unless there is an error, and some seconds at most."""
         self._stop()
-        self._recorder.close()
         self._aggregator.close()
 
     def _stop(self) -> None:
