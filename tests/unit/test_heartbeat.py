@@ -199,7 +199,7 @@ def test_a_stopped_loader_process_does_not_keep_a_rank_from_ending(tmp_path):
         "os.kill(child.pid, signal.SIGSTOP)\n"
         "time.sleep(0.2)\n"
     )
-    done = subprocess.run([sys.executable, script, tmp_path], timeout=20, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, str(script), str(tmp_path)], timeout=20, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -22,7 +22,7 @@ class Loop:
         clock = SimpleNamespace(perf_counter=lambda: self.now, time=lambda: 1000.0 + self.now)
         monkeypatch.setattr(module, "time", clock)
         self.done_steps, self.evaluations, self.opened_steps = [], [], []
-        self.steps = Steps(None, self)
+        self.steps = Steps(torch.device("cpu"), self)
 
     def opened(self, step):
         self.opened_steps.append(step.number)

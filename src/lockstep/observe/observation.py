@@ -6,7 +6,6 @@ import atexit
 import os
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
@@ -26,8 +25,7 @@ from lockstep.comm.collectives import Group, all_gather_object, backend_name, de
 from lockstep.errors import ConfigurationError
 from lockstep.observe.hooks import Batches, Forwards, Optimizers, compiled_call, num_samples
 from lockstep.observe.steps import Step, Steps
-from lockstep.parallel.compile import is_capturing
-from lockstep.parallel.ddp.bucket_events import BucketStamps, mark_on
+from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.telemetry.provenance import Provenance, gather
 from lockstep.telemetry.recorder import StepRecorder
 from lockstep.telemetry.resources import MachineSampler
@@ -162,9 +160,6 @@ def find_place() -> Place:
 
 # --- the hooks and the record -----------------------------------------------------------------------------------------
 
-# The batch size of the record is the most frequent one of so many steps.
-_NUM_SIZED = 1000
-
 
 class Observation:
     """Watches a training loop and records it, until it is closed or the process ends.
@@ -211,16 +206,12 @@ class Observation:
         self._folder = self._open_folder(loaders, first_step, provenance)
         self._recorder = StepRecorder(self._folder.writer, sample=MachineSampler([device]))
         self._recorder.start()
-        self._sizes: Counter[int] = Counter()
+        self._batch_size = 0
         if restarts := num_restarts():
             self._event("restart", f"started again ({restarts} so far), and counts from {first_step}", first_step)
         if first_step:
             self._event("resume", f"went on after step {first_step}", first_step)
-        is_cuda = device.type == "cuda"
-        # On CPU the moment of the host is the mark as well: one reading of the clock instead of two.
-        mark = partial(mark_on, device) if is_cuda else None
-        captures = {"is_capturing": partial(is_capturing, device)} if is_cuda else {}
-        self.steps = Steps(mark, self, first_step, **captures)
+        self.steps = Steps(device, self, first_step)
         self._engine.stamp(device)
         self._forwards = Forwards(self.steps, self._engine.take, self._fail)
         for model in models:
@@ -259,10 +250,10 @@ class Observation:
     def done(self, step: Step) -> None:
         """Record a step; the device may still owe its figures. Does not block."""
         self._engine.complete(step)
-        if step.number < _NUM_SIZED:
-            self._sizes[step.samples] += 1
         # Ranks are taken to have batches of one size: to ask them would be a collective in somebody else's loop.
         step.samples *= self._place.num_ranks
+        # The largest: the last batch of an epoch may be smaller.
+        self._batch_size = max(self._batch_size, step.samples)
         self._recorder.add(step)
         if step.is_skipped:
             num_done = step.number + 1
@@ -303,8 +294,8 @@ class Observation:
         self._event("end" if text is None else "error", text or f"{num_done} steps done", num_done)
         self._recorder.finish(waits=text is None)
         known: dict[str, Any] = {"num_steps": num_done}
-        if self._sizes:
-            known["global_batch_size"] = self._sizes.most_common(1)[0][0] * self._place.num_ranks
+        if self._batch_size:
+            known["global_batch_size"] = self._batch_size
         self._folder.describe(offsets, "end", **known)
 
     def _at_exit(self) -> None:
