@@ -25,7 +25,7 @@ import lockstep
 from bench.harness import SECTION_TIMEOUT_S, Rounds, parser, record, run_rounds, show, slowest, summarize
 from lockstep.telemetry.live_view import picture
 from lockstep.telemetry.metrics import Snapshot, SnapshotSink
-from lockstep.telemetry.run_record import PERIOD_S
+from lockstep.telemetry.recorder import PERIOD_S
 from lockstep.train.recording import RunRecord
 from lockstep.train.settings import FitSettings
 from lockstep.train.trainer import Trainer
