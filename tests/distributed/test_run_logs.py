@@ -1,7 +1,6 @@
 """What ranks write: one merged stream on the terminal, files beside it; of `lockstep run`, `train` and `launch`."""
 
 import os
-from dataclasses import replace
 
 import pytest
 
@@ -9,7 +8,7 @@ from lockstep import launch
 from lockstep.cli import main
 from lockstep.cli.run import start
 from lockstep.errors import ConfigurationError
-from lockstep.telemetry.sinks import KINDS
+from lockstep.telemetry.sinks import WandbRun
 from tests.distributed.commands import lockstep
 
 SCRIPT = """\
@@ -126,7 +125,7 @@ def test_train_keeps_what_its_ranks_write(tmp_path):
     ],
 )
 def test_train_says_what_it_cannot_do_before_it_starts_ranks(tmp_path, monkeypatch, capsys, args, message):
-    monkeypatch.setitem(KINDS, "wandb", replace(KINDS["wandb"], package="wandb_is_not_here"))
+    monkeypatch.setattr(WandbRun, "package", "wandb_is_not_here")
     monkeypatch.setattr("lockstep.launcher.api.launch_with", lambda *_, **__: pytest.fail("processes started"))
     monkeypatch.delenv("LOCKSTEP_COMMAND", raising=False)
     (tmp_path / "task.py").write_text(TASK)

@@ -152,7 +152,7 @@ def _counted(path: str, *names: str) -> int:
 
 def format_bytes(num_bytes: float) -> str:
     """Return a size in GiB or MiB."""
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:.0f} MiB"
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
 
 
 # --- what its heartbeat shows -----------------------------------------------------------------------------------------

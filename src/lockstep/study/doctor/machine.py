@@ -31,7 +31,7 @@ from lockstep.study.doctor.findings import (
     plural,
 )
 from lockstep.study.doctor.task import TaskFacts
-from lockstep.telemetry.live_view import size
+from lockstep.telemetry.rank_state import format_bytes as size
 from lockstep.telemetry.resources import free_and_total_bytes
 
 _TIMEOUT_S = 4.0

@@ -31,7 +31,7 @@ from lockstep.study.doctor.findings import (
     listed,
     plural,
 )
-from lockstep.telemetry.live_view import size
+from lockstep.telemetry.rank_state import format_bytes
 from lockstep.train.task import Task, build_model, load_task
 
 # How long a task's own functions may take together: with the rest it must stay under ten seconds.
@@ -81,7 +81,7 @@ class TaskFacts:
     def summary(self) -> str:
         """Batch, data and weights."""
         samples = "" if self.num_samples is None else f", {self.num_samples:,} samples"
-        weights = f", {size(self.weight_bytes)} of weights" if self.weight_bytes else ""
+        weights = f", {format_bytes(self.weight_bytes)} of weights" if self.weight_bytes else ""
         batch = f"global batch {self.global_batch_size}, {self.share} on each of {self.world_size}"
         return f"{self.name}: {batch}{samples}{weights}"
 
