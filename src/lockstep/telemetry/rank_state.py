@@ -94,7 +94,7 @@ class Liveness:
 
     def _part_of(self, name: str) -> float:
         """Return in which part of the samples something was so."""
-        return sum(getattr(each, name) for each in self._samples) / len(self._samples)
+        return sum(bool(getattr(each, name)) for each in self._samples) / len(self._samples)
 
     def _core_share(self) -> float:
         """Return the share of a core that it used since the first sample."""
