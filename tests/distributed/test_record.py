@@ -120,7 +120,7 @@ def test_other_strategies_are_recorded_as_far_as_they_tell(ranks, tmp_path, stra
     assert view.run.gaps == []
     assert view.figures.knows_waits == (strategy != "torch-ddp")
     assert (view.traffic is not None) == (strategy == "ddp-zero1")
-    assert view.window is not None
+    assert view.window
 
 
 def test_a_slow_loader_is_told_from_the_record_alone(ranks, tmp_path):
