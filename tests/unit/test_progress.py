@@ -27,7 +27,7 @@ def test_lines_in_a_pipe(capsys, monkeypatch):
     display.update(SNAPSHOT)
     monkeypatch.setattr(fit_module, "_LINE_S", 0.0)
     display.update(SNAPSHOT)
-    display.update(replace(SNAPSHOT, samples_per_s=None, left_s=2.0))  # a step that takes long
+    display.update(replace(SNAPSHOT, left_s=2.0))
     display.log("said [bold]as it is[/]")
     display.close()
     assert capsys.readouterr().out.splitlines() == [
