@@ -72,8 +72,6 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-# --- models -----------------------------------------------------------------------------------------------------------
-#
 # [Note: the end of backward]
 # When the first gradient comes to what a model has returned, its backward begins, and a callback is put at its end.
 # Autograd calls those in the order in which they were put there. torch's DistributedDataParallel puts the one in
@@ -85,28 +83,35 @@ def in_backward() -> bool:
 _MOST_OUTPUTS = 64
 
 
-class Forwards:
-    """Reports the forwards and backwards of models.
+class Hooks:
+    """Reports the forwards and backwards of models, the waiting for batches, and the steps of optimizers.
 
     Args:
         steps: To which.
         take_stamps: Returns what an engine of ours has stamped of the backward that has just ended.
         fail: Gets errors of the hooks.
+
+    Attributes:
+        stop: Takes all hooks away.
     """
 
     def __init__(self, steps: Steps, take_stamps: Callable[[], list[Reduction]], fail: Fail) -> None:
         self._steps, self._take_stamps, self._fail = steps, take_stamps, fail
-        self._on_gradient = Hook(self._backward_begins, fail)
-        self._on_own_done, self._on_end = Hook(self._own_work_done, fail), Hook(self._backward_ends, fail)
-        self._task = -1
-        self._trains = False
-        self._num_inputs = 0
         self._undo = ExitStack()
         self.stop = self._undo.close
+        self._on_gradient = Hook(self._backward_begins, fail)
+        self._on_own_done, self._on_end = Hook(self._own_work_done, fail), Hook(self._backward_ends, fail)
+        self._task, self._num_inputs, self._num_updates = -1, 0, 0
+        self._trains = self._is_within = False
+        # Loaders, iterators and optimizers are held weakly: they, and processes of theirs, end when they always did.
+        self._batch_sizes: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
+        self._are_ours: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
-    def watch(self, model: nn.Module) -> None:
-        """Watch a model from now on, until `stop`."""
-        before, behind = Hook(self.begins, self._fail), Hook(self._ends, self._fail)
+    # --- models ---
+
+    def watch_model(self, model: nn.Module) -> None:
+        """Watch a model."""
+        before, behind = Hook(self.forward_begins, self._fail), Hook(self._forward_ends, self._fail)
         if (compiled := compiled_call(model)) is not None:
             # Around the compiled function: in it, hooks would be compiled as well.
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -120,7 +125,7 @@ class Forwards:
             self._undo.callback(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
             self._undo.callback(model.register_forward_hook(behind, with_kwargs=True).remove)
 
-    def begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+    def forward_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Report that a forward begins."""
         if not self._steps.is_mine or in_backward():
             return
@@ -130,7 +135,7 @@ class Forwards:
         else:
             self._steps.idle_forward(is_over=False, is_training=model.training)
 
-    def _ends(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _forward_ends(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not self._steps.is_mine or in_backward():
             return
         if torch.is_grad_enabled():
@@ -163,29 +168,9 @@ class Forwards:
     def _backward_ends(self) -> None:
         self._steps.backward_ends(self._take_stamps())
 
+    # --- loaders ---
 
-def compiled_call(module: nn.Module) -> Any:
-    """Return the compiled function to which calls of a module go, hooks and all, as ``module.compile()`` has it."""
-    return module._compiled_call_impl
-
-
-# --- loaders ----------------------------------------------------------------------------------------------------------
-
-
-class Batches:
-    """Reports how long a loop waits for its batches.
-
-    Args:
-        steps: To which.
-        fail: Gets errors of ours.
-    """
-
-    def __init__(self, steps: Steps, fail: Fail) -> None:
-        self._steps, self._fail = steps, fail
-        self._is_within = False
-        self._sizes: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
-
-    def timed(self, call: Callable[[], Any], size: Callable[[Any], int | None]) -> Any:
+    def _timed(self, call: Callable[[], Any], size: Callable[[Any], int | None]) -> Any:
         """Return what ``call`` returns, and report how long that took; ``size`` returns the samples in it.
 
         What ends the iteration, or fails, is not reported; nor is what is asked for within such a call.
@@ -206,42 +191,91 @@ class Batches:
 
     def iterated(self, batches: Any) -> Iterator[Any]:
         """Yield what ``batches`` yields."""
-        iterator = self.timed(lambda: iter(batches), lambda _: None)
+        iterator = self._timed(lambda: iter(batches), lambda _: None)
         while True:
             try:
-                batch = self.timed(lambda: next(iterator), num_samples)
+                batch = self._timed(lambda: next(iterator), num_samples)
             except StopIteration:
                 return
             yield batch
 
-    def watch(self, loaders: Sequence[DataLoader[Any]] | None) -> Callable[[], None]:
-        """Watch these DataLoaders, or all of the process; return what undoes that.
-
-        Loaders and iterators are held weakly: their processes end when they always did.
-        """
+    def watch_loaders(self, loaders: Sequence[DataLoader[Any]] | None) -> None:
+        """Watch these DataLoaders, or all of the process."""
         chosen: weakref.WeakSet[Any] = weakref.WeakSet()
         for each in loaders or ():
             chosen.add(getattr(each, "base_dataloader", None) or each)  # Accelerate's loaders iterate one within
-        began, came = DataLoader.__iter__, _BaseDataLoaderIter.__next__
+        began, came, sizes = DataLoader.__iter__, _BaseDataLoaderIter.__next__, self._batch_sizes
 
         @functools.wraps(began)
         def begin(loader: DataLoader[Any]) -> Any:
             if loaders is not None and loader not in chosen:
                 return began(loader)
-            iterator = self.timed(lambda: began(loader), lambda _: None)
-            Hook(lambda: self._sizes.__setitem__(iterator, _batch_size(loader)), self._fail)()
-            return iterator
+            return self._timed(lambda: began(loader), lambda iterator: sizes.update({iterator: _batch_size(loader)}))
 
         @functools.wraps(came)
         def following(iterator: Any) -> Any:
-            if loaders is not None and iterator not in self._sizes:
+            if loaders is not None and iterator not in sizes:
                 return came(iterator)
-            return self.timed(lambda: came(iterator), lambda batch: num_samples(batch, self._sizes.get(iterator)))
+            return self._timed(lambda: came(iterator), lambda batch: num_samples(batch, sizes.get(iterator)))
 
-        undo = ExitStack()
-        undo.callback(replace_attribute(DataLoader, "__iter__", begin))
-        undo.callback(replace_attribute(_BaseDataLoaderIter, "__next__", following))
-        return undo.close
+        self._undo.callback(replace_attribute(DataLoader, "__iter__", begin))
+        self._undo.callback(replace_attribute(_BaseDataLoaderIter, "__next__", following))
+
+    # --- optimizers ---
+
+    def watch_optimizers(self, optimizers: Sequence[Optimizer] | None, models: Sequence[nn.Module]) -> None:
+        """Watch these, or if ``None`` all that update one of ``models``, of which there may be more later."""
+        self._are_ours.update(dict.fromkeys(optimizers or (), True))
+        self._updated = models if optimizers is None else ()
+        self._undo.callback(register_optimizer_step_pre_hook(Hook(self._optimizer_begins, self._fail)).remove)
+        self._undo.callback(register_optimizer_step_post_hook(Hook(self._optimizer_ends, self._fail)).remove)
+        original = GradScaler.step
+        begins, fails = Hook(self._steps.optimizer_begins, self._fail), Hook(self._steps.optimizer_failed, self._fail)
+        ends = Hook(self._scaled, self._fail)
+
+        # It skips an optimizer's step whose gradient is not finite.
+        @functools.wraps(original)
+        def step(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if not (scaler.is_enabled() and self._steps.is_mine and self._is_ours(optimizer)):
+                return original(scaler, optimizer, *args, **kwargs)
+            num_before = self._num_updates
+            begins(id(optimizer))
+            try:
+                result = original(scaler, optimizer, *args, **kwargs)
+            except BaseException:
+                fails()
+                raise
+            ends(optimizer, num_before)
+            return result
+
+        self._undo.callback(replace_attribute(GradScaler, "step", step))
+
+    def _scaled(self, optimizer: Optimizer, num_before: int) -> None:
+        is_skipped = self._num_updates == num_before
+        self._steps.optimizer_ends(id(optimizer), learning_rate_of(optimizer), is_skipped=is_skipped)
+
+    def _optimizer_begins(self, optimizer: Optimizer, *_: Any) -> None:
+        if not in_backward() and self._steps.is_mine and self._is_ours(optimizer):
+            self._steps.optimizer_begins(id(optimizer))
+
+    def _optimizer_ends(self, optimizer: Optimizer, *_: Any) -> None:
+        if in_backward():  # in whatever thread that runs
+            if not self._steps.is_over and self._is_ours(optimizer):
+                self._steps.optimizer_within(learning_rate_of(optimizer))
+        elif self._steps.is_mine and self._is_ours(optimizer):
+            self._num_updates += 1
+            self._steps.optimizer_ends(id(optimizer), learning_rate_of(optimizer))
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        known = self._are_ours.get(optimizer)
+        if known is None and self._updated:
+            known = self._are_ours[optimizer] = updates(optimizer, self._updated)
+        return bool(known)
+
+
+def compiled_call(module: nn.Module) -> Any:
+    """Return the compiled function to which calls of a module go, hooks and all, as ``module.compile()`` has it."""
+    return module._compiled_call_impl
 
 
 def _batch_size(loader: Any) -> int | None:
@@ -271,81 +305,6 @@ def num_samples(batch: Any, batch_size: int | None = None) -> int:
             return len(first)
     tensor = next((found for found in find_tensors(batch) if found.dim()), None)
     return 0 if tensor is None else tensor.shape[0]
-
-
-# --- optimizers -------------------------------------------------------------------------------------------------------
-
-
-class Optimizers:
-    """Reports the steps of optimizers.
-
-    Args:
-        steps: To which.
-        optimizers: Those to watch; if ``None``, all that update one of ``models``.
-        models: The models, of which there may be more later.
-        fail: Gets errors of the hooks.
-    """
-
-    def __init__(
-        self, steps: Steps, optimizers: Sequence[Optimizer] | None, models: Sequence[nn.Module], fail: Fail
-    ) -> None:
-        self._steps, self._models, self._fail = steps, models, fail
-        self._ours: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-        self._watches_all = optimizers is None
-        self._num_updates = 0
-        before, behind = Hook(self._begins, fail), Hook(self._ends, fail)
-        handles: list[Any] = []
-        if optimizers is None:
-            handles += [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(behind)]
-        for each in optimizers or ():
-            handles += [each.register_step_pre_hook(before), each.register_step_post_hook(behind)]
-            self._ours[each] = True
-        undo = ExitStack()
-        for handle in handles:
-            undo.callback(handle.remove)
-        undo.callback(self._watch_scalers())
-        self.stop = undo.close
-
-    def _begins(self, optimizer: Optimizer, *_: Any) -> None:
-        if not in_backward() and self._steps.is_mine and self._is_ours(optimizer):
-            self._steps.optimizer_begins(id(optimizer))
-
-    def _ends(self, optimizer: Optimizer, *_: Any) -> None:
-        if in_backward():  # in whatever thread that runs
-            if not self._steps.is_over and self._is_ours(optimizer):
-                self._steps.optimizer_within(learning_rate_of(optimizer))
-        elif self._steps.is_mine and self._is_ours(optimizer):
-            self._num_updates += 1
-            self._steps.optimizer_ends(id(optimizer), learning_rate_of(optimizer))
-
-    def _watch_scalers(self) -> Callable[[], None]:
-        """Watch the steps of torch's GradScaler, which skips an optimizer's step whose gradient is not finite."""
-        original = GradScaler.step
-
-        @functools.wraps(original)
-        def step(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if not (scaler.is_enabled() and self._steps.is_mine and self._is_ours(optimizer)):
-                return original(scaler, optimizer, *args, **kwargs)
-            before = self._num_updates
-            Hook(self._steps.optimizer_begins, self._fail)(id(optimizer))
-            try:
-                result = original(scaler, optimizer, *args, **kwargs)
-            except BaseException:
-                Hook(self._steps.optimizer_failed, self._fail)()
-                raise
-            Hook(lambda: self._scaled(optimizer, is_skipped=self._num_updates == before), self._fail)()
-            return result
-
-        return replace_attribute(GradScaler, "step", step)
-
-    def _scaled(self, optimizer: Optimizer, *, is_skipped: bool) -> None:
-        self._steps.optimizer_ends(id(optimizer), learning_rate_of(optimizer), is_skipped=is_skipped)
-
-    def _is_ours(self, optimizer: Optimizer) -> bool:
-        known = self._ours.get(optimizer)
-        if known is None and self._watches_all and self._models:
-            known = self._ours[optimizer] = updates(optimizer, self._models)
-        return bool(known)
 
 
 def updates(optimizer: Optimizer, models: Iterable[nn.Module]) -> bool:

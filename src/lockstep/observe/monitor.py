@@ -209,7 +209,7 @@ class Watch:
 
     def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield what ``batches`` yields, for loops over something else than a DataLoader, whose waiting is seen so."""
-        return self._observation.batches.iterated(batches)
+        return self._observation.hooks.iterated(batches)
 
     def finish(self) -> None:
         """End the record in order, and compare the clocks of the ranks' machines once more.

@@ -7,7 +7,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,19 +23,13 @@ from lockstep.activity import one_line
 from lockstep.comm.clocks import ClockOffset, machine_name, measure_clock_offsets
 from lockstep.comm.collectives import Group, all_gather_object, backend_name, default_group, is_initialized
 from lockstep.errors import ConfigurationError
-from lockstep.observe.hooks import Batches, Forwards, Optimizers, compiled_call, num_samples
+from lockstep.observe.hooks import Hooks, compiled_call, num_samples
 from lockstep.observe.steps import Step, Steps
 from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.telemetry.provenance import Provenance, gather
 from lockstep.telemetry.recorder import StepRecorder
 from lockstep.telemetry.resources import MachineSampler
-from lockstep.telemetry.run_record import (
-    Event,
-    Reduction,
-    RunFolder,
-    has_timeline,
-    num_restarts,
-)
+from lockstep.telemetry.run_record import Event, Reduction, RunFolder, has_timeline, num_restarts
 
 # --- what exchanges gradients in a script, and what is known of that --------------------------------------------------
 
@@ -56,17 +50,11 @@ class Engine:
     ours: list[Any] = field(default_factory=list)
     stamps: list[BucketStamps] = field(default_factory=list)
 
-    def include(self, other: Engine) -> None:
-        """Take in what exchanges the gradients of one more model."""
-        self.ours += [each for each in other.ours if all(each is not known for known in self.ours)]
-        if self.kind in ("single", "unknown"):
-            self.kind = other.kind
-
     def stamp(self, device: torch.device) -> None:
         """Have the buckets of our engines stamped from now on."""
-        for module in self.ours[len(self.stamps) :]:
-            self.stamps.append(BucketStamps(device))
-            module.stamp_buckets(self.stamps[-1])
+        self.stamps = [BucketStamps(device) for _ in self.ours]
+        for module, stamps in zip(self.ours, self.stamps, strict=True):
+            module.stamp_buckets(stamps)
 
     def stop(self) -> None:
         """Have nothing stamped any more."""
@@ -90,7 +78,8 @@ class Engine:
 
 def find_engine(models: Sequence[nn.Module], num_ranks: int) -> Engine:
     """Return what exchanges the gradients of ``models`` among so many ranks."""
-    modules = [module for model in models for module in model.modules()]
+    # Each once: one model may be a part of another.
+    modules = dict.fromkeys(module for model in models for module in model.modules())
     kinds: tuple[tuple[Kind, Any], ...] = (
         ("ddp", _imported("lockstep.parallel.ddp.wrapper", "DistributedDataParallel")),
         ("torch-ddp", TorchDistributedDataParallel),
@@ -178,7 +167,7 @@ class Observation:
 
     Attributes:
         steps: What was seen so far.
-        batches: The hooks on loaders.
+        hooks: That see it.
         is_closed: Whether the record has ended.
 
     Raises:
@@ -213,31 +202,27 @@ class Observation:
             self._event("resume", f"went on after step {first_step}", first_step)
         self.steps = Steps(device, self, first_step)
         self._engine.stamp(device)
-        self._forwards = Forwards(self.steps, self._engine.take, self._fail)
+        self.hooks = Hooks(self.steps, lambda: self._engine.take(), self._fail)
         for model in models:
-            self._forwards.watch(model)
-        self.batches = Batches(self.steps, self._fail)
-        self._undo = ExitStack()
-        self._undo.callback(self._engine.stop)
-        self._undo.callback(self._forwards.stop)
-        self._undo.callback(Optimizers(self.steps, optimizers, models, self._fail).stop)
-        self._undo.callback(self.batches.watch(loaders))
+            self.hooks.watch_model(model)
+        self.hooks.watch_optimizers(optimizers, models)
+        self.hooks.watch_loaders(loaders)
         atexit.register(self._at_exit)
         os.register_at_fork(after_in_child=partial(_leave_to_parent, weakref.ref(self.steps)))
 
     def add_model(self, model: nn.Module) -> None:
         """Watch one more model."""
         self._models.append(model)
-        self._engine.include(find_engine([model], self._num_peers))
+        self._engine = find_engine(self._models, self._num_peers)
         self._engine.stamp(self._device)
-        self._forwards.watch(model)
+        self.hooks.watch_model(model)
 
     def forward_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Take a forward that has begun before its model was watched, and so maybe before its batch was."""
         if self.steps.current is None:
             self.steps.batch_was(num_samples(args) or num_samples(kwargs))
         if compiled_call(model) is None:  # else its calls are watched already
-            self._forwards.begins(model, args, kwargs)
+            self.hooks.forward_begins(model, args, kwargs)
 
     # --- from the hooks, by way of Steps ---
 
@@ -287,7 +272,8 @@ class Observation:
         self.is_closed = True
         atexit.unregister(self._at_exit)
         # The hooks go first, so that nothing comes behind the last step.
-        self._undo.close()
+        self.hooks.stop()
+        self._engine.stop()
         self.steps.close()
         self.steps.is_over = True
         num_done = self.steps.num_done

@@ -31,7 +31,7 @@ from lockstep.study.doctor.findings import (
     plural,
 )
 from lockstep.study.doctor.task import TaskFacts
-from lockstep.telemetry.rank_state import format_bytes as size
+from lockstep.telemetry.rank_state import format_bytes
 from lockstep.telemetry.resources import free_and_total_bytes
 
 _TIMEOUT_S = 4.0
@@ -156,7 +156,7 @@ def gpus_differ(facts: Gpus) -> Iterator[Problem]:
     kinds = [(gpu.memory_bytes, gpu.name) for gpu in used]
     if len(set(kinds)) > 1:
         alike = [str(gpu.index) for gpu, kind in zip(used, kinds, strict=True) if kind == max(kinds)]
-        described = [f"GPU {gpu.index} {gpu.name} with {size(gpu.memory_bytes)}" for gpu in used]
+        described = [f"GPU {gpu.index} {gpu.name} with {format_bytes(gpu.memory_bytes)}" for gpu in used]
         paste = f"export CUDA_VISIBLE_DEVICES={','.join(alike)}"
         yield Problem(SLOW, f"The GPUs are not alike: {listed(described)}.", paste)
 
@@ -172,7 +172,8 @@ def gpu_busy(facts: Gpus) -> Iterator[Problem]:
     """
     for gpu in facts.gpus[: facts.num_wanted]:
         if gpu.used_bytes > _IN_USE * gpu.memory_bytes:
-            found = f"GPU {gpu.index} has {size(gpu.used_bytes)} of {size(gpu.memory_bytes)} in use already."
+            used = f"{format_bytes(gpu.used_bytes)} of {format_bytes(gpu.memory_bytes)}"
+            found = f"GPU {gpu.index} has {used} in use already."
             yield Problem(SLOW, found, "nvidia-smi --query-compute-apps=pid,used_memory,name --format=csv")
 
 
@@ -319,8 +320,8 @@ class Memory:
     @property
     def summary(self) -> str:
         """How much there is of both kinds."""
-        shm = f"{size(self.shm_free_bytes)} free of {size(self.shm_bytes)}"
-        return f"{size(self.available_bytes)} available; /dev/shm has {shm}"
+        shm = f"{format_bytes(self.shm_free_bytes)} free of {format_bytes(self.shm_bytes)}"
+        return f"{format_bytes(self.available_bytes)} available; /dev/shm has {shm}"
 
 
 def read_memory(plan: Plan, task: TaskFacts | None) -> Memory:
@@ -343,7 +344,7 @@ def shared_memory_small(facts: Memory) -> Iterator[Problem]:
     ranks, workers = facts.plan.devices, facts.plan.workers or 0
     need = ranks * _NCCL_BYTES if facts.plan.on_gpus and ranks > 1 else 0
     if need > facts.shm_free_bytes or (workers > 0 and facts.shm_bytes <= _DOCKER_DEFAULT_BYTES):
-        free = f"/dev/shm has {size(facts.shm_free_bytes)} free of {size(facts.shm_bytes)}"
+        free = f"/dev/shm has {format_bytes(facts.shm_free_bytes)} free of {format_bytes(facts.shm_bytes)}"
         found = f"{free}, little for {plural(ranks, 'rank')} with {plural(workers, 'loader worker')} each."
         gib = max(1, -(-2 * need // GIB))  # twice the need, rounded up
         paste = f"docker run --shm-size={gib}g ...  # or: sudo mount -o remount,size={gib}g /dev/shm"
@@ -364,10 +365,10 @@ def memory_small(facts: Memory) -> Iterator[Problem]:
     rank_bytes = _RANK_BYTES + (facts.task.weight_bytes + 3 * facts.task.trained_bytes if facts.task else 0)
     need = ranks * rank_bytes
     if not facts.plan.on_gpus and need > available:
-        least = f"{plural(ranks, 'rank')} need {size(need)} at least, before activations"
+        least = f"{plural(ranks, 'rank')} need {format_bytes(need)} at least, before activations"
         fitting = max(1, available // rank_bytes)
         paste = f"lockstep train TASK.py --devices {fitting} --strategy ddp-zero1"
-        yield Problem(HANG, f"{least}; {size(available)} are available.", paste)
+        yield Problem(HANG, f"{least}; {format_bytes(available)} are available.", paste)
 
 
 # Files that a batch on its way from a worker keeps open: one for each of its tensors.
@@ -481,8 +482,9 @@ def disk_full(facts: Disk) -> Iterator[Problem]:
     """
     needed = _KEPT * facts.checkpoint_bytes if facts.checkpoint_bytes else GIB
     if facts.problem is None and facts.free_bytes < needed:
-        whose = f"{_KEPT} checkpoints of {size(facts.checkpoint_bytes)}" if facts.checkpoint_bytes else "even one model"
-        found = f"{facts.folder} has {size(facts.free_bytes)} left, too little for {whose}."
+        size = format_bytes(facts.checkpoint_bytes or 0)
+        whose = f"{_KEPT} checkpoints of {size}" if facts.checkpoint_bytes else "even one model"
+        found = f"{facts.folder} has {format_bytes(facts.free_bytes)} left, too little for {whose}."
         yield Problem(HANG, found, "df -h  # then: lockstep train TASK.py --checkpoint DIR")
 
 
