@@ -48,13 +48,9 @@ def hints_table() -> str:
     return _table(["in the error", "what it means", "what to do"], rows)
 
 
-def record_tables() -> str:
-    """Return a table for each kind of line of a run folder."""
-    parts = []
-    for kind, names in run_record.KINDS.items():
-        parts += [f"### {kind}", "", _table(["name", "meaning"], [[f"`{n}`", text] for n, text in names.items()]), ""]
-    events = [[f"`{name}`", text] for name, text in run_record.EVENTS.items()]
-    return "\n".join([*parts, "### Events", "", _table(["event", "meaning"], events)])
+def events_table() -> str:
+    """Return a row for each event in the lines of a run folder."""
+    return _table(["event", "meaning"], [[f"`{name}`", text] for name, text in run_record.EVENTS.items()])
 
 
 def metrics_table() -> str:
@@ -152,7 +148,7 @@ def _table(columns: list[str], rows: list[list[str]]) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "settings": settings_table,
     "error hints": hints_table,
-    "record names": record_tables,
+    "record events": events_table,
     "metric names": metrics_table,
     "findings": findings_sections,
     "messages": messages_sections,

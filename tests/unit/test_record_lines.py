@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from lockstep.comm.clocks import bound_offset
 from lockstep.telemetry import run_record
 from lockstep.telemetry.recorder import StepRecorder
 from lockstep.telemetry.resources import MachineSampler
-from lockstep.telemetry.run_record import Downsampler, LineWriter, RecordedStep, has_timeline, to_line
+from lockstep.telemetry.run_record import Downsampler, LineWriter, RecordedStep, RunFolder, has_timeline, to_line
 from tests.unit.report_planted import step_line
 
 FROZEN = {
@@ -26,13 +27,26 @@ FROZEN = {
 
 
 def test_the_names_of_metrics_stay():
-    assert {kind: set(names) for kind, names in run_record.KINDS.items()} == {
-        kind: set(names.split()) for kind, names in FROZEN.items()
-    }
     assert " ".join(run_record.EVENTS) == (
         "resume restart evaluation checkpoint skipped straggler profile remark stop error end"
     )
     assert (run_record.VERSION, run_record.RUN_FILE, run_record.RANK_FILES) == (1, "run.json", "rank-*.jsonl")
+
+
+def test_lines_have_the_names_that_the_reference_explains(tmp_path):
+    folder = RunFolder(tmp_path, 0, 1, device="cpu", machine="m", first_step=0, fresh=True, gather=lambda mine: [mine])
+    recorder = StepRecorder(folder.writer, sample=MachineSampler([torch.device("cpu")]))
+    step = RecordedStep(4, 0.0, 0.0, 1000.0, 1.0, has_timeline=True)
+    recorder.add(step)
+    recorder.event("evaluation", "done", step=1, metrics={"loss": 0.5})
+    recorder.finish(waits=True)
+    written = {line["kind"]: " ".join(sorted(line.keys() - {"kind"})) for line in read(tmp_path / "rank-0.jsonl")}
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
+    explained = {
+        kind: " ".join(sorted(re.findall(r"^\| `(\w+)` \|", page.split(f"### {kind}\n")[1].split("###")[0], re.M)))
+        for kind in FROZEN
+    }
+    assert explained == {kind: " ".join(sorted(names.split())) for kind, names in FROZEN.items()} == written
 
 
 def read(path):
@@ -101,7 +115,7 @@ def test_clocks_are_bounded_from_both_sides():
 
 def test_the_sampler_tells_of_this_process(monkeypatch):
     line = MachineSampler([torch.device("cpu")])()
-    assert set(line) == {"kind", *run_record.MACHINE}
+    assert set(line) == {"kind", *FROZEN["machine"].split()}
     assert line["rss_peak_bytes"] > 2**24 < line["rss_bytes"]
     assert (line["memory_bytes"], line["gpu_percent"]) == (None, None)
 

@@ -189,7 +189,7 @@ class StepRecorder:
         if self._metrics is not None:
             self._metrics.add_event(line)
         if self._writer is not None:
-            self._writer.add({"kind": "event", **{name: line[name] for name in run_record.EVENT}})
+            self._writer.add({name: value for name, value in line.items() if name != "metrics"})
         if line["seconds"] is not None:
             self._last_begin = None  # the device has come to rest: the next step begins when the host asks for it
 

@@ -158,7 +158,7 @@ class MachineSampler:
         self._process.cpu_percent()  # percentages are of the time since the call before
 
     def __call__(self) -> dict[str, Any]:
-        """Return the figures as a line; see ``MACHINE`` in lockstep.telemetry.run_record."""
+        """Return the figures as a line; see docs/reference/metrics.md."""
         workers_cpu, workers_rss = self._sample_workers()
         on_gpus = {"memory_bytes": torch.cuda.memory_allocated, "memory_peak_bytes": torch.cuda.max_memory_allocated}
         return {

@@ -1,4 +1,4 @@
-"""A run as files: each rank's lines of JSON, what they mean, and the folder with them. Does not import torch."""
+"""A run as files: each rank's lines of JSON, and the folder with them. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from lockstep.activity import one_line
 from lockstep.errors import ConfigurationError
 from lockstep.run_folder import hide_secrets, read_object, replace_file
-from lockstep.telemetry.metrics import RANK_METRICS
 
 if TYPE_CHECKING:
     from lockstep.comm.clocks import ClockOffset  # imports torch
 
 Line = dict[str, Any]
 
-# --- the names of everything that is recorded: files and dashboards depend on them ----
+# --- names that files and dashboards depend on; docs/reference/metrics.md says what each name of a line means ---------
 
 # Grows when a name or a meaning changes, not when one is added.
 VERSION = 1
@@ -31,58 +30,11 @@ VERSION = 1
 RUN_FILE = "run.json"
 RANK_FILES = "rank-*.jsonl"
 
-_RANK = {metric.name.removeprefix("rank/"): metric.meaning for metric in RANK_METRICS}
-
-# Of a line of kind ``step``.
-STEP = {
-    "step": "number of the (first) step of the line, counted from 0 over all epochs",
-    "num_steps": "steps that the line stands for; times are their means",
-    "epoch": "passes over the data set before the step; null for a stream",
-    "time": "when the step began, Unix time of this rank's host",
-    "interval_s": "from its beginning to that of the next step, or to what came between them",
-    "total_s": "the whole step",
-    "slowest_s": "the longest of the steps that the line stands for",
-    "slowest_step": "and its number",
-    **{name: _RANK[name] for name in ("data_wait_s", "copy_s", "forward_s", "backward_s", "exposed_s", "hidden_s")},
-    "optimizer_s": _RANK["optimizer_s"],
-    "loss": "mean over the global batch",
-    "learning_rate": "of the first parameter group",
-    "grad_norm": "norm of the whole gradient before clipping; null if nothing needed it",
-    "samples": "of the global batch",
-    "samples_per_s": "of the global batch, over `interval_s`",
-    "counts": "what the loss of the global batch is a mean over if not samples, such as tokens; null if samples",
-    "tokens_per_s": "these, over `interval_s`, whatever it is that the task counts; null if samples",
-}
-
+# Of a line of kind ``machine``, written every two seconds or so.
 MACHINE_FIGURES = (
     *("memory_bytes", "memory_peak_bytes", "rss_bytes", "workers_rss_bytes", "num_workers", "cpu_percent"),
     *("workers_cpu_percent", "load", "gpu_percent", "gpu_power_w", "gpu_temperature_c"),
 )
-# Of a line of kind ``machine``, written every two seconds or so.
-MACHINE = {
-    "time": "Unix time of this rank's host",
-    **{name: _RANK[name] for name in MACHINE_FIGURES},
-    "rss_peak_bytes": "the most resident memory so far",
-}
-
-# Of a line of kind ``timeline``, written for some steps; see `has_timeline` in lockstep.telemetry.run_record.
-TIMELINE = {
-    "step": "number of the step",
-    "time": "when it began, Unix time of this rank's host",
-    "spans": "list of [phase, begin, end], in seconds after `time`",
-    "buckets": "list of [number, bytes, ready, sent, done], in seconds after `time`; empty where not recorded",
-    "waited_from": "when this rank's own work of backward was done, and it waited for buckets; null if not known",
-    "waited_until": "when it had them",
-}
-
-# Of a line of kind ``event``.
-EVENT = {
-    "event": "which of EVENTS",
-    "step": "steps done by then",
-    "time": "Unix time of this rank's host, at its beginning",
-    "seconds": "how long training stood still for it; null if it did not",
-    "text": "what happened, in words",
-}
 
 # A name in ``EVENTS``.
 Event = str
@@ -100,19 +52,6 @@ EVENTS = {
     "error": "the run ended with an error on this rank",
     "end": "the run is done",
 }
-
-# Of a line of kind ``start``, with which each session of a rank begins.
-START = {
-    "run": "name of the session, the same on all ranks",
-    "rank": "this rank",
-    "host": "name of its machine",
-    "pid": "its process",
-    "device": "where it computes",
-    "time": "Unix time of this rank's host",
-    "first_step": "steps done before",
-}
-
-KINDS = {"start": START, "step": STEP, "timeline": TIMELINE, "machine": MACHINE, "event": EVENT}
 
 TIMELINE_FIRST, TIMELINE_STEPS = 4, 4
 
