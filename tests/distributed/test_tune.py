@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.errors import RankFailed
-from lockstep.launcher.api import launch_with
+from lockstep.errors import OutOfMemory
+from lockstep.study.common import run_ranks
 from lockstep.study.tune import NOW, Known, Request, probe, ratio_of, rounds_of
 from lockstep.train.settings import FitSettings
 
@@ -55,19 +55,23 @@ def request_for(tmp_path, monkeypatch):
 def test_the_largest_micro_batch_is_found_in_processes_that_may_die_of_it(request_for, tmp_path):
     file = tmp_path / "probe.json"
     # What the host does not have is an error, as it is on a GPU: nobody is killed.
-    with pytest.raises(RankFailed):
-        launch_with(probe, (request_for(8), FitSettings(), [2, 4, 8], str(file)), devices=1, timeout_s=100)
+    with pytest.raises(OutOfMemory):
+        run_ranks(probe, request_for(8), FitSettings(), [2, 4, 8], str(file), devices=1, timeout_s=100)
     known = Known(**json.loads(file.read_text()))
     assert known.largest == 4
     assert known.gradient_bytes == 8 * (6 * 8 + 8 + 8 * 3 + 3)
     assert 0 < known.wait_share < 1
 
 
+def _rounds(world, *args):
+    return rounds_of(*args, world)
+
+
 def test_settings_take_turns_and_loading_ahead_is_seen(ranks, request_for):
     small = FitSettings(global_batch_size=8)
     entrants = {NOW: small, "workers 2": replace(small, workers=2)}
     request = replace(request_for(8), num_devices=2)
-    first, second = ranks(2)(rounds_of, request, entrants, time.time() + 4)
+    first, second = ranks(2)(_rounds, request, entrants, time.time() + 4)
     assert [set(each) for each in first] == [set(each) for each in second]
     assert set(first[0]) == set(entrants)
     assert all(each[NOW] > 0.9e-3 for each in first)  # 4 samples of 2 ms each on both ranks: 1 ms for each

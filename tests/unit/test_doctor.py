@@ -12,12 +12,11 @@ from rich.console import Console
 
 from lockstep.cli import main
 from lockstep.errors import ConfigurationError
+from lockstep.study.common import MIB
 from lockstep.study.doctor import examine, machine, network, task
 from lockstep.study.doctor.findings import (
     CHECKS,
-    GIB,
     HANG,
-    MIB,
     NOTE,
     SLOW,
     WRONG,
@@ -26,6 +25,8 @@ from lockstep.study.doctor.findings import (
     Report,
     judge,
 )
+
+GIB = 2**30
 
 PLAN = Plan(devices=4, machines=2, workers=4, master_addr="10.0.0.1")
 ALONE = replace(PLAN, machines=1)

@@ -1,5 +1,6 @@
 """What the report draws beside the old figures: a run on one device, curves, loads over time, bandwidth by bucket."""
 
+import re
 from dataclasses import replace
 
 from click.testing import CliRunner
@@ -85,7 +86,7 @@ def test_tokens_are_counted_and_called_what_the_task_calls_them(tmp_path):
 
 def headings(view):
     with drawing_style():
-        return {plot.heading: plot for plot in draw(view)}
+        return {re.search("<figcaption>(.*?)</figcaption>", plot)[1]: plot for plot in draw(view)}
 
 
 def test_curves_are_drawn_where_there_is_something_to_see(tmp_path):
@@ -93,10 +94,11 @@ def test_curves_are_drawn_where_there_is_something_to_see(tmp_path):
         step_line(number, learning_rate=0.1 / (number + 1), grad_norm=5.0 + (number == 12)) for number in range(30)
     ]
     found = headings(view_run(write_run(tmp_path / "run", [lines])))
-    assert found["Learning rate"].alt == (
+    assert (
         "Curve of the learning rate over the steps: from 0.1 to 0.00333, between 0.00333 and 0.1."
+        in found["Learning rate"]
     )
-    assert found["Gradient norm"].alt == ("Curve of the gradient norm over the steps: from 5 to 5, between 5 and 6.")
+    assert "Curve of the gradient norm over the steps: from 5 to 5, between 5 and 6." in found["Gradient norm"]
     plain = view_run(write_run(tmp_path / "plain", [steps()]))
     with drawing_style():
         assert _curve(plain, None, "Learning rate", "learning rate", lambda step: step.learning_rate) is None

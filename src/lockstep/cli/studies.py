@@ -139,13 +139,11 @@ def compare(
 def tune(
     task_file: str,
     devices: int | None,
-    minutes: float,
     out: str | None,
     settings_file: str | None,
     strategies: str | None,
     global_batch_size: int | None,
-    allow_precision: bool,
-    allow_division: bool,
+    **limits: Any,
 ) -> int:
     """Find settings that train the task of TASK.py faster on this machine, without changing the training.
 
@@ -181,12 +179,10 @@ def tune(
     outcome = tuning.tune(
         task_file,
         devices=_num_devices(start.get("devices") if devices is None else devices),
-        minutes=minutes,
         start=start,
         strategies=_words(strategies, tuning.STRATEGIES),
-        allow_precision=allow_precision,
-        allow_division=allow_division,
         began_at=psutil.Process().create_time(),
+        **limits,
     )
     console().print(tuning.render(outcome))
     found = provenance.gather()

@@ -4,7 +4,6 @@ import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from html import escape
 from types import ModuleType
 from typing import Any, Literal
@@ -32,16 +31,6 @@ TEXT, GRID = "#010203", "#040506"
 
 # Narrow, so that a phone need not shrink the letters.
 INCHES_WIDE = 4.8
-
-
-@dataclass(frozen=True)
-class Plot:
-    """A drawing, its heading, what it shows in words for those who do not see it, and what all should read."""
-
-    heading: str
-    alt: str
-    svg: str
-    note: str = ""
 
 
 def import_matplotlib() -> ModuleType:
@@ -113,7 +102,7 @@ def legend_above(axes: Any, ncols: int, left: float = -0.1) -> None:
     axes.legend(unique.values(), unique.keys(), ncols=ncols, loc="lower left", bbox_to_anchor=(left, 1.0))
 
 
-def stacked_bars(heading: str, label: str, rows: Mapping[str, Mapping[str, float]], note: str = "") -> Plot:
+def stacked_bars(heading: str, label: str, rows: Mapping[str, Mapping[str, float]], note: str = "") -> str:
     """Draw a bar of milliseconds for each row, made of its parts.
 
     Args:
@@ -140,8 +129,8 @@ def stacked_bars(heading: str, label: str, rows: Mapping[str, Mapping[str, float
     return finish_plot(heading, f"Stacked bars of milliseconds per step: {'; '.join(words)}.", figure, note)
 
 
-def finish_plot(heading: str, alt: str, figure: Any, note: str = "") -> Plot:
-    """Return a figure as SVG; headings on a page differ, and a ``note`` is for all to read."""
+def finish_plot(heading: str, alt: str, figure: Any, note: str = "") -> str:
+    """Return a figure as HTML, with words for those who do not see it and a ``note`` for all; headings differ."""
     stream = io.StringIO()
     # Names within the drawings derive from the salt: several share the page, and may not share names.
     with import_matplotlib().rc_context({"svg.hashsalt": heading}):
@@ -151,7 +140,12 @@ def finish_plot(heading: str, alt: str, figure: Any, note: str = "") -> Plot:
         svg = re.sub(pattern, instead, svg, flags=re.DOTALL)
     # Within tags, a hundredth of a point will do; the text between them is for readers.
     svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d{3,}", r"\1", tag[0]), svg)
-    return Plot(heading, alt, svg.replace(TEXT, "currentColor").replace(GRID, "var(--line)"), note)
+    svg = svg.replace(TEXT, "currentColor").replace(GRID, "var(--line)")
+    shown = f'<p class="note">{escape(note)}</p>' if note else ""
+    return (
+        f"<figure><figcaption>{escape(heading)}</figcaption>{shown}"
+        f'<div role="img" aria-label="{escape(alt)}">{svg}</div></figure>'
+    )
 
 
 _SVG_EDITS = {
@@ -163,15 +157,6 @@ _SVG_EDITS = {
     r'^(<svg[^>]*?) width="[^"]*"': r"\1",
     r'^(<svg[^>]*?) height="[^"]*"': r"\1",
 }
-
-
-def figure(plot: Plot) -> str:
-    """Return a drawing with its heading and its note, and its words for those who do not see it."""
-    note = f'<p class="note">{escape(plot.note)}</p>' if plot.note else ""
-    return (
-        f"<figure><figcaption>{escape(plot.heading)}</figcaption>{note}"
-        f'<div role="img" aria-label="{escape(plot.alt)}">{plot.svg}</div></figure>'
-    )
 
 
 IS_TEXT = ' class="text"'

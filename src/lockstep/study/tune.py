@@ -25,11 +25,10 @@ from rich.text import Text
 from torch.utils.data import IterableDataset
 
 from lockstep.comm.collectives import broadcast_object
-from lockstep.comm.world import World, init
+from lockstep.comm.world import World
 from lockstep.data.loader import LoadOptions
-from lockstep.errors import ConfigurationError, LaunchTimeout, LockstepError
-from lockstep.launcher.api import launch_with
-from lockstep.study.common import MIB, Spread, Table, load, log, paired_ratio, peak_bytes, reset_peak
+from lockstep.errors import ConfigurationError, LaunchTimeout, LockstepError, RankFailed
+from lockstep.study.common import MIB, Spread, Table, load, log, paired_ratio, peak_bytes, reset_peak, run_ranks
 from lockstep.study.compare import benchmark
 from lockstep.telemetry.resources import free_and_total_bytes
 from lockstep.train.plan import PER_PROCESS, check_batch, check_gpus
@@ -281,62 +280,56 @@ _STAGES: dict[str, Callable[[FitSettings, Request, Known], list[Changes]]] = {
 # What the ranks do.
 
 
-def probe(request: Request, base: FitSettings, sizes: Sequence[int], file: str) -> None:
+def probe(request: Request, base: FitSettings, sizes: Sequence[int], file: str, world: World) -> None:
     """Train with each size of micro-batch, and write to ``file`` what is `Known` by then. Collective: every rank.
 
     These processes end with the first size that does not fit, so the file is written anew after each.
     """
-    with init() as world:
-        if not request.on_cuda:
-            # The host gives more memory than it has, and then kills whom it likes. With a limit on its data this
-            # process gets an error instead, as it would of a GPU.
-            limit = request.limit_bytes // world.world_size + psutil.Process().memory_info().data + _STACKS_BYTES
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-        torch.set_num_threads(request.threads(base))
-        before_bytes = psutil.Process().memory_info().rss
-        for size in sizes or [0]:
-            settings = base
-            if size:
-                batch = size * num_shares(base, request.num_devices)
-                settings = replace(base, accumulate=1, workers=0, prefetch=None, global_batch_size=batch)
-            reset_peak()
-            with contextlib.closing(request.trainer(settings, world)) as trainer:
-                seconds, records = benchmark.time_steps(trainer, _NUM_PROBED)
-                model = trainer.model
-            peak = torch.cuda.max_memory_allocated(world.device) if request.on_cuda else peak_bytes() - before_bytes
-            known = Known(
-                largest=size or None,
-                largest_bytes=max(0, peak),
-                layers=benchmark.split_layers(model),
-                gradient_bytes=sum(weight.nbytes for weight in model.parameters() if weight.requires_grad),
-                wait_share=sum(record.times.data_wait_s for record in records) / seconds,
-            )
-            if world.is_rank_zero:
-                # Replaced at once: this process may be killed at any time.
-                Path(f"{file}.new").write_text(json.dumps(asdict(known)), encoding="utf-8")
-                os.replace(f"{file}.new", file)
+    if not request.on_cuda:
+        # The host gives more memory than it has, and then kills whom it likes. With a limit on its data this
+        # process gets an error instead, as it would of a GPU.
+        limit = request.limit_bytes // world.world_size + psutil.Process().memory_info().data + _STACKS_BYTES
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    torch.set_num_threads(request.threads(base))
+    before_bytes = psutil.Process().memory_info().rss
+    for size in sizes or [0]:
+        settings = base
+        if size:
+            batch = size * num_shares(base, request.num_devices)
+            settings = replace(base, accumulate=1, workers=0, prefetch=None, global_batch_size=batch)
+        reset_peak()
+        with contextlib.closing(request.trainer(settings, world)) as trainer:
+            seconds, records = benchmark.time_steps(trainer, _NUM_PROBED)
+            model = trainer.model
+        peak = torch.cuda.max_memory_allocated(world.device) if request.on_cuda else peak_bytes() - before_bytes
+        known = Known(
+            largest=size or None,
+            largest_bytes=max(0, peak),
+            layers=benchmark.split_layers(model),
+            gradient_bytes=sum(weight.nbytes for weight in model.parameters() if weight.requires_grad),
+            wait_share=sum(record.times.data_wait_s for record in records) / seconds,
+        )
+        if world.is_rank_zero:
+            # Replaced at once: this process may be killed at any time.
+            Path(f"{file}.new").write_text(json.dumps(asdict(known)), encoding="utf-8")
+            os.replace(f"{file}.new", file)
 
 
-def run_rounds(request: Request, entrants: dict[str, FitSettings], until: float) -> list[dict[str, float]]:
-    """Do as `rounds_of` in processes that were started for it."""
-    # More processes than cores: whether that pays is for us to find.
-    warnings.filterwarnings("ignore", "This DataLoader will create")
-    with init() as world:
-        return rounds_of(world, request, entrants, until)
-
-
-def rounds_of(world: World, request: Request, entrants: dict[str, FitSettings], until: float) -> list[dict[str, float]]:
+def rounds_of(request: Request, entrants: dict[str, FitSettings], until: float, world: World) -> list[dict[str, float]]:
     """Let all entrants take turns; return the seconds of this rank's turns, by round, for each sample.
 
     Collective: every rank. Ranks that have no part in a turn sleep meanwhile.
 
     Args:
-        world: All ranks.
         request: What to do.
         entrants: Settings by name.
         until: When no other round begins, in Unix time.
+        world: All ranks.
     """
     with contextlib.ExitStack() as at_exit:
+        at_exit.enter_context(warnings.catch_warnings())
+        # More processes than cores: whether that pays is for us to find.
+        warnings.filterwarnings("ignore", "This DataLoader will create")
         takers = {}
         for name, settings in entrants.items():
             takers[name] = at_exit.enter_context(contextlib.closing(_take_turns(request, settings, world)))
@@ -614,8 +607,8 @@ class Sweep:
         with tempfile.TemporaryDirectory(prefix="lockstep-tune-") as folder:
             file = Path(folder) / "probe.json"
             try:
-                args = (request, base, [] if _sets_sizes(base) else sizes, str(file))
-                launch_with(probe, args, devices=devices, timeout_s=limit_s)
+                tried = [] if _sets_sizes(base) else sizes
+                run_ranks(probe, request, base, tried, str(file), devices=devices, timeout_s=limit_s)
             except LockstepError as error:
                 if not file.exists() and isinstance(error, LaunchTimeout):
                     raise LockstepError(
@@ -623,8 +616,7 @@ class Sweep:
                         "Look for what else uses this machine, or give more time (--minutes M)."
                     ) from error
                 if not file.exists():
-                    cause = error.__cause__
-                    raise (cause if isinstance(cause, LockstepError) else error) from None
+                    raise
             self.known = Known(**json.loads(file.read_text(encoding="utf-8")))
         largest = self.known.largest
         if largest is None:
@@ -661,11 +653,12 @@ class Sweep:
         entrants = {NOW: base} | {name: replace(base, **each) for name, each in changes.items()}
         limit_s = until - time.time() + max(_PATIENCE_S, 0.25 * self.request.seconds)
         try:
-            args = (self.request, entrants, until)
-            return launch_with(run_rounds, args, devices=self.request.num_devices, timeout_s=limit_s)[0], {}
+            devices = self.request.num_devices
+            return run_ranks(rounds_of, self.request, entrants, until, devices=devices, timeout_s=limit_s)[0], {}
         except LockstepError as error:
             if len(changes) == 1:
-                return [], dict.fromkeys(changes, _reason(error.__cause__ or error))
+                cause = error.__cause__ if isinstance(error, RankFailed) else None
+                return [], dict.fromkeys(changes, _reason(cause or error))
         # One of them has ended the ranks, or they do not fit into memory beside each other: now each on its own.
         rounds: list[dict[str, float]] = []
         lost: dict[str, str] = {}

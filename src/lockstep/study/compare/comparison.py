@@ -225,20 +225,13 @@ def tables(comparison: Comparison) -> tuple[Table, Table]:
     """Return the figures and the parts of a step; a dash stands where a figure has no meaning."""
     speeds, steps = [], []
     for candidate in comparison.contenders:
-        is_single = candidate is comparison.single
         rate, step, difference = candidate.samples_per_s, candidate.step, candidate.loss_difference
-        loss_difference = f"{difference:+.1e}" if difference else "0"
-        speeds.append(
-            (
-                candidate.strategy,
-                number(rate.median),
-                f"{number(rate.low)} - {number(rate.high)}",
-                f"{candidate.speed_up.median:.2f}x",
-                f"{max(candidate.peak_bytes) / MIB:,.0f}" if candidate.peak_bytes else "-",
-                f"{candidate.last_loss:.4f}",
-                "-" if is_single else loss_difference,
-            )
-        )
+        span = f"{number(rate.low)} - {number(rate.high)}"
+        peak = f"{max(candidate.peak_bytes) / MIB:,.0f}" if candidate.peak_bytes else "-"
+        times, loss = f"{candidate.speed_up.median:.2f}x", f"{candidate.last_loss:.4f}"
+        other_loss = f"{difference:+.1e}" if difference else "0"
+        against = "-" if candidate is comparison.single else other_loss
+        speeds.append((candidate.strategy, number(rate.median), span, times, peak, loss, against))
         exposed = "-" if candidate.turns[0].exposed_s is None else _ms(step.exposed_s)
         before = (_ms(seconds) for seconds in (step.total_s, step.data_wait_s, step.forward_s, step.backward_s))
         steps.append((candidate.strategy, *before, exposed, _ms(step.optimizer_s), _ms(step.other_s)))
@@ -301,7 +294,7 @@ def render_page(comparison: Comparison, sentences: Sequence[str], provenance: Pr
     facts = " &middot; ".join(f"{escape(name)} {escape(text)}" for name, text in provenance.facts())
     heading = f"{setup.task} on one device{f' and on {setup.num_devices}' if setup.num_devices > 1 else ''}"
     body = f"""<div class="plots">
-{drawing.figure(plot)}
+{plot}
 </div>
 <h2 id="figures">Figures</h2>
 {drawing.html_table(speeds)}

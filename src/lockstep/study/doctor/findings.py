@@ -14,8 +14,6 @@ from typing import Any, NamedTuple, TypeVar
 # Where each finding is explained, under a heading of its own; `tools/reference.py` writes that part of the page.
 PAGE = "docs/reference/doctor.md"
 
-MIB, GIB = 2**20, 2**30
-
 
 class Severity(StrEnum):
     """How bad a finding is for the run that is planned, worst first."""

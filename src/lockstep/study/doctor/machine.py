@@ -16,20 +16,8 @@ import psutil
 import torch
 
 from lockstep import env
-from lockstep.study.doctor.findings import (
-    GIB,
-    HANG,
-    MIB,
-    SLOW,
-    WRONG,
-    NotChecked,
-    Plan,
-    Problem,
-    check,
-    in_time,
-    listed,
-    plural,
-)
+from lockstep.study.common import MIB
+from lockstep.study.doctor.findings import HANG, SLOW, WRONG, NotChecked, Plan, Problem, check, in_time, listed, plural
 from lockstep.study.doctor.task import TaskFacts
 from lockstep.telemetry.rank_state import format_bytes
 from lockstep.telemetry.resources import free_and_total_bytes
@@ -346,7 +334,7 @@ def shared_memory_small(facts: Memory) -> Iterator[Problem]:
     if need > facts.shm_free_bytes or (workers > 0 and facts.shm_bytes <= _DOCKER_DEFAULT_BYTES):
         free = f"/dev/shm has {format_bytes(facts.shm_free_bytes)} free of {format_bytes(facts.shm_bytes)}"
         found = f"{free}, little for {plural(ranks, 'rank')} with {plural(workers, 'loader worker')} each."
-        gib = max(1, -(-2 * need // GIB))  # twice the need, rounded up
+        gib = max(1, -(-2 * need // 2**30))  # twice the need, rounded up
         paste = f"docker run --shm-size={gib}g ...  # or: sudo mount -o remount,size={gib}g /dev/shm"
         yield Problem(HANG, found, paste)
 
@@ -480,7 +468,7 @@ def disk_full(facts: Disk) -> Iterator[Problem]:
     Cost: The run ends when a checkpoint no longer fits.
     Fix: Make room, or name another folder.
     """
-    needed = _KEPT * facts.checkpoint_bytes if facts.checkpoint_bytes else GIB
+    needed = _KEPT * facts.checkpoint_bytes or 2**30
     if facts.problem is None and facts.free_bytes < needed:
         size = format_bytes(facts.checkpoint_bytes or 0)
         whose = f"{_KEPT} checkpoints of {size}" if facts.checkpoint_bytes else "even one model"

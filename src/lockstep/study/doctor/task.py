@@ -19,18 +19,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from lockstep.errors import ConfigurationError
-from lockstep.study.doctor.findings import (
-    HANG,
-    NOTE,
-    SLOW,
-    WRONG,
-    NotChecked,
-    Plan,
-    Problem,
-    check,
-    listed,
-    plural,
-)
+from lockstep.study.doctor.findings import HANG, NOTE, SLOW, WRONG, NotChecked, Plan, Problem, check, listed, plural
 from lockstep.telemetry.rank_state import format_bytes
 from lockstep.train.task import Task, build_model, load_task
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.study import drawing
 from lockstep.study.common import MIB, Table
-from lockstep.study.drawing import PARTS, figure, html_page, html_table, items
+from lockstep.study.drawing import PARTS, html_page, html_table, items
 from lockstep.study.report.figures import bars_of
 from lockstep.study.report.run_reader import Step
 from lockstep.study.report.view import BaselineComparison, View, by_words, sentences
@@ -43,13 +43,12 @@ def render(view: View, baseline: BaselineComparison | None = None) -> str:
     with drawing.drawing_style(11.0):  # on a phone they are scaled down
         plots, timeline = draw(view, baseline), draw_timeline(view)
     # The timeline scrolls in its frame: shrunk to a phone, nobody could read it.
-    lanes = "" if timeline is None else figure(timeline)
-    lanes = lanes.replace('<div role="img"', '<div class="scroll" tabindex="0" role="img"')
+    lanes = (timeline or "").replace('<div role="img"', '<div class="scroll" tabindex="0" role="img"')
     body = f"""{_gaps(view)}
 {_advice(view)}
 <h2 id="figures">Figures</h2>
 <div class="plots">
-{"".join(figure(plot) for plot in plots)}
+{"".join(plots)}
 </div>
 {lanes.replace("<figure>", '<figure class="timeline">')}
 {_folded(figure_tables(view))}
@@ -206,7 +205,7 @@ MOST_ROWS = 16
 MOST_POINTS = 240
 
 
-def draw(view: View, baseline: BaselineComparison | None = None) -> list[drawing.Plot]:
+def draw(view: View, baseline: BaselineComparison | None = None) -> list[str]:
     """Return the drawings that there are figures for."""
     plots = [
         _parts(view),
@@ -228,7 +227,7 @@ def shown_ranks(view: View, most: int = MOST_ROWS) -> list[int]:
     return sorted(sorted(view.run.ranks, key=lambda rank: (-last_share.get(rank, 0.0), rank))[:most])
 
 
-def _parts(view: View) -> drawing.Plot | None:
+def _parts(view: View) -> str | None:
     if view.figures is None:
         return None
     rows = {f"rank {rank}": by_words(view.figures.by_rank[rank]) for rank in shown_ranks(view)}
@@ -249,7 +248,7 @@ def _binned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def _curve(
     view: View, baseline: BaselineComparison | None, heading: str, label: str, read: Callable[[Step], float | None]
-) -> drawing.Plot | None:
+) -> str | None:
     """Draw a figure over the steps, and the baseline's if there is one; None if it never changed."""
     views = {"this run": view} if baseline is None else {"this run": view, baseline.name: baseline.view}
     figure, axes = drawing.make_axes(2.8 if heading == "Loss" else 2.0, grid="y")
@@ -292,7 +291,7 @@ _INCHES_WIDE = 9.6
 _MOST_RANKS = 8
 
 
-def draw_timeline(view: View) -> drawing.Plot | None:
+def draw_timeline(view: View) -> str | None:
     """Return the drawing; None if no step has a timeline of every rank."""
     if not view.window:
         return None
