@@ -22,7 +22,6 @@ from lockstep.errors import ConfigurationError
 from lockstep.observe.hooks import Hook, compiled_call, in_backward, replace_attribute, updates
 from lockstep.observe.observation import Observation, Place, find_place, trained_parameters
 from lockstep.observe.steps import Step
-from lockstep.run_folder import current_run_folder, read_failure
 from lockstep.telemetry.provenance import Provenance, gather
 from lockstep.telemetry.run_record import Number, num_restarts
 
@@ -114,7 +113,6 @@ class Attached:
                 run_dir=self.folder,
                 place=Place(self._rank, self._num_ranks, name=name),
                 provenance=self._provenance,
-                failure=_failure,
             )
         else:
             self._found.add_model(module)
@@ -141,13 +139,6 @@ def _is_compiled(module: nn.Module) -> bool:
     return compiled_call(module) is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
 
 
-def _failure() -> str | None:
-    """Return what ended this rank, as the launcher's bootstrap has written it down; None if nothing did."""
-    folder = current_run_folder()
-    failure = {} if folder is None else read_failure(folder, os.environ["RANK"])
-    return str(failure["message"]).splitlines()[0] if failure.get("message") else None
-
-
 # --- `monitor`: one line in a script ----------------------------------------------------------------------------------
 
 Batch = TypeVar("Batch")
@@ -160,19 +151,17 @@ class Watch:
     """The record of a training loop; made by `lockstep.monitor`.
 
     A context manager: leaving the block ends the record. Otherwise it ends with the process.
+
+    Attributes:
+        run_dir: The folder with the record, for ``lockstep report``.
     """
 
     def __init__(self, observation: Observation) -> None:
-        self._observation = observation
+        self._observation, self.run_dir = observation, observation.run_dir
 
     @property
     def _step(self) -> Step | None:
         return None if self._observation.is_closed else self._observation.steps.current
-
-    @property
-    def run_dir(self) -> Path:
-        """The folder with the record, for ``lockstep report``."""
-        return self._observation.run_dir
 
     @property
     def num_steps(self) -> int:

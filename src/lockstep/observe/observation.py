@@ -6,7 +6,7 @@ import atexit
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -26,6 +26,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.observe.hooks import Hooks, compiled_call, num_samples
 from lockstep.observe.steps import Step, Steps
 from lockstep.parallel.ddp.bucket_events import BucketStamps
+from lockstep.run_folder import current_run_folder, read_failure
 from lockstep.telemetry.provenance import Provenance, gather
 from lockstep.telemetry.recorder import StepRecorder
 from lockstep.telemetry.resources import MachineSampler
@@ -163,7 +164,6 @@ class Observation:
         place: This rank.
         first_step: Steps done before; the record goes on behind what is in the folder then.
         provenance: What was found out before; gathered now if ``None``.
-        failure: Returns at the end of the process what has ended it, if the interpreter does not know.
 
     Attributes:
         steps: What was seen so far.
@@ -184,11 +184,10 @@ class Observation:
         place: Place,
         first_step: int = 0,
         provenance: Provenance | None = None,
-        failure: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.run_dir = run_dir
         self.is_closed = False
-        self._models, self._place, self._failure = models, place, failure
+        self._models, self._place = models, place
         self._pid, self._error_before = os.getpid(), getattr(sys, "last_value", None)
         self._device = device = next(each.device for each in trained_parameters(models))
         self._engine = find_engine(models, self._num_peers)
@@ -241,9 +240,8 @@ class Observation:
         self._batch_size = max(self._batch_size, step.samples)
         self._recorder.add(step)
         if step.is_skipped:
-            num_done = step.number + 1
-            text = f"step {num_done}: left out by GradScaler: the gradient was not finite"
-            self._event("skipped", text, num_done)
+            text = f"step {step.number + 1}: left out by GradScaler: the gradient was not finite"
+            self._event("skipped", text, step.number + 1)
 
     def evaluated(self, num_steps: int, wall_s: float, seconds: float) -> None:
         """Record an evaluation: when it began, and how long training stood still for it."""
@@ -279,15 +277,12 @@ class Observation:
         num_done = self.steps.num_done
         self._event("end" if text is None else "error", text or f"{num_done} steps done", num_done)
         self._recorder.finish(waits=text is None)
-        known: dict[str, Any] = {"num_steps": num_done}
-        if self._batch_size:
-            known["global_batch_size"] = self._batch_size
-        self._folder.describe(offsets, "end", **known)
+        known = {"global_batch_size": self._batch_size} if self._batch_size else {}
+        self._folder.describe(offsets, "end", num_steps=num_done, **known)
 
     def _at_exit(self) -> None:
         error = getattr(sys, "last_value", None)  # set by the interpreter when an exception ended the script
-        is_new = error is not None and error is not self._error_before
-        self._close(text=one_line(error) if error is not None and is_new else self._failure())
+        self._close(text=_failure() if error is None or error is self._error_before else one_line(error))
 
     def _fail(self, error: Exception) -> None:
         """End the watching after an error of ours; training goes on."""
@@ -352,6 +347,13 @@ class Observation:
 def trained_parameters(models: Sequence[nn.Module]) -> list[nn.Parameter]:
     """Return the parameters that are trained, as often as they are in the models."""
     return [each for model in models for each in model.parameters() if each.requires_grad]
+
+
+def _failure() -> str | None:
+    """Return what ended this rank, as the launcher's bootstrap has written it down; None if nothing did."""
+    folder = current_run_folder()
+    failure = {} if folder is None else read_failure(folder, os.environ["RANK"])
+    return str(failure["message"]).splitlines()[0] if failure.get("message") else None
 
 
 def _leave_to_parent(steps: weakref.ref[Steps]) -> None:

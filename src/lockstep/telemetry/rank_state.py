@@ -267,10 +267,8 @@ def is_debugged(seen: RankState) -> bool:
 def waits_outside(frames: Frames) -> str:
     """Return what outside of the job a rank waits for, as far as its frames show; empty if nothing."""
     # Only the innermost frames: a program that was started from within asyncio is not waiting for it all the time.
-    for file, _, _ in frames[:4]:
-        if what := _OUTSIDE.get(os.path.basename(file)):
-            return what
-    return ""
+    names = [os.path.basename(file) for file, _, _ in frames[:4]]
+    return next((_OUTSIDE[name] for name in names if name in _OUTSIDE), "")
 
 
 def where_of(file: str, line: int) -> str:
@@ -290,10 +288,8 @@ def user_frame(frames: Frames) -> tuple[str, int, str]:
                 ours = file, line, function
         elif not (file.startswith((_STDLIB, sys.prefix)) or any(part in file for part in _LIBRARIES)):
             return file, line, function
-    if ours is None and frames:
-        file, line, function = frames[0]
-        ours = file, line, function
-    return ours or ("", 0, "")
+    file, line, function = next(iter(frames), ("", 0, ""))
+    return ours or (file, line, function)
 
 
 def place(seen: RankState) -> str:
