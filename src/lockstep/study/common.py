@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 import resource
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import comb, isfinite
 from pathlib import Path
@@ -101,12 +101,14 @@ class Table:
         return found
 
 
-def bullets(sentences: Sequence[str]) -> rich_table.Table:
-    """Return sentences with a dash before each, below which long ones hang."""
-    grid = rich_table.Table.grid(padding=(0, 1, 0, 0))
-    for sentence in sentences:
-        grid.add_row("-", Text(sentence))
-    return grid
+def grid(rows: Iterable[tuple[str, str]], *, gap: int = 1) -> rich_table.Table:
+    """Return texts with a label or a dash before each, beside which long ones hang."""
+    found = rich_table.Table.grid(padding=(0, gap, 0, 0))
+    found.add_column(no_wrap=True, style="dim")
+    found.add_column()
+    for label, text in rows:
+        found.add_row(label, Text(text))
+    return found
 
 
 def to_json(record: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, astuple, dataclass, field
 from html import escape
 from statistics import fmean, median
 
@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from lockstep.study import drawing
-from lockstep.study.common import MIB, Spread, Table, bullets, paired_ratio
+from lockstep.study.common import MIB, Spread, Table, grid, paired_ratio
 from lockstep.telemetry.provenance import Provenance
 
 # The candidate that all others are compared with.
@@ -223,20 +223,21 @@ def title(comparison: Comparison) -> str:
 
 def tables(comparison: Comparison) -> tuple[Table, Table]:
     """Return the figures and the parts of a step; a dash stands where a figure has no meaning."""
+    of_speed = ("samples/s", "low - high", "speed-up", "peak MiB", "loss", "vs single")
+    of_step = ("step", "data wait", "forward", "backward", "exposed", "optimizer", "other")
     speeds, steps = [], []
     for candidate in comparison.contenders:
-        rate, step, difference = candidate.samples_per_s, candidate.step, candidate.loss_difference
+        rate, difference = candidate.samples_per_s, candidate.loss_difference
         span = f"{number(rate.low)} - {number(rate.high)}"
         peak = f"{max(candidate.peak_bytes) / MIB:,.0f}" if candidate.peak_bytes else "-"
         times, loss = f"{candidate.speed_up.median:.2f}x", f"{candidate.last_loss:.4f}"
         other_loss = f"{difference:+.1e}" if difference else "0"
         against = "-" if candidate is comparison.single else other_loss
         speeds.append((candidate.strategy, number(rate.median), span, times, peak, loss, against))
-        exposed = "-" if candidate.turns[0].exposed_s is None else _ms(step.exposed_s)
-        before = (_ms(seconds) for seconds in (step.total_s, step.data_wait_s, step.forward_s, step.backward_s))
-        steps.append((candidate.strategy, *before, exposed, _ms(step.optimizer_s), _ms(step.other_s)))
-    of_speed = ("samples/s", "low - high", "speed-up", "peak MiB", "loss", "vs single")
-    of_step = ("step", "data wait", "forward", "backward", "exposed", "optimizer", "other")
+        parts = dict(zip(of_step, map(_ms, astuple(candidate.step)), strict=True))
+        if candidate.turns[0].exposed_s is None:
+            parts["exposed"] = "-"
+        steps.append((candidate.strategy, *parts.values()))
     return (
         Table(title(comparison), ("strategy", *of_speed), speeds, numbers=of_speed),
         Table("Time per step (ms)", ("strategy", *of_step), steps, numbers=of_step),
@@ -269,7 +270,9 @@ def render(comparison: Comparison, sentences: Sequence[str]) -> RenderableType:
     """Lay out tables, footnotes and verdict for a terminal."""
     laid_out = (table.rich() for table in tables(comparison))
     notes = (Text(note, style="dim") for note in footnotes(comparison))
-    return Group(*laid_out, *notes, Text(), Text("Verdict", style="bold"), bullets(sentences))
+    return Group(
+        *laid_out, *notes, Text(), Text("Verdict", style="bold"), grid(("-", sentence) for sentence in sentences)
+    )
 
 
 # Of `drawing.PARTS`: what a rank waits for others is within the exchange here.
@@ -282,11 +285,9 @@ def render_page(comparison: Comparison, sentences: Sequence[str], provenance: Pr
     Raises:
         ConfigurationError: matplotlib is not installed.
     """
-    setup, rows = comparison.setup, {}
-    for candidate in comparison.contenders:
-        step = candidate.step
-        seconds = (step.data_wait_s, step.forward_s, step.backward_s, step.exposed_s, step.optimizer_s, step.other_s)
-        rows[candidate.strategy] = dict(zip(_PARTS, seconds, strict=True))
+    setup = comparison.setup
+    # All of a step but the total, which comes first.
+    rows = {each.strategy: dict(zip(_PARTS, astuple(each.step)[1:], strict=True)) for each in comparison.contenders}
     with drawing.drawing_style():
         plot = drawing.stacked_bars("Where the step goes", "milliseconds per step", rows)
     speeds, steps = tables(comparison)

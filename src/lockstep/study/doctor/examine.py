@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from lockstep.comm.collectives import all_gather_object
@@ -18,6 +17,7 @@ from lockstep.comm.world import init
 from lockstep.env import RankEnv
 from lockstep.errors import EXIT_CODE, LockstepError
 from lockstep.launcher.api import num_cores
+from lockstep.study.common import grid
 from lockstep.study.doctor import machine, network
 from lockstep.study.doctor.findings import WORDS, Finding, NotChecked, Plan, Report, Severity, judge, worst_first
 from lockstep.study.doctor.script import Script, path_of, read_script
@@ -169,12 +169,12 @@ def show(report: Report, console: Console) -> None:
     """Print what was seen, what was found, worst first, and what was not checked; the verdict comes last."""
     target = f"{report.plan.target} as " if report.plan.target else ""
     console.print(Text(f"lockstep doctor: {target}{report.plan.describe()}, seen from {report.host}", style="bold"))
-    console.print(Padding(_grid(report.seen), (1, 0, 1, 2), expand=False))
+    console.print(Padding(grid(report.seen.items(), gap=2), (1, 0, 1, 2), expand=False))
     for finding in report.findings:
         title = f"{WORDS[finding.severity].capitalize()}: {finding.kind}"
         console.print(Text.assemble((title, _STYLES[finding.severity]), f"  {finding.where}".rstrip()))
         rows = {"found": finding.found, "cost": finding.cost, "fix": finding.fix}
-        console.print(Padding(_grid(rows), (0, 0, 0, 2), expand=False))
+        console.print(Padding(grid(rows.items(), gap=2), (0, 0, 0, 2), expand=False))
         # Never wrapped, so that it can be pasted.
         console.print(Text(indent(finding.paste, " " * 9), style="green"), soft_wrap=True)
         console.print(Text(f"  more   {finding.link}\n", style="dim"))
@@ -185,12 +185,3 @@ def show(report: Report, console: Console) -> None:
     style = "bold" if report.exit_code else "bold green"
     ends = f" Exit code {report.exit_code}; took {report.seconds:.1f} s."
     console.print(Text(report.verdict, style=style) + Text(ends, style="dim"))
-
-
-def _grid(rows: Mapping[str, str]) -> Table:
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True, style="dim")
-    grid.add_column()
-    for label, text in rows.items():
-        grid.add_row(label, Text(text))
-    return grid

@@ -46,9 +46,8 @@ class Gpus:
         gpus: As the driver lists them; empty without one.
         num_usable: How many torch can use.
         torch_cuda: The CUDA version that torch was built for, if any.
-        has_driver: Whether NVIDIA's driver is installed.
+        has_driver: Whether NVIDIA's driver is installed, and CUDA_VISIBLE_DEVICES leaves it a GPU to show.
         num_wanted: How many ranks the run has on this machine.
-        is_hidden: Whether CUDA_VISIBLE_DEVICES hides all GPUs, as one does to train on the CPU.
     """
 
     gpus: tuple[Gpu, ...]
@@ -56,7 +55,6 @@ class Gpus:
     torch_cuda: str | None
     has_driver: bool
     num_wanted: int
-    is_hidden: bool = False
 
     @property
     def summary(self) -> str:
@@ -72,7 +70,7 @@ def read_gpus(plan: Plan) -> tuple[Gpus, list[NotChecked]]:
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     # Set to nothing or -1, it hides all, as one does to train on the CPU.
     is_hidden = chosen is not None and chosen.strip() in ("", "-1")
-    num_usable, has_driver = torch.cuda.device_count(), shutil.which("nvidia-smi") is not None
+    num_usable, has_driver = torch.cuda.device_count(), not is_hidden and shutil.which("nvidia-smi") is not None
     gpus: tuple[Gpu, ...] = ()
     missed = []
     if num_usable or has_driver:
@@ -84,7 +82,7 @@ def read_gpus(plan: Plan) -> tuple[Gpus, list[NotChecked]]:
             gpus = parse_gpus(text, chosen)
         except (OSError, subprocess.SubprocessError) as error:
             missed.append(NotChecked("models and memory of the GPUs", f"nvidia-smi gave no answer: {error}"))
-    return Gpus(gpus, num_usable, torch.version.cuda, has_driver, plan.devices, is_hidden), missed
+    return Gpus(gpus, num_usable, torch.version.cuda, has_driver, plan.devices), missed
 
 
 def parse_gpus(text: str, chosen: str | None) -> tuple[Gpu, ...]:
@@ -110,7 +108,7 @@ def gpu_unusable(facts: Gpus) -> Iterator[Problem]:
     Cost: Training runs on the CPU, tens of times slower.
     Fix: Install a torch that has CUDA, or update the driver to one that knows its version.
     """
-    if facts.has_driver and facts.num_usable == 0 and not facts.is_hidden:
+    if facts.has_driver and facts.num_usable == 0:
         is_cpu_build = facts.torch_cuda is None
         why = "this torch was built without CUDA" if is_cpu_build else f"its CUDA {facts.torch_cuda} finds no driver"
         paste = "python -m pip install --upgrade --force-reinstall torch" if is_cpu_build else "nvidia-smi"
