@@ -31,7 +31,7 @@ from lockstep.train.evaluate import Evaluation, Evaluator
 from lockstep.train.nonfinite import NonFiniteStep
 from lockstep.train.plan import Plan, devices_of
 from lockstep.train.profiling import profiled
-from lockstep.train.recording import RunRecord, SlowRanks
+from lockstep.train.recording import RunRecord
 from lockstep.train.settings import FitSettings, ViewName
 from lockstep.train.stopping import StopSignals, exit_code_of
 from lockstep.train.task import Task, build_dataset
@@ -286,12 +286,12 @@ class Run:
         if self._first_step:
             lines.append(f"resumed after step {self._first_step} of {self.num_steps}")
         self._throughput = Throughput()
-        self._record = RunRecord(task, settings, world, trainer, num_steps=self.num_steps)
+        log_straggler = functools.partial(self._log, "straggler")
+        self._record = RunRecord(task, settings, world, trainer, num_steps=self.num_steps, log_straggler=log_straggler)
         self._started_at = time.perf_counter()
         sinks = self._record.open_sinks()
         self._display = Display(settings.view, silent=settings.quiet or not world.is_rank_zero)
         self._num_caveats = self._num_skipped = self._num_not_finite = 0  # that were reported
-        self._slow_ranks = SlowRanks(trainer, functools.partial(self._log, "straggler"))
         num_devices = len(trainer.devices) if trainer.group is None else world.world_size
         plan = describe_plan(task, settings, trainer.plan, trainer.device, num_devices=num_devices)
         for line in (*plan, *lines, *(sink.where for sink in sinks)):
@@ -327,11 +327,11 @@ class Run:
         """Train on the next global batch."""
         trainer = self._trainer
         record = trainer.step()
-        recorded = self._record.step(record)
+        self._record.step(record)
         if trainer.bad_samples.skipped or trainer.nonfinite.found or trainer.caveats:
             self._report()
         self._throughput.add(record)
-        self._slow_ranks.after_step(recorded)
+        self._record.compare_ranks()
 
     def pause_for(self, event: Event, act: Callable[[], str]) -> None:
         """Do something for which training stands still, and report what it returns. Collective: every rank."""
@@ -496,7 +496,6 @@ class Run:
             self._record.close()
         finally:
             self._display.close()
-        self._slow_ranks.close()
         self._trainer.close()
 
     def _report(self) -> None:

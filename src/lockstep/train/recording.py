@@ -55,12 +55,22 @@ class RunRecord:
         task, settings, world, trainer: Of the run; the settings name the folder. It is made if it is not there; the
             ranks of several machines may have one each.
         num_steps: Of the whole run.
+        log_straggler: Called on every rank with a line about a rank that keeps the others waiting.
 
     Raises:
         ConfigurationError: On every rank: a rank cannot write into the folder.
     """
 
-    def __init__(self, task: Task, settings: FitSettings, world: World, trainer: Trainer, *, num_steps: int) -> None:
+    def __init__(
+        self,
+        task: Task,
+        settings: FitSettings,
+        world: World,
+        trainer: Trainer,
+        *,
+        num_steps: int,
+        log_straggler: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._task, self._settings, self._num_steps = task, settings, num_steps
         self._world, self._trainer, self._device = world, trainer, trainer.device
         restarts = run_record.num_restarts()
@@ -98,6 +108,10 @@ class RunRecord:
             num_skipped=lambda: len(trainer.nonfinite.found),
         )
         self._is_over = self._has_ended = False
+        self._reporter = stragglers.StragglerReporter(log_straggler)
+        self._num_taken = 0
+        self._window: list[run_record.RecordedStep] = []  # whose times the ranks compare
+        self._launcher_asked = activity.callbacks.wants_pace
         if restarts:
             self.event("restart", f"start {restarts + 1} of this run")
         if first_step:
@@ -105,13 +119,16 @@ class RunRecord:
 
     def deliver(self, display: SnapshotSink | None, sinks: Iterable[SnapshotSink] = ()) -> None:
         """Have ``display`` and ``sinks`` get snapshots, if this is rank zero; measure and send from now on."""
+        # The launcher would compare only the ranks of our own engine, and has no record to write to. It leaves the
+        # comparison to us, and gets it back afterwards.
+        activity.callbacks.wants_pace = False
         if self._world.is_rank_zero:
             shown = [*sinks] if display is None else [display, *sinks]
             self._aggregator.deliveries += [aggregator.SinkThread(each) for each in shown]
         self._recorder.start(self._aggregator.beat, PERIOD_S * max(1.0, self._num_ranks / _RANKS_A_SECOND))
 
-    def step(self, record: StepRecord) -> run_record.RecordedStep:
-        """Take a step that has just ended on the host, and return it as it is recorded. Does not block."""
+    def step(self, record: StepRecord) -> None:
+        """Take a step that has just ended on the host. Does not block."""
         timer = record.timer
         self._release(timer.began_at)
         self._paused_at = None
@@ -144,15 +161,30 @@ class RunRecord:
         self._has_timeline = run_record.has_timeline(record.step + 1)
         if self._stamps is not None:
             self._stamps.closely = self._has_timeline
-        return self._last
+
+    def compare_ranks(self) -> None:
+        """Report a straggler, after a step that was taken: a rank that keeps the others waiting in each.
+
+        Collective after some steps, the same on every rank: every rank of the group. Blocks then until the device has
+        come to the end of the step.
+        """
+        number, self._num_taken = self._num_taken, self._num_taken + 1
+        group = self._trainer.group
+        if group is None or self._last is None or not stragglers.is_looked_at(number):
+            return
+        self._window.append(self._last)
+        if stragglers.ends_window(number):
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            mine = asdict(stragglers.pace_of([_times_of(step) for step in self._window]))
+            self._window.clear()
+            paces = all_gather_object(mine, group=group, device=self._device)
+            self._reporter.judge({rank: stragglers.Pace(**pace) for rank, pace in enumerate(paces)})
 
     def _numbers(self, record: StepRecord) -> dict[str, run_record.Number]:
         """Return the loss of a step, and what else it has, on their way to the host."""
-        values = {"loss": record.loss}
-        if record.grad_norm is not None:
-            values["grad_norm"] = record.grad_norm
-        if record.count is not None:
-            values["count"] = record.count
+        maybe = {"loss": record.loss, "grad_norm": record.grad_norm, "count": record.count}
+        values = {name: value for name, value in maybe.items() if value is not None}
         if self._device.type != "cuda":
             return {name: run_record.Number(value, None) for name, value in values.items()}
         # They are copied on the step's own stream, so that nobody waits: of every step if there is a file, else now
@@ -206,6 +238,7 @@ class RunRecord:
 
     def close(self) -> None:
         """Hand on what is left. Blocks until the device is done, unless there is an error, and some seconds at most."""
+        activity.callbacks.wants_pace = self._launcher_asked
         self._stop()
         self._aggregator.close()
 
@@ -265,7 +298,7 @@ class RunRecord:
         Raises:
             ConfigurationError: On every rank: one of them cannot be opened; says why.
         """
-        targets = parse_targets(self._settings.log_to) if self._settings.log_to else []
+        targets = parse_targets(self._settings.log_to or ())
         return open_sinks(targets, self._run_info, self._world) if targets else []
 
     def _run_info(self) -> RunInfo:
@@ -315,48 +348,6 @@ def _plain(value: object) -> str | int | float | bool:
     if isinstance(value, (str, int, float, bool)):
         return value
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
-# --- slow ranks ------------------------------------------------------------------------------------------------------
-
-
-class SlowRanks:
-    """Compares what some steps took on the ranks, and reports a straggler: one that keeps the others waiting in each.
-
-    Args:
-        trainer: Of this rank.
-        report: Called on every rank with a line about a slow one.
-    """
-
-    def __init__(self, trainer: Trainer, report: Callable[[str], None]) -> None:
-        self._group, self._device = trainer.group, trainer.device
-        self._reporter = stragglers.StragglerReporter(report)
-        self._number = 0
-        self._steps: list[run_record.RecordedStep] = []
-        # The launcher would compare only the ranks of our own engine, and has no record to write to. It leaves the
-        # comparison to us, and gets it back afterwards.
-        self._launcher_asked, activity.callbacks.wants_pace = activity.callbacks.wants_pace, False
-
-    def close(self) -> None:
-        """Leave the comparison to the launcher again, if it asked for it before."""
-        activity.callbacks.wants_pace = self._launcher_asked
-
-    def after_step(self, step: run_record.RecordedStep) -> None:
-        """Take a step. Collective after some steps, the same on every rank: every rank of the group.
-
-        Blocks then until the device has come to the end of the step.
-        """
-        number, self._number = self._number, self._number + 1
-        if self._group is None or not stragglers.is_looked_at(number):
-            return
-        self._steps.append(step)
-        if stragglers.ends_window(number):
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-            mine = asdict(stragglers.pace_of([_times_of(step) for step in self._steps]))
-            self._steps.clear()
-            paces = all_gather_object(mine, group=self._group, device=self._device)
-            self._reporter.judge({rank: stragglers.Pace(**pace) for rank, pace in enumerate(paces)})
 
 
 def _times_of(step: run_record.RecordedStep) -> stragglers.StepTimes:

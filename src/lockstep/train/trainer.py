@@ -18,13 +18,13 @@ from lockstep.comm.world import World
 from lockstep.data.batch_iterator import BatchIterator
 from lockstep.data.loader import LoadOptions, MicroBatch
 from lockstep.data.stream import check_same_stream
-from lockstep.errors import ConfigurationError
+from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.parallel.consistency import refuse_difference, replica_of
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.telemetry import ranges
 from lockstep.train import step as step_parts
 from lockstep.train.bad_samples import BadSamples
-from lockstep.train.checkpoints.model_state import check_identity, identity_of, load_into, local_state_dict
+from lockstep.train.checkpoints.model_state import load_state_dict, local_state_dict
 from lockstep.train.nonfinite import Computed, NonFiniteGuard
 from lockstep.train.plan import PER_PROCESS, make_plan
 from lockstep.train.settings import Settings, StrategyName
@@ -453,10 +453,18 @@ class Trainer:
         finally:
             self._sync = True
 
+    def _identity(self) -> dict[str, Any]:
+        """Return what a resumed run must have in common with the one it goes on with."""
+        order, settings = self.plan.order, self.settings
+        identity = {"samples": order.num_samples, "global batch": order.batch_size, "seed": order.seed}
+        if settings.reproducible is not None:
+            identity |= {"reproducible": settings.reproducible, "threads": self.arithmetic.threads}
+        return identity
+
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank holds of what a resumed run needs. Collective: every rank of the group."""
         return {
-            "run": identity_of(self.plan.order, self.settings, self.arithmetic),
+            "run": self._identity(),
             "machine": reproducible.describe_machine(self.device),
             "num_steps_done": self.num_steps_done,
             "num_updates": self._num_updates,
@@ -471,8 +479,21 @@ class Trainer:
         Raises:
             ConfigurationError: It is of a run on other data, or in another order; or of another model.
         """
-        check_identity(identity_of(self.plan.order, self.settings, self.arithmetic), state["run"])
-        load_into(self._model, self.optimizer, state)
+        for name, value in self._identity().items():
+            if state["run"].get(name) != value:
+                raise ConfigurationError(
+                    f"The checkpoint is of a run with {name} {state['run'].get(name)}, this one has {value}.\n"
+                    "Resume with what the run was started with, or start anew (resume=False)."
+                )
+        try:
+            load_state_dict(self._model, self.optimizer, state)
+        except CheckpointError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            raise ConfigurationError(
+                f"The checkpoint does not fit the task's model or optimizer: {error}\n"
+                "Resume with the task that the run was started with, or start anew (resume=False)."
+            ) from error
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
         self.num_steps_done = state["num_steps_done"]

@@ -337,7 +337,7 @@ class Checkpoints:
         self._path = self.folder
         self._writes: list[Future[None]] = []  # of this rank's shard; on rank zero then of the checkpoint
         self._no_more_parts = threading.Event()
-        mine = _on_all_ranks(self.folder, self._open_folder, self._gather)
+        mine = _on_all_ranks(self.folder, self._open_folder)
         self._candidates: list[tuple[str, str | None]] = self._from_rank_zero(mine)
         try:
             require_shared(self.folder, self.world)
@@ -374,7 +374,7 @@ class Checkpoints:
         for name, why in self._candidates:
             if why is None:
                 try:
-                    parts = _read_alike(self.folder / name, self._gather, self.world.rank, self.world.world_size)
+                    parts = _read_alike(self.folder / name)
                     return {**parts["state"], **{part: parts[part] for part in _TOP_LEVEL if part in parts}}
                 except CheckpointError as error:
                     why = _reason(error)
@@ -525,7 +525,7 @@ class Checkpoints:
         Raises:
             CheckpointError: On every rank.
         """
-        problems = self._gather(self.failure)
+        problems = _gather(self.failure)
         if any(problems):
             self._no_more_parts.set()  # for rank zero would wait for those of the rank that failed
         _raise_first(problems)
@@ -574,9 +574,6 @@ class Checkpoints:
 
     def _from_rank_zero(self, value: Any) -> Any:
         return broadcast_object(value, group=self.world.group, device=self.world.device)
-
-    def _gather(self, value: Any) -> list[Any]:
-        return all_gather_object(value, group=self.world.group, device=self.world.device)
 
 
 # --- for a script of one's own ---
@@ -647,7 +644,7 @@ def load(
             different ones, as in folders that are not shared.
     """
     folder = Path(path)
-    parts = _read_alike(folder, _gather, *_rank_and_size())
+    parts = _read_alike(folder)
 
     def fill() -> dict[str, Any]:
         try:
@@ -666,7 +663,7 @@ def load(
     return _on_all_ranks(folder, fill)
 
 
-def _read_alike(folder: Path, gather: Callable[[Any], list[Any]], rank: int, world_size: int) -> dict[str, Any]:
+def _read_alike(folder: Path) -> dict[str, Any]:
     """Return the parts of the checkpoint, the same one on every rank, before anything is changed on any rank.
 
     Every digest is compared, each shard's by one of the ranks. Tensors of model and optimizer are not read yet.
@@ -676,7 +673,7 @@ def _read_alike(folder: Path, gather: Callable[[Any], list[Any]], rank: int, wor
     Raises:
         CheckpointError: On every rank: one of them cannot read it, or they read different ones.
     """
-    different = ""
+    different, (rank, world_size) = "", _rank_and_size()
     for _ in range(_NUM_TRIES):
         digest, parts, problem = "", {}, None
         try:
@@ -689,7 +686,7 @@ def _read_alike(folder: Path, gather: Callable[[Any], list[Any]], rank: int, wor
             problem = str(error)
         # A save may be replacing the checkpoint, and removing the files of the one before, while it is read.
         is_replaced = digest != _try_read_digest(folder)
-        answers = gather([problem, is_replaced, digest, socket.gethostname()])
+        answers = _gather([problem, is_replaced, digest, socket.gethostname()])
         if not any(replaced for _, replaced, _, _ in answers):
             # Damage may be in a file that only one rank has compared with its digest.
             _raise_first([text for text, _, _, _ in answers])
@@ -711,7 +708,7 @@ def _try_read_digest(folder: Path) -> str:
     return ""
 
 
-def _on_all_ranks(folder: Path, act: Callable[[], T], gather: Callable[[Any], list[Any]] | None = None) -> T:
+def _on_all_ranks(folder: Path, act: Callable[[], T]) -> T:
     """Return what ``act`` does here; or raise, on every rank, what went wrong on the first one. Collective."""
     value: T | None = None
     problem = None
@@ -719,7 +716,7 @@ def _on_all_ranks(folder: Path, act: Callable[[], T], gather: Callable[[Any], li
         value = act()
     except Exception as error:  # the other ranks wait for the verdict, whatever it is
         problem = _problem_of(folder, error)
-    _raise_first((gather or _gather)(problem))
+    _raise_first(_gather(problem))
     return cast(T, value)
 
 

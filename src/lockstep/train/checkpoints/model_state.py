@@ -26,15 +26,11 @@ from torch.optim import Optimizer
 
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.fully_shard import is_sharded, local_chunk
-from lockstep.data.order import GlobalOrder
-from lockstep.data.stream import StreamOrder
-from lockstep.errors import CheckpointError, ConfigurationError
+from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.dp.wrapper import DataParallel
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.parallel.zero.partition import SCALARS, ShardRange
-from lockstep.train.settings import Settings
-from lockstep.train.strategies.reproducible import Arithmetic
 
 # Where ``torch.compile`` keeps the module that it compiles.
 _WRAPPERS = (DataParallel, DistributedDataParallel, nn.DataParallel, nn.parallel.DistributedDataParallel)
@@ -336,49 +332,3 @@ def export_weights(model: nn.Module, path: Path) -> None:
         found |= {tensor, memory.data_ptr()}
     with whole_file(path) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})
-
-
-# --- whether a checkpoint fits a run ---
-
-
-def identity_of(order: GlobalOrder | StreamOrder, settings: Settings, arithmetic: Arithmetic) -> dict[str, Any]:
-    """Return what a resumed run must have in common with the one it goes on with."""
-    identity = {"samples": order.num_samples, "global batch": order.batch_size, "seed": order.seed}
-    if settings.reproducible is None:
-        return identity
-    return identity | {"reproducible": settings.reproducible, "threads": arithmetic.threads}
-
-
-def check_identity(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Check that a run and that of a checkpoint have in common what they must.
-
-    Args:
-        mine: What that is, by name, for this run.
-        theirs: What the checkpoint has of it.
-
-    Raises:
-        ConfigurationError: Something differs; names it.
-    """
-    for name, value in mine.items():
-        if theirs.get(name) != value:
-            raise ConfigurationError(
-                f"The checkpoint is of a run with {name} {theirs.get(name)}, this one has {value}.\n"
-                "Resume with what the run was started with, or start anew (resume=False)."
-            )
-
-
-def load_into(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Give model and optimizer the state that a checkpoint holds.
-
-    Raises:
-        ConfigurationError: It is of another model or optimizer.
-    """
-    try:
-        load_state_dict(model, optimizer, state)
-    except CheckpointError:
-        raise
-    except (RuntimeError, ValueError) as error:
-        raise ConfigurationError(
-            f"The checkpoint does not fit the task's model or optimizer: {error}\n"
-            "Resume with the task that the run was started with, or start anew (resume=False)."
-        ) from error

@@ -292,88 +292,6 @@ class Shard(NamedTuple):
 ShardResult = tuple[Part, Sequence[Tensor | None]]
 
 
-@final
-class Replicas:
-    """Where virtual shards are computed: on the model itself, or on several devices by the threads of `DataParallel`.
-
-    Random numbers come from generators that belong to the process (Python's, numpy's, torch's for the CPU) or to a
-    device. Threads that draw from the same one at the same time get what their timing gives them, so replicas that
-    share one take turns: on the CPU always, and elsewhere from the first step on in which a shared one was drawn from.
-    """
-
-    def __init__(
-        self, model: nn.Module, objective: Objective, devices: Sequence[torch.device], arithmetic: Arithmetic
-    ) -> None:
-        self._model, self._parameters = model, list(model.parameters())
-        self._engine = DataParallel(model, device_ids=list(devices)) if len(devices) > 1 else None
-        self._objective, self._devices, self._arithmetic = objective, list(devices), arithmetic
-        self._take_turns = devices[0].type == "cpu" or len(set(devices)) < len(devices)
-
-    def compute(self, shards: Mapping[int, Shard], how: Pass, buffers: ShardBuffers) -> dict[int, ShardResult]:
-        """Run forward and backward of at most one shard a replica, all at the same time where that is safe.
-
-        Args:
-            shards: By number of the replica.
-            how: As for any strategy.
-            buffers: Records what each shard leaves there; the model has those that the step started with again.
-
-        Returns:
-            By number of the replica. ``param.grad`` of the model is None.
-        """
-        if self._engine is None:
-            return {0: self._compute_on_model(shards[0], how, buffers)}
-        rounds = [{replica: shard} for replica, shard in shards.items()] if self._take_turns else [shards]
-        before = None if self._take_turns else _shared_state()
-        results: dict[int, ShardResult] = {}
-        for current in rounds:
-            found = self._differentiate(current, how)
-            if before is not None and _shared_state() != before:
-                # That a shared generator was drawn from shows only now, so these shards are computed again.
-                self._take_turns = True
-                buffers.restore()
-                return self.compute(shards, how, buffers)
-            for replica, (part, computed) in found.items():
-                buffers.record(current[replica].leaf, computed.module)
-                results[replica] = part, computed.gradients
-            buffers.restore()
-        return results
-
-    def _compute_on_model(self, shard: Shard, how: Pass, buffers: ShardBuffers) -> ShardResult:
-        how.timer.name_phase("forward")
-        how.seed(shard.leaf, self._devices[0])
-        part = self._objective(self._model, shard.batch, shard.num_samples)
-        how.timer.lap("forward")
-        scaled(part, how.scale).backward()
-        gradients = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
-        how.timer.lap("backward")
-        buffers.record(shard.leaf, self._model)
-        buffers.restore()
-        return part._replace(value=part.value.detach()), gradients
-
-    def _differentiate(self, shards: Mapping[int, Shard], how: Pass) -> dict[int, tuple[Part, ReplicaGradients]]:
-        """Run forward and backward of all ``shards`` at the same time."""
-        parts: dict[int, Part] = {}
-
-        def loss(module: nn.Module, item: tuple[int, Shard]) -> Tensor:
-            replica, shard = item
-            if self._arithmetic.threads is not None:
-                use_threads(self._arithmetic.threads)
-            part = self._objective(module, shard.batch, shard.num_samples)
-            parts[replica] = part._replace(value=part.value.detach())
-            return scaled(part, how.scale)
-
-        for replica, shard in shards.items():
-            how.seed(shard.leaf, self._devices[replica])
-        items = [(index, shards[index]) if index in shards else None for index in range(max(shards) + 1)]
-        how.timer.name_phase("replicas")
-        assert self._engine is not None
-        found = self._engine.gradients(loss, items, [1.0] * len(items))  # the same roundings as in one replica
-        how.timer.lap("backward")
-        return {replica: (parts[replica], gradients) for replica, gradients in found.items()}
-
-
 def _shared_state() -> tuple[object, ...]:
     """Return the state of the generators that all threads share, to see whether anybody drew from them."""
     numpy_state = pickle.dumps(np.random.get_state())
@@ -383,6 +301,11 @@ def _shared_state() -> tuple[object, ...]:
 @final
 class Reproducible(Strategy):
     """Runs the virtual shards of this process, and sums what comes of all of them in one tree.
+
+    Shards are computed on the model itself, or on several devices by the threads of `DataParallel`. Random numbers come
+    from generators that belong to the process (Python's, numpy's, torch's for the CPU) or to a device. Threads that
+    draw from the same one at the same time get what their timing gives them, so replicas that share one take turns: on
+    the CPU always, and elsewhere from the first step on in which a shared one was drawn from.
 
     Collective if there is a group: every rank, which all take over the model of rank 0.
 
@@ -422,8 +345,10 @@ class Reproducible(Strategy):
             sync = ModelSync(model, set(), group, devices[0])
             sync.check(with_buffers=True)
             sync.broadcast(src=0, with_buffers=True)
-        self.group, self._device, placement = group, devices[0], shards.placement
-        self._replicas = Replicas(model, objective, devices, arithmetic)
+        self.group, placement = group, shards.placement
+        self._model, self._objective, self._devices, self._arithmetic = model, objective, list(devices), arithmetic
+        self._engine = DataParallel(model, device_ids=self._devices) if len(devices) > 1 else None
+        self._take_turns = devices[0].type == "cpu" or len(set(devices)) < len(devices)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._trained = [index for index, parameter in enumerate(model.parameters()) if parameter.requires_grad]
         self._names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -460,7 +385,7 @@ class Reproducible(Strategy):
             return
         how.timer.mark_waits_counted()
         if self.group is not None:
-            table = table.over_ranks(self.group, self._device)
+            table = table.over_ranks(self.group, self._devices[0])
         how.after_forward([table.loss(self._tree)])
         self._buffers.finish(table.changed, table.sizes)
         taken = [sums.take() for sums in self._sums]
@@ -478,7 +403,7 @@ class Reproducible(Strategy):
         self._buffers.begin()
         for leaves in zip_longest(*self._mine):
             current = {replica: shards[leaf] for replica, leaf in enumerate(leaves) if leaf in shards}
-            results = self._replicas.compute(current, how, self._buffers) if current else {}
+            results = self._compute_round(current, how) if current else {}
             for replica, leaf in enumerate(leaves):
                 if leaf is None:  # this replica has fewer shards than others
                     continue
@@ -497,7 +422,68 @@ class Reproducible(Strategy):
                 self._sums[replica].push(leaf, gradients)
             how.timer.lap("backward")
         sizes = {leaf: shard.num_samples for leaf, shard in shards.items()}
-        return Table(_rows(sizes, parts, self._tree.num_leaves, self._device), used, self._buffers.changed())
+        return Table(_rows(sizes, parts, self._tree.num_leaves, self._devices[0]), used, self._buffers.changed())
+
+    def _compute_round(self, shards: Mapping[int, Shard], how: Pass) -> dict[int, ShardResult]:
+        """Run forward and backward of at most one shard a replica, all at the same time where that is safe.
+
+        Shards and results are by the number of the replica. ``param.grad`` of the model is None afterwards, and its
+        buffers are those that the step started with.
+        """
+        if self._engine is None:
+            return {0: self._compute_on_model(shards[0], how)}
+        rounds = [{replica: shard} for replica, shard in shards.items()] if self._take_turns else [shards]
+        before = None if self._take_turns else _shared_state()
+        results: dict[int, ShardResult] = {}
+        for current in rounds:
+            found = self._differentiate(self._engine, current, how)
+            if before is not None and _shared_state() != before:
+                # That a shared generator was drawn from shows only now, so these shards are computed again.
+                self._take_turns = True
+                self._buffers.restore()
+                return self._compute_round(shards, how)
+            for replica, (part, computed) in found.items():
+                self._buffers.record(current[replica].leaf, computed.module)
+                results[replica] = part, computed.gradients
+            self._buffers.restore()
+        return results
+
+    def _compute_on_model(self, shard: Shard, how: Pass) -> ShardResult:
+        how.timer.name_phase("forward")
+        how.seed(shard.leaf, self._devices[0])
+        part = self._objective(self._model, shard.batch, shard.num_samples)
+        how.timer.lap("forward")
+        scaled(part, how.scale).backward()
+        gradients = []
+        for parameter in self._model.parameters():
+            gradients.append(parameter.grad)
+            parameter.grad = None
+        how.timer.lap("backward")
+        self._buffers.record(shard.leaf, self._model)
+        self._buffers.restore()
+        return part._replace(value=part.value.detach()), gradients
+
+    def _differentiate(
+        self, engine: DataParallel[nn.Module], shards: Mapping[int, Shard], how: Pass
+    ) -> dict[int, tuple[Part, ReplicaGradients]]:
+        """Run forward and backward of all ``shards`` at the same time."""
+        parts: dict[int, Part] = {}
+
+        def loss(module: nn.Module, item: tuple[int, Shard]) -> Tensor:
+            replica, shard = item
+            if self._arithmetic.threads is not None:
+                use_threads(self._arithmetic.threads)
+            part = self._objective(module, shard.batch, shard.num_samples)
+            parts[replica] = part._replace(value=part.value.detach())
+            return scaled(part, how.scale)
+
+        for replica, shard in shards.items():
+            how.seed(shard.leaf, self._devices[replica])
+        items = [(index, shards[index]) if index in shards else None for index in range(max(shards) + 1)]
+        how.timer.name_phase("replicas")
+        found = engine.gradients(loss, items, [1.0] * len(items))  # the same roundings as in one replica
+        how.timer.lap("backward")
+        return {replica: (parts[replica], gradients) for replica, gradients in found.items()}
 
     def _sum_own(self) -> trees.GradientRow:
         """Return the sum over this process's shards alone: enough to see where a NaN came from, in no fixed order."""
