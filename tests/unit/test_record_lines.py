@@ -74,11 +74,15 @@ def test_a_resumed_file_goes_on_behind_a_line_that_was_cut(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
-def test_a_full_disk_ends_the_record_and_not_the_training():
+def test_a_full_disk_ends_the_record_and_not_the_training(capsys):
     writer = LineWriter(Path("/dev/full"), fresh=False)
-    writer.add({"step": 1})
+    for number in range(3):
+        writer.add({"step": number})
+        writer.flush()
     writer.close()
-    assert writer.error == "/dev/full: No space left on device"
+    reported = capsys.readouterr().err
+    assert reported.startswith("lockstep: /dev/full is not written any more: ")
+    assert reported.count("No space left on device") == 1
 
 
 def test_numbers_that_are_none_are_words():

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -349,14 +350,11 @@ _COMPACT = (",", ":")
 
 
 class LineWriter:
-    """A file of JSON lines.
+    """A file of JSON lines. A full disk is reported once and ends it; the run goes on.
 
     Args:
         path: The file; its folder is made if it is not there.
         fresh: Whether to begin it anew.
-
-    Attributes:
-        error: Why nothing is written any more; None if all is well.
 
     Raises:
         ConfigurationError: The file cannot be opened.
@@ -374,7 +372,7 @@ class LineWriter:
         self._path = path
         self._lines: list[Line] = []
         self._is_cut = not fresh and not _ends_in_newline(path)
-        self.error: str | None = None
+        self._is_well = True
 
     def add(self, line: Line) -> None:
         """Keep ``line`` for the next `flush`."""
@@ -388,15 +386,14 @@ class LineWriter:
     def flush(self) -> None:
         """Write what was added. Blocks for the disk."""
         lines, self._lines = self._lines, []
-        if not lines or self.error is not None:
-            return
-        data = ("\n" * self._is_cut + "".join(map(to_line, lines))).encode()
-        try:
-            while data:
-                data = data[os.write(self._file, data) :]
-                self._is_cut = False
-        except OSError as error:
-            self.error = f"{self._path}: {error.strerror}"
+        if lines and self._is_well:
+            data = ("\n" * self._is_cut + "".join(map(to_line, lines))).encode()
+            self._is_well = guarded(partial(self._write, data), f"{self._path} is not written any more")
+
+    def _write(self, data: bytes) -> None:
+        while data:
+            data = data[os.write(self._file, data) :]
+        self._is_cut = False
 
 
 def to_line(line: dict[str, Any]) -> str:
