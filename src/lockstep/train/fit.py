@@ -26,6 +26,7 @@ from lockstep.telemetry import live_view
 from lockstep.telemetry.heartbeat import end_stopped_children
 from lockstep.telemetry.metrics import Snapshot, SnapshotSink
 from lockstep.telemetry.run_record import Event
+from lockstep.telemetry.stragglers import StragglerReporter
 from lockstep.train.checkpoints.model_state import check_export, export_weights
 from lockstep.train.evaluate import Evaluation, Evaluator
 from lockstep.train.nonfinite import NonFiniteStep
@@ -286,8 +287,8 @@ class Run:
         if self._first_step:
             lines.append(f"resumed after step {self._first_step} of {self.num_steps}")
         self._throughput = Throughput()
-        log_straggler = functools.partial(self._log, "straggler")
-        self._record = RunRecord(task, settings, world, trainer, num_steps=self.num_steps, log_straggler=log_straggler)
+        self._record = RunRecord(task, settings, world, trainer, num_steps=self.num_steps)
+        self._stragglers = StragglerReporter(functools.partial(self._log, "straggler"))
         self._started_at = time.perf_counter()
         sinks = self._record.open_sinks()
         self._display = Display(settings.view, silent=settings.quiet or not world.is_rank_zero)
@@ -331,7 +332,7 @@ class Run:
         if trainer.bad_samples.skipped or trainer.nonfinite.found or trainer.caveats:
             self._report()
         self._throughput.add(record)
-        self._record.compare_ranks()
+        self._record.compare_ranks(self._stragglers)
 
     def pause_for(self, event: Event, act: Callable[[], str]) -> None:
         """Do something for which training stands still, and report what it returns. Collective: every rank."""

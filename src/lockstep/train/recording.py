@@ -4,7 +4,7 @@ import inspect
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -55,22 +55,12 @@ class RunRecord:
         task, settings, world, trainer: Of the run; the settings name the folder. It is made if it is not there; the
             ranks of several machines may have one each.
         num_steps: Of the whole run.
-        log_straggler: Called on every rank with a line about a rank that keeps the others waiting.
 
     Raises:
         ConfigurationError: On every rank: a rank cannot write into the folder.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        settings: FitSettings,
-        world: World,
-        trainer: Trainer,
-        *,
-        num_steps: int,
-        log_straggler: Callable[[str], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, task: Task, settings: FitSettings, world: World, trainer: Trainer, *, num_steps: int) -> None:
         self._task, self._settings, self._num_steps = task, settings, num_steps
         self._world, self._trainer, self._device = world, trainer, trainer.device
         restarts = run_record.num_restarts()
@@ -80,14 +70,11 @@ class RunRecord:
         devices = ", ".join(str(each) for each in trainer.devices)
         first_step = trainer.num_steps_done
         self._metrics = aggregator.RankMetrics(world.rank, host=platform.node(), device=devices, first_step=first_step)
-        self._folder: run_record.RunFolder | None = None
-        self._writer = None
-        if settings.run_dir is not None:
-            self._folder = self._open_folder(Path(settings.run_dir))
-            self._writer = self._folder.writer
+        self._folder = None if settings.run_dir is None else self._open_folder(Path(settings.run_dir))
+        writer = None if self._folder is None else self._folder.writer
         steps_per_epoch = trainer.plan.order.steps_per_epoch
         self._recorder = StepRecorder(
-            self._writer, self._metrics, sample=MachineSampler(trainer.devices), steps_per_epoch=steps_per_epoch
+            writer, self._metrics, sample=MachineSampler(trainer.devices), steps_per_epoch=steps_per_epoch
         )
         stamps = BucketStamps(self._device)
         self._stamps = stamps if trainer.strategy.stamp_buckets(stamps) else None
@@ -108,7 +95,6 @@ class RunRecord:
             num_skipped=lambda: len(trainer.nonfinite.found),
         )
         self._is_over = self._has_ended = False
-        self._reporter = stragglers.StragglerReporter(log_straggler)
         self._num_taken = 0
         self._window: list[run_record.RecordedStep] = []  # whose times the ranks compare
         self._launcher_asked = activity.callbacks.wants_pace
@@ -162,8 +148,8 @@ class RunRecord:
         if self._stamps is not None:
             self._stamps.closely = self._has_timeline
 
-    def compare_ranks(self) -> None:
-        """Report a straggler, after a step that was taken: a rank that keeps the others waiting in each.
+    def compare_ranks(self, reporter: stragglers.StragglerReporter) -> None:
+        """Have a straggler reported, after a step that was taken: a rank that keeps the others waiting in each.
 
         Collective after some steps, the same on every rank: every rank of the group. Blocks then until the device has
         come to the end of the step.
@@ -179,7 +165,7 @@ class RunRecord:
             mine = asdict(stragglers.pace_of([_times_of(step) for step in self._window]))
             self._window.clear()
             paces = all_gather_object(mine, group=group, device=self._device)
-            self._reporter.judge({rank: stragglers.Pace(**pace) for rank, pace in enumerate(paces)})
+            reporter.judge({rank: stragglers.Pace(**pace) for rank, pace in enumerate(paces)})
 
     def _numbers(self, record: StepRecord) -> dict[str, run_record.Number]:
         """Return the loss of a step, and what else it has, on their way to the host."""
@@ -189,7 +175,7 @@ class RunRecord:
             return {name: run_record.Number(value, None) for name, value in values.items()}
         # They are copied on the step's own stream, so that nobody waits: of every step if there is a file, else now
         # and then, for the display.
-        if self._writer is None and record.timer.began_at - self._loss_at < _LOSS_EVERY_S:
+        if self._folder is None and record.timer.began_at - self._loss_at < _LOSS_EVERY_S:
             return {}
         self._loss_at = record.timer.began_at
         copy = HostCopy(torch.stack([value.detach().double() for value in values.values()]))
@@ -227,12 +213,9 @@ class RunRecord:
             self._folder.describe(offsets, "end", workers=self._trainer.settings.workers)
         self.event(event, text)
         self._stop()
-        ranks = [self._metrics.whole_run()]
-        if self._num_ranks > 1:
-            gathered = all_gather_object(asdict(ranks[0]), group=group, device=device)
-            ranks = [aggregator.decode(each) for each in gathered]
+        gathered = all_gather_object(asdict(self._metrics.whole_run()), group=group, device=device)
+        known = aggregator.with_waits(map(aggregator.decode, gathered))
         done = self._metrics.num_done
-        known = aggregator.with_waits(ranks)
         whole = Snapshot(step=done, num_steps=done, ranks=known, world_size=self._num_ranks)
         return summary(whole) if self._world.is_rank_zero else None
 
@@ -247,12 +230,11 @@ class RunRecord:
         if self._is_over:
             return
         self._is_over = True
-        error = sys.exc_info()[1]
-        has_failed = error is not None and not self._has_ended  # not one that fit was called in the handler of
-        if error is not None and has_failed:
+        error = None if self._has_ended else sys.exc_info()[1]  # else one that fit was called in the handler of
+        if error is not None:
             self.event("error", one_line(error))
         self._release(None)
-        self._recorder.finish(waits=not has_failed)
+        self._recorder.finish(waits=error is None)
 
     def _release(self, until: float | None) -> None:
         """Hand the last step to the recorder, which lasted until then."""

@@ -10,7 +10,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Union
@@ -100,25 +100,17 @@ class Setting:
 def settings_of(cls: type) -> tuple[Setting, ...]:
     """Return what the dataclass ``cls`` declares, in the order of its fields."""
     hints = typing.get_type_hints(cls)
-    return tuple(_setting(each, hints[each.name]) for each in fields(cls))
-
-
-def _setting(declared: Field[Any], hint: Any) -> Setting:
-    is_union = typing.get_origin(hint) in (Union, types.UnionType)
-    members = set(typing.get_args(hint) if is_union else [hint])
-    kinds = members - {type(None)}
-    (first, *_) = kinds
-    is_choice = typing.get_origin(first) is Literal
-    return Setting(
-        declared.name,
-        kind="choice"
-        if is_choice
-        else next(kind for kind, (declared_as, *_) in _KINDS.items() if declared_as == kinds),
-        optional=kinds != members,
-        choices=typing.get_args(first) if is_choice else (),
-        default=declared.default,
-        **declared.metadata,
-    )
+    found = []
+    for declared in fields(cls):
+        hint = hints[declared.name]
+        members = set(typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else [hint])
+        kinds = members - {type(None)}
+        # Of several types none is a choice.
+        choices = [choice for each in kinds if typing.get_origin(each) is Literal for choice in typing.get_args(each)]
+        kind: Kind = next((kind for kind, (types_of, *_) in _KINDS.items() if types_of == kinds), "choice")
+        optional = kinds != members
+        found.append(Setting(declared.name, kind, optional, tuple(choices), declared.default, **declared.metadata))
+    return tuple(found)
 
 
 # --- every setting of a training run --------------------------------------------------------------------------------

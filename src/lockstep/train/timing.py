@@ -98,15 +98,6 @@ class StepTimer:
             self._range.close()
         self._range = ranges.now.open(name) if name and ranges.now is not None else None
 
-    def seconds(self) -> PhaseSeconds:
-        """Return the seconds by phase. Blocks on CUDA until the device has come to the last lap."""
-        if isinstance(self.end, torch.cuda.Event):
-            self.end.synchronize()
-        taken = dict.fromkeys(PHASES, 0.0)
-        for phase, begin, end, _ in self.spans:
-            taken[phase] += seconds_between(begin, end)
-        return PhaseSeconds(*taken.values())
-
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -132,5 +123,10 @@ class StepRecord:
 
     @property
     def times(self) -> PhaseSeconds:
-        """Seconds of the step on this rank, by what they went into."""
-        return self.timer.seconds()
+        """Seconds of the step on this rank, by what they went into. Blocks on CUDA until its last lap is over."""
+        if isinstance(self.timer.end, torch.cuda.Event):
+            self.timer.end.synchronize()
+        taken = dict.fromkeys(PHASES, 0.0)
+        for phase, begin, end, _ in self.timer.spans:
+            taken[phase] += seconds_between(begin, end)
+        return PhaseSeconds(*taken.values())

@@ -105,11 +105,10 @@ class Trainer:
                 self._model, objective, shards, self.devices, group, self.arithmetic
             )
         self.group: Group | None = self.strategy.group
-        if shards is not None:
+        if shards is not None and self.group is not None:
             # Other hardware may round otherwise; that is no error, but the bits are no promise any more.
-            machines = [reproducible.describe_machine(self.device)]
-            if self.group is not None:
-                machines = all_gather_object(machines[0], group=self.group, device=self.device)
+            mine = reproducible.describe_machine(self.device)
+            machines = all_gather_object(mine, group=self.group, device=self.device)
             for rank, machine in enumerate(machines):
                 if unlike := reproducible.differences(machines[0], machine):
                     self.caveats.append(f"rank {rank} computes elsewhere than rank 0: {', '.join(unlike)}")

@@ -67,7 +67,6 @@ _NAME = re.compile(r"step-(\d{10})")
 _LEFTOVER = re.compile(r"step-\d{10}(\.[0-9a-f]{16})?\.(partial|removed)")
 _TOP_LEVEL = ("model", "optimizer")
 
-State = dict[str, Any]
 T = TypeVar("T")
 
 
@@ -360,7 +359,7 @@ class Checkpoints:
 
     # --- loading ---
 
-    def load(self, *, required: bool) -> State | None:
+    def load(self, *, required: bool) -> dict[str, Any] | None:
         """Return the state in the newest checkpoint that was whole when this began; None if there was none.
 
         Tensors of model and optimizer are read when the state is given to them: each rank reads what it needs.
@@ -431,7 +430,7 @@ class Checkpoints:
         path, world = self._path, self.world
         parts: dict[str, Any] = {name: state[name] for name in _TOP_LEVEL if name in state}
         parts["state"] = {name: value for name, value in state.items() if name not in parts}
-        packer, packed = storage.pack_parts(parts, is_coordinator=world.is_rank_zero)
+        packer = storage.pack_parts(parts, is_coordinator=world.is_rank_zero)
         ranks = packer.writers(world.world_size)
         if world.rank not in ranks:
             return
@@ -446,7 +445,7 @@ class Checkpoints:
         def complete() -> None:
             self._clear(folder, token)
             if self._wait_for_parts(folder, token, ranks):
-                storage.commit(folder, token, packed, packer, world.world_size, {**about, "number": number})
+                storage.commit(folder, token, packer, world.world_size, {**about, "number": number})
                 self._take_name(folder, path)
                 self._remove_others(path)
 
@@ -604,16 +603,16 @@ def save(
     folder, (rank, world_size) = Path(path), _rank_and_size()
     with contextlib.ExitStack() as stack:
 
-        def begin() -> tuple[TreePacker, dict[str, Any]]:
+        def begin() -> TreePacker:
             parts = {"state": state, **model_state.local_state_dict(model, optimizer)}
-            packed = storage.pack_parts(parts, is_coordinator=rank == 0)
+            packer = storage.pack_parts(parts, is_coordinator=rank == 0)
             if rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(lock_folder(folder))
                 storage.remove_leftover_files(folder)
-            return packed
+            return packer
 
-        packer, packed = _on_all_ranks(folder, begin)
+        packer = _on_all_ranks(folder, begin)
         token = _gather(secrets.token_hex(8))[0]  # rank zero's
 
         def write_part() -> None:
@@ -622,7 +621,7 @@ def save(
 
         def complete() -> None:
             if rank == 0:
-                storage.commit(folder, token, packed, packer, world_size, {})
+                storage.commit(folder, token, packer, world_size, {})
 
         _on_all_ranks(folder, write_part)
         _on_all_ranks(folder, complete)

@@ -70,11 +70,13 @@ class TreePacker:
         is_coordinator: Whether this rank holds what all ranks have alike; the others hold only their shards.
 
     Attributes:
+        parts: By name: all but the tensors, as JSON.
         tensors: By name: what this rank holds of each, where it lies.
         is_sharded: Whether other ranks hold a part of any; the same on every rank.
     """
 
     def __init__(self, *, is_coordinator: bool) -> None:
+        self.parts: dict[str, Any] = {}
         self.tensors: dict[str, TensorChunks] = {}
         self.is_sharded = False
         self._is_coordinator = is_coordinator
@@ -145,17 +147,18 @@ def _pack_key(key: Any, place: str) -> Any:
     raise UnfitValueError(f"{type(key).__qualname__} as a key of {place}")
 
 
-def pack_parts(parts: Mapping[str, Any], *, is_coordinator: bool) -> tuple[TreePacker, dict[str, Any]]:
-    """Return the tensors in ``parts`` by name, where they lie, and the rest as JSON.
+def pack_parts(parts: Mapping[str, Any], *, is_coordinator: bool) -> TreePacker:
+    """Return what took ``parts`` apart: the tensors by name, where they lie, and the rest as JSON.
 
     Raises:
         UnfitValueError: They hold what cannot be written.
     """
     packer = TreePacker(is_coordinator=is_coordinator)
     try:
-        return packer, {name: packer.pack(part, name) for name, part in parts.items()}
+        packer.parts = {name: packer.pack(part, name) for name, part in parts.items()}
     except RecursionError:
         raise UnfitValueError("what holds itself or is nested too deep") from None
+    return packer
 
 
 _UNPACK: dict[str, Callable[[Any, Mapping[str, StoredTensor]], Any]] = {
@@ -268,9 +271,7 @@ def remove_leftover_files(folder: Path, token: str | None = None) -> None:
                 path.unlink(missing_ok=True)
 
 
-def commit(
-    folder: Path, token: str, packed: Mapping[str, Any], packer: TreePacker, world_size: int, about: Mapping[str, Any]
-) -> None:
+def commit(folder: Path, token: str, packer: TreePacker, world_size: int, about: Mapping[str, Any]) -> None:
     """Make what the ranks have written the checkpoint ``folder``. Blocks until that is on disk.
 
     Until the manifest is renamed the folder is what it was before.
@@ -278,8 +279,7 @@ def commit(
     Args:
         folder: Where the ranks have written their parts, all of which are there.
         token: Of the save.
-        packed: The state without its tensors.
-        packer: What took it apart.
+        packer: What took the state apart.
         world_size: How many ranks there are.
         about: Small numbers and strings for the manifest.
 
@@ -300,7 +300,7 @@ def commit(
         # Ranks may hold the same chunk, as they do on a mesh that also replicates: one of them counts.
         each["chunks"] = list({tuple(chunk[2]): chunk for chunk in each["chunks"]}.values())
         _check_cover(name, each, entries)
-    content = json.dumps({"state": packed, "tensors": index}).encode()
+    content = json.dumps({"state": packer.parts, "tensors": index}).encode()
     entries[_STATE] = _write_file(folder / f"{_STATE}-{token}.json", [content])
     body = json.dumps({"format": FORMAT, "files": entries, "about": dict(about)}).encode()
     temporary = folder / f"manifest-{token}.tmp"

@@ -358,10 +358,8 @@ class Reproducible(Strategy):
         self._exchange: trees.TreeReduction = trees.LocalReduction(self._tree)
         if group is not None:
             self._exchange = trees.RankReduction(placement, group)
-        self._mine = placement.ranges if group is None else placement.ranges[group.rank() : group.rank() + 1]
-        over_ranks = placement if group is not None else trees.LeafPlacement((self._tree.root,))
-        leaves = range(self._mine[0].start, self._mine[-1].stop)
-        self._buffers = ShardBuffers(model, leaves, over_ranks, self._exchange, group)
+        self._mine = shards.mine
+        self._buffers = ShardBuffers(model, shards.split.shares, placement, self._exchange, group)
         self._in_use: trees.GradientRow | None = None  # that ``param.grad`` are views of
 
     @override
