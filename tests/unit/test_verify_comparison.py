@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lockstep.study.verify.fingerprint import DOUBLE, EXACT, ModelFingerprint, StepTrace, Trace, compare, fingerprint
+from lockstep.study.verify.fingerprint import DOUBLE, EXACT, StepTrace, Trace, compare, fingerprint
 from lockstep.study.verify.reference_loop import choose_steps
 
 SIZES = {"samples of the data set": 20, "samples of a global batch": 4}
@@ -16,7 +16,7 @@ def tensors(gradient=1.0, weight=2.0, buffer=3.0):
     def full(value):
         return fingerprint(torch.full((4,), value, dtype=torch.float64))
 
-    return ModelFingerprint({"w": full(weight)}, {"w": full(gradient)}, {"b": full(buffer)})
+    return {"parameter": {"w": full(weight)}, "gradient": {"w": full(gradient)}, "buffer": {"b": full(buffer)}}
 
 
 def trace(*steps, samples=(b"a", b"b"), initial=None):
@@ -84,7 +84,7 @@ def test_sizes_and_initial_weights_come_before_all_steps():
 def test_a_gradient_that_should_be_zero_is_measured_by_the_others():
     def with_noise(value):
         noise = fingerprint(torch.full((4,), value, dtype=torch.float64))
-        return replace(tensors(), gradients={**tensors().gradients, "key": noise})
+        return tensors() | {"gradient": {**tensors()["gradient"], "key": noise}}
 
     one, rank = (change(run, 0, tensors=with_noise(value)) for run, value in ((ONE, 1e-17), (RANKS[0], -3e-17)))
     assert compare([one], [rank, change(RANKS[1], 0, tensors=with_noise(1e-17))], DOUBLE).same

@@ -78,23 +78,19 @@ def distance(found: Fingerprint, expected: Fingerprint) -> float:
 # What is recorded of a run: everything that two runs must have in common to be the same run.
 
 
-@dataclass(frozen=True)
-class ModelFingerprint:
-    """Parameters, gradients and buffers by name; a parameter without a gradient has none here either."""
+# The tensors of a model by kind ("parameter", "gradient", "buffer") and name; not all parameters have a gradient.
+ModelFingerprint = dict[str, dict[str, Fingerprint]]
 
-    parameters: dict[str, Fingerprint]
-    gradients: dict[str, Fingerprint]
-    buffers: dict[str, Fingerprint]
 
-    @classmethod
-    def of(cls, model: nn.Module) -> ModelFingerprint:
-        """Return what there is of ``model`` now."""
-        with torch.no_grad():
-            return cls(
-                {name: fingerprint(value) for name, value in model.named_parameters()},
-                {name: fingerprint(value.grad) for name, value in model.named_parameters() if value.grad is not None},
-                {name: fingerprint(value) for name, value in model.named_buffers()},
-            )
+def fingerprint_model(model: nn.Module) -> ModelFingerprint:
+    """Return what there is of ``model`` now."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        return {
+            "parameter": {name: fingerprint(value) for name, value in parameters.items()},
+            "gradient": {name: fingerprint(one.grad) for name, one in parameters.items() if one.grad is not None},
+            "buffer": {name: fingerprint(value) for name, value in model.named_buffers()},
+        }
 
 
 @dataclass(frozen=True)
@@ -330,8 +326,8 @@ def _compare_tensors(
     tolerance: Tolerance,
     kind: Kind,
 ) -> Iterator[Difference]:
-    field = kind.removeprefix("initial ") + "s"
-    pairs = [(getattr(theirs, field), getattr(ours, field)) for theirs, ours in zip(expected, found, strict=True)]
+    key = kind.removeprefix("initial ")
+    pairs = [(theirs[key], ours[key]) for theirs, ours in zip(expected, found, strict=True)]
     # What a gradient that should be zero is measured by: the size of all gradients.
     scale = math.hypot(*(one.norm for one in pairs[0][0].values()))
     # Buffers have nothing in common, so each is measured by itself. Adam makes whole steps of a gradient that is pure

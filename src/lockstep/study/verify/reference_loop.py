@@ -14,7 +14,7 @@ from lockstep.comm.world import World
 from lockstep.data.batch_iterator import map_tensors
 from lockstep.data.order import cut, mix, seed_cpu
 from lockstep.errors import ConfigurationError
-from lockstep.study.verify.fingerprint import ModelFingerprint, StepTrace, Trace, fingerprint, read_rates
+from lockstep.study.verify.fingerprint import StepTrace, Trace, fingerprint, fingerprint_model, read_rates
 from lockstep.study.verify.interventions import Experiment, Given, Off, Subject, is_batch_norm
 from lockstep.study.verify.sandbox import Sandbox, open_sandbox
 from lockstep.train.settings import StrategyName
@@ -153,7 +153,7 @@ def perform_and_keep(subject: Subject, experiment: Experiment, given: Given, wor
             loop = FitLoop(sandbox, world)
             stack.callback(loop.close)
             chosen = chosen or choose_steps(subject.num_steps, loop.sizes, drop_last=loop.drops_last)
-        initial = [ModelFingerprint.of(model) for model in loop.models]
+        initial = [fingerprint_model(model) for model in loop.models]
         state = loop.models[0].state_dict().items()
         initial_state = {name: value.detach().cpu().clone() for name, value in state if isinstance(value, Tensor)}
         norms = {name: type(one).__name__ for name, one in loop.models[0].named_modules() if is_batch_norm(one)}
@@ -169,9 +169,9 @@ def perform_and_keep(subject: Subject, experiment: Experiment, given: Given, wor
             digests = tuple(found for _, _, found in loaded)
             for task, model, so_far in zip(sandbox.tasks, loop.models, steps, strict=True):
                 # Of the gradients what the optimizer got: the loop may have freed or zeroed them by now.
-                tensors = ModelFingerprint.of(model)
+                tensors = fingerprint_model(model)
                 if task.gradients is not None:
-                    tensors = replace(tensors, gradients=task.gradients)
+                    tensors["gradient"] = task.gradients
                 so_far.append(StepTrace(step, digests, loss, rates, tensors))
         draws = tuple(sorted(sandbox.draws.seen))
         traces = [Trace(loop.sizes, start, tuple(so_far), draws) for start, so_far in zip(initial, steps, strict=True)]

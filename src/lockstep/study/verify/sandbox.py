@@ -21,7 +21,7 @@ from lockstep.comm.process import single_process_view
 from lockstep.data.batch_iterator import map_tensors
 from lockstep.data.order import mix, seed_cpu
 from lockstep.study.verify import interventions
-from lockstep.study.verify.fingerprint import Fingerprint, ModelFingerprint, fingerprint
+from lockstep.study.verify.fingerprint import Fingerprint, fingerprint, fingerprint_model
 from lockstep.study.verify.interventions import Experiment, Given, Subject
 from lockstep.train.task import Loss, Task, load_task
 
@@ -251,7 +251,7 @@ class SandboxedTask:
             return  # an optimizer of the task's own may call torch's, which comes here again
         assert self._built is not None
         # Now, as the loop has divided and clipped them by now, and some optimizers write into them.
-        self.gradients = ModelFingerprint.of(self._built).gradients
+        self.gradients = fingerprint_model(self._built)["gradient"]
         number, given = len(self.rates), self._sandbox.given.rates
         if "rates" in self._sandbox.experiment.off and number < len(given):
             for group, known in zip(optimizer.param_groups, given[number], strict=False):
