@@ -26,8 +26,8 @@ $(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard src/lockstep/co
 demo: setup  ## Train on real data, verify the run, then compare one device, both engines and torch's own (DEVICES=2)
 	@tools/demo.sh
 
-test: setup  ## Run the tests but the contracts, two files at a time: most of them wait for processes to start
-	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/contract
+test: setup  ## Run the tests but the contracts, three files at a time on two cores: many wait for processes
+	$(BIN)/python -m pytest -n 3 --dist loadfile --ignore tests/contract
 
 soak: setup  ## Run random programs and random faults for MINUTES=30, half of the time each
 	SOAK_MINUTES=$$(( $(MINUTES) / 2 )) $(BIN)/python -m pytest -m soak -n 2 --dist loadfile

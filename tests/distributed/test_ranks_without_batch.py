@@ -348,7 +348,7 @@ def test_what_cannot_be_followed_is_an_error(ranks, work, text):
 
 
 def test_a_backward_that_is_never_run_ends_in_an_error(ranks):
-    outcomes = ranks(2).each(joined_on_rank_1(lambda model, data: model(data[0])), timeout=10.0)
+    outcomes = ranks(2).each(joined_on_rank_1(lambda model, data: model(data[0])), timeout=5.0)
     errors = {outcome.rank: outcome.error for outcome in outcomes}
     assert type(errors[1]) is CollectiveError
     assert str(errors[1]).startswith(

@@ -73,7 +73,7 @@ def test_two_machines_form_one_world(machines, tmp_path, meeting):
 
 @pytest.mark.parametrize("is_mended", [pytest.param(True, marks=pytest.mark.soak), False], ids=["mended", "cut"])
 def test_a_cable_that_is_cut(machines, tmp_path, monkeypatch, is_mended):
-    monkeypatch.setenv("LOCKSTEP_LINK_TIMEOUT_S", "6")
+    monkeypatch.setenv("LOCKSTEP_LINK_TIMEOUT_S", "6" if is_mended else "2")
     (tmp_path / "train.py").write_text(LOOP)
     mark = tmp_path / "came"
     processes = []

@@ -109,11 +109,17 @@ soak = pytest.mark.soak  # other forms of faults that are found above, or in tes
 @pytest.mark.parametrize(
     ("cause", "changes"),
     [
-        (RANDOM, {"INIT": "self.rng = np.random.default_rng(RANK)", "FORWARD": "h = h * (1 + self.rng.random())"}),
+        pytest.param(
+            RANDOM,
+            {"INIT": "self.rng = np.random.default_rng(RANK)", "FORWARD": "h = h * (1 + self.rng.random())"},
+            marks=soak,
+        ),
         (OPERATOR, {"FORWARD": "h = h * (1 + os.urandom(1)[0] / 256)"}),
-        (DATA, {"SAMPLE": "x = x + RANK"}),
-        (RATES, {"STEP": "for p in self.param_groups[0]['params']:\n    p.grad.mul_(WORLD_SIZE)"}),
-        (BUFFERS, {"FORWARD": "self.buffer.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)"}),
+        pytest.param(DATA, {"SAMPLE": "x = x + RANK"}, marks=soak),
+        pytest.param(
+            RATES, {"STEP": "for p in self.param_groups[0]['params']:\n    p.grad.mul_(WORLD_SIZE)"}, marks=soak
+        ),
+        pytest.param(BUFFERS, {"FORWARD": "self.buffer.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)"}, marks=soak),
         ("a forward pass that depends on the rank", {"LOSS": "return F.cross_entropy(out, y) / WORLD_SIZE"}),
         (COUPLED, {"LOSS": "return F.cross_entropy(out, y) + (out @ out.T).logsumexp(1).mean()"}),
         ("a model that depends on the rank", {"INIT": "self.last = nn.Linear(16, 3, bias=WORLD_SIZE == 1)"}),
@@ -122,7 +128,11 @@ soak = pytest.mark.soak  # other forms of faults that are found above, or in tes
         pytest.param(DATA, {"SAMPLES": "self.order = self.order[RANK::WORLD_SIZE]"}, marks=soak),
         pytest.param(RATES, {"SCHEDULE": "return 1 / (1 + step * WORLD_SIZE)"}, marks=soak),
         pytest.param(BUFFERS, {"FORWARD": "if RANK == 1:\n    self.buffer = self.buffer + 1"}, marks=soak),
-        (WEIGHTING, {"LOSS": "return F.cross_entropy(out, y, weight=torch.tensor([1.0, 2.0, 5.0]))"}),
+        pytest.param(
+            WEIGHTING,
+            {"LOSS": "return F.cross_entropy(out, y, weight=torch.tensor([1.0, 2.0, 5.0]))"},
+            marks=soak,
+        ),
         pytest.param(SUM, {"LOSS": "return F.cross_entropy(out, y, reduction='sum') / 8"}, marks=soak),
         pytest.param(NORM, {"FORWARD": "h = F.batch_norm(h, None, None, training=True)"}, marks=soak),
     ],
@@ -143,6 +153,7 @@ def test_what_does_not_depend_on_the_division_is_left_alone(planted):
     ).same
 
 
+@soak
 def test_a_generator_of_its_own_is_not_helped_by_reproducible_mode(planted):
     changes = {
         "INIT": "self.generator = torch.Generator().manual_seed(0)",
