@@ -1,4 +1,4 @@
-"""A thread in the launcher that reads the ranks' heartbeats: reports a job that hangs, and ends a rank that has failed.
+"""Hang detection: a thread in the launcher reads the ranks' heartbeats; reports hangs, and ends a rank that has failed.
 
 The rule by which a job hangs is in docs/design/launcher.md; `judge` is all of it.
 """

@@ -1,4 +1,4 @@
-"""The process group that c10d, the engines and libraries call; sends and receives; how the ranks make a group."""
+"""The process group that c10d, the engines and libraries call: how it is made; send queue, unexpected messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The queue of a group's calls, in order, and the handles on them."""
+"""The op queue of a group: its calls in order, and the handles on them."""
 
 from __future__ import annotations
 

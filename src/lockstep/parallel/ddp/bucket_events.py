@@ -1,4 +1,4 @@
-"""Observers of a reducer: times of buckets and steps, norms of their gradients, an optimizer in backward."""
+"""Observers of a reducer's bucket events: times of buckets and steps, norms of gradients, an optimizer in backward."""
 
 from __future__ import annotations
 

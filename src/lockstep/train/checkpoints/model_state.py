@@ -1,4 +1,4 @@
-"""The state of model and optimizer as a checkpoint has it: without wrappers, each rank's shards of it, and back.
+"""The full state dict of model and optimizer as a checkpoint has it: without wrappers, each rank's shards, and back.
 
 [Note: shards]
 What ranks hold of a sharded tensor is boxes of it by their offsets (`TensorChunks`; DCP calls them chunks), and a
