@@ -1,9 +1,12 @@
 """Have processes that a test starts forked off one that has imported torch, instead of new interpreters.
 
 An interpreter that imports torch and makes its first optimizer has spent more than four seconds of a core; tests start
-hundreds. What `subprocess` would start as a new interpreter (a rank, ``python -m lockstep``, a worker of the pool, a
-script of a test) is forked here off a server, which has no threads, and becomes a child of whoever started it.
-Where the environment differs in what only a new interpreter reads, a new one is started.
+hundreds. What `subprocess` would start as a new interpreter (a rank, ``python -m lockstep``, a script of a test) is
+forked here off a server, which has no threads, and becomes a child of whoever started it. Where the environment differs
+in what only a new interpreter reads, a new one is started.
+
+Forked processes hash strings alike. Workers of the pool are interpreters of their own, so that an order that depends on
+a set differs between the ranks there, as it does for users.
 """
 
 import atexit
@@ -19,13 +22,9 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
 BOOTSTRAP = "lockstep/launcher/bootstrap.py"
-MODULES = ("lockstep", "tests.pool_worker")
 MOST_BYTES = 1 << 20
-MOST_DESCRIPTORS = 8
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 CLONE_NEWNET = 0x40000000
 NAME = "fork-server"
@@ -60,17 +59,17 @@ def install(connect):
         args = args if isinstance(args, str | os.PathLike) else [os.fspath(word) for word in args]
         environ = dict(os.environ if env is None else env)
         pipes = (stdin_read, stdin_write, stdout_read, stdout_write, stderr_read, stderr_write)
-        if executable is not None or not _can_fork(args, environ):
+        if executable is not None or pass_fds or not _can_fork(args, environ):
             settings = (close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell)
             return _execute_child(self, args, executable, preexec_fn, *settings, *pipes, *others)
         has_new_session = others[-2]
-        request = (args, environ, str(cwd or os.getcwd()), preexec_fn, has_new_session, os.getpid(), pass_fds)
+        request = (args, environ, str(cwd or os.getcwd()), preexec_fn, has_new_session, os.getpid())
         standard = [own if fd == -1 else fd for own, fd in enumerate((stdin_read, stdout_write, stderr_write))]
         libc = ctypes.CDLL(None)
         with _lock:
             connection = connect()
             libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # so that the new process becomes a child of this one
-            socket.send_fds(connection, [pickle.dumps(request)], [*standard, *pass_fds])
+            socket.send_fds(connection, [pickle.dumps(request)], standard)
             self.pid = int(connection.recv(64))
             libc.prctl(PR_SET_CHILD_SUBREAPER, 0)
         self._child_created = True
@@ -84,7 +83,7 @@ def _can_fork(args, environ):
         return False
     words = [word for word in args[1:4] if word != "-u"]
     names = [name for name in {*environ, *os.environ} if name.startswith(("PYTHON", "LD_"))]
-    is_ours = words[0].endswith(".py") or (words[0] == "-m" and words[1] in MODULES)
+    is_ours = words[0].endswith(".py") or words[:2] == ["-m", "lockstep"]
     return is_ours and all(environ.get(name) == os.environ.get(name) for name in names)
 
 
@@ -97,10 +96,10 @@ def serve(requests):
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_NAME, NAME.encode())
     while True:
-        message, descriptors, _, _ = socket.recv_fds(requests, MOST_BYTES, MOST_DESCRIPTORS)
+        message, descriptors, _, _ = socket.recv_fds(requests, MOST_BYTES, 3)
         if not message:
             os._exit(0)
-        args, environ, cwd, preexec, has_new_session, parent, numbers = pickle.loads(message)
+        args, environ, cwd, preexec, has_new_session, parent = pickle.loads(message)
         if (middle := os.fork()) == 0:
             if os.fork() > 0:
                 os._exit(0)  # whoever asked adopts its child
@@ -111,28 +110,24 @@ def serve(requests):
             libc.prctl(PR_SET_NAME, b"python")
             if not has_new_session:
                 os.setpgid(0, os.getpgid(parent))
-            become(environ, cwd, has_new_session, descriptors, numbers)
+            become(environ, cwd, has_new_session, descriptors)
             return args[1:], preexec
         os.waitpid(middle, 0)
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def become(environ, cwd, has_new_session, descriptors, numbers=(), network=None):
+def become(environ, cwd, has_new_session, descriptors, network=None):
     """Give this process a place of its own.
 
     Args:
         environ: Its environment.
         cwd: Its folder.
         has_new_session: Whether it leads a session of its own.
-        descriptors: What stands at ``0, 1, 2, *numbers`` from now on.
-        numbers: See there.
+        descriptors: Its standard input, output and error.
         network: The name of the network namespace that it moves to.
     """
-    wanted = [0, 1, 2, *numbers]
-    # First out of each other's way.
-    moved = [os.dup(descriptor) if descriptor in wanted else descriptor for descriptor in descriptors]
-    for number, descriptor in zip(wanted, moved, strict=True):
+    for number, descriptor in enumerate(descriptors):  # which are above 2: this process has its own
         os.dup2(descriptor, number)
         os.close(descriptor)
     if has_new_session:
@@ -163,11 +158,6 @@ def start(words):
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
         words = words[1:]
-    if words[:2] == ["-m", "tests.pool_worker"]:
-        from tests import pool_worker
-
-        pool_worker.main(*map(int, words[2:]))
-        return
     sys.argv = words
     if words[0].endswith(BOOTSTRAP):
         from lockstep.launcher import bootstrap

@@ -15,7 +15,8 @@ from functools import partial
 
 import torch._dynamo  # noqa: F401 - the first optimizer would import it
 
-import tests.pool_worker  # noqa: F401
+import lockstep.launcher.cli
+import lockstep.train.fit  # noqa: F401
 from lockstep.cli import main
 from tests import forking
 
@@ -89,7 +90,7 @@ def fork_children_for(connection):
             prepare()
         if words[:2] == ["-m", "lockstep"]:
             run_command(words[2:])
-        if words[0] != "-u":  # neither a rank nor a worker of the pool
+        if words[0] != "-u":  # no rank
             prepare_children()
         forking.start(words)
 
