@@ -46,7 +46,7 @@ class Command:
                     descriptors.append(number if file is None else file.fileno())
             self._connection = _connection()
             request = {
-                "args": args,
+                "args": [os.fspath(word) for word in args],
                 "cwd": str(cwd or os.getcwd()),
                 "environ": dict(os.environ if env is None else env),
                 "has_new_session": start_new_session,
