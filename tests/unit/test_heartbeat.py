@@ -203,6 +203,19 @@ def test_a_stopped_loader_process_does_not_keep_a_rank_from_ending(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_the_thread_has_ended_before_the_interpreter_goes(tmp_path):
+    """It would free what the frames hold that it looks at, such as a process group: that ends in SIGABRT."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import atexit, sys, threading\n"
+        "from lockstep.telemetry.heartbeat import Heartbeat\n"
+        "atexit.register(lambda: print(*(thread.name for thread in threading.enumerate())))\n"
+        "Heartbeat(sys.argv[1], 0, patience_s=60.0).start()\n"
+    )
+    done = subprocess.run([sys.executable, str(script), str(tmp_path)], timeout=20, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("MainThread\n", "")
+
+
 @pytest.mark.parametrize(("num_over", "expected"), [(0, "3 elements"), (1, "2 elements"), (3, "3 elements")])
 def test_what_a_rank_waits_in_is_the_first_collective_that_is_not_over(num_over, expected):
     """Gloo's record does not say which are over: then it is the last."""

@@ -33,6 +33,7 @@ from lockstep.telemetry.rank_state import STOPPED, format_bytes, process_state
 STACKS_SIGNAL_OFFSET = 11
 
 _PERIOD_S = 0.5
+_STOP_TIMEOUT_S = 2.0
 _MEMORY_PERIOD_S = 2.0
 _NUM_FRAMES = 120
 # After this part of the patience at one place, a rank asks torch once which collective was the last.
@@ -98,13 +99,23 @@ class Heartbeat:
         self._recorded_call: str | None = None
         self._pid = os.getpid()
         self._writing = threading.Lock()
+        self._ends = threading.Event()
         faulthandler.register(signal.SIGRTMIN + STACKS_SIGNAL_OFFSET, self._stacks, all_threads=True)
 
     def start(self) -> None:
-        """Start the thread, which ends with the process."""
+        """Start the thread, which ends before the interpreter goes."""
         activity.callbacks.wants_pace = True
         self.write()
-        threading.Thread(target=self._run, name="lockstep-heartbeat", daemon=True).start()
+        thread = threading.Thread(target=self._run, name="lockstep-heartbeat", daemon=True)
+        thread.start()
+
+        def stop() -> None:
+            # The frames that the thread looks at may be the last to hold a process group. Where it frees one while the
+            # interpreter is taken down, C++ ends the process with SIGABRT.
+            self._ends.set()
+            thread.join(_STOP_TIMEOUT_S)
+
+        atexit.register(stop)
 
     def write(self) -> None:
         """Write what this rank does now: from the heartbeat's thread, or from that of an exception that ends it."""
@@ -149,8 +160,7 @@ class Heartbeat:
     def _run(self) -> None:
         measured_at, is_hooked, ends_children = 0.0, False, False
         has_peers, known_groups = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1, set[int]()
-        while True:
-            time.sleep(_PERIOD_S)
+        while not self._ends.wait(_PERIOD_S):
             # What the program has not imported is not imported for it: that would change what it measures, and fails
             # where another thread imports the same.
             if not is_hooked and (optim := imported("torch.optim.optimizer")) and imported("torch"):
