@@ -110,7 +110,7 @@ def test_ctrl_c_leaves_nothing():
     try:
         deadline = time.monotonic() + 60
         children = []
-        while not any("bootstrap.py" in " ".join(child.cmdline()) for child in children):
+        while len(children) < 3:  # two ranks and the reaper
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.1)
             children = psutil.Process(process.pid).children(recursive=True)

@@ -87,13 +87,13 @@ HEAD = "lockstep: The job hangs: ranks have waited for each other for more than 
 EXPECTED = {
     "stop": f"rank 1 was stopped by a signal (SIGSTOP), last seen at {at('getpid(), signal.SIGSTOP')}; "
     f"rank 0 waits in barrier ({at('barrier()')}) for N s\n",
-    "alone": f"rank 0 waits in recv ({at('recv(')}) for N s; ranks 1, 2 wait in barrier ({at('barrier()')}) for N s\n"
+    "alone": f"rank 0 waits in recv from rank 2 ({at('recv(')}) for N s; ranks 1, 2 wait in barrier ({at('barrier()')}) for N s\n"
     "The ranks call different collectives: each must be called by all ranks, in the same order.\n",
     "torch": f"rank 1 is in load ({at('sleep(90)')}) for N s [after 8 optimizer steps]; rank 0 waits in backward "
     f"(gradient exchange: all_reduce of 4160 elements) ({at('autograd.backward')}) for N s "
     "[after 8 optimizer steps]\n",
     "reproducible": f"rank 1 was stopped by a signal (SIGSTOP), last seen at {at('raise_signal')} [step 5, backward]; "
-    f"rank 0 waits in all_gather ({at('lockstep.fit(')}) for N s [step 5, loader]\n",
+    f"rank 0 waits in all_reduce ({at('lockstep.fit(')}) for N s [step 5, loader]\n",
     "ours": f"rank 1 is in load ({at('sleep(90)')}) for N s; "
     f"rank 0 waits in all_reduce of bucket 0 (1.bias ... 0.weight) ({at('backward()')}) for N s\n",
 }

@@ -160,7 +160,7 @@ class Heartbeat:
     def _run(self) -> None:
         measured_at, is_hooked, ends_children = 0.0, False, False
         has_peers, known_groups = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1, set[int]()
-        while not self._ends.wait(_PERIOD_S):
+        while True:
             # What the program has not imported is not imported for it: that would change what it measures, and fails
             # where another thread imports the same.
             if not is_hooked and (optim := imported("torch.optim.optimizer")) and imported("torch"):
@@ -179,6 +179,8 @@ class Heartbeat:
             if time.monotonic() - measured_at >= _MEMORY_PERIOD_S:
                 self._devices, measured_at = device_memory(), time.monotonic()
             self.write()
+            if self._ends.wait(_PERIOD_S):
+                return
 
 
 def _count_step(*_: Any) -> None:
