@@ -21,7 +21,7 @@ class Machines:
     """Two namespaces with the addresses 10.78.0.1 and 10.78.0.2."""
 
     def __init__(self, names, cables):
-        self.names, self._cables = names, cables
+        self.names, self.cables = names, cables
 
     def start(self, index, *args, **kwargs):
         """Start `lockstep ARGS` on a machine."""
@@ -30,7 +30,7 @@ class Machines:
 
     def set_cable(self, state):
         """Cut the cable (``down``) or mend it (``up``)."""
-        done = ip("-n", self.names[1], "link", "set", self._cables[1], state)
+        done = ip("-n", self.names[1], "link", "set", self.cables[1], state)
         assert done.returncode == 0, done.stderr
 
 

@@ -17,8 +17,9 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.futures import Future
 
 from lockstep import activity
+from lockstep.comm.hierarchy import HierarchicalProcessGroup, sum_rows
 from lockstep.comm.process import make_forks_safe
-from lockstep.comm.shm.process_group import ShmProcessGroup
+from lockstep.comm.shm.process_group import CpuProcessGroup, ShmProcessGroup
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 
 __all__ = ["Join", "JoinHook", "Joinable"]  # torch's protocol for uneven inputs, for the engines
@@ -92,8 +93,8 @@ def in_backward_hooks(parameter: torch.nn.Parameter) -> list[Any]:
 
 
 def is_native(group: Group) -> bool:
-    """Return whether ``group`` is c10d's own class or shm's; others written in Python may do anything, alone or not."""
-    return type(group) is dist.ProcessGroup or isinstance(group, ShmProcessGroup)
+    """Return whether ``group`` is c10d's own class or ours; others written in Python may do anything, alone or not."""
+    return type(group) is dist.ProcessGroup or isinstance(group, CpuProcessGroup)
 
 
 def reduces_on_its_own(group: Group, device: torch.device) -> bool:
@@ -102,10 +103,12 @@ def reduces_on_its_own(group: Group, device: torch.device) -> bool:
 
 
 def backend_name(group: Group) -> str:
-    """Return the backend's name, such as ``gloo`` or ``nccl``; that of Gloo where it serves a group in place of shm."""
+    """Return the backend's name, such as ``gloo`` or ``nccl``; in place of shm what serves: that, Gloo or both."""
+    if isinstance(group, CpuProcessGroup):
+        return group.name()
     try:
         name = str(dist.get_backend(group))
-        return "gloo" if name == "shm" and not isinstance(group, ShmProcessGroup) else name
+        return "gloo" if name == "shm" else name
     except (ValueError, KeyError, RuntimeError):  # a group that c10d does not know
         return str(group.name())
 
@@ -343,8 +346,9 @@ def empty_buffer(numel: int, *, dtype: torch.dtype, device: torch.device, group:
         group: The ranks that exchange it.
     """
     # Of nothing no page can be mapped; all ranks see the same numel, so all take the same way.
-    if device.type == "cpu" and isinstance(group, ShmProcessGroup) and numel:
-        return group.shm_ops.empty_shared((numel,), dtype)
+    inside = group.inside if isinstance(group, HierarchicalProcessGroup) else group
+    if device.type == "cpu" and isinstance(inside, ShmProcessGroup) and numel:
+        return inside.shm_ops.empty_shared((numel,), dtype)
     return torch.empty(numel, dtype=dtype, device=device)
 
 
@@ -352,15 +356,19 @@ def empty_buffer(numel: int, *, dtype: torch.dtype, device: torch.device, group:
 
 
 def has_reduce_scatter(group: Group, device: torch.device) -> bool:
-    """Return whether a reduce-scatter costs ``group`` less than an all-reduce; Gloo does the one with the other."""
-    if isinstance(group, ShmProcessGroup):
+    """Return whether a reduce-scatter costs ``group`` less than an all-reduce: not for Gloo on a GPU."""
+    if isinstance(group, CpuProcessGroup):
         return True
-    return is_native(group) and "gloo" not in group._get_backend(device).name().lower()
+    return is_native(group) and (device.type == "cpu" or not _is_gloo(group, device))
 
 
 def has_all_gather(group: Group, device: torch.device) -> bool:
     """Return whether ``group`` gathers flat tensors of ``device``; Gloo only broadcasts those of GPUs."""
     return device.type == "cpu" or has_reduce_scatter(group, device)
+
+
+def _is_gloo(group: Group, device: torch.device) -> bool:
+    return type(group) is dist.ProcessGroup and "gloo" in group._get_backend(device).name().lower()
 
 
 def all_to_all_async(
@@ -402,8 +410,33 @@ def reduce_scatter_slices(flat: Tensor, *, group: Group, alone: bool = False) ->
         group: The ranks that take part, each with the slice of its number.
         alone: As in `all_reduce_work`.
     """
+    if flat.is_cpu and _is_gloo(group, flat.device):  # whose own reduce-scatter is an all-reduce
+        return _ExchangeAndSum(flat, group)
     options = _with_async_op(dist.ReduceScatterOptions(), flat, alone)
     return group._reduce_scatter_base(_real(_own_slice(flat, group)), _real(flat), options)
+
+
+class _ExchangeAndSum(Work):
+    """A reduce-scatter over Gloo: every rank sends the others their slices, and adds up those that it receives."""
+
+    def __init__(self, flat: Tensor, group: Group) -> None:
+        super().__init__()
+        self._own, self._received = _real(_own_slice(flat, group)), torch.empty_like(flat)
+        flats = self._received.view(torch.uint8), flat.view(torch.uint8)  # Gloo does not know all dtypes here
+        sizes = [flats[0].numel() // group.size()] * group.size()
+        self._work = all_to_all_async(*flats, output_sizes=sizes, input_sizes=sizes, group=group)
+
+    def is_completed(self) -> bool:
+        """Return whether the exchange is over."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Block until this rank's slice is the sum."""
+        if self._work is not None:
+            self._work.wait(timeout)
+            self._work = None
+            sum_rows(_real(self._received), self._own)
+        return True
 
 
 def all_gather_flat(output: Tensor, tensor: Tensor, *, group: Group, alone: bool = False) -> Work:

@@ -22,11 +22,11 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
 from lockstep import activity
-from lockstep.comm import rendezvous
+from lockstep.comm import hierarchy, rendezvous
 from lockstep.comm.collectives import backend_name
 from lockstep.comm.network import GLOO_INTERFACE, gloo_interface, set_keepalive
 from lockstep.comm.process import keep_freed_memory, make_forks_safe
-from lockstep.comm.shm.process_group import ShmProcessGroup, why_unavailable
+from lockstep.comm.shm.process_group import CpuProcessGroup
 from lockstep.env import Launcher, RankEnv
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, RankFailed, WorldSizeMismatch
 
@@ -151,7 +151,8 @@ def _connect(env: RankEnv, met: rendezvous.Rendezvous, backend: str, device: tor
             store=PrefixStore(f"{met.prefix}/group", met.store),
             rank=env.rank,
             world_size=env.world_size,
-            timeout=timedelta(seconds=timeout_s / _GLOO_CONNECT_FACTOR if "gloo" in backend else timeout_s),
+            # On several machines shm connects over Gloo as well.
+            timeout=timedelta(seconds=timeout_s if backend == "nccl" else timeout_s / _GLOO_CONNECT_FACTOR),
             # Binds the communicator to the device now, so that no collective has to guess it.
             device_id=device if backend == "nccl" else None,
         )
@@ -407,10 +408,11 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
             ) from error
     one_machine = env.local_world_size == env.world_size
     if backend is None and name == "shm":
-        reason = why_unavailable(PrefixStore(f"{met.prefix}/shm", met.store), env.rank, env.world_size)
-        if reason and one_machine and env.rank == 0:  # of several machines nobody expects to share memory
+        store = PrefixStore(f"{met.prefix}/shm", met.store)
+        serves, reason = hierarchy.serves(store, env.rank, env.world_size)
+        if reason and env.rank == 0:
             print(f"lockstep: Gloo serves this job, which is slower than shared memory: {reason}.", file=sys.stderr)
-        name = "gloo" if reason else name
+        name = name if serves else "gloo"
     interface = gloo_interface(env.master_addr, one_machine=one_machine)
     with ExitStack() as stack:
         if interface is not None and GLOO_INTERFACE not in os.environ:  # the user's choice is never changed
@@ -425,7 +427,7 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
     limit = (default_pg_nccl_timeout if name == "nccl" else None) or default_pg_timeout
     group = dist.group.WORLD
     assert group is not None
-    if isinstance(group, ShmProcessGroup):
+    if isinstance(group, CpuProcessGroup):
         group.set_timeout(limit)  # torch's function knows its own backends only
     else:
         dist.distributed_c10d._set_pg_timeout(limit)

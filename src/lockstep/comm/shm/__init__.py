@@ -28,7 +28,7 @@ def _register(backend: Any) -> None:
 
 
 def _create_group(options: Any, backend_options: Any) -> Any:
-    from lockstep.comm.shm.process_group import create_group  # the rest of the backend, when a group is made
+    from lockstep.comm.hierarchy import create_group  # the rest of the backend, when a group is made
 
     return create_group(options, backend_options)
 

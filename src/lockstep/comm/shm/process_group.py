@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
+from typing_extensions import override
 
 from lockstep import activity
 from lockstep.comm.shm.communicator import MAX_RANKS, OK, WENT, Communicator, library
@@ -26,48 +26,30 @@ from lockstep.comm.shm.work import STOP_TIMEOUT_S, ShmWork
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 
 _DRAIN_S = 10.0
-_alive: weakref.WeakSet[ShmProcessGroup] = weakref.WeakSet()
+_open_groups: weakref.WeakSet[CpuProcessGroup] = weakref.WeakSet()
 # Groups with a thread that does not end and may still read the segment: it stays mapped until the process ends.
-_stuck: list[ShmProcessGroup] = []
+_stuck: list[CpuProcessGroup] = []
 
 
-class ShmProcessGroup(dist.ProcessGroup):
-    """A group of ranks on one host that exchange CPU tensors through shared memory.
+class CpuProcessGroup(dist.ProcessGroup):
+    """A process group written in Python that exchanges CPU tensors; derived classes say how, in `_dispatch`.
 
     It is a ``ProcessGroup``, not a ``Backend``, as torch lets Python derive only from the former. So torch puts it in
     the place of the whole group, and no backend of another device can stand beside it.
     """
 
-    def __init__(self, store: dist.Store, comm: Communicator, name: str) -> None:
-        super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]  # the only one for subclasses
+    def __init__(self, store: dist.Store, rank: int, size: int, name: str) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the only one for subclasses
         self._store, self._name, self._description = store, name, "undefined"
-        self.comm = comm
-        self.shm_ops = ShmOps(comm, name)
-        self._p2p = P2PEngine(comm)
-        self._is_open = True
-        _alive.add(self)
+        _open_groups.add(self)
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
-        """Replace each tensor by its reduction over all ranks. Collective: every rank."""
-        if not getattr(opts, "asyncOp", True) and len(tensors) == 1 and tensors[0].is_cpu:
-            work = self.shm_ops.all_reduce_at_once(tensors[0], opts)
-            if work is not None:
-                activity.now.num_calls += 1
-                return work
-        return self._dispatch("allreduce", tensors, opts)
+    def stop_threads(self) -> bool:
+        """End the group's threads; return whether none of them runs any more. Blocks some seconds at most."""
+        raise NotImplementedError
 
-    def _dispatch(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        activity.now.num_calls += 1
-        device = _device_of(args)
-        if device is not None and device.type != "cpu":
-            raise ConfigurationError(
-                f"The backend shm moves CPU tensors, but this one is on {device}.\n"
-                "Make a group with init_process_group('cpu:gloo,cuda:nccl')."
-            )
-        # c10d's own callers pass lists, functional collectives and tests sometimes one tensor.
-        if args and isinstance(args[0], Tensor) and name not in _OF_ONE_TENSOR:
-            args = ([args[0]], *args[1:])
-        return getattr(self._p2p if name in _P2P else self.shm_ops, name)(*args, **kwargs)
+    def _dispatch(self, call: str, *args: Any, **kwargs: Any) -> Any:
+        """Do what c10d calls ``call``."""
+        raise NotImplementedError
 
     # --- What c10d asks of a group. Names are kept here, because torch's class keeps them in backend objects only.
 
@@ -75,7 +57,9 @@ class ShmProcessGroup(dist.ProcessGroup):
         """Return the backend's name."""
         return "shm"
 
-    getBackendName = name
+    def getBackendName(self) -> str:
+        """Return the backend's name."""
+        return self.name()
 
     def setGroupName(self, name: str) -> None:
         """Keep the group's name."""
@@ -102,13 +86,14 @@ class ShmProcessGroup(dist.ProcessGroup):
         return [torch.device("cpu")]
 
     def _get_backend(self, device: torch.device) -> Any:
-        raise RuntimeError("shm serves CPU tensors itself; it has no backend object.")
+        raise RuntimeError(f"{self.name()} serves CPU tensors itself; it has no backend object.")
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long calls that are made from now on may wait."""
-        self.comm.timeout_s = timeout.total_seconds()
+        raise NotImplementedError
 
-    _set_default_timeout = set_timeout
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.set_timeout(timeout)
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Do nothing: calls are cheap one by one."""
@@ -121,6 +106,76 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: the shared words count the calls."""
+
+
+# Calls whose first argument is one tensor; the others take a list, for which callers may pass one tensor, too.
+_OF_ONE_TENSOR = ("all_gather_single", "reduce_scatter_single", "all_to_all_single")
+_P2P = ("send", "recv", "recv_anysource")
+_CALLS = (
+    *("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single_coalesced", "broadcast"),
+    *("allgather", "allgather_coalesced", "all_gather_single_coalesced", "alltoall", "gather", "scatter", "barrier"),
+)
+# What torch called them before 2.13.
+NEW_NAMES = {
+    "_allgather_base": "all_gather_single",
+    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
+    "_reduce_scatter_base": "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
+    "alltoall_base": "all_to_all_single",
+}
+
+
+def _method(call: str) -> Any:
+    def method(self: CpuProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        activity.now.num_calls += 1
+        # c10d's own callers pass lists, functional collectives and tests sometimes one tensor.
+        if args and isinstance(args[0], Tensor) and NEW_NAMES.get(call, call) not in _OF_ONE_TENSOR:
+            args = ([args[0]], *args[1:])
+        return self._dispatch(call, *args, **kwargs)
+
+    method.__name__ = call
+    method.__doc__ = f"Do what c10d's ``{call}`` does. Collective: every rank."
+    return method
+
+
+# As methods of the class, because c10d finds them by name on the Python type that overrides its virtual functions.
+for _call in (*_CALLS, *_OF_ONE_TENSOR, *_P2P, *NEW_NAMES):
+    setattr(CpuProcessGroup, _call, _method(_call))
+
+
+class ShmProcessGroup(CpuProcessGroup):
+    """A group of ranks on one host that exchange CPU tensors through shared memory."""
+
+    def __init__(self, store: dist.Store, comm: Communicator, name: str) -> None:
+        super().__init__(store, comm.rank, comm.size, name)
+        self.comm = comm
+        self.shm_ops = ShmOps(comm, name)
+        self._p2p = P2PEngine(comm)
+        self._is_open = True
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
+        """Replace each tensor by its reduction over all ranks. Collective: every rank."""
+        if not getattr(opts, "asyncOp", True) and len(tensors) == 1 and tensors[0].is_cpu:
+            work = self.shm_ops.all_reduce_at_once(tensors[0], opts)
+            if work is not None:
+                activity.now.num_calls += 1
+                return work
+        return super().allreduce(tensors, opts)
+
+    @override
+    def _dispatch(self, call: str, *args: Any, **kwargs: Any) -> Any:
+        device = device_of(args)
+        if device is not None and device.type != "cpu":
+            raise ConfigurationError(
+                f"The backend shm moves CPU tensors, but this one is on {device}.\n"
+                "Make a group with init_process_group('cpu:gloo,cuda:nccl')."
+            )
+        name = NEW_NAMES.get(call, call)
+        return getattr(self._p2p if name in _P2P else self.shm_ops, name)(*args, **kwargs)
+
+    @override
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.comm.timeout_s = timeout.total_seconds()
 
     # --- The end
 
@@ -140,11 +195,13 @@ class ShmProcessGroup(dist.ProcessGroup):
             self._close()
 
     def _close(self) -> None:
-        if self._stop_threads():
+        if self.stop_threads():
             self.comm.leave()
 
-    def _stop_threads(self) -> bool:
-        """End the threads; return whether none of them can touch the segment any more."""
+    @override
+    def stop_threads(self) -> bool:
+        if not self._is_open:
+            return True
         self._is_open = False
         # Threads that wait in C return now; those that wait for work are ended one by one below.
         self.comm.stop()
@@ -157,52 +214,21 @@ class ShmProcessGroup(dist.ProcessGroup):
 @atexit.register
 def _stop_all_threads() -> None:
     """End the threads before the interpreter goes: they would come back into what is being taken down."""
-    for group in list(_alive):
-        if group._is_open and group._stop_threads():
-            _stuck.append(group)  # the destructor would leave the group, and ranks that still read would fail
+    for group in list(_open_groups):
+        group.stop_threads()
+        _stuck.append(group)  # the destructor would leave the group, and ranks that still read would fail
 
 
-def _device_of(args: Any) -> torch.device | None:
+def device_of(args: Any) -> torch.device | None:
     """Return the device of the first tensor among nested arguments."""
     for arg in args:
         if isinstance(arg, Tensor):
             return arg.device
         if isinstance(arg, (list, tuple)):
-            found = _device_of(arg)
+            found = device_of(arg)
             if found is not None:
                 return found
     return None
-
-
-# Calls whose first argument is one tensor; the others take a list, for which callers may pass one tensor, too.
-_OF_ONE_TENSOR = ("all_gather_single", "reduce_scatter_single", "all_to_all_single")
-_P2P = ("send", "recv", "recv_anysource")
-_CALLS = (
-    *("allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single_coalesced", "broadcast", "allgather"),
-    *("allgather_coalesced", "all_gather_single_coalesced", "alltoall", "gather", "scatter", "barrier"),
-)
-# What torch called them before 2.13.
-_OLD_NAMES = {
-    "_allgather_base": "all_gather_single",
-    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
-    "_reduce_scatter_base": "reduce_scatter_single",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
-    "alltoall_base": "all_to_all_single",
-}
-
-
-def _method(call: str, name: str) -> Any:
-    def method(self: ShmProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        return self._dispatch(name, *args, **kwargs)
-
-    method.__name__ = call
-    method.__doc__ = f"Do what c10d's ``{call}`` does. Collective: every rank."
-    return method
-
-
-# As methods of the class, because c10d finds them by name on the Python type that overrides its virtual functions.
-for _call in (*_CALLS, *_OF_ONE_TENSOR, *_P2P, *_OLD_NAMES):
-    setattr(ShmProcessGroup, _call, _method(_call, _OLD_NAMES.get(_call, _call)))
 
 
 # --- send and receive -------------------------------------------------------------------------------------------------
@@ -468,54 +494,49 @@ def _ring_bytes(size: int) -> int:
     return max(2**12, 2**17 // size // 2**12 * 2**12)
 
 
-def create_group(options: Any, _: Any = None) -> Any:
-    """Return the process group that c10d asks for; where the ranks cannot share memory, Gloo's backend.
-
-    Collective: every rank of the new group. Blocks until all have come. All ranks decide alike, by what each of them
-    could really map.
+def join_shm(segment: Segment, store: dist.Store, members: Sequence[int], options: Any) -> ShmProcessGroup:
+    """Return the group of the ranks that have mapped ``segment``. Collective: every one of them.
 
     Args:
-        options: c10d's ``_DistributedBackendOptions``.
+        segment: What `share_memory` returned.
+        store: As for `share_memory`.
+        members: Their ranks in the group that c10d asks for, in the order of their places in this one.
+        options: c10d's ``_DistributedBackendOptions`` of that group.
     """
-    rank, size = options.group_rank, options.group_size
-    store = PrefixStore("lockstep/shm", options.store)
-    native = library()
-    # A prefix, as the store is the caller's and has keys of its own.
-    segment, reason = _share(store, native, rank, size)
-    if isinstance(native, str) or segment is None:
-        if rank == 0:
-            print(f"lockstep: no shm for this group, Gloo serves it: {reason}.", file=sys.stderr)
-        return dist.ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
+    native, rank, size = library(), members.index(options.group_rank), len(members)
+    assert not isinstance(native, str), "there is a segment"
     # Every rank writes the same, before it joins itself.
     native.lockstep_format(segment.address, CHUNK_BYTES, _ring_bytes(size))
-    ranks = options.global_ranks_in_group
-    comm = Communicator(native, segment, rank, size, ranks, options.timeout.total_seconds())
-    _await_all(store, "joined", size)  # only now may anybody check whether this rank lives
+    names = options.global_ranks_in_group or range(options.group_size)
+    timeout_s = options.timeout.total_seconds()
+    comm = Communicator(native, segment, rank, size, [names[member] for member in members], timeout_s)
+    await_all(store, "joined", size)  # only now may anybody check whether this rank lives
     return ShmProcessGroup(options.store, comm, str(options.group_id))
 
 
-def why_unavailable(store: dist.Store, rank: int, size: int) -> str:
-    """Return why these ranks cannot have a group on shm, the same on all of them; nothing if they can.
-
-    Collective: every rank. Blocks until all have come. Tries what `create_group` does.
-    """
-    segment, reason = _share(store, library(), rank, size)
-    if segment is not None:
-        segment.close_file()
-    return reason
-
-
-def _await_all(store: dist.Store, key: str, size: int) -> None:
+def await_all(store: dist.Store, key: str, size: int) -> None:
     """Wait until all ranks have come here: three requests each, however many they are."""
     if store.add(f"{key}/count", 1) == size:
         store.set(f"{key}/done", "")
     store.wait([f"{key}/done"])
 
 
-def _share(store: dist.Store, native: ctypes.CDLL | str, rank: int, size: int) -> tuple[Segment | None, str]:
-    """Return a segment that all ranks have mapped, or ``None`` and why not. Collective: every rank."""
+def agree(store: dist.Store, objection: str, size: int) -> str:
+    """Return an objection of any rank on every rank, the first that came; nothing if there is none."""
+    if objection:
+        store.compare_set("objection", "", objection)
+    await_all(store, "answered", size)
+    return store.get("objection").decode() if store.check(["objection"]) else ""
+
+
+def share_memory(store: dist.Store, rank: int, size: int) -> tuple[Segment | None, str]:
+    """Return a segment that all ranks have mapped, or ``None`` and why not. Collective: every rank.
+
+    All ranks decide alike, by what each of them could really map.
+    """
     if size > MAX_RANKS:
         return None, f"it serves up to {MAX_RANKS} ranks"
+    native = library()
 
     def broadcast(offer: bytes) -> bytes:
         if rank == 0:
@@ -523,13 +544,7 @@ def _share(store: dist.Store, native: ctypes.CDLL | str, rank: int, size: int) -
             return offer
         return bytes.fromhex(store.get("offer").decode())
 
-    def agree(objection: str) -> str:
-        if objection:
-            store.compare_set("objection", "", objection)  # the first counts
-        _await_all(store, "answered", size)
-        return store.get("objection").decode() if store.check(["objection"]) else ""
-
+    answer = partial(agree, store, size=size)
     if isinstance(native, str):
-        return share_segment(rank, 0, broadcast, agree, objection=native)
-    num_bytes = native.lockstep_segment_bytes(size, CHUNK_BYTES, _ring_bytes(size))
-    return share_segment(rank, num_bytes, broadcast, agree)
+        return share_segment(rank, 0, broadcast, answer, objection=native)
+    return share_segment(rank, native.lockstep_segment_bytes(size, CHUNK_BYTES, _ring_bytes(size)), broadcast, answer)

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from lockstep.comm.collectives import Group, stock_comm_hooks
-from lockstep.comm.shm.process_group import ShmProcessGroup
+from lockstep.comm.shm.process_group import CpuProcessGroup
 from lockstep.study.rehearse import fault_rules
 from lockstep.study.rehearse.fault_rules import Rule
 from lockstep.train.trainer import Trainer
@@ -193,7 +193,7 @@ class FaultInjector:
 
     def _watch_collectives(self) -> None:
         """Hold up collectives on their way to whatever carries them, for good."""
-        for kind in (Group, ShmProcessGroup):
+        for kind in (Group, CpuProcessGroup):
             for name in filter(_COLLECTIVE.match, list(vars(kind))):
                 _call_before(kind, name, functools.partial(self._before_collective, name))
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lockstep.comm.collectives import Group, has_reduce_scatter
+from lockstep.comm.collectives import Group, reduces_on_its_own
 from lockstep.comm.world import World
 from lockstep.data.batch_iterator import to_device
 from lockstep.data.loader import MicroBatch
@@ -213,7 +213,7 @@ class Distributed(Strategy):
             assert self.group is not None
             optimizer = self._sharded = shard_optimizer(optimizer, group=self.group)
             # In shared memory a copy keeps a core busy, so there is nothing that it could run beside.
-            self._sharded.overlaps = self._device.type != "cpu" or not has_reduce_scatter(self.group, self._device)
+            self._sharded.overlaps = reduces_on_its_own(self.group, self._device)
             like = self._sharded.param_groups[0]["params"][0]
             self.gradients = ShardedGradients(self._sharded.local_gradients, like, self.group)
         return optimizer

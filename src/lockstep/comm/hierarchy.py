@@ -1,0 +1,357 @@
+"""The backend ``shm`` on several machines: ranks reduce inside their machine first, then between machines over Gloo.
+
+[Note: hierarchy]
+A flat ring over all ranks sends everything over a machine's cable once for each of its ranks. Here each machine sends
+``2 (m - 1) / m`` times the bytes of a tensor for ``m`` machines, however many ranks it has, in m - 1 messages and not
+in as many as there are ranks. All ranks of a machine reduce the tensor in shared memory. Then each of them is a
+*carrier*: it reduces one slice with the carriers of the same slice on the other machines, over Gloo. Then the slices
+are gathered in shared memory. If machines have different numbers of ranks, there are as many carriers on each as the
+smallest machine has ranks.
+
+A slice is summed once for each carrier's place and moves from there, so all ranks get the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+from typing_extensions import override
+
+from lockstep.comm.shm.communicator import NUMBERS, operation_of
+from lockstep.comm.shm.process_group import (
+    NEW_NAMES,
+    CpuProcessGroup,
+    ShmProcessGroup,
+    agree,
+    join_shm,
+    share_memory,
+)
+from lockstep.comm.shm.segment import Segment
+from lockstep.comm.shm.work import OpQueue, ShmWork
+from lockstep.errors import CollectiveError, LockstepError
+
+_CPU = torch.device("cpu")
+# Gloo computes these as shared memory does, and each may be done in two stages; others, such as the mean, are Gloo's.
+_STAGED_OPS = frozenset({dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT})
+
+
+class HierarchicalProcessGroup(CpuProcessGroup):
+    """A group of ranks on several machines, of which some share one; see [Note: hierarchy].
+
+    All-reduce, broadcast, all-gather and reduce-scatter of dense CPU tensors go in stages; Gloo does everything else.
+
+    Args:
+        store, rank, name: Of the group.
+        machines: The ranks of the group by machine, each in ascending order.
+        inside: The ranks of this machine.
+        between: The carriers of this rank's slice, one a machine; None: this rank carries none.
+        flat: All ranks, on Gloo.
+
+    Attributes:
+        inside, between: As above.
+        is_even: Whether all machines have the same number of ranks.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        name: str,
+        *,
+        machines: Sequence[Sequence[int]],
+        inside: ShmProcessGroup,
+        between: dist.ProcessGroup | None,
+        flat: dist.ProcessGroup,
+    ) -> None:
+        super().__init__(store, rank, flat.size(), name)
+        self.inside, self.between, self._flat = inside, between, flat
+        self._machines = machines
+        self._machine = next(index for index, ranks in enumerate(machines) if rank in ranks)
+        self._place = inside.rank()
+        self._num_carriers = min(map(len, machines))
+        self.is_even = len(set(map(len, machines))) == 1
+        # Not through the groups, whose calls are counted and watched as calls of the script.
+        self._inside_ops = inside.shm_ops
+        self._gloo: Any = None if between is None else between._get_backend(_CPU)
+        self._queue = OpQueue(f"lockstep-hierarchy-{name}")
+        self._is_open = True
+
+    @override
+    def name(self) -> str:
+        return "shm+gloo"
+
+    @override
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.inside.set_timeout(timeout)
+        for group in filter(None, (self.between, self._flat)):
+            group._get_backend(_CPU)._set_default_timeout(timeout)
+
+    # --- collectives ------------------------------------------------------------------------------------------------
+
+    @override
+    def _dispatch(self, call: str, *args: Any, **kwargs: Any) -> Any:
+        stages = _STAGES.get(NEW_NAMES.get(call, call))
+        data = [each for each in args if isinstance(each, Tensor | list | tuple)]
+        opts = args[-1] if args and len(data) < len(args) else None
+        is_staged = stages is not None and (self.is_even or stages in _OF_ANY_MACHINES)
+        if stages is None or not is_staged or kwargs or not _can_stage(data, opts):
+            return getattr(self._flat, call)(*args, **kwargs)
+        work = ShmWork(call, self._queue, lambda: self._run(call, stages, data, opts), _as_list(data[0]))
+        # Calls run in one thread, one after the other: on every rank in the order in which they were made.
+        self._queue.add(work, is_async=getattr(opts, "asyncOp", True))
+        return work
+
+    def _run(self, call: str, stages: Callable[..., None], data: list[Any], opts: Any) -> None:
+        try:
+            # Some calls take lists of tensors, others one tensor.
+            for tensors in zip(*data, strict=True) if isinstance(data[0], list) else (data,):
+                stages(self, *tensors, opts)
+        except LockstepError:
+            raise  # of a rank on this machine, whose others know
+        except RuntimeError as error:  # Gloo's, which names a socket but no rank
+            peers = ", ".join(str(ranks[self._place]) for ranks in self._machines)
+            found = CollectiveError(
+                f"Rank {self.rank()} in {call} between machines, with ranks {peers} of the group: "
+                f"{(str(error).splitlines() or [''])[0]}\n"
+                "A rank on another machine ended, or did not take part in time, or the network failed."
+            )
+            self.inside.comm.give_up(found)  # else the other ranks of this machine would wait for this one
+            raise found from error
+
+    def _all_reduce(self, tensor: Tensor, opts: Any) -> None:
+        flat, count = tensor.view(-1), self._num_carriers
+        options = _in_this_thread(dist.AllreduceOptions())
+        options.reduceOp = dist.ReduceOp(operation_of(opts))
+        self._inside_ops.allreduce([flat], options).wait()
+        size = flat.numel() // count
+        # The last carrier's slice has the remainder as well.
+        bounds = [place * size for place in range(count)] + [flat.numel()]
+        slices = [flat[start:stop] for start, stop in pairwise(bounds)]
+        if self._gloo is not None and slices[self._place].numel():
+            self._gloo.allreduce([slices[self._place]], options).wait()
+        if self.is_even and size:
+            own = flat[self._place * size : (self._place + 1) * size]
+            self._inside_ops.all_gather_single(flat[: count * size], own, _in_this_thread(_AllgatherOptions())).wait()
+            slices, bounds = [flat[count * size :]], bounds[-2:]
+        for place, each in enumerate(slices):
+            if each.numel():
+                self._broadcast_inside(each, place if len(slices) == count else count - 1)
+
+    def _broadcast_inside(self, tensor: Tensor, place: int) -> None:
+        options = _in_this_thread(dist.BroadcastOptions())
+        options.rootRank = place
+        self._inside_ops.broadcast([tensor], options).wait()
+
+    def _broadcast(self, tensor: Tensor, opts: Any) -> None:
+        machine = next(index for index, ranks in enumerate(self._machines) if opts.rootRank in ranks)
+        place = self._machines[machine].index(opts.rootRank)
+        if machine == self._machine:
+            self._broadcast_inside(tensor, place)
+        if self._place == 0:
+            assert self._gloo is not None
+            options = dist.BroadcastOptions()
+            options.rootRank = machine
+            self._gloo.broadcast([tensor], options).wait()
+        if machine != self._machine:
+            self._broadcast_inside(tensor, 0)
+
+    def _all_gather(self, output: Tensor, tensor: Tensor, opts: Any) -> None:
+        assert self._gloo is not None
+        parts = output.view(self.size(), tensor.numel())
+        own = [parts[ranks[self._place]] for ranks in self._machines]
+        self._gloo.allgather([own], [tensor.view(-1)], _AllgatherOptions()).wait()
+        rows = [[parts[rank] for rank in ranks] for ranks in self._machines]
+        self._inside_ops.allgather(rows, own, _in_this_thread(_AllgatherOptions())).wait()
+
+    def _reduce_scatter(self, output: Tensor, tensor: Tensor, opts: Any) -> None:
+        assert self._gloo is not None
+        flat = tensor.view(-1)
+        # Who passes a part of the input as the output has no more use for the rest.
+        if output.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+            flat = flat.clone()
+        self._inside_ops.allreduce([flat], _in_this_thread(dist.AllreduceOptions())).wait()
+        parts = flat.view(self.size(), output.numel())
+        sent = parts[[ranks[self._place] for ranks in self._machines]].view(-1)
+        received = torch.empty_like(sent)
+        # As bytes, since Gloo does not know all dtypes here.
+        flats = received.view(torch.uint8), sent.view(torch.uint8)
+        self._gloo.alltoall_base(*flats, [], [], dist.AllToAllOptions()).wait()
+        sum_rows(received, output)
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    @override
+    def stop_threads(self) -> bool:
+        was_open, self._is_open = self._is_open, False
+        return self._queue.stop() if was_open else True
+
+    def shutdown(self) -> None:
+        """Leave the group, after what was called on it has run."""
+        if self._is_open:
+            self._queue.drain()
+            self.stop_threads()
+            self.inside.shutdown()
+
+    def abort(self) -> None:
+        """Leave the group at once; ranks that wait for this one get an error."""
+        if self._is_open:
+            self.inside.abort()
+            for group in filter(None, (self.between, self._flat)):
+                with suppress(RuntimeError):  # Gloo cannot always
+                    group.abort()
+            self.stop_threads()
+
+
+_STAGES: dict[str, Callable[..., None]] = {
+    "allreduce": HierarchicalProcessGroup._all_reduce,
+    "allreduce_coalesced": HierarchicalProcessGroup._all_reduce,
+    "broadcast": HierarchicalProcessGroup._broadcast,
+    "all_gather_single": HierarchicalProcessGroup._all_gather,
+    "all_gather_single_coalesced": HierarchicalProcessGroup._all_gather,
+    "reduce_scatter_single": HierarchicalProcessGroup._reduce_scatter,
+    "reduce_scatter_single_coalesced": HierarchicalProcessGroup._reduce_scatter,
+}
+_OF_ANY_MACHINES = (HierarchicalProcessGroup._all_reduce, HierarchicalProcessGroup._broadcast)
+_AllgatherOptions = dist.distributed_c10d.AllgatherOptions
+
+
+def _can_stage(data: Sequence[Any], opts: Any) -> bool:
+    """Return whether all tensors can be cut into flat slices, and reduced in two stages; the same on every rank."""
+    op = operation_of(opts) if hasattr(opts, "reduceOp") or isinstance(opts, dist.ReduceOp) else dist.ReduceOp.SUM
+    tensors = [each for arg in data for each in _as_list(arg)]
+    return op in _STAGED_OPS and all(
+        each.is_cpu and each.layout is torch.strided and each.is_contiguous() and each.dtype in NUMBERS
+        for each in tensors
+    )
+
+
+def _as_list(data: Any) -> list[Tensor]:
+    return [data] if isinstance(data, Tensor) else list(data)
+
+
+def _in_this_thread(options: Any) -> Any:
+    options.asyncOp = False
+    return options
+
+
+def sum_rows(received: Tensor, output: Tensor) -> None:
+    """Put the sum of the equal parts of ``received``, one after the other by rank, into ``output``."""
+    if output.numel():
+        torch.sum(received.view(-1, output.numel()), dim=0, dtype=output.dtype, out=output.view(-1))
+
+
+def levels(group: dist.ProcessGroup) -> tuple[ShmProcessGroup | None, dist.ProcessGroup]:
+    """Return the group of this machine's ranks, and that of the ranks with this one's place on all machines.
+
+    The first is None, and the second ``group`` itself, where there is no hierarchy with as many ranks on each machine.
+    """
+    if isinstance(group, HierarchicalProcessGroup) and group.is_even and group.between is not None:
+        return group.inside, group.between
+    return None, group
+
+
+# --- how the ranks make a group together ------------------------------------------------------------------------------
+
+
+def machine_id() -> str:
+    """Return what differs between machines, and between network namespaces of one, which stand for machines."""
+    boot, namespaces = "", []
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")]
+    return f"{socket.gethostname()} {boot} {namespaces}"
+
+
+def find_machines(store: dist.Store, rank: int, size: int) -> list[list[int]]:
+    """Return the ranks by machine, in ascending order. Collective: every rank. Blocks until all have come."""
+    store.set(f"machine/{rank}", machine_id())
+    if rank == 0:
+        by_id: dict[str, list[int]] = {}
+        for other in range(size):
+            by_id.setdefault(store.get(f"machine/{other}").decode(), []).append(other)
+        store.set("machines", json.dumps(list(by_id.values())))
+    machines: list[list[int]] = json.loads(store.get("machines"))
+    return machines
+
+
+def _share_on_machines(
+    store: dist.Store, machines: Sequence[Sequence[int]], rank: int
+) -> tuple[Segment | None, str, dist.Store]:
+    """Return the memory of this rank's machine, or None and why there is none on some; and that machine's store.
+
+    Collective: every rank. All decide alike.
+    """
+    size = sum(map(len, machines))
+    number, ranks = next((number, ranks) for number, ranks in enumerate(machines) if rank in ranks)
+    inner = PrefixStore(f"machine{number}", store)
+    if max(map(len, machines)) == 1 and size > 1:
+        return None, "", inner
+    segment, objection = share_memory(inner, ranks.index(rank), len(ranks))
+    if len(machines) > 1:  # all agree on more than those of one machine
+        objection = agree(store, objection, size)
+        if objection and segment is not None:
+            segment.close_file()
+            segment = None
+    return segment, objection, inner
+
+
+def serves(store: dist.Store, rank: int, size: int) -> tuple[bool, str]:
+    """Return whether `create_group` would use shared memory, and why not where that is expected; the same on all ranks.
+
+    Collective: every rank. Blocks until all have come.
+    """
+    segment, objection, _ = _share_on_machines(store, find_machines(store, rank, size), rank)
+    if segment is not None:
+        segment.close_file()
+    return segment is not None, objection
+
+
+def create_group(options: Any, _: Any = None) -> Any:
+    """Return the process group that c10d asks for: shared memory on one machine, a hierarchy on several, or Gloo.
+
+    Collective: every rank of the new group. Blocks until all have come.
+
+    Args:
+        options: c10d's ``_DistributedBackendOptions``.
+    """
+    rank, size, timeout = options.group_rank, options.group_size, options.timeout
+    # A prefix, as the store is the caller's and has keys of its own.
+    store = PrefixStore("lockstep/shm", options.store)
+    machines = find_machines(store, rank, size)
+    segment, objection, inner = _share_on_machines(store, machines, rank)
+    if segment is None:
+        if objection and rank == 0:
+            print(f"lockstep: no shm for this group, Gloo serves it: {objection}.", file=sys.stderr)
+        return dist.ProcessGroupGloo(options.store, rank, size, timeout=timeout)
+    ranks = next(ranks for ranks in machines if rank in ranks)
+    inside = join_shm(segment, inner, ranks, options)
+    if len(machines) == 1:
+        return inside
+    between, place = None, ranks.index(rank)
+    if place < min(map(len, machines)):
+        between = _gloo_group(PrefixStore(f"place{place}", store), machines.index(ranks), len(machines), timeout)
+    flat = _gloo_group(PrefixStore("flat", store), rank, size, timeout)
+    return HierarchicalProcessGroup(
+        options.store, rank, str(options.group_id), machines=machines, inside=inside, between=between, flat=flat
+    )
+
+
+def _gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    group = dist.ProcessGroup(store, rank, size)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    group._register_backend(_CPU, kind, dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
+    return group
