@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.comm import hierarchy
 from lockstep.comm.shm import process_group, segment
 from lockstep.comm.shm.process_group import ShmProcessGroup
 from lockstep.comm.shm.segment import NoSharedMemory
@@ -166,19 +167,24 @@ class CountedStore:
         return getattr(self.store, name)
 
 
-@pytest.mark.parametrize(("size", "most"), [(4, 8), (32, 8), (65, 0)])
+@pytest.mark.parametrize(("size", "most"), [(4, 10), (32, 10), (65, 2)])
 def test_a_rank_asks_the_store_as_often_in_a_large_group_as_in_a_small_one(size, most):
     shared = dist.HashStore()
     stores = [CountedStore(shared) for _ in range(size)]
-    threads = [
-        threading.Thread(target=process_group.why_unavailable, args=(stores[rank], rank, size)) for rank in range(size)
-    ]
+
+    def meet(rank):
+        hierarchy.find_machines(stores[rank], rank, size)
+        process_group.share_memory(stores[rank], rank, size)
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
-    assert max(store.num_requests for store in stores) <= most
+    first, *others = [store.num_requests for store in stores]
+    assert max(others) <= most
+    assert first <= most + size + 1, "rank 0 reads each rank's machine once"
 
 
 def test_the_segment_grows_with_the_ranks_not_with_their_square():
