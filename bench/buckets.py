@@ -6,7 +6,7 @@ AdamW (``-clip`` contenders cut the norm, too).
     usual         lockstep.DistributedDataParallel as it comes
     1 MiB, one    buckets of 1 MiB, and one for all
     within        model.overlap_optimizer(optimizer): each bucket is stepped as soon as it is reduced
-    bf16          wire_dtype=torch.bfloat16
+    bf16          compression="bf16"
     bf16-hook     torch's bf16_compress_hook, registered with ours
     clip          model.clip_grad_norm_(1.0), a bucket at a time
     clip-torch    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -34,7 +34,7 @@ from lockstep import DistributedDataParallel, init, launch
 OPTIONS: dict[str, dict[str, Any]] = {
     "1 MiB": {"bucket_cap_mb": 1},
     "one": {"bucket_cap_mb": 4096},
-    "bf16": {"wire_dtype": torch.bfloat16},
+    "bf16": {"compression": "bf16"},
 }
 CONTENDERS = ("usual", "1 MiB", "one", "within", "bf16", "bf16-hook", "clip", "clip-torch")
 WARM_UP_STEPS = 30

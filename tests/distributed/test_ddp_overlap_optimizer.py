@@ -269,7 +269,9 @@ def test_fit_refuses_losses_whose_divisor_comes_late(ranks):
     )
 
 
-@pytest.mark.parametrize(("setting", "value"), [("overlap_optimizer", True), ("wire", "bf16"), ("bucket_cap_mb", 5.0)])
+@pytest.mark.parametrize(
+    ("setting", "value"), [("overlap_optimizer", True), ("compression", "bf16"), ("bucket_cap_mb", 5.0)]
+)
 def test_other_engines_refuse_it(ranks, setting, value):
     with pytest.raises(ConfigurationError) as caught:
         train(None, "single", Settings(**{setting: value}))

@@ -110,7 +110,7 @@ def narrow_wire(world):
     """What bfloat16 travels in is shared; a rank without data takes part with memory of its own."""
     with shm_group() as group:
         model = lockstep.DistributedDataParallel(
-            build("mlp"), process_group=group, wire_dtype="bf16", bucket_cap_mb=0.0005
+            build("mlp"), process_group=group, compression="bf16", bucket_cap_mb=0.0005
         )
         buffers = model.reducer.reduction._buffers
         with model.join():

@@ -283,8 +283,8 @@ def test_what_computes_to_something_finite_again_is_said_to(ranks):
     for outcome in ranks(2).each(flaky):
         assert str(outcome.error) == (
             "The gradient is not finite (epoch 1, step 2): first that of parameter 0.weight.\n"
-            "Computed again, it was finite on every rank. The sum over the ranks overflowed (wire=fp16?), a kernel is "
-            "not deterministic, or a device or its memory is faulty.\n" + ADVICE
+            "Computed again, it was finite on every rank. The sum over the ranks overflowed (compression=fp16?), a "
+            "kernel is not deterministic, or a device or its memory is faulty.\n" + ADVICE
         )
 
 

@@ -21,7 +21,7 @@ def wrap(name, *, hook=False, **options):
     model = lockstep.DistributedDataParallel(build(name).cuda(), device_ids=[0], bucket_cap_mb=0.0005, **options)
     if hook:
         model.register_comm_hook(None, default_hooks.allreduce_hook)
-    elif model.wire_dtype is None:
+    elif model.compression is None:
         model.reducer.set_reduction(AllReduceMean(model.process_group))
     return model
 

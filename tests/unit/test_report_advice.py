@@ -60,7 +60,7 @@ def test_a_rank_that_loads_slowly_alone_needs_no_workers_on_all():
 def test_many_bytes_travel_faster_as_bf16_and_less_often_with_accumulation():
     found = advise(facts(wire_s=0.092, gradient_bytes=100 * 2**20))
     assert [advice.change for advice in found] == [
-        "rounding gradients on their way (--wire bf16)",
+        "rounding gradients on their way (--compression bf16)",
         "exchanging gradients once for 4 micro-batches (--accumulate 4 with a global batch 4 times as large)",
     ]
     assert found[0].gain == pytest.approx(0.184 / 0.138)
@@ -72,7 +72,7 @@ def test_many_bytes_travel_faster_as_bf16_and_less_often_with_accumulation():
     (rarer,) = advise(facts(wire_s=0.092, gradient_bytes=100 * 2**20, device="cpu"))
     assert rarer.change.startswith("exchanging gradients once")
     apart = advise(facts(wire_s=0.092, gradient_bytes=100 * 2**20, num_hosts=2, device="cpu"))
-    assert apart[0].change == "rounding gradients on their way (--wire bf16)"
+    assert apart[0].change == "rounding gradients on their way (--compression bf16)"
     rounded = advise(facts(wire_s=0.092, gradient_bytes=100 * 2**20, wire=True))
     assert [advice.keeps_run for advice in rounded] == [False]
 
@@ -90,7 +90,7 @@ def test_a_model_too_small_to_divide_is_better_off_alone():
 def test_a_large_model_behind_a_slow_link_is_not_called_small():
     rounded, alone, larger = advise(facts(wire_s=0.500, gradient_bytes=100 * 2**20))
     assert larger.change == "a global batch 4 times as large (--global-batch-size)"
-    assert rounded.change == "rounding gradients on their way (--wire bf16)"
+    assert rounded.change == "rounding gradients on their way (--compression bf16)"
     assert alone.cause == "Exchanging gradients takes longer than it saves: computing is 15% of the step on 4 devices"
 
 

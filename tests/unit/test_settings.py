@@ -26,6 +26,7 @@ def test_each_field_declares_its_kind():
         "base_batch_size": ("int", True),
         "shares": ("numbers", True),
         "reproducible": ("int", True),
+        "compression": ("text", True),
         "wire": ("choice", True),
         "bucket_cap_mb": ("float", True),
         "overlap_optimizer": ("bool", False),
@@ -71,6 +72,17 @@ def test_each_field_declares_its_kind():
         ({"shares": (2, 0)}, "shares=(2, 0) is not allowed.\nGive numbers above 0, such as (2, 1, 1)."),
         ({"shares": "2,1"}, "shares='2,1' is not allowed.\nGive numbers above 0, such as (2, 1, 1)."),
         ({"shares": (1, float("inf"))}, "shares=(1, inf) is not allowed.\nGive numbers above 0, such as (2, 1, 1)."),
+        (
+            {"compression": "fp8"},
+            "compression='fp8' is no way to send gradients.\n"
+            "Give one of bf16, fp16, int8, int4, powersgd:RANK, or None.",
+        ),
+        (
+            {"compression": "powersgd:0"},
+            "compression='powersgd:0' needs a rank of at least 1.\n"
+            "Give powersgd:4, or a higher rank for a smaller error.",
+        ),
+        ({"compression": "int8", "wire": "bf16"}, "Both compression=int8 and wire=bf16 are given.\nLeave wire out."),
         ({"wire": "fp8"}, "wire='fp8' is not allowed.\nGive one of bf16, fp16."),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0 is no size.\nGive a number of MiB above 0."),
         ({"bucket_cap_mb": "big"}, "bucket_cap_mb='big' is not allowed.\nGive a number."),
@@ -91,7 +103,8 @@ def test_each_field_declares_its_kind():
         ),
         (
             {"wire": "bf16", "reproducible": 4},
-            "wire does nothing with reproducible, which exchanges gradients in its own way.\nLeave one of the two out.",
+            "compression does nothing with reproducible, which exchanges gradients in its own way.\n"
+            "Leave one of the two out.",
         ),
         ({"workers": -1}, "workers=-1 is not allowed.\nGive a whole number of at least 0."),
         ({"workers": "many"}, "workers='many' is not allowed.\nGive a whole number of at least 0."),

@@ -139,12 +139,14 @@ def test_every_setting_is_a_flag_and_arrives(mine, monkeypatch):
     others += ["--workers", "2"]
     assert main(["train", "mine.py", *others]) == 0
     assert main(["train", "mine.py", "--wire", "bf16", "--bucket-cap-mb", "2.5", "--overlap-optimizer"]) == 0
+    assert main(["train", "mine.py", "--compression", "powersgd:4"]) == 0
     assert seen == [
         FitSettings(**{**flags, "shares": (2, 1.5), "profile_steps": (3, 2)}, **switches, resume=False),
         FitSettings(epochs=2, resume=True, checkpoint="runs", reproducible=4, threads=2, workers=2),
-        FitSettings(wire="bf16", bucket_cap_mb=2.5, overlap_optimizer=True),
+        FitSettings(compression="bf16", bucket_cap_mb=2.5, overlap_optimizer=True),
+        FitSettings(compression="powersgd:4"),
     ]
-    rest = {"epochs", "resume", "reproducible", "threads", "wire", "bucket_cap_mb", "overlap_optimizer"}
+    rest = {"epochs", "resume", "reproducible", "threads", "compression", "wire", "bucket_cap_mb", "overlap_optimizer"}
     assert {setting.name for setting in settings_of(FitSettings)} == {*flags, *switches, *rest}
 
 

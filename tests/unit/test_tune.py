@@ -56,7 +56,7 @@ OUTCOME = Sweep(
         ),
         ("micro-batch", {"reproducible": 2}, KNOWN, []),
         ("threads", {}, KNOWN, [{"threads": 1}, {"threads": 4}]),
-        ("precision", {}, KNOWN, [{"precision": "bf16"}, {"wire": "bf16"}]),
+        ("precision", {}, KNOWN, [{"precision": "bf16"}, {"compression": "bf16"}]),
     ],
 )
 def test_what_is_tried(stage, base, known, found):

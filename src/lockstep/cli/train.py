@@ -77,6 +77,7 @@ def _option(setting: Setting) -> Callable[[F], F]:
         "path": click.Path(),
         "choice": click.Choice(setting.choices),
         "numbers": _numbers,
+        "text": click.STRING,
         "words": click.STRING,
     }
     return click.option(

@@ -352,6 +352,32 @@ def empty_buffer(numel: int, *, dtype: torch.dtype, device: torch.device, group:
     return torch.empty(numel, dtype=dtype, device=device)
 
 
+# --- Messages between two ranks: unlike collectives, they need not be started in the same order on all ranks
+
+
+def cpu_group(group: Group) -> Group:
+    """Return ``group`` if it can send CPU tensors, else a group of the same ranks on Gloo.
+
+    Collective: every rank of ``group``. Blocks until all have come, if a group has to be made.
+    """
+    if isinstance(group, ShmProcessGroup) or torch.device("cpu") in group._device_types:
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup), "this rank is in it"
+    return made
+
+
+def send_async(tensor: Tensor, *, to: int, tag: int, group: Group) -> Work:
+    """Start to send ``tensor``, which is contiguous, to rank ``to``, where a receive has the same tag."""
+    return group.send([tensor], to, tag)
+
+
+def receive_async(tensor: Tensor, *, src: int, tag: int, group: Group) -> Work:
+    """Start to receive ``tensor``, which is contiguous, from rank ``src``; messages of one tag arrive in order."""
+    return group.recv([tensor], src, tag)
+
+
 # --- Flat tensors of which each rank has a slice; and states that travel whole
 
 

@@ -122,7 +122,7 @@ def effect_of(before: FitSettings, after: FitSettings, *, num_devices: int, laye
         return num_shares(settings, num_devices), settings.accumulate, is_threaded
 
     names = differences(before, after).keys()
-    if names & {"precision", "wire"}:
+    if names & {"precision", "compression"}:
         return Effect.ARITHMETIC
     if layers and division(before) != division(after):
         return Effect.DIVISION
@@ -221,7 +221,7 @@ def _loading(base: FitSettings, request: Request, known: Known) -> list[Changes]
 def _strategy(base: FitSettings, request: Request, known: Known) -> list[Changes]:
     """Return the changes that make others compute: without what only ddp can do, in pieces of about the same size."""
     found: list[Changes] = []
-    usual = {"bucket_cap_mb": None, "wire": None, "overlap_optimizer": False}
+    usual = {"bucket_cap_mb": None, "compression": None, "overlap_optimizer": False}
     for name in request.strategies if request.num_devices > 1 else ():
         changes: Changes = {"strategy": name}
         if name != "ddp":
@@ -262,8 +262,8 @@ def _threads(base: FitSettings, request: Request, known: Known) -> list[Changes]
 def _precision(base: FitSettings, request: Request, known: Known) -> list[Changes]:
     found: list[Changes] = [{"precision": "bf16"}] if base.precision == "fp32" else []
     exchanges = base.strategy == "ddp" and request.num_devices > 1
-    if exchanges and known.gradient_bytes > MIB and base.wire is None:
-        found.append({"wire": "bf16"})
+    if exchanges and known.gradient_bytes > MIB and base.compression is None:
+        found.append({"compression": "bf16"})
     return found
 
 

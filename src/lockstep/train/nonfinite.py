@@ -113,7 +113,7 @@ class NonFiniteStep(NamedTuple):
         if not self.origins:
             if not self.again:
                 return ["Every loss was finite, so it arose in backward; on which rank cannot be told."]
-            overflow = "The sum over the ranks overflowed (wire=fp16?)"
+            overflow = "The sum over the ranks overflowed (compression=fp16?)"
             return [f"Computed again, it was finite on every rank. {overflow}, {faulty}."]
         origin = self.origins[0]
         lines = ["The loss was finite." if origin.loss is None else f"The loss was {origin.loss}."]

@@ -19,7 +19,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.telemetry.sinks import parse_targets
 
 FilePath = str | Path
-Kind = Literal["int", "float", "bool", "path", "choice", "numbers", "words"]
+Kind = Literal["int", "float", "bool", "path", "choice", "numbers", "text", "words"]
 
 # --- a setting: what an annotated field of a dataclass declares, for checking values and for making flags -------------
 
@@ -47,6 +47,7 @@ _KINDS: dict[Kind, tuple[set[Any], Callable[[Any], bool], str]] = {
     "bool": ({bool}, lambda value: isinstance(value, bool), "True or False"),
     "path": ({str, Path}, lambda value: isinstance(value, (str, Path)), "a path"),
     "numbers": ({Sequence[float]}, _are_positive, "numbers above 0, such as (2, 1, 1)"),
+    "text": ({str}, lambda value: isinstance(value, str), "a text"),
     "words": ({str, Sequence[str]}, _are_words, "a text, or several"),
 }
 
@@ -166,7 +167,12 @@ class Settings:
     reproducible: int | None = setting(
         None, "Cut each global batch into V virtual shards: the same bits on 1 to V devices.", "V", 1
     )
-    wire: Wire | None = setting(None, "Round gradients to bf16 or fp16 for the way between the ranks.")
+    compression: str | None = setting(
+        None,
+        "How gradients travel between ranks: bf16, fp16, int8, int4 or powersgd:RANK; for slow networks.",
+        "METHOD",
+    )
+    wire: Wire | None = setting(None, "Deprecated: as compression.")
     bucket_cap_mb: float | None = setting(None, "Size of a bucket of gradients; 25, the first 1, if not given.", "MIB")
     overlap_optimizer: bool = setting(False, "Step each bucket of parameters as soon as it is reduced.")
     threads: int | None = setting(
@@ -179,6 +185,7 @@ class Settings:
             each.check(getattr(self, each.name))
         if self.shares is not None:
             object.__setattr__(self, "shares", tuple(self.shares))  # so that nobody changes it
+        self._check_compression()
         if self.clip is not None and not self.clip > 0:
             raise ConfigurationError(f"clip={self.clip} is no length.\nGive a number above 0, or leave it out.")
         if self.bucket_cap_mb is not None and not 0 < self.bucket_cap_mb < math.inf:
@@ -191,6 +198,19 @@ class Settings:
             self._check_overlap()
         if self.reproducible is not None:
             self._check_reproducible(self.reproducible)
+
+    def _check_compression(self) -> None:
+        if self.wire is not None:
+            if self.compression not in (None, self.wire):
+                raise ConfigurationError(
+                    f"Both compression={self.compression} and wire={self.wire} are given.\nLeave wire out."
+                )
+            object.__setattr__(self, "compression", self.wire)
+            object.__setattr__(self, "wire", None)  # or a copy could not have another
+        if self.compression is not None:
+            from lockstep.parallel.compression import check_method
+
+            check_method(self.compression)
 
     def _check_overlap(self) -> None:
         needs_the_end = {
@@ -214,7 +234,7 @@ class Settings:
                 "Each virtual shard is a micro-batch already: for smaller ones, cut the batch into more of them "
                 f"(reproducible={num_shards * self.accumulate})."
             )
-        for name in ("wire", "bucket_cap_mb"):
+        for name in ("compression", "bucket_cap_mb"):
             if getattr(self, name) is not None:
                 raise ConfigurationError(
                     f"{name} does nothing with reproducible, which exchanges gradients in its own way.\n"

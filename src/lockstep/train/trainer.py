@@ -24,7 +24,12 @@ from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.telemetry import ranges
 from lockstep.train import step as step_parts
 from lockstep.train.bad_samples import BadSamples
-from lockstep.train.checkpoints.model_state import load_state_dict, local_state_dict
+from lockstep.train.checkpoints.model_state import (
+    compression_state,
+    load_compression_state,
+    load_state_dict,
+    local_state_dict,
+)
 from lockstep.train.nonfinite import Computed, NonFiniteGuard
 from lockstep.train.plan import PER_PROCESS, make_plan
 from lockstep.train.settings import Settings, StrategyName
@@ -166,7 +171,7 @@ class Trainer:
             return strategies.Distributed(model, objective, world, nn.parallel.DistributedDataParallel)
         from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 
-        wrap = partial(DistributedDataParallel, wire_dtype=settings.wire, bucket_cap_mb=settings.bucket_cap_mb)
+        wrap = partial(DistributedDataParallel, compression=settings.compression, bucket_cap_mb=settings.bucket_cap_mb)
         shards, overlap = name == "ddp-zero1", settings.overlap_optimizer
         return strategies.Distributed(model, objective, world, wrap, overlap_optimizer=overlap, shards_optimizer=shards)
 
@@ -283,7 +288,10 @@ class Trainer:
                 # An overflow that a smaller loss scale can mend is no bad gradient: such steps are left out.
                 may_mend = not is_finite and self.scaler.scale > 1.0
                 if is_finite or may_mend:
+                    before = self.scaler.scale
                     self.scaler.update(finite=is_finite)
+                    if self.strategy.compressed is not None and self.scaler.scale != before:
+                        self.strategy.compressed.scale_compression_residuals(self.scaler.scale / before)
                 updated, is_finite = is_finite, is_finite or may_mend
             else:
                 updated = is_finite or self._in_backward
@@ -462,7 +470,9 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank holds of what a resumed run needs. Collective: every rank of the group."""
+        compressed = self.strategy.compressed
         return {
+            **({} if compressed is None else {"compression": compression_state(compressed)}),
             "run": self._identity(),
             "machine": reproducible.describe_machine(self.device),
             "num_steps_done": self.num_steps_done,
@@ -486,6 +496,8 @@ class Trainer:
                 )
         try:
             load_state_dict(self._model, self.optimizer, state)
+            if self.strategy.compressed is not None:
+                load_compression_state(self.strategy.compressed, state.get("compression"))
         except CheckpointError:
             raise
         except (RuntimeError, ValueError) as error:

@@ -3,13 +3,6 @@
 
 #include "_shm.h"
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
-    !defined(__SANITIZE_THREAD__)
-#define FAST __attribute__((target_clones("avx2", "default")))
-#else
-#define FAST
-#endif
-
 #define BLOCK 1024 /* elements; a block of accumulators stays in the first-level cache */
 
 enum { SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, NUM_OPS };
@@ -18,18 +11,6 @@ enum { F32, F64, F16, BF16, I8, U8, I16, I32, I64, U16, U32, U64, NUM_DTYPES };
 size_t lockstep_element_bytes(int dtype) {
     static const size_t bytes[NUM_DTYPES] = {4, 8, 2, 2, 1, 1, 2, 4, 8, 2, 4, 8};
     return bytes[dtype];
-}
-
-static inline uint32_t bits_of(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-static inline float float_of(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
 }
 
 static inline float from_bf16(uint16_t half) { return float_of((uint32_t)half << 16); }

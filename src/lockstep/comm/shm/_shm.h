@@ -5,6 +5,14 @@
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
+    !defined(__SANITIZE_THREAD__)
+#define FAST __attribute__((target_clones("avx2", "default")))
+#else
+#define FAST
+#endif
 
 #define MAX_RANKS 64
 #define LINE 128 /* two cache lines: neighbours are fetched in pairs */
@@ -64,6 +72,19 @@ typedef struct {
 enum { OK = 0, TIMED_OUT = 1, DIED = 2, WENT = 3, BROKEN = 4, MISMATCH = 5, INTERRUPTED = 6, STOPPED = 7 };
 
 enum { ALL_REDUCE = 1, REDUCE_SCATTER = 2 }; /* the other kinds are exchanges, named by the caller */
+
+/* The bits of a float, and back. */
+static inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline float float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
 
 size_t lockstep_element_bytes(int dtype);
 

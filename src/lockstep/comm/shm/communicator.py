@@ -77,6 +77,25 @@ def library() -> ctypes.CDLL | str:
     return loaded
 
 
+@cache
+def block_codec() -> tuple[Any, Any]:
+    """Return the C functions that make blocks of small integers of float32, and numbers of them again.
+
+    Raises:
+        ConfigurationError: There is no C library.
+    """
+    loaded = library()
+    if isinstance(loaded, str):
+        raise ConfigurationError(
+            f"Gradients cannot be sent as int8 or int4: lockstep has no C library, since {loaded}."
+        )
+    encode, decode = loaded.lockstep_encode, loaded.lockstep_decode
+    encode.restype = decode.restype = None
+    encode.argtypes = [c_void_p, c_size_t, c_int, c_size_t, c_void_p, c_void_p]
+    decode.argtypes = [c_void_p, c_void_p, c_size_t, c_int, c_size_t, c_void_p, c_int]
+    return encode, decode
+
+
 # The numbers under which operations, reductions and dtypes go into the C library.
 
 # What is called; the C library knows the first two and moves bytes for the others.

@@ -1,10 +1,9 @@
-"""How a bucket is reduced: by one all-reduce, by a compressed one, or by a communication hook."""
+"""How a bucket is reduced: by one all-reduce, or by a communication hook; compressed: see ../compression.py."""
 
 import inspect
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
@@ -12,9 +11,9 @@ from torch.futures import Future
 from typing_extensions import override
 
 from lockstep.comm import collectives
-from lockstep.comm.collectives import Group, all_reduce, all_reduce_async, empty_buffer
+from lockstep.comm.collectives import Group, all_reduce, all_reduce_async
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.ddp.buckets import Bucket, BucketSet, cut_views
+from lockstep.parallel.ddp.buckets import Bucket, cut_views
 
 CommHook = Callable[[Any, Any], Future[Any]]
 
@@ -80,74 +79,6 @@ class AllReduceMean(BucketReduction):
     @override
     def finish(self, bucket: Bucket, future: Future[Any]) -> None:
         future.wait()
-
-
-# --- compression ------------------------------------------------------------------------------------------------------
-
-WireDtype = torch.dtype | Literal["bf16", "fp16"] | None
-_WIRE_DTYPES: dict[WireDtype, torch.dtype | None] = {
-    None: None,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    torch.bfloat16: torch.bfloat16,
-    torch.float16: torch.float16,
-}
-
-
-def compression_dtype(value: WireDtype) -> torch.dtype | None:
-    """Return the dtype that gradients travel in; None: their own.
-
-    Raises:
-        ConfigurationError: It is none of those that can be.
-    """
-    if value not in _WIRE_DTYPES:
-        raise ConfigurationError(
-            f"wire_dtype={value!r} is not allowed.\n"
-            "Give torch.bfloat16 or torch.float16 ('bf16', 'fp16'), or None to send gradients as they are."
-        )
-    return _WIRE_DTYPES[value]
-
-
-@final
-class CompressedAllReduce(BucketReduction):
-    """The mean over ranks, rounded to ``dtype`` before it is summed; for buckets of float32 and float64 only.
-
-    The tail travels in the same message. It counts ranks, exactly as far as ``dtype`` can count (256 ranks in bfloat16)
-    and never to zero beyond; a sum of weights follows apart, as for a model whose parameters are that narrow.
-    """
-
-    def __init__(self, bucket_set: BucketSet, group: Group, dtype: torch.dtype) -> None:
-        self._group, self._dtype = group, dtype
-        self._buffers: weakref.WeakKeyDictionary[Bucket, Tensor] = weakref.WeakKeyDictionary()
-        bucket_set.on_rebuilt.append(self._allocate)
-
-    def _allocate(self, buckets: Sequence[Bucket]) -> None:
-        """Give buckets that all ranks make now a buffer where all can see it. Collective: every rank."""
-        for bucket in filter(_is_compressible, buckets):
-            size, device = bucket.payload.numel(), bucket.payload.device
-            self._buffers[bucket] = empty_buffer(size, dtype=self._dtype, device=device, group=self._group)
-
-    @override
-    @torch.no_grad()
-    def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
-        if not _is_compressible(bucket):
-            return all_reduce_async(bucket.payload, group=self._group)
-        # Not the bucket's own memory: the parameters' gradients are views of it, in their own dtype.
-        if bucket not in self._buffers:  # a bucket of the first step, or one that this rank made alone
-            self._buffers[bucket] = torch.empty_like(bucket.payload, dtype=self._dtype)
-        bucket.sent_dtype = self._dtype  # too narrow for a sum of weights, which then follows apart
-        return all_reduce_async(self._buffers[bucket].copy_(bucket.payload), group=self._group)
-
-    @override
-    @torch.no_grad()
-    def finish(self, bucket: Bucket, future: Future[Any]) -> None:
-        future.wait()
-        if _is_compressible(bucket):
-            bucket.payload.copy_(self._buffers[bucket])
-
-
-def _is_compressible(bucket: Bucket) -> bool:
-    return not bucket.spec.sparse and bucket.spec.dtype in (torch.float32, torch.float64)
 
 
 # --- communication hooks ----------------------------------------------------------------------------------------------
@@ -236,19 +167,19 @@ class CommHookReduction(BucketReduction):
         return num_users, sums[len(used) :]
 
 
-def check_comm_hook(hook: Any, wire_dtype: torch.dtype | None) -> None:
+def check_comm_hook(hook: Any, compression: str | None) -> None:
     """Refuse what cannot be a hook, with torch's error types and texts.
 
     Raises:
-        ConfigurationError: Gradients are to be sent in ``wire_dtype``, which is the hook's to decide.
+        ConfigurationError: Gradients are to be compressed, which is the hook's to decide.
         TypeError: It is not callable.
         ValueError: Its annotations say that it expects or returns something else.
     """
     if not callable(hook):
         raise TypeError("Communication hook must be callable.")
-    if wire_dtype is not None:
+    if compression is not None:
         raise ConfigurationError(
-            f"A communication hook decides itself in what gradients travel, but wire_dtype={wire_dtype} was given.\n"
+            f"A communication hook decides itself how gradients travel, but compression={compression!r} was given.\n"
             "Leave one of the two out."
         )
     signature = inspect.signature(hook)

@@ -21,10 +21,11 @@ from lockstep.comm.process import keep_freed_memory
 from lockstep.errors import ConfigurationError, NonFiniteGradient
 from lockstep.parallel import module_io
 from lockstep.parallel.compile import leave_all_uncompiled, leave_uncompiled
+from lockstep.parallel.compression import CompressedMean, make_reduction
 from lockstep.parallel.consistency import Buffers, refuse_difference, replica_of
 from lockstep.parallel.ddp import bucket_events, comm_hooks, setup
 from lockstep.parallel.ddp.buckets import FIRST_CAP_BYTES, MIB, BucketSet
-from lockstep.parallel.ddp.comm_hooks import CommHookReduction, CompressedAllReduce, WireDtype
+from lockstep.parallel.ddp.comm_hooks import BucketReduction, CommHookReduction
 from lockstep.parallel.ddp.reducer import Reducer, live_reducers
 from lockstep.parallel.ddp.setup import BufferHook, ModelSync
 from lockstep.parallel.ddp.uneven_inputs import DDPJoinHook, SyncLayerShadow, announce_backward, common_rank
@@ -72,7 +73,10 @@ class DistributedDataParallel(Wrapper, Joinable):
         bucket_cap_mb_list: One size per bucket, the last for all that follow.
         batched_grad_copy: Accepted; gradients are always copied a bucket at a time.
         forward_sync_buffers: Broadcast buffers before each ``forward``; they are broadcast at construction anyhow.
-        wire_dtype: Round float32 and float64 gradients to ``torch.bfloat16`` or ``float16`` for the way between ranks.
+        wire_dtype: Deprecated: ``torch.bfloat16`` and ``float16`` are ``compression="bf16"`` and ``"fp16"``.
+        compression: How float32 and float64 gradients travel between ranks: rounded to ``"bf16"`` or ``"fp16"``; as
+            integers with error feedback, ``"int8"`` or ``"int4"``; as products of narrow matrices with error feedback,
+            ``"powersgd:RANK"``. For slow networks; see docs/speed.md. None: as they are.
 
     Raises:
         ModelMismatch: On every rank: the model differs between ranks; names the parameter, the rank and both shapes.
@@ -109,7 +113,8 @@ class DistributedDataParallel(Wrapper, Joinable):
         bucket_cap_mb_list: list[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
-        wire_dtype: WireDtype = None,
+        wire_dtype: torch.dtype | str | None = None,
+        compression: str | None = None,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -137,7 +142,7 @@ class DistributedDataParallel(Wrapper, Joinable):
         self.static_graph = static_graph
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.mixed_precision = None
-        self.wire_dtype = comm_hooks.compression_dtype(wire_dtype)
+        self.compression = setup.choose_compression(compression, wire_dtype)
         can_overlap = collectives.reduces_on_its_own(self.process_group, self.device)
         self._bucket_caps_bytes = setup.bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list, can_overlap=can_overlap)
         self.bucket_bytes_cap = self._bucket_caps_bytes[-1]
@@ -177,8 +182,11 @@ class DistributedDataParallel(Wrapper, Joinable):
         # For `fit`, too: the gradients, a tensor for each bucket.
         self.flat_gradients = bucket_events.FlatGradients(self.reducer, self.module.parameters())
         self._monitor: bucket_events.LocalGradientMonitor | None = None
-        if self.wire_dtype is not None and group.size() > 1:
-            self.reducer.reduction = CompressedAllReduce(bucket_set, group, self.wire_dtype)
+        self._compressed: BucketReduction | None = None
+        if self.compression is not None:
+            self._compressed = make_reduction(self.compression, bucket_set, group)
+            if group.size() > 1:
+                self.reducer.reduction = self._compressed
 
     # --- copies and pickles -------------------------------------------------------------------------------------------
 
@@ -193,7 +201,7 @@ class DistributedDataParallel(Wrapper, Joinable):
     def _portable_state(self) -> dict[str, Any]:
         # What `_connect` makes belongs neither to a copy nor to a pickle.
         tied = {"process_group", "reducer", "_model_sync", "_wrapped_parameters", "_sync_layers"}
-        tied |= {"flat_gradients", "_monitor"}
+        tied |= {"flat_gradients", "_monitor", "_compressed"}
         state = {name: value for name, value in self.__dict__.items() if name not in tied}
         return state | {"_comm_hooks": [], "_comm_hook_name": "", "_logged_error": {}}
 
@@ -360,7 +368,7 @@ class DistributedDataParallel(Wrapper, Joinable):
             RuntimeError: There is a hook already.
         """
         try:
-            comm_hooks.check_comm_hook(hook, self.wire_dtype)
+            comm_hooks.check_comm_hook(hook, self.compression)
         except (TypeError, ValueError) as error:
             self._logged_error = {"has_error": 1, "error": f"{type(error)}: {error}"}  # as torch's class does
             raise
@@ -373,6 +381,42 @@ class DistributedDataParallel(Wrapper, Joinable):
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         self.register_comm_hook(self.process_group, comm_hooks.builtin_comm_hook(comm_hook_type))
         self._comm_hook_name = str(comm_hook_type)
+
+    # --- compression --------------------------------------------------------------------------------------------------
+
+    def compression_state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Return what this rank needs to go on with compressed gradients as if it had never stopped; copies nothing.
+
+        ``residuals``: by parameter, what this rank has not sent yet, float32 on the CPU; they differ between ranks.
+        ``bases``: by parameter, what PowerSGD begins with, alike on all ranks. Both are empty where nothing is kept.
+        `lockstep.save` of the wrapped model, and `fit`, keep them without being asked.
+        """
+        kept = self._compressed
+        return kept.state_dict() if isinstance(kept, CompressedMean) else {"residuals": {}, "bases": {}}
+
+    def load_compression_state_dict(self, *states: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take over states that `compression_state_dict` returned, on any ranks of any number: residuals are added up.
+
+        What is still to be sent is the sum over all ranks. So on another number of ranks give each state to one of
+        them; the same as before gives the same bits. Not collective.
+
+        Args:
+            states: None at all: begin anew, without residuals.
+
+        Raises:
+            ConfigurationError: They are of another model.
+        """
+        if isinstance(self._compressed, CompressedMean):
+            self._compressed.load_state_dict(states)
+
+    def scale_compression_residuals(self, factor: float) -> None:
+        """Multiply what this rank has not sent yet, when gradients are scaled by another factor from now on.
+
+        For a loop with loss scaling, after ``scaler.update()``, with the new scale divided by the old one. Without it
+        residuals from before count once by the old scale. Every rank; not collective.
+        """
+        for residual in self.compression_state_dict()["residuals"].values():
+            residual.mul_(factor)
 
     # --- uneven inputs ------------------------------------------------------------------------------------------------
 
@@ -616,6 +660,11 @@ class DistributedDataParallel(Wrapper, Joinable):
         self._num_good_checks += 1
 
     # --- private and deprecated names of torch's class that libraries and torch's own tools use -----------------------
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """Older name for ``compression`` where that is a dtype."""
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.compression or "")
 
     @property
     def broadcast_buffers(self) -> bool:

@@ -617,7 +617,7 @@ def find_reducer(parameters: Sequence[torch.nn.Parameter]) -> Reducer:
         problem = "the model has layers with sparse gradients"
         advice = "Build them with sparse=False, train them with an optimizer of their own"
     elif not isinstance(found[0].reduction, AllReduceMean):
-        problem = "the wrapper has a communication hook, or another optimizer with shards"
+        problem = "the wrapper has compression, a communication hook, or another optimizer with shards"
         advice = "Use one or the other"
     else:
         return found[0]

@@ -224,7 +224,7 @@ def interface_slow(facts: Network) -> Iterator[Problem]:
         seconds = 2 * (machines - 1) / machines * _EXAMPLE_BYTES * 8 / (chosen.speed_mbps * 1e6)
         takes = f"averaging the gradients of 100 million parameters takes {seconds:.2g} s of each step at least"
         found = f"{chosen.name} runs at {chosen.speed_mbps} Mbit/s: {takes}."
-        yield Problem(SLOW, found, "lockstep train TASK.py --accumulate 8 --wire bf16")
+        yield Problem(SLOW, found, "lockstep train TASK.py --accumulate 8 --compression bf16")
 
 
 @check(Network)

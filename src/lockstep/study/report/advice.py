@@ -222,7 +222,7 @@ def _rounding(facts: Facts) -> Advice | None:
     if facts.device == "cpu" and facts.num_hosts == 1:
         return None  # in memory that ranks share, rounding them takes as long as adding them
     cause = f"Exposed communication is {facts.share(facts.critical.wire_s)} of the step"
-    return Advice(cause, "rounding gradients on their way (--wire bf16)", facts.gain(facts.critical.wire_s / 2))
+    return Advice(cause, "rounding gradients on their way (--compression bf16)", facts.gain(facts.critical.wire_s / 2))
 
 
 _RULES = (_loading, _slow_rank, _rounding, _optimizer, _too_small, _larger_batch)
@@ -244,7 +244,7 @@ def find_facts(run: Recorded, device: str, figures: Figures, traffic: Traffic | 
         workers=_whole(session.get("workers", settings.get("workers"))),
         gradient_bytes=_whole(session.get("gradient_bytes")) or sum(sizes.values()),
         trips_s=sum(times[0] for times in traffic.times_s.values()) if traffic is not None else 0.0,
-        wire=settings.get("wire") is not None,
+        wire=(settings.get("compression") or settings.get("wire")) is not None,
         strategy=str(settings.get("strategy", "ddp")),
         accumulate=_whole(settings.get("accumulate")) or 1,
         paused_share={name: paused / figures.total_s for name, paused in figures.paused_s.items() if figures.total_s},

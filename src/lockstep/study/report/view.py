@@ -57,7 +57,10 @@ def view_run(folder: Path) -> View:
 # Another run beside it: is it the same training, and how much faster is it on more devices.
 
 # Settings that make it another training run.
-_ALIKE = ("seed", "global_batch_size", "precision", "clip", "schedule", "warmup", "lr_scaling", "shares", "wire")
+_ALIKE = (
+    *("seed", "global_batch_size", "precision", "clip", "schedule", "warmup", "lr_scaling", "shares"),
+    *("compression", "wire"),
+)
 
 # Of what twice as many devices could give at best, who gets this much is well served.
 GOOD_SHARE = 0.8

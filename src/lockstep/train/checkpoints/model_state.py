@@ -6,6 +6,11 @@ checkpoint keeps those. So any number of ranks and any strategy can read what th
     fsdp        a DTensor has one box: rows of the parameter
     ddp-zero1   a rank has neighbouring elements of a parameter in memory: a part of a row, rows, a part of a row
     others      rank zero has all, the others nothing
+
+[Note: residuals in a checkpoint]
+Residuals of compressed gradients differ between ranks. They are rows of one tensor for each parameter, a row a rank. On
+as many ranks each takes its own, and goes on with the same bits. On n others, rank r takes the rows r, r + n, r + 2n,
+... and adds them up: what counts is the sum over all ranks, which stays as it is.
 """
 
 from __future__ import annotations
@@ -130,11 +135,31 @@ def local_state_dict(model: nn.Module | None, optimizer: Optimizer | None) -> di
         optimizer.wait()  # it may still be gathering the parameters that other ranks have updated
     if model is not None:
         state["model"] = plain_names(unwrap(model).state_dict())
+    if (compressed := _compressed(model)) is not None:
+        state["compression"] = compression_state(compressed)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         state["optimizer"] = _zero_state_dict(optimizer)
     elif optimizer is not None:
         state["optimizer"] = optimizer.state_dict()
     return state
+
+
+def _compressed(model: nn.Module | None) -> DistributedDataParallel | None:
+    """Return the wrapper of ``model`` that compresses gradients, if it is one."""
+    while model is not None and not isinstance(model, DistributedDataParallel) and unwrap(model) is not model:
+        model = model._modules.get("module", model._modules.get(_COMPILED))
+    return model if isinstance(model, DistributedDataParallel) and model.compression is not None else None
+
+
+def compression_state(model: DistributedDataParallel) -> dict[str, Any]:
+    """Return what this rank holds of the residuals of compressed gradients; see [Note: residuals in a checkpoint]."""
+    rank, num_ranks = model.process_group.rank(), model.process_group.size()
+    state: dict[str, Any] = model.compression_state_dict()
+    rows = {}
+    for name, residual in state["residuals"].items():
+        chunks = {(rank, *[0] * residual.dim()): residual[None]} if residual.numel() else {}
+        rows[name] = TensorChunks(torch.Size([num_ranks, *residual.shape]), residual.dtype, chunks)
+    return {**state, "residuals": rows}
 
 
 def _zero_state_dict(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
@@ -233,8 +258,27 @@ def load_state_dict(model: nn.Module | None, optimizer: Optimizer | None, state:
         names = {plain_name(name): name for name in mine}
         theirs = {names.get(plain_name(name), name): value for name, value in state["model"].items()}
         bare.load_state_dict({name: _read(value, mine.get(name)) for name, value in theirs.items()})
+    if (compressed := _compressed(model)) is not None:
+        load_compression_state(compressed, state.get("compression"))
     if optimizer is not None:
         _load_optimizer(optimizer, state["optimizer"])
+
+
+def load_compression_state(model: DistributedDataParallel, state: Mapping[str, Any] | None) -> None:
+    """Give this rank its residuals of a run on any number of ranks; None: it compressed nothing. Blocks."""
+    if state is None:
+        model.load_compression_state_dict()
+        return
+    rank, num_ranks = model.process_group.rank(), model.process_group.size()
+    residuals = {}
+    for name, stored in state["residuals"].items():
+        total = residuals[name] = torch.zeros(stored.size[1:])
+        row = torch.empty(stored.size[1:])
+        for number in range(rank, stored.size[0], num_ranks):
+            chunk = {(number, *[0] * row.dim()): row[None]}
+            stored.load(TensorChunks(stored.size, stored.dtype, chunk if row.numel() else {}))
+            total += row
+    model.load_compression_state_dict({"residuals": residuals, "bases": read_tensors(state["bases"])})
 
 
 def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,9 @@ from lockstep.train.plan import PER_PROCESS
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.step import Gradients, LossModule, Objective, ParameterGradients, Part, ShardedGradients
 from lockstep.train.timing import StepTimer
+
+if TYPE_CHECKING:  # imported by whoever uses it
+    from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,9 @@ class Strategy(ABC):
 
     # Returns whether this rank's part of the last gradient was not finite, where that is looked at; blocks.
     part_was_bad: Callable[[], bool] | None = None
+
+    # The engine, if it compresses gradients: what it has not sent yet is a part of the state.
+    compressed: DistributedDataParallel | None = None
 
     # Whether a micro-batch can be computed again without exchanging gradients, to see where a NaN came from.
     can_replay = True
@@ -202,6 +209,8 @@ class Distributed(Strategy):
         # part is looked at while it is there. So it is on CUDA, where a step may be checked too late for that.
         if self._ours is not None and (overlap_optimizer or world.device.type == "cuda"):
             self.part_was_bad = self._ours.monitor_local_gradients()
+        if self._ours is not None and self._ours.compression is not None:
+            self.compressed = self._ours
         self._has_sync_layers = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
 
     @override
@@ -289,7 +298,7 @@ def check_engine(name: StrategyName, settings: Settings) -> None:
     Raises:
         ConfigurationError: Names the setting.
     """
-    for setting in ("wire", "bucket_cap_mb", "overlap_optimizer"):
+    for setting in ("compression", "bucket_cap_mb", "overlap_optimizer"):
         if name != "ddp" and getattr(settings, setting) not in (None, False):
             raise ConfigurationError(
                 f"{setting} is for strategy ddp, but the strategy is {name}.\nLeave {setting} out."

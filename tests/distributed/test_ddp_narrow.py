@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import lockstep
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.ddp import comm_hooks
+from lockstep.parallel import compression
 from lockstep.train.settings import Settings
 from lockstep.train.trainer import Trainer
 from tests.models import FAMILIES, assert_gradients_equal, build, global_batch, share, soak
@@ -31,41 +31,39 @@ def local_gradients(name, rank, world_size, seed):
     return [parameter.grad for parameter in model.parameters()]
 
 
-def errors_on(group, world, name, wire_name):
+def errors_on(group, world, name, method):
     """Return the largest error of any element in units of the bound, and all gradients."""
-    model = lockstep.DistributedDataParallel(
-        build(name), process_group=group, wire_dtype=wire_name, bucket_cap_mb=0.0005
-    )
+    model = lockstep.DistributedDataParallel(build(name), process_group=group, compression=method, bucket_cap_mb=0.0005)
     worst, gradients = 0.0, []
     for step in range(3):
         model.zero_grad()
         mine = share(global_batch(name, 4 * world.world_size, seed=step), world.rank, world.world_size)
         FAMILIES[name].loss(model, mine).backward()
         locals_ = [local_gradients(name, rank, world.world_size, step) for rank in range(world.world_size)]
-        u = UNIT_ROUNDOFF[wire_name]
+        u = UNIT_ROUNDOFF[method]
         for index, parameter in enumerate(model.module.parameters()):
             sent = [local[index] for local in locals_]
             size = torch.stack(sent).abs().mean(0)
-            bound = (1 + u) * world.world_size * u * size + world.world_size * TINIEST[wire_name]
+            bound = (1 + u) * world.world_size * u * size + world.world_size * TINIEST[method]
             worst = max(worst, ((parameter.grad - torch.stack(sent).mean(0)).abs() / bound).max().item())
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
     return worst, torch.stack(gradients)
 
 
 @pytest.mark.parametrize(
-    ("wire_name", "num_ranks", "backend"),
+    ("method", "num_ranks", "backend"),
     [
         ("bf16", 2, "shm"),
         ("fp16", 2, "gloo"),
         *soak([("bf16", 2, "gloo"), ("fp16", 2, "shm"), ("bf16", 3, "gloo"), ("fp16", 3, "shm")]),
     ],
 )
-def test_the_error_is_bounded_and_all_ranks_have_the_same_bits(ranks, wire_name, num_ranks, backend):
+def test_the_error_is_bounded_and_all_ranks_have_the_same_bits(ranks, method, num_ranks, backend):
     def measure(world):
         if backend == "gloo":
-            return errors_on(world.group, world, "mlp", wire_name)
+            return errors_on(world.group, world, "mlp", method)
         with shm_group() as group:
-            return errors_on(group, world, "mlp", wire_name)
+            return errors_on(group, world, "mlp", method)
 
     results = ranks(num_ranks)(measure)
     for worst, gradients in results:
@@ -74,10 +72,10 @@ def test_the_error_is_bounded_and_all_ranks_have_the_same_bits(ranks, wire_name,
 
 
 def beside_oracle(world, name):
-    """Parameters that nobody used, or only one rank, are as without a wire: they are counted exactly."""
+    """Parameters that nobody used, or only one rank, are as they are without: they are counted exactly."""
     family = FAMILIES[name]
     oracle = build(name)
-    model = lockstep.DistributedDataParallel(build(name), bucket_cap_mb=0.0005, wire_dtype=torch.bfloat16)
+    model = lockstep.DistributedDataParallel(build(name), bucket_cap_mb=0.0005, compression="bf16")
     for step in range(3):
         model.zero_grad()
         oracle.zero_grad()
@@ -102,7 +100,7 @@ class TwoHeads(torch.nn.Module):
 
 
 def each_its_own_head(world):
-    model = lockstep.DistributedDataParallel(TwoHeads(), wire_dtype="bf16")
+    model = lockstep.DistributedDataParallel(TwoHeads(), compression="bf16")
     for _ in range(2):
         model.zero_grad()
         model(torch.full((1, 1), 3.0), world.rank).sum().backward()
@@ -115,7 +113,7 @@ def test_use_counts_are_exact(ranks):
 
 def weighted(world):
     """Rank 1 gives 1.003 in the second step, which bfloat16 does not have; only rank 0 has a gradient, of 1."""
-    model = lockstep.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False), wire_dtype="bf16")
+    model = lockstep.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False), compression="bf16")
     found = []
     for weights in [(1, 1), (1, 1.003)]:
         model.zero_grad()
@@ -132,10 +130,10 @@ def test_sums_of_weights_are_exact(ranks):
 
 def messages(world):
     """Return dtype and number of elements of each all-reduce of gradients in the third step."""
-    model = lockstep.DistributedDataParallel(torch.nn.Linear(100, 10), wire_dtype="bf16")
+    model = lockstep.DistributedDataParallel(torch.nn.Linear(100, 10), compression="bf16")
     for _ in range(2):
         model(torch.ones(1, 100)).sum().backward()
-    with mock.patch.object(comm_hooks, "all_reduce_async", wraps=comm_hooks.all_reduce_async) as sent:
+    with mock.patch.object(compression, "all_reduce_async", wraps=compression.all_reduce_async) as sent:
         model(torch.ones(1, 100)).sum().backward()
     return [(call.args[0].dtype, call.args[0].numel()) for call in sent.call_args_list]
 
@@ -145,21 +143,20 @@ def test_one_message_a_bucket_in_the_narrow_dtype(ranks):
     assert ranks(2)(messages) == [[(torch.bfloat16, 1010 + 2 + 3)]] * 2
 
 
-def wrong(world):
-    lockstep.DistributedDataParallel(torch.nn.Linear(1, 1), wire_dtype=torch.int8)
+def old_name(world):
+    with pytest.warns(FutureWarning, match=r"`wire_dtype` is deprecated. Use `compression='bf16'`"):
+        model = lockstep.DistributedDataParallel(torch.nn.Linear(1, 1), wire_dtype=torch.bfloat16)
+    assert (model.compression, model.wire_dtype) == ("bf16", torch.bfloat16)
+    with pytest.raises(ConfigurationError, match=r"Both compression='int8' and wire_dtype=fp16 are given"):
+        lockstep.DistributedDataParallel(torch.nn.Linear(1, 1), wire_dtype="fp16", compression="int8")
 
 
-def test_other_dtypes_are_refused(ranks):
-    with pytest.raises(ConfigurationError) as caught:
-        ranks(1)(wrong)
-    assert str(caught.value) == (
-        "wire_dtype=torch.int8 is not allowed.\n"
-        "Give torch.bfloat16 or torch.float16 ('bf16', 'fp16'), or None to send gradients as they are."
-    )
+def test_the_old_name_is_understood(ranks):
+    ranks(1)(old_name)
 
 
 def with_a_hook(world):
-    model = lockstep.DistributedDataParallel(torch.nn.Linear(1, 1), wire_dtype="bf16")
+    model = lockstep.DistributedDataParallel(torch.nn.Linear(1, 1), compression="bf16")
     model.register_comm_hook(None, default_hooks.allreduce_hook)
 
 
@@ -167,13 +164,13 @@ def test_a_hook_decides_alone_what_travels(ranks):
     with pytest.raises(ConfigurationError) as caught:
         ranks(2)(with_a_hook)
     assert str(caught.value) == (
-        "A communication hook decides itself in what gradients travel, but wire_dtype=torch.bfloat16 was given.\n"
+        "A communication hook decides itself how gradients travel, but compression='bf16' was given.\n"
         "Leave one of the two out."
     )
 
 
-def train(world, wire_name):
-    loop = Trainer(make_task(), Settings(wire=wire_name), world, strategy="ddp", devices=[torch.device("cpu")])
+def train(world, method):
+    loop = Trainer(make_task(), Settings(compression=method), world, strategy="ddp", devices=[torch.device("cpu")])
     for _ in range(4):
         loop.step()
     return torch.cat([parameter.detach().flatten() for parameter in loop.model.parameters()])

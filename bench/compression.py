@@ -1,0 +1,221 @@
+"""Compressed gradients: error, bytes and time of each codec, an exchange between two ranks, and curves of the loss.
+
+    codecs    on gradients of a GPT of 10.8 million parameters (43 MB): bytes for all of them, milliseconds for a MB of
+              gradients to encode and to decode, the error of one step, and that of the sum of 20 steps with error
+              feedback, over the norm of what is exact. Other sizes of blocks, and rounding at random, stand beside
+              those that are used. PowerSGD has no encoder of its own: its time is that of a whole exchange.
+    exchange  of these 43 MB between two ranks over Gloo on this machine: milliseconds, and MB that a rank sends
+    curves    with --curves: the loss of the small GPT of bench/models.py over 200 steps on two ranks, beside fp32, on
+              the text of this repository's documentation
+
+Usage: python -m bench.compression [--curves] [--rounds N] [--quick] [--json FILE]
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bench.harness import SECTION_TIMEOUT_S, order_of_round, parser, record, slowest
+from bench.models import NUM_CHARACTERS, Language, characters, loss_of
+from lockstep import DistributedDataParallel, init, launch
+from lockstep.parallel import compression
+from lockstep.parallel.compression import Blocks, Cast, Codec, SliceCodec, compressed_all_reduce
+from lockstep.study.common import Spread
+
+NUM_STEPS = 20
+METHODS = ("bf16", "fp16", "int8", "int4", "powersgd:4")
+MB = 1e6
+
+
+# --- codecs ---
+
+
+class Random(Blocks):
+    """The same blocks, rounded up or down at random, so that the error is zero on average; slow, in torch."""
+
+    def encode(self, values: Tensor, to: Tensor) -> None:
+        """Leave the error in ``values``; ``to`` gets nothing."""
+        rows = values[: len(values) // self.block * self.block].view(-1, self.block)
+        step = rows.abs().amax(1, keepdim=True).clamp(min=1e-30) / (2 ** (self.bits - 1) - 1)
+        rows -= (rows / step + torch.rand_like(rows)).floor() * step
+
+
+def gradients(model: torch.nn.Module, num_steps: int) -> tuple[list[Tensor], list[torch.Size]]:
+    """Return flat gradients of as many batches."""
+    found = []
+    for _ in range(num_steps):
+        model.zero_grad()
+        loss_of(model, characters(2, 64)()).backward()
+        found.append(torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None]))
+    return found, [each.shape for each in model.parameters()]
+
+
+def of_codec(codec: SliceCodec, steps: Sequence[Tensor]) -> dict[str, float]:
+    """Return bytes, times and errors of a codec."""
+    size, exact = steps[0].numel(), torch.zeros_like(steps[0], dtype=torch.float64)
+    data = torch.empty(codec.num_bytes(size), dtype=torch.uint8)
+    arrived, residual, first = torch.empty(size), torch.zeros(size), 0.0
+    received = torch.zeros_like(exact)
+    encode_s, decode_s = [], []
+    for number, gradient in enumerate(steps):
+        values = (residual + gradient) if codec.keeps_residual else gradient.clone()
+        before = values.clone()
+        began = time.perf_counter()
+        codec.encode(values, data)
+        middle = time.perf_counter()
+        if isinstance(codec, Random):
+            arrived = before - values
+        else:
+            codec.decode(data, arrived)
+        encode_s.append(middle - began)
+        decode_s.append(time.perf_counter() - middle)
+        residual = values
+        received += arrived
+        exact += gradient
+        if number == 0:
+            first = float((arrived - gradient).norm() / gradient.norm())
+    megabytes = size * 4 / MB
+    return {
+        "MB": codec.num_bytes(size) / MB,
+        "encode ms/MB": Spread.of(encode_s).median * 1e3 / megabytes,
+        "decode ms/MB": Spread.of(decode_s).median * 1e3 / megabytes,
+        "error of a step": first,
+        f"error of {len(steps)} steps": float((received - exact).norm() / exact.norm()),
+    }
+
+
+def codecs(num_steps: int) -> dict[str, Any]:
+    """Return what was measured of each codec."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    steps, _ = gradients(Language(384, 6, 64), num_steps)
+    tried: dict[str, SliceCodec] = {"bf16": Cast(torch.bfloat16), "fp16": Cast(torch.float16)}
+    for bits, blocks in ((8, (64, 256, 1024)), (4, (32, 64, 128, 256))):
+        for block in blocks:
+            tried[f"int{bits}, blocks of {block}"] = Blocks(bits, block)
+        tried[f"int{bits}, at random"] = Random(bits, 256 if bits == 8 else 128)
+    found = {name: of_codec(codec, steps) for name, codec in tried.items()}
+    print_table(f"one rank, {steps[0].numel() * 4 / MB:.1f} MB of gradients", found)
+    return found
+
+
+def print_table(title: str, rows: Mapping[str, Mapping[str, float]]) -> None:
+    """Print figures, a row each."""
+    columns = list(next(iter(rows.values())))
+    print(f"\n{title}\n  {'':<24}" + "".join(f"{name:>19}" for name in columns))
+    for name, row in rows.items():
+        print(f"  {name:<24}" + "".join(f"{row[column]:>19.4g}" for column in columns), flush=True)
+
+
+# --- an exchange ---
+
+
+def exchange(num_rounds: int) -> dict[str, dict[str, float]]:
+    """Return milliseconds and MB of an exchange, by method. Collective: every rank."""
+    torch.set_num_threads(1)
+    with init(backend="gloo") as world:
+        torch.manual_seed(world.rank)
+        steps, shapes = gradients(Language(384, 6, 64), 1)
+        flat = steps[0]
+        sent_bytes: list[int] = []
+        send = compression.send_async
+
+        def count(tensor: Tensor, **how: Any) -> Any:
+            sent_bytes.append(tensor.nbytes)
+            return send(tensor, **how)
+
+        def turn(codec: Codec, residual: Tensor) -> Callable[[], object]:
+            kept = residual if codec.keeps_residual else None
+            return lambda: compressed_all_reduce(
+                flat, group=world.group, codec=codec, residual=kept, shapes=shapes
+            ).wait()
+
+        turns: dict[str, Callable[[], object]] = {"fp32": lambda: dist.all_reduce(flat)}
+        for method in METHODS:
+            turns[method] = turn(compression.make(method), torch.zeros_like(flat))
+        seconds: dict[str, list[float]] = {name: [] for name in turns}
+        num_bytes = dict.fromkeys(turns, 2 * (world.world_size - 1) / world.world_size * flat.nbytes)
+        with mock.patch.object(compression, "send_async", count):
+            for index in range(num_rounds):
+                for name in order_of_round(list(turns), index):
+                    flat.copy_(steps[0])
+                    sent_bytes.clear()
+                    began = time.perf_counter()
+                    turns[name]()
+                    seconds[name].append(slowest(time.perf_counter() - began))
+                    num_bytes[name] = sum(sent_bytes) or num_bytes[name]
+        return {
+            name: {"ms": Spread.of(each).median * 1e3, "MB": num_bytes[name] / MB} for name, each in seconds.items()
+        }
+
+
+# --- curves ---
+
+
+def curve(method: str | None, num_steps: int) -> list[float]:
+    """Return the losses of a run, the mean over both ranks. Collective: every rank."""
+    torch.set_num_threads(1)
+    with init(backend="gloo") as world:
+        text = "".join(path.read_text() for path in sorted(Path("docs").rglob("*.md")))
+        tokens = torch.tensor([min(max(ord(character) - 32, 0), NUM_CHARACTERS - 1) for character in text])
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Language(128, 3, 64), compression=method)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        places = torch.Generator().manual_seed(1)
+        losses = []
+        for _ in range(num_steps):
+            starts = torch.randint(len(tokens) - 65, (world.world_size, 8), generator=places)[world.rank]
+            batch = torch.stack([tokens[start : start + 65] for start in starts.tolist()])
+            loss = loss_of(model, (batch[:, :-1], batch[:, 1:]))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            mean = loss.detach() / world.world_size
+            dist.all_reduce(mean)
+            losses.append(float(mean))
+        return losses
+
+
+def curves(num_steps: int) -> dict[str, list[float]]:
+    """Return the losses of each method."""
+    found = {}
+    for method in (None, *METHODS):
+        found[method or "fp32"] = launch(curve, method, num_steps, devices=2, timeout_s=SECTION_TIMEOUT_S)[0]
+    marks = [mark for mark in (10, 25, 50, 100, 150, 200) if mark <= num_steps] or [num_steps]
+    rows = {}
+    for name, losses in found.items():
+        means = {f"step {mark}": sum(losses[max(0, mark - 10) : mark]) / min(10, mark) for mark in marks}
+        rows[name] = {**means, "over fp32": means[f"step {marks[-1]}"]}
+    exact = rows["fp32"]["over fp32"]
+    for row in rows.values():
+        row["over fp32"] /= exact
+    print_table("loss on two ranks, mean of 10 steps", rows)
+    return found
+
+
+def main() -> None:
+    """Measure what the options ask for."""
+    made = parser(__doc__, rounds=10)
+    made.add_argument("--curves", action="store_true", help="train, too")
+    options = made.parse_args()
+
+    def measure_all() -> dict[str, Any]:
+        found: dict[str, Any] = {"codecs": codecs(3 if options.quick else NUM_STEPS)}
+        rounds = 2 if options.quick else options.rounds
+        found["exchange"] = launch(exchange, rounds, devices=2, timeout_s=SECTION_TIMEOUT_S)[0]
+        print_table("an exchange between 2 ranks on Gloo", found["exchange"])
+        if options.curves:
+            found["curves"] = curves(5 if options.quick else 200)
+        return found
+
+    record(options.json, measure_all)
+
+
+if __name__ == "__main__":
+    main()

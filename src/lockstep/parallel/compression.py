@@ -1,0 +1,707 @@
+"""Fewer bits between ranks: codecs, the compressed mean of a flat tensor, and its use for buckets of gradients.
+
+    codec = compression.make("int8")
+    residual = torch.zeros_like(flat)                                       # part of the state; float32, on the CPU
+    future = compressed_all_reduce(flat, group=group, codec=codec, residual=residual)
+    future.wait()                                                           # flat: the mean, the same bits everywhere
+
+[Note: error feedback]
+What a rank sends is rounded. It keeps what was lost, the *residual*, and adds it to what it sends next. So the sum of
+what the ranks received over all steps differs from the exact sum by the residuals that are left, however many steps
+there were. Residuals are in the units of the mean: the sum over the ranks of theirs is what is still to come. It stays
+the same if residuals move from one rank to another, so a run on another number of ranks can divide them as it likes.
+
+[Note: the exchange]
+A flat tensor is cut into as many slices as there are ranks; each rank *owns* one.
+
+    1. Each rank encodes the slices of the others and sends them to their owners.
+    2. An owner decodes what it received and adds it, in the order of the ranks, to its own slice, which is not rounded.
+       It encodes the sum and sends it to all. What that loses is the owner's residual.
+    3. All decode the sums, the owner too: all have the same bits.
+
+A rank sends 2 (n - 1) / n times the encoded bytes. What must be exact, such as the tail of a bucket, goes to every rank
+in the messages of the first round, and each rank adds it up.
+
+[Note: what is not finite]
+A block with NaN or infinity in it, on any rank, is NaN on all ranks after the exchange. Its residual starts anew from
+zero, so that one bad step does not spoil those that follow. PowerSGD does the same with the whole matrix.
+
+[Note: order]
+Both rounds are sends and receives between two ranks, with a tag that says which exchange and which round they belong
+to. Tags are given when an exchange is started, which all ranks do in the same order. From then on nothing depends on
+the order in which messages are posted: rounds of different buckets, and collectives that the script runs on the same
+group meanwhile, cannot be taken for each other. An exchange is a generator that stops where it would wait for a round.
+Three threads of each process group (`_Pipeline`) drive it: the first encodes and starts the first round, the second
+starts the second, the third ends it. Each takes exchanges in their order, so while one waits for the network another
+computes. They are daemon threads and end with the interpreter; an error goes to the future of the exchange, and
+from there to whoever waits for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+from typing_extensions import override
+
+from lockstep.comm.collectives import (
+    Group,
+    Work,
+    all_reduce_async,
+    cpu_group,
+    empty_buffer,
+    is_native,
+    receive_async,
+    send_async,
+)
+from lockstep.comm.shm.communicator import block_codec
+from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
+from lockstep.parallel.compile import is_capturing
+from lockstep.parallel.ddp.buckets import Bucket, BucketSet, cut_views
+from lockstep.parallel.ddp.comm_hooks import BucketReduction
+
+# A tensor within a flat one: a key that stays the same from step to step, and its shape.
+Member = tuple[int, torch.Size]
+
+_NOTHING = torch.empty(0, device="cpu")
+
+
+# --- codecs -----------------------------------------------------------------------------------------------------------
+
+
+class Codec(ABC):
+    """How numbers travel. Made by `make`; one for each model, since it may learn from step to step.
+
+    Attributes:
+        keeps_residual: Whether what is lost is sent later, see [Note: error feedback].
+        takes_whole: Whether it needs whole members.
+    """
+
+    keeps_residual = True
+    takes_whole = False
+
+    @abstractmethod
+    def mean(
+        self, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Sequence[Member]
+    ) -> Iterator[None]:
+        """Sum over the ranks in rounds; yield where a round has been started.
+
+        Args:
+            peers: The ranks that take part.
+            values: Flat, float32: this rank's part of the sum, with its residual. Afterwards the new residual.
+            result: Like ``values``: gets the sum. May be ``values`` itself if the codec keeps no residual.
+            exact: Flat: replaced by its sum, which is not rounded.
+            members: What ``values`` is composed of, one after the other.
+        """
+
+
+class SliceCodec(Codec):
+    """Encodes each number, or block of neighbours, for itself, so that slices travel; see [Note: the exchange].
+
+    Attributes:
+        block: Slices begin at multiples of it.
+    """
+
+    block = 1
+
+    @abstractmethod
+    def num_bytes(self, numel: int) -> int:
+        """Return how many bytes so many numbers take."""
+
+    @abstractmethod
+    def encode(self, values: Tensor, to: Tensor) -> None:
+        """Write ``values``, flat and float32, to ``to``, bytes; leave in ``values`` what is lost, if that is kept."""
+
+    @abstractmethod
+    def decode(self, data: Tensor, to: Tensor, *, adds: bool = False) -> None:
+        """Write the numbers that ``data`` stands for to ``to``, or add them."""
+
+    @override
+    def mean(
+        self, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Sequence[Member] = ()
+    ) -> Iterator[None]:
+        rank, size = peers.rank, peers.size
+        num_blocks = -(-values.numel() // self.block)
+        bounds = [min(num_blocks * each // size * self.block, values.numel()) for each in range(size + 1)]
+        slices = [slice(*each) for each in itertools.pairwise(bounds)]
+        own = values[slices[rank]]
+        others = [each for each in range(size) if each != rank]
+        exact_bytes = exact.view(torch.uint8)
+        start = -(-exact.nbytes // 8) * 8  # what follows is read as numbers of up to 8 bytes
+
+        sent: dict[int, Tensor] = {}
+        for other in others:
+            piece = values[slices[other]]
+            sent[other] = torch.empty(start + self.num_bytes(piece.numel()), dtype=torch.uint8)
+            sent[other][: exact.nbytes] = exact_bytes
+            self.encode(piece, sent[other][start:])
+        length = start + self.num_bytes(own.numel())
+        received = {other: torch.empty(length, dtype=torch.uint8) for other in others}
+        peers.post(sent, received)
+        yield
+
+        peers.wait()
+        exact_parts = {other: data[: exact.nbytes].view(exact.dtype) for other, data in received.items()}
+        exact_parts[rank] = exact.clone()
+        exact.zero_()
+        for each in range(size):
+            exact += exact_parts[each]
+        for data in received.values():
+            self.decode(data[start:], own, adds=True)
+        total = torch.empty(self.num_bytes(own.numel()), dtype=torch.uint8)
+        self.encode(own, total)
+        sums = {
+            other: torch.empty(self.num_bytes(values[slices[other]].numel()), dtype=torch.uint8) for other in others
+        }
+        peers.post(dict.fromkeys(others, total), sums)
+        self.decode(total, result[slices[rank]])
+        yield
+
+        peers.wait()
+        for other, data in sums.items():
+            self.decode(data, result[slices[other]])
+
+
+@final
+class Cast(SliceCodec):
+    """Numbers in another dtype; what is lost is lost, since it is little."""
+
+    keeps_residual = False
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    @override
+    def num_bytes(self, numel: int) -> int:
+        return numel * self.dtype.itemsize
+
+    @override
+    def encode(self, values: Tensor, to: Tensor) -> None:
+        to.view(self.dtype).copy_(values)
+
+    @override
+    def decode(self, data: Tensor, to: Tensor, *, adds: bool = False) -> None:
+        numbers = data.view(self.dtype)
+        if adds:
+            to += numbers
+        else:
+            to.copy_(numbers)
+
+
+@final
+class Blocks(SliceCodec):
+    """Integers of 8 or 4 bits: in each block multiples of one scale, a bfloat16. In C, one pass over memory.
+
+    Rounded to the nearest: at random the error is twice as large, and with error feedback nothing is gained by its mean
+    being zero (``bench/compression.py``). Short blocks follow the size of the numbers better and have more scales.
+    """
+
+    def __init__(self, bits: int, block: int) -> None:
+        self.bits, self.block = bits, block
+        self._encode, self._decode = block_codec()
+
+    @override
+    def num_bytes(self, numel: int) -> int:
+        return self._scale_bytes(numel) + -(-numel * self.bits // 8)
+
+    def _scale_bytes(self, numel: int) -> int:
+        return -(-numel // self.block) * 2
+
+    @override
+    def encode(self, values: Tensor, to: Tensor) -> None:
+        scales, count = to.data_ptr(), values.numel()
+        codes = scales + self._scale_bytes(count)
+        self._encode(values.data_ptr(), count, self.bits, self.block, scales, codes)
+
+    @override
+    def decode(self, data: Tensor, to: Tensor, *, adds: bool = False) -> None:
+        scales, count = data.data_ptr(), to.numel()
+        codes = scales + self._scale_bytes(count)
+        self._decode(scales, codes, count, self.bits, self.block, to.data_ptr(), adds)
+
+
+@dataclass
+class _Matrix:
+    key: int
+    values: Tensor
+    result: Tensor
+    left: Tensor = _NOTHING
+    right: Tensor = _NOTHING
+
+
+@final
+class PowerSGD(Codec):
+    """Matrices as products of two narrow ones; what is too small for that travels as it is.
+
+    A parameter of shape (m, ...) is a matrix M of m rows. With Q from the step before (*warm start*) the ranks sum
+    P = M Q, make its columns orthonormal, sum Q = M' P, and have P Q' for the sum of the matrices: one step of a
+    subspace iteration. The ranks send (m + n) * rank numbers instead of m * n.
+
+    Source: Vogels, Karimireddy, Jaggi, "PowerSGD" (NeurIPS 2019). There each rank's residual is what its matrix has
+    beyond the mean; here it is what its own matrix has beyond its own projection, M - P (M' P)': they sum to the same,
+    and those of ranks with different data do not grow.
+
+    Attributes:
+        bases: By key of a matrix: Q, the same on all ranks.
+    """
+
+    takes_whole = True
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.bases: dict[int, Tensor] = {}
+        self._numbers = Cast(torch.float32)
+
+    @override
+    def mean(
+        self, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Sequence[Member]
+    ) -> Iterator[None]:
+        matrices, others = self._sort(values, result, members)
+        for each in matrices:
+            each.left = each.values @ self._basis(each)
+        sums = yield from self._sum(peers, [each.left for each in matrices] + [mine for mine, _ in others], exact)
+
+        for (mine, to), total in zip(others, sums[len(matrices) :], strict=True):
+            to.copy_(total)
+            mine.zero_()
+        # All ranks have the same sums, so they agree on which are not finite.
+        finite = [bool(total.isfinite().all()) for total in sums[: len(matrices)]]
+        for each, total, is_finite in zip(matrices, sums, finite, strict=False):
+            each.left = torch.linalg.qr(total).Q if is_finite else total.zero_()
+            each.right = each.values.t() @ each.left
+        rights = yield from self._sum(peers, [each.right for each in matrices], _NOTHING.clone())
+
+        for each, total, is_finite in zip(matrices, rights, finite, strict=True):
+            if not is_finite:  # see [Note: what is not finite]
+                each.result.fill_(torch.nan)
+                each.values.zero_()
+                continue
+            each.result.copy_(each.left @ total.t())
+            each.values.addmm_(each.left, each.right.t(), alpha=-1)
+            if bool(total.any()):  # else no rank used the parameter, and there is nothing to learn
+                self.bases[each.key] = total
+
+    def _sort(
+        self, values: Tensor, result: Tensor, members: Sequence[Member]
+    ) -> tuple[list[_Matrix], list[tuple[Tensor, Tensor]]]:
+        """Return the members that are sent as products, and the others."""
+        sizes = [shape.numel() for _, shape in members]
+        matrices: list[_Matrix] = []
+        others: list[tuple[Tensor, Tensor]] = []
+        for (key, shape), mine, to in zip(members, values.split(sizes), result.split(sizes), strict=True):
+            num_rows = shape[0] if shape else 1
+            num_columns = mine.numel() // max(1, num_rows)
+            if min(self.rank, num_rows, num_columns) * (num_rows + num_columns) < mine.numel():
+                matrices.append(_Matrix(key, mine.view(num_rows, -1), to.view(num_rows, -1)))
+            else:
+                others.append((mine, to))
+        return matrices, others
+
+    def _basis(self, matrix: _Matrix) -> Tensor:
+        """Return an orthonormal basis to begin with: that of the step before, or one at random, alike on all ranks."""
+        shape = (matrix.values.shape[1], min(self.rank, *matrix.values.shape))
+        basis = self.bases.get(matrix.key)
+        if basis is None or basis.shape != shape:
+            basis = torch.randn(shape, generator=torch.Generator().manual_seed(matrix.key))
+        orthonormal: Tensor = torch.linalg.qr(basis).Q
+        return orthonormal
+
+    def _sum(self, peers: _Peers, tensors: Sequence[Tensor], exact: Tensor) -> Generator[None, None, list[Tensor]]:
+        """Return the sums of ``tensors`` over the ranks, in two rounds."""
+        flat = torch.cat([_NOTHING, *(each.reshape(-1) for each in tensors)])
+        yield from self._numbers.mean(peers, flat, flat, exact)
+        parts = flat.split([each.numel() for each in tensors])
+        # Copies, which begin at a multiple of what a vector instruction reads. So products of them have the same bits
+        # on all ranks, wherever their memory is.
+        return [part.clone().view(each.shape) for part, each in zip(parts, tensors, strict=True)]
+
+
+# Shorter blocks follow the sizes of the numbers better, longer ones have fewer scales: see bench/compression.py.
+_BLOCKS = {"int8": (8, 256), "int4": (4, 128)}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+METHODS = (*_DTYPES, *_BLOCKS, "powersgd:RANK")
+
+
+def check_method(method: Any) -> int | None:
+    """Return the rank in ``powersgd:RANK``; None for another method.
+
+    Raises:
+        ConfigurationError: There is no such method.
+    """
+    text = method if isinstance(method, str) else ""
+    found = re.fullmatch(r"powersgd:(\d+)", text)
+    if found is not None and int(found[1]) > 0:
+        return int(found[1])
+    if text in _DTYPES or text in _BLOCKS:
+        return None
+    if text.startswith("powersgd"):
+        cause, advice = "needs a rank of at least 1", "Give powersgd:4, or a higher rank for a smaller error"
+    else:
+        cause, advice = "is no way to send gradients", f"Give one of {', '.join(METHODS)}, or None"
+    raise ConfigurationError(f"compression={method!r} {cause}.\n{advice}.")
+
+
+def make(method: str) -> Codec:
+    """Return the codec ``bf16``, ``fp16``, ``int8``, ``int4`` or ``powersgd:RANK``.
+
+    Raises:
+        ConfigurationError: There is no such method, or no C library for it.
+    """
+    rank = check_method(method)
+    if rank is not None:
+        return PowerSGD(rank)
+    return Cast(_DTYPES[method]) if method in _DTYPES else Blocks(*_BLOCKS[method])
+
+
+# --- the exchange -----------------------------------------------------------------------------------------------------
+
+# Apart from the tags that a script is likely to use. An exchange has at most four rounds.
+_FIRST_TAG, _NUM_EXCHANGES, _MAX_ROUNDS = 2**30, 2**24, 4
+
+
+@final
+class _Peers:
+    """The ranks of ``group`` in one exchange: its rounds, one after the other; see [Note: order]."""
+
+    def __init__(self, group: Group, number: int) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self._group = group
+        self._tag = _FIRST_TAG + number % _NUM_EXCHANGES * _MAX_ROUNDS
+        self._works: list[tuple[int, Work]] = []
+        self._tensors: list[Tensor] = []
+
+    def post(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
+        """Start a round: send to ranks and receive from ranks, by rank. Empty tensors are left out."""
+        group, tag = self._group, self._tag
+        self._tag += 1
+        self._tensors = [*sent.values(), *received.values()]  # not every backend keeps them
+        for peer, tensor in received.items():
+            if tensor.numel():
+                self._works.append((peer, receive_async(tensor, src=peer, tag=tag, group=group)))
+        for peer, tensor in sent.items():
+            if tensor.numel():
+                self._works.append((peer, send_async(tensor, to=peer, tag=tag, group=group)))
+
+    def wait(self) -> None:
+        """Block until the round is over.
+
+        Raises:
+            CollectiveError: A rank ended, or did not take part in time.
+        """
+        for peer, work in self._works:
+            try:
+                work.wait()
+            except LockstepError:
+                raise
+            except RuntimeError as error:
+                raise CollectiveError(
+                    f"the exchange of compressed numbers with rank {peer} of the group failed: "
+                    f"{(str(error).splitlines() or [''])[0]}"
+                ) from error
+        self._works, self._tensors = [], []
+
+
+Exchange = Generator[None, None, None]
+
+
+@final
+class _Pipeline:
+    """The threads that drive the exchanges of one process group; see [Note: order]."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._queues = [SimpleQueue[Any]() for _ in range(3)]
+        for queue, following in itertools.zip_longest(self._queues, self._queues[1:]):
+            threading.Thread(target=_drive, args=(queue, following), name="lockstep-compression", daemon=True).start()
+        # When the group is gone, and before the interpreter is.
+        weakref.finalize(self, self._queues[0].put, None)
+
+    @classmethod
+    def start(cls, group: Group, exchange: Callable[[_Peers], Exchange]) -> Future[Any]:
+        """Start an exchange among ``group``; return what is done when it is. Collective: every rank. Does not block."""
+        pipeline = _pipelines.get(group)
+        if pipeline is None:
+            pipeline = _pipelines[group] = cls()
+        done: Future[Any] = Future()
+        pipeline._queues[0].put((exchange(_Peers(group, next(pipeline._numbers))), done))
+        return done
+
+
+_pipelines: weakref.WeakKeyDictionary[Group, _Pipeline] = weakref.WeakKeyDictionary()
+
+
+def _drive(queue: SimpleQueue[Any], following: SimpleQueue[Any] | None) -> None:
+    """Take each exchange of ``queue`` to its next round and hand it on; the last thread takes it to its end."""
+    torch.set_grad_enabled(False)  # of this thread
+    while (item := queue.get()) is not None:
+        exchange, done = item
+        try:
+            for _ in exchange:
+                if following is not None:
+                    following.put(item)
+                    break
+            else:
+                done.set_result(None)
+        except Exception as error:
+            done.set_exception(error)
+        del item, exchange, done  # a thread that waits holds no tensors
+    if following is not None:
+        following.put(None)
+
+
+def _mean_of(
+    codec: Codec, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Sequence[Member]
+) -> Iterator[None]:
+    """As `Codec.mean`; a rank alone loses nothing."""
+    if peers.size > 1:
+        yield from codec.mean(peers, values, result, exact, members)
+    elif values is not result:
+        result.copy_(values)
+        values.zero_()
+
+
+def compressed_all_reduce(
+    flat: Tensor,
+    *,
+    group: Group,
+    codec: Codec,
+    residual: Tensor | None = None,
+    shapes: Sequence[torch.Size] | None = None,
+) -> Future[Any]:
+    """Start to replace ``flat`` by its mean over the ranks of ``group``, compressed; return a future.
+
+    Collective: every rank, in the same order. Does not block; nobody may use ``flat`` and ``residual`` until
+    ``future.wait()`` has returned. All ranks then have the same bits.
+
+    Args:
+        flat: One-dimensional, contiguous, float32, on the CPU; the same size on every rank.
+        group: The ranks that take part: on Gloo or shm.
+        codec: See `make`. One for each tensor that is exchanged again and again.
+        residual: Like ``flat``: zeros the first time, and then what this call left there the last time. Part of the
+            state. None for ``bf16`` and ``fp16``, which need none.
+        shapes: Of what ``flat`` is composed of, one after the other; PowerSGD sends these as matrices.
+
+    Raises:
+        ConfigurationError: A tensor is of the wrong kind, or the codec needs a residual.
+        CollectiveError: From ``wait()``: a rank ended, or did not take part in time.
+    """
+    for name, tensor in (("flat", flat), ("residual", residual if codec.keeps_residual else flat)):
+        if tensor is None or tensor.dim() != 1 or not tensor.is_contiguous() or not tensor.is_cpu:
+            fits = False
+        else:
+            fits = tensor.dtype == torch.float32 and tensor.numel() == flat.numel()
+        if not fits:
+            raise ConfigurationError(
+                f"{name} cannot be compressed as it is.\n"
+                "Give contiguous float32 tensors of one dimension and the same size on the CPU."
+            )
+    members = list(enumerate(shapes or [flat.shape]))
+
+    def exchange(peers: _Peers) -> Exchange:
+        share = 1 / peers.size
+        values = flat.mul_(share) if residual is None else residual.add_(flat, alpha=share)
+        yield from _mean_of(codec, peers, values, flat, _NOTHING.clone(), members)
+
+    return _Pipeline.start(group, exchange)
+
+
+# --- buckets of gradients ---------------------------------------------------------------------------------------------
+
+
+def make_reduction(method: str, bucket_set: BucketSet, group: Group) -> BucketReduction:
+    """Return what reduces the buckets of a model by ``method``; see `make`.
+
+    Raises:
+        ConfigurationError: There is no such method, or no C library for it, or the group cannot send messages.
+    """
+    codec = make(method)
+    if isinstance(codec, Cast):
+        return CastAllReduce(bucket_set, group, codec.dtype)
+    if not is_native(group):
+        raise ConfigurationError(
+            f"compression={method!r} sends messages between two ranks, which the process group {type(group).__name__} "
+            "may not do as torch's do.\nUse a group on Gloo, or compression='bf16'."
+        )
+    return CompressedMean(bucket_set, group, codec)
+
+
+def _is_compressible(bucket: Bucket) -> bool:
+    return not bucket.spec.sparse and bucket.spec.dtype in (torch.float32, torch.float64)
+
+
+@final
+class CastAllReduce(BucketReduction):
+    """The mean over ranks by an all-reduce in ``dtype``, where the backend knows best how; see `_is_compressible`.
+
+    The tail travels in the same message. It counts ranks, exactly as far as ``dtype`` can count (256 ranks in bfloat16)
+    and never to zero beyond; a sum of weights follows apart, as for a model whose parameters are that narrow.
+    """
+
+    def __init__(self, bucket_set: BucketSet, group: Group, dtype: torch.dtype) -> None:
+        self._group, self._dtype = group, dtype
+        self._buffers: weakref.WeakKeyDictionary[Bucket, Tensor] = weakref.WeakKeyDictionary()
+        bucket_set.on_rebuilt.append(self._allocate)
+
+    def _allocate(self, buckets: Sequence[Bucket]) -> None:
+        """Give buckets that all ranks make now a buffer where all can see it. Collective: every rank."""
+        for bucket in filter(_is_compressible, buckets):
+            size, device = bucket.payload.numel(), bucket.payload.device
+            self._buffers[bucket] = empty_buffer(size, dtype=self._dtype, device=device, group=self._group)
+
+    @override
+    @torch.no_grad()
+    def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
+        if not _is_compressible(bucket):
+            return all_reduce_async(bucket.payload, group=self._group)
+        # Not the bucket's own memory: the parameters' gradients are views of it, in their own dtype.
+        if bucket not in self._buffers:  # a bucket of the first step, or one that this rank made alone
+            self._buffers[bucket] = torch.empty_like(bucket.payload, dtype=self._dtype)
+        bucket.sent_dtype = self._dtype  # too narrow for a sum of weights, which then follows apart
+        return all_reduce_async(self._buffers[bucket].copy_(bucket.payload), group=self._group)
+
+    @override
+    @torch.no_grad()
+    def finish(self, bucket: Bucket, future: Future[Any]) -> None:
+        future.wait()
+        if _is_compressible(bucket):
+            bucket.payload.copy_(self._buffers[bucket])
+
+
+@final
+class CompressedMean(BucketReduction):
+    """The mean over ranks in compressed messages, beside backward; for buckets of float32 and float64.
+
+    [Note: residuals of parameters]
+    Residuals are float32, on the CPU, in one flat tensor for each bucket; they move when the buckets are rebuilt. A
+    parameter that received no gradient here keeps its residual for later. If no rank used it, its gradient stays as it
+    was, so nothing of what was sent has arrived: its residual becomes what it was before.
+
+    [Note: compression of GPU gradients]
+    They are copied to the host, encoded and sent over Gloo, and the mean is copied back: what is slow enough for
+    compression is slower than these copies. The copies have a stream of their own, beside backward.
+
+    Args:
+        bucket_set: The buckets to reduce.
+        group: The ranks that take part.
+        codec: How gradients travel. Tails travel as they are.
+    """
+
+    def __init__(self, bucket_set: BucketSet, group: Group, codec: Codec) -> None:
+        self._bucket_set, self._group, self._codec = bucket_set, group, codec
+        self._messages: Group | None = None  # the group that sends them, made when it is needed
+        self._stream: torch.cuda.Stream | None = None
+        # By the parameters of a bucket, since buckets made by `BucketSet.scratch` share the residuals of the others.
+        self._flat: dict[tuple[int, ...], Tensor] = {}
+        self._residuals: dict[str, Tensor] = {}  # views of the flat ones
+        bucket_set.on_rebuilt.append(lambda _: self._flat.clear())
+
+    @override
+    def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
+        if not _is_compressible(bucket):
+            return all_reduce_async(bucket.payload, group=self._group)
+        ready = None
+        if bucket.payload.is_cuda:
+            if is_capturing(bucket.spec.device):
+                raise ConfigurationError(
+                    "Compressed gradients are sent by the host, which a CUDA graph cannot capture.\n"
+                    "Leave compression out, or train eagerly."
+                )
+            self._stream = self._stream or torch.cuda.Stream(bucket.spec.device)
+            ready = torch.cuda.Event()
+            ready.record()
+        if self._messages is None:
+            self._messages = cpu_group(self._group)
+        return _Pipeline.start(self._messages, lambda peers: self._reduce(bucket, ready, peers))
+
+    @override
+    def finish(self, bucket: Bucket, future: Future[Any]) -> None:
+        future.wait()
+
+    def _reduce(self, bucket: Bucket, ready: torch.cuda.Event | None, peers: _Peers) -> Exchange:
+        if ready is None:
+            yield from self._reduce_on_host(bucket, bucket.payload, peers)
+            return
+        ready.synchronize()
+        with torch.cuda.stream(self._stream):
+            payload = bucket.payload.to("cpu")
+        yield from self._reduce_on_host(bucket, payload, peers)
+        with torch.cuda.stream(self._stream):
+            bucket.payload.copy_(payload)
+            torch.cuda.current_stream().synchronize()
+
+    def _reduce_on_host(self, bucket: Bucket, payload: Tensor, peers: _Peers) -> Exchange:
+        members = [(index, each.shape) for index, each in zip(bucket.spec.parameters, bucket.parameters, strict=True)]
+        sizes = [shape.numel() for _, shape in members]
+        gradients, tail = payload.split([sum(sizes), payload.numel() - sum(sizes)])
+        result = gradients.float()  # no copy of what is float32 already
+        values, held_back = result, []
+        if self._codec.keeps_residual:
+            values = self._residual(bucket)
+            for place, (view, count) in enumerate(zip(values.split(sizes), tail.tolist(), strict=False)):
+                if not count:  # see [Note: residuals of parameters]
+                    held_back.append((place, view, view.clone()))
+                    view.zero_()
+            values += gradients
+        yield from _mean_of(self._codec, peers, values, result, tail, members)
+        for place, view, before in held_back:
+            if tail[place]:
+                view += before
+            else:
+                view.copy_(before)
+        if result is not gradients:
+            gradients.copy_(result)
+
+    # --- residuals between steps --------------------------------------------------------------------------------------
+
+    def _residual(self, bucket: Bucket) -> Tensor:
+        """Return the residuals of a bucket; with those that its parameters had in buckets of an earlier plan."""
+        flat = self._flat.get(bucket.spec.parameters)
+        if flat is None:
+            flat = torch.zeros(sum(each.numel() for each in bucket.parameters), device="cpu")
+            self._flat[bucket.spec.parameters] = flat
+            for name, view in zip(bucket.names, cut_views(flat, bucket.parameters), strict=True):
+                if name in self._residuals:
+                    view.copy_(self._residuals[name])
+                self._residuals[name] = view
+        return flat
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Return this rank's ``residuals`` by parameter, and the ``bases`` of PowerSGD, which all ranks have alike."""
+        names = self._bucket_set.names
+        for bucket in filter(_is_compressible, self._bucket_set.buckets if self._codec.keeps_residual else ()):
+            self._residual(bucket)
+        bases = self._codec.bases if isinstance(self._codec, PowerSGD) else {}
+        return {"residuals": dict(self._residuals), "bases": {names[key]: basis for key, basis in bases.items()}}
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Mapping[str, Tensor]]]) -> None:
+        """Take over the sum of the residuals of ``states``, and the bases of the first; of none: begin anew.
+
+        Raises:
+            ConfigurationError: They are of another model.
+        """
+        mine = self.state_dict()["residuals"]
+        for state in states:
+            for name, tensor in state["residuals"].items():
+                if mine and (name not in mine or mine[name].shape != tensor.shape):
+                    raise ConfigurationError(
+                        f"The state of compression has a residual of {name}, {list(tensor.shape)}, which the model "
+                        "lacks.\nLoad the state of the same model, or none to begin anew."
+                    )
+        for name, view in mine.items():
+            view.zero_()
+            for state in states:
+                view += state["residuals"].get(name, 0)
+        if isinstance(self._codec, PowerSGD):
+            keys = {name: key for key, name in enumerate(self._bucket_set.names)}
+            bases = states[0]["bases"] if states else {}
+            self._codec.bases = {keys[name]: basis.clone() for name, basis in bases.items() if name in keys}

@@ -1,0 +1,422 @@
+"""Compressed gradients: the same bits on all ranks, and over many steps nothing is lost.
+
+The oracle is one process on the concatenated batch. In each step what the ranks get differs from it; but the sum over
+all steps differs by no more than the residuals that the ranks still hold, and these are all of the difference.
+"""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.errors import CollectiveError, ConfigurationError
+from lockstep.parallel import compression
+from lockstep.parallel.compression import compressed_all_reduce
+from lockstep.train.checkpoints.checkpoint import Checkpoints
+from lockstep.train.settings import Settings
+from lockstep.train.trainer import Trainer
+from tests.models import FAMILIES, build, global_batch, share, soak
+from tests.shm import shm_group
+from tests.training import make_task, read_state
+
+METHODS = ["int8", "int4", "powersgd:1", "powersgd:4"]
+SIZES = [1, 129, 1000, 4097]
+
+
+# --- the plain function ---
+
+
+def flat_means(world, method, sizes, num_steps, on_shm=False):
+    """Return by size: the means of all steps, what this rank gave, and its residual at the end."""
+    if on_shm:
+        with shm_group() as group:
+            return _flat_means(group, world.rank, method, sizes, num_steps)
+    return _flat_means(world.group, world.rank, method, sizes, num_steps)
+
+
+def _flat_means(group, rank, method, sizes, num_steps):
+    generator = torch.Generator().manual_seed(rank)
+    states = [(compression.make(method), torch.zeros(size)) for size in sizes]
+    means = [[] for _ in sizes]
+    given = [torch.zeros(size, dtype=torch.float64) for size in sizes]
+    for _ in range(num_steps):
+        flats = [torch.randn(size, generator=generator) + 0.3 for size in sizes]
+        for total, flat in zip(given, flats, strict=True):
+            total += flat
+        futures = []
+        for flat, (codec, residual) in zip(flats, states, strict=True):
+            kept = residual if codec.keeps_residual else None
+            shapes = [torch.Size([len(flat) // 8, 8]), torch.Size([len(flat) % 8])]
+            futures.append(compressed_all_reduce(flat, group=group, codec=codec, residual=kept, shapes=shapes))
+        for future, flat, all_means in zip(futures, flats, means, strict=True):
+            future.wait()
+            all_means.append(flat)
+    return [torch.stack(each) for each in means], given, [residual for _, residual in states]
+
+
+@pytest.mark.parametrize(
+    ("method", "num_ranks", "on_shm"),
+    [
+        ("int8", 2, False),
+        ("int4", 3, False),
+        ("powersgd:2", 3, False),
+        ("int4", 2, True),
+        ("int8", 1, False),
+        ("powersgd:1", 1, False),
+        *soak([("int8", 3, True), ("int8", 4, False), ("int4", 4, False), ("powersgd:2", 2, True)]),
+    ],
+)
+def test_the_sum_over_the_steps_is_exact_but_for_the_residuals(ranks, method, num_ranks, on_shm):
+    num_steps = 20
+    results = ranks(num_ranks)(flat_means, method, SIZES, num_steps, on_shm)
+    for place, size in enumerate(SIZES):
+        means = results[0][0][place]
+        for others, _, _ in results:
+            assert torch.equal(others[place], means)
+        exact = sum(given[place] for _, given, _ in results) / num_ranks
+        left = sum(residuals[place].double() for _, _, residuals in results)
+        assert torch.allclose(means.double().sum(0) + left, exact, rtol=0, atol=1e-4)
+        if num_ranks > 1 and size > 1 and method.startswith("int"):
+            # What is left is the rounding of one step, not of twenty.
+            assert 0 < left.abs().max() < {"int8": 0.05, "int4": 0.8}[method]
+
+
+@pytest.mark.parametrize(("method", "bound"), [("bf16", 2**-7), ("fp16", 2**-10)])
+def test_narrow_numbers_are_rounded_twice(ranks, method, bound):
+    first, second, third = ranks(3)(flat_means, method, SIZES, 1)
+    for place in range(len(SIZES)):
+        assert torch.equal(first[0][place], second[0][place])
+        assert torch.equal(first[0][place], third[0][place])
+        exact = (first[1][place] + second[1][place] + third[1][place]) / 3
+        assert 0 < (first[0][place][0].double() - exact).abs().max() < bound * 4
+
+
+def refusals(world):
+    codec = compression.make("int8")
+    flat = torch.zeros(10)
+    for residual in (None, torch.zeros(9), torch.zeros(10, dtype=torch.float64)):
+        with pytest.raises(ConfigurationError, match="residual cannot be compressed as it is"):
+            compressed_all_reduce(flat, group=world.group, codec=codec, residual=residual)
+    with pytest.raises(ConfigurationError, match="flat cannot be compressed as it is"):
+        compressed_all_reduce(flat[::2], group=world.group, codec=codec, residual=torch.zeros(5))
+
+
+def test_tensors_of_another_kind_are_refused(ranks):
+    ranks(1)(refusals)
+
+
+def start_early(world):
+    """Rank 1 comes late; how long did it take rank 0 to start, and to finish?"""
+    flat, residual = torch.ones(1000), torch.zeros(1000)
+    time.sleep(0.4 * world.rank)
+    began = time.monotonic()
+    codec = compression.make("int8")
+    futures = [compressed_all_reduce(flat, group=world.group, codec=codec, residual=residual) for _ in range(3)]
+    started_s = time.monotonic() - began
+    futures[-1].wait()
+    return started_s, time.monotonic() - began
+
+
+def test_an_exchange_does_not_block_who_starts_it(ranks):
+    (started_s, ended_s), _ = ranks(2)(start_early)
+    assert started_s < 0.2
+    assert ended_s > 0.3
+
+
+# --- gradients ---
+
+
+def beside_oracle(world, name, method, num_steps, num_micro=1):
+    """Return the residuals by parameter, and by step whether each parameter had a gradient; check the sums."""
+    family, oracle = FAMILIES[name], build(name)
+    model = lockstep.DistributedDataParallel(build(name), bucket_cap_mb=0.0005, compression=method)
+    sums = {parameter: torch.zeros_like(parameter) for parameter in model.parameters()}
+    exact = {parameter: torch.zeros_like(parameter) for parameter in model.parameters()}
+    bits = []
+    for step in range(num_steps):
+        model.zero_grad()
+        oracle.zero_grad()
+        for micro in range(num_micro):
+            batch = global_batch(name, 4 * world.world_size, seed=step * num_micro + micro)
+            mine = share(batch, world.rank, world.world_size)
+            if micro < num_micro - 1:
+                with model.no_sync():
+                    family.loss(model, mine).backward()
+            else:
+                family.loss(model, mine).backward()
+            family.loss(oracle, batch).backward()
+        for parameter, expected in zip(model.parameters(), oracle.parameters(), strict=True):
+            assert (parameter.grad is None) == (expected.grad is None)
+            if parameter.grad is not None:
+                sums[parameter] += parameter.grad
+                exact[parameter] += expected.grad
+                bits.append(parameter.grad.to_dense().flatten().clone())
+    residuals = model.compression_state_dict()["residuals"]
+    return (
+        {name: (sums[each], exact[each], residuals.get(name)) for name, each in model.module.named_parameters()},
+        torch.cat([torch.view_as_real(each).flatten() if each.is_complex() else each for each in bits]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "num_ranks", "num_micro"),
+    [
+        ("transformer", "int8", 2, 1),
+        ("reused", "int4", 3, 2),
+        ("mlp", "powersgd:2", 3, 1),
+        ("sparse", "int4", 2, 1),
+        ("complex", "int8", 2, 1),
+        ("channels_last", "powersgd:1", 2, 2),
+        *soak([(name, method, 2, 1) for name in ("cnn", "lstm", "checkpoint", "reentrant") for method in METHODS]),
+    ],
+)
+def test_gradients_add_up_to_those_of_one_process(ranks, name, method, num_ranks, num_micro):
+    results = ranks(num_ranks)(beside_oracle, name, method, 12, num_micro)
+    lossy = False
+    for key, (sums, exact, residual) in results[0][0].items():
+        left = 0 if residual is None else sum(found[key][2].double() for found, _ in results)
+        lossy = lossy or bool(torch.as_tensor(left).any())
+        assert torch.allclose(sums.to_dense() + left, exact.to_dense(), rtol=1e-5, atol=1e-5)
+    assert lossy == (name != "complex")  # which is sent as it is
+    for _, bits in results:
+        assert torch.equal(bits, results[0][1])
+
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(40, 40, bias=False) for _ in range(3)])
+
+    def forward(self, x, head):
+        return self.heads[head](x)
+
+
+def turns(world, method):
+    """Head 0 is used by rank 0 only, head 1 by rank 1 in every second step, head 2 by nobody."""
+    torch.manual_seed(0)
+    model = lockstep.DistributedDataParallel(Heads(), compression=method)
+    sums = torch.zeros(2, 40, 40)
+    found, exact = [], torch.zeros(2, 40, 40)
+    for step in range(10):
+        model.zero_grad()
+        generator = torch.Generator().manual_seed(step)
+        inputs = torch.randn(2, 5, 40, generator=generator)
+        head = world.rank if step % 2 else 0
+        model(inputs[world.rank] * (world.rank == head), head).square().sum().backward()
+        for each in range(2):
+            gradient = model.module.heads[each].weight.grad
+            assert (gradient is None) == (each == 1 and step % 2 == 0)
+            if gradient is not None:
+                sums[each] += gradient
+                weight = model.module.heads[each].weight.detach()
+                exact[each] += (inputs[each] @ weight.T).T @ inputs[each]  # the mean over two ranks of twice that
+        assert model.module.heads[2].weight.grad is None
+        found.append(sums.clone())
+    residuals = model.compression_state_dict()["residuals"]
+    return found, exact, [residuals[f"heads.{each}.weight"].clone() for each in range(3)]
+
+
+@pytest.mark.parametrize("method", ["int4", "powersgd:3"])
+def test_unused_parameters_stay_without_gradient_and_lose_nothing(ranks, method):
+    first, second = ranks(2)(turns, method)
+    assert torch.equal(torch.stack(first[0]), torch.stack(second[0]))
+    for head in range(2):
+        left = first[2][head] + second[2][head]
+        assert left.any()
+        assert torch.allclose(first[0][-1][head] + left, first[1][head], rtol=1e-4, atol=1e-3)
+    assert not first[2][2].any()
+
+
+def weighted(world, method):
+    model = lockstep.DistributedDataParallel(nn.Linear(1, 1, bias=False), compression=method)
+    found = []
+    for weights in [(1, 1), (1, 1.003), (5, 0)]:
+        model.zero_grad()
+        model.weight(weights[world.rank])
+        model(torch.full((1, 1), [1.0, 0.0][world.rank])).sum().backward()
+        found.append(model.module.weight.grad.item())
+    return found
+
+
+@pytest.mark.parametrize("method", ["int8", "powersgd:1"])
+def test_weights_are_exact(ranks, method):
+    """A block of one number is rounded only in its scale, to 8 digits; the sums of weights are not."""
+    for found in ranks(2)(weighted, method):
+        assert found == pytest.approx([1 / 2, 1 / 2.003, 1.0], rel=2**-7)
+
+
+def overflow(world, method):
+    """In the second step rank 1 has an infinite gradient."""
+    torch.manual_seed(0)
+    model = lockstep.DistributedDataParallel(nn.Linear(300, 4), compression=method)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    finite, before = [], []
+    for step in range(4):
+        optimizer.zero_grad()
+        inputs = torch.randn(2, 300, generator=torch.Generator().manual_seed(10 * step + world.rank))
+        if step == 1 and world.rank == 1:
+            inputs[0, 17] = torch.inf
+        scaler.scale(model(inputs).sum()).backward()
+        finite.append(model.gradients_are_finite())
+        if finite[-1]:
+            scaler.unscale_(optimizer)
+            model.clip_grad_norm_(1.0)
+        before.append(model.module.weight.detach().clone())
+        scaler.step(optimizer)
+        scaler.update()
+    residuals = model.compression_state_dict()["residuals"].values()
+    kept = torch.equal(before[1], before[2])
+    return finite, kept, all(bool(each.isfinite().all()) for each in residuals), model.module.weight.detach()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_infinite_gradient_reaches_all_ranks_and_spoils_no_later_step(ranks, method):
+    first, second = ranks(2)(overflow, method)
+    for finite, kept, residuals_are_finite, _ in (first, second):
+        assert finite == [True, False, True, True]
+        assert kept
+        assert residuals_are_finite
+    assert torch.equal(first[3], second[3])
+    assert first[3].isfinite().all()
+
+
+def without_data(world, method):
+    """Rank 1 has two batches less."""
+    torch.manual_seed(0)
+    model = lockstep.DistributedDataParallel(nn.Linear(300, 4), compression=method)
+    with model.join():
+        for step in range(4 - 2 * world.rank):
+            model.zero_grad()
+            model(torch.randn(2, 300, generator=torch.Generator().manual_seed(step))).sum().backward()
+    return model.compression_state_dict()["residuals"]["weight"].isfinite().all()
+
+
+@pytest.mark.parametrize("method", ["int8", "powersgd:1"])
+def test_a_rank_without_data_takes_part(ranks, method):
+    assert all(ranks(2)(without_data, method))
+
+
+def slices(world):
+    model = lockstep.DistributedDataParallel(nn.Linear(3, 3), compression="int8")
+    with pytest.raises(ConfigurationError, match="the wrapper has compression, a communication hook, or another"):
+        lockstep.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, shard_gradients=True)
+    optimizer = lockstep.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+
+
+def test_slices_of_gradients_cannot_be_compressed(ranks):
+    ranks(2)(slices)
+
+
+def lose_a_peer(world):
+    model = lockstep.DistributedDataParallel(nn.Linear(200, 2), compression="int8")
+    for _ in range(2):
+        model(torch.ones(1, 200)).sum().backward()
+    if world.rank == 1:
+        raise KeyError("planted")
+    model(torch.ones(1, 200)).sum().backward()
+
+
+def test_a_rank_that_ends_is_an_error_on_the_others(ranks):
+    first, second = ranks(2).each(lose_a_peer)
+    assert isinstance(second.error, KeyError)
+    assert isinstance(first.error, CollectiveError)
+    assert "the gradient reduction of bucket 0 (bias ... weight) failed" in str(first.error)
+
+
+# --- the state ---
+
+
+def fit(world, folder, steps, method, **settings):
+    """Return the weights and what the last checkpoint holds of the residuals."""
+    how = {"clip": 1.0, "checkpoint": folder, "quiet": True, "compression": method, **settings}
+    state = read_state(lockstep.fit(make_task(), steps=steps, **how).checkpoint)
+    return torch.cat([each.flatten() for each in state["model"].values()]), state["compression"]["residuals"]
+
+
+@pytest.mark.parametrize("method", ["int8", "powersgd:2"])
+def test_a_resumed_run_has_the_same_bits(ranks, tmp_path, method):
+    (whole, _), _ = ranks(2)(fit, tmp_path / "whole", 7, method)
+    ranks(2)(fit, tmp_path / "parts", 3, method)
+    (first, _), (second, _) = ranks(2)(fit, tmp_path / "parts", 7, method)
+    assert torch.equal(first, whole)
+    assert torch.equal(second, whole)
+
+
+def scaled(world):
+    """After the third step the scale of the loss doubles, or stays."""
+    found = []
+    for interval in (100, 3):
+        settings = Settings(compression="int8", precision="fp16")
+        loop = Trainer(make_task(), settings, world, strategy="ddp", devices=[torch.device("cpu")])
+        loop.scaler.growth_interval = interval
+        for _ in range(3):
+            loop.step()
+        residuals = loop.strategy.compressed.compression_state_dict()["residuals"]
+        found.append({name: each.clone() for name, each in residuals.items()})
+    return found
+
+
+def test_residuals_follow_the_scale_of_fp16(ranks):
+    for before, after in ranks(2)(scaled):
+        assert any(each.any() for each in before.values())
+        for name, each in before.items():
+            assert torch.equal(after[name], 2 * each)
+
+
+def moved(world, folder):
+    """Return the residuals of this rank as they are resumed, by parameter."""
+    settings = Settings(compression="int4")
+    loop = Trainer(make_task(), settings, world, strategy="ddp", devices=[torch.device("cpu")])
+    with Checkpoints(folder, world) as checkpoints:
+        loop.load_state_dict(checkpoints.load(required=True))
+    residuals = loop.strategy.compressed.compression_state_dict()["residuals"]
+    return {name: each.clone() for name, each in residuals.items()}
+
+
+def test_residuals_move_to_another_number_of_ranks(ranks, tmp_path):
+    (_, residuals), _ = ranks(2)(fit, tmp_path, 3, "int8")
+    assert {len(each) for each in residuals.values()} == {2}
+    total = {name: each.double().sum(0) for name, each in residuals.items()}
+    assert any(each.any() for each in total.values())
+    for num_ranks in (1, 3):
+        found = ranks(num_ranks)(moved, tmp_path)
+        for name, each in total.items():
+            assert torch.allclose(sum(residuals[name].double() for residuals in found), each, rtol=0, atol=1e-7)
+
+
+def own_loop(world, folder):
+    """Save and load with a loop of one's own; then begin anew."""
+
+    def step(model, seed):
+        model.zero_grad()
+        model(torch.randn(2, 300, generator=torch.Generator().manual_seed(seed + world.rank))).sum().backward()
+        return model.module.weight.grad.clone()
+
+    def wrap():
+        torch.manual_seed(0)
+        return lockstep.DistributedDataParallel(nn.Linear(300, 4), compression="int4")
+
+    model = wrap()
+    step(model, 0)
+    lockstep.save(folder, model=model)
+    kept = {name: each.clone() for name, each in model.compression_state_dict()["residuals"].items()}
+    expected = step(model, 10)
+    resumed, given, fresh = wrap(), wrap(), wrap()
+    lockstep.load(folder, model=resumed)
+    given.load_compression_state_dict({"residuals": kept, "bases": {}})
+    assert torch.equal(step(resumed, 10), expected)
+    assert torch.equal(step(given, 10), expected)
+    given.load_compression_state_dict()
+    again = step(given, 20)
+    assert torch.equal(again, step(fresh, 20))
+    with pytest.raises(ConfigurationError, match=r"a residual of other, \[3\], which the model lacks"):
+        given.load_compression_state_dict({"residuals": {"other": torch.ones(3)}, "bases": {}})
+
+
+def test_a_loop_of_ones_own_can_keep_and_reset_residuals(ranks, tmp_path):
+    ranks(2)(own_loop, tmp_path)
