@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from lockstep.parallel.ddp.wrapper import DistributedDataParallel as DistributedDataParallel
     from lockstep.parallel.ddp.wrapper import backward as backward
     from lockstep.parallel.dp.wrapper import DataParallel as DataParallel
+    from lockstep.parallel.local_sgd import DiLoCo as DiLoCo
+    from lockstep.parallel.local_sgd import LocalSGD as LocalSGD
     from lockstep.parallel.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
     from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
     from lockstep.train.checkpoints.checkpoint import load as load
@@ -38,6 +40,7 @@ _HOMES = {
     "observe.monitor": ["monitor"],
     "parallel.ddp.wrapper": ["DistributedDataParallel", "backward"],
     "parallel.dp.wrapper": ["DataParallel"],
+    "parallel.local_sgd": ["DiLoCo", "LocalSGD"],
     "parallel.sync_batchnorm": ["SyncBatchNorm"],
     "parallel.zero.optimizer": ["ZeroRedundancyOptimizer"],
     "train.checkpoints.checkpoint": ["load", "save"],

@@ -10,8 +10,10 @@ import lockstep.data
 
 PUBLIC_NAMES = {
     "DataParallel",
+    "DiLoCo",
     "DistributedDataParallel",
     "DistributedSampler",
+    "LocalSGD",
     "Loss",
     "SyncBatchNorm",
     "Task",

@@ -126,7 +126,7 @@ def test_torchs_engine_refuses_such_a_batch_on_every_rank(ranks):
 
         task = make_task(model=synchronised_network)
         loop = Trainer(task, Settings(check_replicas=0), world, strategy="ddp", devices=[torch.device("cpu")])
-        strategy = Distributed(loop.model, Objective(task, "fp32"), world, engine)
+        strategy = Distributed(loop.model, Objective(task, "fp32"), world.group, world.device, engine)
         strategy._module.no_sync = contextlib.nullcontext
         loop.strategy = strategy
         for _ in range(3):

@@ -30,6 +30,12 @@ def test_each_field_declares_its_kind():
         "wire": ("choice", True),
         "bucket_cap_mb": ("float", True),
         "overlap_optimizer": ("bool", False),
+        "sync_every": ("int", True),
+        "fragments": ("int", True),
+        "sync_delay": ("int", True),
+        "outer_lr": ("float", True),
+        "outer_momentum": ("float", True),
+        "across": ("choice", True),
         "threads": ("int", True),
         "workers": ("int", False),
         "prefetch": ("int", True),
@@ -122,7 +128,7 @@ def test_a_value_that_cannot_be_is_named_with_what_can(values, text):
     [
         (
             {"strategy": "gpipe"},
-            "strategy='gpipe' is not allowed.\nGive one of single, dp, ddp, ddp-zero1, fsdp, torch-dp, torch-ddp.",
+            "strategy='gpipe' is not allowed.\nGive one of single, dp, ddp, ddp-zero1, fsdp, local-sgd, diloco, torch-dp, torch-ddp.",
         ),
         ({"quiet": 1}, "quiet=1 is not allowed.\nGive True or False."),
         ({"checkpoint": 3}, "checkpoint=3 is not allowed.\nGive a path."),

@@ -196,8 +196,12 @@ def tune(
 @_DEVICES
 @click.option("--steps", type=int, default=4, show_default=True, metavar="N", help="Steps to train.")
 @settings_options(Settings, "reproducible", "seed", "global_batch_size")
+@click.option("--strategy", type=click.Choice(["ddp", "local-sgd", "diloco"]), default="ddp", show_default=True)
+@settings_options(Settings, "sync_every", "fragments", "sync_delay", "outer_lr", "outer_momentum")
 @_JSON
-def verify(task_file: str, devices: int | None, steps: int, json_file: str | None, **settings: Any) -> int:
+def verify(
+    task_file: str, devices: int | None, steps: int, strategy: Any, json_file: str | None, **settings: Any
+) -> int:
     """Train some steps of TASK.py as one process and as N ranks: is it the same run?
 
     If not, names the first tensor that differs, and finds the cause by turning one thing off at a time. Computes in
@@ -208,16 +212,24 @@ def verify(task_file: str, devices: int | None, steps: int, json_file: str | Non
           is it the same run with fit on 2 devices as on one?
       lockstep verify train.py --devices 4 --reproducible 4
           the same to the bit, dropout and batch norm included?
+      lockstep verify train.py --devices 2 --strategy diloco
+          another run by design: does what must hold all the same?
     """
     from lockstep.study.common import console
+    from lockstep.study.verify import exchanges, verify_table
     from lockstep.study.verify import verify as run_verification
-    from lockstep.study.verify import verify_table
+    from lockstep.train.strategies.strategy import check_engine
 
     check_writable(json_file)
-    verification = run_verification(
-        task_file, devices=_num_devices(devices), steps=steps, settings=Settings(**settings)
-    )
-    name = Path(task_file).name
+    name, num_devices, given = Path(task_file).name, _num_devices(devices), Settings(**settings)
+    check_engine(strategy, given)
+    if strategy != "ddp":
+        rules = exchanges.verify_exchanges(task_file, strategy, devices=num_devices, steps=steps, settings=given)
+        console().print(exchanges.render(rules, name, strategy))
+        if json_file is not None:
+            write("findings", json_file, exchanges.to_json(rules, name, strategy))
+        return 0 if all(rule.holds for rule in rules) else EXIT_CODE
+    verification = run_verification(task_file, devices=num_devices, steps=steps, settings=given)
     console().print(verify_table.render(verification, name))
     if json_file is not None:
         write("findings", json_file, verify_table.to_json(verification, name))

@@ -62,6 +62,19 @@ def default_group() -> Group:
     return group
 
 
+def split_group(color: int, *, group: Group, device: torch.device) -> Group:
+    """Return a new group of those ranks of ``group``, which is the default one, that gave the same ``color``.
+
+    Collective: every rank. Blocks until all have come.
+    """
+    colors = all_gather_object(color, group=group, device=device)
+    mine = group
+    for each in sorted(set(colors)):  # c10d wants all ranks to make all groups, in the same order
+        made = dist.new_group([rank for rank, other in enumerate(colors) if other == each])
+        mine = made if each == color else mine
+    return mine
+
+
 def mesh_group(device_mesh: Any, module: torch.nn.Module) -> Group:
     """Return the group of a one-dimensional ``DeviceMesh``; prepare ``module`` if the mesh is part of a larger one.
 

@@ -61,7 +61,8 @@ class FitResult:
     Args:
         first_step: Steps done before this call, in a run that was resumed.
         num_steps: Steps done in all.
-        losses: Mean over the global batch, for each step of this call.
+        losses: Mean over the global batch, for each step of this call; with ``local-sgd`` and ``diloco`` over this
+            rank's, or machine's, part of it.
         evaluations: In the order they were made, in this call.
         best: The evaluation with the lowest loss of the whole run.
         num_samples: Samples trained on in this call, over all devices.
@@ -295,6 +296,8 @@ class Run:
         self._num_caveats = self._num_skipped = self._num_not_finite = 0  # that were reported
         num_devices = len(trainer.devices) if trainer.group is None else world.world_size
         plan = describe_plan(task, settings, trainer.plan, trainer.device, num_devices=num_devices)
+        if trainer.strategy.note is not None:
+            plan.append(trainer.strategy.note)
         for line in (*plan, *lines, *(sink.where for sink in sinks)):
             self._display.log(line)
         self._report()

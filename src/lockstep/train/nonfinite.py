@@ -254,7 +254,7 @@ class NonFiniteGuard:
 
     def _describe(self, computed: Computed, step: int, *, replays: bool) -> NonFiniteStep:
         """Return what all ranks together know of a bad step. Collective: every rank. Blocks."""
-        group = self._strategy.group
+        group = self._strategy.step_group
         rank = 0 if group is None else group.rank()
         names = [name for name, _ in self._model.named_parameters()]
         summed = _first_not_finite(self._model)  # before a replay puts other gradients there

@@ -59,7 +59,7 @@ def place_shards(num_leaves: int, num_devices: int, proportions: Sequence[float]
 
 
 # The strategies with one process for each device.
-PER_PROCESS = ("ddp", "ddp-zero1", "fsdp", "torch-ddp")
+PER_PROCESS = ("ddp", "ddp-zero1", "fsdp", "torch-ddp", "local-sgd", "diloco")
 
 
 def devices_of(settings: FitSettings, world: World) -> list[torch.device]:

@@ -156,6 +156,8 @@ class RunRecord:
         """
         number, self._num_taken = self._num_taken, self._num_taken + 1
         group = self._trainer.group
+        if group is not self._trainer.strategy.step_group:  # between exchanges ranks do not wait for each other
+            group = None
         if group is None or self._last is None or not stragglers.is_looked_at(number):
             return
         self._window.append(self._last)

@@ -123,7 +123,8 @@ BadSamplesRule = Literal["stop", "skip"]
 NanRule = Literal["raise", "skip"]
 Wire = Literal["bf16", "fp16"]
 ViewName = Literal["auto", "live", "lines", "none"]
-StrategyName = Literal["single", "dp", "ddp", "ddp-zero1", "fsdp", "torch-dp", "torch-ddp"]
+Across = Literal["ranks", "machines"]
+StrategyName = Literal["single", "dp", "ddp", "ddp-zero1", "fsdp", "local-sgd", "diloco", "torch-dp", "torch-ddp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +176,16 @@ class Settings:
     wire: Wire | None = setting(None, "Deprecated: as compression.")
     bucket_cap_mb: float | None = setting(None, "Size of a bucket of gradients; 25, the first 1, if not given.", "MIB")
     overlap_optimizer: bool = setting(False, "Step each bucket of parameters as soon as it is reduced.")
+    sync_every: int | None = setting(
+        None, "Steps between exchanges of parameters; 8 with local-sgd, 50 with diloco if not given.", "STEPS", 1
+    )
+    fragments: int | None = setting(None, "Parts of the model that are exchanged after different steps.", "N", 1)
+    sync_delay: int | None = setting(None, "Steps that go on while an exchange is under way.", "STEPS", 0)
+    outer_lr: float | None = setting(None, "Learning rate of diloco's outer SGD; 0.7 if not given.", "RATE")
+    outer_momentum: float | None = setting(None, "Its Nesterov momentum; 0.9 if not given.", "M")
+    across: Across | None = setting(
+        None, "Who trains by itself between exchanges: ranks, or machines, whose ranks sum gradients in every step."
+    )
     threads: int | None = setting(
         None, "CPU cores that an operation may use; 1 with reproducible, else up to torch.", "N", 1
     )

@@ -359,7 +359,7 @@ class StepMetrics:
         if self._group is not None:
             self._future = all_reduce_async(self._sums, group=self._group)
 
-    def wait(self, num_samples: int, *, may_miss: bool) -> StepSums:
+    def wait(self, num_samples: float, *, may_miss: bool) -> StepSums:
         """Return what was summed; see `StepSums`. Blocks until it is there (on CUDA: lets the current stream wait).
 
         Args:

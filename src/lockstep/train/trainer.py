@@ -19,7 +19,7 @@ from lockstep.data.batch_iterator import BatchIterator
 from lockstep.data.loader import LoadOptions, MicroBatch
 from lockstep.data.stream import check_same_stream
 from lockstep.errors import CheckpointError, ConfigurationError
-from lockstep.parallel.consistency import refuse_difference, replica_of
+from lockstep.parallel.consistency import refuse_difference
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.telemetry import ranges
 from lockstep.train import step as step_parts
@@ -168,12 +168,20 @@ class Trainer:
 
             return FullyShard(model, objective, world, devices[0])
         if name == "torch-ddp":
-            return strategies.Distributed(model, objective, world, nn.parallel.DistributedDataParallel)
+            torchs = nn.parallel.DistributedDataParallel
+            return strategies.Distributed(model, objective, world.group, world.device, torchs)
         from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 
         wrap = partial(DistributedDataParallel, compression=settings.compression, bucket_cap_mb=settings.bucket_cap_mb)
+        if name in ("local-sgd", "diloco"):
+            from lockstep.train.strategies.local_sgd import LocalSteps
+
+            num_steps = self.plan.num_steps
+            return LocalSteps(name, model, objective, world, settings, wrap, num_steps=num_steps)
         shards, overlap = name == "ddp-zero1", settings.overlap_optimizer
-        return strategies.Distributed(model, objective, world, wrap, overlap_optimizer=overlap, shards_optimizer=shards)
+        return strategies.Distributed(
+            model, objective, world.group, world.device, wrap, overlap_optimizer=overlap, shards_optimizer=shards
+        )
 
     def load_options(self, task: Task) -> LoadOptions:
         """Return how batches are loaded."""
@@ -212,10 +220,12 @@ class Trainer:
         if self._in_backward:
             # Parameters are stepped as soon as their bucket is reduced, so the rate must be there before.
             step_parts.set_rates(self.optimizer, self._base_rates, rate)
-        group = self.group if self._sync else None
+        # Replicas that train by themselves agree on nothing until they exchange parameters.
+        group = self.group if self._sync and self.strategy.agrees(step) else None
+        loss_group = None if self.strategy.sums_losses or not self._sync else self.strategy.step_group
         metrics = step_parts.StepMetrics(
             self.device,
-            None if self.strategy.sums_losses else group,
+            loss_group,
             has_counts=self._has_counts,
             only_means=self._in_backward,
         )
@@ -265,9 +275,10 @@ class Trainer:
         # Agree. The sums hold the loss of the global batch, and what each rank had to report to the others.
         if ranges.now is not None:
             timer.name_phase("communication")
-        sums = metrics.wait(num_samples, may_miss=self.bad_samples.skip)
+        replicas = self.strategy.num_replicas
+        sums = metrics.wait(num_samples / replicas, may_miss=self.bad_samples.skip or replicas > 1)
         if group is not None:
-            self._take_flags(sums.flags)
+            self._take_flags(sums.flags, are_summed=loss_group is group)
         timer.lap("communication")
 
         # Gradient clipping and optimizer step. NaN and infinity survive every sum, so the reduced gradient is its own
@@ -307,6 +318,8 @@ class Trainer:
             elif self.checks_later:
                 self.nonfinite.check_later(norm, computed, step)
         timer.lap("optimizer")
+        if self._sync and self.strategy.end_step(step):
+            timer.lap("communication")
 
         # Record.
         reports_norm = self.settings.clip is not None or self.scaler is not None
@@ -315,7 +328,12 @@ class Trainer:
         self.num_steps_done += 1
         every, done = self.settings.check_replicas, self.num_steps_done
         # It is after the first step, too, so that an error can say since when the replicas differ.
-        if self._sync and every and (done % every == 0 or done == self.plan.num_steps or self._alike_after is None):
+        known = self._alike_after
+        if (
+            group is not None
+            and every
+            and (known is None or done // every > known // every or done == self.plan.num_steps)
+        ):
             self.check_replicas()
         return record
 
@@ -367,9 +385,9 @@ class Trainer:
         if factor is not None:
             self._gradients.multiply_(factor)
 
-    def _take_flags(self, flags: Tensor) -> None:
+    def _take_flags(self, flags: Tensor, *, are_summed: bool) -> None:
         """Take what the ranks report: at once on CPUs; on CUDA they are read when the next step begins."""
-        if self.strategy.sums_losses:
+        if not are_summed:
             assert self.group is not None
             all_reduce(flags, group=self.group)
         self._flags = step_parts.HostCopy(flags)
@@ -428,7 +446,7 @@ class Trainer:
             return
         if isinstance(self.optimizer, ZeroRedundancyOptimizer):
             self.optimizer.wait()
-        replica = replica_of(self._model, self.optimizer, buffers=self.strategy.buffers)
+        replica = self.strategy.replica(self._model, self.optimizer)
         known = self._alike_after is not None
         since = f"After step {self._alike_after} all were alike." if known else "There was no check before."
         device = next(self._model.parameters()).device
@@ -478,6 +496,7 @@ class Trainer:
             "num_steps_done": self.num_steps_done,
             "num_updates": self._num_updates,
             **local_state_dict(self._model, self.optimizer),
+            **self.strategy.state_dict(self.optimizer),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "stream": self.batches.state(),
         }
@@ -498,6 +517,7 @@ class Trainer:
             load_state_dict(self._model, self.optimizer, state)
             if self.strategy.compressed is not None:
                 load_compression_state(self.strategy.compressed, state.get("compression"))
+            self.strategy.load_state_dict(state, self.optimizer)
         except CheckpointError:
             raise
         except (RuntimeError, ValueError) as error:

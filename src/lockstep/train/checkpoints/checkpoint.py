@@ -65,7 +65,7 @@ _LOCK_NAME = "lock"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _NAME = re.compile(r"step-(\d{10})")
 _LEFTOVER = re.compile(r"step-\d{10}(\.[0-9a-f]{16})?\.(partial|removed)")
-_TOP_LEVEL = ("model", "optimizer", "compression")
+_TOP_LEVEL = ("model", "optimizer", "compression", "replicas")
 
 T = TypeVar("T")
 

@@ -498,6 +498,21 @@ class Reproducible(Strategy):
         self._in_use = total
 
 
+def refuse_reproducible(name: StrategyName) -> None:
+    """Raise a ConfigurationError if strategy ``name`` cannot train to the same bits on any number of devices."""
+    if name in ("single", "dp", "ddp"):
+        return
+    why = "it works on slices, which end anywhere"
+    if name.startswith("torch-"):
+        why = "torch's engine sums in an order of its own"
+    elif name in ("local-sgd", "diloco"):
+        why = "what its ranks learn by themselves depends on how many there are"
+    instead = "dp" if "dp" in (name.removeprefix("torch-"), name.removesuffix("-zero1")) else "ddp"
+    raise ConfigurationError(
+        f"Strategy {name} cannot be reproducible: {why}.\nUse strategy {instead}, or leave reproducible out."
+    )
+
+
 def virtual_shards(
     name: StrategyName, world: World, devices: Sequence[torch.device], settings: Settings
 ) -> VirtualShards | None:
@@ -508,13 +523,7 @@ def virtual_shards(
     """
     if settings.reproducible is None:
         return None
-    if name not in ("single", "dp", "ddp"):
-        is_torchs = name.startswith("torch-")
-        why = "torch's engine sums in an order of its own" if is_torchs else "it works on slices, which end anywhere"
-        instead = "dp" if "dp" in (name.removeprefix("torch-"), name.removesuffix("-zero1")) else "ddp"
-        raise ConfigurationError(
-            f"Strategy {name} cannot be reproducible: {why}.\nUse strategy {instead}, or leave reproducible out."
-        )
+    refuse_reproducible(name)
     num_devices = world.world_size if name == "ddp" else len(devices) if name == "dp" else 1
     placement = place_shards(settings.reproducible, num_devices, settings.shares)
     ranges = placement.ranges

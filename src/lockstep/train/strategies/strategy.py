@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from lockstep.data.batch_iterator import to_device
 from lockstep.data.loader import MicroBatch
 from lockstep.data.order import BatchSplit
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.consistency import Buffers
+from lockstep.parallel.consistency import Buffers, Replica, replica_of
 from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer, shard_optimizer
 from lockstep.telemetry.run_record import Mark
@@ -81,8 +81,19 @@ class Strategy(ABC):
     # The engine, if it compresses gradients: what it has not sent yet is a part of the state.
     compressed: DistributedDataParallel | None = None
 
+    # How many replicas a global batch is divided over whose gradients are not summed: each divides by its own count.
+    num_replicas = 1
+
+    # What rank zero prints of it when a run begins.
+    note: str | None = None
+
     # Whether a micro-batch can be computed again without exchanging gradients, to see where a NaN came from.
     can_replay = True
+
+    @property
+    def step_group(self) -> Group | None:
+        """The ranks whose gradients are summed, and which wait for each other in every step."""
+        return self.group
 
     def take_over(self, optimizer: Optimizer) -> Optimizer:
         """Return what is to step the parameters in the place of ``optimizer``, which has not made a step yet.
@@ -101,6 +112,31 @@ class Strategy(ABC):
     def stamp_buckets(self, stamps: BucketStamps) -> bool:
         """Have the reductions of buckets timed from now on; return whether there are any that can be."""
         return False
+
+    def agrees(self, step: int) -> bool:
+        """Return whether all ranks of the group communicate in step ``step``, counted from 0."""
+        return True
+
+    def end_step(self, step: int) -> bool:
+        """Do what is to be done after the update of step ``step``; return whether there was anything.
+
+        Collective if the ranks agree in this step: every rank.
+        """
+        return False
+
+    def replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        """Return what this rank holds that all ranks of the group should."""
+        return replica_of(model, optimizer, buffers=self.buffers)
+
+    def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return what a checkpoint holds besides the state of this rank's model and optimizer, or instead of it.
+
+        Collective if there is a group: every rank.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any], optimizer: Optimizer) -> None:  # noqa: B027 - most need nothing
+        """Go on from ``state`` of any strategy, after model and optimizer."""
 
     @abstractmethod
     def run(self, micro: MicroBatch, how: Pass) -> None:
@@ -175,7 +211,8 @@ class Distributed(Strategy):
     Args:
         model: The bare model.
         objective: Its loss.
-        world: The ranks.
+        group: The ranks.
+        device: Of this rank.
         wrap: Makes the engine.
         overlap_optimizer: Whether parameters are stepped in backward, as soon as their bucket is reduced.
         shards_optimizer: Whether each rank updates its part of the parameters (ZeRO-1).
@@ -187,7 +224,8 @@ class Distributed(Strategy):
         self,
         model: nn.Module,
         objective: Objective,
-        world: World,
+        group: Group,
+        device: torch.device,
         wrap: Callable[..., nn.Module],
         *,
         overlap_optimizer: bool = False,
@@ -195,10 +233,10 @@ class Distributed(Strategy):
     ) -> None:
         from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 
-        self.group, self._device, self._num_ranks = world.group, world.device, world.world_size
+        self.group, self._device, self._num_ranks = group, device, group.size()
         self._overlap_optimizer, self._shards_optimizer = overlap_optimizer, shards_optimizer
         self._sharded: ZeroRedundancyOptimizer | None = None
-        self._module = wrap(LossModule(model, objective), process_group=world.group)
+        self._module = wrap(LossModule(model, objective), process_group=group)
         self._ours = self._module if isinstance(self._module, DistributedDataParallel) else None
         self.gradients: Gradients = ParameterGradients(model)
         if self._ours is not None:
@@ -207,7 +245,7 @@ class Distributed(Strategy):
                 self._ours.flat_gradients.expect_norm()  # of each bucket, as soon as it is there
         # A step that has changed the parameters cannot be computed again to see where a NaN came from, so this rank's
         # part is looked at while it is there. So it is on CUDA, where a step may be checked too late for that.
-        if self._ours is not None and (overlap_optimizer or world.device.type == "cuda"):
+        if self._ours is not None and (overlap_optimizer or device.type == "cuda"):
             self.part_was_bad = self._ours.monitor_local_gradients()
         if self._ours is not None and self._ours.compression is not None:
             self.compressed = self._ours
@@ -293,13 +331,17 @@ def split_batch(name: StrategyName, world: World, devices: Sequence[torch.device
 
 
 def check_engine(name: StrategyName, settings: Settings) -> None:
-    """Refuse what only our DistributedDataParallel does with another strategy.
+    """Refuse settings of one strategy with another.
 
     Raises:
         ConfigurationError: Names the setting.
     """
-    for setting in ("compression", "bucket_cap_mb", "overlap_optimizer"):
-        if name != "ddp" and getattr(settings, setting) not in (None, False):
+    owners: dict[str, tuple[StrategyName, ...]] = dict.fromkeys(("bucket_cap_mb", "overlap_optimizer"), ("ddp",))
+    owners["compression"] = ("ddp", "local-sgd", "diloco")
+    owners |= dict.fromkeys(("sync_every", "fragments", "sync_delay", "across"), ("local-sgd", "diloco"))
+    owners |= dict.fromkeys(("outer_lr", "outer_momentum"), ("diloco",))
+    for setting, allowed in owners.items():
+        if name not in allowed and getattr(settings, setting) not in (None, False):
             raise ConfigurationError(
-                f"{setting} is for strategy ddp, but the strategy is {name}.\nLeave {setting} out."
+                f"{setting} is for strategy {' and '.join(allowed)}, but the strategy is {name}.\nLeave {setting} out."
             )

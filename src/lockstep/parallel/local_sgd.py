@@ -1,0 +1,649 @@
+"""`LocalSGD` and `DiLoCo`: ranks train by themselves, and exchange their parameters every so many steps.
+
+[Note: one exchange]
+Every rank holds the *outer parameters*: what all ranks agreed on last, the same bits everywhere. Its model holds the
+*local* ones, which its own optimizer has moved from there. An exchange of a *fragment*, some parameters in a row:
+    start    outer gradient = outer - local, weighted by what the rank has trained on; its all-reduce begins
+    apply    ``sync_delay`` steps later: the outer optimizer steps the outer parameters by the mean of the ranks'
+             outer gradients; the local ones become the outer ones, plus what the rank has learned since the start
+LocalSGD is the case whose outer optimizer is SGD with a rate of 1: the outer parameters become the mean of the local
+ones. Before each start one small all-reduce compares step counts and sums the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from lockstep.comm.collectives import (
+    Group,
+    Work,
+    all_gather_object,
+    all_reduce,
+    all_reduce_work,
+    broadcast_coalesced,
+    default_group,
+    empty_buffer,
+    wait_for,
+)
+from lockstep.comm.fully_shard import is_sharded
+from lockstep.errors import ConfigurationError, NonFiniteGradient
+from lockstep.parallel.consistency import check_models_agree
+from lockstep.parallel.ddp.wrapper import DistributedDataParallel
+from lockstep.parallel.flat import total, view_like
+
+# Makes the optimizer of the outer parameters, such as ``functools.partial(torch.optim.Adam, lr=0.01)``.
+OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
+
+
+@dataclass(frozen=True)
+class OuterSGD:
+    """Makes SGD with Nesterov momentum, for the outer parameters.
+
+    Args:
+        lr: Above 0. With 1, and no momentum, the outer parameters become the mean of the ranks' parameters.
+        momentum: From 0 to below 1.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def __str__(self) -> str:
+        return f"outer_lr={self.lr}, outer_momentum={self.momentum}"
+
+    def __call__(self, parameters: list[nn.Parameter]) -> Optimizer:
+        """Return it."""
+        return SGD(parameters, lr=self.lr, momentum=self.momentum, nesterov=self.momentum > 0)
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with the arguments, and what to do."""
+        if not 0 < self.lr < math.inf:
+            return f"outer_lr={self.lr!r} is not allowed.\nGive a number above 0."
+        if not 0 <= self.momentum < 1:
+            return f"outer_momentum={self.momentum!r} is not allowed.\nGive a number from 0 to below 1."
+        return None
+
+
+# --- what is exchanged when -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ExchangeSchedule:
+    """Which fragments are exchanged after which steps.
+
+    Each fragment once in ``sync_every`` steps, one after the other and evenly apart; the last one after every
+    ``sync_every``-th step.
+
+    Args:
+        sync_every: Steps between two exchanges of a fragment.
+        fragments: Their number.
+        sync_delay: Steps from the start of an exchange until it is applied.
+    """
+
+    sync_every: int
+    fragments: int = 1
+    sync_delay: int = 0
+
+    def __str__(self) -> str:
+        return f"sync_every={self.sync_every}, fragments={self.fragments}, sync_delay={self.sync_delay}"
+
+    def due(self, step: int) -> list[int]:
+        """Return the fragments whose exchange starts after ``step`` steps."""
+        offsets = [(number + 1) * self.sync_every // self.fragments for number in range(self.fragments)]
+        return [number for number, offset in enumerate(offsets) if (step - offset) % self.sync_every == 0]
+
+
+def cut_fragments(sizes: Sequence[int], count: int) -> list[range]:
+    """Cut parameters in their order into ``count`` parts of about the same size, with one parameter at least in each.
+
+    Args:
+        sizes: Elements of each parameter.
+        count: At most as many as there are parameters.
+    """
+    parts, start, done = [], 0, 0
+    for part in range(1, count + 1):
+        goal, latest = sum(sizes) * part / count, len(sizes) - (count - part)
+        stop, done = start + 1, done + sizes[start]
+        while stop < latest and abs(done + sizes[stop] - goal) <= abs(done - goal):
+            stop, done = stop + 1, done + sizes[stop]
+        parts.append(range(start, stop))
+        start = stop
+    return parts
+
+
+class Fragment:
+    """Parameters that are exchanged together.
+
+    Collective: every rank makes it. On shm, blocks until all have.
+
+    Attributes:
+        names, local, outer: Of the parameters: their names, the model's, and the outer ones.
+        flats: The outer gradients on their way, one flat tensor for each dtype and device.
+        gradients: Views of these, like ``outer``.
+    """
+
+    def __init__(
+        self, names: Sequence[str], local: Sequence[nn.Parameter], outer: Sequence[nn.Parameter], group: Group
+    ) -> None:
+        self.names, self.local, self.outer = names, local, outer
+        kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        for parameter in outer:
+            kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        self.flats: list[Tensor] = []
+        views: dict[nn.Parameter, Tensor] = {}
+        for (dtype, device), parameters in kinds.items():
+            sizes = [parameter.numel() for parameter in parameters]
+            flat = empty_buffer(sum(sizes), dtype=dtype, device=device, group=group)
+            self.flats.append(flat)
+            for piece, parameter in zip(flat.split(sizes), parameters, strict=True):
+                views[parameter] = view_like(piece, parameter)
+        self.gradients = [views[parameter] for parameter in outer]
+
+    def gather(self) -> None:
+        """Put outer - local where it will be reduced."""
+        for gradient, outer, local in zip(self.gradients, self.outer, self.local, strict=True):
+            torch.sub(outer, local, out=gradient)
+
+    def copy_local(self) -> list[Tensor]:
+        """Return a copy of the local parameters, in the dtypes of the outer ones."""
+        return [local.detach().to(outer.dtype, copy=True) for local, outer in zip(self.local, self.outer, strict=True)]
+
+    def merge(self, base: Sequence[Tensor] | None) -> None:
+        """Give the model the outer parameters, plus what it has learned since it held ``base``; None: nothing."""
+        for number, (local, outer) in enumerate(zip(self.local, self.outer, strict=True)):
+            if base is None:
+                local.copy_(outer)
+            else:  # what the rank learns while an exchange is under way is not lost: it is part of the next one
+                local.add_(outer - base[number])
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """An exchange that was started.
+
+    Args:
+        number: Of the fragment.
+        step: After which it was started.
+        works: Its all-reduces; none, if they are done.
+        base: The local parameters that it is about, if training goes on meanwhile.
+    """
+
+    number: int
+    step: int
+    works: Sequence[Work]
+    base: Sequence[Tensor] | None
+
+
+# --- the exchanges of a model -----------------------------------------------------------------------------------------
+
+
+class PeriodicAveraging:
+    """Exchanges the parameters of a model between ranks that train it by themselves; see [Note: one exchange].
+
+    Parameters that require no gradient, and at first all parameters and buffers, are those of rank 0. Buffers that have
+    changed, such as running statistics, are averaged together with the last fragment.
+
+    Collective: every rank makes it, and calls each method that says so after the same steps.
+
+    Args:
+        model: Not sharded. In `lockstep.DistributedDataParallel` over the ranks of a machine, these train together.
+        optimizer: Whose steps are counted; None: `step` is called after each.
+        outer_optimizer: Makes the optimizer of the outer parameters.
+        schedule: When what is exchanged.
+        process_group: The ranks that take part. Default: all.
+
+    Attributes:
+        schedule: As given.
+        num_steps: Steps so far.
+        outer_optimizer: It may get another learning rate at any time, the same on all ranks.
+
+    Raises:
+        ConfigurationError: On every rank: an argument cannot work, or differs between ranks.
+        ModelMismatch: On every rank: the models differ.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        outer_optimizer: OptimizerFactory,
+        schedule: ExchangeSchedule,
+        process_group: Group | None = None,
+    ) -> None:
+        self._model, self.schedule = model, schedule
+        self._group = default_group() if process_group is None else process_group
+        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        problem = _find_problem(model, optimizer, schedule, self._group)
+        arguments = str(schedule)
+        if isinstance(outer_optimizer, OuterSGD):
+            problem, arguments = problem or outer_optimizer.problem, f"{arguments}, {outer_optimizer}"
+        self._refuse_on_all_ranks(problem, arguments)
+        check_models_agree(model.named_parameters(), model.named_buffers(), group=self._group, device=self._device)
+        tensors = [each.detach() for each in (*model.parameters(), *model.buffers()) if each.numel()]
+        broadcast_coalesced(tensors, group=self._group, src=0)
+
+        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        self._names, local = list(trained), list(trained.values())
+        self._outer = [nn.Parameter(each.detach().to(_wide(each.dtype), copy=True)) for each in local]
+        self._fragments = [
+            Fragment(
+                self._names[part.start : part.stop],
+                local[part.start : part.stop],
+                self._outer[part.start : part.stop],
+                self._group,
+            )
+            for part in cut_fragments([each.numel() for each in local], schedule.fragments)
+        ]
+        self.outer_optimizer = outer_optimizer(self._outer)
+        buffers = model.named_buffers()
+        self._buffers = {name: each.clone() for name, each in buffers if each.numel() and not each.is_complex()}
+        self.num_steps = 0
+        # By fragment: what this rank has trained on since, and after how many steps that was.
+        self._weights: list[float | Tensor] = [0.0] * schedule.fragments
+        self._exchanged_at = [0] * schedule.fragments
+        self._under_way: list[Exchange] = []
+        self._hook = None if optimizer is None else optimizer.register_step_post_hook(self._count_step)
+
+    def _refuse_on_all_ranks(self, problem: str | None, arguments: str) -> None:
+        """Raise the first rank's problem on every rank, or that arguments differ. Collective: every rank. Blocks."""
+        ranks = all_gather_object([problem, arguments], group=self._group, device=self._device)
+        for rank, (found, theirs) in enumerate(ranks):
+            if found is not None:
+                raise ConfigurationError(found if rank == 0 else f"Rank {rank}: {found}")
+            if theirs != ranks[0][1]:
+                raise ConfigurationError(
+                    f"The ranks would exchange in different ways: rank 0 has {ranks[0][1]}, rank {rank} has {theirs}."
+                    "\nGive the same arguments on every rank."
+                )
+
+    # --- steps ---
+
+    def _count_step(self, *_: Any) -> None:
+        self.step()
+
+    @torch.no_grad()
+    def step(self, weight: float | Tensor = 1.0) -> bool:
+        """Count a step of this rank, and exchange what is due after it; return whether an exchange was started.
+
+        Collective after the steps at which something is due: every rank. Blocks then until what is to be applied has
+        arrived, and for a small all-reduce.
+
+        Args:
+            weight: What the step counts for, such as its samples, in the mean over the ranks.
+
+        Raises:
+            CollectiveError: A rank ended, or did not take part in time.
+            ConfigurationError: On every rank: they are after different steps.
+            NonFiniteGradient: On every rank: parameters are NaN or infinite.
+        """
+        self.num_steps += 1
+        self._weights = [known + weight for known in self._weights]
+        self._apply_due(self.schedule.sync_delay)
+        if due := self.schedule.due(self.num_steps):
+            self._start(due)
+            self._apply_due(self.schedule.sync_delay)
+        return bool(due)
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Exchange all that ranks have learned since the last exchange: then all models hold the same bits.
+
+        Collective: every rank. Blocks until it is done.
+
+        Raises:
+            As `step`.
+        """
+        self._apply_due(0)
+        # Without steps in between there is nothing to exchange, but outer momentum would move the parameters on.
+        self._start([number for number, step in enumerate(self._exchanged_at) if step < self.num_steps])
+        self._apply_due(0)
+
+    def _start(self, numbers: Sequence[int]) -> None:
+        """Start to exchange fragments. Collective: every rank. Blocks for what the ranks must know before."""
+        chosen = {number: self._fragments[number] for number in numbers}
+        for fragment in chosen.values():
+            fragment.gather()
+        # A sum is NaN or infinite if an element is: that takes one pass at the speed of memory.
+        is_finite = all(bool(total(flat).isfinite()) for fragment in chosen.values() for flat in fragment.flats)
+        shares, changed = self._agree(is_finite)
+        for number, fragment in chosen.items():
+            for flat in fragment.flats:
+                flat.mul_(shares[number])
+            base = fragment.copy_local() if self.schedule.sync_delay else None
+            works = [all_reduce_work(flat, group=self._group) for flat in fragment.flats]
+            self._under_way.append(Exchange(number, self.num_steps, works, base))
+            self._weights[number], self._exchanged_at[number] = 0.0, self.num_steps
+        if self.schedule.fragments - 1 in chosen and changed:
+            self._average_buffers(changed)
+
+    def _agree(self, is_finite: bool) -> tuple[list[float], list[str]]:
+        """Return what this rank's part of the mean is, by fragment, and which buffers a rank has changed.
+
+        Collective: every rank. Blocks.
+        """
+        size, steps = self._group.size(), float(self.num_steps)
+        now = {name: self._model.get_buffer(name) for name in self._buffers}
+        changed = [float(not torch.equal(now[name], known)) for name, known in self._buffers.items()]
+        weights = [float(weight) for weight in self._weights]
+        # Always of the same size: ranks that come here after different steps shall find that out, and not hang.
+        mine = [float(not is_finite), steps, steps**2, *weights, *changed]
+        sums = torch.tensor(mine, dtype=torch.float64, device=self._device)
+        wait_for(all_reduce_work(sums, group=self._group), f"exchange after step {self.num_steps}")
+        num_not_finite, sum_steps, sum_squares, *sums_of = sums.tolist()
+        # Equal exactly if all counts are: this way all ranks find a difference, whoever has it.
+        if sum_steps**2 != size * sum_squares:
+            raise ConfigurationError(
+                f"The ranks have made different numbers of steps: this one {self.num_steps}, the mean is "
+                f"{sum_steps / size:g}.\nStep the optimizer equally often on every rank. torch's GradScaler leaves out "
+                "steps on single ranks: use bfloat16 without it."
+            )
+        if num_not_finite:
+            raise NonFiniteGradient(
+                f"After step {self.num_steps} parameters of {num_not_finite:g} of {size} ranks are NaN or infinite.\n"
+                "Lower the learning rate, or clip the gradient; go on from a checkpoint that was written before."
+            )
+        count = len(weights)
+        shares = [mine / all_ if all_ else 1 / size for mine, all_ in zip(weights, sums_of[:count], strict=True)]
+        return shares, [name for name, number in zip(self._buffers, sums_of[count:], strict=True) if number]
+
+    def _average_buffers(self, names: Sequence[str]) -> None:
+        """Replace buffers by their mean over the ranks; integers are rounded. Collective: every rank. Blocks."""
+        buffers = [self._model.get_buffer(name) for name in names]
+        flat = torch.cat([buffer.double().flatten() for buffer in buffers])
+        all_reduce(flat, group=self._group)
+        flat /= self._group.size()
+        for name, buffer, piece in zip(names, buffers, flat.split([each.numel() for each in buffers]), strict=True):
+            mean = piece.view(buffer.shape)
+            buffer.copy_(mean if buffer.is_floating_point() else mean.round())
+            self._buffers[name] = buffer.clone()
+
+    def _apply_due(self, delay: int) -> None:
+        """Apply the exchanges that were started ``delay`` steps ago, or before. Blocks until they have arrived."""
+        due = [each for each in self._under_way if self.num_steps - each.step >= delay]
+        self._under_way = [each for each in self._under_way if self.num_steps - each.step < delay]
+        for exchange in due:
+            self._wait(exchange)
+            fragment = self._fragments[exchange.number]
+            self._step_outer(zip(fragment.outer, fragment.gradients, strict=True))
+            fragment.merge(exchange.base if self.num_steps > exchange.step else None)
+
+    def _wait(self, exchange: Exchange) -> None:
+        of = f"fragment {exchange.number + 1} of {self.schedule.fragments}"
+        for work in exchange.works:
+            wait_for(work, f"exchange of {of}, begun after step {exchange.step},")
+
+    def _step_outer(self, gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+        for outer, gradient in gradients:
+            outer.grad = gradient
+        self.outer_optimizer.step()  # leaves parameters without a gradient as they are
+        self.outer_optimizer.zero_grad(set_to_none=True)
+
+    # --- what is kept ---
+
+    def outer_state(self) -> dict[str, Tensor]:
+        """Return the outer parameters, and the buffers of the last exchange, by name: the same bits on all ranks."""
+        return {**{name: each.detach() for name, each in zip(self._names, self._outer, strict=True)}, **self._buffers}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a run needs to go on, besides this rank's model and optimizer.
+
+        All but ``own`` is the same on all ranks. Blocks until what is under way has arrived; it is applied when due.
+        """
+        own: dict[str, Any] = {"rank": self._group.rank(), "world_size": self._group.size()}
+        own["weights"] = [float(weight) for weight in self._weights]
+        under_way: list[dict[str, Any]] = []
+        base: dict[str, Tensor] = {}
+        for exchange in self._under_way:
+            self._wait(exchange)
+            fragment = self._fragments[exchange.number]
+            gradients = dict(zip(fragment.names, fragment.gradients, strict=True))
+            under_way.append({"number": exchange.number, "step": exchange.step, "gradients": gradients})
+            base |= dict(zip(fragment.names, exchange.base or (), strict=True))
+        return {
+            "num_steps": self.num_steps,
+            "exchanged_at": self._exchanged_at[:],
+            "outer": self.outer_state(),
+            "outer_optimizer": self.outer_optimizer.state_dict(),
+            "under_way": under_way,
+            "own": {**own, "base": base},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``, after model and optimizer were loaded. Communicates nothing.
+
+        Where ``own`` is of this rank, among as many ranks, the run goes on in the same bits. Otherwise this rank is
+        new: its model takes the outer parameters, with what was under way applied, and its optimizer stays as it is.
+
+        Raises:
+            ValueError: It is of another model.
+        """
+        known = state["outer"]
+        if missing := [name for name in (*self._names, *self._buffers) if name not in known]:
+            raise ValueError(f"the exchanged parameters lack {missing[0]}")
+        for name, outer in zip(self._names, self._outer, strict=True):
+            outer.copy_(known[name])
+        self._buffers = {name: each.copy_(known[name]) for name, each in self._buffers.items()}
+        self.outer_optimizer.load_state_dict(state["outer_optimizer"])
+        self.num_steps, own = state["num_steps"], state["own"]
+        is_own = (own["rank"], own["world_size"]) == (self._group.rank(), self._group.size())
+        count, since = self.schedule.fragments, state["exchanged_at"]
+        is_own = is_own and len(since) == count
+        self._exchanged_at = list(since) if len(since) == count else [min(since)] * count
+        self._weights = list(own["weights"]) if is_own else [0.0] * count
+        self._under_way = []
+        for each in state["under_way"]:
+            self._load_exchange(each, own["base"] if is_own else None)
+        if not is_own:
+            self.restore()
+
+    def _load_exchange(self, entry: Mapping[str, Any], base: Mapping[str, Tensor] | None) -> None:
+        """Take over an exchange whose outer gradients have arrived; without ``base``, apply it at once."""
+        gradients = entry["gradients"]
+        if base is None:
+            outer = dict(zip(self._names, self._outer, strict=True))
+            self._step_outer((outer[name], gradient.to(outer[name])) for name, gradient in gradients.items())
+            return
+        fragment = self._fragments[entry["number"]]
+        for name, gradient in zip(fragment.names, fragment.gradients, strict=True):
+            gradient.copy_(gradients[name])
+        kept = [base[name].to(outer) for name, outer in zip(fragment.names, fragment.outer, strict=True)]
+        self._under_way.append(Exchange(entry["number"], entry["step"], (), kept))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give the model the outer parameters, and the buffers of the last exchange."""
+        for fragment in self._fragments:
+            fragment.merge(None)
+        for name, known in self._buffers.items():
+            self._model.get_buffer(name).copy_(known)
+
+    @torch.no_grad()
+    def restart(self, num_steps: int) -> None:
+        """Make what the model holds, the same on all ranks, the outer parameters, after ``num_steps`` steps."""
+        self.num_steps, self._under_way, self._weights = num_steps, [], [0.0] * self.schedule.fragments
+        self._exchanged_at = [num_steps] * self.schedule.fragments
+        for fragment in self._fragments:
+            for outer, local in zip(fragment.outer, fragment.local, strict=True):
+                outer.copy_(local)
+        self._buffers = {name: self._model.get_buffer(name).clone() for name in self._buffers}
+
+    # --- the end ---
+
+    def close(self) -> None:
+        """Exchange what is left, as `sync`, and count no more steps of the optimizer.
+
+        Collective: every rank. Blocks until it is done.
+        """
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+            self.sync()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close; after an error, which other ranks may not have, exchange nothing."""
+        if error is not None and self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        self.close()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of outer parameters: sums of small differences would be lost in half precision."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _find_problem(
+    model: nn.Module, optimizer: Optimizer | None, schedule: ExchangeSchedule, group: Group
+) -> str | None:
+    """Return what is wrong with the arguments on this rank: cause, and what to do."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        return "The model has no parameter that requires a gradient.\nUnfreeze what is to be trained first."
+    for name, least in (("sync_every", 1), ("fragments", 1), ("sync_delay", 0)):
+        value = getattr(schedule, name)
+        if type(value) is not int or value < least:
+            return f"{name}={value!r} is not allowed.\nGive a whole number of at least {least}."
+    if schedule.fragments > len(trained):
+        return f"fragments={schedule.fragments} is more than the model's {len(trained)} parameters.\nGive fewer."
+    if schedule.sync_delay >= schedule.sync_every:
+        return (
+            f"sync_delay={schedule.sync_delay} is not below sync_every={schedule.sync_every}: a fragment would be "
+            "exchanged again before it has arrived.\nGive a smaller sync_delay, or a larger sync_every."
+        )
+    if any(is_sharded(parameter) for parameter in trained):
+        return "The model's parameters are sharded, but ranks exchange whole ones.\nUse fully_shard without this."
+    wrappers = DistributedDataParallel, nn.parallel.DistributedDataParallel
+    if isinstance(model, wrappers) and model.process_group.size() == group.size() > 1:
+        return (
+            "The model's gradients are averaged over all ranks in every step, so nothing is left to exchange.\n"
+            "Pass the bare model, or wrap it over the ranks of a machine only (process_group=...)."
+        )
+    return None if optimizer is None else _find_optimizer_problem(model, optimizer)
+
+
+def _find_optimizer_problem(model: nn.Module, optimizer: Optimizer) -> str | None:
+    if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
+        return (
+            "ZeroRedundancyOptimizer updates each parameter on one rank, but here each rank trains by itself.\n"
+            "Pass the optimizer that it divides, such as torch.optim.AdamW(model.parameters())."
+        )
+    known = {id(parameter) for parameter in model.parameters()}
+    for number, parameter in enumerate(each for group in optimizer.param_groups for each in group["params"]):
+        if id(parameter) not in known:
+            return (
+                f"Parameter {number} of the optimizer, of shape {list(parameter.shape)}, is not in the model: the "
+                "optimizer was made for another one.\nMake it of the parameters of the model that you pass."
+            )
+    return None
+
+
+# --- for a loop of one's own ------------------------------------------------------------------------------------------
+
+
+@final
+class LocalSGD(PeriodicAveraging):
+    """Train on every rank by itself, and average the parameters over the ranks every ``sync_every`` steps.
+
+    Wrap neither model nor optimizer; each step of the optimizer is counted, and the exchange is a part of it::
+
+        with lockstep.LocalSGD(model, optimizer, sync_every=8):
+            for batch in loader:
+                optimizer.zero_grad()
+                loss_of(model, batch).backward()
+                optimizer.step()
+
+    It is another training run than that of one device. With ``sync_every=1`` and plain SGD it is that of
+    `lockstep.DistributedDataParallel`. At the end of the block, or with `close`, what is left is exchanged. Buffers
+    such as running statistics are averaged, too. To average gradients inside a machine in every step, pass a
+    `lockstep.DistributedDataParallel` whose ``process_group`` has the ranks of the machine.
+
+    A link that is down between exchanges costs nothing; one that is down in an exchange is a `CollectiveError` when
+    the group's time-out is over.
+
+    Collective: every rank makes it, and makes the same number of steps.
+
+    Source: Stich 2019 (arXiv:1805.09767).
+
+    Args:
+        model: Not sharded. All ranks get the parameters and buffers of rank 0.
+        optimizer: Of its parameters. If several train the model, the one that steps last.
+        sync_every: Steps between two exchanges.
+        fragments: Parts of the model, in the order of its parameters and of about the same size, that are exchanged
+            after different steps.
+        sync_delay: Steps from the start of an exchange until it is applied, during which training goes on. What a rank
+            learns meanwhile is kept, so models hold the same bits again only after `sync`; 0: it blocks.
+        process_group: The ranks that take part. Default: all.
+
+    Raises:
+        ConfigurationError: On every rank: an argument cannot work, or differs between ranks.
+        ModelMismatch: On every rank: the models differ.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        sync_every: int = 8,
+        *,
+        fragments: int = 1,
+        sync_delay: int = 0,
+        process_group: Group | None = None,
+    ) -> None:
+        schedule = ExchangeSchedule(sync_every, fragments, sync_delay)
+        super().__init__(model, optimizer, OuterSGD(1.0, 0.0), schedule, process_group)
+
+
+@final
+class DiLoCo(PeriodicAveraging):
+    """Train on every rank by itself; every ``sync_every`` steps an outer optimizer follows the ranks' mean.
+
+    Used as `LocalSGD`. The mean of what the ranks have moved away from the outer parameters is the gradient of the
+    outer optimizer, SGD with Nesterov momentum: so it takes fewer exchanges than averaging.
+
+    Collective: every rank makes it, and makes the same number of steps.
+
+    Source: Douillard et al. 2023 (arXiv:2311.08105); fragments and delay from Streaming DiLoCo (arXiv:2501.18512),
+    where what a rank learns during the delay is mixed with the outer parameters. Here it is kept whole, as in Delayed
+    Gradient Averaging (Zhu et al. 2021).
+
+    Args:
+        model, optimizer, sync_every, fragments, sync_delay, process_group: As for `LocalSGD`.
+        outer_lr: Learning rate of the outer optimizer.
+        outer_momentum: Its Nesterov momentum.
+        outer_optimizer: Makes another one of the outer parameters; both above are then without meaning.
+
+    Raises:
+        ConfigurationError: On every rank: an argument cannot work, or differs between ranks.
+        ModelMismatch: On every rank: the models differ.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        sync_every: int = 50,
+        *,
+        outer_lr: float = OuterSGD.lr,
+        outer_momentum: float = OuterSGD.momentum,
+        outer_optimizer: OptimizerFactory | None = None,
+        fragments: int = 1,
+        sync_delay: int = 0,
+        process_group: Group | None = None,
+    ) -> None:
+        outer = outer_optimizer or OuterSGD(outer_lr, outer_momentum)
+        schedule = ExchangeSchedule(sync_every, fragments, sync_delay)
+        super().__init__(model, optimizer, outer, schedule, process_group)

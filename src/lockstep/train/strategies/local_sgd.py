@@ -1,0 +1,206 @@
+"""Strategies ``local-sgd`` and ``diloco``: ranks or machines train by themselves, and exchange parameters at times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lockstep.comm.collectives import Group, split_group
+from lockstep.comm.world import World
+from lockstep.data.loader import MicroBatch
+from lockstep.errors import ConfigurationError
+from lockstep.parallel.consistency import Replica, replica_of
+from lockstep.parallel.ddp.bucket_events import BucketStamps
+from lockstep.parallel.local_sgd import ExchangeSchedule, OuterSGD, PeriodicAveraging
+from lockstep.train.checkpoints.model_state import (
+    load_state_dict,
+    plain_names,
+    read_tensors,
+    states_of_ranks,
+    unwrap,
+)
+from lockstep.train.settings import Settings, StrategyName
+from lockstep.train.step import Objective, Part
+from lockstep.train.strategies.strategy import Distributed, Pass, Single, Strategy
+from lockstep.train.task import build_model
+
+_SYNC_EVERY = {"local-sgd": 8, "diloco": 50}
+
+
+@final
+class LocalSteps(Strategy):
+    """Replicas of the model train by themselves, each on its share of every global batch.
+
+    A replica is a rank, or with ``across="machines"`` the ranks of a machine. Its gradient is the mean over its own
+    samples; in an exchange a replica counts by the samples, or tokens, that it has trained on since the last one.
+    """
+
+    def __init__(
+        self,
+        name: StrategyName,
+        model: nn.Module,
+        objective: Objective,
+        world: World,
+        settings: Settings,
+        wrap: Callable[..., nn.Module],
+        *,
+        num_steps: int,
+    ) -> None:
+        _refuse_sync_layers(model, name)
+        self.group: Group = world.group
+        self._device, self._task = world.device, objective.task
+        self._model, self._num_steps = model, num_steps
+        inside = machine_group(world) if settings.across == "machines" else None
+        self._inner: Single | Distributed
+        if inside is None:
+            self._inner = Single(model, objective)
+        else:
+            self._inner = Distributed(model, objective, inside, world.device, wrap)
+        self.gradients, self.part_was_bad = self._inner.gradients, self._inner.part_was_bad
+        self.num_replicas = world.world_size // (1 if inside is None else inside.size())
+        # The ranks of a replica hold the same: the first of them keeps it.
+        self._replica_rank = world.rank - (0 if inside is None else inside.rank())
+        every = settings.sync_every or _SYNC_EVERY[name]
+        schedule = ExchangeSchedule(every, settings.fragments or 1, settings.sync_delay or 0)
+        outer = OuterSGD(1.0, 0.0)
+        if name == "diloco":
+            given = {"lr": settings.outer_lr, "momentum": settings.outer_momentum}
+            outer = OuterSGD(**{key: value for key, value in given.items() if value is not None})
+        self._averaging = PeriodicAveraging(model, None, outer, schedule, world.group)
+        self._weight: float | Tensor = 0.0
+        who = "ranks" if inside is None else "machines"
+        self.note = f"{who} exchange parameters every {every} steps: by design another run than that of one device"
+
+    @property
+    @override
+    def step_group(self) -> Group | None:
+        return self._inner.group
+
+    @override
+    def take_over(self, optimizer: Optimizer) -> Optimizer:
+        return self._inner.take_over(optimizer)
+
+    @override
+    def whole(self, model: nn.Module) -> nn.Module:
+        """Return a new model with the outer parameters, and the buffers of the last exchange."""
+        copy = build_model(self._task).to(self._device)
+        load_state_dict(copy, None, {"model": self._outer_model_state()})
+        return copy.train(model.training)
+
+    @override
+    def stamp_buckets(self, stamps: BucketStamps) -> bool:
+        return self._inner.stamp_buckets(stamps)
+
+    @override
+    def run(self, micro: MicroBatch, how: Pass) -> None:
+        """Collective in the replica, as `Distributed`."""
+
+        def after_forward(parts: list[Part]) -> None:
+            for part in parts:
+                self._weight = self._weight + part.out_of
+            how.after_forward(parts)
+
+        # Of the sum over all samples of the global batch a replica has its part only, and makes it its own mean.
+        self._inner.run(micro, replace(how, scale=how.scale * self.num_replicas, after_forward=after_forward))
+
+    @override
+    def agrees(self, step: int) -> bool:
+        return bool(self._averaging.schedule.due(step + 1)) or step + 1 == self._num_steps
+
+    @override
+    def end_step(self, step: int) -> bool:
+        """Exchange what is due after this step; after the last one of the run, all."""
+        weight, self._weight = self._weight, 0.0
+        self._averaging.step(weight)
+        if step + 1 == self._num_steps:
+            self._averaging.sync()
+        return True
+
+    @override
+    def replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
+        """Return what all ranks hold alike between exchanges, too: the outer parameters, and their optimizer."""
+        outer = {f"outer {name}": value for name, value in self._averaging.outer_state().items() if value.numel()}
+        return {**outer, **replica_of(nn.Module(), self._averaging.outer_optimizer, buffers="same")}
+
+    # --- checkpoints: the outer model, what all ranks have alike, and what each replica has of its own ---
+
+    def _outer_model_state(self) -> dict[str, Any]:
+        """Return the state of the model with outer parameters; those that have several names under each."""
+        outer, model = self._averaging.outer_state(), unwrap(self._model)
+        names = {id(each): name for name, each in (*self._model.named_parameters(), *self._model.named_buffers())}
+        return {
+            name: outer.get(names.get(id(value), ""), value)
+            for name, value in plain_names(model.state_dict(keep_vars=True)).items()
+        }
+
+    @override
+    def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the outer model, in place of this rank's, and ``replicas``. Collective: every rank. Blocks."""
+        state = self._averaging.state_dict()
+        own, mine = state.pop("own"), {}
+        if own["rank"] == self._replica_rank:
+            local = plain_names(unwrap(self._model).state_dict())
+            parts = {"weight": dict(enumerate(own["weights"])), "base": own["base"], "model": local}
+            if own["rank"]:  # what rank 0 has is the checkpoint's ``optimizer``
+                entries = optimizer.state_dict()["state"].items()
+                parts["optimizer"] = {f"{index} {name}": each[name] for index, each in entries for name in each}
+            mine = {f"{kind} {name}": value for kind, part in parts.items() for name, value in part.items()}
+        everyone = states_of_ranks(mine, group=self.group, device=self._device)
+        return {"model": self._outer_model_state(), "replicas": {**state, "own": everyone}}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any], optimizer: Optimizer) -> None:
+        """Go on from ``state``, whose outer model and optimizer of rank 0 were loaded. Blocks.
+
+        Among as many ranks as before the run goes on in the same bits. Among others, all begin at the outer parameters;
+        the optimizer of a rank goes on with what the rank of its number had, and that of a rank which is new with what
+        rank 0 had. After a run with another strategy all begin with what that has left.
+        """
+        if "replicas" not in state:
+            self._averaging.restart(state["num_steps_done"])
+            return
+        replicas = dict(state["replicas"])
+        everyone = replicas.pop("own")
+        kept = read_tensors(everyone[self._replica_rank]) if self._replica_rank < len(everyone) else {}
+        parts: dict[str, dict[str, Any]] = {"weight": {}, "base": {}, "model": {}, "optimizer": {}}
+        for key, value in kept.items():
+            kind, name = key.split(" ", 1)
+            parts[kind][name] = value
+        load_state_dict(self._model, None, {"model": parts["model"] or state["model"]})
+        if parts["optimizer"]:
+            entries: dict[int, dict[str, Any]] = {}
+            for key, value in parts["optimizer"].items():
+                index, name = key.split(" ", 1)
+                entries.setdefault(int(index), {})[name] = value
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": entries})
+        own = {"rank": self.group.rank(), "world_size": len(everyone) if kept else 0, "base": parts["base"]}
+        own["weights"] = list(parts["weight"].values())
+        self._averaging.load_state_dict({**read_tensors(replicas), "own": own})
+
+
+def machine_group(world: World) -> Group:
+    """Return the group of the ranks on this machine. Collective: every rank. Blocks.
+
+    Raises:
+        ConfigurationError: All ranks are on one machine.
+    """
+    inside = split_group(world.node_rank, group=world.group, device=world.device)
+    if inside.size() == world.world_size > 1:
+        raise ConfigurationError(
+            "across=machines is for several machines, but all ranks are on one.\nLeave across out, or use strategy ddp."
+        )
+    return inside
+
+
+def _refuse_sync_layers(model: nn.Module, name: StrategyName) -> None:
+    """Raise a ConfigurationError if the model has layers that need all ranks in every forward."""
+    if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
+        raise ConfigurationError(
+            f"SyncBatchNorm exchanges statistics in every step, which strategy {name} saves.\n"
+            "Use nn.BatchNorm, whose running statistics are averaged in exchanges, or strategy ddp."
+        )
