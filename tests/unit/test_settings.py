@@ -128,7 +128,8 @@ def test_a_value_that_cannot_be_is_named_with_what_can(values, text):
     [
         (
             {"strategy": "gpipe"},
-            "strategy='gpipe' is not allowed.\nGive one of single, dp, ddp, ddp-zero1, fsdp, local-sgd, diloco, torch-dp, torch-ddp.",
+            "strategy='gpipe' is not allowed.\n"
+            "Give one of single, dp, ddp, ddp-zero1, fsdp, local-sgd, diloco, torch-dp, torch-ddp.",
         ),
         ({"quiet": 1}, "quiet=1 is not allowed.\nGive True or False."),
         ({"checkpoint": 3}, "checkpoint=3 is not allowed.\nGive a path."),
