@@ -140,14 +140,19 @@ def test_every_setting_is_a_flag_and_arrives(mine, monkeypatch):
     assert main(["train", "mine.py", *others]) == 0
     assert main(["train", "mine.py", "--wire", "bf16", "--bucket-cap-mb", "2.5", "--overlap-optimizer"]) == 0
     assert main(["train", "mine.py", "--compression", "powersgd:4"]) == 0
+    local = {"strategy": "diloco", "sync_every": 6, "fragments": 2, "sync_delay": 1, "across": "machines"}
+    local |= {"outer_lr": 0.5, "outer_momentum": 0.8}
+    words = [word for name, value in local.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    assert main(["train", "mine.py", *words]) == 0
     assert seen == [
         FitSettings(**{**flags, "shares": (2, 1.5), "profile_steps": (3, 2)}, **switches, resume=False),
         FitSettings(epochs=2, resume=True, checkpoint="runs", reproducible=4, threads=2, workers=2),
         FitSettings(compression="bf16", bucket_cap_mb=2.5, overlap_optimizer=True),
         FitSettings(compression="powersgd:4"),
+        FitSettings(**local),
     ]
     rest = {"epochs", "resume", "reproducible", "threads", "compression", "wire", "bucket_cap_mb", "overlap_optimizer"}
-    assert {setting.name for setting in settings_of(FitSettings)} == {*flags, *switches, *rest}
+    assert {setting.name for setting in settings_of(FitSettings)} == {*flags, *switches, *local, *rest}
 
 
 def test_words_that_are_no_numbers_are_named(mine, capfd):
