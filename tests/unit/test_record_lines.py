@@ -21,7 +21,7 @@ FROZEN = {
     "backward_s exposed_s hidden_s optimizer_s loss learning_rate grad_norm samples samples_per_s counts tokens_per_s",
     "timeline": "step time spans buckets waited_from waited_until",
     "machine": "time memory_bytes memory_peak_bytes rss_bytes rss_peak_bytes workers_rss_bytes num_workers cpu_percent "
-    "workers_cpu_percent load gpu_percent gpu_power_w gpu_temperature_c",
+    "workers_cpu_percent load gpu_percent gpu_power_w gpu_temperature_c sent_bytes link_bytes_per_s link_peer",
     "event": "event step time seconds text",
 }
 

@@ -71,7 +71,7 @@ def test_many_bytes_travel_faster_as_bf16_and_less_often_with_accumulation():
     # In shared memory, rounding takes as long as adding.
     (rarer,) = advise(facts(wire_s=0.092, gradient_bytes=100 * 2**20, device="cpu"))
     assert rarer.change.startswith("exchanging gradients once")
-    apart = advise(facts(wire_s=0.092, gradient_bytes=100 * 2**20, num_hosts=2, device="cpu"))
+    apart = advise(facts(wire_s=0.092, gradient_bytes=100 * 2**20, num_machines=2, device="cpu"))
     assert apart[0].change == "rounding gradients on their way (--compression bf16)"
     rounded = advise(facts(wire_s=0.092, gradient_bytes=100 * 2**20, wire=True))
     assert [advice.keeps_run for advice in rounded] == [False]
@@ -105,6 +105,12 @@ def test_what_a_divided_optimizer_brings_back_late_counts_against_it():
     late = facts(optimizer_s=0.040, trips_s=0.024)
     (advice,) = advise(late)
     assert advice.gain == pytest.approx(0.132 / (0.132 - 0.040 * 3 / 4 + (0.024 - 0.002) / 2))
+
+
+def test_a_slow_network_is_no_place_for_a_divided_optimizer():
+    apart = facts(optimizer_s=0.040, wire_s=3.4, num_machines=2, device="cpu")
+    assert all("zero1" not in advice.change for advice in advise(apart)), "what would come late is not known"
+    assert all("zero1" not in advice.change for advice in advise(replace(apart, trips_s=3.5)))
 
 
 def test_pauses_that_take_much_of_the_run_can_be_fewer():

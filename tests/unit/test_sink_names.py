@@ -59,6 +59,9 @@ FROZEN = {
     "rank/gpu_percent": "lockstep_rank_gpu_utilization_ratio",
     "rank/gpu_power_w": "lockstep_rank_gpu_power_watts",
     "rank/gpu_temperature_c": "lockstep_rank_gpu_temperature_celsius",
+    "rank/sent_bytes": "lockstep_rank_sent_bytes_total",
+    "rank/step_sent_bytes": "lockstep_rank_step_sent_bytes",
+    "rank/link_bytes_per_s": "lockstep_rank_link_bytes_per_second",
     "eval/{metric}": "lockstep_eval",
     "events/{event}": "lockstep_events_total",
 }
@@ -87,7 +90,7 @@ def test_prometheus_names_are_by_its_rules():
 def test_every_figure_of_a_rank_is_given():
     given = {metric.name.removeprefix("rank/") for metric in metrics.RANK_METRICS}
     known = {field.name for field in fields(RankFigures)} | {"own_s", "wire_s"}
-    assert known - given == {"rank", "host", "device", "step", "num_steps"}
+    assert known - given == {"rank", "host", "device", "step", "num_steps", "link_peer"}
     assert given <= known
 
 

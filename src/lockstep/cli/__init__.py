@@ -26,6 +26,7 @@ COMMANDS = {
     "train": ("lockstep.cli.train:train", "Train the task of a file on one device or many."),
     "compare": ("lockstep.cli.studies:compare", "Race one device, both engines and torch's own on a task."),
     "tune": ("lockstep.cli.studies:tune", "Find settings that train a task faster, and write them to a file."),
+    "predict": ("lockstep.cli.studies:predict", "Is it faster on several machines here, and with what?"),
     "verify": ("lockstep.cli.studies:verify", "Is it the same run on N devices as on one? If not, why?"),
     "doctor": ("lockstep.cli.studies:doctor", "What here will hang, falsify or slow training, each with its fix."),
     "report": ("lockstep.cli.studies:report", "A page on a recorded run: where time went, what to change."),

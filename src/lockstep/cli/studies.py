@@ -1,4 +1,4 @@
-"""The study commands: compare, tune, verify, doctor, report and rehearse. Each parses, calls and prints."""
+"""The study commands: compare, tune, predict, verify, doctor, report and rehearse. Each parses, calls and prints."""
 
 import os
 import sys
@@ -189,6 +189,69 @@ def tune(
     facts = {"measured": found.when, **found.versions, **found.machine}
     write("settings", file, tuning.as_file(outcome, task_file=task_file, file=file, facts=facts))
     return INTERRUPTED if outcome.interrupted else 0
+
+
+@command()
+@click.argument("target", metavar="TASK.py|RUN")
+@click.option("--machines", metavar="N", help="Machines to be advised for; 2, or those of the job, if not given.")
+@click.option("--link", metavar="RATE", help="Of each machine, such as 100Mb or 20MB/s; probed between those of a job.")
+@click.option("--latency", type=click.FloatRange(0), metavar="MS", help="Of a message over --link; 0.2 if not given.")
+@click.option("--ranks-per-machine", type=int, metavar="N", help="Ranks of each; 1, or those of the job.")
+@settings_options(Settings, "global_batch_size", "precision")
+@_JSON
+@click.option("--html", "html_file", metavar="FILE", help="Write a page with a plot, to be opened offline.")
+def predict(
+    target: str,
+    machines: str | None,
+    link: str | None,
+    latency: float | None,
+    ranks_per_machine: int | None,
+    json_file: str | None,
+    html_file: str | None,
+    **settings: Any,
+) -> None:
+    """Predict what the task of TASK.py, or a recorded run, takes on several machines over a network.
+
+    Measures a step on one rank, what exchanging gradients takes of the processor, and between the machines of a job
+    the link. Ends in seconds and efficiency for 1, 2, 4, 8 ... machines, with each thing that can be turned on, and a
+    verdict: what to turn on, and from which link on more machines pay.
+
+    Examples:
+      lockstep predict examples/gpt.py --machines 2 --link 100Mb
+          two machines in an office
+      lockstep predict examples/gpt.py --machines 4 --link 1Gb --ranks-per-machine 8 --html gpt.html
+          four machines with eight ranks each, and a page with a plot
+      lockstep run --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --devices 1 -m lockstep predict examples/gpt.py
+          on both machines (--node-rank 1 on the second): the link between them is probed
+      lockstep predict runs/gpt --link 1Gb
+          a run that was recorded with --run-dir, over another link
+    """
+    from lockstep.env import RankEnv
+    from lockstep.study import predict as prediction
+    from lockstep.study.common import console, to_json
+    from lockstep.study.drawing import import_matplotlib
+    from lockstep.telemetry import provenance
+
+    for file in (json_file, html_file):
+        check_writable(file)
+    if html_file is not None:
+        import_matplotlib()
+    request = prediction.Asked.read(machines, link, latency, ranks_per_machine)
+    found: prediction.Forecast | None
+    if Path(target).is_dir():
+        found = prediction.predict_run(Path(target), request)
+    else:
+        in_job = RankEnv.from_environ(os.environ).world_size > 1
+        found = prediction.predict_task(target, request, Settings(**settings), in_job=in_job)
+    if found is None:  # rank zero prints it
+        return
+    console().print(prediction.render(found))
+    origin = provenance.gather(Path(target.rpartition(".py")[0] + ".py"))
+    if json_file is not None:
+        write("figures", json_file, to_json(prediction.to_record(found, origin)))
+    if html_file is not None:
+        command = hide_secrets(["lockstep", *sys.argv[1:]])
+        write("page", html_file, prediction.render_page(found, origin, command))
 
 
 @command()

@@ -1,9 +1,12 @@
-"""The network: the interface that Gloo should use, and keepalive probes that notice a dead link."""
+"""The network: the interface that Gloo should use, keepalive probes for dead links, and what connections have sent."""
 
 import ipaddress
 import os
 import socket
+import struct
+from collections.abc import Iterator
 from contextlib import suppress
+from typing import NamedTuple
 
 import psutil
 
@@ -79,6 +82,14 @@ def set_keepalive() -> None:
     limit_s = float(os.environ.get(LINK_TIMEOUT, _LINK_TIMEOUT_S))
     if limit_s <= 0:
         return
+    for found, peer, ours in _open_connections():
+        if peer != ours and not _is_loopback(peer):
+            with suppress(OSError):
+                _keep_alive(found, limit_s)
+
+
+def _open_connections() -> Iterator[tuple[socket.socket, str, str]]:
+    """Yield this process's TCP connections, with the addresses of the other end and of this one."""
     # Gloo and NCCL hand out no descriptors: those of the process are looked through instead.
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed meanwhile, or not connected
@@ -87,9 +98,7 @@ def set_keepalive() -> None:
             # A copy: closing it leaves the connection as it is, and options are those of the connection.
             with socket.socket(fileno=os.dup(int(name))) as found:
                 if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
-                    peer, ours = found.getpeername()[0], found.getsockname()[0]
-                    if peer != ours and not _is_loopback(peer):
-                        _keep_alive(found, limit_s)
+                    yield found, found.getpeername()[0], found.getsockname()[0]
 
 
 def _keep_alive(connection: socket.socket, limit_s: float) -> None:
@@ -108,3 +117,38 @@ def _keep_alive(connection: socket.socket, limit_s: float) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every)
     # For what was sent and not acknowledged, where the kernel would try for a quarter of an hour; and for the probes.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(give_up_s * 1000))
+
+
+# --- what was sent ----------------------------------------------------------------------------------------------------
+
+# Of linux/tcp.h, struct tcp_info: tcpi_bytes_acked, and tcpi_busy_time in microseconds.
+_ACKED, _BUSY, _INFO_BYTES = 120, 168, 176
+
+
+class Sent(NamedTuple):
+    """What this process has sent to one address.
+
+    Attributes:
+        num_bytes: That have arrived there.
+        busy_s: Seconds in which there was something to send; summed over connections, which may send side by side.
+    """
+
+    num_bytes: int
+    busy_s: float
+
+
+def sent_to(*, loopback: bool = False) -> dict[str, Sent]:
+    """Return by address what this process's open TCP connections have sent; empty where the kernel does not count.
+
+    Args:
+        loopback: Whether connections within this machine count, too.
+    """
+    found: dict[str, Sent] = {}
+    for connection, peer, ours in _open_connections():
+        if loopback or (peer != ours and not _is_loopback(peer)):
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 512)
+            if len(info) >= _INFO_BYTES:
+                (acked,), (busy_us,) = struct.unpack_from("=Q", info, _ACKED), struct.unpack_from("=Q", info, _BUSY)
+                before = found.get(peer, Sent(0, 0.0))
+                found[peer] = Sent(before.num_bytes + acked, before.busy_s + busy_us / 1e6)
+    return found

@@ -37,7 +37,9 @@ def load(task: Task | str) -> Task:
     return load_task(task) if isinstance(task, str) else task
 
 
-def run_ranks(function: Callable[..., Any], *args: Any, devices: int, timeout_s: float | None = None) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], *args: Any, devices: int, timeout_s: float | None = None, backend: str | None = None
+) -> list[Any]:
     """Launch ``function`` on ranks, with their `World` as its last argument; return what it gave on each.
 
     What one finds wrong with the task is raised without a traceback, as all find the same.
@@ -45,17 +47,17 @@ def run_ranks(function: Callable[..., Any], *args: Any, devices: int, timeout_s:
     from lockstep.launcher.api import launch
 
     try:
-        return launch(_in_world, function, args, devices=devices, timeout_s=timeout_s)
+        return launch(_in_world, function, args, backend, devices=devices, timeout_s=timeout_s)
     except RankFailed as error:
         if isinstance(error.__cause__, LockstepError):
             raise error.__cause__ from None
         raise
 
 
-def _in_world(function: Callable[..., Any], args: Sequence[Any]) -> Any:
+def _in_world(function: Callable[..., Any], args: Sequence[Any], backend: str | None) -> Any:
     from lockstep.comm.world import init
 
-    with init() as world:
+    with init(backend=backend) as world:
         return function(*args, world)
 
 

@@ -75,6 +75,8 @@ class RankMetrics:
         self._events: list[EventFigures] = []
         self._means: dict[str, Any] = {}
         self._machine: dict[str, Any] = {}
+        self._sampled_at = first_step  # steps done by the line before
+        self._step_sent: float | None = None
         self._last: dict[str, float | None] = {}
 
     def add_step(self, step: RecordedStep, took: StepSeconds) -> None:
@@ -95,7 +97,11 @@ class RankMetrics:
 
     def machine(self, line: Mapping[str, Any]) -> None:
         """Take a line of kind ``machine``."""
-        self._machine = {name: line.get(name) for name in MACHINE_FIGURES}
+        before, self._machine = self._machine, {name: line.get(name) for name in MACHINE_FIGURES}
+        sent, sent_before = self._machine["sent_bytes"], before.get("sent_bytes")
+        if sent is not None and sent_before is not None and self.num_done > self._sampled_at:
+            self._step_sent = (sent - sent_before) / (self.num_done - self._sampled_at)
+        self._sampled_at = self.num_done
 
     def read(self) -> tuple[RankFigures, dict[str, Any]]:
         """Return the figures since they were read before, and what they add to a `Snapshot`, by its names."""
@@ -104,7 +110,8 @@ class RankMetrics:
         # A rank that evaluates or saves keeps the times and rates of its last steps, with 0 as their number.
         self._means = new.means() or self._means
         self._last |= new.rates()
-        figures = RankFigures(**self._who, step=self.num_done, num_steps=new.num_steps, **self._means, **self._machine)
+        who = {**self._who, "step": self.num_done, "num_steps": new.num_steps, "step_sent_bytes": self._step_sent}
+        figures = RankFigures(**who, **self._means, **self._machine)
         return figures, {**self._last, "events": tuple(events)}
 
     def whole_run(self) -> RankFigures:
@@ -121,7 +128,13 @@ def decode(note: Mapping[str, Any]) -> RankFigures:
     figures = RankFigures(**note)
     # A text where a number belongs would fail much later, in the thread that draws the live view.
     for name, value in asdict(figures).items():
-        kind = str if name in ("host", "device") else int if name in ("rank", "step", "num_steps") else int | float
+        kind = (
+            str
+            if name in ("host", "device", "link_peer")
+            else int
+            if name in ("rank", "step", "num_steps")
+            else int | float
+        )
         if not (isinstance(value, kind) or (value is None and kind is not int)):
             raise TypeError(f"{name} is {value!r}")
     return figures

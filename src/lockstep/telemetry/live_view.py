@@ -70,16 +70,30 @@ def line(snapshot: Snapshot) -> str:
         words.append(where)
     if (slowest := slowest_rank(snapshot)) is not None:
         words.append(f"rank {slowest} is slowest")
+    if (link := slowest_link(snapshot)) is not None:
+        words.append(link)
     return "  ".join(words)
 
 
 def _loss_and_rates(snapshot: Snapshot) -> list[str]:
     words = [] if snapshot.loss is None else [f"loss {snapshot.loss:.4f}"]
     if snapshot.samples_per_s is not None:
-        words.append(f"{snapshot.samples_per_s:,.0f} samples/s")
+        words.append(f"{rate(snapshot.samples_per_s)} samples/s")
     if snapshot.tokens_per_s is not None:
-        words.append(f"{snapshot.tokens_per_s:,.0f} {snapshot.counts}/s")
+        words.append(f"{rate(snapshot.tokens_per_s)} {snapshot.counts}/s")
     return words
+
+
+def slowest_link(snapshot: Snapshot) -> str | None:
+    """Return what the slowest link between machines carries, and how fast; None if none carries much."""
+    known = [each for each in snapshot.ranks if each.link_bytes_per_s]
+    if not known:
+        return None
+    slowest = min(known, key=lambda each: each.link_bytes_per_s or 0.0)
+    sent = [each.step_sent_bytes for each in known if each.host == slowest.host and each.step_sent_bytes]
+    a_step = f", {sum(sent) / 1e6:.3g} MB a step from its machine" if sent else ""
+    to = f"rank {slowest.rank} to {slowest.link_peer}"
+    return f"slowest link: {to}, {(slowest.link_bytes_per_s or 0.0) / 1e6:.3g} MB/s{a_step}"
 
 
 def summary(snapshot: Snapshot) -> str | None:
@@ -96,6 +110,11 @@ def summary(snapshot: Snapshot) -> str | None:
         return text
     slow = f"rank {spread.max_rank} ({milliseconds(spread.max)} of work in a step)"
     return f"{text}; slowest was {slow}, fastest rank {spread.min_rank} ({milliseconds(spread.min)})"
+
+
+def rate(per_s: float) -> str:
+    """Return a rate with three figures at least."""
+    return f"{per_s:,.0f}" if per_s >= 99.95 else f"{per_s:.3g}"
 
 
 def milliseconds(seconds: float) -> str:
@@ -140,6 +159,8 @@ def picture(snapshot: Snapshot, events: Sequence[EventFigures], *, width: int, h
     if shares(snapshot.ranks):
         step = Text(f"{milliseconds(snapshot.mean('step_s') or 0.0):>8} a step ")
         lines += [step.append_text(bar(snapshot.ranks, max(8, width - len(step)))), *_legend(snapshot, width)]
+    if (link := slowest_link(snapshot)) is not None:
+        lines.append(Text(link))
     tail = [_event(event) for event in events[-_MOST_EVENTS:]]
     room = height - 2 - len(lines) - len(tail)
     if room > 0 and snapshot.ranks:

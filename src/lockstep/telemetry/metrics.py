@@ -78,6 +78,7 @@ class RankFigures:
         device: Where it computes, such as ``cuda:0``.
         step: Steps done.
         num_steps: Steps that the times stand for; 0 while it evaluates, saves or has only begun.
+        link_peer: The address of the machine that `link_bytes_per_s` is about.
     """
 
     rank: int
@@ -85,6 +86,7 @@ class RankFigures:
     device: str | None = None
     step: int = 0
     num_steps: int = 0
+    link_peer: str | None = None
     age_s: float = _metric("age_seconds", "how old the figures are; much, if the rank stands still", 0.0)
     step_s: float | None = _metric("step_seconds", "a whole step")
     slowest_s: float | None = _metric("slowest_step_seconds", "the longest step since the figures before")
@@ -109,6 +111,11 @@ class RankFigures:
     gpu_percent: float | None = _metric("gpu_utilization_ratio", "part of the time in which a kernel ran", scale=0.01)
     gpu_power_w: float | None = _metric("gpu_power_watts", "power, as NVML says")
     gpu_temperature_c: float | None = _metric("gpu_temperature_celsius", "temperature, as NVML says")
+    sent_bytes: int | None = _metric("sent_bytes_total", "sent to other machines so far")
+    step_sent_bytes: float | None = _metric("step_sent_bytes", "of a step: sent to other machines")
+    link_bytes_per_s: float | None = _metric(
+        "link_bytes_per_second", "to the slowest machine, while there was any to send"
+    )
 
     @property
     def wire_s(self) -> float | None:

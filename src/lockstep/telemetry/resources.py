@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import torch
 
+from lockstep.comm.network import Sent, sent_to
 from lockstep.env import group_folders
 from lockstep.telemetry.rank_state import format_bytes, process_tree
 
@@ -143,6 +144,9 @@ def _entry(path: Path, name: str) -> int | None:
 
 # --- in a rank: what its process and devices take ---------------------------------------------------------------------
 
+# Less than this says nothing of a link: a few messages, each of which waits for its answer.
+_TELLING_BYTES = 256 * 1024
+
 
 class MachineSampler:
     """Samples this process, its loader processes and its devices, each time it is called.
@@ -155,6 +159,7 @@ class MachineSampler:
         self._gpus = [device for device in devices if device.type == "cuda"]
         self._process = psutil.Process()
         self._workers: dict[int, psutil.Process] = {}
+        self._sent: dict[str, Sent] = {}
         self._process.cpu_percent()  # percentages are of the time since the call before
 
     def __call__(self) -> dict[str, Any]:
@@ -175,12 +180,26 @@ class MachineSampler:
             "gpu_percent": self._nvml(torch.cuda.utilization),
             "gpu_power_w": self._nvml(torch.cuda.power_draw, scale=1e-3),
             "gpu_temperature_c": self._nvml(torch.cuda.temperature),
+            **self._sample_links(),
         }
 
     def _nvml(self, ask: Callable[[torch.device], int], *, scale: float = 1.0) -> float | None:
         with contextlib.suppress(Exception):  # NVML's module is not installed, or the driver does not give this figure
             return scale * ask(self._gpus[0])
         return None
+
+    def _sample_links(self) -> dict[str, Any]:
+        """Return what was sent to other machines, and the slowest way there since the call before."""
+        before, self._sent = self._sent, sent_to()
+        rates = {}
+        for peer, now in self._sent.items():
+            sent, busy_s = (new - old for new, old in zip(now, before.get(peer, Sent(0, 0.0)), strict=True))
+            if sent >= _TELLING_BYTES and busy_s > 0:
+                rates[peer] = sent / busy_s
+        slowest = min(rates, key=rates.__getitem__, default=None)
+        total = sum(each.num_bytes for each in self._sent.values())
+        rate = None if slowest is None else rates[slowest]
+        return {"sent_bytes": total if self._sent else None, "link_bytes_per_s": rate, "link_peer": slowest}
 
     def _sample_workers(self) -> tuple[float, int]:
         found: dict[int, psutil.Process] = {}

@@ -35,6 +35,7 @@ RANK_FILES = "rank-*.jsonl"
 MACHINE_FIGURES = (
     *("memory_bytes", "memory_peak_bytes", "rss_bytes", "workers_rss_bytes", "num_workers", "cpu_percent"),
     *("workers_cpu_percent", "load", "gpu_percent", "gpu_power_w", "gpu_temperature_c"),
+    *("sent_bytes", "link_bytes_per_s", "link_peer"),
 )
 
 # A name in ``EVENTS``.
@@ -462,7 +463,9 @@ class RunFolder:
         except ConfigurationError as error:
             problem = str(error)
         began_at = time.time()
-        mine = {"host": platform.node(), "pid": os.getpid(), "device": device, "machine": machine}
+        # As torchrun has it: hosts may have one name, as containers do.
+        node = os.environ.get("GROUP_RANK", "0")
+        mine = {"host": platform.node(), "pid": os.getpid(), "device": device, "machine": machine, "node": node}
         ranks = gather((mine, name or f"{began_at:.6f}-{os.getpid()}", problem))
         if problems := [f"Rank {number}: {each[2]}" for number, each in enumerate(ranks) if each[2]]:
             if writer is not None:

@@ -455,9 +455,9 @@ class Run:
     def _log_summary(self) -> None:
         trainer, throughput = self._trainer, self._throughput
         if throughput.losses:
-            rate = f"{throughput.samples_per_s:,.0f} samples/s"
+            rate = f"{live_view.rate(throughput.samples_per_s)} samples/s"
             if throughput.num_counted:
-                rate += f", {throughput.counted_per_s:,.0f} {self._task.counts}/s"
+                rate += f", {live_view.rate(throughput.counted_per_s)} {self._task.counts}/s"
             seconds = time.perf_counter() - self._started_at
             steps = f"{len(throughput.losses)} steps in {seconds:.1f} s"
             self._display.log(f"{steps}, {rate}, last loss {throughput.losses[-1]:.4f}")

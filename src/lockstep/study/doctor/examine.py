@@ -22,9 +22,13 @@ from lockstep.study.doctor import machine, network
 from lockstep.study.doctor.findings import WORDS, Finding, NotChecked, Plan, Report, Severity, judge, worst_first
 from lockstep.study.doctor.script import Script, path_of, read_script
 from lockstep.study.doctor.task import TaskFacts, read_task
+from lockstep.study.links import probe_link
 
 # How long ranks wait for each other; a launcher starts them within seconds.
 RENDEZVOUS_S = 20.0
+
+# How long the link between machines is measured.
+PROBE_S = 3.0
 
 
 def run(asked: Plan, env: RankEnv, environ: Mapping[str, str]) -> tuple[Report | None, int]:
@@ -115,6 +119,9 @@ def examine_job(plan: Plan, env: RankEnv, environ: Mapping[str, str]) -> tuple[R
     try:
         with init(backend="gloo", device="cpu", timeout_s=RENDEZVOUS_S) as world:
             parts = all_gather_object(own, group=world.group)
+            probed = None
+            if plan.machines > 1 and not plan.on_gpus:  # GPUs may have a network of their own
+                probed = network.ProbedLink(probe_link(world, limit_s=PROBE_S), plan.machines)
     except LockstepError as error:
         if report is None:
             return None, EXIT_CODE
@@ -123,7 +130,7 @@ def examine_job(plan: Plan, env: RankEnv, environ: Mapping[str, str]) -> tuple[R
         missed = (*report.not_checked, NotChecked("versions across ranks", "the ranks did not meet"))
         return replace(report, findings=findings, not_checked=missed), EXIT_CODE
     versions = network.Versions(tuple(part["versions"] for part in parts))
-    merged = merge([report_from(part["report"]) for part in parts if part["report"]], versions)
+    merged = merge([report_from(part["report"]) for part in parts if part["report"]], versions, probed)
     return merged if env.rank == 0 else None, merged.exit_code
 
 
@@ -134,7 +141,7 @@ def report_from(record: dict[str, Any]) -> Report:
     return Report(**record | {"plan": Plan(**record["plan"]), "findings": findings, "not_checked": missed})
 
 
-def merge(reports: Sequence[Report], versions: network.Versions) -> Report:
+def merge(reports: Sequence[Report], versions: network.Versions, probed: network.ProbedLink | None = None) -> Report:
     """Return one report of all machines, with the versions of all ranks; the first one is the first machine's."""
     first = reports[0]
     # How ranks reach each other need not be feared: they have just met, over Gloo.
@@ -142,6 +149,9 @@ def merge(reports: Sequence[Report], versions: network.Versions) -> Report:
     if not first.plan.on_gpus:
         disproved |= {"interface-local", "interface-missing"}
     seen = {"versions": versions.summary}
+    if probed is not None:
+        disproved.add("interface-slow")
+        seen["link"] = f"all-reduces between {probed.machines} machines run at {probed.link.source}"
     # What is the same on several machines is shown once, with the names of all.
     places: dict[Finding, list[str]] = {}
     hosts = []
@@ -154,7 +164,8 @@ def merge(reports: Sequence[Report], versions: network.Versions) -> Report:
             if finding.kind not in disproved:
                 where = finding.where or (host if len(reports) > 1 else "")
                 places.setdefault(replace(finding, where=""), []).append(where)
-    findings = judge(versions) + [replace(finding, where=", ".join(where)) for finding, where in places.items()]
+    measured = judge(versions) + ([] if probed is None else judge(probed))
+    findings = measured + [replace(finding, where=", ".join(where)) for finding, where in places.items()]
     missed = dict.fromkeys(one for report in reports for one in report.not_checked)
     seconds = max(report.seconds for report in reports)
     return Report(first.plan, ", ".join(hosts), seen, worst_first(findings), tuple(missed), seconds)

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.study.common import MIB
-from lockstep.study.report.figures import Figures, Parts, Traffic
+from lockstep.study.links import Cost, Method, format_megabytes, predict_step
+from lockstep.study.report.figures import Figures, Network, Parts, Traffic, num_machines
 from lockstep.study.report.run_reader import Recorded
 from lockstep.telemetry.stragglers import Straggler
 
@@ -25,7 +26,8 @@ class Facts:
         straggler: A rank that keeps the others waiting in every step.
         workers: Loader processes a rank; None if not known.
         trips_s: Of all buckets on their way, each at its best; 0 if not known.
-        num_hosts: Machines that the ranks are on.
+        num_machines: That the ranks are on.
+        network: What crosses the links between them; None if there are none, or that was not recorded.
         gradient_bytes: All together.
         wire: Whether gradients are rounded for their way already.
         strategy: Who computes.
@@ -40,7 +42,8 @@ class Facts:
     straggler: Straggler | None = None
     workers: int | None = None
     trips_s: float = 0.0
-    num_hosts: int = 1
+    num_machines: int = 1
+    network: Network | None = None
     gradient_bytes: int = 0
     wire: bool = False
     strategy: str = "ddp"
@@ -173,6 +176,8 @@ def _optimizer(facts: Facts) -> Advice | None:
     # back after the update, beside nothing: half of what buckets need on their way is waited for, instead of half of
     # what was waited for.
     late_s = max(0.0, facts.trips_s - facts.critical.wire_s) / 2
+    if facts.num_machines > 1 and not facts.trips_s:
+        return None  # what would come late over the network is not known
     saved_s = facts.critical.optimizer_s * (1 - 1 / facts.num_ranks) - late_s
     cause = f"The optimizer is {facts.share(facts.critical.optimizer_s)} of the step, the same on every rank"
     return Advice(cause, "dividing it among the ranks (--strategy ddp-zero1)", facts.gain(saved_s))
@@ -219,26 +224,56 @@ def _rounding(facts: Facts) -> Advice | None:
     # Half the bytes take half the time only where it is bytes that take it.
     if facts.gradient_bytes < LARGE_BYTES or facts.wire or facts.strategy != "ddp":
         return None
-    if facts.device == "cpu" and facts.num_hosts == 1:
+    if facts.device == "cpu" and facts.num_machines == 1:
         return None  # in memory that ranks share, rounding them takes as long as adding them
+    change = "rounding gradients on their way (--compression bf16)"
+    if (found := _over_network(facts, Method("bf16", cost=Cost(0.5)), change)) is not None:
+        return found
     cause = f"Exposed communication is {facts.share(facts.critical.wire_s)} of the step"
-    return Advice(cause, "rounding gradients on their way (--compression bf16)", facts.gain(facts.critical.wire_s / 2))
+    return Advice(cause, change, facts.gain(facts.critical.wire_s / 2))
 
 
-_RULES = (_loading, _slow_rank, _rounding, _optimizer, _too_small, _larger_batch)
+def _quantizing(facts: Facts) -> Advice | None:
+    change = "rounding gradients to 8 bits, with error feedback (--compression int8)"
+    return None if facts.wire else _over_network(facts, Method("int8", cost=Cost(0.25)), change)
+
+
+def _local_steps(facts: Facts) -> Advice | None:
+    change = "exchanging parameters every 8 steps (--strategy local-sgd)"
+    found = _over_network(facts, Method("local-sgd", sync_every=8), change)
+    return None if found is None else replace(found, keeps_run=False)
+
+
+def _over_network(facts: Facts, method: Method, change: str) -> Advice | None:
+    """Return what a method would give between the machines of the run; None where the link is not known."""
+    network = facts.network
+    if network is None or network.link is None or facts.strategy != "ddp":
+        return None
+    sent = f"{format_megabytes(network.sent_bytes)} from each of {network.num_machines} machines"
+    rate = f"{network.link.bytes_per_s / 1e6:.3g} MB/s"
+    cause = f"Exposed communication is {facts.share(facts.critical.wire_s)} of the step ({sent} at {rate})"
+    now, then = (
+        predict_step(network.profile, each, network.link, network.num_machines) for each in (Method("ddp"), method)
+    )
+    # What encoding takes is not in the record: `lockstep predict` measures it.
+    return Advice(cause, change, now.seconds / then.seconds, at_most=facts.device == "cpu")
+
+
+_RULES = (_loading, _slow_rank, _rounding, _quantizing, _local_steps, _optimizer, _too_small, _larger_batch)
 
 
 # What the rules need to know, from what was recorded of a run.
 
 
-def find_facts(run: Recorded, device: str, figures: Figures, traffic: Traffic | None) -> Facts:
+def find_facts(run: Recorded, device: str, figures: Figures, traffic: Traffic | None, network: Network | None) -> Facts:
     """Return the facts of a run on a kind of ``device``."""
     sizes = traffic.sizes_bytes if traffic is not None else {}
     session, settings = run.last, run.settings
     return Facts(
         num_ranks=len(figures.by_rank),
         device=device,
-        num_hosts=len({record.host for record in run.ranks.values()}),
+        num_machines=num_machines(run),
+        network=network,
         critical=figures.critical,
         straggler=figures.straggler,
         workers=_whole(session.get("workers", settings.get("workers"))),

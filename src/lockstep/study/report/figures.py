@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from statistics import fmean, median, median_low
 
+from lockstep.study.links import Computing, Link, Profile, ReadyBucket, cable_bytes, format_rate
 from lockstep.study.report.run_reader import Recorded, Step, Timeline
 from lockstep.telemetry.stragglers import PHASES, StepTimes, Straggler, find_stragglers, pace_of
 
@@ -257,6 +258,90 @@ def find_traffic(run: Recorded) -> Traffic | None:
     # DDP builds its buckets anew after the first step, in the order in which gradients came: only the last ones count.
     times_s = {number: sorted(trips[number, size]) for number, size in last.items()}
     return Traffic(len(run.ranks), last, times_s) if last else None
+
+
+# The network between machines, as far as the record shows it.
+
+
+@dataclass(frozen=True)
+class Network:
+    """What crosses the links between the machines of a run.
+
+    Args:
+        num_machines: That took part.
+        profile: What one rank takes for a step, and its buckets.
+        link: What the links gave the run; None if there is none.
+        slowest: Which link was the slowest, by its two ends; empty if that is not known.
+    """
+
+    num_machines: int
+    profile: Profile
+    link: Link | None
+    slowest: str = ""
+
+    @property
+    def sent_bytes(self) -> float:
+        """What each machine sends in a step without compression."""
+        return cable_bytes(self.profile.gradient_bytes, self.num_machines)
+
+
+def num_machines(run: Recorded) -> int:
+    """Return how many machines took part; containers may all have the same host name."""
+    ranks = [each for each in run.last.get("ranks") or () if isinstance(each, dict) and each]
+    return len({(each.get("host"), each.get("node")) for each in ranks}) or 1
+
+
+def find_network(run: Recorded, figures: Figures) -> Network | None:
+    """Return what is known of the exchange of gradients; None unless steps have timelines with buckets."""
+    machines, num_ranks = num_machines(run), len(run.ranks)
+    batch = run.last.get("global_batch_size")
+    timelines = [each for each in run.zero.timelines if each.buckets and each.waited]
+    if not timelines or type(batch) is not int or machines < 1:
+        return None
+    last, parts = timelines[-1], figures.critical
+    begin_s = max((begin for phase, begin, _ in last.spans if phase == "backward"), default=0.0)
+    own_s = max(last.waited[0] - begin_s if last.waited else 0.0, 1e-9)
+    order = sorted(last.buckets, key=lambda bucket: bucket.sent_s)
+    ready = [min(1.0, max(0.0, (bucket.ready_s - begin_s) / own_s)) for bucket in order[:-1]]
+    buckets = [ReadyBucket(each.size_bytes, at) for each, at in zip(order, [*ready, 1.0], strict=True)]
+    alone = Computing(parts.data_wait_s + parts.forward_s, parts.backward_s, parts.optimizer_s + parts.other_s)
+    profile = Profile(batch, {-(-batch // num_ranks): alone}, buckets, ranks_per_machine=-(-num_ranks // machines))
+    rates = [rate for each in timelines if (rate := _link_rate(each, run, machines))]
+    link = None
+    if machines > 1 and rates:
+        link = Link(median(rates), source=f"{format_rate(median(rates))} as recorded")
+    return Network(machines, profile, link, _slowest_link(run))
+
+
+def _link_rate(timeline: Timeline, run: Recorded, machines: int) -> float | None:
+    """Return the bytes per second that a machine sent while buckets were on their way; None if that is not known."""
+    settings = run.settings
+    if settings.get("compression") is not None or machines < 2:
+        return None
+    ratio = 0.5 if settings.get("wire") else 1.0
+    members = machines if run.last.get("backend") == "shm+gloo" else len(run.ranks)
+    buckets = timeline.buckets
+    # All of them together, which keep the link busy if it is slow; or one alone, if it is fast and often idle.
+    spans = [(each.size_bytes, each.done_s - each.sent_s) for each in buckets]
+    whole_s = max(each.done_s for each in buckets) - min(each.sent_s for each in buckets)
+    spans.append((sum(each.size_bytes for each in buckets), whole_s))
+    return max((ratio * cable_bytes(size, members) / seconds for size, seconds in spans if seconds > 0), default=None)
+
+
+def _slowest_link(run: Recorded) -> str:
+    rates = [
+        (line.figures["link_bytes_per_s"], f"{record.host} (rank {rank}) to {line.link_peer}")
+        for rank, record in run.ranks.items()
+        for line in record.machine
+        if line.figures.get("link_bytes_per_s")
+    ]
+    by_link: dict[str, list[float]] = {}
+    for rate, name in rates:
+        by_link.setdefault(name, []).append(rate)
+    if not by_link:
+        return ""
+    slowest = min(by_link, key=lambda name: median(by_link[name]))
+    return f"{slowest}, {median(by_link[slowest]) / 1e6:.3g} MB/s"
 
 
 # A few steps with all ranks on one clock.

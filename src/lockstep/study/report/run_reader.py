@@ -81,10 +81,11 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Machine:
-    """A line of kind ``machine``; figures by name, those that are not known are left out."""
+    """A line of kind ``machine``; figures by name, those that are not known are left out; the slowest link's end."""
 
     time: float
     figures: Mapping[str, float]
+    link_peer: str = ""
 
 
 @dataclass(frozen=True)
@@ -142,9 +143,9 @@ def _timeline(line: Line) -> Timeline:
 
 
 def _machine(line: Line) -> Machine:
-    values = {name: _number(line, name) for name in line if name not in ("kind", "time")}
+    values = {name: _number(line, name) for name in line if name not in ("kind", "time", "link_peer")}
     known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
-    return Machine(_given(line, "time"), known)
+    return Machine(_given(line, "time"), known, str(line.get("link_peer") or ""))
 
 
 def _event(line: Line) -> Event:

@@ -9,9 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.study.drawing import PARTS
+from lockstep.study.links import format_megabytes
 from lockstep.study.report.advice import Advice, advise, find_facts, in_ms
-from lockstep.study.report.figures import Figures, Parts, Traffic, bars_of, find_figures, find_traffic, find_window
+from lockstep.study.report.figures import (
+    Figures,
+    Network,
+    Parts,
+    Traffic,
+    bars_of,
+    find_figures,
+    find_network,
+    find_traffic,
+    find_window,
+)
 from lockstep.study.report.run_reader import Recorded, Timeline, read_run
+from lockstep.telemetry.live_view import rate
 
 
 @dataclass(frozen=True)
@@ -23,6 +35,7 @@ class View:
     traffic: Traffic | None
     window: dict[int, list[Timeline]]
     advice: list[Advice]
+    network: Network | None = None
 
     @property
     def task(self) -> str:
@@ -48,9 +61,10 @@ def view_run(folder: Path) -> View:
     """
     run = read_run(folder)
     figures, traffic = find_figures(run), find_traffic(run)
-    view = View(run, figures, traffic, find_window(run), [])
+    network = None if figures is None else find_network(run, figures)
+    view = View(run, figures, traffic, find_window(run), [], network)
     if figures is not None:
-        view.advice.extend(advise(find_facts(run, view.device, figures, traffic)))
+        view.advice.extend(advise(find_facts(run, view.device, figures, traffic, network)))
     return view
 
 
@@ -156,14 +170,14 @@ def sentences(view: View, baseline: BaselineComparison | None = None) -> tuple[s
     first = "Nothing that was measured promises more than 3%: leave it as it is."
     if view.advice:
         first = f"Change first: {view.advice[0].text}"
-    return _how_fast(view, figures, baseline), _where(figures), first
+    return _how_fast(view, figures, baseline), _where(figures, view.network), first
 
 
 def _how_fast(view: View, figures: Figures, baseline: BaselineComparison | None) -> str:
     one, more = ("GPU", "GPUs") if view.device == "cuda" else ("CPU process", "CPU processes")
-    rates = f"{_rate(figures.samples_per_s)} samples/s"
+    rates = f"{rate(figures.samples_per_s)} samples/s"
     if figures.tokens_per_s is not None:
-        rates += f" ({_rate(figures.tokens_per_s)} {view.run.last.get('counts') or 'tokens'}/s)"
+        rates += f" ({rate(figures.tokens_per_s)} {view.run.last.get('counts') or 'tokens'}/s)"
     text = f"{view.task} trains {rates} on {view.num_devices} {one if view.num_devices == 1 else more}"
     text += f", {in_ms(figures.step_s)} a step"
     if baseline is not None and baseline.scaling:
@@ -178,7 +192,7 @@ def by_words(parts: Parts) -> dict[str, float]:
     return dict(zip(PARTS, astuple(parts), strict=True))
 
 
-def _where(figures: Figures) -> str:
+def _where(figures: Figures, network: Network | None) -> str:
     critical, total_s = figures.critical, figures.critical.total_s or 1.0
     busy = (critical.computing_s + critical.optimizer_s) / total_s
     shares = {name: seconds / total_s for name, seconds in by_words(critical).items() if seconds >= 0.005 * total_s}
@@ -193,11 +207,13 @@ def _where(figures: Figures) -> str:
         text += f"; rank {slow.rank} keeps the others waiting {in_ms(slow.lost_s)} in each step, with {phase}"
     elif not figures.knows_waits and len(figures.by_rank) > 1:
         text += "; what of backward is waiting for other ranks, this engine does not tell"
+    if network is not None and network.link is not None:
+        sent = format_megabytes(network.sent_bytes)
+        text += f"; gradients without compression are {sent} a step from each of {network.num_machines} machines"
+        text += f", over links of {network.link.bytes_per_s / 1e6:.3g} MB/s"
+        if network.slowest:
+            text += f" (the slowest is {network.slowest})"
     return text + "."
-
-
-def _rate(per_s: float) -> str:
-    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
 
 
 def to_trace(run: Recorded) -> str:

@@ -1,0 +1,698 @@
+"""`predict`: will a task train faster on several machines over this network, and what is worth turning on?"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from html import escape
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple, final
+
+import torch
+from rich.console import Group as Lines
+from rich.console import RenderableType
+from rich.text import Text
+from torch import Tensor, nn
+
+from lockstep.comm.collectives import all_reduce, broadcast_object, empty_buffer
+from lockstep.comm.hierarchy import levels
+from lockstep.comm.network import sent_to
+from lockstep.comm.world import World, init
+from lockstep.env import usable_cores
+from lockstep.errors import ConfigurationError, LockstepError
+from lockstep.parallel.ddp.bucket_events import mark_on
+from lockstep.parallel.ddp.buckets import Bucket, ParameterSpec, plan_buckets
+from lockstep.parallel.ddp.reducer import Event
+from lockstep.parallel.ddp.setup import bucket_caps_bytes
+from lockstep.parallel.ddp.wrapper import DistributedDataParallel
+from lockstep.study import drawing
+from lockstep.study.common import MIB, Table, load, log, run_ranks
+from lockstep.study.compare.benchmark import TURN_TIMEOUT_S, time_steps
+from lockstep.study.links import (
+    LAN_LATENCY_S,
+    PAYLOAD_SHARE,
+    Computing,
+    Cost,
+    Link,
+    Method,
+    Profile,
+    ReadyBucket,
+    Step,
+    break_even,
+    cable_bytes,
+    format_megabytes,
+    format_rate,
+    given_link,
+    is_staged,
+    predict_step,
+    probe_link,
+)
+from lockstep.study.report.figures import find_figures, find_network
+from lockstep.study.report.run_reader import read_run
+from lockstep.telemetry.live_view import milliseconds
+from lockstep.telemetry.provenance import Provenance
+from lockstep.telemetry.run_record import Mark, seconds_between
+from lockstep.train.settings import Settings
+from lockstep.train.task import Task, build_model
+from lockstep.train.trainer import Trainer
+
+# --- what can be turned on -------------------------------------------------------------------------------------------
+
+PLAIN = Method("ddp")
+ACCUMULATE = 4
+SYNC_EVERY = {"local-sgd": 8, "diloco": 50}
+
+
+class Compression(NamedTuple):
+    """A way to send fewer bits.
+
+    Attributes:
+        effect: What becomes of the gradients.
+        sent: The part of their bytes that is sent; None if that depends on the model.
+    """
+
+    effect: str
+    sent: float | None
+
+
+_FEEDBACK = "gradients are rounded, with error feedback"
+COMPRESSIONS = {
+    "bf16": Compression("gradients are rounded", 0.5),
+    "int8": Compression(_FEEDBACK, 0.25),
+    "int4": Compression(_FEEDBACK, 0.13),
+    "powersgd:4": Compression("gradients become products of narrow matrices, with error feedback", None),
+}
+
+
+def list_methods(costs: Mapping[str, Cost], profile: Profile) -> list[Method]:
+    """Return what can be turned on: what changes the training least comes first.
+
+    Args:
+        costs: What was measured, by the name of the compression, and of `PLAIN`; others are taken to cost nothing.
+        profile: Of the task.
+    """
+    plain = replace(PLAIN, cost=costs.get(PLAIN.name, Cost()))
+    found = [plain]
+    if profile.ranks_per_machine > 1:
+        found.append(replace(plain, name="ddp, one ring", hierarchical=False))
+    for name, each in COMPRESSIONS.items():
+        cost = costs.get(name) or (None if each.sent is None else Cost(each.sent, staged=True))
+        if cost is not None:
+            found.append(Method(name, f"--compression {name}", each.effect, cost))
+    batch = f"--accumulate {ACCUMULATE} --global-batch-size {ACCUMULATE * profile.global_batch_size}"
+    larger = f"each update takes a global batch {ACCUMULATE} times as large"
+    found.append(replace(plain, name=f"accumulate {ACCUMULATE}", flags=batch, effect=larger, accumulate=ACCUMULATE))
+    for name, steps in SYNC_EVERY.items():
+        flags, effect = f"--strategy {name} --sync-every {steps}", f"parameters are exchanged every {steps} steps"
+        found.append(replace(plain, name=name, flags=flags, effect=f"another training run: {effect}", sync_every=steps))
+    return found
+
+
+# --- measured on one rank: what a step takes without any exchange -----------------------------------------------------
+
+# More than anybody waits for: a stream needs a number, and a schedule falls over it.
+_MANY_STEPS = 1_000_000
+# Of each size of a rank's part: the first steps allocate; then as many as take so long.
+_NUM_WARMUP, _TURN_S, _FEWEST, _MOST = 2, 1.5, 3, 20
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure; the same on every rank.
+
+    Attributes:
+        task: The task, or where to find it.
+        settings: How to train.
+        shares: Samples of a rank's part of a global batch, for each number of machines.
+        num_threads: Of a rank.
+        link: The link; None: it is to be probed.
+    """
+
+    task: Task | str
+    settings: Settings
+    shares: tuple[int, ...]
+    num_threads: int
+    link: Link | None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the ranks measured: what computing takes, what an exchange takes beside it, and the link."""
+
+    computing: Mapping[int, Computing]
+    buckets: Sequence[ReadyBucket]
+    busy_cores: float
+    costs: Mapping[str, Cost]
+    link: Link
+
+
+def measure(request: Request, world: World) -> Measured:
+    """Measure the task's step on rank zero alone, then exchanges between all ranks. Collective: every rank.
+
+    Raises:
+        Exception: What training a step raised, on rank zero; on the others a LockstepError that says so.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.num_threads)
+    try:
+        return _measure(request, world)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _measure(request: Request, world: World) -> Measured:
+    task = load(request.task)
+    computing: dict[int, Computing] = {}
+    buckets: Sequence[ReadyBucket] = ()
+    busy_cores = 1.0
+    failure: Exception | None = None
+    if world.is_rank_zero:
+        try:
+            for share in request.shares:
+                log(f"measuring a step of {share} samples on one rank")
+                computing[share], buckets, busy_cores = _measure_computing(task, request.settings, share, world)
+        except Exception as error:
+            failure = error
+    world.barrier(TURN_TIMEOUT_S)  # the others sleep until rank zero has come
+    problem = broadcast_object(str(failure or ""), group=world.group, device=world.device)
+    if failure is not None:
+        raise failure
+    if problem:
+        raise LockstepError(f"Rank 0 could not train a step of the task: {problem}")
+    costs: dict[str, Cost] = {}
+    shapes = [each.shape for each in build_model(task).parameters() if each.requires_grad]
+    link = request.link or probe_link(world)
+    if world.device.type == "cpu" and world.world_size > 1:  # GPUs compute on while others send
+        if world.is_rank_zero:
+            log("measuring what exchanges take")
+        costs[PLAIN.name] = measure_cost(shapes, None, world)
+        costs |= {name: measure_cost(shapes, name, world) for name in COMPRESSIONS}
+    return Measured(computing, buckets, busy_cores, costs, link)
+
+
+def _measure_computing(
+    task: Task, settings: Settings, num_samples: int, world: World
+) -> tuple[Computing, Sequence[ReadyBucket], float]:
+    """Train some steps in this process alone; return their times, the buckets, and how many cores they kept busy."""
+    alone = replace(settings, epochs=None, steps=_MANY_STEPS, global_batch_size=num_samples)
+    with contextlib.closing(Trainer(task, alone, world, strategy="single", devices=[world.device])) as trainer:
+        arrivals = _Arrivals(trainer.model, world.device)
+        first_s = min(time_steps(trainer, 1)[0] for _ in range(_NUM_WARMUP))
+        parts, ready, cpu_s, wall_s = [], [], 0.0, 0.0
+        for _ in range(min(max(math.ceil(_TURN_S / first_s), _FEWEST), _MOST)):
+            began_s = time.process_time()
+            seconds, (record,) = time_steps(trainer, 1)
+            cpu_s, wall_s = cpu_s + time.process_time() - began_s, wall_s + seconds
+            times = record.times
+            before_s = times.data_wait_s + times.forward_s
+            parts.append(Computing(before_s, times.backward_s, max(0.0, seconds - before_s - times.backward_s)))
+            ready.append(arrivals.take(record.timer.spans))
+        buckets = _ready_buckets(trainer.model, [median(each) for each in zip(*ready, strict=True)], settings)
+    return Computing(*(median(each) for each in zip(*map(astuple, parts), strict=True))), buckets, cpu_s / wall_s
+
+
+@final
+class _Arrivals:
+    """Notes when the gradient of each parameter is there."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._marks: dict[int, Mark] = {}
+        self._parameters = [each for each in model.parameters() if each.requires_grad]
+
+        def hook_for(index: int) -> Callable[[Tensor], None]:
+            return lambda _: self._marks.__setitem__(index, mark_on(device))
+
+        for index, parameter in enumerate(self._parameters):
+            parameter.register_post_accumulate_grad_hook(hook_for(index))
+
+    def take(self, spans: Sequence[tuple[str, Mark, Mark, float]]) -> list[float]:
+        """Return at which part of backward each gradient of the last step came; 1 where none did."""
+        begin, end = next((begin, end) for phase, begin, end, _ in spans if phase == "backward")
+        whole_s = seconds_between(begin, end) or 1.0
+        marks, self._marks = self._marks, {}
+        places = range(len(self._parameters))
+        return [seconds_between(begin, marks[place]) / whole_s if place in marks else 1.0 for place in places]
+
+
+def _ready_buckets(model: nn.Module, ready: Sequence[float], settings: Settings) -> tuple[ReadyBucket, ...]:
+    """Return the buckets that the engine would make, and when each can leave."""
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    specs = [ParameterSpec(each.numel(), each.dtype, each.device) for each in parameters]
+    order = sorted(range(len(specs)), key=ready.__getitem__)
+    buckets, latest = [], 0.0
+    for spec in plan_buckets(specs, order, bucket_caps_bytes(settings.bucket_cap_mb, None)):
+        latest = min(1.0, max(latest, *(ready[index] for index in spec.parameters)))
+        buckets.append(ReadyBucket(spec.size_bytes, latest))
+    # The reducer launches the last one when backward is over.
+    return (*buckets[:-1], ReadyBucket(buckets[-1].size_bytes, 1.0))
+
+
+# --- measured between ranks: what an exchange takes beside the link, and the link -------------------------------------
+
+# Of gradients; what a large model's take follows from it.
+_MOST_COST_BYTES = 32 * MIB
+_NUM_COST_STEPS, _NUM_COST_BUCKETS = 5, 4
+
+
+class _Gradients(nn.Module):
+    """Has parameters of some shapes, and a backward that does nothing but make their gradients."""
+
+    def __init__(self, shapes: Sequence[torch.Size]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.zeros(shape) for shape in shapes)
+        self._gradients = [torch.randn(shape) for shape in shapes]
+
+    def forward(self) -> Tensor:
+        """Return a number whose gradients are random."""
+        pairs = zip(self.weights, self._gradients, strict=True)
+        return torch.stack([(weight * gradient).sum() for weight, gradient in pairs]).sum()
+
+
+@final
+class _Stages:
+    """Times what the thread that computes does for each bucket but the last, which it may reduce itself."""
+
+    def __init__(self) -> None:
+        self.encode_s = self.decode_s = 0.0
+        self.num_bytes = 0
+        self._began_s = 0.0
+
+    def on_event(self, kind: Event, bucket: Bucket | None) -> None:
+        """Take note of an event of the reducer."""
+        if bucket is None or bucket.is_last:
+            return
+        if kind in (Event.READY, Event.WAIT):
+            self._began_s = time.thread_time()
+        elif kind is Event.LAUNCHED:
+            self.encode_s += time.thread_time() - self._began_s
+            self.num_bytes += bucket.spec.size_bytes
+        elif kind is Event.WAIT_END:
+            self.decode_s += time.thread_time() - self._began_s
+
+
+def measure_cost(shapes: Sequence[torch.Size], compression: str | None, world: World) -> Cost:
+    """Return what exchanging gradients of these shapes takes beside the link. Collective: every rank.
+
+    Args:
+        shapes: Of the parameters.
+        compression: How they are sent; None: as they are.
+        world: The ranks: two or more.
+    """
+    chosen = list(_at_most(shapes, _MOST_COST_BYTES))
+    size_bytes = sum(4 * shape.numel() for shape in chosen)
+    cap_mb = max(size_bytes / _NUM_COST_BUCKETS / MIB, 1e-3)
+    engine = DistributedDataParallel(
+        _Gradients(chosen), process_group=world.group, bucket_cap_mb=cap_mb, compression=compression
+    )
+    # In a hierarchy each rank of a machine sends a slice of what the machine sends.
+    num_carriers = world.local_world_size if is_staged(world) else 1
+    moved = cable_bytes(size_bytes, world.world_size // num_carriers) / num_carriers
+    found: list[Cost] = []
+    for _ in range(_NUM_COST_STEPS):
+        stages = _Stages()
+        engine.reducer.observers = [stages]
+        all_reduce(torch.zeros(1), group=world.group)  # so that all begin together
+        sent_before = _sent_bytes()
+        process_s, thread_s = time.process_time(), time.thread_time()
+        engine().backward()
+        others_s = time.process_time() - process_s - (time.thread_time() - thread_s)
+        all_reduce(torch.zeros(1), group=world.group)  # so that all has arrived, and counts
+        sent = _sent_bytes() - sent_before
+        encode_s, decode_s = (each / max(stages.num_bytes, 1) for each in (stages.encode_s, stages.decode_s))
+        # Threads that help with encoding and decoding in the thread that computes.
+        others_s -= (torch.get_num_threads() - 1) * (encode_s + decode_s) * size_bytes
+        cpu_s = max(0.0, others_s / moved)
+        found.append(Cost(sent / moved, encode_s, decode_s, cpu_s, compression is not None))
+    # The first step makes the buckets.
+    return Cost(*(median(each) for each in zip(*map(astuple, found[1:]), strict=True)))
+
+
+def _at_most(shapes: Sequence[torch.Size], most_bytes: int) -> Iterator[torch.Size]:
+    """Yield shapes of gradients until they are so many bytes, one at least."""
+    reached = 0
+    for shape in shapes:
+        yield shape
+        reached += 4 * shape.numel()
+        if reached >= most_bytes:
+            return
+
+
+def _sent_bytes() -> int:
+    return sum(each.num_bytes for each in sent_to(loopback=True).values())
+
+
+def measure_inside(world: World) -> float:
+    """Return the seconds for each byte that the ranks of a machine take to reduce and gather. Collective: all ranks."""
+    inside = world.group if world.local_world_size == world.world_size else levels(world.group)[0]
+    if inside is None or inside.size() == 1 or world.device.type != "cpu":
+        return 0.0
+    tensor = empty_buffer(_MOST_COST_BYTES // 4, dtype=torch.float32, device=world.device, group=world.group).zero_()
+    times = []
+    for _ in range(_NUM_COST_STEPS):
+        began_s = time.perf_counter()
+        all_reduce(tensor, group=inside)
+        times.append(time.perf_counter() - began_s)
+    # Reducing alone is half of an all-reduce; a hierarchy makes a whole one, and gathers once more.
+    return 1.5 * median(times) / tensor.nbytes
+
+
+# --- what follows from it ---------------------------------------------------------------------------------------------
+
+# Machines that gain this part of what they could are well used.
+GOOD_EFFICIENCY = 0.8
+# A speed-up below this is not worth another machine.
+_WORTH = 1.05
+_FEWEST_MACHINES_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method's figures.
+
+    Attributes:
+        method: What is turned on.
+        steps: By number of machines; without those that leave a rank without samples.
+        pays_from: Bytes per second of the link from which the machines asked for are faster than one; None: never.
+    """
+
+    method: Method
+    steps: Mapping[int, Step]
+    pays_from: float | None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """All that is predicted.
+
+    Attributes:
+        task: Its name.
+        num_machines: That were asked for.
+        rows: `PLAIN` first.
+        notes: What the figures leave out.
+    """
+
+    task: str
+    profile: Profile
+    link: Link
+    num_machines: int
+    rows: Sequence[Row]
+    notes: Sequence[str] = ()
+
+    @property
+    def alone(self) -> Step:
+        """A step of one machine."""
+        return self.rows[0].steps[1]
+
+    def speed_up(self, row: Row, num_machines: int | None = None) -> float:
+        """Return how many times as fast as one machine those are."""
+        return row.steps[num_machines or self.num_machines].samples_per_s / self.alone.samples_per_s
+
+    def efficiency(self, row: Row, num_machines: int | None = None) -> float:
+        """Return the speed-up over the number of machines."""
+        return self.speed_up(row, num_machines) / (num_machines or self.num_machines)
+
+
+def machine_counts(num_machines: int) -> tuple[int, ...]:
+    """Return the numbers of machines that are shown: 1, 2, 4, 8 ... and the one asked for."""
+    most = max(num_machines, _FEWEST_MACHINES_SHOWN)
+    return tuple(sorted({num_machines, *(1 << power for power in range(most.bit_length()))}))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What somebody wants to know; None is left to the job, the record or a default.
+
+    Attributes:
+        num_machines: Machines.
+        link: Between them.
+        ranks_per_machine: Ranks of each.
+    """
+
+    num_machines: int | None = None
+    link: Link | None = None
+    ranks_per_machine: int | None = None
+
+    @classmethod
+    def read(cls, machines: str | None, link: str | None, latency_ms: float | None, ranks: int | None) -> Asked:
+        """Return what the words of a command line ask for.
+
+        Raises:
+            ConfigurationError: They are no numbers of at least 1, or no rate; or they name hosts.
+        """
+        if machines is not None and not machines.lstrip("-").isdecimal():
+            num_hosts = len(machines.split(","))
+            raise ConfigurationError(
+                f"--machines {machines} names hosts, where nothing can be started from here.\n"
+                "Give a number with --link RATE, or start predict on each of them, which probes the link: "
+                f"lockstep run --nnodes {num_hosts} --node-rank I --master-addr {machines.split(',')[0]} --devices 1 "
+                "-m lockstep predict TASK.py"
+            )
+        count = None if machines is None else int(machines)
+        for flag, value in (("--machines", count), ("--ranks-per-machine", ranks)):
+            if value is not None and value < 1:
+                raise ConfigurationError(f"{flag} {value} is not allowed.\nGive a whole number of at least 1.")
+        latency_s = LAN_LATENCY_S if latency_ms is None else latency_ms / 1e3
+        return cls(count, None if link is None else given_link(link, latency_s), ranks)
+
+
+def predict_task(task: Task | str, asked: Asked, settings: Settings, *, in_job: bool = False) -> Forecast | None:
+    """Measure a task here, and return what it would take on several machines; None on ranks of a job but rank zero.
+
+    Blocks some tens of seconds.
+
+    Collective if ``in_job``: every rank of a launched job; else two processes are started here.
+
+    Args:
+        task: A task, or where to find it: ``FILE.py`` or ``FILE.py:NAME``.
+        asked: What for.
+        settings: How to train.
+        in_job: Whether this process is a rank of a job on these machines.
+
+    Raises:
+        ConfigurationError: Task, numbers or settings cannot be used, or there is no link.
+        RankFailed: The task failed.
+    """
+    if in_job:
+        with init() as world:
+            return _predict_task(task, asked, settings, world)
+    return _predict_task(task, asked, settings, None)
+
+
+def _predict_task(task: Task | str, asked: Asked, settings: Settings, world: World | None) -> Forecast | None:
+    found = load(task)
+    batch = settings.global_batch_size or found.global_batch_size
+    ranks = asked.ranks_per_machine or (1 if world is None else world.local_world_size)
+    job_machines = 1 if world is None else world.world_size // world.local_world_size
+    num_machines = asked.num_machines or max(2, job_machines)
+    if asked.link is None and job_machines == 1:
+        raise ConfigurationError(
+            "There is no link to predict for.\nName one, such as --link 100Mb, or start predict on each machine, which "
+            "probes it: lockstep run --nnodes 2 --node-rank I --master-addr HOST -m lockstep predict TASK.py"
+        )
+    if batch < num_machines * ranks:
+        raise ConfigurationError(
+            f"A global batch of {batch} samples leaves some of {num_machines * ranks} ranks without any.\n"
+            "Set a larger one (--global-batch-size), or predict for fewer machines."
+        )
+    profile = Profile(batch, {}, (), usable_cores(), ranks_per_machine=ranks)
+    shares = sorted({share for count in machine_counts(num_machines) if (share := profile.share(count))})
+    request = Request(task, settings, tuple(shares), max(1, torch.get_num_threads() // ranks), asked.link)
+    if world is None:
+        num_gpus = torch.cuda.device_count()
+        measured: Measured = run_ranks(measure, request, devices=1 if num_gpus else 2, backend="gloo")[0]
+        inside_s = 0.0 if num_gpus or ranks == 1 else run_ranks(measure_inside, devices=ranks)[0]
+    else:
+        measured, inside_s = measure(request, world), measure_inside(world)
+        if not world.is_rank_zero:
+            return None
+    profile = replace(
+        profile,
+        computing=measured.computing,
+        buckets=measured.buckets,
+        busy_cores=measured.busy_cores * ranks,
+        inside_s=inside_s,
+    )
+    return forecast(found.name, profile, list_methods(measured.costs, profile), measured.link, num_machines)
+
+
+def predict_run(folder: Path, asked: Asked) -> Forecast:
+    """Return what a recorded run would take on several machines, from its record alone.
+
+    Args:
+        folder: Of the run.
+        asked: What for; the link as it was recorded if there is none.
+
+    Raises:
+        ConfigurationError: Nothing was recorded there, no step has a timeline, or the link is not known.
+    """
+    run = read_run(folder)
+    figures = find_figures(run)
+    known = None if figures is None else find_network(run, figures)
+    if known is None:
+        raise ConfigurationError(
+            f"The record in {folder} has no step of DistributedDataParallel with a timeline.\n"
+            "Record one with lockstep train TASK.py --run-dir DIR --strategy ddp, or name the task."
+        )
+    link = asked.link or known.link
+    if link is None:
+        raise ConfigurationError(
+            f"The run in {folder} was on one machine, so its record has no link.\nName one, such as --link 100Mb."
+        )
+    profile = replace(known.profile, ranks_per_machine=asked.ranks_per_machine or known.profile.ranks_per_machine)
+    note = "From a record: computing is taken to grow with the samples, and compression is not known: name the task."
+    count = asked.num_machines or max(2, known.num_machines)
+    methods = list_methods({PLAIN.name: Cost()}, profile)
+    return forecast(str(run.last.get("task") or "a run"), profile, methods, link, count, [note])
+
+
+def forecast(
+    task: str, profile: Profile, methods: Sequence[Method], link: Link, num_machines: int, notes: Sequence[str] = ()
+) -> Forecast:
+    """Return the figures of all methods; a pure function."""
+    counts = [count for count in machine_counts(num_machines) if profile.share(count)]
+    alone = predict_step(profile, methods[0], link, 1)
+
+    def pays_from(method: Method) -> float | None:
+        def rate(bytes_per_s: float) -> float:
+            return predict_step(profile, method, replace(link, bytes_per_s=bytes_per_s), num_machines).samples_per_s
+
+        return break_even(rate, _WORTH * alone.samples_per_s)
+
+    rows = [
+        Row(method, {count: predict_step(profile, method, link, count) for count in counts}, pays_from(method))
+        for method in methods
+    ]
+    return Forecast(task, profile, link, num_machines, rows, notes)
+
+
+def choose(found: Forecast) -> Row | None:
+    """Return what to turn on: the first that uses the machines well, else the fastest; None if none is worth it."""
+    good = next((row for row in found.rows if found.efficiency(row) >= GOOD_EFFICIENCY), None)
+    best = good or max(found.rows, key=found.speed_up)
+    return best if found.speed_up(best) >= _WORTH else None
+
+
+def sentences(found: Forecast) -> list[str]:
+    """Return the verdict: as it is, what to turn on, and from which bandwidth on machines pay."""
+    plain, chosen = found.rows[0], choose(found)
+    step, machines = plain.steps[found.num_machines], f"{found.num_machines} machines"
+    text = (
+        f"DistributedDataParallel as it is takes {milliseconds(step.seconds)} a step on {machines}, "
+        f"{found.speed_up(plain):.2f} times the speed of one ({milliseconds(found.alone.seconds)}); each sends "
+        f"{format_megabytes(step.sent_bytes)} a step."
+    )
+    if chosen is None:
+        turn_on = f"Train on one machine: nothing that can be turned on makes {machines} faster over this link."
+    elif chosen is plain:
+        turn_on = f"Nothing needs to be turned on: that is {found.efficiency(plain):.0%} of what {machines} can give."
+    else:
+        effect = f"; {chosen.method.effect}" if chosen.method.effect else ""
+        flags = f" ({chosen.method.flags})" if chosen.method.flags else ""
+        turn_on = (
+            f"Turn on {chosen.method.name}{flags}: {found.speed_up(chosen):.2f} times the speed of one machine, "
+            f"{found.efficiency(chosen):.0%} of what {machines} can give{effect}."
+        )
+    pays = [f"{format_rate(row.pays_from)} on with {row.method.name}" for row in found.rows if row.pays_from]
+    never = (
+        f"{machines.capitalize()} never pay for this task: not even a link without limit makes them faster than one."
+    )
+    return [text, turn_on, f"{machines.capitalize()} pay from {', '.join(pays)}." if pays else never]
+
+
+# --- as a table, JSON and a page --------------------------------------------------------------------------------------
+
+
+def table(found: Forecast) -> Table:
+    """Return seconds and efficiency by method and number of machines."""
+    counts = list(found.rows[0].steps)
+    profile, link = found.profile, found.link
+    ranks = f", {profile.ranks_per_machine} ranks each" if profile.ranks_per_machine > 1 else ""
+    gradients = format_megabytes(profile.gradient_bytes)
+    title = (
+        f"{found.task}: global batch {profile.global_batch_size}, {gradients} of gradients{ranks}; link {link.source}"
+    )
+    columns = [f"{count} machine{'s' * (count > 1)}" for count in counts]
+    rows = []
+    for row in found.rows:
+        cells = [f"{milliseconds(row.steps[count].seconds)} {found.efficiency(row, count):4.0%}" for count in counts]
+        sent = format_megabytes(row.steps[found.num_machines].sent_bytes)
+        pays_from = "never" if row.pays_from is None else format_rate(row.pays_from)
+        rows.append([row.method.name, *cells, sent, pays_from])
+    columns += ["sends", "pays from"]
+    return Table(title, ["", *columns], rows, numbers=columns)
+
+
+def footnotes(found: Forecast) -> list[str]:
+    """Return how the figures are to be read."""
+    return [
+        "Seconds of a step, and samples per second over those of one machine times the number of machines. The global "
+        f"batch stays the same. What each machine sends in a step, and from which link on it pays, are for "
+        f"{found.num_machines}. A link that is given has {PAYLOAD_SHARE:.0%} of its rate for gradients.",
+        *found.notes,
+    ]
+
+
+def render(found: Forecast) -> RenderableType:
+    """Lay out table and verdict for a terminal."""
+    notes = (Text(note, style="dim") for note in footnotes(found))
+    return Lines(table(found).rich(), *notes, Text(), *(Text(line, style="bold") for line in sentences(found)))
+
+
+def to_record(found: Forecast, provenance: Provenance) -> dict[str, Any]:
+    """Return all as JSON has it; keys stay."""
+    chosen = choose(found)
+    verdict = {"use": None if chosen is None else chosen.method.name, "sentences": sentences(found)}
+    return {"version": 1, **asdict(found), "verdict": verdict, "provenance": asdict(provenance)}
+
+
+_COLOURS = (drawing.BLUE, drawing.ORANGE, drawing.GREEN, drawing.VERMILION, drawing.SKY, drawing.PURPLE, drawing.GREY)
+
+
+def render_page(found: Forecast, provenance: Provenance, command: str) -> str:
+    """Return verdict, plot and table as one HTML file.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed.
+    """
+    with drawing.drawing_style():
+        plot = _plot(found)
+    shown = table(found)
+    notes = "\n".join(f'<p class="soft">{escape(note)}</p>' for note in footnotes(found))
+    facts = " &middot; ".join(f"{escape(name)} {escape(text)}" for name, text in provenance.facts())
+    body = f"""<div class="plots">
+{plot}
+</div>
+<h2 id="figures">Figures</h2>
+{drawing.html_table(shown)}
+{notes}
+<footer>
+<p><code>{escape(command)}</code></p>
+<p>{facts}</p>
+</footer>"""
+    heading = f"{found.task} on several machines"
+    return drawing.html_page(f"{found.task}: lockstep predict", heading, shown.title, sentences(found), body)
+
+
+def _plot(found: Forecast) -> str:
+    """Draw the efficiency over the number of machines, a line for each method."""
+    figure, axes = drawing.make_axes(3.6, grid="y")
+    words = []
+    for place, row in enumerate(found.rows):
+        counts = list(row.steps)
+        percents = [100 * found.efficiency(row, count) for count in counts]
+        look = {"color": _COLOURS[place % len(_COLOURS)], "linestyle": "-" if place < len(_COLOURS) else "--"}
+        axes.plot(counts, percents, marker="o", markersize=3.5, linewidth=1.8, label=row.method.name, **look)
+        listed = ", ".join(f"{percent:.0f}% on {count}" for count, percent in zip(counts, percents, strict=True))
+        words.append(f"{row.method.name} {listed}")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("machines")
+    axes.set_ylabel("efficiency, %")
+    drawing.legend_above(axes, 3)
+    return drawing.finish_plot("Efficiency over machines", f"Lines of efficiency: {'; '.join(words)}.", figure)
