@@ -138,7 +138,7 @@ TASK = make_task(
     optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
     global_batch_size=10,
 )
-SLOW = {"sync_every": 4, "fragments": 2, "sync_delay": 2}
+SLOW = {"sync_every": 4, "fragments": 2, "sync_delay": 2, "compression": "int8"}
 
 
 def fit(folder, steps, strategy="diloco", **settings):

@@ -15,26 +15,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
+from torch.futures import Future
 from torch.optim import SGD, Optimizer
 
 from lockstep.comm.collectives import (
     Group,
-    Work,
     all_gather_object,
+    all_gather_slices,
     all_reduce,
     all_reduce_work,
     broadcast_coalesced,
+    cpu_group,
     default_group,
     empty_buffer,
     wait_for,
 )
 from lockstep.comm.fully_shard import is_sharded
+from lockstep.comm.hierarchy import levels
 from lockstep.errors import ConfigurationError, NonFiniteGradient
+from lockstep.parallel.compression import PowerSGD, compressed_all_reduce, make
 from lockstep.parallel.consistency import check_models_agree
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.flat import total, view_like
@@ -128,12 +133,19 @@ class Fragment:
         names, local, outer: Of the parameters: their names, the model's, and the outer ones.
         flats: The outer gradients on their way, one flat tensor for each dtype and device.
         gradients: Views of these, like ``outer``.
+        compressed: What sums the flat tensors, if they are compressed.
     """
 
     def __init__(
-        self, names: Sequence[str], local: Sequence[nn.Parameter], outer: Sequence[nn.Parameter], group: Group
+        self,
+        names: Sequence[str],
+        local: Sequence[nn.Parameter],
+        outer: Sequence[nn.Parameter],
+        group: Group,
+        compression: str | None,
     ) -> None:
-        self.names, self.local, self.outer = names, local, outer
+        self.names, self.local, self.outer, self._group = names, local, outer, group
+        self.compressed: list[CompressedSum] = []
         kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in outer:
             kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
@@ -143,6 +155,9 @@ class Fragment:
             sizes = [parameter.numel() for parameter in parameters]
             flat = empty_buffer(sum(sizes), dtype=dtype, device=device, group=group)
             self.flats.append(flat)
+            if compression is not None:
+                shapes = [parameter.shape for parameter in parameters]
+                self.compressed.append(CompressedSum(flat, shapes, compression, group))
             for piece, parameter in zip(flat.split(sizes), parameters, strict=True):
                 views[parameter] = view_like(piece, parameter)
         self.gradients = [views[parameter] for parameter in outer]
@@ -151,6 +166,14 @@ class Fragment:
         """Put outer - local where it will be reduced."""
         for gradient, outer, local in zip(self.gradients, self.outer, self.local, strict=True):
             torch.sub(outer, local, out=gradient)
+
+    def start_sum(self, share: float) -> list[Callable[[str], object]]:
+        """Start to sum ``share`` of the outer gradients over the ranks; return what waits for it. Collective."""
+        for flat in self.flats:
+            flat.mul_(share)
+        if self.compressed:
+            return [each.start() for each in self.compressed]
+        return [partial(wait_for, all_reduce_work(flat, group=self._group)) for flat in self.flats]
 
     def copy_local(self) -> list[Tensor]:
         """Return a copy of the local parameters, in the dtypes of the outer ones."""
@@ -165,6 +188,54 @@ class Fragment:
                 local.add_(outer - base[number])
 
 
+@final
+class CompressedSum:
+    """The sum of a flat tensor over the ranks, in few bits on the way between machines.
+
+    Where ranks share machines, these sum it in shared memory first, and each sends a slice.
+
+    Collective: every rank makes it.
+
+    Args:
+        flat: What is summed, of any floating dtype and on any device; it travels as float32 on the CPU.
+        shapes: Of what it is composed of.
+        method: See `lockstep.parallel.compression.make`.
+        group: The ranks.
+
+    Attributes:
+        codec: Of this tensor.
+        residual: What this rank has not sent yet, if the codec keeps that. Part of the state.
+    """
+
+    def __init__(self, flat: Tensor, shapes: Sequence[torch.Size], method: str, group: Group) -> None:
+        self._flat, self.codec = flat, make(method)
+        whole = cpu_group(group)
+        self._inside, self._between = (None, whole) if self.codec.takes_whole else levels(whole)
+        count, place = (1, 0) if self._inside is None else (self._inside.size(), self._inside.rank())
+        size = -(-flat.numel() // count)
+        self._values = torch.zeros(count * size)
+        self._slice = self._values[place * size : (place + 1) * size]
+        self._shapes = shapes if self.codec.takes_whole else None
+        self.residual = torch.zeros(size) if self.codec.keeps_residual else None
+
+    def start(self) -> Callable[[str], object]:
+        """Start to sum; return what waits for the sum. Collective: every rank. Blocks for the ranks of this machine."""
+        self._values[: self._flat.numel()].copy_(self._flat)
+        if self._inside is not None:
+            all_reduce(self._values, group=self._inside)
+        self._slice *= self._between.size()  # of which the mean is taken
+        future = compressed_all_reduce(
+            self._slice, group=self._between, codec=self.codec, residual=self.residual, shapes=self._shapes
+        )
+        return partial(self._wait, future)
+
+    def _wait(self, future: Future[Any], operation: str) -> None:
+        wait_for(future, operation)
+        if self._inside is not None:
+            wait_for(all_gather_slices(self._values, group=self._inside, alone=True), operation)
+        self._flat.copy_(self._values[: self._flat.numel()])
+
+
 @dataclass(frozen=True)
 class Exchange:
     """An exchange that was started.
@@ -172,13 +243,13 @@ class Exchange:
     Args:
         number: Of the fragment.
         step: After which it was started.
-        works: Its all-reduces; none, if they are done.
+        waits: Block until its sums are there; none, if they are.
         base: The local parameters that it is about, if training goes on meanwhile.
     """
 
     number: int
     step: int
-    works: Sequence[Work]
+    waits: list[Callable[[str], object]]
     base: Sequence[Tensor] | None
 
 
@@ -198,6 +269,7 @@ class PeriodicAveraging:
         optimizer: Whose steps are counted; None: `step` is called after each.
         outer_optimizer: Makes the optimizer of the outer parameters.
         schedule: When what is exchanged.
+        compression: How the differences travel, as for `lockstep.DistributedDataParallel`; None: as they are.
         process_group: The ranks that take part. Default: all.
 
     Attributes:
@@ -216,13 +288,15 @@ class PeriodicAveraging:
         optimizer: Optimizer | None,
         outer_optimizer: OptimizerFactory,
         schedule: ExchangeSchedule,
+        compression: str | None = None,
         process_group: Group | None = None,
     ) -> None:
         self._model, self.schedule = model, schedule
         self._group = default_group() if process_group is None else process_group
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         problem = _find_problem(model, optimizer, schedule, self._group)
-        arguments = str(schedule)
+        problem = problem or _find_compression_problem(compression, model)
+        arguments = f"{schedule}, compression={compression}"
         if isinstance(outer_optimizer, OuterSGD):
             problem, arguments = problem or outer_optimizer.problem, f"{arguments}, {outer_optimizer}"
         self._refuse_on_all_ranks(problem, arguments)
@@ -239,6 +313,7 @@ class PeriodicAveraging:
                 local[part.start : part.stop],
                 self._outer[part.start : part.stop],
                 self._group,
+                compression,
             )
             for part in cut_fragments([each.numel() for each in local], schedule.fragments)
         ]
@@ -315,11 +390,9 @@ class PeriodicAveraging:
         is_finite = all(bool(total(flat).isfinite()) for fragment in chosen.values() for flat in fragment.flats)
         shares, changed = self._agree(is_finite)
         for number, fragment in chosen.items():
-            for flat in fragment.flats:
-                flat.mul_(shares[number])
             base = fragment.copy_local() if self.schedule.sync_delay else None
-            works = [all_reduce_work(flat, group=self._group) for flat in fragment.flats]
-            self._under_way.append(Exchange(number, self.num_steps, works, base))
+            waits = fragment.start_sum(shares[number])
+            self._under_way.append(Exchange(number, self.num_steps, waits, base))
             self._weights[number], self._exchanged_at[number] = 0.0, self.num_steps
         if self.schedule.fragments - 1 in chosen and changed:
             self._average_buffers(changed)
@@ -377,8 +450,9 @@ class PeriodicAveraging:
 
     def _wait(self, exchange: Exchange) -> None:
         of = f"fragment {exchange.number + 1} of {self.schedule.fragments}"
-        for work in exchange.works:
-            wait_for(work, f"exchange of {of}, begun after step {exchange.step},")
+        for wait in exchange.waits:
+            wait(f"exchange of {of}, begun after step {exchange.step},")
+        exchange.waits.clear()
 
     def _step_outer(self, gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
         for outer, gradient in gradients:
@@ -387,6 +461,15 @@ class PeriodicAveraging:
         self.outer_optimizer.zero_grad(set_to_none=True)
 
     # --- what is kept ---
+
+    def _sums(self) -> dict[str, CompressedSum]:
+        """Return what sums compressed tensors, by a name."""
+        fragments = enumerate(self._fragments)
+        return {
+            f"{number} {place}": each
+            for number, fragment in fragments
+            for place, each in enumerate(fragment.compressed)
+        }
 
     def outer_state(self) -> dict[str, Tensor]:
         """Return the outer parameters, and the buffers of the last exchange, by name: the same bits on all ranks."""
@@ -399,6 +482,8 @@ class PeriodicAveraging:
         """
         own: dict[str, Any] = {"rank": self._group.rank(), "world_size": self._group.size()}
         own["weights"] = [float(weight) for weight in self._weights]
+        sums = self._sums()
+        own["residuals"] = {key: each.residual for key, each in sums.items() if each.residual is not None}
         under_way: list[dict[str, Any]] = []
         base: dict[str, Tensor] = {}
         for exchange in self._under_way:
@@ -413,6 +498,7 @@ class PeriodicAveraging:
             "outer": self.outer_state(),
             "outer_optimizer": self.outer_optimizer.state_dict(),
             "under_way": under_way,
+            "bases": {key: dict(each.codec.bases) for key, each in sums.items() if isinstance(each.codec, PowerSGD)},
             "own": {**own, "base": base},
         }
 
@@ -422,6 +508,7 @@ class PeriodicAveraging:
 
         Where ``own`` is of this rank, among as many ranks, the run goes on in the same bits. Otherwise this rank is
         new: its model takes the outer parameters, with what was under way applied, and its optimizer stays as it is.
+        What compression had not sent yet is then lost.
 
         Raises:
             ValueError: It is of another model.
@@ -439,6 +526,12 @@ class PeriodicAveraging:
         is_own = is_own and len(since) == count
         self._exchanged_at = list(since) if len(since) == count else [min(since)] * count
         self._weights = list(own["weights"]) if is_own else [0.0] * count
+        for key, each in self._sums().items():
+            kept = own["residuals"].get(key) if is_own else None
+            if each.residual is not None and kept is not None and kept.shape == each.residual.shape:
+                each.residual.copy_(kept)
+            if isinstance(each.codec, PowerSGD):
+                each.codec.bases = {key: basis.clone() for key, basis in state["bases"].get(key, {}).items()}
         self._under_way = []
         for each in state["under_way"]:
             self._load_exchange(each, own["base"] if is_own else None)
@@ -456,7 +549,7 @@ class PeriodicAveraging:
         for name, gradient in zip(fragment.names, fragment.gradients, strict=True):
             gradient.copy_(gradients[name])
         kept = [base[name].to(outer) for name, outer in zip(fragment.names, fragment.outer, strict=True)]
-        self._under_way.append(Exchange(entry["number"], entry["step"], (), kept))
+        self._under_way.append(Exchange(entry["number"], entry["step"], [], kept))
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -535,6 +628,17 @@ def _find_problem(
     return None if optimizer is None else _find_optimizer_problem(model, optimizer)
 
 
+def _find_compression_problem(compression: str | None, model: nn.Module) -> str | None:
+    try:
+        if compression is not None:
+            make(compression)
+    except ConfigurationError as error:
+        return str(error)
+    if compression is not None and any(parameter.is_complex() for parameter in model.parameters()):
+        return "Complex parameters cannot be compressed.\nLeave compression out."
+    return None
+
+
 def _find_optimizer_problem(model: nn.Module, optimizer: Optimizer) -> str | None:
     if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
         return (
@@ -586,6 +690,7 @@ class LocalSGD(PeriodicAveraging):
             after different steps.
         sync_delay: Steps from the start of an exchange until it is applied, during which training goes on. What a rank
             learns meanwhile is kept, so models hold the same bits again only after `sync`; 0: it blocks.
+        compression: How the differences travel between machines, as for `lockstep.DistributedDataParallel`.
         process_group: The ranks that take part. Default: all.
 
     Raises:
@@ -601,10 +706,11 @@ class LocalSGD(PeriodicAveraging):
         *,
         fragments: int = 1,
         sync_delay: int = 0,
+        compression: str | None = None,
         process_group: Group | None = None,
     ) -> None:
         schedule = ExchangeSchedule(sync_every, fragments, sync_delay)
-        super().__init__(model, optimizer, OuterSGD(1.0, 0.0), schedule, process_group)
+        super().__init__(model, optimizer, OuterSGD(1.0, 0.0), schedule, compression, process_group)
 
 
 @final
@@ -621,7 +727,7 @@ class DiLoCo(PeriodicAveraging):
     Gradient Averaging (Zhu et al. 2021).
 
     Args:
-        model, optimizer, sync_every, fragments, sync_delay, process_group: As for `LocalSGD`.
+        model, optimizer, sync_every, fragments, sync_delay, compression, process_group: As for `LocalSGD`.
         outer_lr: Learning rate of the outer optimizer.
         outer_momentum: Its Nesterov momentum.
         outer_optimizer: Makes another one of the outer parameters; both above are then without meaning.
@@ -642,8 +748,9 @@ class DiLoCo(PeriodicAveraging):
         outer_optimizer: OptimizerFactory | None = None,
         fragments: int = 1,
         sync_delay: int = 0,
+        compression: str | None = None,
         process_group: Group | None = None,
     ) -> None:
         outer = outer_optimizer or OuterSGD(outer_lr, outer_momentum)
         schedule = ExchangeSchedule(sync_every, fragments, sync_delay)
-        super().__init__(model, optimizer, outer, schedule, process_group)
+        super().__init__(model, optimizer, outer, schedule, compression, process_group)

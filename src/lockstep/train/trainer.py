@@ -176,8 +176,7 @@ class Trainer:
         if name in ("local-sgd", "diloco"):
             from lockstep.train.strategies.local_sgd import LocalSteps
 
-            num_steps = self.plan.num_steps
-            return LocalSteps(name, model, objective, world, settings, wrap, num_steps=num_steps)
+            return LocalSteps(name, model, objective, world, settings, num_steps=self.plan.num_steps)
         shards, overlap = name == "ddp-zero1", settings.overlap_optimizer
         return strategies.Distributed(
             model, objective, world.group, world.device, wrap, overlap_optimizer=overlap, shards_optimizer=shards

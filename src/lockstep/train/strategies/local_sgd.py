@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, final
 
@@ -11,11 +11,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lockstep.comm.collectives import Group, split_group
+from lockstep.comm.hierarchy import levels
 from lockstep.comm.world import World
 from lockstep.data.loader import MicroBatch
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.consistency import Replica, replica_of
 from lockstep.parallel.ddp.bucket_events import BucketStamps
+from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.local_sgd import ExchangeSchedule, OuterSGD, PeriodicAveraging
 from lockstep.train.checkpoints.model_state import (
     load_state_dict,
@@ -47,7 +49,6 @@ class LocalSteps(Strategy):
         objective: Objective,
         world: World,
         settings: Settings,
-        wrap: Callable[..., nn.Module],
         *,
         num_steps: int,
     ) -> None:
@@ -60,7 +61,7 @@ class LocalSteps(Strategy):
         if inside is None:
             self._inner = Single(model, objective)
         else:
-            self._inner = Distributed(model, objective, inside, world.device, wrap)
+            self._inner = Distributed(model, objective, inside, world.device, DistributedDataParallel)
         self.gradients, self.part_was_bad = self._inner.gradients, self._inner.part_was_bad
         self.num_replicas = world.world_size // (1 if inside is None else inside.size())
         # The ranks of a replica hold the same: the first of them keeps it.
@@ -71,7 +72,7 @@ class LocalSteps(Strategy):
         if name == "diloco":
             given = {"lr": settings.outer_lr, "momentum": settings.outer_momentum}
             outer = OuterSGD(**{key: value for key, value in given.items() if value is not None})
-        self._averaging = PeriodicAveraging(model, None, outer, schedule, world.group)
+        self._averaging = PeriodicAveraging(model, None, outer, schedule, settings.compression, world.group)
         self._weight: float | Tensor = 0.0
         who = "ranks" if inside is None else "machines"
         self.note = f"{who} exchange parameters every {every} steps: by design another run than that of one device"
@@ -146,6 +147,7 @@ class LocalSteps(Strategy):
         if own["rank"] == self._replica_rank:
             local = plain_names(unwrap(self._model).state_dict())
             parts = {"weight": dict(enumerate(own["weights"])), "base": own["base"], "model": local}
+            parts["residual"] = own["residuals"]
             if own["rank"]:  # what rank 0 has is the checkpoint's ``optimizer``
                 entries = optimizer.state_dict()["state"].items()
                 parts["optimizer"] = {f"{index} {name}": each[name] for index, each in entries for name in each}
@@ -167,7 +169,7 @@ class LocalSteps(Strategy):
         replicas = dict(state["replicas"])
         everyone = replicas.pop("own")
         kept = read_tensors(everyone[self._replica_rank]) if self._replica_rank < len(everyone) else {}
-        parts: dict[str, dict[str, Any]] = {"weight": {}, "base": {}, "model": {}, "optimizer": {}}
+        parts: dict[str, dict[str, Any]] = {"weight": {}, "base": {}, "model": {}, "optimizer": {}, "residual": {}}
         for key, value in kept.items():
             kind, name = key.split(" ", 1)
             parts[kind][name] = value
@@ -179,7 +181,7 @@ class LocalSteps(Strategy):
                 entries.setdefault(int(index), {})[name] = value
             optimizer.load_state_dict({**optimizer.state_dict(), "state": entries})
         own = {"rank": self.group.rank(), "world_size": len(everyone) if kept else 0, "base": parts["base"]}
-        own["weights"] = list(parts["weight"].values())
+        own |= {"weights": list(parts["weight"].values()), "residuals": parts["residual"]}
         self._averaging.load_state_dict({**read_tensors(replicas), "own": own})
 
 
@@ -189,7 +191,9 @@ def machine_group(world: World) -> Group:
     Raises:
         ConfigurationError: All ranks are on one machine.
     """
-    inside = split_group(world.node_rank, group=world.group, device=world.device)
+    inside: Group | None = levels(world.group)[0]
+    if inside is None:
+        inside = split_group(world.node_rank, group=world.group, device=world.device)
     if inside.size() == world.world_size > 1:
         raise ConfigurationError(
             "across=machines is for several machines, but all ranks are on one.\nLeave across out, or use strategy ddp."

@@ -336,9 +336,8 @@ def check_engine(name: StrategyName, settings: Settings) -> None:
     Raises:
         ConfigurationError: Names the setting.
     """
-    owners: dict[str, tuple[StrategyName, ...]] = dict.fromkeys(
-        ("compression", "bucket_cap_mb", "overlap_optimizer"), ("ddp",)
-    )
+    owners: dict[str, tuple[StrategyName, ...]] = dict.fromkeys(("bucket_cap_mb", "overlap_optimizer"), ("ddp",))
+    owners["compression"] = ("ddp", "local-sgd", "diloco")
     owners |= dict.fromkeys(("sync_every", "fragments", "sync_delay", "across"), ("local-sgd", "diloco"))
     owners |= dict.fromkeys(("outer_lr", "outer_momentum"), ("diloco",))
     for setting, allowed in owners.items():
