@@ -5,12 +5,15 @@ all steps differs by no more than the residuals that the ranks still hold, and t
 """
 
 import time
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import lockstep
+from lockstep.comm import hierarchy
+from lockstep.comm.collectives import send_async
 from lockstep.errors import CollectiveError, ConfigurationError
 from lockstep.parallel import compression
 from lockstep.parallel.compression import compressed_all_reduce
@@ -128,10 +131,11 @@ def test_an_exchange_does_not_block_who_starts_it(ranks):
 # --- gradients ---
 
 
-def beside_oracle(world, name, method, num_steps, num_micro=1):
-    """Return the residuals by parameter, and by step whether each parameter had a gradient; check the sums."""
+def beside_oracle(world, name, method, num_steps, num_micro=1, group=None):
+    """Return by parameter the sum of what came, the exact one, and the residual; and all that came, for its bits."""
     family, oracle = FAMILIES[name], build(name)
-    model = lockstep.DistributedDataParallel(build(name), bucket_cap_mb=0.0005, compression=method)
+    how = {"bucket_cap_mb": 0.0005, "compression": method, "process_group": group}
+    model = lockstep.DistributedDataParallel(build(name), **how)
     sums = {parameter: torch.zeros_like(parameter) for parameter in model.parameters()}
     exact = {parameter: torch.zeros_like(parameter) for parameter in model.parameters()}
     bits = []
@@ -182,6 +186,37 @@ def test_gradients_add_up_to_those_of_one_process(ranks, name, method, num_ranks
     assert lossy == (name != "complex")  # which is sent as it is
     for _, bits in results:
         assert torch.equal(bits, results[0][1])
+
+
+def on_two_machines(world, name, method):
+    with mock.patch.object(hierarchy, "machine_id", return_value=str(world.rank // 2)), shm_group() as group:
+        assert isinstance(group, hierarchy.HierarchicalProcessGroup)
+        sent = []
+
+        def send(tensor, **how):
+            sent.append(tensor.nbytes)
+            return send_async(tensor, **how)
+
+        with mock.patch.object(compression, "send_async", send):
+            found = beside_oracle(world, name, method, 12, group=group)
+        return *found, sum(sent)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"), [("reused", "int4"), ("mlp", "powersgd:2"), ("mlp", "bf16"), *soak([("transformer", "int8")])]
+)
+def test_only_what_travels_between_machines_is_compressed(ranks, name, method):
+    results = ranks(4)(on_two_machines, name, method)
+    for key, (sums, exact, residual) in results[0][0].items():
+        left = 0 if residual is None else sum(found[key][2].double() for found, _, _ in results)
+        close = {"rtol": 1e-5, "atol": 1e-5} if method != "bf16" else {"rtol": 2**-6, "atol": 1e-3}
+        assert torch.allclose(sums + left, exact, **close)
+    for _, bits, _ in results:
+        assert torch.equal(bits, results[0][1])
+    if method == "bf16":  # a machine of two ranks sends as many bytes as one rank of two: numbers and tails
+        numel = sum(each.numel() for each in build(name).parameters())
+        num_bytes = results[0][2] + results[1][2]
+        assert 2 * 12 * numel <= num_bytes < 2 * 12 * numel + 12 * 12 * 200
 
 
 class Heads(nn.Module):

@@ -191,6 +191,18 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         self._gloo.alltoall_base(*flats, [], [], dist.AllToAllOptions()).wait()
         sum_rows(received, output)
 
+    def all_reduce_inside(self, tensor: Tensor) -> ShmWork:
+        """Start to replace ``tensor``, contiguous, by its sum over the ranks of this machine, and of no other.
+
+        Collective: every rank, in the same order among all calls of this group.
+        """
+        options = _in_this_thread(dist.AllreduceOptions())
+        work = ShmWork(
+            "all_reduce", self._queue, lambda: self._inside_ops.allreduce([tensor], options).wait(), [tensor]
+        )
+        self._queue.add(work, is_async=True)
+        return work
+
     # --- the end ----------------------------------------------------------------------------------------------------
 
     @override

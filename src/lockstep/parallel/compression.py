@@ -63,7 +63,9 @@ from lockstep.comm.collectives import (
     is_native,
     receive_async,
     send_async,
+    wait_for,
 )
+from lockstep.comm.hierarchy import HierarchicalProcessGroup, levels
 from lockstep.comm.shm.communicator import block_codec
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 from lockstep.parallel.compile import is_capturing
@@ -525,7 +527,7 @@ def make_reduction(method: str, bucket_set: BucketSet, group: Group) -> BucketRe
         ConfigurationError: There is no such method, or no C library for it, or the group cannot send messages.
     """
     codec = make(method)
-    if isinstance(codec, Cast):
+    if isinstance(codec, Cast) and levels(group)[0] is None:
         return CastAllReduce(bucket_set, group, codec.dtype)
     if not is_native(group):
         raise ConfigurationError(
@@ -586,6 +588,13 @@ class CompressedMean(BucketReduction):
     parameter that received no gradient here keeps its residual for later. If no rank used it, its gradient stays as it
     was, so nothing of what was sent has arrived: its residual becomes what it was before.
 
+    [Note: compression between machines only]
+    In a hierarchy of groups the ranks of a machine add up their gradients in shared memory. Each then has a part of the
+    bucket that it exchanges, compressed, with the ranks of its place on the other machines, and residuals of this part
+    only. The other parts become zeros, and a second sum inside the machine puts all together: what is added to zero
+    stays as it is. Residuals that lie in another rank's part, since buckets were rebuilt or a state was loaded, are
+    added up inside the machine in the next step.
+
     [Note: compression of GPU gradients]
     They are copied to the host, encoded and sent over Gloo, and the mean is copied back: what is slow enough for
     compression is slower than these copies. The copies have a stream of their own, beside backward.
@@ -598,70 +607,113 @@ class CompressedMean(BucketReduction):
 
     def __init__(self, bucket_set: BucketSet, group: Group, codec: Codec) -> None:
         self._bucket_set, self._group, self._codec = bucket_set, group, codec
-        self._messages: Group | None = None  # the group that sends them, made when it is needed
+        inside, between = levels(group)
+        self._hierarchy = group if inside is not None and isinstance(group, HierarchicalProcessGroup) else None
+        self._place, self._num_places = (0, 1) if inside is None else (inside.rank(), inside.size())
+        self._messages = between if self._hierarchy is not None else None  # who sends them; or found when needed
+        self.finishes_alone = self._hierarchy is None
         self._stream: torch.cuda.Stream | None = None
         # By the parameters of a bucket, since buckets made by `BucketSet.scratch` share the residuals of the others.
         self._flat: dict[tuple[int, ...], Tensor] = {}
         self._residuals: dict[str, Tensor] = {}  # views of the flat ones
-        bucket_set.on_rebuilt.append(lambda _: self._flat.clear())
+        self._settled: set[tuple[int, ...]] = set()  # those in whose flat residuals each rank has its part only
+        bucket_set.on_rebuilt.append(self._on_rebuilt)
 
     @override
     def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
         if not _is_compressible(bucket):
             return all_reduce_async(bucket.payload, group=self._group)
-        ready = None
-        if bucket.payload.is_cuda:
-            if is_capturing(bucket.spec.device):
-                raise ConfigurationError(
-                    "Compressed gradients are sent by the host, which a CUDA graph cannot capture.\n"
-                    "Leave compression out, or train eagerly."
-                )
-            self._stream = self._stream or torch.cuda.Stream(bucket.spec.device)
-            ready = torch.cuda.Event()
-            ready.record()
+        before: list[Callable[[], object]] = []
+        if self._hierarchy is not None:
+            before.append(self._hierarchy.all_reduce_inside(bucket.payload).wait)
+            if self._codec.keeps_residual and bucket.spec.parameters not in self._settled:
+                before.append(self._hierarchy.all_reduce_inside(self._residual(bucket)).wait)
+        elif bucket.payload.is_cuda:
+            before.append(self._note_stream(bucket).synchronize)
         if self._messages is None:
             self._messages = cpu_group(self._group)
-        return _Pipeline.start(self._messages, lambda peers: self._reduce(bucket, ready, peers))
+        return _Pipeline.start(self._messages, lambda peers: self._reduce(bucket, before, peers))
 
     @override
     def finish(self, bucket: Bucket, future: Future[Any]) -> None:
         future.wait()
+        if self._hierarchy is not None and _is_compressible(bucket):
+            wait_for(self._hierarchy.all_reduce_inside(bucket.gradients), "all_reduce inside the machine")
 
-    def _reduce(self, bucket: Bucket, ready: torch.cuda.Event | None, peers: _Peers) -> Exchange:
-        if ready is None:
-            yield from self._reduce_on_host(bucket, bucket.payload, peers)
-            return
-        ready.synchronize()
-        with torch.cuda.stream(self._stream):
-            payload = bucket.payload.to("cpu")
+    def _note_stream(self, bucket: Bucket) -> torch.cuda.Event:
+        """Return what is done when the gradients of ``bucket`` are computed."""
+        if is_capturing(bucket.spec.device):
+            raise ConfigurationError(
+                "Compressed gradients are sent by the host, which a CUDA graph cannot capture.\n"
+                "Leave compression out, or train eagerly."
+            )
+        self._stream = self._stream or torch.cuda.Stream(bucket.spec.device)
+        ready = torch.cuda.Event()
+        ready.record()
+        return ready
+
+    def _reduce(self, bucket: Bucket, before: Sequence[Callable[[], object]], peers: _Peers) -> Exchange:
+        for wait in before:
+            wait()
+        payload = bucket.payload
+        if payload.is_cuda:
+            with torch.cuda.stream(self._stream):
+                payload = payload.to("cpu")
         yield from self._reduce_on_host(bucket, payload, peers)
-        with torch.cuda.stream(self._stream):
-            bucket.payload.copy_(payload)
-            torch.cuda.current_stream().synchronize()
+        if payload is not bucket.payload:
+            with torch.cuda.stream(self._stream):
+                bucket.payload.copy_(payload)
+                torch.cuda.current_stream().synchronize()
 
     def _reduce_on_host(self, bucket: Bucket, payload: Tensor, peers: _Peers) -> Exchange:
         members = [(index, each.shape) for index, each in zip(bucket.spec.parameters, bucket.parameters, strict=True)]
         sizes = [shape.numel() for _, shape in members]
         gradients, tail = payload.split([sum(sizes), payload.numel() - sum(sizes)])
-        result = gradients.float()  # no copy of what is float32 already
+        part, mine = self._part(members)
+        result = gradients[part].float()  # no copy of what is float32 already
         values, held_back = result, []
         if self._codec.keeps_residual:
-            values = self._residual(bucket)
-            for place, (view, count) in enumerate(zip(values.split(sizes), tail.tolist(), strict=False)):
+            residual = self._residual(bucket)
+            self._settle(bucket, part)
+            for place, (view, count) in enumerate(zip(residual.split(sizes), tail.tolist(), strict=False)):
                 if not count:  # see [Note: residuals of parameters]
                     held_back.append((place, view, view.clone()))
                     view.zero_()
-            values += gradients
-        yield from _mean_of(self._codec, peers, values, result, tail, members)
+            values = residual[part]
+            values += result
+        yield from _mean_of(self._codec, peers, values, result, tail, mine)
         for place, view, before in held_back:
             if tail[place]:
                 view += before
             else:
                 view.copy_(before)
-        if result is not gradients:
-            gradients.copy_(result)
+        if result.data_ptr() != gradients[part].data_ptr():
+            gradients[part] = result
+        gradients[: part.start].zero_()
+        gradients[part.stop :].zero_()
+
+    def _part(self, members: Sequence[Member]) -> tuple[slice, Sequence[Member]]:
+        """Return the elements of a bucket that this rank exchanges, and what they are composed of."""
+        ends = list(itertools.accumulate((shape.numel() for _, shape in members), initial=0))
+        cuts = [ends[-1] * place // self._num_places for place in range(self._num_places + 1)]
+        if self._codec.takes_whole:
+            cuts = [next(end for end in ends if end >= cut) for cut in cuts]
+        part = slice(cuts[self._place], cuts[self._place + 1])
+        return part, [each for each, start in zip(members, ends, strict=False) if part.start <= start < part.stop]
 
     # --- residuals between steps --------------------------------------------------------------------------------------
+
+    def _on_rebuilt(self, _: Sequence[Bucket]) -> None:
+        self._flat.clear()
+        self._settled.clear()
+
+    def _settle(self, bucket: Bucket, part: slice) -> None:
+        """Once the residuals of the ranks of this machine have been added up, keep those of this rank's part."""
+        if bucket.spec.parameters not in self._settled:
+            self._settled.add(bucket.spec.parameters)
+            residual = self._residual(bucket)
+            residual[: part.start].zero_()
+            residual[part.stop :].zero_()
 
     def _residual(self, bucket: Bucket) -> Tensor:
         """Return the residuals of a bucket; with those that its parameters had in buckets of an earlier plan."""
@@ -701,6 +753,7 @@ class CompressedMean(BucketReduction):
             view.zero_()
             for state in states:
                 view += state["residuals"].get(name, 0)
+        self._settled.clear()
         if isinstance(self._codec, PowerSGD):
             keys = {name: key for key, name in enumerate(self._bucket_set.names)}
             bases = states[0]["bases"] if states else {}

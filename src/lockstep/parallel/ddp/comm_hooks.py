@@ -28,6 +28,9 @@ class BucketReduction(ABC):
     # Whether every rank then has all of the reduced gradients, and not only a part.
     leaves_whole = True
 
+    # Whether `finish` may be called as soon as a future is done, which is at another time on each rank.
+    finishes_alone = True
+
     @abstractmethod
     def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
         """Start to reduce ``bucket`` over all ranks. Collective: every rank, in bucket order.

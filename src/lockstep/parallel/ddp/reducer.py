@@ -447,7 +447,7 @@ class Reducer:
 
     def _finish_early(self) -> None:
         """Finish the first buckets in flight, as far as they are reduced already."""
-        if not self._finishes_one_by_one:
+        if not (self._finishes_one_by_one and self.reduction.finishes_alone):
             return
         is_cuda = self.bucket_set.device.type == "cuda"
         if is_cuda and self._finishing_stream is None:  # beside backward, which must not wait for reductions
