@@ -1,7 +1,7 @@
 """Compressed gradients: error, bytes and time of each codec, an exchange between two ranks, and curves of the loss.
 
     codecs    on gradients of a GPT of 10.8 million parameters (43 MB): bytes for all of them, milliseconds for a MB of
-              gradients to encode and to decode, the error of one step, and that of the sum of 20 steps with error
+              gradients to encode and to decode, the error of one step, and that of the sum of 8 steps with error
               feedback, over the norm of what is exact. Other sizes of blocks, and rounding at random, stand beside
               those that are used. PowerSGD has no encoder of its own: its time is that of a whole exchange.
     exchange  of these 43 MB between two ranks over Gloo on this machine: milliseconds, and MB that a rank sends
@@ -28,7 +28,7 @@ from lockstep.parallel import compression
 from lockstep.parallel.compression import Blocks, Cast, Codec, SliceCodec, compressed_all_reduce
 from lockstep.study.common import Spread
 
-NUM_STEPS = 20
+NUM_STEPS = 8
 METHODS = ("bf16", "fp16", "int8", "int4", "powersgd:4")
 MB = 1e6
 
