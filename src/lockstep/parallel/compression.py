@@ -204,8 +204,8 @@ class Cast(SliceCodec):
 class Blocks(SliceCodec):
     """Integers of 8 or 4 bits: in each block multiples of one scale, a bfloat16. In C, one pass over memory.
 
-    Rounded to the nearest: at random the error is twice as large, and with error feedback nothing is gained by its mean
-    being zero (``bench/compression.py``). Short blocks follow the size of the numbers better and have more scales.
+    Rounded to the nearest: at random the error is 1.4 times as large, that of a sum of steps as well, since error
+    feedback needs no error whose mean is zero (``bench/compression.py``).
     """
 
     def __init__(self, bits: int, block: int) -> None:

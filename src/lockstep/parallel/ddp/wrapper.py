@@ -58,7 +58,7 @@ class DistributedDataParallel(Wrapper, Joinable):
         broadcast_buffers: Deprecated: broadcast buffers from rank 0 at construction and before each ``forward``.
         init_sync: Compare the model between ranks and broadcast it from rank 0. False: the caller has done so.
         process_group: The ranks that take part. Default: all.
-        bucket_cap_mb: Size of a bucket in MiB. Default: 1 for the first, else 25; on shm, where the cores that compute
+        bucket_cap_mb: Size of a bucket in MiB. Default: 1 for the first, else 25, or 8 with compression; on shm, where the cores that compute
             also reduce, 25 for all.
         find_unused_parameters: Accepted and never needed.
         check_reduction: Accepted as in torch.
@@ -144,7 +144,9 @@ class DistributedDataParallel(Wrapper, Joinable):
         self.mixed_precision = None
         self.compression = setup.choose_compression(compression, wire_dtype)
         can_overlap = collectives.reduces_on_its_own(self.process_group, self.device)
-        self._bucket_caps_bytes = setup.bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list, can_overlap=can_overlap)
+        self._bucket_caps_bytes = setup.bucket_caps_bytes(
+            bucket_cap_mb, bucket_cap_mb_list, can_overlap=can_overlap, is_compressed=self.compression is not None
+        )
         self.bucket_bytes_cap = self._bucket_caps_bytes[-1]
         self.bucket_bytes_cap_list = list(self._bucket_caps_bytes) if bucket_cap_mb_list else []
         self.require_backward_grad_sync = True
