@@ -58,8 +58,8 @@ class DistributedDataParallel(Wrapper, Joinable):
         broadcast_buffers: Deprecated: broadcast buffers from rank 0 at construction and before each ``forward``.
         init_sync: Compare the model between ranks and broadcast it from rank 0. False: the caller has done so.
         process_group: The ranks that take part. Default: all.
-        bucket_cap_mb: Size of a bucket in MiB. Default: 1 for the first, else 25, or 8 with compression; on shm, where the cores that compute
-            also reduce, 25 for all.
+        bucket_cap_mb: Size of a bucket in MiB. Default: 1 for the first, else 25, or 8 with compression; on shm, where
+            the cores that compute also reduce, 25 for all.
         find_unused_parameters: Accepted and never needed.
         check_reduction: Accepted as in torch.
         gradient_as_bucket_view: Gradients are views of the buckets in any case. True promises that nobody keeps
