@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import lockstep
 from lockstep.errors import ConfigurationError
-from lockstep.parallel import compression
+from lockstep.parallel.ddp import comm_hooks
 from lockstep.train.settings import Settings
 from lockstep.train.trainer import Trainer
 from tests.models import FAMILIES, assert_gradients_equal, build, global_batch, share, soak
@@ -133,7 +133,7 @@ def messages(world):
     model = lockstep.DistributedDataParallel(torch.nn.Linear(100, 10), compression="bf16")
     for _ in range(2):
         model(torch.ones(1, 100)).sum().backward()
-    with mock.patch.object(compression, "all_reduce_async", wraps=compression.all_reduce_async) as sent:
+    with mock.patch.object(comm_hooks, "all_reduce_async", wraps=comm_hooks.all_reduce_async) as sent:
         model(torch.ones(1, 100)).sum().backward()
     return [(call.args[0].dtype, call.args[0].numel()) for call in sent.call_args_list]
 

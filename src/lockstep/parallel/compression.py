@@ -59,7 +59,6 @@ from lockstep.comm.collectives import (
     Work,
     all_reduce_async,
     cpu_group,
-    empty_buffer,
     is_native,
     receive_async,
     send_async,
@@ -70,7 +69,7 @@ from lockstep.comm.shm.communicator import block_codec
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 from lockstep.parallel.compile import is_capturing
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet, cut_views
-from lockstep.parallel.ddp.comm_hooks import BucketReduction
+from lockstep.parallel.ddp.comm_hooks import BucketReduction, CastAllReduce, is_compressible
 
 # A tensor within a flat one: a key that stays the same from step to step, and its shape.
 Member = tuple[int, torch.Size]
@@ -537,48 +536,6 @@ def make_reduction(method: str, bucket_set: BucketSet, group: Group) -> BucketRe
     return CompressedMean(bucket_set, group, codec)
 
 
-def _is_compressible(bucket: Bucket) -> bool:
-    return not bucket.spec.sparse and bucket.spec.dtype in (torch.float32, torch.float64)
-
-
-@final
-class CastAllReduce(BucketReduction):
-    """The mean over ranks by an all-reduce in ``dtype``, where the backend knows best how; see `_is_compressible`.
-
-    The tail travels in the same message. It counts ranks, exactly as far as ``dtype`` can count (256 ranks in bfloat16)
-    and never to zero beyond; a sum of weights follows apart, as for a model whose parameters are that narrow.
-    """
-
-    def __init__(self, bucket_set: BucketSet, group: Group, dtype: torch.dtype) -> None:
-        self._group, self._dtype = group, dtype
-        self._buffers: weakref.WeakKeyDictionary[Bucket, Tensor] = weakref.WeakKeyDictionary()
-        bucket_set.on_rebuilt.append(self._allocate)
-
-    def _allocate(self, buckets: Sequence[Bucket]) -> None:
-        """Give buckets that all ranks make now a buffer where all can see it. Collective: every rank."""
-        for bucket in filter(_is_compressible, buckets):
-            size, device = bucket.payload.numel(), bucket.payload.device
-            self._buffers[bucket] = empty_buffer(size, dtype=self._dtype, device=device, group=self._group)
-
-    @override
-    @torch.no_grad()
-    def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
-        if not _is_compressible(bucket):
-            return all_reduce_async(bucket.payload, group=self._group)
-        # Not the bucket's own memory: the parameters' gradients are views of it, in their own dtype.
-        if bucket not in self._buffers:  # a bucket of the first step, or one that this rank made alone
-            self._buffers[bucket] = torch.empty_like(bucket.payload, dtype=self._dtype)
-        bucket.sent_dtype = self._dtype  # too narrow for a sum of weights, which then follows apart
-        return all_reduce_async(self._buffers[bucket].copy_(bucket.payload), group=self._group)
-
-    @override
-    @torch.no_grad()
-    def finish(self, bucket: Bucket, future: Future[Any]) -> None:
-        future.wait()
-        if _is_compressible(bucket):
-            bucket.payload.copy_(self._buffers[bucket])
-
-
 @final
 class CompressedMean(BucketReduction):
     """The mean over ranks in compressed messages, beside backward; for buckets of float32 and float64.
@@ -621,7 +578,7 @@ class CompressedMean(BucketReduction):
 
     @override
     def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
-        if not _is_compressible(bucket):
+        if not is_compressible(bucket):
             return all_reduce_async(bucket.payload, group=self._group)
         before: list[Callable[[], object]] = []
         if self._hierarchy is not None:
@@ -637,7 +594,7 @@ class CompressedMean(BucketReduction):
     @override
     def finish(self, bucket: Bucket, future: Future[Any]) -> None:
         future.wait()
-        if self._hierarchy is not None and _is_compressible(bucket):
+        if self._hierarchy is not None and is_compressible(bucket):
             wait_for(self._hierarchy.all_reduce_inside(bucket.gradients), "all_reduce inside the machine")
 
     def _note_stream(self, bucket: Bucket) -> torch.cuda.Event:
@@ -730,7 +687,7 @@ class CompressedMean(BucketReduction):
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Return this rank's ``residuals`` by parameter, and the ``bases`` of PowerSGD, which all ranks have alike."""
         names = self._bucket_set.names
-        for bucket in filter(_is_compressible, self._bucket_set.buckets if self._codec.keeps_residual else ()):
+        for bucket in filter(is_compressible, self._bucket_set.buckets if self._codec.keeps_residual else ()):
             self._residual(bucket)
         bases = self._codec.bases if isinstance(self._codec, PowerSGD) else {}
         return {"residuals": dict(self._residuals), "bases": {names[key]: basis for key, basis in bases.items()}}

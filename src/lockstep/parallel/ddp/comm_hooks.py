@@ -1,6 +1,7 @@
-"""How a bucket is reduced: by one all-reduce, or by a communication hook; compressed: see ../compression.py."""
+"""How a bucket is reduced: by one all-reduce, also in a narrower dtype, or by a communication hook."""
 
 import inspect
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, cast, final
@@ -11,9 +12,9 @@ from torch.futures import Future
 from typing_extensions import override
 
 from lockstep.comm import collectives
-from lockstep.comm.collectives import Group, all_reduce, all_reduce_async
+from lockstep.comm.collectives import Group, all_reduce, all_reduce_async, empty_buffer
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.ddp.buckets import Bucket, cut_views
+from lockstep.parallel.ddp.buckets import Bucket, BucketSet, cut_views
 
 CommHook = Callable[[Any, Any], Future[Any]]
 
@@ -82,6 +83,52 @@ class AllReduceMean(BucketReduction):
     @override
     def finish(self, bucket: Bucket, future: Future[Any]) -> None:
         future.wait()
+
+
+# --- in a narrower dtype; other compression is in ../compression.py ---------------------------------------------------
+
+
+def is_compressible(bucket: Bucket) -> bool:
+    """Return whether gradients of this kind are compressed."""
+    return not bucket.spec.sparse and bucket.spec.dtype in (torch.float32, torch.float64)
+
+
+@final
+class CastAllReduce(BucketReduction):
+    """The mean over ranks by an all-reduce in ``dtype``, where the backend knows best how; see `is_compressible`.
+
+    The tail travels in the same message. It counts ranks, exactly as far as ``dtype`` can count (256 ranks in bfloat16)
+    and never to zero beyond; a sum of weights follows apart, as for a model whose parameters are that narrow.
+    """
+
+    def __init__(self, bucket_set: BucketSet, group: Group, dtype: torch.dtype) -> None:
+        self._group, self._dtype = group, dtype
+        self._buffers: weakref.WeakKeyDictionary[Bucket, Tensor] = weakref.WeakKeyDictionary()
+        bucket_set.on_rebuilt.append(self._allocate)
+
+    def _allocate(self, buckets: Sequence[Bucket]) -> None:
+        """Give buckets that all ranks make now a buffer where all can see it. Collective: every rank."""
+        for bucket in filter(is_compressible, buckets):
+            size, device = bucket.payload.numel(), bucket.payload.device
+            self._buffers[bucket] = empty_buffer(size, dtype=self._dtype, device=device, group=self._group)
+
+    @override
+    @torch.no_grad()
+    def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
+        if not is_compressible(bucket):
+            return all_reduce_async(bucket.payload, group=self._group)
+        # Not the bucket's own memory: the parameters' gradients are views of it, in their own dtype.
+        if bucket not in self._buffers:  # a bucket of the first step, or one that this rank made alone
+            self._buffers[bucket] = torch.empty_like(bucket.payload, dtype=self._dtype)
+        bucket.sent_dtype = self._dtype  # too narrow for a sum of weights, which then follows apart
+        return all_reduce_async(self._buffers[bucket].copy_(bucket.payload), group=self._group)
+
+    @override
+    @torch.no_grad()
+    def finish(self, bucket: Bucket, future: Future[Any]) -> None:
+        future.wait()
+        if is_compressible(bucket):
+            bucket.payload.copy_(self._buffers[bucket])
 
 
 # --- communication hooks ----------------------------------------------------------------------------------------------
