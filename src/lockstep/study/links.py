@@ -25,7 +25,7 @@ _PREFIXES = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 # Of what a link is called by, the share that gradients have: the rest are headers of TCP, IP and Ethernet, and what
 # Gloo's ring leaves idle between its two passes. Measured by bench/predict.py.
-PAYLOAD_SHARE = 0.92
+PAYLOAD_SHARE = 0.9
 
 # Between two hosts of a local network, from one process to the other.
 LAN_LATENCY_S = 2e-4
@@ -320,8 +320,8 @@ def break_even(rate_over: Callable[[float], float], target: float) -> float | No
 
 # --- what a link gives ------------------------------------------------------------------------------------------------
 
-# A message has so many bytes at least and at most; each size is sent so often, after once that does not count.
-_LEAST_BYTES, _MOST_BYTES, _NUM_TIMES = 2**12, 2**26, 3
+# Messages have so many bytes at least and at most; short ones are sent so often.
+_LEAST_BYTES, _MOST_BYTES, _NUM_TIMES, _SHORT_S = 2**12, 2**26, 5, 0.1
 
 
 def probe_link(world: World, *, limit_s: float = 8.0) -> Link:
@@ -331,16 +331,19 @@ def probe_link(world: World, *, limit_s: float = 8.0) -> Link:
 
     Args:
         world: The ranks, on two machines or more.
-        limit_s: No larger message is sent if that would take longer; 340 MB are sent at most.
+        limit_s: No larger message is sent if that would take longer; 540 MB are sent at most.
     """
     import torch
 
     times: dict[int, float] = {}
     size, used_s = _LEAST_BYTES, 0.0
-    # The ranks decide by the same figures. Four times the bytes take four times as long at most.
-    while size <= _MOST_BYTES and used_s + 4 * (_NUM_TIMES + 1) * times.get(size // 4, 0.0) <= limit_s:
+    # The ranks decide by the same figures. Four times the bytes take four times as long at most. As large as there is
+    # time for: over a slow link large messages get less of it than small ones, as the ends wait for each other.
+    while len(times) < 2 or (size <= _MOST_BYTES and used_s + 8 * times[size // 4] <= limit_s):
         tensor = torch.zeros(size // 4, device=world.device)
-        found = [_time_all_reduce(tensor, world) for _ in range(_NUM_TIMES + 1)]
+        found = [_time_all_reduce(tensor, world)]
+        for _ in range(_NUM_TIMES if found[0] < _SHORT_S else 1):
+            found.append(_time_all_reduce(tensor, world))
         times[size], used_s = median(found[1:]), used_s + sum(found)
         size *= 4
     (small, small_s), (large, large_s) = min(times.items()), max(times.items())

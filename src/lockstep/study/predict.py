@@ -189,8 +189,11 @@ def _measure(request: Request, world: World) -> Measured:
     if world.device.type == "cpu" and world.world_size > 1:  # GPUs compute on while others send
         if world.is_rank_zero:
             log("measuring what exchanges take")
-        costs[PLAIN.name] = measure_cost(shapes, None, world)
-        costs |= {name: measure_cost(shapes, name, world) for name in COMPRESSIONS}
+        is_local = world.local_world_size == world.world_size
+        # Over a slow link, what it carries in half a second.
+        most = _MOST_COST_BYTES if is_local else min(_MOST_COST_BYTES, int(link.bytes_per_s / 2))
+        costs[PLAIN.name] = measure_cost(shapes, None, world, most)
+        costs |= {name: measure_cost(shapes, name, world, most) for name in COMPRESSIONS}
     return Measured(computing, buckets, busy_cores, costs, link)
 
 
@@ -254,7 +257,7 @@ def _ready_buckets(model: nn.Module, ready: Sequence[float], settings: Settings)
 # --- measured between ranks: what an exchange takes beside the link, and the link -------------------------------------
 
 # Of gradients; what a large model's take follows from it.
-_MOST_COST_BYTES = 32 * MIB
+_MOST_COST_BYTES, _LEAST_COST_BYTES = 32 * MIB, 2**14
 _NUM_COST_STEPS, _NUM_COST_BUCKETS = 5, 4
 
 
@@ -294,15 +297,18 @@ class _Stages:
             self.decode_s += time.thread_time() - self._began_s
 
 
-def measure_cost(shapes: Sequence[torch.Size], compression: str | None, world: World) -> Cost:
+def measure_cost(
+    shapes: Sequence[torch.Size], compression: str | None, world: World, most_bytes: int = _MOST_COST_BYTES
+) -> Cost:
     """Return what exchanging gradients of these shapes takes beside the link. Collective: every rank.
 
     Args:
         shapes: Of the parameters.
         compression: How they are sent; None: as they are.
         world: The ranks: two or more.
+        most_bytes: Of gradients that are exchanged.
     """
-    chosen = list(_at_most(shapes, _MOST_COST_BYTES))
+    chosen = list(_at_most(shapes, most_bytes)) or [torch.Size([_LEAST_COST_BYTES // 4])]
     size_bytes = sum(4 * shape.numel() for shape in chosen)
     cap_mb = max(size_bytes / _NUM_COST_BUCKETS / MIB, 1e-3)
     engine = DistributedDataParallel(
@@ -332,13 +338,15 @@ def measure_cost(shapes: Sequence[torch.Size], compression: str | None, world: W
 
 
 def _at_most(shapes: Sequence[torch.Size], most_bytes: int) -> Iterator[torch.Size]:
-    """Yield shapes of gradients until they are so many bytes, one at least."""
-    reached = 0
+    """Yield shapes of gradients until they are so many bytes; the last one with fewer rows."""
     for shape in shapes:
-        yield shape
-        reached += 4 * shape.numel()
-        if reached >= most_bytes:
+        size = 4 * shape.numel()
+        if size > most_bytes:
+            rows = most_bytes * shape[0] // size if shape else 0
+            yield from [torch.Size([rows, *shape[1:]])] if rows else []
             return
+        yield shape
+        most_bytes -= size
 
 
 def _sent_bytes() -> int:

@@ -212,7 +212,7 @@ def interface_local(facts: Network) -> Iterator[Problem]:
 def interface_slow(facts: Network) -> Iterator[Problem]:
     """The interface runs at 1 Gbit/s or less.
 
-    The time is that of a ring between the machines: ``2 (n-1)/n`` times the bytes, divided by 92 % of the speed. It may
+    The time is that of a ring between the machines: ``2 (n-1)/n`` times the bytes, divided by 90 % of the speed. It may
     take longer: the card does not know what lies behind it. Started as the ranks of a job, the doctor measures it.
 
     Cost: Each step waits for the gradients of all machines.
