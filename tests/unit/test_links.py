@@ -51,6 +51,7 @@ def test_rates_are_written_as_networks_are_called():
         "20 Mb/s", "100 Mb/s", "1 Gb/s", "2.5 Gb/s", "56 kb/s", "9 b/s",
     ]  # fmt: skip
     assert given_link("100Mb").bytes_per_s < 12.5e6, "headers take a part"
+    assert given_link("12.5MB/s").bytes_per_s == 12.5e6, "what gradients get"
 
 
 def test_a_machine_sends_what_a_ring_moves():

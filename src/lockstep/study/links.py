@@ -61,8 +61,9 @@ def parse_rate(text: str) -> float:
 
 
 def given_link(text: str, latency_s: float = LAN_LATENCY_S) -> Link:
-    """Return the link that is called by the rate ``text``; see `parse_rate`."""
-    return Link(PAYLOAD_SHARE * parse_rate(text), latency_s, f"{text} as given")
+    """Return the link that is called by the rate ``text``; see `parse_rate`. One in bytes is what gradients get."""
+    share = 1.0 if "B" in text else PAYLOAD_SHARE
+    return Link(share * parse_rate(text), latency_s, f"{text} as given")
 
 
 def format_rate(bytes_per_s: float) -> str:

@@ -639,7 +639,7 @@ def footnotes(found: Forecast) -> list[str]:
     return [
         "Seconds of a step, and samples per second over those of one machine times the number of machines. The global "
         f"batch stays the same. What each machine sends in a step, and from which link on it pays, are for "
-        f"{found.num_machines}. A link that is given has {PAYLOAD_SHARE:.0%} of its rate for gradients.",
+        f"{found.num_machines}. A link that is given in bits has {PAYLOAD_SHARE:.0%} of them for gradients.",
         *found.notes,
     ]
 
