@@ -151,3 +151,45 @@ def test_a_machine_sends_its_gradients_once_however_many_ranks_it_has(machines, 
     assert 1.0 <= float(first[0]) < 1.15, outputs
     assert 1.0 <= float(second[0]) < 1.15, outputs
     assert first[1] == second[1]
+
+
+EXCHANGES = """
+import sys, time
+import lockstep, torch
+from torch import nn
+with lockstep.init(timeout_s=30) as world:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with lockstep.DiLoCo(model, optimizer, sync_every=100):
+        for step in range(1, 201):
+            began = time.monotonic()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            if step == 110:
+                open(f"{sys.argv[1]}-{world.rank}", "w").close()
+            if step % 100 and time.monotonic() - began > 1:
+                print("slow", step)
+            time.sleep(0.05)
+    print("done")
+"""
+
+
+@pytest.mark.soak
+def test_a_link_that_is_down_between_exchanges_costs_nothing(machines, tmp_path):
+    """Cut after step 110 for two seconds; the next exchange is due after step 200, some seconds later."""
+    (tmp_path / "train.py").write_text(EXCHANGES)
+    mark = tmp_path / "came"
+    processes = []
+    for index in range(2):
+        where = ["--nnodes", "2", "--node-rank", str(index), "--master-addr", "10.78.0.1", "--devices", "1"]
+        processes.append(machines.start(index, "run", *where, str(tmp_path / "train.py"), str(mark)))
+    began = time.monotonic()
+    while not all((tmp_path / f"came-{rank}").exists() for rank in range(2)):
+        assert time.monotonic() - began < 60
+        time.sleep(0.05)
+    machines.set_cable("down")
+    time.sleep(2.0)
+    machines.set_cable("up")
+    outputs = ends(processes)
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert [out for out, _ in outputs] == ["done\n", "done\n"]

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from types import TracebackType
 from typing import Any, Self, final
 
@@ -294,8 +295,7 @@ class PeriodicAveraging:
         self._model, self.schedule = model, schedule
         self._group = default_group() if process_group is None else process_group
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        problem = _find_problem(model, optimizer, schedule, self._group)
-        problem = problem or _find_compression_problem(compression, model)
+        problem = _find_problem(model, optimizer, schedule, compression, self._group)
         arguments = f"{schedule}, compression={compression}"
         if isinstance(outer_optimizer, OuterSGD):
             problem, arguments = problem or outer_optimizer.problem, f"{arguments}, {outer_optimizer}"
@@ -317,6 +317,7 @@ class PeriodicAveraging:
             )
             for part in cut_fragments([each.numel() for each in local], schedule.fragments)
         ]
+        self._sums = [each for fragment in self._fragments for each in fragment.compressed]
         self.outer_optimizer = outer_optimizer(self._outer)
         buffers = model.named_buffers()
         self._buffers = {name: each.clone() for name, each in buffers if each.numel() and not each.is_complex()}
@@ -462,15 +463,6 @@ class PeriodicAveraging:
 
     # --- what is kept ---
 
-    def _sums(self) -> dict[str, CompressedSum]:
-        """Return what sums compressed tensors, by a name."""
-        fragments = enumerate(self._fragments)
-        return {
-            f"{number} {place}": each
-            for number, fragment in fragments
-            for place, each in enumerate(fragment.compressed)
-        }
-
     def outer_state(self) -> dict[str, Tensor]:
         """Return the outer parameters, and the buffers of the last exchange, by name: the same bits on all ranks."""
         return {**{name: each.detach() for name, each in zip(self._names, self._outer, strict=True)}, **self._buffers}
@@ -482,8 +474,7 @@ class PeriodicAveraging:
         """
         own: dict[str, Any] = {"rank": self._group.rank(), "world_size": self._group.size()}
         own["weights"] = [float(weight) for weight in self._weights]
-        sums = self._sums()
-        own["residuals"] = {key: each.residual for key, each in sums.items() if each.residual is not None}
+        own["residuals"] = dict(enumerate(each.residual for each in self._sums if each.residual is not None))
         under_way: list[dict[str, Any]] = []
         base: dict[str, Tensor] = {}
         for exchange in self._under_way:
@@ -498,7 +489,7 @@ class PeriodicAveraging:
             "outer": self.outer_state(),
             "outer_optimizer": self.outer_optimizer.state_dict(),
             "under_way": under_way,
-            "bases": {key: dict(each.codec.bases) for key, each in sums.items() if isinstance(each.codec, PowerSGD)},
+            "bases": [dict(each.codec.bases) for each in self._sums if isinstance(each.codec, PowerSGD)],
             "own": {**own, "base": base},
         }
 
@@ -526,12 +517,17 @@ class PeriodicAveraging:
         is_own = is_own and len(since) == count
         self._exchanged_at = list(since) if len(since) == count else [min(since)] * count
         self._weights = list(own["weights"]) if is_own else [0.0] * count
-        for key, each in self._sums().items():
-            kept = own["residuals"].get(key) if is_own else None
-            if each.residual is not None and kept is not None and kept.shape == each.residual.shape:
+        residuals = own["residuals"].values() if is_own else ()
+        for each, kept, bases in zip_longest(self._sums, residuals, state["bases"]):
+            if (
+                each is not None
+                and each.residual is not None
+                and kept is not None
+                and kept.shape == each.residual.shape
+            ):
                 each.residual.copy_(kept)
-            if isinstance(each.codec, PowerSGD):
-                each.codec.bases = {key: basis.clone() for key, basis in state["bases"].get(key, {}).items()}
+            if each is not None and isinstance(each.codec, PowerSGD):
+                each.codec.bases = {key: basis.clone() for key, basis in (bases or {}).items()}
         self._under_way = []
         for each in state["under_way"]:
             self._load_exchange(each, own["base"] if is_own else None)
@@ -588,10 +584,10 @@ class PeriodicAveraging:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close; after an error, which other ranks may not have, exchange nothing."""
-        if error is not None and self._hook is not None:
+        if error is None:
+            self.close()
+        elif self._hook is not None:
             self._hook.remove()
-            self._hook = None
-        self.close()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -600,23 +596,23 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _find_problem(
-    model: nn.Module, optimizer: Optimizer | None, schedule: ExchangeSchedule, group: Group
+    model: nn.Module, optimizer: Optimizer | None, schedule: ExchangeSchedule, compression: str | None, group: Group
 ) -> str | None:
     """Return what is wrong with the arguments on this rank: cause, and what to do."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trained:
-        return "The model has no parameter that requires a gradient.\nUnfreeze what is to be trained first."
     for name, least in (("sync_every", 1), ("fragments", 1), ("sync_delay", 0)):
         value = getattr(schedule, name)
         if type(value) is not int or value < least:
             return f"{name}={value!r} is not allowed.\nGive a whole number of at least {least}."
-    if schedule.fragments > len(trained):
-        return f"fragments={schedule.fragments} is more than the model's {len(trained)} parameters.\nGive fewer."
     if schedule.sync_delay >= schedule.sync_every:
         return (
             f"sync_delay={schedule.sync_delay} is not below sync_every={schedule.sync_every}: a fragment would be "
             "exchanged again before it has arrived.\nGive a smaller sync_delay, or a larger sync_every."
         )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        return "The model has no parameter that requires a gradient.\nUnfreeze what is to be trained first."
+    if schedule.fragments > len(trained):
+        return f"fragments={schedule.fragments} is more than the model's {len(trained)} parameters.\nGive fewer."
     if any(is_sharded(parameter) for parameter in trained):
         return "The model's parameters are sharded, but ranks exchange whole ones.\nUse fully_shard without this."
     wrappers = DistributedDataParallel, nn.parallel.DistributedDataParallel
@@ -625,18 +621,14 @@ def _find_problem(
             "The model's gradients are averaged over all ranks in every step, so nothing is left to exchange.\n"
             "Pass the bare model, or wrap it over the ranks of a machine only (process_group=...)."
         )
-    return None if optimizer is None else _find_optimizer_problem(model, optimizer)
-
-
-def _find_compression_problem(compression: str | None, model: nn.Module) -> str | None:
     try:
         if compression is not None:
             make(compression)
     except ConfigurationError as error:
         return str(error)
-    if compression is not None and any(parameter.is_complex() for parameter in model.parameters()):
+    if compression is not None and any(parameter.is_complex() for parameter in trained):
         return "Complex parameters cannot be compressed.\nLeave compression out."
-    return None
+    return None if optimizer is None else _find_optimizer_problem(model, optimizer)
 
 
 def _find_optimizer_problem(model: nn.Module, optimizer: Optimizer) -> str | None:
@@ -675,8 +667,9 @@ class LocalSGD(PeriodicAveraging):
     such as running statistics are averaged, too. To average gradients inside a machine in every step, pass a
     `lockstep.DistributedDataParallel` whose ``process_group`` has the ranks of the machine.
 
-    A link that is down between exchanges costs nothing; one that is down in an exchange is a `CollectiveError` when
-    the group's time-out is over.
+    A link that is down between exchanges costs nothing, if it is up again before the kernel gives it up
+    (``LOCKSTEP_LINK_TIMEOUT_S``); one that is down in an exchange is a `CollectiveError` when the group's time-out is
+    over. torch's ``GradScaler``, which leaves out steps on single ranks, is refused when they differ.
 
     Collective: every rank makes it, and makes the same number of steps.
 

@@ -199,7 +199,8 @@ class Trainer:
     def step(self) -> StepRecord:
         """Train on the next global batch.
 
-        Collective: every rank of the group. Does not wait for a CUDA device, except in fp16 and with ``reproducible``.
+        Collective: every rank of the group. Does not wait for a CUDA device, except in fp16, with ``reproducible``, and
+        in exchanges of ``local-sgd`` and ``diloco``.
         """
         if not (self.arithmetic.threads or self.arithmetic.deterministic):
             return self._step()
