@@ -18,6 +18,7 @@ from lockstep.study.verify.interventions import Subject
 from lockstep.train.fit import Run
 from lockstep.train.settings import Settings
 from lockstep.train.trainer import Trainer
+from tests.distributed.test_hierarchy import MACHINES, on_machines
 from tests.training import make_task, mean_loss, read_state, relative_error, samples, token_loss, whole_batch
 from tests.verifying import FAULTS, processes_of
 
@@ -62,11 +63,19 @@ def test_with_an_exchange_in_every_step_it_is_one_device(ranks, num_ranks, strat
         assert relative_error(seen[-1], expected) < 1e-12
 
 
-def test_machines_sum_gradients_inside_and_exchange_between(ranks):
+@pytest.mark.parametrize("backend", ["gloo", "shm+gloo"])
+def test_machines_sum_gradients_inside_and_exchange_between(ranks, backend):
     """Two machines of two ranks: the ranks of one hold the same bits always, all after an exchange."""
 
+    def on_backend(world):
+        if backend == "gloo":
+            world.node_rank = world.rank // 2
+            return run(world)
+        with on_machines(world, MACHINES["blocks"]) as group:
+            return run(lockstep.World.from_group(group, device="cpu"))
+
     def run(world):
-        world.node_rank = world.rank // 2
+        assert world.backend == backend
         equal = train(world, "local-sgd", 6, token_loss, sync_every=1, across="machines")[-1]
         loop = trainer_of(world, make_task(**SGD), "diloco", sync_every=3, across="machines")
         local = []
@@ -77,7 +86,7 @@ def test_machines_sum_gradients_inside_and_exchange_between(ranks):
         return equal, local, loop.strategy.num_replicas
 
     expected = whole_batch(make_task(loss=token_loss, **SGD), 6)["weights"]
-    results = ranks(4)(run)
+    results = ranks(4)(on_backend)
     for equal, local, num_replicas in results:
         assert relative_error(equal, expected) < 1e-12
         assert num_replicas == 2
