@@ -334,6 +334,25 @@ def test_a_rank_without_data_takes_part(ranks, method):
     assert all(ranks(2)(without_data, method))
 
 
+def stepped(world, method, overlaps):
+    torch.manual_seed(0)
+    model = lockstep.DistributedDataParallel(build("transformer"), bucket_cap_mb=0.0005, compression=method)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if overlaps:
+        model.overlap_optimizer(optimizer)
+    for step in range(4):
+        optimizer.zero_grad()
+        mine = share(global_batch("transformer", 8, seed=step), world.rank, 2)
+        FAMILIES["transformer"].loss(model, mine).backward()
+        if not overlaps:
+            optimizer.step()
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
+def test_parameters_can_be_stepped_in_backward(ranks):
+    assert torch.equal(ranks(2)(stepped, "int4", False)[0], ranks(2)(stepped, "int4", True)[1])
+
+
 def slices(world):
     model = lockstep.DistributedDataParallel(nn.Linear(3, 3), compression="int8")
     with pytest.raises(ConfigurationError, match="the wrapper has compression, a communication hook, or another"):

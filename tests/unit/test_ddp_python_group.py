@@ -1,11 +1,13 @@
 """A process group written in Python may do its work when it is asked for the future; `wait` alone need not do it."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.futures import Future
 
 import lockstep
+from lockstep.errors import ConfigurationError
 
 
 class LateWork(dist.Work):
@@ -46,3 +48,12 @@ def test_the_future_of_every_bucket_is_asked_for():
         model.zero_grad()
         model(torch.tensor([[1.0, 2.0]])).sum().backward()
         assert model.module.weight.grad.tolist() == [[3.0, 6.0]]
+
+
+def test_messages_over_such_a_group_are_refused():
+    with pytest.raises(ConfigurationError) as caught:
+        lockstep.DistributedDataParallel(nn.Linear(2, 1), process_group=TriplingGroup(), compression="int8")
+    assert str(caught.value) == (
+        "compression='int8' sends messages between two ranks, which the process group TriplingGroup may not do as "
+        "torch's do.\nUse a group on Gloo, or compression='bf16'."
+    )

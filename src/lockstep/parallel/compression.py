@@ -489,13 +489,14 @@ def compressed_all_reduce(
         group: The ranks that take part: on Gloo or shm.
         codec: See `make`. One for each tensor that is exchanged again and again.
         residual: Like ``flat``: zeros the first time, and then what this call left there the last time. Part of the
-            state. None for ``bf16`` and ``fp16``, which need none.
+            state. Left alone by ``bf16`` and ``fp16``, which need none.
         shapes: Of what ``flat`` is composed of, one after the other; PowerSGD sends these as matrices.
 
     Raises:
         ConfigurationError: A tensor is of the wrong kind, or the codec needs a residual.
         CollectiveError: From ``wait()``: a rank ended, or did not take part in time.
     """
+    kept = residual if codec.keeps_residual else None
     for name, tensor in (("flat", flat), ("residual", residual if codec.keeps_residual else flat)):
         if tensor is None or tensor.dim() != 1 or not tensor.is_contiguous() or not tensor.is_cpu:
             fits = False
@@ -510,7 +511,7 @@ def compressed_all_reduce(
 
     def exchange(peers: _Peers) -> Exchange:
         share = 1 / peers.size
-        values = flat.mul_(share) if residual is None else residual.add_(flat, alpha=share)
+        values = flat.mul_(share) if kept is None else kept.add_(flat, alpha=share)
         yield from _mean_of(codec, peers, values, flat, _NOTHING.clone(), members)
 
     return _Pipeline.start(group, exchange)
