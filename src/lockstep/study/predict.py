@@ -102,7 +102,7 @@ def list_methods(costs: Mapping[str, Cost], profile: Profile) -> list[Method]:
     for name, each in COMPRESSIONS.items():
         cost = costs.get(name) or (None if each.sent is None else Cost(each.sent, staged=True))
         if cost is not None:
-            found.append(Method(name, f"--compression {name}", each.effect, cost))
+            found.append(Method(name, f"--compression {name}", each.effect, cost, is_compressed=True))
     batch = f"--accumulate {ACCUMULATE} --global-batch-size {ACCUMULATE * profile.global_batch_size}"
     larger = f"each update takes a global batch {ACCUMULATE} times as large"
     found.append(replace(plain, name=f"accumulate {ACCUMULATE}", flags=batch, effect=larger, accumulate=ACCUMULATE))
@@ -145,6 +145,7 @@ class Measured:
 
     computing: Mapping[int, Computing]
     buckets: Sequence[ReadyBucket]
+    small_buckets: Sequence[ReadyBucket]
     busy_cores: float
     costs: Mapping[str, Cost]
     link: Link
@@ -167,7 +168,7 @@ def measure(request: Request, world: World) -> Measured:
 def _measure(request: Request, world: World) -> Measured:
     task = load(request.task)
     computing: dict[int, Computing] = {}
-    buckets: Sequence[ReadyBucket] = ()
+    buckets: list[Sequence[ReadyBucket]] = [(), ()]
     busy_cores = 1.0
     failure: Exception | None = None
     if world.is_rank_zero:
@@ -194,13 +195,16 @@ def _measure(request: Request, world: World) -> Measured:
         most = _MOST_COST_BYTES if is_local else min(_MOST_COST_BYTES, int(link.bytes_per_s / 2))
         costs[PLAIN.name] = measure_cost(shapes, None, world, most)
         costs |= {name: measure_cost(shapes, name, world, most) for name in COMPRESSIONS}
-    return Measured(computing, buckets, busy_cores, costs, link)
+    return Measured(computing, *buckets, busy_cores, costs, link)
 
 
 def _measure_computing(
     task: Task, settings: Settings, num_samples: int, world: World
-) -> tuple[Computing, Sequence[ReadyBucket], float]:
-    """Train some steps in this process alone; return their times, the buckets, and how many cores they kept busy."""
+) -> tuple[Computing, list[Sequence[ReadyBucket]], float]:
+    """Train some steps in this process alone; return their times, the buckets, and how many cores they kept busy.
+
+    The buckets are those of gradients as they are, and those of compressed ones.
+    """
     alone = replace(settings, epochs=None, steps=_MANY_STEPS, global_batch_size=num_samples)
     with contextlib.closing(Trainer(task, alone, world, strategy="single", devices=[world.device])) as trainer:
         arrivals = _Arrivals(trainer.model, world.device)
@@ -214,7 +218,8 @@ def _measure_computing(
             before_s = times.data_wait_s + times.forward_s
             parts.append(Computing(before_s, times.backward_s, max(0.0, seconds - before_s - times.backward_s)))
             ready.append(arrivals.take(record.timer.spans))
-        buckets = _ready_buckets(trainer.model, [median(each) for each in zip(*ready, strict=True)], settings)
+        order = [median(each) for each in zip(*ready, strict=True)]
+        buckets = [_ready_buckets(trainer.model, order, is_compressed=each) for each in (False, True)]
     return Computing(*(median(each) for each in zip(*map(astuple, parts), strict=True))), buckets, cpu_s / wall_s
 
 
@@ -241,13 +246,13 @@ class _Arrivals:
         return [seconds_between(begin, marks[place]) / whole_s if place in marks else 1.0 for place in places]
 
 
-def _ready_buckets(model: nn.Module, ready: Sequence[float], settings: Settings) -> tuple[ReadyBucket, ...]:
+def _ready_buckets(model: nn.Module, ready: Sequence[float], *, is_compressed: bool) -> Sequence[ReadyBucket]:
     """Return the buckets that the engine would make, and when each can leave."""
     parameters = [each for each in model.parameters() if each.requires_grad]
     specs = [ParameterSpec(each.numel(), each.dtype, each.device) for each in parameters]
     order = sorted(range(len(specs)), key=ready.__getitem__)
     buckets, latest = [], 0.0
-    for spec in plan_buckets(specs, order, bucket_caps_bytes(settings.bucket_cap_mb, None)):
+    for spec in plan_buckets(specs, order, bucket_caps_bytes(None, None, is_compressed=is_compressed)):
         latest = min(1.0, max(latest, *(ready[index] for index in spec.parameters)))
         buckets.append(ReadyBucket(spec.size_bytes, latest))
     # The reducer launches the last one when backward is over.
@@ -332,7 +337,9 @@ def measure_cost(
         # Threads that help with encoding and decoding in the thread that computes.
         others_s -= (torch.get_num_threads() - 1) * (encode_s + decode_s) * size_bytes
         cpu_s = max(0.0, others_s / moved)
-        found.append(Cost(sent / moved, encode_s, decode_s, cpu_s, compression is not None))
+        # What is only rounded goes into an all-reduce where there is one: that adds while it sends.
+        is_whole = compression not in (None, "bf16") or num_carriers > 1
+        found.append(Cost(sent / moved, encode_s, decode_s, cpu_s, staged=compression is not None and is_whole))
     # The first step makes the buckets.
     return Cost(*(median(each) for each in zip(*map(astuple, found[1:]), strict=True)))
 
@@ -521,6 +528,7 @@ def _predict_task(task: Task | str, asked: Asked, settings: Settings, world: Wor
         profile,
         computing=measured.computing,
         buckets=measured.buckets,
+        small_buckets=measured.small_buckets,
         busy_cores=measured.busy_cores * ranks,
         inside_s=inside_s,
     )
