@@ -195,7 +195,7 @@ def _measure(request: Request, world: World) -> Measured:
         most = _MOST_COST_BYTES if is_local else min(_MOST_COST_BYTES, int(link.bytes_per_s / 2))
         costs[PLAIN.name] = measure_cost(shapes, None, world, most)
         costs |= {name: measure_cost(shapes, name, world, most) for name in COMPRESSIONS}
-    return Measured(computing, *buckets, busy_cores, costs, link)
+    return Measured(computing, buckets[0], buckets[1], busy_cores, costs, link)
 
 
 def _measure_computing(
