@@ -93,7 +93,7 @@ def test_the_live_view_names_the_slowest_link():
         RankFigures(rank=2, host="b"),
     )
     snapshot = Snapshot(num_steps=9, step=1, samples_per_s=0.1142, ranks=ranks)
-    assert slowest_link(snapshot) == "slowest link: rank 0 to 10.0.0.2, 11.3 MB/s, 43.2 MB a step from its machine"
+    assert slowest_link(snapshot) == "slowest link: rank 0 to 10.0.0.2, 11.3 MB/s, 21.6 MB a step"
     assert line(snapshot) == f"step 1/9  0.114 samples/s  {slowest_link(snapshot)}"
     assert slowest_link(Snapshot(num_steps=9)) is None
 

@@ -559,7 +559,7 @@ def predict_run(folder: Path, asked: Asked) -> Forecast:
             f"The run in {folder} was on one machine, so its record has no link.\nName one, such as --link 100Mb."
         )
     profile = replace(known.profile, ranks_per_machine=asked.ranks_per_machine or known.profile.ranks_per_machine)
-    note = "From a record: computing is taken to grow with the samples, and compression is not known: name the task."
+    note = "From a record: computing is taken to grow with the samples, and compression to take no time. Name the task."
     count = asked.num_machines or max(2, known.num_machines)
     methods = list_methods({PLAIN.name: Cost()}, profile)
     return forecast(str(run.last.get("task") or "a run"), profile, methods, link, count, [note])

@@ -85,13 +85,12 @@ def _loss_and_rates(snapshot: Snapshot) -> list[str]:
 
 
 def slowest_link(snapshot: Snapshot) -> str | None:
-    """Return what the slowest link between machines carries, and how fast; None if none carries much."""
+    """Return what a rank sends over the slowest link between machines, and how fast; None if none carries much."""
     known = [each for each in snapshot.ranks if each.link_bytes_per_s]
     if not known:
         return None
     slowest = min(known, key=lambda each: each.link_bytes_per_s or 0.0)
-    sent = [each.step_sent_bytes for each in known if each.host == slowest.host and each.step_sent_bytes]
-    a_step = f", {sum(sent) / 1e6:.3g} MB a step from its machine" if sent else ""
+    a_step = f", {slowest.step_sent_bytes / 1e6:.3g} MB a step" if slowest.step_sent_bytes else ""
     to = f"rank {slowest.rank} to {slowest.link_peer}"
     return f"slowest link: {to}, {(slowest.link_bytes_per_s or 0.0) / 1e6:.3g} MB/s{a_step}"
 

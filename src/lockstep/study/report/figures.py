@@ -316,13 +316,14 @@ def find_network(run: Recorded, figures: Figures) -> Network | None:
 def _link_rate(timeline: Timeline, run: Recorded, machines: int) -> float | None:
     """Return the bytes per second that a machine sent while buckets were on their way; None if that is not known."""
     settings = run.settings
-    if settings.get("compression") is not None or machines < 2:
-        return None
-    ratio = 0.5 if settings.get("wire") else 1.0
+    ratio = {None: 1.0, "bf16": 0.5, "fp16": 0.5}.get(settings.get("compression") or settings.get("wire"))
+    if ratio is None or machines < 2:
+        return None  # what the other ways of compression send depends on the model
     members = machines if run.last.get("backend") == "shm+gloo" else len(run.ranks)
     buckets = timeline.buckets
-    # All of them together, which keep the link busy if it is slow; or one alone, if it is fast and often idle.
-    spans = [(each.size_bytes, each.done_s - each.sent_s) for each in buckets]
+    # All of them together, which keep the link busy if it is slow; or the largest, if it is fast and often idle.
+    largest = max(buckets, key=lambda each: each.size_bytes)
+    spans = [(largest.size_bytes, largest.done_s - largest.sent_s)]
     whole_s = max(each.done_s for each in buckets) - min(each.sent_s for each in buckets)
     spans.append((sum(each.size_bytes for each in buckets), whole_s))
     return max((ratio * cable_bytes(size, members) / seconds for size, seconds in spans if seconds > 0), default=None)
