@@ -107,7 +107,9 @@ def _keep_alive(connection: socket.socket, limit_s: float) -> None:
     # before it sends the next probe. So the link has to be up again for two probes before the time is up.
     give_up_s = limit_s + 2 * every + 1
     try:
-        connection.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _RETRANSMIT_MS)
+        # Where the outage has taken the route away, the kernel tries 15 times, whatever limit it was given: these have
+        # to last as long.
+        connection.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, max(_RETRANSMIT_MS, int(limit_s * 100)))
     except OSError:
         # What was sent into an outage is sent again after 0.2, 0.4, 0.8 ... s: when the link has come back, the next
         # time may be as far away as the outage was long.
