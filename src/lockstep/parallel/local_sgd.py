@@ -327,6 +327,7 @@ class PeriodicAveraging:
         self._exchanged_at = [0] * schedule.fragments
         self._under_way: list[Exchange] = []
         self._hook = None if optimizer is None else optimizer.register_step_post_hook(self._count_step)
+        self._is_open = True
 
     def _refuse_on_all_ranks(self, problem: str | None, arguments: str) -> None:
         """Raise the first rank's problem on every rank, or that arguments differ. Collective: every rank. Blocks."""
@@ -417,7 +418,7 @@ class PeriodicAveraging:
             raise ConfigurationError(
                 f"The ranks have made different numbers of steps: this one {self.num_steps}, the mean is "
                 f"{sum_steps / size:g}.\nStep the optimizer equally often on every rank. torch's GradScaler leaves out "
-                "steps on single ranks: use bfloat16 without it."
+                "steps on single ranks: pass no optimizer, and call step() of this after scaler.step()."
             )
         if num_not_finite:
             raise NonFiniteGradient(
@@ -572,10 +573,15 @@ class PeriodicAveraging:
 
         Collective: every rank. Blocks until it is done.
         """
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        if self._detach():
             self.sync()
+
+    def _detach(self) -> bool:
+        """Count no more steps of the optimizer; return whether it is the first time."""
+        was_open, self._is_open = self._is_open, False
+        if was_open and self._hook is not None:
+            self._hook.remove()
+        return was_open
 
     def __enter__(self) -> Self:
         return self
@@ -584,10 +590,8 @@ class PeriodicAveraging:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close; after an error, which other ranks may not have, exchange nothing."""
-        if error is None:
-            self.close()
-        elif self._hook is not None:
-            self._hook.remove()
+        if self._detach() and error is None:
+            self.sync()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -669,7 +673,8 @@ class LocalSGD(PeriodicAveraging):
 
     A link that is down between exchanges costs nothing, if it is up again before the kernel gives it up
     (``LOCKSTEP_LINK_TIMEOUT_S``); one that is down in an exchange is a `CollectiveError` when the group's time-out is
-    over. torch's ``GradScaler``, which leaves out steps on single ranks, is refused when they differ.
+    over. torch's ``GradScaler`` leaves out steps on single ranks: pass None as the optimizer, and call `step` of this
+    after each ``scaler.step(optimizer)``.
 
     Collective: every rank makes it, and makes the same number of steps.
 
@@ -677,7 +682,7 @@ class LocalSGD(PeriodicAveraging):
 
     Args:
         model: Not sharded. All ranks get the parameters and buffers of rank 0.
-        optimizer: Of its parameters. If several train the model, the one that steps last.
+        optimizer: Of its parameters. If several train the model, the one that steps last; None: call `step`.
         sync_every: Steps between two exchanges.
         fragments: Parts of the model, in the order of its parameters and of about the same size, that are exchanged
             after different steps.
@@ -694,7 +699,7 @@ class LocalSGD(PeriodicAveraging):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | None,
         sync_every: int = 8,
         *,
         fragments: int = 1,
@@ -733,7 +738,7 @@ class DiLoCo(PeriodicAveraging):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | None,
         sync_every: int = 50,
         *,
         outer_lr: float = OuterSGD.lr,
