@@ -13,8 +13,7 @@ import lockstep
 from lockstep.cli import main
 from lockstep.errors import ConfigurationError
 from lockstep.study.verify import exchanges
-from lockstep.study.verify.exchanges import check_rules
-from lockstep.study.verify.interventions import Subject
+from lockstep.study.verify.exchanges import verify_exchanges
 from lockstep.train.fit import Run
 from lockstep.train.settings import Settings
 from lockstep.train.trainer import Trainer
@@ -335,7 +334,7 @@ def test_verify_reports_another_run_by_design(ranks, monkeypatch, capsys):
 
 def test_verify_finds_what_does_not_hold(ranks):
     """A data set that depends on the rank: samples are trained on twice, and others not at all."""
-    subject = Subject(str(FAULTS / "data_order.py"), Settings(steps=4, check_replicas=1), 2, 4)
-    found = check_rules(subject, "local-sgd", processes_of(ranks))
+    task, processes = str(FAULTS / "data_order.py"), processes_of(ranks)
+    found = verify_exchanges(task, "local-sgd", settings=Settings(), processes=processes)
     assert [rule.holds for rule in found] == [True, True, False]
     assert found[2].found.startswith("step 0: ")

@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
 from types import TracebackType
 from typing import Any, Self, final
 
@@ -471,11 +470,13 @@ class PeriodicAveraging:
     def state_dict(self) -> dict[str, Any]:
         """Return what a run needs to go on, besides this rank's model and optimizer.
 
-        All but ``own`` is the same on all ranks. Blocks until what is under way has arrived; it is applied when due.
+        All but ``own`` is the same on all ranks. What is under way is applied when it is due.
+
+        Collective: every rank. Blocks until what is under way has arrived.
         """
         own: dict[str, Any] = {"rank": self._group.rank(), "world_size": self._group.size()}
         own["weights"] = [float(weight) for weight in self._weights]
-        own["residuals"] = dict(enumerate(each.residual for each in self._sums if each.residual is not None))
+        own["residuals"] = [each.residual for each in self._sums if each.residual is not None]
         under_way: list[dict[str, Any]] = []
         base: dict[str, Tensor] = {}
         for exchange in self._under_way:
@@ -518,17 +519,13 @@ class PeriodicAveraging:
         is_own = is_own and len(since) == count
         self._exchanged_at = list(since) if len(since) == count else [min(since)] * count
         self._weights = list(own["weights"]) if is_own else [0.0] * count
-        residuals = own["residuals"].values() if is_own else ()
-        for each, kept, bases in zip_longest(self._sums, residuals, state["bases"]):
-            if (
-                each is not None
-                and each.residual is not None
-                and kept is not None
-                and kept.shape == each.residual.shape
-            ):
-                each.residual.copy_(kept)
-            if each is not None and isinstance(each.codec, PowerSGD):
-                each.codec.bases = {key: basis.clone() for key, basis in (bases or {}).items()}
+        residuals, bases = own["residuals"] if is_own else [], state["bases"]
+        for place, each in enumerate(self._sums):
+            if each.residual is not None:
+                fits = place < len(residuals) and residuals[place].shape == each.residual.shape
+                each.residual.copy_(residuals[place] if fits else torch.zeros(()))
+            if isinstance(each.codec, PowerSGD) and place < len(bases):
+                each.codec.bases = {key: basis.clone() for key, basis in bases[place].items()}
         self._under_way = []
         for each in state["under_way"]:
             self._load_exchange(each, own["base"] if is_own else None)

@@ -58,7 +58,13 @@ class Rule:
 
 
 def verify_exchanges(
-    task: Task | str, strategy: StrategyName, *, devices: int = 2, steps: int = 4, settings: Settings
+    task: Task | str,
+    strategy: StrategyName,
+    *,
+    devices: int = 2,
+    steps: int = 4,
+    settings: Settings,
+    processes: Callable[..., list[Any]] | None = None,
 ) -> list[Rule]:
     """Train some steps of ``task`` on ranks that exchange parameters now and then, and check what must hold.
 
@@ -71,6 +77,7 @@ def verify_exchanges(
         devices: Ranks.
         steps: Steps to train.
         settings: How to train.
+        processes: Starts one process, or as many as there are ranks; see `run_ranks`.
 
     Raises:
         ConfigurationError: The task, the settings or the devices cannot be used.
@@ -80,36 +87,23 @@ def verify_exchanges(
     if settings.reproducible is not None:
         refuse_reproducible(strategy)
     check_batch(load(task), settings, devices)
+    start = processes or partial(run_ranks, timeout_s=_TIMEOUT_S)
+    every = min(settings.sync_every or 50, max(1, steps // 2))
     settings = replace(settings, steps=steps, epochs=None, check_replicas=1)
-    subject = Subject(task if isinstance(task, str) else cloudpickle.dumps(task), settings, devices, steps)
-    return check_rules(subject, strategy, partial(run_ranks, timeout_s=_TIMEOUT_S))
-
-
-def check_rules(subject: Subject, strategy: StrategyName, processes: Callable[..., list[Any]]) -> list[Rule]:
-    """Train as one process, on ranks with ``strategy``, and by DDP and its equivalent; compare.
-
-    Args:
-        subject: What is examined.
-        strategy: Who computes.
-        processes: Starts one process, or as many as there are ranks.
-    """
-    settings, num = subject.settings, subject.num_devices
-    every = min(settings.sync_every or 50, max(1, subject.num_steps // 2))
-    delay = min(settings.sync_delay or 0, every - 1)
-    often = replace(subject, settings=replace(settings, sync_every=every, sync_delay=delay))
+    often = replace(settings, sync_every=every, sync_delay=min(settings.sync_delay or 0, every - 1))
     none: dict[str, Any] = dict.fromkeys(("sync_every", "fragments", "sync_delay", "outer_lr", "outer_momentum"))
-    plain = replace(subject, settings=replace(settings, **none))
-    each_step = replace(plain, settings=replace(plain.settings, sync_every=1))
+    plain = replace(settings, **none)
+    subject = Subject(task if isinstance(task, str) else cloudpickle.dumps(task), plain, devices, steps)
     try:
-        alone: Run = processes(train, plain, "single", False, devices=1)[0]
+        alone: Run = start(train, subject, "single", False, devices=1)[0]
     except Exception:  # such as a task that is made of float32
-        plain, often, each_step = (replace(each, double=False) for each in (plain, often, each_step))
-        alone = processes(train, plain, "single", False, devices=1)[0]
-    runs: list[Run] = processes(train, often, strategy, False, devices=num)
-    ddp, equal = (
-        processes(train, each, name, True, devices=num) for each, name in ((plain, "ddp"), (each_step, "local-sgd"))
-    )
-    return [_compare_engines(ddp[0], equal, plain.double), _compare_ranks(runs, every), _compare_samples(alone, runs)]
+        subject = replace(subject, double=False)
+        alone = start(train, subject, "single", False, devices=1)[0]
+    runs: list[Run] = start(train, replace(subject, settings=often), strategy, False, devices=devices)
+    ddp: Run = start(train, subject, "ddp", True, devices=devices)[0]
+    in_each_step = replace(subject, settings=replace(plain, sync_every=1))
+    equal: list[Run] = start(train, in_each_step, "local-sgd", True, devices=devices)
+    return [_compare_engines(ddp, equal, subject.double), _compare_ranks(runs, every), _compare_samples(alone, runs)]
 
 
 def train(subject: Subject, strategy: StrategyName, is_plain: bool, world: World) -> Run:

@@ -147,7 +147,7 @@ class LocalSteps(Strategy):
         if own["rank"] == self._replica_rank:
             local = plain_names(unwrap(self._model).state_dict())
             parts = {"weight": dict(enumerate(own["weights"])), "base": own["base"], "model": local}
-            parts["residual"] = own["residuals"]
+            parts["residual"] = dict(enumerate(own["residuals"]))
             if own["rank"]:  # what rank 0 has is the checkpoint's ``optimizer``
                 entries = optimizer.state_dict()["state"].items()
                 parts["optimizer"] = {f"{index} {name}": each[name] for index, each in entries for name in each}
@@ -181,7 +181,7 @@ class LocalSteps(Strategy):
                 entries.setdefault(int(index), {})[name] = value
             optimizer.load_state_dict({**optimizer.state_dict(), "state": entries})
         own = {"rank": self.group.rank(), "world_size": len(everyone) if kept else 0, "base": parts["base"]}
-        own |= {"weights": list(parts["weight"].values()), "residuals": parts["residual"]}
+        own |= {"weights": list(parts["weight"].values()), "residuals": list(parts["residual"].values())}
         self._averaging.load_state_dict({**read_tensors(replicas), "own": own})
 
 
