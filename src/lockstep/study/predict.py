@@ -185,11 +185,11 @@ def _measure(request: Request, world: World) -> Measured:
     if problem:
         raise LockstepError(f"Rank 0 could not train a step of the task: {problem}")
     costs: dict[str, Cost] = {}
-    shapes = [each.shape for each in build_model(task).parameters() if each.requires_grad]
     link = request.link or probe_link(world)
     if world.device.type == "cpu" and world.world_size > 1:  # GPUs compute on while others send
         if world.is_rank_zero:
             log("measuring what exchanges take")
+        shapes = [each.shape for each in build_model(task).parameters() if each.requires_grad]
         is_local = world.local_world_size == world.world_size
         # Over a slow link, what it carries in half a second.
         most = _MOST_COST_BYTES if is_local else min(_MOST_COST_BYTES, int(link.bytes_per_s / 2))
@@ -341,7 +341,10 @@ def measure_cost(
         is_whole = compression not in (None, "bf16") or num_carriers > 1
         found.append(Cost(sent / moved, encode_s, decode_s, cpu_s, staged=compression is not None and is_whole))
     # The first step makes the buckets.
-    return Cost(*(median(each) for each in zip(*map(astuple, found[1:]), strict=True)))
+    cost = Cost(*(median(each) for each in zip(*map(astuple, found[1:]), strict=True)))
+    # Where the kernel does not count what is sent, as it is meant to be.
+    nominal = 1.0 if compression is None else COMPRESSIONS[compression].sent or 1.0
+    return cost if cost.sent else replace(cost, sent=nominal)
 
 
 def _at_most(shapes: Sequence[torch.Size], most_bytes: int) -> Iterator[torch.Size]:
