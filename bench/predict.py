@@ -141,7 +141,7 @@ def run_job(names: Sequence[str], *words: str) -> None:
             time.sleep(0.05)
     finally:
         for process, output in processes:
-            process.terminate()
+            process.kill()  # `unshare` heeds nothing less, and takes its child along
             output.close()
 
 

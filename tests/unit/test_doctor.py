@@ -25,6 +25,7 @@ from lockstep.study.doctor.findings import (
     Report,
     judge,
 )
+from lockstep.study.links import Link
 
 GIB = 2**30
 
@@ -52,6 +53,7 @@ SOUND = {
     ),
     "port": network.Port(29500),
     "versions": network.Versions((VERSIONS, VERSIONS)),
+    "link": network.ProbedLink(Link(1.1e9), 2),
     "cores": machine.Cores(ALONE, logical=32, usable=32, physical=16),
     "task": task.TaskFacts("net", 64, 4, 1000, False, (), 4 * MIB, 4 * MIB),
     "memory": machine.Memory(ALONE, 16 * GIB, 16 * GIB, 64 * GIB),
@@ -105,6 +107,7 @@ FAULTS = [
     ("network", {"master_addresses": ("127.0.0.1",)}, "master-address", HANG, "leads to 127.0.0.1 on this machine."),
     ("port", {"problem": "is in use", "was_chosen": True}, "port-taken", HANG, "Port 29500 on this machine is in use."),
     ("port", {"problem": "is in use"}, "port-taken", NOTE, "Port 29500 on this machine is in use."),
+    ("link", {"link": Link(11.9e6)}, "link-slow", SLOW, "run at 95.2 Mb/s: averaging the gradients of 100 million"),
     ("versions", second_rank(torch="2.11.0"), "versions-differ", HANG, "torch: 2.13.0 on rank 0; 2.11.0 on rank 1."),
     ("versions", second_rank(processor="Old"), "versions-differ", SLOW, "processor: CPU on rank 0; Old on rank 1."),
     ("cores", {"threads": 32}, "threads-too-many", SLOW, "OMP_NUM_THREADS=32 on 4 ranks are 128 threads for 32 cores."),
@@ -309,6 +312,17 @@ def test_reports_of_machines_are_merged():
     (slow,) = merged.findings
     assert (slow.kind, slow.where) == ("threads-too-many", "node1 (machine 0), node1 (machine 1)")
     assert merged.seen["versions"].endswith("2 ranks compared")
+
+
+def test_a_link_that_was_measured_counts_and_not_what_its_card_says():
+    card = judge(replace(SOUND["network"], interfaces=(LO, replace(ETH, speed_mbps=1000))))
+    reports, versions = [replace(REPORT, findings=tuple(card))], network.Versions((VERSIONS,))
+    fast, slow = network.ProbedLink(Link(1.2e9, source="9.6 Gb/s"), 2), network.ProbedLink(Link(11.9e6), 2)
+    merged = examine.merge(reports, versions, fast)
+    assert merged.findings == ()
+    assert merged.seen["link"] == "all-reduces between 2 machines run at 9.6 Gb/s"
+    (finding,) = examine.merge(reports, versions, slow).findings
+    assert (finding.kind, finding.paste) == ("link-slow", "lockstep predict TASK.py --machines 2 --link 11.9MB/s")
 
 
 def test_the_report_in_a_pipe_is_plain_and_ends_with_the_verdict():
