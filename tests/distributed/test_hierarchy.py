@@ -156,3 +156,26 @@ def test_gloo_scatters_the_sum_by_an_exchange(ranks, dtype):
         return torch.equal(flat[mine], sum(everyone)[mine])
 
     assert ranks(3)(body) == [True] * 3
+
+
+def test_diloco_sends_a_slice_compressed_and_all_ranks_get_the_same_bits(ranks):
+    def body(world):
+        batches = [mine_of((4, 7), torch.float32, rank=10 * world.rank + step) for step in range(9)]
+        found = {}
+        for compression in (None, "int8"):
+            with on_machines(world, MACHINES["alternating"]) as group:
+                model = network().float()
+                optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+                kwargs = {"sync_every": 4, "sync_delay": 2, "compression": compression, "process_group": group}
+                with lockstep.DiLoCo(model, optimizer, **kwargs) as averaging:
+                    train(model, optimizer, batches)
+                    averaging.sync()
+                found[compression] = torch.cat([each.detach().flatten() for each in model.parameters()])
+        return found
+
+    first, *others = ranks(4)(body)
+    for compression in (None, "int8"):
+        assert all(torch.equal(first[compression], each[compression]) for each in others)
+    start = torch.cat([each.detach().float().flatten() for each in network().parameters()])
+    error, moved = ((first["int8"] - other).norm() for other in (first[None], start))
+    assert 0 < error < 0.05 * moved

@@ -27,7 +27,6 @@ from torch.optim import SGD, Optimizer
 from lockstep.comm.collectives import (
     Group,
     all_gather_object,
-    all_gather_slices,
     all_reduce,
     all_reduce_work,
     broadcast_coalesced,
@@ -37,7 +36,7 @@ from lockstep.comm.collectives import (
     wait_for,
 )
 from lockstep.comm.fully_shard import is_sharded
-from lockstep.comm.hierarchy import levels
+from lockstep.comm.hierarchy import HierarchicalProcessGroup, levels
 from lockstep.errors import ConfigurationError, NonFiniteGradient
 from lockstep.parallel.compression import PowerSGD, compressed_all_reduce, make
 from lockstep.parallel.consistency import check_models_agree
@@ -210,19 +209,20 @@ class CompressedSum:
     def __init__(self, flat: Tensor, shapes: Sequence[torch.Size], method: str, group: Group) -> None:
         self._flat, self.codec = flat, make(method)
         whole = cpu_group(group)
-        self._inside, self._between = (None, whole) if self.codec.takes_whole else levels(whole)
-        count, place = (1, 0) if self._inside is None else (self._inside.size(), self._inside.rank())
+        inside, self._between = (None, whole) if self.codec.takes_whole else levels(whole)
+        self._hierarchy = whole if inside is not None and isinstance(whole, HierarchicalProcessGroup) else None
+        count, place = (1, 0) if inside is None else (inside.size(), inside.rank())
         size = -(-flat.numel() // count)
         self._values = torch.zeros(count * size)
-        self._slice = self._values[place * size : (place + 1) * size]
+        self._before, self._slice, self._behind = self._values.split([place * size, size, (count - place - 1) * size])
         self._shapes = shapes if self.codec.takes_whole else None
         self.residual = torch.zeros(size) if self.codec.keeps_residual else None
 
     def start(self) -> Callable[[str], object]:
         """Start to sum; return what waits for the sum. Collective: every rank. Blocks for the ranks of this machine."""
         self._values[: self._flat.numel()].copy_(self._flat)
-        if self._inside is not None:
-            all_reduce(self._values, group=self._inside)
+        if self._hierarchy is not None:
+            wait_for(self._hierarchy.all_reduce_inside(self._values), "all_reduce inside the machine")
         self._slice *= self._between.size()  # of which the mean is taken
         future = compressed_all_reduce(
             self._slice, group=self._between, codec=self.codec, residual=self.residual, shapes=self._shapes
@@ -231,8 +231,10 @@ class CompressedSum:
 
     def _wait(self, future: Future[Any], operation: str) -> None:
         wait_for(future, operation)
-        if self._inside is not None:
-            wait_for(all_gather_slices(self._values, group=self._inside, alone=True), operation)
+        if self._hierarchy is not None:  # each rank has the sum of its slice; what is added to zero stays as it is
+            self._before.zero_()
+            self._behind.zero_()
+            wait_for(self._hierarchy.all_reduce_inside(self._values), operation)
         self._flat.copy_(self._values[: self._flat.numel()])
 
 

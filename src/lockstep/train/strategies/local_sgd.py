@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lockstep.comm.collectives import Group, split_group
-from lockstep.comm.hierarchy import levels
 from lockstep.comm.world import World
 from lockstep.data.loader import MicroBatch
 from lockstep.errors import ConfigurationError
@@ -191,9 +190,8 @@ def machine_group(world: World) -> Group:
     Raises:
         ConfigurationError: All ranks are on one machine.
     """
-    inside: Group | None = levels(world.group)[0]
-    if inside is None:
-        inside = split_group(world.node_rank, group=world.group, device=world.device)
+    # A group of its own: those of a hierarchy carry the stages of its collectives, in an order that is theirs.
+    inside = split_group(world.node_rank, group=world.group, device=world.device)
     if inside.size() == world.world_size > 1:
         raise ConfigurationError(
             "across=machines is for several machines, but all ranks are on one.\nLeave across out, or use strategy ddp."
