@@ -270,9 +270,15 @@ def test_fit_refuses_losses_whose_divisor_comes_late(ranks):
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"), [("overlap_optimizer", True), ("compression", "bf16"), ("bucket_cap_mb", 5.0)]
+    ("setting", "value", "allowed"),
+    [
+        ("overlap_optimizer", True, "ddp"),
+        ("compression", "bf16", "ddp, local-sgd, diloco"),
+        ("bucket_cap_mb", 5.0, "ddp"),
+    ],
 )
-def test_other_engines_refuse_it(ranks, setting, value):
+def test_other_engines_refuse_it(ranks, setting, value, allowed):
     with pytest.raises(ConfigurationError) as caught:
         train(None, "single", Settings(**{setting: value}))
-    assert str(caught.value) == (f"{setting} is for strategy ddp, but the strategy is single.\nLeave {setting} out.")
+    cause = f"{setting} is for strategy {allowed}, but the strategy is single."
+    assert str(caught.value) == f"{cause}\nLeave {setting} out."

@@ -281,7 +281,7 @@ def test_after_another_strategy_it_begins_with_what_that_has_left(ranks, tmp_pat
         (
             "ddp",
             {"sync_every": 4},
-            "sync_every is for strategy local-sgd and diloco, but the strategy is ddp.\nLeave sync_every out.",
+            "sync_every is for strategy local-sgd, diloco, but the strategy is ddp.\nLeave sync_every out.",
         ),
         (
             "local-sgd",

@@ -343,5 +343,5 @@ def check_engine(name: StrategyName, settings: Settings) -> None:
     for setting, allowed in owners.items():
         if name not in allowed and getattr(settings, setting) not in (None, False):
             raise ConfigurationError(
-                f"{setting} is for strategy {' and '.join(allowed)}, but the strategy is {name}.\nLeave {setting} out."
+                f"{setting} is for strategy {', '.join(allowed)}, but the strategy is {name}.\nLeave {setting} out."
             )
