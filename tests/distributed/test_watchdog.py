@@ -87,7 +87,8 @@ HEAD = "lockstep: The job hangs: ranks have waited for each other for more than 
 EXPECTED = {
     "stop": f"rank 1 was stopped by a signal (SIGSTOP), last seen at {at('getpid(), signal.SIGSTOP')}; "
     f"rank 0 waits in barrier ({at('barrier()')}) for N s\n",
-    "alone": f"rank 0 waits in recv from rank 2 ({at('recv(')}) for N s; ranks 1, 2 wait in barrier ({at('barrier()')}) for N s\n"
+    "alone": f"rank 0 waits in recv from rank 2 ({at('recv(')}) for N s; "
+    f"ranks 1, 2 wait in barrier ({at('barrier()')}) for N s\n"
     "The ranks call different collectives: each must be called by all ranks, in the same order.\n",
     "torch": f"rank 1 is in load ({at('sleep(90)')}) for N s [after 8 optimizer steps]; rank 0 waits in backward "
     f"(gradient exchange: all_reduce of 4160 elements) ({at('autograd.backward')}) for N s "
