@@ -131,7 +131,7 @@ def cut_once(names: Sequence[str], flags: Sequence[str], cut_s: float, expected:
         took_s = time.monotonic() - cut_at
         if codes == [0, 0]:
             return f"went on, {took_s:5.1f} s to the end, {same(folder, expected)}"
-        causes = [next((line for line in text.splitlines() if "failed" in line), "") for text in texts]
+        causes = [next((line for line in text.splitlines() if line.startswith("lockstep: Rank")), "") for text in texts]
         ip("-n", names[1], "link", "set", "eth0", "up")
         codes, texts = finish(start(names, folder, flags))
         after = same(folder, expected) if codes == [0, 0] else f"failed: {texts}"

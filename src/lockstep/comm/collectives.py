@@ -18,6 +18,7 @@ from torch.futures import Future
 
 from lockstep import activity
 from lockstep.comm.hierarchy import HierarchicalProcessGroup, sum_rows
+from lockstep.comm.network import gloo_cause
 from lockstep.comm.process import make_forks_safe
 from lockstep.comm.shm.process_group import CpuProcessGroup, ShmProcessGroup
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
@@ -211,7 +212,7 @@ def _blocking(operation: str, start: Callable[[], Any]) -> Any:
     except RuntimeError as error:  # Gloo's and NCCL's name a socket, but no rank
         rank = f"Rank {dist.get_rank()}" if is_initialized() else "This rank"
         raise CollectiveError(
-            f"{rank}: {operation} failed: {(str(error).splitlines() or [''])[0]}\n"
+            f"{rank}: {operation} failed: {gloo_cause(error)}\n"
             "Another rank ended, or did not take part in time: look at its output."
         ) from error
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from typing_extensions import override
 
+from lockstep.comm.network import gloo_cause
 from lockstep.comm.shm.communicator import NUMBERS, operation_of
 from lockstep.comm.shm.process_group import (
     NEW_NAMES,
@@ -125,7 +126,7 @@ class HierarchicalProcessGroup(CpuProcessGroup):
             peers = ", ".join(str(ranks[self._place]) for ranks in self._machines)
             found = CollectiveError(
                 f"Rank {self.rank()} in {call} between machines, with ranks {peers} of the group: "
-                f"{(str(error).splitlines() or [''])[0]}\n"
+                f"{gloo_cause(error)}\n"
                 "A rank on another machine ended, or did not take part in time, or the network failed."
             )
             self.inside.comm.give_up(found)  # else the other ranks of this machine would wait for this one

@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import re
 import socket
 import struct
 from collections.abc import Iterator
@@ -119,6 +120,14 @@ def _keep_alive(connection: socket.socket, limit_s: float) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every)
     # For what was sent and not acknowledged, where the kernel would try for a quarter of an hour; and for the probes.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(give_up_s * 1000))
+
+
+_GLOO_NOISE = re.compile(r"^\[\S+:\d+\] |\.? This is typically caused by .*")
+
+
+def gloo_cause(error: RuntimeError) -> str:
+    """Return the first line of an error of Gloo: what failed and the peer's address, not the place in its source."""
+    return _GLOO_NOISE.sub("", (str(error).splitlines() or [""])[0])
 
 
 # --- what was sent ----------------------------------------------------------------------------------------------------

@@ -65,6 +65,7 @@ from lockstep.comm.collectives import (
     wait_for,
 )
 from lockstep.comm.hierarchy import HierarchicalProcessGroup, levels
+from lockstep.comm.network import gloo_cause
 from lockstep.comm.shm.communicator import block_codec
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 from lockstep.parallel.compile import is_capturing
@@ -406,8 +407,7 @@ class _Peers:
                 raise
             except RuntimeError as error:
                 raise CollectiveError(
-                    f"the exchange of compressed numbers with rank {peer} of the group failed: "
-                    f"{(str(error).splitlines() or [''])[0]}"
+                    f"the exchange of compressed numbers with rank {peer} of the group failed: {gloo_cause(error)}"
                 ) from error
         self._works, self._tensors = [], []
 
