@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -247,9 +248,9 @@ class Paused(torch.nn.Linear):
 
 
 def paused_steps(method: str) -> None:
-    """Print the seconds of a step. Collective: every rank."""
+    """Print the seconds of a step, and what this machine sends in it. Collective: every rank."""
     torch.set_num_threads(1)
-    with init() as world:
+    with init(backend="gloo" if method == "torch" else None) as world:
         torch.manual_seed(0)
         net = torch.nn.Sequential(*[Paused(948, 948) for _ in range(12)])
         model: torch.nn.Module
@@ -257,14 +258,16 @@ def paused_steps(method: str) -> None:
             model = torch.nn.parallel.DistributedDataParallel(net)
         else:
             model = DistributedDataParallel(net, compression=None if method == "fp32" else method)
-        seconds = []
+        seconds, sent = [], []
         for _ in range(8):
             model.zero_grad()
             began = time.perf_counter()
             model(torch.randn(1, 948)).sum().backward()
             seconds.append(time.perf_counter() - began)
+            sent.append(psutil.net_io_counters(pernic=True)["eth0"].bytes_sent / 1e6)
+            world.barrier()  # so that both ranks of a machine count the same
         if world.is_rank_zero:
-            print(f"median {Spread.of(seconds[2:]).median}", flush=True)
+            print(f"median {Spread.of(seconds[2:]).median} {(sent[-1] - sent[1]) / (len(sent) - 2)}", flush=True)
 
 
 def network(methods: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -288,8 +291,9 @@ def network(methods: Sequence[str]) -> dict[str, dict[str, float]]:
                         )
                     )
                 outputs = [process.communicate(timeout=SECTION_TIMEOUT_S)[0] for process in started]
-                found[method][f"2 x {num_ranks} ranks"] = float(outputs[0].rpartition("median ")[2])
-    print_table("seconds of a step at 100 Mbit/s", found)
+                seconds, megabytes = map(float, outputs[0].rpartition("median ")[2].split())
+                found[method] |= {f"2 x {num_ranks} ranks": seconds, f"MB of 2 x {num_ranks}": megabytes}
+    print_table("seconds of a step at 100 Mbit/s, and MB that a machine sends in it", found)
     return found
 
 

@@ -10,7 +10,7 @@ from lockstep.comm.network import gloo_cause
     [
         (
             "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.79.0.2]:5804: "
-            "Connection timed out. This is typically caused by a remote worker hanging or bugs in the application. Check the logs",
+            "Connection timed out. This is typically caused by a remote worker hanging. Check the logs",
             "Read error [10.79.0.2]:5804: Connection timed out",
         ),
         (
