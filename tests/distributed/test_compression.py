@@ -5,10 +5,12 @@ all steps differs by no more than the residuals that the ranks still hold, and t
 """
 
 import time
+from datetime import timedelta
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import lockstep
@@ -474,3 +476,17 @@ def own_loop(world, folder):
 
 def test_a_loop_of_ones_own_can_keep_and_reset_residuals(ranks, tmp_path):
     ranks(2)(own_loop, tmp_path)
+
+
+def test_a_rank_may_be_as_late_as_the_group_allows_by_now(ranks):
+    """`init` makes the group with a short time-out, for connecting, and raises it afterwards."""
+
+    def body(world):
+        group = dist.new_group(timeout=timedelta(seconds=1))
+        group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=30))
+        time.sleep(2.0 * world.rank)
+        flat, residual = torch.ones(1000), torch.zeros(1000)
+        compressed_all_reduce(flat, group=group, codec=compression.make("int8"), residual=residual).wait()
+        return (flat - 1).abs().max().item()
+
+    assert max(ranks(2)(body)) < 0.01

@@ -392,6 +392,14 @@ def receive_async(tensor: Tensor, *, src: int, tag: int, group: Group) -> Work:
     return group.recv([tensor], src, tag)
 
 
+def wait_for_transfer(work: Work, group: Group) -> None:
+    """Block until a send or a receive is complete, at most as long as the group's time-out."""
+    cpu = torch.device("cpu")
+    # Gloo would take the time-out that the group was made with, which for `init` is that of connecting.
+    timeout = group._get_backend(cpu).options._timeout if _is_gloo(group, cpu) else NO_TIMEOUT
+    work.wait(timeout)
+
+
 # --- Flat tensors of which each rank has a slice; and states that travel whole
 
 

@@ -63,6 +63,7 @@ from lockstep.comm.collectives import (
     receive_async,
     send_async,
     wait_for,
+    wait_for_transfer,
 )
 from lockstep.comm.hierarchy import HierarchicalProcessGroup, levels
 from lockstep.comm.network import gloo_cause
@@ -402,7 +403,7 @@ class _Peers:
         """
         for peer, work in self._works:
             try:
-                work.wait()
+                wait_for_transfer(work, self._group)
             except LockstepError:
                 raise
             except RuntimeError as error:
