@@ -374,7 +374,7 @@ def cpu_group(group: Group) -> Group:
 
     Collective: every rank of ``group``. Blocks until all have come, if a group has to be made.
     """
-    if isinstance(group, ShmProcessGroup) or torch.device("cpu") in group._device_types:
+    if torch.device("cpu") in group._device_types:
         return group
     ranks = dist.get_process_group_ranks(group)
     made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)

@@ -122,8 +122,8 @@ class HierarchicalProcessGroup(CpuProcessGroup):
                 stages(self, *tensors, opts)
         except LockstepError:
             raise  # of a rank on this machine, whose others know
-        except RuntimeError as error:  # Gloo's, which names a socket but no rank
-            peers = ", ".join(str(ranks[self._place]) for ranks in self._machines)
+        except Exception as error:  # as a rule Gloo's, which names a socket but no rank
+            peers = ", ".join(str(ranks[self._place]) for ranks in self._machines if self._place < len(ranks))
             found = CollectiveError(
                 f"Rank {self.rank()} in {call} between machines, with ranks {peers} of the group: "
                 f"{gloo_cause(error)}\n"

@@ -19,7 +19,7 @@ LINK_TIMEOUT = "LOCKSTEP_LINK_TIMEOUT_S"
 _LINK_TIMEOUT_S = 60.0
 _MAX_PROBE_S = 5
 _TCP_RTO_MAX_MS = 44  # of linux/tcp.h since 6.15; the socket module does not name it
-_RETRANSMIT_MS = 1000
+_RETRANSMIT_S = 1.0
 
 
 def gloo_interface(master_addr: str | None, *, one_machine: bool) -> str | None:
@@ -106,11 +106,12 @@ def _keep_alive(connection: socket.socket, limit_s: float) -> None:
     every = max(1, min(_MAX_PROBE_S, int(limit_s / 4)))
     # The kernel counts from the last sign of life, which may be a probe older than the outage, and ends a connection
     # before it sends the next probe. So the link has to be up again for two probes before the time is up.
-    give_up_s = limit_s + 2 * every + 1
+    retransmit_s = max(_RETRANSMIT_S, limit_s / 10)
+    give_up_s = limit_s + max(2 * every, retransmit_s) + 1
     try:
         # Where the outage has taken the route away, the kernel tries 15 times, whatever limit it was given: these have
         # to last as long.
-        connection.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, max(_RETRANSMIT_MS, int(limit_s * 100)))
+        connection.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, int(1000 * retransmit_s))
     except OSError:
         # What was sent into an outage is sent again after 0.2, 0.4, 0.8 ... s: when the link has come back, the next
         # time may be as far away as the outage was long.
@@ -125,7 +126,7 @@ def _keep_alive(connection: socket.socket, limit_s: float) -> None:
 _GLOO_NOISE = re.compile(r"^\[\S+:\d+\] |\.? This is typically caused by .*")
 
 
-def gloo_cause(error: RuntimeError) -> str:
+def gloo_cause(error: Exception) -> str:
     """Return the first line of an error of Gloo: what failed and the peer's address, not the place in its source."""
     return _GLOO_NOISE.sub("", (str(error).splitlines() or [""])[0])
 

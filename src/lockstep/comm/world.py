@@ -152,7 +152,9 @@ def _connect(env: RankEnv, met: rendezvous.Rendezvous, backend: str, device: tor
             rank=env.rank,
             world_size=env.world_size,
             # On several machines shm connects over Gloo as well.
-            timeout=timedelta(seconds=timeout_s if backend == "nccl" else timeout_s / _GLOO_CONNECT_FACTOR),
+            timeout=timedelta(
+                seconds=timeout_s / _GLOO_CONNECT_FACTOR if "gloo" in backend or backend == "shm" else timeout_s
+            ),
             # Binds the communicator to the device now, so that no collective has to guess it.
             device_id=device if backend == "nccl" else None,
         )
