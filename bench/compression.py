@@ -9,10 +9,13 @@
               the text of this repository's documentation
 
     network   only if asked for, as root, with iproute2: seconds of a step between two machines, which are network
-              namespaces with 100 Mbit/s between them, of one and of two ranks each. 10.8 million parameters in 12
-              layers; forward and backward sleep 0.36 s in all, so only sending and encoding take the processor
+              namespaces with a slow cable between them, of one and of two ranks each. 10.8 million parameters in 12
+              layers; forward and backward sleep 0.36 s in all, so only sending, encoding and updating take the
+              processor. "zero1" is ZeroRedundancyOptimizer with shard_gradients. DiLoCo exchanges every 50
+              steps, "streamed" in 5 fragments with a delay of 5 steps; of it the mean of a step over a whole period
+              is shown, of the others the median
 
-Usage: python -m bench.compression [--only PART] [--rounds N] [--quick] [--json FILE]
+Usage: python -m bench.compression [--only PART] [--rate RATE] [--methods LIST] [--rounds N] [--quick] [--json FILE]
 """
 
 import argparse
@@ -22,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 from unittest import mock
 
@@ -33,7 +37,7 @@ from torch import Tensor
 from bench.harness import SECTION_TIMEOUT_S, order_of_round, parser, record, slowest
 from bench.models import NUM_CHARACTERS, Language, characters, loss_of
 from bench.predict import limit, machines
-from lockstep import DistributedDataParallel, init, launch
+from lockstep import DiLoCo, DistributedDataParallel, ZeroRedundancyOptimizer, init, launch
 from lockstep.comm.process import keep_freed_memory
 from lockstep.parallel import compression
 from lockstep.parallel.compression import Blocks, Cast, Codec, SliceCodec, compressed_all_reduce
@@ -235,15 +239,18 @@ def curves(num_steps: int) -> dict[str, list[float]]:
 
 # --- a slow network ---
 
+PAUSE_S, PERIOD = 0.01, 50
+NETWORK = ("torch", "fp32", "zero1", *METHODS, "diloco", "diloco int8", "diloco streamed", "diloco streamed int8")
+
 
 class Paused(torch.nn.Linear):
     """A layer that sleeps, twice as long in backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product, after a while."""
-        time.sleep(0.01)
+        time.sleep(PAUSE_S)
         y = super().forward(x)
-        y.register_hook(lambda _: time.sleep(0.02))
+        y.register_hook(lambda _: time.sleep(2 * PAUSE_S))
         return y
 
 
@@ -252,29 +259,42 @@ def paused_steps(method: str) -> None:
     torch.set_num_threads(1)
     with init(backend="gloo" if method == "torch" else None) as world:
         torch.manual_seed(0)
-        net = torch.nn.Sequential(*[Paused(948, 948) for _ in range(12)])
-        model: torch.nn.Module
+        model: torch.nn.Module = torch.nn.Sequential(*[Paused(948, 948) for _ in range(12)])
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        num_first, num_steps = 2, 8
         if method == "torch":
-            model = torch.nn.parallel.DistributedDataParallel(net)
+            model = torch.nn.parallel.DistributedDataParallel(model)
+        elif method.startswith("diloco"):
+            num_first, num_steps = PERIOD, 2 * PERIOD  # the first exchange makes buffers and connections
+            streamed = {"fragments": 5, "sync_delay": 5} if "streamed" in method else {}
+            compression = next((each for each in METHODS if each in method), None)
+            DiLoCo(model, optimizer, PERIOD, compression=compression, **streamed)
+        elif method == "zero1":
+            model = DistributedDataParallel(model)
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, shard_gradients=True, lr=1e-4)
         else:
-            model = DistributedDataParallel(net, compression=None if method == "fp32" else method)
+            model = DistributedDataParallel(model, compression=None if method == "fp32" else method)
         seconds, sent = [], []
-        for _ in range(8):
-            model.zero_grad()
+        for _ in range(num_steps):
+            optimizer.zero_grad()
             began = time.perf_counter()
             model(torch.randn(1, 948)).sum().backward()
+            optimizer.step()
             seconds.append(time.perf_counter() - began)
             sent.append(psutil.net_io_counters(pernic=True)["eth0"].bytes_sent / 1e6)
-            world.barrier()  # so that both ranks of a machine count the same
+            if num_steps < PERIOD:
+                world.barrier()  # so that both ranks of a machine count the same
+        summary = fmean if num_steps > PERIOD else median
         if world.is_rank_zero:
-            print(f"median {Spread.of(seconds[2:]).median} {(sent[-1] - sent[1]) / (len(sent) - 2)}", flush=True)
+            sent_mb = (sent[-1] - sent[num_first - 1]) / (num_steps - num_first)
+            print(f"found {summary(seconds[num_first:])} {sent_mb}", flush=True)
 
 
-def network(methods: Sequence[str]) -> dict[str, dict[str, float]]:
+def network(methods: Sequence[str], rate: str) -> dict[str, dict[str, float]]:
     """Return the seconds of a step by method, on machines of one rank and of two."""
     found: dict[str, dict[str, float]] = {method: {} for method in methods}
     with machines() as names:
-        limit(names[:2], "100Mb")
+        limit(names[:2], rate)
         for num_ranks in (1, 2):
             for method in methods:
                 started = []
@@ -291,17 +311,17 @@ def network(methods: Sequence[str]) -> dict[str, dict[str, float]]:
                         )
                     )
                 outputs = [process.communicate(timeout=SECTION_TIMEOUT_S)[0] for process in started]
-                seconds, megabytes = map(float, outputs[0].rpartition("median ")[2].split())
+                seconds, megabytes = map(float, outputs[0].rpartition("found ")[2].split())
                 found[method] |= {f"2 x {num_ranks} ranks": seconds, f"MB of 2 x {num_ranks}": megabytes}
-    print_table("seconds of a step at 100 Mbit/s, and MB that a machine sends in it", found)
+    print_table(f"seconds of a step at {rate}it/s, and MB that a machine sends in it", found)
     return found
 
 
-PARTS: dict[str, Callable[[int, bool], Any]] = {
-    "codecs": lambda _, quick: codecs(2 if quick else NUM_STEPS),
-    "exchange": lambda num_rounds, _: exchanges(num_rounds),
-    "curves": lambda _, quick: curves(5 if quick else 200),
-    "network": lambda _, quick: network(("fp32", "int8") if quick else ("torch", "fp32", *METHODS)),
+PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "codecs": lambda how: codecs(2 if how.quick else NUM_STEPS),
+    "exchange": lambda how: exchanges(2 if how.quick else how.rounds),
+    "curves": lambda how: curves(5 if how.quick else 200),
+    "network": lambda how: network(("fp32", "int8") if how.quick else how.methods.split(","), how.rate),
 }
 USUAL = ("codecs", "exchange", "curves")
 
@@ -310,13 +330,14 @@ def main() -> None:
     """Measure what the options ask for."""
     made = parser(__doc__, rounds=10)
     made.add_argument("--only", choices=tuple(PARTS), action="append", help="this part, may be given again")
+    made.add_argument("--rate", default="100Mb", help="of the cable of part network (100Mb)")
+    made.add_argument("--methods", default=",".join(NETWORK), help="of part network (all)")
     made.add_argument("--as-rank", metavar="METHOD", help=argparse.SUPPRESS)
     options = made.parse_args()
     if options.as_rank is not None:
         paused_steps(options.as_rank)
         return
-    rounds = 2 if options.quick else options.rounds
-    record(options.json, lambda: {part: PARTS[part](rounds, options.quick) for part in options.only or USUAL})
+    record(options.json, lambda: {part: PARTS[part](options) for part in options.only or USUAL})
 
 
 if __name__ == "__main__":

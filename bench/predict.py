@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import psutil
@@ -155,12 +155,12 @@ def predict(names: Sequence[str], folder: Path) -> dict[str, Any]:
     return found
 
 
-def measure(names: Sequence[str], folder: Path, flags: Sequence[str], num_steps: int) -> float:
-    """Return the median seconds of a step, without the first ones."""
+def measure(names: Sequence[str], folder: Path, flags: Sequence[str], every: int, num_steps: int) -> float:
+    """Return the median seconds of a step, without the first ones; of the second period the mean, if there are such."""
     run = folder / f"run{time.monotonic_ns()}"
     run_job(names, "train", __file__, "--steps", str(num_steps), "--view", "none", "--run-dir", str(run), *flags)
-    steps = read_run(run).zero.steps[2:-1]
-    return median(step.lasted_s for step in steps)
+    seconds = [step.lasted_s for step in read_run(run).zero.steps]
+    return fmean(seconds[every : 2 * every]) if every > 1 else median(seconds[2:-1])
 
 
 def again(record: dict[str, Any], row: dict[str, Any], link: Link, num_machines: int) -> float:
@@ -201,9 +201,9 @@ def main() -> None:
                 for count in map(int, options.machines.split(",")):
                     predicted, given = (again(record, row, each, count) for each in (link, given_link(rate)))
                     every = row["method"]["sync_every"]
-                    num_steps = 3 + max(3, every + 1 if every > 1 else min(20, int(6 / predicted)))
+                    num_steps = 2 * every + 1 if every > 1 else 3 + max(3, min(20, int(6 / predicted)))
                     psutil.cpu_percent()
-                    took = measure(names[:count], Path(folder), row["method"]["flags"].split(), num_steps)
+                    took = measure(names[:count], Path(folder), row["method"]["flags"].split(), every, num_steps)
                     busy = psutil.cpu_percent() / 100 * (psutil.cpu_count() or 1)
                     line = f"{rate:>6}  {link.bytes_per_s / 1e6:>6.2f} MB/s  {count:>8}  {method:<12}{took:>9.3f}s"
                     line += f"{predicted:>10.3f}s{predicted / took:>7.2f}{given:>8.3f}s{given / took:>7.2f}  {busy:.1f}"

@@ -210,7 +210,7 @@ def test_resumed_in_the_same_bits(ranks, tmp_path):
         assert same(resumed_state, state)
         # What ranks have of their own differs; the model of the checkpoint is the outer one.
         first, second = between["replicas"]["own"]
-        assert not torch.equal(first["model 4.weight"], second["model 4.weight"])
+        assert not torch.equal(first["model"]["4.weight"], second["model"]["4.weight"])
         assert torch.equal(between["model"]["3.weight"], between["replicas"]["outer"]["0.weight"])
         assert torch.equal(between["model"]["0.weight"], between["replicas"]["outer"]["0.weight"])
 
@@ -245,9 +245,9 @@ def test_resumed_by_other_numbers_of_ranks_and_strategies(ranks, tmp_path):
     for rank, (parameters, moments, replica) in enumerate(ranks(3)(look, "diloco")):
         assert torch.equal(parameters, outer)
         assert torch.equal(replica["momentum_buffer of the optimizer's parameter 0"], momentum)
-        known = own[1]["optimizer 0 exp_avg"] if rank == 1 else state["optimizer"]["state"][0]["exp_avg"]
+        known = own[1]["optimizer"][0]["exp_avg"] if rank == 1 else state["optimizer"]["state"][0]["exp_avg"]
         assert torch.equal(moments[0], known)
-    assert not torch.equal(own[1]["optimizer 0 exp_avg"], state["optimizer"]["state"][0]["exp_avg"])
+    assert not torch.equal(own[1]["optimizer"][0]["exp_avg"], state["optimizer"]["state"][0]["exp_avg"])
     for parameters, moments, _ in ranks(2)(look, "ddp"):
         assert torch.equal(parameters, outer)
         assert torch.equal(moments[0], state["optimizer"]["state"][0]["exp_avg"])

@@ -38,7 +38,11 @@ NUM_PARAMETERS = 6 * (256 * 256 + 256)
 
 
 def measured(world, request):
-    return prediction.measure(request, world)
+    before = torch.get_num_threads()
+    try:
+        return prediction.measure(request, world)
+    finally:
+        torch.set_num_threads(before)
 
 
 def run_in_pool(ranks, request):

@@ -135,7 +135,7 @@ def test_ranks_of_a_machine_reduce_first():
     assert predict_step(two, PLAIN, LINK, 1).seconds == pytest.approx(1.0 + 2.0 + 0.2 + 0.5)
 
 
-def test_shares_between_those_that_were_measured():
+def test_shares_that_were_not_measured_take_time_in_proportion():
     assert PROFILE.computing_for(3) == Computing(0.75, 1.5, 0.5)
     assert PROFILE.computing_for(1) == Computing(0.25, 0.5, 0.5), "the update does not shrink"
     assert replace(PROFILE, global_batch_size=3).share(2) == 2

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,7 @@ def predict(
       lockstep predict runs/gpt --link 1Gb
           a run that was recorded with --run-dir, over another link
     """
+    from lockstep.comm.world import init
     from lockstep.env import RankEnv
     from lockstep.study import predict as prediction
     from lockstep.study.common import console, to_json
@@ -242,7 +244,8 @@ def predict(
         found = prediction.predict_run(Path(target), request)
     else:
         in_job = RankEnv.from_environ(os.environ).world_size > 1
-        found = prediction.predict_task(target, request, Settings(**settings), in_job=in_job)
+        with init() if in_job else nullcontext() as world:
+            found = prediction.predict_task(target, request, Settings(**settings), world)
     if found is None:  # rank zero prints it
         return
     console().print(prediction.render(found))

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.futures import Future
 
 from lockstep import activity
-from lockstep.comm.hierarchy import HierarchicalProcessGroup, sum_rows
+from lockstep.comm.hierarchy import HierarchicalProcessGroup, start_exchange, sum_rows
 from lockstep.comm.network import gloo_cause
 from lockstep.comm.process import make_forks_safe
 from lockstep.comm.shm.process_group import CpuProcessGroup, ShmProcessGroup
@@ -445,7 +445,46 @@ def all_to_all_async(
         _blocking("all_to_all", lambda: group.alltoall_base(*flats, received_sizes, sent_sizes, options))
         output.copy_(received)
         return None
+    if _is_gloo(group, tensor.device):
+        return _Exchange(_real(tensor).split(sent_sizes), _real(output).split(received_sizes), group)
     return group.alltoall_base(_real(output), _real(tensor), received_sizes, sent_sizes, options)
+
+
+class _Exchange(Work):
+    """What `start_exchange` has started. What a rank has for itself is copied.
+
+    Args:
+        sent, received: By rank, contiguous, on the CPU.
+        group: The ranks, on Gloo.
+        result: Called after it, in `wait`.
+    """
+
+    def __init__(
+        self,
+        sent: Sequence[Tensor],
+        received: Sequence[Tensor],
+        group: Group,
+        result: Callable[[], object] = lambda: None,
+    ) -> None:
+        super().__init__()
+        rank = group.rank()
+        if received[rank].data_ptr() != sent[rank].data_ptr():
+            received[rank].copy_(sent[rank])
+        self._works, self._group, self._result = start_exchange(group, sent, received, rank), group, result
+        self._tensors = sent, received  # which have to stay until then
+
+    def is_completed(self) -> bool:
+        """Return whether nothing is on its way."""
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Block until it is over, at most as long as the group's time-out."""
+        works, self._works = self._works, []
+        for work in works:
+            wait_for_transfer(work, self._group)
+        result, self._result = self._result, lambda: None
+        result()
+        return True
 
 
 def reduce_scatter_slices(flat: Tensor, *, group: Group, alone: bool = False) -> Work:
@@ -459,32 +498,11 @@ def reduce_scatter_slices(flat: Tensor, *, group: Group, alone: bool = False) ->
         alone: As in `all_reduce_work`.
     """
     if flat.is_cpu and _is_gloo(group, flat.device):  # whose own reduce-scatter is an all-reduce
-        return _ExchangeAndSum(flat, group)
+        own, received = _real(_own_slice(flat, group)), torch.empty_like(_real(flat))
+        pieces, places = (each.view(group.size(), own.numel()).unbind() for each in (_real(flat), received))
+        return _Exchange(pieces, places, group, lambda: sum_rows(received, own))
     options = _with_async_op(dist.ReduceScatterOptions(), flat, alone)
     return group._reduce_scatter_base(_real(_own_slice(flat, group)), _real(flat), options)
-
-
-class _ExchangeAndSum(Work):
-    """A reduce-scatter over Gloo: every rank sends the others their slices, and adds up those that it receives."""
-
-    def __init__(self, flat: Tensor, group: Group) -> None:
-        super().__init__()
-        self._own, self._received = _real(_own_slice(flat, group)), torch.empty_like(flat)
-        flats = self._received.view(torch.uint8), flat.view(torch.uint8)  # Gloo does not know all dtypes here
-        sizes = [flats[0].numel() // group.size()] * group.size()
-        self._work = all_to_all_async(*flats, output_sizes=sizes, input_sizes=sizes, group=group)
-
-    def is_completed(self) -> bool:
-        """Return whether the exchange is over."""
-        return self._work is None or self._work.is_completed()
-
-    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Block until this rank's slice is the sum."""
-        if self._work is not None:
-            self._work.wait(timeout)
-            self._work = None
-            sum_rows(_real(self._received), self._own)
-        return True
 
 
 def all_gather_flat(output: Tensor, tensor: Tensor, *, group: Group, alone: bool = False) -> Work:
@@ -498,6 +516,9 @@ def all_gather_flat(output: Tensor, tensor: Tensor, *, group: Group, alone: bool
         group: The ranks that take part.
         alone: As in `all_reduce_work`.
     """
+    if tensor.is_cpu and _is_gloo(group, tensor.device):
+        own = _real(tensor)
+        return _Exchange([own] * group.size(), _real(output).view(group.size(), own.numel()).unbind(), group)
     options = _with_async_op(dist.distributed_c10d.AllgatherOptions(), tensor, alone)
     return group._allgather_base(_real(output), _real(tensor), options)
 

@@ -173,7 +173,8 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         assert self._gloo is not None
         parts = output.view(self.size(), tensor.numel())
         own = [parts[ranks[self._place]] for ranks in self._machines]
-        self._gloo.allgather([own], [tensor.view(-1)], _AllgatherOptions()).wait()
+        own[self._machine].copy_(tensor.view(-1))
+        self._exchange([own[self._machine]] * len(own), own)
         rows = [[parts[rank] for rank in ranks] for ranks in self._machines]
         self._inside_ops.allgather(rows, own, _in_this_thread(_AllgatherOptions())).wait()
 
@@ -185,12 +186,16 @@ class HierarchicalProcessGroup(CpuProcessGroup):
             flat = flat.clone()
         self._inside_ops.allreduce([flat], _in_this_thread(dist.AllreduceOptions())).wait()
         parts = flat.view(self.size(), output.numel())
-        sent = parts[[ranks[self._place] for ranks in self._machines]].view(-1)
-        received = torch.empty_like(sent)
-        # As bytes, since Gloo does not know all dtypes here.
-        flats = received.view(torch.uint8), sent.view(torch.uint8)
-        self._gloo.alltoall_base(*flats, [], [], dist.AllToAllOptions()).wait()
+        sent = [parts[ranks[self._place]] for ranks in self._machines]
+        received = torch.empty(len(sent), output.numel(), dtype=tensor.dtype)
+        received[self._machine] = sent[self._machine]
+        self._exchange(sent, list(received))
         sum_rows(received, output)
+
+    def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """Send a tensor to each other machine, and receive one from each."""
+        for work in start_exchange(self._gloo, sent, received, self._machine):
+            work.wait(self._gloo.options._timeout)
 
     def all_reduce_inside(self, tensor: Tensor) -> ShmWork:
         """Start to replace ``tensor``, contiguous, by its sum over the ranks of this machine, and of no other.
@@ -258,6 +263,29 @@ def _as_list(data: Any) -> list[Tensor]:
 def _in_this_thread(options: Any) -> Any:
     options.asyncOp = False
     return options
+
+
+# Apart from the tags that a script is likely to use, and below those of compressed exchanges.
+_TAG = 2**30 - 1
+
+
+def start_exchange(
+    gloo: Any, sent: Sequence[Tensor], received: Sequence[Tensor], rank: int
+) -> list[dist.distributed_c10d.Work]:
+    """Start to send the tensor of each other rank of ``gloo`` to it, and to receive one from each.
+
+    Receives come first. A sender begins when it knows that the other end waits, which Gloo writes to the connection
+    behind what is on its way there. Its own all-to-all and all-gather send first: so over a slow link the rank that
+    comes late keeps the other waiting until its tensor is through, and only one direction is in use at a time.
+
+    Args:
+        gloo: A group or backend.
+        sent: By rank. Contiguous; that of this rank is not sent.
+        received: By rank, as ``sent``.
+        rank: This one.
+    """
+    works = [gloo.recv([each], peer, _TAG) for peer, each in enumerate(received) if peer != rank and each.numel()]
+    return works + [gloo.send([each], peer, _TAG) for peer, each in enumerate(sent) if peer != rank and each.numel()]
 
 
 def sum_rows(received: Tensor, output: Tensor) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from lockstep.errors import ConfigurationError
 from lockstep.study.common import Table
+from lockstep.telemetry.provenance import Provenance
 
 # Okabe and Ito's palette, told apart with every common form of colour blindness and on light and dark ground.
 BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
@@ -182,6 +183,24 @@ def html_table(table: Table) -> str:
 def items(texts: Sequence[str]) -> str:
     """Return texts as the items of a list."""
     return "".join(f"<li>{escape(text)}</li>" for text in texts)
+
+
+def figures_body(plot: str, tables: Sequence[Table], notes: Sequence[str], command: str, provenance: Provenance) -> str:
+    """Return the body of a page: a plot, tables of which the first needs no title, notes, and where they are from."""
+    first, *others = tables
+    shown = html_table(first) + "".join(f"\n<h2>{escape(each.title)}</h2>\n{html_table(each)}" for each in others)
+    below = "\n".join(f'<p class="soft">{escape(note)}</p>' for note in notes)
+    facts = " &middot; ".join(f"{escape(name)} {escape(text)}" for name, text in provenance.facts())
+    return f"""<div class="plots">
+{plot}
+</div>
+<h2 id="figures">Figures</h2>
+{shown}
+{below}
+<footer>
+<p><code>{escape(command)}</code></p>
+<p>{facts}</p>
+</footer>"""
 
 
 def html_page(title: str, heading: str, subtitle: str, verdict: Sequence[str], body: str, style: str = "") -> str:

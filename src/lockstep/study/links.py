@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -189,18 +189,10 @@ class Profile:
         return -(-self.global_batch_size // ranks) if self.global_batch_size >= ranks else 0
 
     def computing_for(self, num_samples: int) -> Computing:
-        """Return what so many samples take: as measured, else between or in proportion to what was."""
-        if num_samples in self.computing:
-            return self.computing[num_samples]
-        sizes = sorted(self.computing)
-        high = next((size for size in sizes if size > num_samples), sizes[-1])
-        low = max((size for size in sizes if size < high), default=0)
-        # Nothing is known of no samples at all: the time grows in proportion then, but for the update.
-        below = self.computing.get(low, Computing(0.0, 0.0, self.computing[high].after_s))
-        part = (num_samples - low) / (high - low)
-        return Computing(
-            *(a + part * (b - a) for a, b in zip(astuple(below), astuple(self.computing[high]), strict=True))
-        )
+        """Return what so many samples take: as measured, else in proportion to the nearest number that was."""
+        nearest = min(self.computing, key=lambda known: abs(known - num_samples))
+        found, times = self.computing[nearest], num_samples / nearest
+        return Computing(found.before_s * times, found.backward_s * times, found.after_s)  # the update stays
 
 
 # --- a step over a link -----------------------------------------------------------------------------------------------

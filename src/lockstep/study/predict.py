@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
-from html import escape
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, final
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from lockstep.comm.collectives import all_reduce, broadcast_object, empty_buffer
 from lockstep.comm.hierarchy import levels
 from lockstep.comm.network import sent_to
-from lockstep.comm.world import World, init
+from lockstep.comm.world import World
 from lockstep.env import usable_cores
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.parallel.ddp.bucket_events import mark_on
@@ -127,6 +126,7 @@ class Request:
     Attributes:
         task: The task, or where to find it.
         settings: How to train.
+        profile: Of the task, without what is to be measured.
         shares: Samples of a rank's part of a global batch, for each number of machines.
         num_threads: Of a rank.
         link: The link; None: it is to be probed.
@@ -134,48 +134,30 @@ class Request:
 
     task: Task | str
     settings: Settings
+    profile: Profile
     shares: tuple[int, ...]
     num_threads: int
     link: Link | None
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What the ranks measured: what computing takes, what an exchange takes beside it, and the link."""
+def measure(request: Request, world: World) -> tuple[Profile, Mapping[str, Cost], Link]:
+    """Measure the task's step on rank zero alone, then exchanges between all ranks, and the link.
 
-    computing: Mapping[int, Computing]
-    buckets: Sequence[ReadyBucket]
-    small_buckets: Sequence[ReadyBucket]
-    busy_cores: float
-    costs: Mapping[str, Cost]
-    link: Link
+    Sets this process's number of threads.
 
-
-def measure(request: Request, world: World) -> Measured:
-    """Measure the task's step on rank zero alone, then exchanges between all ranks. Collective: every rank.
+    Collective: every rank. The profile is whole on rank zero.
 
     Raises:
         Exception: What training a step raised, on rank zero; on the others a LockstepError that says so.
     """
-    before = torch.get_num_threads()
     torch.set_num_threads(request.num_threads)
-    try:
-        return _measure(request, world)
-    finally:
-        torch.set_num_threads(before)
-
-
-def _measure(request: Request, world: World) -> Measured:
-    task = load(request.task)
-    computing: dict[int, Computing] = {}
-    buckets: list[Sequence[ReadyBucket]] = [(), ()]
-    busy_cores = 1.0
+    task, profile = load(request.task), request.profile
     failure: Exception | None = None
     if world.is_rank_zero:
         try:
             for share in request.shares:
                 log(f"measuring a step of {share} samples on one rank")
-                computing[share], buckets, busy_cores = _measure_computing(task, request.settings, share, world)
+                profile = _measure_computing(task, request.settings, share, world, profile)
         except Exception as error:
             failure = error
     world.barrier(TURN_TIMEOUT_S)  # the others sleep until rank zero has come
@@ -195,16 +177,11 @@ def _measure(request: Request, world: World) -> Measured:
         most = _MOST_COST_BYTES if is_local else min(_MOST_COST_BYTES, int(link.bytes_per_s / 2))
         costs[PLAIN.name] = measure_cost(shapes, None, world, most)
         costs |= {name: measure_cost(shapes, name, world, most) for name in COMPRESSIONS}
-    return Measured(computing, buckets[0], buckets[1], busy_cores, costs, link)
+    return profile, costs, link
 
 
-def _measure_computing(
-    task: Task, settings: Settings, num_samples: int, world: World
-) -> tuple[Computing, list[Sequence[ReadyBucket]], float]:
-    """Train some steps in this process alone; return their times, the buckets, and how many cores they kept busy.
-
-    The buckets are those of gradients as they are, and those of compressed ones.
-    """
+def _measure_computing(task: Task, settings: Settings, num_samples: int, world: World, profile: Profile) -> Profile:
+    """Train some steps in this process alone; return ``profile`` with their times, buckets, and the cores in use."""
     alone = replace(settings, epochs=None, steps=_MANY_STEPS, global_batch_size=num_samples)
     with contextlib.closing(Trainer(task, alone, world, strategy="single", devices=[world.device])) as trainer:
         arrivals = _Arrivals(trainer.model, world.device)
@@ -220,7 +197,13 @@ def _measure_computing(
             ready.append(arrivals.take(record.timer.spans))
         order = [median(each) for each in zip(*ready, strict=True)]
         buckets = [_ready_buckets(trainer.model, order, is_compressed=each) for each in (False, True)]
-    return Computing(*(median(each) for each in zip(*map(astuple, parts), strict=True))), buckets, cpu_s / wall_s
+    return replace(
+        profile,
+        computing={**profile.computing, num_samples: Computing(*map(median, zip(*map(astuple, parts), strict=True)))},
+        buckets=buckets[0],
+        small_buckets=buckets[1],
+        busy_cores=cpu_s / wall_s * profile.ranks_per_machine,
+    )
 
 
 @final
@@ -341,7 +324,7 @@ def measure_cost(
         is_whole = compression not in (None, "bf16") or num_carriers > 1
         found.append(Cost(sent / moved, encode_s, decode_s, cpu_s, staged=compression is not None and is_whole))
     # The first step makes the buckets.
-    cost = Cost(*(median(each) for each in zip(*map(astuple, found[1:]), strict=True)))
+    cost = Cost(*map(median, zip(*map(astuple, found[1:]), strict=True)))
     # Where the kernel does not count what is sent, as it is meant to be.
     nominal = 1.0 if compression is None else COMPRESSIONS[compression].sent or 1.0
     return cost if cost.sent else replace(cost, sent=nominal)
@@ -477,30 +460,23 @@ class Asked:
         return cls(count, None if link is None else given_link(link, latency_s), ranks)
 
 
-def predict_task(task: Task | str, asked: Asked, settings: Settings, *, in_job: bool = False) -> Forecast | None:
+def predict_task(task: Task | str, asked: Asked, settings: Settings, world: World | None = None) -> Forecast | None:
     """Measure a task here, and return what it would take on several machines; None on ranks of a job but rank zero.
 
     Blocks some tens of seconds.
 
-    Collective if ``in_job``: every rank of a launched job; else two processes are started here.
+    Collective if there is a ``world``: every rank; else two processes are started here.
 
     Args:
         task: A task, or where to find it: ``FILE.py`` or ``FILE.py:NAME``.
         asked: What for.
         settings: How to train.
-        in_job: Whether this process is a rank of a job on these machines.
+        world: Of a job on these machines; None: this process is no rank.
 
     Raises:
         ConfigurationError: Task, numbers or settings cannot be used, or there is no link.
         RankFailed: The task failed.
     """
-    if in_job:
-        with init() as world:
-            return _predict_task(task, asked, settings, world)
-    return _predict_task(task, asked, settings, None)
-
-
-def _predict_task(task: Task | str, asked: Asked, settings: Settings, world: World | None) -> Forecast | None:
     found = load(task)
     batch = settings.global_batch_size or found.global_batch_size
     ranks = asked.ranks_per_machine or (1 if world is None else world.local_world_size)
@@ -518,24 +494,17 @@ def _predict_task(task: Task | str, asked: Asked, settings: Settings, world: Wor
         )
     profile = Profile(batch, {}, (), usable_cores(), ranks_per_machine=ranks)
     shares = sorted({share for count in machine_counts(num_machines) if (share := profile.share(count))})
-    request = Request(task, settings, tuple(shares), max(1, torch.get_num_threads() // ranks), asked.link)
+    request = Request(task, settings, profile, tuple(shares), max(1, torch.get_num_threads() // ranks), asked.link)
     if world is None:
         num_gpus = torch.cuda.device_count()
-        measured: Measured = run_ranks(measure, request, devices=1 if num_gpus else 2, backend="gloo")[0]
+        profile, costs, link = run_ranks(measure, request, devices=1 if num_gpus else 2, backend="gloo")[0]
         inside_s = 0.0 if num_gpus or ranks == 1 else run_ranks(measure_inside, devices=ranks)[0]
     else:
-        measured, inside_s = measure(request, world), measure_inside(world)
+        (profile, costs, link), inside_s = measure(request, world), measure_inside(world)
         if not world.is_rank_zero:
             return None
-    profile = replace(
-        profile,
-        computing=measured.computing,
-        buckets=measured.buckets,
-        small_buckets=measured.small_buckets,
-        busy_cores=measured.busy_cores * ranks,
-        inside_s=inside_s,
-    )
-    return forecast(found.name, profile, list_methods(measured.costs, profile), measured.link, num_machines)
+    profile = replace(profile, inside_s=inside_s)
+    return forecast(found.name, profile, list_methods(costs, profile), link, num_machines)
 
 
 def predict_run(folder: Path, asked: Asked) -> Forecast:
@@ -680,18 +649,7 @@ def render_page(found: Forecast, provenance: Provenance, command: str) -> str:
     with drawing.drawing_style():
         plot = _plot(found)
     shown = table(found)
-    notes = "\n".join(f'<p class="soft">{escape(note)}</p>' for note in footnotes(found))
-    facts = " &middot; ".join(f"{escape(name)} {escape(text)}" for name, text in provenance.facts())
-    body = f"""<div class="plots">
-{plot}
-</div>
-<h2 id="figures">Figures</h2>
-{drawing.html_table(shown)}
-{notes}
-<footer>
-<p><code>{escape(command)}</code></p>
-<p>{facts}</p>
-</footer>"""
+    body = drawing.figures_body(plot, [shown], footnotes(found), command, provenance)
     heading = f"{found.task} on several machines"
     return drawing.html_page(f"{found.task}: lockstep predict", heading, shown.title, sentences(found), body)
 

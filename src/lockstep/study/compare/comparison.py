@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import InitVar, astuple, dataclass, field
-from html import escape
 from statistics import fmean, median
 
 from rich.console import Group, RenderableType
@@ -290,22 +289,8 @@ def render_page(comparison: Comparison, sentences: Sequence[str], provenance: Pr
     rows = {each.strategy: dict(zip(_PARTS, astuple(each.step)[1:], strict=True)) for each in comparison.contenders}
     with drawing.drawing_style():
         plot = drawing.stacked_bars("Where the step goes", "milliseconds per step", rows)
-    speeds, steps = tables(comparison)
-    notes = "\n".join(f'<p class="soft">{escape(note)}</p>' for note in footnotes(comparison))
-    facts = " &middot; ".join(f"{escape(name)} {escape(text)}" for name, text in provenance.facts())
+    body = drawing.figures_body(plot, tables(comparison), footnotes(comparison), setup.command, provenance)
     heading = f"{setup.task} on one device{f' and on {setup.num_devices}' if setup.num_devices > 1 else ''}"
-    body = f"""<div class="plots">
-{plot}
-</div>
-<h2 id="figures">Figures</h2>
-{drawing.html_table(speeds)}
-<h2>{escape(steps.title)}</h2>
-{drawing.html_table(steps)}
-{notes}
-<footer>
-<p><code>{escape(setup.command)}</code></p>
-<p>{facts}</p>
-</footer>"""
     tab = f"{setup.task} on {setup.num_devices} {setup.device}: lockstep compare"
     return drawing.html_page(tab, heading, title(comparison), sentences, body)
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from lockstep.comm.collectives import Group, all_gather_object
 from lockstep.comm.fully_shard import is_sharded
 from lockstep.errors import CheckpointError
 from lockstep.train.checkpoints.model_state import StoredTensor, TensorChunks, sync
@@ -161,7 +162,7 @@ def pack_parts(parts: Mapping[str, Any], *, is_coordinator: bool) -> TreePacker:
     return packer
 
 
-_UNPACK: dict[str, Callable[[Any, Mapping[str, StoredTensor]], Any]] = {
+_UNPACK: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "tensor": lambda content, tensors: tensors[content],
     "tuple": lambda content, tensors: tuple(_unpack(item, tensors) for item in content),
     "dict": lambda content, tensors: {_unpack(key, {}): _unpack(item, tensors) for key, item in content},
@@ -170,7 +171,7 @@ _UNPACK: dict[str, Callable[[Any, Mapping[str, StoredTensor]], Any]] = {
 }
 
 
-def _unpack(packed: Any, tensors: Mapping[str, StoredTensor]) -> Any:
+def _unpack(packed: Any, tensors: Mapping[str, Any]) -> Any:
     """Return what `TreePacker.pack` took apart; what it raises for another form is among `_OTHER_FORM`."""
     if type(packed) is list:
         return [_unpack(item, tensors) for item in packed]
@@ -178,6 +179,28 @@ def _unpack(packed: Any, tensors: Mapping[str, StoredTensor]) -> Any:
         return packed
     ((kind, content),) = packed.items()
     return _UNPACK[kind](content, tensors)
+
+
+def states_of_ranks(mine: Mapping[str, Any], *, group: Group, device: torch.device) -> list[dict[str, Any]]:
+    """Return what each rank has of its own, by rank: tensors as chunks, which only their rank holds.
+
+    All ranks return the same but for that, and rank zero writes it into the checkpoint.
+
+    Collective: every rank. Blocks.
+
+    Args:
+        mine: Of this rank.
+        group: The ranks.
+        device: Where messages lie while they travel.
+    """
+    own = pack_parts(mine, is_coordinator=True)
+    sizes = {name: [SAFETENSORS_DTYPES[held.dtype], list(held.size)] for name, held in own.tensors.items()}
+    states = []
+    for rank, (parts, theirs) in enumerate(all_gather_object([own.parts, sizes], group=group, device=device)):
+        absent = {name: TensorChunks(torch.Size(size), _DTYPES[dtype], {}) for name, (dtype, size) in theirs.items()}
+        tensors = own.tensors if rank == group.rank() else absent
+        states.append({name: _unpack(part, tensors) for name, part in parts.items()})
+    return states
 
 
 # --- what each rank writes ---

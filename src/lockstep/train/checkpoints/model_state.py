@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.comm.collectives import Group, all_gather_object
+from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.fully_shard import is_sharded, local_chunk
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
@@ -160,36 +160,6 @@ def compression_state(model: DistributedDataParallel) -> dict[str, Any]:
         chunks = {(rank, *[0] * residual.dim()): residual[None]} if residual.numel() else {}
         rows[name] = TensorChunks(torch.Size([num_ranks, *residual.shape]), residual.dtype, chunks)
     return {**state, "residuals": rows}
-
-
-def states_of_ranks(mine: Mapping[str, Any], *, group: Group, device: torch.device) -> list[dict[str, Any]]:
-    """Return what each rank has of its own, by rank: tensors as chunks, which only their rank holds.
-
-    All ranks return the same description, which rank zero writes into the checkpoint.
-
-    Collective: every rank. Blocks.
-
-    Args:
-        mine: Tensors, numbers and texts by name; of this rank.
-        group: The ranks.
-        device: Where messages lie while they travel.
-    """
-    about = {
-        name: [str(value.dtype).removeprefix("torch."), list(value.shape)]
-        if isinstance(value, Tensor)
-        else [None, value]
-        for name, value in mine.items()
-    }
-    states: list[dict[str, Any]] = []
-    for rank, theirs in enumerate(all_gather_object(about, group=group, device=device)):
-        is_mine = rank == group.rank()
-        states.append({})
-        for name, (dtype, content) in theirs.items():
-            if dtype is not None:
-                held = TensorChunks.of(mine[name]).chunks if is_mine else {}
-                content = TensorChunks(torch.Size(content), getattr(torch, dtype), held)
-            states[rank][name] = content
-    return states
 
 
 def _zero_state_dict(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:

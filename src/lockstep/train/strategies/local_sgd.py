@@ -18,13 +18,8 @@ from lockstep.parallel.consistency import Replica, replica_of
 from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.local_sgd import ExchangeSchedule, OuterSGD, PeriodicAveraging
-from lockstep.train.checkpoints.model_state import (
-    load_state_dict,
-    plain_names,
-    read_tensors,
-    states_of_ranks,
-    unwrap,
-)
+from lockstep.train.checkpoints.checkpoint_storage import states_of_ranks
+from lockstep.train.checkpoints.model_state import load_state_dict, plain_names, read_tensors, unwrap
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.step import Objective, Part
 from lockstep.train.strategies.strategy import Distributed, Pass, Single, Strategy
@@ -144,13 +139,9 @@ class LocalSteps(Strategy):
         state = self._averaging.state_dict()
         own, mine = state.pop("own"), {}
         if own["rank"] == self._replica_rank:
-            local = plain_names(unwrap(self._model).state_dict())
-            parts = {"weight": dict(enumerate(own["weights"])), "base": own["base"], "model": local}
-            parts["residual"] = dict(enumerate(own["residuals"]))
+            mine = {**own, "model": plain_names(unwrap(self._model).state_dict())}
             if own["rank"]:  # what rank 0 has is the checkpoint's ``optimizer``
-                entries = optimizer.state_dict()["state"].items()
-                parts["optimizer"] = {f"{index} {name}": each[name] for index, each in entries for name in each}
-            mine = {f"{kind} {name}": value for kind, part in parts.items() for name, value in part.items()}
+                mine["optimizer"] = optimizer.state_dict()["state"]
         everyone = states_of_ranks(mine, group=self.group, device=self._device)
         return {"model": self._outer_model_state(), "replicas": {**state, "own": everyone}}
 
@@ -168,19 +159,11 @@ class LocalSteps(Strategy):
         replicas = dict(state["replicas"])
         everyone = replicas.pop("own")
         kept = read_tensors(everyone[self._replica_rank]) if self._replica_rank < len(everyone) else {}
-        parts: dict[str, dict[str, Any]] = {"weight": {}, "base": {}, "model": {}, "optimizer": {}, "residual": {}}
-        for key, value in kept.items():
-            kind, name = key.split(" ", 1)
-            parts[kind][name] = value
-        load_state_dict(self._model, None, {"model": parts["model"] or state["model"]})
-        if parts["optimizer"]:
-            entries: dict[int, dict[str, Any]] = {}
-            for key, value in parts["optimizer"].items():
-                index, name = key.split(" ", 1)
-                entries.setdefault(int(index), {})[name] = value
-            optimizer.load_state_dict({**optimizer.state_dict(), "state": entries})
-        own = {"rank": self.group.rank(), "world_size": len(everyone) if kept else 0, "base": parts["base"]}
-        own |= {"weights": list(parts["weight"].values()), "residuals": list(parts["residual"].values())}
+        load_state_dict(self._model, None, {"model": kept.get("model", state["model"])})
+        if "optimizer" in kept:
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": kept["optimizer"]})
+        # All ranks of a replica go on with what its first has kept.
+        own = {**kept, "rank": self.group.rank(), "world_size": len(everyone) if kept else 0}
         self._averaging.load_state_dict({**read_tensors(replicas), "own": own})
 
 
