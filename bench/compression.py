@@ -267,8 +267,8 @@ def paused_steps(method: str) -> None:
         elif method.startswith("diloco"):
             num_first, num_steps = PERIOD, 2 * PERIOD  # the first exchange makes buffers and connections
             streamed = {"fragments": 5, "sync_delay": 5} if "streamed" in method else {}
-            compression = next((each for each in METHODS if each in method), None)
-            DiLoCo(model, optimizer, PERIOD, compression=compression, **streamed)
+            chosen = next((each for each in METHODS if each in method), None)
+            DiLoCo(model, optimizer, PERIOD, compression=chosen, **streamed)
         elif method == "zero1":
             model = DistributedDataParallel(model)
             optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, shard_gradients=True, lr=1e-4)
