@@ -1,15 +1,18 @@
 # Everything runs in .venv, which the first target that needs it creates. PYTHON=... chooses the interpreter.
+# TORCH=2.11.0 takes that release in place of the pinned one, in an environment of its own.
 SHELL := /bin/bash
-VENV := .venv
+TORCH ?=
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+CONSTRAINTS := $(VENV)/constraints.txt
 DEVICES ?= 2
 MINUTES ?= 30
 PYTHON ?=
-export DEVICES PYTHON
+export DEVICES PYTHON VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak check docs format bench clean
+.PHONY: help setup demo test soak check docs format bench wheels clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,14 +22,16 @@ setup: $(INSTALLED)  ## Create .venv with the pinned versions and the package (q
 $(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard src/lockstep/comm/shm/*.[ch])
 	@set -e; if [ ! -x $(BIN)/python ]; then python=$$(tools/find_python.sh); "$$python" -m venv $(VENV); fi
 	@echo "Installing the pinned versions into $(VENV); the first time this takes minutes."
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/',cat) constraints.txt >$(CONSTRAINTS)
+	@rm -f src/lockstep/comm/shm/_native.*.so  # of earlier versions, with a name that Python would prefer
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) torch
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	@touch $@
 
 demo: setup  ## Train on real data, verify the run, then compare one device, both engines and torch's own (DEVICES=2)
 	@tools/demo.sh
 
-test: setup  ## Run the tests but the contracts, three files at a time on two cores: many wait for processes
+test: setup  ## Run the tests but the contracts, three files at a time on two cores; TORCH=2.11.0 with that release
 	$(BIN)/python -m pytest -n 3 --dist loadfile --ignore tests/contract
 
 soak: setup  ## Run random programs and random faults for MINUTES=30, half of the time each
@@ -47,8 +52,11 @@ format: setup  ## Put the code into the house format
 	$(BIN)/ruff format .
 
 bench: setup  ## Measure against torch and its peers (half an hour), or ONLY=name; QUICK=1 to see that it runs
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[bench]'
 	$(BIN)/python tools/bench.py $(if $(QUICK),--quick) $(ONLY)
 
+wheels:  ## Build wheels for x86_64 and aarch64 from the last commit, and check them (the head of tools/wheels.sh says with what)
+	tools/wheels.sh
+
 clean:  ## Remove .venv and what the tools left
-	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-torch-* build dist site .mypy_cache .ruff_cache .pytest_cache

@@ -3,6 +3,8 @@
 import sys
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 
 SHM = "src/lockstep/comm/shm"
 
@@ -16,4 +18,24 @@ native = Extension(
     optional=True,
 )
 
-setup(ext_modules=[native] if sys.platform == "linux" else [])
+
+class BuildLibrary(build_ext):
+    """Build a library that is opened with ctypes and knows nothing of Python: its name names no version either."""
+
+    def get_ext_filename(self, ext_name: str) -> str:
+        """Return ``lockstep/comm/shm/_native.so``."""
+        return ext_name.replace(".", "/") + ".so"
+
+
+class PlatformWheel(bdist_wheel):
+    """Tag the wheel with the platform only: one serves all versions of Python, free-threaded ones too."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return ``py3-none-PLATFORM``."""
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(
+    ext_modules=[native] if sys.platform == "linux" else [],
+    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
+)

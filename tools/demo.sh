@@ -4,16 +4,16 @@
 # With fewer GPUs than that, the ranks are CPU processes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-devices=${DEVICES:-2}
+devices=${DEVICES:-2} venv=${VENV:-.venv}
 
-num_gpus=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count())')
+num_gpus=$("$venv/bin/python" -c 'import torch; print(torch.cuda.device_count())')
 if [ "$num_gpus" -lt "$devices" ]; then
     export CUDA_VISIBLE_DEVICES=
 fi
 
 show() {
     printf '\n$ lockstep %s\n' "$*"
-    .venv/bin/lockstep "$@"
+    "$venv/bin/lockstep" "$@"
 }
 show train examples/digits.py --strategy ddp --devices "$devices"
 show verify examples/digits.py --devices "$devices"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lockstep.train.task import Loss as Loss
     from lockstep.train.task import Task as Task
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 # Where each public name is.
 _HOMES = {

@@ -201,9 +201,15 @@ class Cast(SliceCodec):
             to.copy_(numbers)
 
 
+# Added to a small float32 and taken away again, it rounds to the nearest integer, ties to even.
+_ROUNDING = 1.5 * 2.0**23
+
+
 @final
 class Blocks(SliceCodec):
-    """Integers of 8 or 4 bits: in each block multiples of one scale, a bfloat16. In C, one pass over memory.
+    """Integers of 8 or 4 bits: in each block multiples of one scale, a bfloat16.
+
+    In C, one pass over memory; without the C library in several, by torch, to the same bits.
 
     Rounded to the nearest: at random the error is 1.4 times as large, that of a sum of steps as well, since error
     feedback needs no error whose mean is zero (``bench/compression.py``).
@@ -211,7 +217,7 @@ class Blocks(SliceCodec):
 
     def __init__(self, bits: int, block: int) -> None:
         self.bits, self.block = bits, block
-        self._encode, self._decode = block_codec()
+        self._native = block_codec()
 
     @override
     def num_bytes(self, numel: int) -> int:
@@ -222,15 +228,56 @@ class Blocks(SliceCodec):
 
     @override
     def encode(self, values: Tensor, to: Tensor) -> None:
-        scales, count = to.data_ptr(), values.numel()
-        codes = scales + self._scale_bytes(count)
-        self._encode(values.data_ptr(), count, self.bits, self.block, scales, codes)
+        if self._native is None:
+            for rows, scales, codes in self._parts(values, to):
+                self._encode_rows(rows, scales, codes)
+            return
+        address, count = to.data_ptr(), values.numel()
+        self._native[0](values.data_ptr(), count, self.bits, self.block, address, address + self._scale_bytes(count))
 
     @override
     def decode(self, data: Tensor, to: Tensor, *, adds: bool = False) -> None:
-        scales, count = data.data_ptr(), to.numel()
-        codes = scales + self._scale_bytes(count)
-        self._decode(scales, codes, count, self.bits, self.block, to.data_ptr(), adds)
+        if self._native is None:
+            for rows, scales, codes in self._parts(to, data):
+                numbers = self._decoded(scales, codes)[:, : rows.shape[1]]
+                rows.add_(numbers) if adds else rows.copy_(numbers)
+            return
+        address, count = data.data_ptr(), to.numel()
+        self._native[1](address, address + self._scale_bytes(count), count, self.bits, self.block, to.data_ptr(), adds)
+
+    def _parts(self, values: Tensor, data: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Give the whole blocks, a row each, then the rest as one row: numbers, their scales, and their codes."""
+        count = values.numel()
+        whole = count // self.block * self.block
+        codes = data[self._scale_bytes(count) :]
+        for start, end in ((0, whole), (whole, count)):
+            if start < end:
+                rows = values[start:end].view(-1, min(self.block, end - start))
+                scales = data[self._scale_bytes(start) : self._scale_bytes(end)].view(torch.int16)
+                part = codes[start * self.bits // 8 : -(-end * self.bits // 8)]
+                yield rows, scales.view(-1, 1), part.view(len(rows), -1)
+
+    def _encode_rows(self, rows: Tensor, scales: Tensor, codes: Tensor) -> None:
+        """Do what ``lockstep_encode`` in ``comm/shm/_quantize.c`` does, where the bounds are explained."""
+        largest = rows.abs().amax(1, keepdim=True)
+        bad = ~(largest < 2.0**127)
+        scale = (largest / (2 ** (self.bits - 1) - 1)).view(torch.int32).add_(0xFFFF) >> 16
+        scale.masked_fill_(largest < 2.0**-100, 0).masked_fill_(bad, 0)
+        scales.copy_(scale).masked_fill_(bad, 0x7FC0)
+        step = (scale << 16).view(torch.float32)
+        rows.masked_fill_(bad, 0.0)
+        levels = (rows * (1 / step).masked_fill_(step == 0, 0.0)).add_(_ROUNDING).sub_(_ROUNDING)
+        rows.sub_(levels * step)
+        numbers = levels.to(torch.int8).view(torch.uint8)
+        if self.bits == 4:
+            half = codes.shape[1]
+            numbers = torch.nn.functional.pad(numbers, (0, 2 * half - numbers.shape[1]))
+            numbers = (numbers[:, :half] & 15) | (numbers[:, half:] << 4)
+        codes.copy_(numbers)
+
+    def _decoded(self, scales: Tensor, codes: Tensor) -> Tensor:
+        numbers = codes if self.bits == 8 else torch.cat([codes & 15, codes >> 4], dim=1) ^ 8
+        return (numbers.view(torch.int8) - (8 if self.bits == 4 else 0)) * (scales.int() << 16).view(torch.float32)
 
 
 @dataclass
@@ -358,7 +405,7 @@ def make(method: str) -> Codec:
     """Return the codec ``bf16``, ``fp16``, ``int8``, ``int4`` or ``powersgd:RANK``.
 
     Raises:
-        ConfigurationError: There is no such method, or no C library for it.
+        ConfigurationError: There is no such method.
     """
     rank = check_method(method)
     if rank is not None:
@@ -525,7 +572,7 @@ def make_reduction(method: str, bucket_set: BucketSet, group: Group) -> BucketRe
     """Return what reduces the buckets of a model by ``method``; see `make`.
 
     Raises:
-        ConfigurationError: There is no such method, or no C library for it, or the group cannot send messages.
+        ConfigurationError: There is no such method, or the group cannot send messages.
     """
     codec = make(method)
     if isinstance(codec, Cast) and levels(group)[0] is None:
